@@ -1,0 +1,66 @@
+# Everything runs in .venv. Of the machine: python3.11 or newer, a C++20 compiler and make; cmake and ninja come from
+# PyPI. Where pip is not configured for CPU builds of torch:
+#   make setup PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP_FLAGS ?=
+BIN := .venv/bin
+STAMP := .venv/.setup-done
+NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.hpp csrc/probes/* csrc/fake/*)
+CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.c' -o -name '*.h')
+SANITIZERS := plain address thread
+# ThreadSanitizer of older compilers cannot place its memory under full address randomisation.
+FIXED_ADDRESSES := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
+
+.PHONY: setup demo test test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx format clean
+.DELETE_ON_ERROR:
+
+setup: $(STAMP)
+
+# Build isolation would install a second set of build tools, unpinned; so they go into the venv first.
+# scikit-build-core puts the compiled module into site-packages and finds the Python files in src as they are now. The
+# look-alike device libraries go there too; a wheel for users has none.
+$(STAMP): pyproject.toml CMakeLists.txt constraints.txt $(NATIVE_SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt scikit-build-core nanobind cmake ninja torch==2.13.0
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt \
+	    --no-build-isolation -C cmake.define.RESILIENT_FAKES=ON -e '.[torch,cli,metrics,data,test,lint]'
+	touch $@
+
+demo: setup
+	$(BIN)/resilient-train demo
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-native: setup $(SANITIZERS:%=test-native-%)
+
+# die_after_fork: the tests fork, and start threads in the children, on purpose.
+.PHONY: $(SANITIZERS:%=test-native-%)
+$(SANITIZERS:%=test-native-%): test-native-%: setup
+	$(BIN)/cmake -S . -B build/native-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja --log-level=WARNING \
+	    -DRESILIENT_TESTS=ON -DRESILIENT_SANITIZE=$(filter-out plain,$*)
+	$(BIN)/cmake --build build/native-$*
+	TSAN_OPTIONS=die_after_fork=0 timeout 120 $(FIXED_ADDRESSES) build/native-$*/native_test
+	TSAN_OPTIONS=die_after_fork=0 timeout 120 $(FIXED_ADDRESSES) build/native-$*/probes_test
+
+# One target each, so that `make -k lint` shows everything that is wrong at once.
+lint: lint-ruff lint-format lint-types lint-layers lint-cxx
+lint-ruff: setup
+	$(BIN)/ruff check .
+lint-format: setup
+	$(BIN)/ruff format --check .
+lint-types: setup
+	$(BIN)/mypy
+lint-layers: setup
+	$(BIN)/lint-imports
+lint-cxx: setup
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+format: setup
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+clean:
+	rm -rf build dist .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

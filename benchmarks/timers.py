@@ -1,0 +1,123 @@
+"""Times the Session's own calls from inside the process, by putting a stop watch around them for a while.
+
+Own time only: what a timed call spends in another timed call counts for that one. Two clocks: wall time, and the
+thread's CPU time, which other users of the machine don't lengthen. A watch costs a few microseconds itself (see
+``watch_cost_us``), so the split says where the time goes, and the difference between blocks with and without a Session
+says how much it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+WATCHED: dict[str, tuple[str, ...]] = {
+    "loop": (
+        "session.runtime:Runtime._settle_at_head",
+        "session.runtime:Runtime._next_step",
+        "session.runtime:Runtime.enter",
+        "session.runtime:Runtime.leave",
+        "session.runtime:Runtime.before_update",
+        "session.runtime:Runtime.after_update",
+    ),
+    "random": ("frameworks.torch.engine:TorchEngine.random_state",),
+    "capture": ("frameworks.torch.rank_state:RankState.capture", "session.loader:Cursor.position"),
+    "pack": ("frameworks.torch.engine:TorchEngine.pack",),
+    "publish": ("session.publication:Publication.publish", "session.link:Link.publish"),
+    "begin": ("frameworks.torch.engine:TorchEngine.begin", "frameworks.torch.engine:TorchEngine.committed"),
+    "record": ("session.link:Link.record", "_native:Board.set_tail"),
+    "arrive": ("_native:Board.arrive",),
+    "barrier": ("session.link:Link.all_ready",),
+    "interrupt": ("interrupt:Interrupt.arm", "interrupt:Interrupt.disarm"),
+    "intact": ("frameworks.torch.engine:TorchEngine.collectives_intact",),
+    "guard": ("frameworks.torch.engine:TorchEngine.issue", "frameworks.torch.escape:Escape.guard"),
+    "gloo": ("frameworks.torch.group:ResilientGroup.run",),
+}
+"""Label -> what is timed under it. Functions that a later version no longer has are reported as missing, no more."""
+
+NOT_OURS = ("gloo",)
+"""Timed only to be taken out of its caller: a run without a Session has it too."""
+WAITING = ("barrier",)
+"""Mostly waiting for the slowest rank, for which the next collective would wait otherwise."""
+
+_CALIBRATION = 2000
+
+
+class Ledger:
+    """Nanoseconds and calls by label, of all threads (autograd's and gloo's call us, too)."""
+
+    def __init__(self) -> None:
+        self.own_ns: dict[str, int] = defaultdict(int)
+        self.cpu_ns: dict[str, int] = defaultdict(int)
+        self.calls: dict[str, int] = defaultdict(int)
+        self.each_barrier_ns: list[int] = []
+        self.missing: list[str] = []
+        self._local = threading.local()
+
+    def timed(self, label: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call`` with a stop watch around it."""
+
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            stack = self._local.__dict__.setdefault("stack", [])
+            inner = [0, 0]
+            stack.append(inner)
+            begin, begin_cpu = time.perf_counter_ns(), time.thread_time_ns()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                took_cpu, took = time.thread_time_ns() - begin_cpu, time.perf_counter_ns() - begin
+                stack.pop()
+                if stack:
+                    stack[-1][0] += took
+                    stack[-1][1] += took_cpu
+                self.own_ns[label] += took - inner[0]
+                self.cpu_ns[label] += took_cpu - inner[1]
+                self.calls[label] += 1
+                if label == "barrier":
+                    self.each_barrier_ns.append(took)
+
+        return run
+
+
+def watch_cost_us() -> float:
+    """What one stop watch adds to the sum of own times, here and now."""
+    ledger = Ledger()
+    inner = ledger.timed("inner", lambda: None)
+
+    def call_many() -> None:
+        for _ in range(_CALIBRATION):
+            inner()
+
+    ledger.timed("outer", call_many)()
+    return sum(ledger.own_ns.values()) / 1e3 / _CALIBRATION
+
+
+@contextmanager
+def watching() -> Iterator[Ledger]:
+    """A ledger that fills while the block runs; afterwards every function is as it was."""
+    ledger = Ledger()
+    undo: list[tuple[type, str, Any]] = []
+    try:
+        for label, places in WATCHED.items():
+            for place in places:
+                module, _, path = place.partition(":")
+                name, _, attribute = path.partition(".")
+                owner = getattr(importlib.import_module(f"resilient_train.{module}"), name, None)
+                original = vars(owner).get(attribute) if owner is not None else None
+                if owner is None or original is None:
+                    ledger.missing.append(place)
+                    continue
+                undo.append((owner, attribute, original))
+                # A method of a native class does not bind itself any more once it is wrapped, and need not: `run` does.
+                setattr(owner, attribute, ledger.timed(label, original))
+        yield ledger
+    finally:
+        for owner, attribute, original in undo:
+            setattr(owner, attribute, original)

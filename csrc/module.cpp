@@ -1,0 +1,325 @@
+// Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
+//
+// The only file that sees Python. It converts, lets go of the GIL around everything that may block, and turns
+// errno into OSError; what things mean stands in the other files and in _native.pyi.
+#include <algorithm>
+#include <cerrno>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "probes/probes.hpp"
+#include "process_copy.hpp"
+#include "record.hpp"
+#include "watch.hpp"
+#include "watchdog.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using namespace resilient;
+
+constexpr std::int64_t ns_per_ms = 1'000'000;
+// A signal that comes just before the sleep does not end it, so a wait comes up for the handlers this often.
+constexpr std::int64_t slice_ns = 50 * ns_per_ms;
+constexpr std::int64_t timeout_ms_max = 1'000'000'000;
+
+// Runs wait(slice) without the GIL until done(result) or the time is over, and Python's signal handlers in between.
+template <typename Wait, typename Done>
+auto wait_in_slices(std::int64_t timeout_ms, Wait&& wait, Done&& done) {
+  if (timeout_ms < 0 || timeout_ms > timeout_ms_max) throw std::invalid_argument("timeout_ms must be 0..1000000000");
+  const std::int64_t end_ns = monotonic_ns() + timeout_ms * ns_per_ms;
+  std::int64_t left_ns = timeout_ms * ns_per_ms;
+  for (;;) {
+    auto result = [&] {
+      const nb::gil_scoped_release unlocked;
+      return wait(std::min(left_ns, slice_ns));
+    }();
+    if (done(result)) return result;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    left_ns = end_ns - monotonic_ns();
+    if (left_ns <= 0) return result;
+  }
+}
+
+class PyBoard {
+ public:
+  explicit PyBoard(std::shared_ptr<Board> board) : board_(std::move(board)) {}
+
+  // A copy, so that the memory outlives a close() by another thread while this call runs.
+  std::shared_ptr<Board> use() const {
+    if (board_ == nullptr) throw std::invalid_argument("the board is closed");
+    return board_;
+  }
+  RankRecord& record(std::uint32_t rank) const { return use()->record(rank); }
+  void close() { board_ = nullptr; }
+
+ private:
+  std::shared_ptr<Board> board_;
+};
+
+std::string wait_all(const PyBoard& self, std::uint32_t rank, std::uint64_t commits, std::uint32_t phase,
+                     std::uint32_t generation, std::int64_t timeout_ms) {
+  const std::shared_ptr<Board> board = self.use();
+  (void)board->record(rank);
+  const std::uint64_t target = make_standing(commits, phase);
+  const WaitResult result = wait_in_slices(
+      timeout_ms, [&](std::int64_t slice) { return board->wait_all(target, generation, slice); },
+      [](WaitResult each) { return each != WaitResult::timeout; });
+  switch (result) {
+    case WaitResult::passed:
+      return "passed";
+    case WaitResult::stopped:
+      return "stopped";
+    case WaitResult::timeout:
+      break;
+  }
+  return "timeout";
+}
+
+bool wait_stop(const PyBoard& self, std::uint32_t generation, std::int64_t timeout_ms) {
+  const std::shared_ptr<Board> board = self.use();
+  return wait_in_slices(
+      timeout_ms, [&](std::int64_t slice) { return board->wait_stop(generation, slice); },
+      [](bool stopped) { return stopped; });
+}
+
+void set_identity(const PyBoard& self, std::uint32_t rank, std::uint32_t generation, std::uint32_t incarnation,
+                  std::uint32_t pid) {
+  RankRecord& record = self.record(rank);
+  store(record.generation, generation);
+  store(record.incarnation, incarnation);
+  store(record.pid, pid);
+}
+
+void bind_record(nb::class_<PyBoard>& board) {
+  using Self = const PyBoard&;
+  board
+      .def(
+          "set_standing",
+          [](Self self, std::uint32_t rank, std::uint64_t commits, std::uint32_t phase, std::uint64_t step) {
+            self.use()->set_standing(rank, commits, phase, step);
+          },
+          "rank"_a, "commits"_a, "phase"_a, "step"_a)
+      .def(
+          "standing",
+          [](Self self, std::uint32_t rank) {
+            const std::uint64_t standing = load(self.record(rank).standing);
+            return std::make_pair(standing >> 8, static_cast<std::uint32_t>(standing & phase_max));
+          },
+          "rank"_a)
+      .def(
+          "step", [](Self self, std::uint32_t rank) { return load(self.record(rank).step); }, "rank"_a)
+      .def(
+          "phase_time_ns", [](Self self, std::uint32_t rank) { return load(self.record(rank).phase_time_ns); },
+          "rank"_a)
+      .def("set_identity", &set_identity, "rank"_a, "generation"_a, "incarnation"_a, "pid"_a)
+      .def(
+          "identity",
+          [](Self self, std::uint32_t rank) {
+            const RankRecord& record = self.record(rank);
+            return std::make_tuple(load(record.generation), load(record.incarnation), load(record.pid));
+          },
+          "rank"_a)
+      .def(
+          "set_generation",
+          [](Self self, std::uint32_t rank, std::uint32_t generation) {
+            store(self.record(rank).generation, generation);
+          },
+          "rank"_a, "generation"_a)
+      .def(
+          "set_tail",
+          [](Self self, std::uint32_t rank, std::uint64_t entered, std::uint64_t completed) {
+            RankRecord& record = self.record(rank);
+            store(record.tail_entered, entered);
+            store(record.tail_completed, completed);
+          },
+          "rank"_a, "entered"_a, "completed"_a)
+      .def(
+          "tail",
+          [](Self self, std::uint32_t rank) {
+            const RankRecord& record = self.record(rank);
+            return std::make_pair(load(record.tail_entered), load(record.tail_completed));
+          },
+          "rank"_a)
+      .def(
+          "set_collectives",
+          [](Self self, std::uint32_t rank, std::uint64_t entered) { store(self.record(rank).collectives, entered); },
+          "rank"_a, "entered"_a)
+      .def(
+          "set_activity",
+          [](Self self, std::uint32_t rank, std::uint32_t activity) { store(self.record(rank).activity, activity); },
+          "rank"_a, "activity"_a)
+      .def(
+          "progress",
+          [](Self self, std::uint32_t rank) {
+            const RankRecord& record = self.record(rank);
+            const std::uint64_t standing = load(record.standing);
+            return std::make_tuple(standing >> 8, static_cast<std::uint32_t>(standing & phase_max),
+                                   load(record.collectives), load(record.activity));
+          },
+          "rank"_a)
+      .def(
+          "stopped_generation",
+          [](Self self, std::uint32_t rank) { return load(self.record(rank).stopped_generation); }, "rank"_a)
+      .def("beats", [](Self self, std::uint32_t rank) { return load(self.record(rank).beats); }, "rank"_a);
+}
+
+void bind_board(nb::module_& module) {
+  nb::class_<PyBoard> board(module, "Board");
+  board
+      .def_static(
+          "create", [](std::uint32_t world_size) { return PyBoard(Board::create(world_size)); }, "world_size"_a)
+      .def_static(
+          "attach", [](int fd) { return PyBoard(Board::attach(fd)); }, "fd"_a)
+      .def_prop_ro("fd", [](const PyBoard& self) { return self.use()->fd(); })
+      .def_prop_ro("world_size", [](const PyBoard& self) { return self.use()->world_size(); })
+      .def_prop_ro("stop_generation", [](const PyBoard& self) { return load(self.use()->header().stop_generation); })
+      .def("close", &PyBoard::close)
+      .def(
+          "raise_stop", [](const PyBoard& self, std::uint32_t generation) { self.use()->raise_stop(generation); },
+          "generation"_a)
+      .def(
+          "arrive",
+          [](const PyBoard& self, std::uint32_t rank, std::uint64_t commits, std::uint32_t phase, std::uint64_t step) {
+            return self.use()->arrive(rank, commits, phase, step);
+          },
+          "rank"_a, "commits"_a, "phase"_a, "step"_a)
+      .def("wait_all", &wait_all, "rank"_a, "commits"_a, "phase"_a, "generation"_a, "timeout_ms"_a)
+      .def("wait_stop", &wait_stop, "generation"_a, "timeout_ms"_a);
+  bind_record(board);
+}
+
+void bind_threads(nb::module_& module) {
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<DeathWatch>(module, "DeathWatch")
+      .def(
+          "__init__", [](DeathWatch* self, const PyBoard& board) { new (self) DeathWatch(board.use()); }, "board"_a)
+      .def_prop_ro("fd", &DeathWatch::fd)
+      .def_prop_ro_static("supported", [](nb::handle) { return death_watch_supported(); })
+      .def("add", &DeathWatch::add, "rank"_a)
+      .def("remove", &DeathWatch::remove, "rank"_a)
+      .def("take", &DeathWatch::take)
+      .def("close", &DeathWatch::close);
+  module.def("death_watch_supported", &death_watch_supported);
+
+  nb::class_<Watchdog>(module, "Watchdog")
+      .def(
+          "__init__",
+          [](Watchdog* self, const PyBoard& board, std::uint32_t rank, std::int64_t beat_ms, std::int64_t grace_ms,
+             int signal_number) {
+            new (self) Watchdog(board.use(), rank, WatchdogOptions{beat_ms, grace_ms, signal_number});
+          },
+          "board"_a, "rank"_a, nb::kw_only(), "beat_ms"_a = 50, "grace_ms"_a = 20, "signal_number"_a)
+      .def("start", &Watchdog::start, "generation"_a, Unlocked())
+      .def("stop", &Watchdog::stop, Unlocked())
+      .def("guard_sockets", &Watchdog::guard_sockets, "sockets"_a)
+      .def("arm", &Watchdog::arm, "generation"_a)
+      .def("disarm", &Watchdog::disarm)
+      .def_prop_ro("armed", &Watchdog::armed)
+      .def("acknowledge", &Watchdog::acknowledge, "generation"_a);
+}
+
+void make_probes(Probes* self, const std::string& hccl, const std::string& acl, const std::string& nccl,
+                 const std::string& nvml, std::uint32_t device, const std::string& uuid, std::int64_t poll_ms,
+                 std::int64_t call_limit_ms, std::int64_t open_limit_ms, bool trial) {
+  new (self) Probes({hccl, acl, nccl, nvml, device, uuid, {poll_ms, call_limit_ms, open_limit_ms, trial}});
+}
+
+void bind_findings(nb::module_& module) {
+  nb::class_<Finding>(module, "Finding")
+      .def_prop_ro("kind", [](const Finding& self) { return name_of(self.kind); })
+      .def_ro("probe", &Finding::probe)
+      .def_ro("code", &Finding::code)
+      .def_ro("text", &Finding::text)
+      .def_ro("ranges", &Finding::ranges)
+      .def_ro("comm", &Finding::comm)
+      .def_ro("time_ns", &Finding::time_ns);
+  nb::class_<ProbeStatus>(module, "ProbeStatus")
+      .def_ro("name", &ProbeStatus::name)
+      .def_ro("state", &ProbeStatus::state)
+      .def_ro("reason", &ProbeStatus::reason)
+      .def_ro("missing", &ProbeStatus::missing)
+      .def_ro("polls", &ProbeStatus::polls);
+  module.def(
+      "classify_acl",
+      [](std::int32_t code) {
+        const std::optional<FindingKind> kind = classify_acl(code);
+        return std::string(kind ? name_of(*kind) : "");
+      },
+      "code"_a);
+}
+
+void bind_probes(nb::module_& module) {
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  const auto limit = [] { return "limit_ms"_a = 5'000; };
+  nb::class_<Probes>(module, "Probes")
+      .def("__init__", &make_probes, nb::kw_only(), "hccl"_a = "libhccl.so", "acl"_a = "libascendcl.so",
+           "nccl"_a = "libnccl.so.2", "nvml"_a = "libnvidia-ml.so.1", "device"_a = 0, "uuid"_a = "", "poll_ms"_a = 50,
+           "call_limit_ms"_a = 2'000, "open_limit_ms"_a = 30'000, "trial"_a = true)
+      .def("start", [](Probes& self) { self.runner().start(); })
+      .def(
+          "stop", [](Probes& self) { return self.runner().stop(); }, Unlocked())
+      .def_prop_ro("fd", [](Probes& self) { return self.runner().fd(); })
+      .def("take", [](Probes& self) { return self.runner().take(); })
+      .def("rearm", [](Probes& self) { self.runner().rearm(); })
+      .def("status", [](Probes& self) { return self.runner().status(); })
+      .def("add_comm", &Probes::add_comm, "library"_a, "comm"_a)
+      .def("remove_comm", &Probes::remove_comm, "library"_a, "comm"_a, limit(), Unlocked())
+      .def("suspend_comm", &Probes::suspend_comm, "comm"_a, limit(), Unlocked())
+      .def("resume_comm", &Probes::resume_comm, "comm"_a, limit(), Unlocked())
+      .def("destroy_comm", &Probes::destroy_comm, "comm"_a, limit(), Unlocked())
+      .def("abort_comm", &Probes::abort_comm, "comm"_a, limit(), Unlocked())
+      .def("abort_tasks", &Probes::abort_tasks, "timeout_ms"_a, limit(), Unlocked())
+      .def("repair_memory", &Probes::repair_memory, "ranges"_a, limit(), Unlocked())
+      .def("repair_error", &Probes::repair_error, limit(), Unlocked())
+      .def("last_error", &Probes::last_error, Unlocked());
+}
+
+void copy_spans(int pid, const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>& spans) {
+  std::vector<Span> copies;
+  copies.reserve(spans.size());
+  for (const auto& [remote_address, local_address, bytes] : spans) {
+    copies.push_back({remote_address, local_address, bytes});
+  }
+  const nb::gil_scoped_release unlocked;
+  read_process_memory(pid, copies);
+}
+
+void translate_errno(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+  }
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+  // A rank that exits with a watchdog alive is ordinary; nanobind would print a report on its standard error.
+  nb::set_leak_warnings(false);
+  nb::register_exception_translator(translate_errno);
+  bind_board(module);
+  bind_threads(module);
+  bind_findings(module);
+  bind_probes(module);
+  module.def("read_process_memory", &copy_spans, "pid"_a, "spans"_a);
+  module.def("allow_readers", &allow_readers);
+  module.def("die_with_parent", &die_with_parent, "signal_number"_a);
+  module.attr("BOARD_VERSION") = nb::int_(board_version);
+}

@@ -1,0 +1,129 @@
+// Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
+//
+// The board: memory owned by the agent, mapped by the agent and by each of its ranks. Page 0 is the header, page
+// 1 + r the record of rank r, so that what a rank was doing can still be read after kill -9.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+#include <utility>
+
+#include <linux/futex.h>
+
+namespace resilient {
+
+constexpr std::size_t page_bytes = 4096;                      // of the layout, not of the machine
+constexpr std::uint64_t board_magic = 0x3130'4452'414F'4252;  // "RBOARD01", little endian
+constexpr std::uint32_t board_version = 2;
+constexpr std::uint32_t world_size_max = 65'536;
+constexpr std::uint64_t commits_max = (std::uint64_t{1} << 56) - 1;
+constexpr std::uint32_t phase_max = 255;
+
+struct Header {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::uint32_t world_size;
+  std::uint32_t stop_generation;  // futex word of the watchdogs
+  std::uint32_t bell;             // futex word of those who wait at the barrier
+};
+
+// The word holds the thread id of the rank's watchdog; it is on that thread's robust list, so the kernel marks and
+// wakes it when the thread dies, before it frees the memory of the process.
+struct Life {
+  struct robust_list node;
+  std::uint32_t word;
+};
+
+struct RankRecord {
+  std::uint64_t standing;  // commits << 8 | phase: one 8-byte store is the commit
+  std::uint64_t step;
+  std::uint64_t phase_time_ns;
+  std::uint32_t generation;
+  std::uint32_t incarnation;
+  std::uint32_t pid;
+  std::uint32_t stopped_generation;  // futex word: the watchdog is done with the descriptors of older generations
+  std::uint64_t beats;
+  std::uint64_t tail_entered;
+  std::uint64_t tail_completed;
+  Life life;
+  std::uint64_t collectives;  // that span the job, entered since the window or the tail began
+  std::uint32_t activity;     // what the rank says it is at: protocol/progress.py
+};
+
+// Processes of different builds may map one board: the layout is a contract, a change needs a new version.
+static_assert(offsetof(Header, version) == 8 && offsetof(Header, world_size) == 12);
+static_assert(offsetof(Header, stop_generation) == 16 && offsetof(Header, bell) == 20);
+static_assert(offsetof(RankRecord, standing) == 0 && offsetof(RankRecord, step) == 8);
+static_assert(offsetof(RankRecord, phase_time_ns) == 16 && offsetof(RankRecord, generation) == 24);
+static_assert(offsetof(RankRecord, incarnation) == 28 && offsetof(RankRecord, pid) == 32);
+static_assert(offsetof(RankRecord, stopped_generation) == 36 && offsetof(RankRecord, beats) == 40);
+static_assert(offsetof(RankRecord, tail_entered) == 48 && offsetof(RankRecord, tail_completed) == 56);
+static_assert(offsetof(RankRecord, collectives) == 80 && offsetof(RankRecord, activity) == 88);
+static_assert(offsetof(RankRecord, life) == 64 && offsetof(Life, node) == 0 && offsetof(Life, word) == 8);
+static_assert(sizeof(Header) <= page_bytes && sizeof(RankRecord) <= page_bytes);
+static_assert(std::is_trivial_v<Header> && std::is_trivial_v<RankRecord>);
+static_assert(std::atomic_ref<std::uint64_t>::is_always_lock_free);
+static_assert(std::atomic_ref<std::uint32_t>::is_always_lock_free);
+
+// Sequentially consistent on purpose: the barrier and the stop word rest on one order of all stores.
+template <typename Word>
+Word load(const Word& word) {
+  return std::atomic_ref<Word>(const_cast<Word&>(word)).load(std::memory_order_seq_cst);
+}
+template <typename Word>
+void store(Word& word, std::type_identity_t<Word> value) {
+  std::atomic_ref<Word>(word).store(value, std::memory_order_seq_cst);
+}
+template <typename Word>
+bool exchange_if(Word& word, std::type_identity_t<Word> expected, std::type_identity_t<Word> desired) {
+  return std::atomic_ref<Word>(word).compare_exchange_strong(expected, desired, std::memory_order_seq_cst);
+}
+template <typename Word>
+void increment(Word& word) {
+  std::atomic_ref<Word>(word).fetch_add(1, std::memory_order_seq_cst);
+}
+
+std::uint64_t realtime_ns();
+std::int64_t monotonic_ns();
+
+enum class WaitResult { passed, stopped, timeout };
+
+// Shared by everyone in this process who uses the mapping: it is unmapped when the last one lets go, so a close
+// in one thread cannot pull the memory from under another.
+class Board {
+ public:
+  static std::shared_ptr<Board> create(std::uint32_t world_size);
+  static std::shared_ptr<Board> attach(int fd);
+  ~Board();
+  Board(const Board&) = delete;
+  Board& operator=(const Board&) = delete;
+
+  int fd() const { return fd_; }
+  std::uint32_t world_size() const { return world_size_; }
+  Header& header() const { return *reinterpret_cast<Header*>(memory_); }
+  RankRecord& record(std::uint32_t rank) const;
+
+  void raise_stop(std::uint32_t generation);
+  void set_standing(std::uint32_t rank, std::uint64_t commits, std::uint32_t phase, std::uint64_t step);
+  bool arrive(std::uint32_t rank, std::uint64_t commits, std::uint32_t phase, std::uint64_t step);
+  // Both return early (as a time-out) on a signal: the caller owns the deadline and runs the signal handlers.
+  WaitResult wait_all(std::uint64_t target, std::uint32_t generation, std::int64_t timeout_ns);
+  bool wait_stop(std::uint32_t generation, std::int64_t timeout_ns) const;
+
+ private:
+  Board(int fd, std::byte* memory, std::uint32_t world_size);
+  bool all_reached(std::uint64_t target) const;
+
+  const int fd_;
+  std::byte* const memory_;
+  const std::uint32_t world_size_;
+  // What spinning earned lately, in nanoseconds; private to this process.
+  std::atomic<std::int64_t> spin_ns_;
+};
+
+std::uint64_t make_standing(std::uint64_t commits, std::uint32_t phase);
+
+}  // namespace resilient

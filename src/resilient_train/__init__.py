@@ -1,0 +1,46 @@
+"""resilient_train: a training job that survives the loss of any of its processes, bit for bit.
+
+::
+
+    import resilient_train as rt
+
+    dist.init_process_group("resilient")
+    with rt.Session(model=model, optimizer=optimizer, loader=loader) as session:
+        for step in session.steps(10_000):
+            with step:
+                ...
+
+Start it with ``resilient-run --nproc-per-node 4 train.py``. Importing this package imports no training framework.
+"""
+
+from resilient_train._register import register_when_imported
+from resilient_train.errors import (
+    ConfigError,
+    JobEnded,
+    ProtocolError,
+    ResilientError,
+    StateError,
+    TrainingInterrupted,
+    TransferError,
+    UsageError,
+)
+from resilient_train.session import Session, Step, resilient
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "JobEnded",
+    "ProtocolError",
+    "ResilientError",
+    "Session",
+    "StateError",
+    "Step",
+    "TrainingInterrupted",
+    "TransferError",
+    "UsageError",
+    "__version__",
+    "resilient",
+]
+
+register_when_imported()

@@ -1,0 +1,258 @@
+"""Native parts: the shared board, the death watch, the watchdog thread, and reading another process's memory.
+
+Nothing in here needs the GIL to see a fault or to be seen. Words are unsigned 32 or 64 bits; a negative or
+too large integer is a TypeError. A rank out of range is an IndexError, a closed board a ValueError, a failed
+system call an OSError with its errno.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+BOARD_VERSION: int
+
+class Board:
+    """Memory of the agent that outlives its ranks: one header page and one page per rank, in a sealed memfd.
+
+    All stores and loads are sequentially consistent. The memory stays mapped as long as any call, DeathWatch
+    or Watchdog uses it; `close` only lets go of this object's share.
+    """
+
+    @staticmethod
+    def create(world_size: int) -> Board:
+        """Allocate a board (agent). Pass `fd` to the ranks by inheritance (`pass_fds`)."""
+    @staticmethod
+    def attach(fd: int) -> Board:
+        """Map an existing board (rank). The descriptor is duplicated; the caller keeps and closes its own.
+
+        ValueError when the file is not a board of this version, or could be shrunk under us.
+        """
+    @property
+    def fd(self) -> int:
+        """Descriptor of the memfd, closed with the board; close-on-exec."""
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def stop_generation(self) -> int:
+        """Newest generation that was announced by `raise_stop`; 0 at first."""
+    def close(self) -> None:
+        """Let go; every later access raises ValueError. Idempotent."""
+    def raise_stop(self, generation: int) -> None:
+        """Announce a newer generation: wakes every watchdog and every waiter. ValueError unless it grows."""
+    def set_standing(self, rank: int, commits: int, phase: int, step: int) -> None:
+        """Publish where a rank stands; `commits` and `phase` (0..255) change together, in one store."""
+    def standing(self, rank: int) -> tuple[int, int]:
+        """(commits, phase)."""
+    def step(self, rank: int) -> int:
+        """Loop number of the rank; for people, not for decisions."""
+    def phase_time_ns(self, rank: int) -> int:
+        """When the standing last changed, CLOCK_REALTIME."""
+    def set_identity(self, rank: int, generation: int, incarnation: int, pid: int) -> None: ...
+    def identity(self, rank: int) -> tuple[int, int, int]:
+        """(generation, incarnation, pid). Three separate words: read it when the rank is quiet."""
+    def set_generation(self, rank: int, generation: int) -> None: ...
+    def set_tail(self, rank: int, entered: int, completed: int) -> None:
+        """Count what the user's body does after the update: parts entered and parts completed."""
+    def tail(self, rank: int) -> tuple[int, int]:
+        """(entered, completed)."""
+    def set_collectives(self, rank: int, entered: int) -> None:
+        """How many collectives that span the job the rank has entered in this window, or in this tail."""
+    def set_activity(self, rank: int, activity: int) -> None:
+        """What the rank is at (32 bits, `protocol/progress.py`)."""
+    def progress(self, rank: int) -> tuple[int, int, int, int]:
+        """(commits, phase, collectives entered, activity), read one after the other."""
+    def stopped_generation(self, rank: int) -> int:
+        """Newest stop for which the rank's watchdog is done with the older descriptors."""
+    def beats(self, rank: int) -> int:
+        """Heartbeats of the rank's watchdog thread; they go on while the GIL is held."""
+    def arrive(self, rank: int, commits: int, phase: int, step: int) -> bool:
+        """`set_standing`, then ring if all ranks are there. True if so: no need to wait."""
+    def wait_all(
+        self, rank: int, commits: int, phase: int, generation: int, timeout_ms: int
+    ) -> Literal["passed", "stopped", "timeout"]:
+        """Wait until every rank stands at (commits, phase) or beyond.
+
+        "passed" is looked at first, so it wins over "stopped" (a stop newer than `generation`). Without the
+        GIL; Python's signal handlers run meanwhile, and what they raise comes out of here.
+        """
+    def wait_stop(self, generation: int, timeout_ms: int) -> bool:
+        """Wait for a stop newer than `generation`; True if there is one. Without the GIL."""
+
+class DeathWatch:
+    """Agent side: one native thread that sleeps on the life words of the ranks of a board.
+
+    The kernel marks the word when the rank's watchdog thread dies and wakes us before it frees the memory of
+    the process: 0.1 ms, where a pidfd needs 30 ms per GiB. Dying is also what `exec` and an exit without
+    `Watchdog.stop` look like: ask the pidfd how the process ended.
+    """
+
+    def __init__(self, board: Board) -> None: ...
+    @property
+    def fd(self) -> int:
+        """Readable when `take` has something (now and then when it has not)."""
+    @property
+    def supported(self) -> bool:
+        """The kernel has futex_waitv (Linux 5.16); readable on the class too. Else `add` returns False."""
+    def add(self, rank: int) -> bool:
+        """Begin to watch. False: nobody lives there, no kernel support, or already 127 ranks watched."""
+    def remove(self, rank: int) -> None:
+        """Forget the rank, its death not yet taken, and a dead life word. Before a new incarnation starts."""
+    def take(self) -> list[tuple[int, int]]:
+        """(rank, time_ns) of deaths since the last call, CLOCK_REALTIME; each is reported once."""
+    def close(self) -> None:
+        """End the thread. Idempotent; later calls raise ValueError."""
+
+class Watchdog:
+    """Rank side: a native thread that beats, hears the stop word, shuts sockets and interrupts the main
+    thread.
+
+    In a forked child every method does nothing (`start` raises RuntimeError) and `armed` is False.
+    """
+
+    def __init__(self, board: Board, rank: int, *, beat_ms: int = 50, grace_ms: int = 20, signal_number: int) -> None:
+        """The calling thread is the one that will be interrupted."""
+    def start(self, generation: int) -> None:
+        """Take the life word and begin; stops newer than `generation` count. The word is taken on return."""
+    def stop(self) -> None:
+        """Give the life word back (not a death) and end the thread. Idempotent; `start` works again."""
+    def guard_sockets(self, sockets: Sequence[tuple[int, int]]) -> None:
+        """Replace the (descriptor, inode) list that the next stop shuts down.
+
+        A descriptor that is no socket, listens, or has another inode by then is left alone. A list given
+        after `Board.stopped_generation` has reached a stop is kept for the next one: look at the stop word
+        afterwards.
+        """
+    def arm(self, generation: int) -> None:
+        """Allow interrupts for stops newer than `generation`; one that is pending comes within `beat_ms`."""
+    def disarm(self) -> None:
+        """No signal is sent after this returns. One sent just before may still reach the Python handler."""
+    @property
+    def armed(self) -> bool: ...
+    def acknowledge(self, generation: int) -> None:
+        """The main thread knows of this stop: no more signals for it or for older ones."""
+
+class Finding:
+    """Something that a probe saw. It is published when it appears or changes, not at every poll."""
+
+    @property
+    def kind(self) -> Literal["UCE", "HCCE", "LINK", "DEVICE", "STOPPED", "DISABLED"]:
+        """STOPPED is the echo of an abort or suspend, mostly our own; DISABLED: the probe has been given up."""
+    @property
+    def probe(self) -> str: ...
+    @property
+    def code(self) -> int:
+        """The library's own number (for an XID event, the XID); 0 where there is none."""
+    @property
+    def text(self) -> str:
+        """For people; printable ASCII."""
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(address, bytes) of poisoned device memory, for UCE."""
+    @property
+    def comm(self) -> int:
+        """Handle of the communicator that failed, or 0."""
+    @property
+    def time_ns(self) -> int:
+        """When it was seen, CLOCK_REALTIME."""
+
+class ProbeStatus:
+    """Where a probe stands, for `doctor`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def state(self) -> Literal["waiting", "opening", "polling", "absent", "disabled", "stopped"]:
+        """`absent`: no such library, driver or ability here, which is no fault."""
+    @property
+    def reason(self) -> str:
+        """Why it is absent or disabled."""
+    @property
+    def missing(self) -> list[str]:
+        """What this library cannot do: symbols it lacks, questions the device does not answer."""
+    @property
+    def polls(self) -> int: ...
+
+class Probes:
+    """Polls the libraries of the accelerator for errors, one native thread each, without the GIL.
+
+    A call that does not return within `call_limit_ms`, an impossible answer, or a crash in the trial (the first
+    calls, made in a forked child where nobody has loaded the library yet) costs the probe, not the job: one finding
+    of kind DISABLED. A library that crashes later takes the process along.
+
+    Verbs return the library's own code (0 is success in all of them). With `limit_ms` they run on a thread of
+    their own and raise TimeoutError when they take longer, leaving that thread behind; with 0 they run in the
+    calling thread, however long that takes. A verb that the library does not have is a RuntimeError, a probe that
+    is switched off a ValueError.
+
+    In a forked child `take` and `status` are empty, `stop` and `rearm` do nothing, all else raises RuntimeError.
+    """
+
+    def __init__(
+        self,
+        *,
+        hccl: str = "libhccl.so",
+        acl: str = "libascendcl.so",
+        nccl: str = "libnccl.so.2",
+        nvml: str = "libnvidia-ml.so.1",
+        device: int = 0,
+        uuid: str = "",
+        poll_ms: int = 50,
+        call_limit_ms: int = 2000,
+        open_limit_ms: int = 30000,
+        trial: bool = True,
+    ) -> None:
+        """Name the libraries as for dlopen; an empty name switches that probe off.
+
+        `device` is the number for ACL and NVML; with `uuid` NVML looks for that instead, which it should where
+        CUDA_VISIBLE_DEVICES renumbers.
+        """
+    def start(self) -> None:
+        """Begin, once. Returns at once; libraries are loaded by the threads."""
+    def stop(self) -> list[str]:
+        """End the threads within `call_limit_ms`. Names the probes whose thread does not come back. Idempotent."""
+    @property
+    def fd(self) -> int:
+        """Readable when `take` has something (now and then when it has not)."""
+    def take(self) -> list[Finding]:
+        """Findings since the last call, oldest first. Beyond 1024 that nobody takes, later ones are dropped."""
+    def rearm(self) -> None:
+        """After a recovery: what is still wrong is news again."""
+    def status(self) -> list[ProbeStatus]: ...
+    def add_comm(self, library: str, comm: int) -> None:
+        """Look at this communicator of "hccl" or "nccl" from now on."""
+    def remove_comm(self, library: str, comm: int, limit_ms: int = 5000) -> bool:
+        """Look no more, and wait for the call that is under way. False: it does not return; do not destroy it."""
+    def suspend_comm(self, comm: int, limit_ms: int = 5000) -> int:
+        """Call HcclCommSuspend."""
+    def resume_comm(self, comm: int, limit_ms: int = 5000) -> int:
+        """Call HcclCommResume."""
+    def destroy_comm(self, comm: int, limit_ms: int = 5000) -> int:
+        """Call HcclCommDestroy, after `remove_comm`; RuntimeError if the probe is stuck in it."""
+    def abort_comm(self, comm: int, limit_ms: int = 5000) -> int:
+        """Call ncclCommAbort, after `remove_comm`; RuntimeError if the probe is stuck in it. It also frees."""
+    def abort_tasks(self, timeout_ms: int, limit_ms: int = 5000) -> int:
+        """Call aclrtDeviceTaskAbort."""
+    def repair_memory(self, ranges: Sequence[tuple[int, int]], limit_ms: int = 5000) -> int:
+        """Call aclrtMemUceRepair with 1 to 128 ranges as they stood in a finding."""
+    def repair_error(self, limit_ms: int = 5000) -> int:
+        """Call aclrtGetErrorVerbose, and with its answer aclrtRepairError."""
+    def last_error(self) -> int:
+        """Call aclrtPeekAtLastError in the calling thread: the runtime keeps one per thread."""
+
+def classify_acl(code: int) -> str:
+    """Kind of a code of the ACL runtime, by number; empty if it is no fault of the device."""
+
+def death_watch_supported() -> bool:
+    """Whether the kernel has futex_waitv."""
+
+def read_process_memory(pid: int, spans: Sequence[tuple[int, int, int]]) -> None:
+    """Copy (remote address, local address, bytes) spans out of another process, without the GIL.
+
+    The local addresses must be writable memory of at least that size: nothing checks them. OSError on
+    failure; what was copied until then stays.
+    """
+
+def allow_readers() -> None:
+    """Let any process of this user read our memory, where Yama would forbid it."""
+
+def die_with_parent(signal_number: int) -> None:
+    """Have the kernel send us this signal when the thread that started us ends."""

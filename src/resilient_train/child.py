@@ -1,0 +1,120 @@
+"""A job as a child process that never outlives its parent's interest in it (demonstration, drills, benchmarks)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import psutil
+
+from resilient_train.config import environ_copy
+from resilient_train.errors import ConfigError
+
+LAUNCHER_LOG = "launcher.log"
+"""What ``resilient-run`` and the ranks say, beside ``events.jsonl``."""
+
+_LAUNCH = "import sys; from resilient_train.launch.run import main; sys.exit(main())"
+_TERM_GRACE_S = 8.0
+_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SWITCHES = ("RESILIENT_", "MS_")
+_LOG_TAIL_LINES = 12
+
+
+def new_run_dir(kind: str) -> Path:
+    """A directory name, ``kind`` in it, that no other run of this machine has now."""
+    return Path("resilient_runs", f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+
+
+def check_unused(run_dir: Path) -> None:
+    """Raises ConfigError if there is something in ``run_dir`` already."""
+    if run_dir.exists() and not (run_dir.is_dir() and not any(run_dir.iterdir())):
+        raise ConfigError(f"--run-dir {run_dir}: exists, and is not an empty directory")
+
+
+def log_tail(log: Path) -> str:
+    """The last lines of a log, indented; empty if there is none."""
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:] if log.exists() else []
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def clean_environ(*, switches: bool = False) -> dict[str, str]:
+    """The environment without what a launcher had set in it, and, unless ``switches``, without the user's switches."""
+    return {
+        name: value
+        for name, value in environ_copy().items()
+        if name not in _INHERITED and (switches or not name.startswith(_SWITCHES))
+    }
+
+
+@contextlib.contextmanager
+def launched(
+    run_dir: Path, arguments: Sequence[str], environ: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """``resilient-run --run-dir RUN_DIR ARGUMENTS`` as a child, see ``running``. Its log is ``LAUNCHER_LOG``."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-c", _LAUNCH, "--run-dir", str(run_dir), *arguments]
+    with running(command, run_dir / LAUNCHER_LOG, clean_environ() if environ is None else environ) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The command in a session of its own; at the end of the block, whatever ends it, nothing of it is left running.
+
+    SIGTERM ends the block like Ctrl-C does. Raises OSError if the process can't be started.
+    """
+    with log.open("wb") as stream, sigterm_unwinds():
+        process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            _end(process)
+
+
+@contextlib.contextmanager
+def sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM ends the block with SystemExit, so that what it holds is given back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def unwind(number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Asks the agent to end its ranks; what is still there after the grace time is killed, group by group."""
+    if process.poll() is not None:
+        return
+    # Looked up before the agent dies: afterwards its ranks are nobody's children.
+    family = psutil.Process(process.pid).children(recursive=True)
+    _signal_group(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_TERM_GRACE_S)
+    _signal_group(process.pid, signal.SIGKILL)
+    process.wait()
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)

@@ -1,0 +1,241 @@
+"""Settings and switches. The only module that reads ``os.environ``.
+
+Flags beat variables beat defaults; ``describe`` tells where each value came from.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+import msgspec
+
+from resilient_train.errors import ConfigError
+from resilient_train.faults import nearest, parse_plan
+
+PREFIX = "RESILIENT_"
+
+
+class AgentLink(msgspec.Struct, frozen=True):
+    """What the agent told this process about itself when it started it; see ``launch/processes.py``."""
+
+    socket: str
+    rank: int
+    world_size: int
+    incarnation: int
+    joining: bool
+    run_dir: str
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """One field per ``RESILIENT_*`` variable; the variable is the field's name in capitals behind the prefix."""
+
+    run_dir: str = ""
+    """Where the run writes; empty: ``./resilient_runs/<id>``."""
+    faults: str = ""
+    """Plan of injected faults, see ``faults.parse_plan``."""
+    wrap_backend: bool = True
+    """Under our agent, ``init_process_group()`` without a backend, or with gloo, makes a group that can be rebuilt."""
+    join_timeout_s: float = 600.0
+    """How long a recovery waits for a rank before that rank is given up for lost."""
+    verdict_timeout_s: float = 60.0
+    """How long a rank whose collective failed waits for the agent to say why, before it raises the error itself."""
+    beat_ms: int = 50
+    """Interval of the native watchdog's beats."""
+    grace_ms: int = 5
+    """Time between closing a group's sockets and interrupting the main thread by signal."""
+    hang: bool = True
+    """Replace a rank that stands still while the others wait for it."""
+    hang_timeout_s: float = 0.0
+    """How long a rank may stand still; 0: ten times the job's own usual step, and at least ``hang_floor_s``."""
+    hang_floor_s: float = 60.0
+    """See ``hang_timeout_s``."""
+    tail_log_bytes: int = 4 << 20
+    """Room, per rank, for the inputs of collectives that the loop calls after the update."""
+    acl_library: str = ""
+    """The ACL runtime whose list of memory errors is read; empty: ``libascendcl.so`` where torch_npu is in use."""
+    transfer: str = "auto"
+    """How state reaches a replacement: ``memory`` (same host), ``group`` (over the process group), ``auto``."""
+
+    def __post_init__(self) -> None:
+        if self.transfer not in ("auto", "memory", "group"):
+            known = ("auto", "memory", "group")
+            raise ConfigError(f"{PREFIX}TRANSFER={self.transfer!r}: unknown{nearest(self.transfer, known)}")
+        if not 0 <= self.hang_timeout_s < float("inf"):
+            raise ConfigError(f"{PREFIX}HANG_TIMEOUT_S must be a number of seconds from 0, not {self.hang_timeout_s}")
+        for name in ("join_timeout_s", "verdict_timeout_s", "beat_ms", "grace_ms", "hang_floor_s"):
+            if not getattr(self, name) > 0:  # also for nan
+                raise ConfigError(f"{PREFIX}{name.upper()} must be above 0, not {getattr(self, name)}")
+        if not 0 <= self.tail_log_bytes <= 1 << 40:
+            raise ConfigError(f"{PREFIX}TAIL_LOG_BYTES must be from 0 to 2^40, not {self.tail_log_bytes}")
+        parse_plan(self.faults)
+
+
+SWITCHES = ("TTP", "UCE", "HCCE", "ARF", "TRE", "TSP", "RSC")
+_OTHER_KEYS = ("TRE_SNAPSHOT_STEPS", "ATO", "ATO_PATH", "ATO_THRESHOLD")
+
+
+class Switches(msgspec.Struct, frozen=True):
+    """Which recoveries are on. ``tre`` is 0, 1 or 2 (2: from the memory snapshot)."""
+
+    ttp: bool = False
+    uce: bool = False
+    hcce: bool = False
+    arf: bool = False
+    tre: int = 0
+    tsp: bool = False
+    rsc: bool = False
+    other: dict[str, str] = {}
+
+
+DEFAULT_SWITCHES = Switches(ttp=True, uce=True, hcce=True, arf=True)
+"""What ``resilient-run`` turns on when ``MS_ENABLE_TFT`` is not set."""
+
+
+def parse_switches(text: str) -> Switches:
+    """Parses ``MS_ENABLE_TFT``, e.g. ``{TTP:1,UCE:1,ARF:1}``; braces, quotes and spaces are optional.
+
+    Raises ConfigError for an unknown key or value. ``UCE`` and ``ARF`` imply ``TTP``, as in MindSpore.
+    """
+    found: dict[str, str] = {}
+    for item in re.split(r"[,\s]+", re.sub(r"\s*:\s*", ":", text.strip("{}'\" \t\r\n"))):
+        if not item:
+            continue
+        key, colon, value = item.partition(":")
+        key, value = key.strip("'\""), value.strip("'\"")
+        if key not in (*SWITCHES, *_OTHER_KEYS):
+            raise ConfigError(f"MS_ENABLE_TFT: unknown key {key!r}{nearest(key, (*SWITCHES, *_OTHER_KEYS))}")
+        if not colon or not value:
+            raise ConfigError(f"MS_ENABLE_TFT: {item!r} has no value; write {key}:1 or {key}:0")
+        if key in found:
+            raise ConfigError(f"MS_ENABLE_TFT: {key!r} stands twice")
+        allowed = ("0", "1", "2") if key == "TRE" else ("0", "1")
+        if key in (*SWITCHES, "ATO") and value not in allowed:
+            raise ConfigError(f"MS_ENABLE_TFT: {key}:{value} is not one of {', '.join(allowed)}")
+        if key in ("TRE_SNAPSHOT_STEPS", "ATO_THRESHOLD") and not (value.isdecimal() and int(value) > 0):
+            raise ConfigError(f"MS_ENABLE_TFT: {key}:{value} must be a whole number above 0")
+        found[key] = value
+    on = {key.lower(): found.get(key, "0") == "1" for key in SWITCHES if key != "TRE"}
+    on["ttp"] = on["ttp"] or on["uce"] or on["arf"]
+    other = {key: value for key, value in found.items() if key in _OTHER_KEYS}
+    return Switches(tre=int(found.get("TRE", "0")), other=other, **on)
+
+
+def read_switches(environ: Mapping[str, str] | None = None) -> Switches:
+    """The switches of this process: ``MS_ENABLE_TFT``, or the default where it isn't set."""
+    text = (os.environ if environ is None else environ).get("MS_ENABLE_TFT")
+    return DEFAULT_SWITCHES if text is None else parse_switches(text)
+
+
+def switches_are_set(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the user chose the switches."""
+    return "MS_ENABLE_TFT" in (os.environ if environ is None else environ)
+
+
+DEFAULT = "default"
+
+
+class Described(msgspec.Struct, frozen=True):
+    """A setting for people: ``source`` is DEFAULT, ``environment`` or ``flag``."""
+
+    variable: str
+    value: str
+    source: str
+
+
+def describe(settings: Settings, environ: Mapping[str, str] | None = None) -> tuple[Described, ...]:
+    """Each setting, and where it came from."""
+    environ = os.environ if environ is None else environ
+    usual, found = Settings(), []
+    for name in Settings.__struct_fields__:
+        variable, value = PREFIX + name.upper(), getattr(settings, name)
+        source = "environment" if variable in environ else DEFAULT if value == getattr(usual, name) else "flag"
+        found.append(Described(variable, str(value), source))
+    return tuple(found)
+
+
+_TRUE = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+
+
+def read_settings(environ: Mapping[str, str] | None = None, **flags: Any) -> Settings:
+    """Settings from the environment, overridden by ``flags`` that aren't None.
+
+    Raises ConfigError for an unknown ``RESILIENT_*`` variable or a value of the wrong type.
+    """
+    environ = os.environ if environ is None else environ
+    types = get_type_hints(Settings)
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX) or variable in _LINK_VARIABLES:
+            continue
+        name = variable.removeprefix(PREFIX).lower()
+        if name not in types:
+            known = [PREFIX + field.upper() for field in types]
+            raise ConfigError(f"unknown variable {variable}{nearest(variable, known)}")
+        values[name] = _typed(variable, text, types[name])
+    values.update({name: value for name, value in flags.items() if value is not None})
+    return Settings(**values)
+
+
+def _typed(variable: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() not in _TRUE:
+            raise ConfigError(f"{variable}={text!r}: write 1 or 0")
+        return _TRUE[text.lower()]
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{variable}={text!r} must be {'a whole number' if kind is int else 'a number'}") from None
+
+
+_LINK_VARIABLES = (
+    PREFIX + "FAKE_DEVICE",  # read by the look-alike libraries alone, see testing/fake_device.py
+    PREFIX + "AGENT",
+    PREFIX + "INCARNATION",
+    PREFIX + "JOINING",
+)
+
+
+def link_environ(link: AgentLink) -> dict[str, str]:
+    """The variables by which an agent tells a rank where it is; ``read_link`` is the inverse."""
+    return {
+        PREFIX + "AGENT": link.socket,
+        PREFIX + "INCARNATION": str(link.incarnation),
+        PREFIX + "JOINING": "1" if link.joining else "0",
+        PREFIX + "RUN_DIR": link.run_dir,
+        "RANK": str(link.rank),
+        "WORLD_SIZE": str(link.world_size),
+    }
+
+
+def read_link(environ: Mapping[str, str] | None = None) -> AgentLink | None:
+    """How this process reaches its agent; None when no agent of ours started it."""
+    environ = os.environ if environ is None else environ
+    socket = environ.get(PREFIX + "AGENT")
+    if not socket:
+        return None
+    try:
+        return AgentLink(
+            socket=socket,
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            incarnation=int(environ[PREFIX + "INCARNATION"]),
+            joining=environ[PREFIX + "JOINING"] == "1",
+            run_dir=environ[PREFIX + "RUN_DIR"],
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{PREFIX}AGENT is set, but {error} is missing or no number: was it exported by hand?"
+        ) from None
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or no rank of anything: it speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def environ_copy() -> dict[str, str]:
+    """A copy of the environment, for processes that the agent starts."""
+    return dict(os.environ)

@@ -1,0 +1,56 @@
+"""Every exception this library raises, by whose fault it is.
+
+::
+
+    BaseException
+     +-- TrainingInterrupted        nobody's: a recovery is under way; caught by `with step:`, never by you
+    Exception
+     +-- ResilientError
+          +-- ConfigError           yours, before training: a switch, flag, plan or argument is wrong
+          +-- UsageError            yours, while training: the loop broke a rule of the Session
+          +-- StateError            yours: a registered object's state can't be carried to another process
+          +-- ProtocolError         ours, or a foreign process: a frame or shared page isn't what it must be
+          +-- TransferError         the machine's: state did not arrive, or arrived with another digest
+          +-- JobEnded              the job's: the agent ended the run; the text says why
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+
+class ResilientError(Exception):
+    """Base of the errors below."""
+
+
+class ConfigError(ResilientError):
+    """A switch, flag, fault plan or argument is wrong. The commands exit with code 2."""
+
+
+class UsageError(ResilientError):
+    """The training loop did something a Session cannot make safe."""
+
+
+class StateError(ResilientError):
+    """The state of a registered object holds a value that cannot be carried to another process."""
+
+
+class ProtocolError(ResilientError):
+    """A frame on the wire, or a page of shared memory, is not what the protocol says."""
+
+
+class TransferError(ResilientError):
+    """State of a replica did not arrive, or arrived with another digest."""
+
+
+class JobEnded(ResilientError):  # noqa: N818 - nobody's error: it says what the agent decided
+    """The agent ended the job while this rank was waiting for it."""
+
+
+@final
+class TrainingInterrupted(BaseException):
+    """Unwinds the body of a step, so that the step can run again after a recovery.
+
+    A ``BaseException``, like ``KeyboardInterrupt``: ``except Exception`` in user code must not keep a rank in a step
+    that the rest of the job has given up. Let it pass; ``with step:`` catches it.
+    """

@@ -1,0 +1,48 @@
+"""One Event is one line of ``events.jsonl``; every report, trace and metric is made from these lines alone."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+AGENT = -1
+"""The ``rank`` of an Event that an agent (not a rank) wrote."""
+
+
+class Event(msgspec.Struct, omit_defaults=True, frozen=True):
+    """Something that happened, as it is written to ``events.jsonl``.
+
+    ``time_ns`` is wall-clock nanoseconds; ``rank`` is -1 for the agent; ``step`` is the loop's step number, -1 where
+    none applies; ``duration_ns`` makes the event a span that *ended* at ``time_ns``.
+    """
+
+    kind: str
+    time_ns: int
+    rank: int = AGENT
+    incarnation: int = 0
+    generation: int = 0
+    step: int = -1
+    phase: str = ""
+    duration_ns: int = 0
+    detail: dict[str, Any] = {}
+
+
+def now(kind: str, **fields: Any) -> Event:
+    """An Event of this instant."""
+    return Event(kind=kind, time_ns=time.time_ns(), **fields)
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Event)
+
+
+def to_line(event: Event) -> bytes:
+    """The event as one JSON line, newline included."""
+    return _encoder.encode(event) + b"\n"
+
+
+def from_line(line: bytes) -> Event:
+    """The event of one JSON line. Raises ``msgspec.ValidationError`` or ``DecodeError`` if it isn't one."""
+    return _decoder.decode(line)

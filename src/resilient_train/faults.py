@@ -1,0 +1,169 @@
+"""What can go wrong, as values; and the little language in which a plan of injected faults is written.
+
+A plan is a list of clauses separated by ``;``::
+
+    kill rank=2 step=7 phase=UPDATING; kill rank=0 step=20 phase=COMPUTE at=backward
+
+``kill`` is SIGKILL, ``stop`` is SIGSTOP, ``loop`` is an endless loop that never lets go of the GIL, ``hcce`` breaks the
+rank's collectives (its connections are shut), as a link does that fails for good, ``uce`` destroys memory of a tensor
+(``target=param``, ``optimizer``, ``buffer``, ``gradient``, ``activation``) and makes the operation fail.
+
+``step`` is the loop's step number. A clause hits the process that was started first for that rank (``incarnation=0``)
+unless it says otherwise, and hits once. Clauses for the phases of a recovery (STOP, REBUILD, RESTORE) need no step;
+``generation=N`` picks the recovery.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Iterable
+
+import msgspec
+
+from resilient_train.errors import ConfigError
+
+
+class FaultKind(enum.StrEnum):
+    """The kinds of fault of the design. Each is seen by someone and repaired by a strategy."""
+
+    RANK_LOST = "RANK_LOST"
+    HANG = "HANG"
+    UCE = "UCE"
+    HCCE = "HCCE"
+    TRE = "TRE"
+    SDC = "SDC"
+    LINK = "LINK"
+    NODE_LOST = "NODE_LOST"
+    CONTROLLER_LOST = "CONTROLLER_LOST"
+    SIGTERM = "SIGTERM"
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """A fault that somebody saw. ``seen_ns`` is wall-clock nanoseconds; ``witness`` says who or what saw it."""
+
+    kind: FaultKind
+    rank: int
+    seen_ns: int = 0
+    witness: str = ""
+    detail: str = ""
+
+
+INJECTABLE = ("kill", "stop", "loop", "hcce", "uce")
+"""Kinds that a plan accepts."""
+TARGETS = ("param", "optimizer", "buffer", "gradient", "activation")
+"""Whose memory ``uce`` destroys (``target=``); the first is the default."""
+
+UCE_PLACES = (("COMPUTE", "forward"), ("COMPUTE", "backward"), ("UPDATING", "start"))
+"""Where an operation of the device's could fail."""
+
+COST_NO_PROCESS = ("hcce", "uce")
+"""Kinds from which a rank recovers in its own process; after the others a new one takes its place."""
+
+FROM_OUTSIDE = ("kill", "stop")
+"""Kinds that reach a process from outside it: those of ``resilient-train inject``."""
+
+PLACES: dict[str, tuple[str, ...]] = {
+    "COMPUTE": ("start", "forward", "backward", "end"),
+    "READY": ("before", "barrier"),
+    "UPDATING": ("start", "end"),
+    "APPLIED": ("start", "end"),
+    "BETWEEN": ("start",),
+    "STOP": ("start",),
+    "REBUILD": ("start", "end"),
+    "RESTORE": ("start", "end"),
+}
+"""Phase -> where in it a fault can be injected; the first is the default."""
+
+RECOVERY_PHASES = ("STOP", "REBUILD", "RESTORE")
+"""Phases that belong to a recovery, not to a step."""
+
+
+class Injection(msgspec.Struct, frozen=True):
+    """One clause of a plan. ``step`` or ``generation`` is -1 where the clause does not name one."""
+
+    kind: str
+    rank: int
+    phase: str
+    at: str
+    step: int = -1
+    generation: int = -1
+    incarnation: int = 0
+    target: str = ""
+
+    def describe(self) -> str:
+        """The clause, written as a plan would have it."""
+        parts = [self.kind, f"rank={self.rank}"]
+        parts += [f"{name}={value}" for name in ("step", "generation") if (value := getattr(self, name)) >= 0]
+        parts += [f"phase={self.phase}", f"at={self.at}"]
+        if self.incarnation:
+            parts.append(f"incarnation={self.incarnation}")
+        if self.target:
+            parts.append(f"target={self.target}")
+        return " ".join(parts)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean X?)`` for the known word most like ``word``; empty if none is like it."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def parse_plan(text: str) -> tuple[Injection, ...]:
+    """Parses a plan. Raises ConfigError that names the clause, the word that is wrong and the nearest right one."""
+    return tuple(_parse_clause(clause.strip()) for clause in text.split(";") if clause.strip())
+
+
+_NUMBERS = ("rank", "step", "generation", "incarnation")
+_WORDS = ("phase", "at", "target")
+
+
+def _parse_clause(clause: str) -> Injection:
+    kind, *pairs = clause.split()
+    if kind not in INJECTABLE:
+        raise ConfigError(f"fault plan: unknown kind {kind!r} in {clause!r}{nearest(kind, INJECTABLE)}")
+    numbers: dict[str, int] = {}
+    words: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in (*_NUMBERS, *_WORDS):
+            hint = nearest(key, (*_NUMBERS, *_WORDS))
+            raise ConfigError(f"fault plan: {pair!r} in {clause!r} is not key=value with a known key{hint}")
+        if key in numbers or key in words:
+            raise ConfigError(f"fault plan: {key!r} stands twice in {clause!r}")
+        if key in _WORDS:
+            words[key] = value
+        elif value.isdecimal():
+            numbers[key] = int(value)
+        else:
+            raise ConfigError(f"fault plan: {key}={value!r} in {clause!r} must be a whole number from 0")
+    return _checked(clause, kind, numbers, words)
+
+
+def _checked(clause: str, kind: str, numbers: dict[str, int], words: dict[str, str]) -> Injection:
+    if "rank" not in numbers:
+        raise ConfigError(f"fault plan: {clause!r} names no rank (rank=N)")
+    phase = words.get("phase", "COMPUTE").upper()
+    if phase not in PLACES:
+        raise ConfigError(f"fault plan: unknown phase {phase!r} in {clause!r}{nearest(phase, PLACES)}")
+    at = words.get("at", PLACES[phase][0])
+    if at not in PLACES[phase]:
+        places = ", ".join(PLACES[phase])
+        raise ConfigError(f"fault plan: phase {phase} has no place {at!r} in {clause!r}; it has {places}")
+    if phase not in RECOVERY_PHASES and "step" not in numbers:
+        raise ConfigError(f"fault plan: {clause!r} names no step (step=N)")
+    return Injection(kind=kind, phase=phase, at=at, target=_target(clause, kind, words, (phase, at)), **numbers)
+
+
+def _target(clause: str, kind: str, words: dict[str, str], place: tuple[str, str]) -> str:
+    if kind != "uce":
+        if "target" in words:
+            raise ConfigError(f"fault plan: {clause!r}: only uce has a target")
+        return ""
+    if place not in UCE_PLACES:
+        places = ", ".join(f"phase={phase} at={at}" for phase, at in UCE_PLACES)
+        raise ConfigError(f"fault plan: {clause!r}: uce hits an operation of the step: {places}")
+    target = words.get("target", TARGETS[0])
+    if target not in TARGETS:
+        raise ConfigError(f"fault plan: unknown target {target!r} in {clause!r}{nearest(target, TARGETS)}")
+    return target

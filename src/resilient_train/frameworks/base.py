@@ -1,0 +1,289 @@
+"""The verbs an engine must know. ``Framework`` is the plug-in point; ``frameworks/torch/engine.py`` is the first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from resilient_train.state.transfer import Span
+from resilient_train.state.tree import Path
+
+
+class Objects(NamedTuple):
+    """What the user registered with the Session. ``extra`` is replicated, ``rank_extra`` is each rank's own."""
+
+    models: tuple[Any, ...]
+    optimizers: tuple[Any, ...]
+    schedulers: tuple[Any, ...] = ()
+    scaler: Any = None
+    extra: Mapping[str, Any] = {}
+    rank_extra: Mapping[str, Any] = {}
+
+
+class Conductor(Protocol):
+    """What the engine reports to: implemented by the Session's runtime."""
+
+    def before_update(self, optimizer: Any) -> None:
+        """An optimizer is about to write."""
+        ...
+
+    def after_update(self, optimizer: Any) -> None:
+        """An optimizer has written."""
+        ...
+
+    def after_scaler(self) -> None:
+        """The gradient scaler was updated, whether it let the optimizer write or not."""
+        ...
+
+    def in_tail(self) -> bool:
+        """Whether collectives called now come after the update, so that they cannot be redone with the step."""
+        ...
+
+    def in_update(self) -> bool:
+        """Whether the update is under way: a collective called now could neither be redone nor repeated."""
+        ...
+
+    def collective(self) -> None:
+        """A collective that spans the whole job is about to be entered. May be called on any thread."""
+        ...
+
+    def survive(self, error: BaseException | None) -> bool:
+        """A collective of the tail was cut. Takes part in the recovery; True if the collective is to be run again."""
+        ...
+
+
+class TailLog(Protocol):
+    """Where the arguments of the tail's collectives are kept, out of this process's reach when it dies."""
+
+    def log(self, meta: bytes, data: bytes) -> bool:
+        """Publishes the input of one more collective of the tail; False if there is no room for it."""
+        ...
+
+    def logged(self, index: int) -> tuple[bytes, bytes]:
+        """What ``log`` took as its ``index``-th entry since the last update."""
+        ...
+
+    def tail_completed(self, completed: int) -> None:
+        """One more collective of the tail has its result."""
+        ...
+
+
+class Sources(NamedTuple):
+    """Replicated state, ready to be read by another process: ``manifest`` describes it, ``spans`` are its bytes."""
+
+    manifest: bytes
+    digest: str
+    spans: list[Span]
+    keep_alive: Any
+
+
+class Damage(NamedTuple):
+    """Whose damaged memory was: which tensors owned it."""
+
+    replicated: frozenset[Path]
+    own: tuple[str, ...]
+    elsewhere: int
+    """Ranges in which no registered state lies."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether state was hit that the step's redo does not bring back."""
+        return bool(self.replicated or self.own)
+
+    def names(self) -> list[str]:
+        """The tensors hit, for people."""
+        return [*sorted(".".join(map(str, path)) for path in self.replicated), *self.own]
+
+
+class Framework(Protocol):
+    """See the methods. Everything runs in the training thread unless said otherwise."""
+
+    # -- process groups
+
+    def group_names(self) -> tuple[str, ...]:
+        """Names of the process groups that can be rebuilt, in the order of their creation."""
+        ...
+
+    def group_problem(self) -> str:
+        """Why a lost rank could not be replaced with the process group that this process has; empty if it can."""
+        ...
+
+    def sockets(self) -> list[tuple[int, int]]:
+        """(descriptor, inode) of the connections that must be shut to unblock a collective."""
+        ...
+
+    def release_waiters(self) -> int:
+        """Lets every waiter on a collective go, with an error; on any thread. Returns how many there were."""
+        ...
+
+    def keep_collectives_home(self, home: bool, /) -> None:
+        """While on, collectives act as if this rank were alone: nothing is sent, nothing waits."""
+        ...
+
+    def close_groups(self) -> None:
+        """Waits for collectives under way to fail (they write into gradients until they do). Then drops the inner
+        groups of the old generation; collectives now fail until they are rebuilt.
+        """
+        ...
+
+    def build_groups(self, generation: int, attempt: int, cancelled: threading.Event) -> Any:
+        """Builds all groups of a generation, for ``adopt_groups``. Runs on a helper thread; may block and may raise."""
+        ...
+
+    def adopt_groups(self, built: Any) -> None:
+        """Puts the groups that ``build_groups`` built in the place of the old ones."""
+        ...
+
+    def collectives_intact(self) -> bool:
+        """Whether every collective since ``begin`` has succeeded."""
+        ...
+
+    def groups_broken(self) -> bool:
+        """Whether a connection of a group is gone: a peer died, or closed it."""
+        ...
+
+    def break_collectives(self) -> None:
+        """Shuts this rank's connections (fault injection): collectives fail, here and on its peers."""
+        ...
+
+    # -- the step
+
+    def attach(self, conductor: Conductor, log: TailLog) -> None:
+        """Hooks the optimizers, the scaler and the process groups."""
+        ...
+
+    def detach(self) -> None:
+        """Undoes ``attach``."""
+        ...
+
+    def begin(self) -> None:
+        """A window (the steps up to and including one update) begins: remember what a redo must restore."""
+        ...
+
+    def rollback(self) -> None:
+        """Back to ``begin``, if nothing was committed since: gradients dropped; RNG, unsynchronised buffers, schedulers
+        and scaler as they were.
+        """
+        ...
+
+    def save_undo(self) -> None:
+        """Keeps a copy of the replicated state, so that ``rollback`` can also take an update back."""
+        ...
+
+    def committed(self) -> None:
+        """The update is applied: nothing before it can be rolled back, and the tail's log starts anew."""
+        ...
+
+    def gradients_ready(self, update: int) -> None:
+        """All backward passes of ``update`` are over; the first ones decide the layout of DDP's buckets."""
+        ...
+
+    def call_in_forward(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` in the middle of each forward pass (for fault injection)."""
+        ...
+
+    def call_in_backward(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` in the middle of each backward pass, some gradients being ready and some not."""
+        ...
+
+    # -- state
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank alone has, now, beside its random numbers: buffers that are not synchronised, rank_extra."""
+        ...
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Puts back what ``rank_state`` returned, in this process or another."""
+        ...
+
+    def pack(self, tree: Any) -> bytes:
+        """A tree of state as bytes. Raises StateError for values that can't be carried."""
+        ...
+
+    def unpack(self, payload: bytes) -> Any:
+        """The inverse of ``pack``."""
+        ...
+
+    def sources(self) -> Sources:
+        """The replicated state, for a replacement to copy."""
+        ...
+
+    def device_errors(self) -> list[Span]:
+        """Address ranges of device memory that have lost data since the last call."""
+        ...
+
+    def assess(self, ranges: list[Span]) -> Damage:
+        """Whose the ranges are. What is this rank's own among them gets new memory; its content is lost."""
+        ...
+
+    def poison(self, target: str) -> None:
+        """Destroys a tensor of that kind (``faults.TARGETS``) and raises, as an operation on it would (injection)."""
+        ...
+
+    def mend(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str, damage: Damage) -> int:
+        """Like ``receive``, for the damaged tensors only. TransferError if the others differ from the replica's."""
+        ...
+
+    def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
+        """Takes over a replica's state: ``fetch`` fills the local spans. Returns bytes. Raises TransferError."""
+        ...
+
+    def remote_spans(self, manifest: bytes) -> list[Span]:
+        """Where the bytes of an offer lie in its source's address space."""
+        ...
+
+    def send_over_group(self, sources: Sources, target: int) -> None:
+        """Sends the spans to ``target`` over the rebuilt world group."""
+        ...
+
+    def fetch_over_group(self, source: int) -> Callable[[list[Span]], None]:
+        """A ``fetch`` for ``receive`` that reads from ``source`` over the rebuilt world group."""
+        ...
+
+    def check_state(self) -> None:
+        """Raises StateError if some of the registered state can't be carried to another process."""
+        ...
+
+    def digests(self) -> tuple[str, str]:
+        """Digests of parameters with optimizer state, and of this rank's own state."""
+        ...
+
+    def settle(self, manifest: bytes | None, commits: int) -> None:
+        """The recovery is nearly over: make what depends on the history (DDP's buckets) as if nothing had happened."""
+        ...
+
+    # -- the tail
+
+    def tail_completed(self) -> int:
+        """How many collectives of the tail this rank has completed (or stood in for) since the last update."""
+        ...
+
+    def tail_replay(self, start: int) -> None:
+        """Takes part again in the collectives of the tail from ``start`` to the last completed one."""
+        ...
+
+    def tail_ghost(self, start: int, entries: Iterator[tuple[bytes, bytes | None]]) -> None:
+        """Takes part, from ``start`` on, in collectives of a tail that this process has not run.
+
+        Data None: the dead rank had not come to that collective.
+        """
+        ...
+
+    def neutral_contributions(self) -> list[str]:
+        """The collectives in which ``tail_ghost`` had no input of the dead rank's to give; forgets them."""
+        ...
+
+    # -- data
+
+    def random_state(self) -> bytes:
+        """The state of the global random number generators."""
+        ...
+
+    def restore_random_state(self, state: bytes) -> None:
+        """Puts a ``random_state`` back."""
+        ...
+
+    def fast_forward(self, loader: Any, batches: int) -> Iterator[Any]:
+        """An iterator over ``loader`` that starts at batch ``batches``, without loading what it skips if possible."""
+        ...

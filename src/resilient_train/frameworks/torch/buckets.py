@@ -1,0 +1,199 @@
+"""DistributedDataParallel's buckets after a recovery.
+
+DDP reduces gradients in buckets, and after its first backward passes lays them out anew, in the order in which the
+gradients became ready. With three or more ranks the layout decides the order of additions, hence the bits; and ranks
+whose layouts differ can't reduce at all. A DDP object made by a replacement, or one whose backward was cut, must
+therefore get the layout that the job has. Backward passes over a function that is zero everywhere, whose gradients
+become ready in the recorded order, do that without touching the user's code, and then the buckets are laid out as they
+had been.
+
+Which pass decides: the first that reduces. With ``static_graph`` the first pass of all only counts how often each
+gradient is written, and reduces when it is over; the second one decides. A model with ``find_unused_parameters`` keeps
+the layout it was made with.
+
+``Reducer`` is private to torch: ``tests/pure/test_torch_private.py`` pins what is used of it for each version.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from resilient_train.errors import TransferError
+
+
+class Pass(msgspec.Struct, array_like=True, frozen=True):
+    """One backward pass: in which update it was, and the parameters (by DDP's index) as their gradients were written.
+
+    A parameter stands there several times if its gradient was written by several (re-entrant) passes.
+    """
+
+    update: int
+    written: list[int]
+
+
+def wrappers_in(models: tuple[torch.nn.Module, ...]) -> list[DistributedDataParallel]:
+    """All DDP wrappers in the models."""
+    return [module for model in models for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+class Buckets:
+    """The reducers of a rank, and the backward passes that decided their layout (``passes``, a list per wrapper)."""
+
+    def __init__(self, models: tuple[torch.nn.Module, ...]) -> None:
+        self._wrappers = wrappers_in(models)
+        self._parameters = [[p for _, p in _reduced(wrapper)] for wrapper in self._wrappers]
+        self.passes: list[list[Pass]] = [[] for _ in self._wrappers]
+        self._open: list[list[list[int]]] = [[] for _ in self._wrappers]
+        self._hooks: list[Any] = []
+
+    def record(self) -> None:
+        """An update begins: listens to its backward passes, unless all that matters is known. ``recorded`` ends it."""
+        self.forget()
+        for wrapper, parameters, passes, heard in zip(
+            self._wrappers, self._parameters, self.passes, self._open, strict=True
+        ):
+            heard.clear()
+            if len(passes) < _deciding(wrapper):
+                self._listen(wrapper, parameters, heard, first=not passes)
+
+    def _listen(
+        self,
+        wrapper: DistributedDataParallel,
+        parameters: list[torch.nn.Parameter],
+        heard: list[list[int]],
+        *,
+        first: bool,
+    ) -> None:
+        def forward_begins(_module: torch.nn.Module, _args: Any) -> None:
+            counts = wrapper.static_graph and first and not heard
+            if torch.is_grad_enabled() and (wrapper.require_backward_grad_sync or counts):
+                heard.append([])
+
+        self._hooks.append(wrapper.register_forward_pre_hook(forward_begins))
+        for index, parameter in enumerate(parameters):
+            hook = parameter.register_post_accumulate_grad_hook(_note(heard, index))  # type: ignore[no-untyped-call] # torch's
+            self._hooks.append(hook)
+
+    def recorded(self, update: int) -> None:
+        """``update`` is about to be applied: its backward passes are over."""
+        self.forget()
+        for wrapper, passes, heard in zip(self._wrappers, self.passes, self._open, strict=True):
+            passes.extend(Pass(update, written) for written in heard if written)
+            del passes[_deciding(wrapper) :]
+            heard.clear()
+
+    def forget(self) -> None:
+        """Stops listening."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def restore(self, passes: list[list[Pass]] | None, commits: int) -> None:
+        """Brings every reducer to where an undisturbed one is before update ``commits``. No collective is run.
+
+        ``passes`` is a replica's record, None for a rank that has its own. Must run while the groups are alone or
+        silent: laying out broadcasts the layout, which ``quiet`` keeps at home. Raises TransferError.
+        """
+        self.forget()
+        if passes is not None:
+            if len(passes) != len(self._wrappers):
+                raise TransferError(f"the replica has {len(passes)} DDP wrappers, this rank {len(self._wrappers)}")
+            self.passes = passes
+        self.passes = [[each for each in of_one if each.update < commits] for of_one in self.passes]
+        for wrapper, parameters, of_one in zip(self._wrappers, self._parameters, self.passes, strict=True):
+            wrapper.reducer._reset_state()
+            if wrapper.static_graph:
+                _restore_static(wrapper, parameters, of_one)
+            elif of_one and not wrapper.find_unused_parameters:
+                order = list(dict.fromkeys(of_one[0].written))
+                if len(order) == len(parameters):
+                    _rehearse(wrapper, parameters, [order])
+
+
+def _restore_static(wrapper: DistributedDataParallel, parameters: list[torch.nn.Parameter], passes: list[Pass]) -> None:
+    counted = wrapper._static_graph_delay_allreduce_enqueued
+    if not passes:
+        if counted:
+            _renew(wrapper)
+        return
+    rounds = _rounds(passes[0].written)
+    if not counted:
+        _rehearse(wrapper, parameters, rounds, counting=True)
+        wrapper._static_graph_delay_allreduce_enqueued = True
+    if len(passes) == _deciding(wrapper):
+        _rehearse(wrapper, parameters, rounds)
+
+
+def _rounds(written: list[int]) -> list[list[int]]:
+    """``written`` as backward passes in which each parameter comes once; the last has them as they became complete."""
+    counts = Counter(written)
+    rounds = [[index for index in counts if counts[index] > place] for place in range(1, max(counts.values()))]
+    return [*rounds, list(dict.fromkeys(reversed(written)))[::-1]]
+
+
+def _deciding(wrapper: DistributedDataParallel) -> int:
+    """How many backward passes decide about the buckets."""
+    return 2 if wrapper.static_graph else 1
+
+
+def _reduced(wrapper: DistributedDataParallel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters that DDP reduces, in its own order."""
+    ignored: set[str] = getattr(wrapper, "parameters_to_ignore", set())
+    return ((n, p) for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in ignored)
+
+
+def _note(heard: list[list[int]], index: int) -> Callable[[torch.Tensor], None]:
+    def note(_parameter: torch.Tensor) -> None:
+        if heard:
+            heard[-1].append(index)
+
+    return note
+
+
+def _renew(wrapper: DistributedDataParallel) -> None:
+    """A new reducer for a wrapper whose very first pass was cut: what a static graph counted can't be taken back."""
+    ddp: Any = wrapper  # torch does not type these
+    ddp._remove_autograd_hooks()
+    parameters, expect_sparse_gradient = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, expect_sparse_gradient, names, ddp.static_graph)
+    ddp.static_graph = False
+    ddp._set_static_graph()
+    # Built-in hooks (fp16 compression in C++) are not listed by DDP; docs/guarantees names that.
+    hooks, ddp._comm_hooks = ddp._comm_hooks, []
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+
+
+def _rehearse(
+    wrapper: DistributedDataParallel,
+    parameters: Sequence[torch.nn.Parameter],
+    rounds: list[list[int]],
+    *,
+    counting: bool = False,
+) -> None:
+    """One pass of the reducer whose gradients become ready in the order of ``rounds``, then the buckets are laid out.
+
+    autograd runs the node created last first, so the chain is built from the last parameter to the first.
+    """
+    gradients = [parameter.grad for parameter in parameters]
+    reducer: Any = wrapper.reducer
+    with torch.enable_grad():
+        reducer.prepare_for_forward()
+        reducer.prepare_for_backward([])
+        for order in rounds:
+            total = torch.zeros((), dtype=torch.float32)
+            for index in reversed(order):
+                total = total + parameters[index].sum().to(device="cpu", dtype=torch.float32) * 0
+            total.backward()  # type: ignore[no-untyped-call] # torch's
+        if counting:
+            reducer._delay_all_reduce()
+        reducer._rebuild_buckets()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

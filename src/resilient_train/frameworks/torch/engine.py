@@ -1,0 +1,346 @@
+"""The torch engine: the verbs of ``frameworks/base.Framework``, each handed to the file that knows about it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from resilient_train import config
+from resilient_train.errors import ConfigError, TransferError, UsageError
+from resilient_train.frameworks.base import Conductor, Damage, Objects, Sources, TailLog
+from resilient_train.frameworks.torch import group as group_module
+from resilient_train.frameworks.torch.buckets import Buckets, Pass
+from resilient_train.frameworks.torch.damage import assess, move
+from resilient_train.frameworks.torch.data import fast_forward
+from resilient_train.frameworks.torch.device import MemoryErrors
+from resilient_train.frameworks.torch.escape import GuardedWork
+from resilient_train.frameworks.torch.group import POINT_TO_POINT, Built, ResilientGroup, escape, groups
+from resilient_train.frameworks.torch.leaves import pack, unpack
+from resilient_train.frameworks.torch.rank_state import RankState, random_state, restore_random_state
+from resilient_train.frameworks.torch.replicated import Replicated, copy_tree
+from resilient_train.frameworks.torch.tail import Tail
+from resilient_train.state.transfer import Span, chunks, digest, view
+
+_GROUP_CHUNK_BYTES = 16 << 20
+_DRAIN_S = 0.25
+
+
+class _Manifest(msgspec.Struct, array_like=True):
+    """What travels in an Offer: the state tree, where its bytes lie, and the passes that decided DDP's buckets."""
+
+    tree: bytes
+    spans: list[tuple[int, int]]
+    passes: list[list[Pass]]
+
+
+class TorchEngine:
+    """See ``frameworks/base.Framework``."""
+
+    def __init__(self, objects: Objects) -> None:
+        for model in objects.models:
+            if not isinstance(model, torch.nn.Module):
+                raise ConfigError(f"model: {type(model).__qualname__} is no torch.nn.Module")
+        for optimizer in objects.optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ConfigError(f"optimizer: {type(optimizer).__qualname__} is no torch.optim.Optimizer")
+        self._objects = objects
+        self._replicated = Replicated(objects)
+        self._ranks_own = RankState(objects.models, objects.rank_extra)
+        self._buckets = Buckets(objects.models)
+        self._works: list[dist.Work] = []
+        self._handles: list[Any] = []
+        self._conductor: Conductor | None = None
+        self._tail: Tail | None = None
+        self._start: dict[str, Any] = {}
+        self._undo: dict[str, Any] | None = None
+        self._neutral: list[str] = []
+        self._errors = MemoryErrors(config.read_settings().acl_library)
+
+    # -- process groups
+
+    def group_names(self) -> tuple[str, ...]:
+        return tuple(groups)
+
+    def group_problem(self) -> str:
+        if not dist.is_initialized():
+            return "this process has no process group: call torch.distributed.init_process_group first"
+        if not isinstance(dist.group.WORLD, ResilientGroup):
+            return (
+                f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in: "
+                'import resilient_train before init_process_group, or pass it backend="resilient"'
+            )
+        return ""
+
+    def sockets(self) -> list[tuple[int, int]]:
+        return [pair for group in groups.values() for pair in group.sockets]
+
+    def release_waiters(self) -> int:
+        return escape.release()
+
+    def keep_collectives_home(self, home: bool, /) -> None:
+        for group in groups.values():
+            group.quiet = home
+
+    def close_groups(self) -> None:
+        escape.drain(_DRAIN_S)
+        self._works.clear()
+        for group in groups.values():
+            group.close_inner("a recovery is under way")
+
+    def build_groups(self, generation: int, attempt: int, cancelled: threading.Event) -> list[Built]:
+        return [group.build(generation, attempt, cancelled) for group in groups.values()]
+
+    def adopt_groups(self, built: list[Built]) -> None:
+        for group, each in zip(groups.values(), built, strict=True):
+            group.adopt(each)
+
+    def groups_broken(self) -> bool:
+        return any(group.inner is None or group.broken() for group in groups.values())
+
+    def break_collectives(self) -> None:
+        for descriptor, _ in self.sockets():
+            with socket.socket(fileno=os.dup(descriptor)) as connection, contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def collectives_intact(self) -> bool:
+        works, self._works = self._works, []
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError:
+            return False
+        return True
+
+    # -- the step
+
+    def attach(self, conductor: Conductor, log: TailLog) -> None:
+        self._conductor = conductor
+        self._tail = Tail(conductor, log, groups, self._neutral.append)
+        for optimizer in self._objects.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(lambda o, _args, _kwargs: conductor.before_update(o)))
+            self._handles.append(optimizer.register_step_post_hook(lambda o, _args, _kwargs: conductor.after_update(o)))
+        scaler = self._objects.scaler
+        if scaler is not None:
+            update = scaler.update
+
+            def update_and_tell(*args: Any, **kwargs: Any) -> None:
+                update(*args, **kwargs)
+                conductor.after_scaler()
+
+            scaler.update = update_and_tell
+        group_module.watch(self)
+        self._errors.start()
+
+    def detach(self) -> None:
+        self._errors.stop()
+        group_module.watch(None)
+        group_module.wait_for_droppers(_DRAIN_S)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._buckets.forget()
+        if self._objects.scaler is not None:
+            vars(self._objects.scaler).pop("update", None)
+
+    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        """A collective is called; see ``group.Watcher``."""
+        assert self._conductor is not None
+        assert self._tail is not None
+        if len(group.global_ranks) == dist.get_world_size() and verb not in POINT_TO_POINT:
+            self._conductor.collective()
+        if self._conductor.in_tail():
+            return self._tail.run(group, verb, args, kwargs)
+        if self._conductor.in_update():
+            raise UsageError(
+                f"{verb} was called while the update of this step is only half done (one optimizer has written, "
+                "another has not, or an optimizer communicates by itself): pass Session(undo=True), so that such a "
+                "step can be redone"
+            )
+        work = group.run(verb, args, kwargs)
+        if isinstance(work, GuardedWork):
+            self._works.append(work)
+        return work
+
+    def begin(self) -> None:
+        self._works.clear()
+        self._undo = None
+        buffers = self._ranks_own.buffers.changed()
+        self._start = {
+            "random": random_state(),
+            "buffers": {key: buffer.clone() for key, buffer in buffers.items()},
+            "small": copy_tree(self._replicated.small_tree()),
+            "extra": copy_tree(self._ranks_own.extra_states()),
+        }
+        self._buckets.record()
+
+    def rollback(self) -> None:
+        if not self._start:
+            return
+        if self._undo is not None:
+            self._replicated.restore(self._undo)
+            self._undo = None
+        for optimizer in self._objects.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for model in self._objects.models:
+            model.zero_grad(set_to_none=True)
+        self._ranks_own.buffers.rollback(self._start["buffers"])
+        self._ranks_own.restore_extra(self._start["extra"])
+        self._replicated.restore_small(self._start["small"])
+        restore_random_state(self._start["random"])
+
+    def committed(self) -> None:
+        self._start = {}
+        self._undo = None
+        if self._tail is not None:
+            self._tail.reset()
+
+    def save_undo(self) -> None:
+        if self._undo is None:
+            self._undo = copy_tree(self._replicated.tree())
+
+    # -- state
+
+    def rank_state(self) -> dict[str, Any]:
+        return self._ranks_own.capture()
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        self._ranks_own.restore(state)
+
+    def pack(self, tree: Any) -> bytes:
+        return pack(tree)
+
+    def unpack(self, payload: bytes) -> Any:
+        return unpack(payload)
+
+    def gradients_ready(self, update: int) -> None:
+        self._buckets.recorded(update)
+
+    def sources(self) -> Sources:
+        inner = self._replicated.sources()
+        manifest = _Manifest(inner.manifest, [(span.address, span.size) for span in inner.spans], self._buckets.passes)
+        return Sources(msgspec.msgpack.encode(manifest), inner.digest, inner.spans, inner.keep_alive)
+
+    def remote_spans(self, manifest: bytes) -> list[Span]:
+        """Where the source's bytes lie in its own address space."""
+        return [Span(*pair) for pair in _decode(manifest).spans]
+
+    def device_errors(self) -> list[Span]:
+        return self._errors.take()
+
+    def assess(self, ranges: list[Span]) -> Damage:
+        self._errors.repair(ranges)
+        own = self._ranks_own.buffers.changed()
+        damage = assess(ranges, self._replicated.tensors(), own)
+        for name in damage.own:
+            move(own[name])
+        return damage
+
+    def poison(self, target: str) -> None:
+        parameters = [p for model in self._objects.models for p in model.parameters() if p.requires_grad]
+        middle = parameters[len(parameters) // 2]
+        state = self._objects.optimizers[0].state.get(middle, {})
+        moments = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
+        buffers = [b for model in self._objects.models for b in model.buffers() if b.dim()]
+        victims = {"optimizer": moments, "buffer": buffers, "gradient": [middle.grad], "param": [middle.data]}
+        found = [tensor for tensor in victims.get(target, []) if tensor is not None]
+        # An activation belongs to nobody that the Session knows; so does what this step does not have (a gradient).
+        self._errors.poison(found[0] if found else torch.zeros(64))
+        raise RuntimeError(f"UCE ERROR (injected: {target}), error code is 507053")
+
+    def mend(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str, damage: Damage) -> int:
+        # The source's own buffers come along for the digest's sake; this rank's are taken from its publication next.
+        mine = {id(buffer) for buffer in self._ranks_own.buffers.changed().values()}
+        own = {path for path, tensor in self._replicated.tensors().items() if id(tensor) in mine}
+        return self._replicated.mend(_decode(manifest).tree, fetch, digest, damage.replicated | own)
+
+    def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
+        return self._replicated.receive(_decode(manifest).tree, fetch, digest)
+
+    def send_over_group(self, sources: Sources, target: int) -> None:
+        world = groups[next(iter(groups))]
+        for piece in chunks(sources.spans, _GROUP_CHUNK_BYTES):
+            world.run("send", ([_as_tensor(piece)], target, 0), {}).wait()
+
+    def fetch_over_group(self, source: int) -> Callable[[list[Span]], None]:
+        world = groups[next(iter(groups))]
+
+        def fetch(spans: list[Span]) -> None:
+            for piece in chunks(spans, _GROUP_CHUNK_BYTES):
+                world.run("recv", ([_as_tensor(piece)], source, 0), {}).wait()
+
+        return fetch
+
+    def check_state(self) -> None:
+        self._replicated.check()
+        pack(self._ranks_own.capture())
+
+    def digests(self) -> tuple[str, str]:
+        own = pack(self._ranks_own.capture())
+        return self._replicated.core_digest(), digest(own + random_state(), [])
+
+    def settle(self, manifest: bytes | None, commits: int) -> None:
+        passes = _decode(manifest).passes if manifest is not None else None
+        self.keep_collectives_home(True)
+        try:
+            self._buckets.restore(passes, commits)
+        finally:
+            self.keep_collectives_home(False)
+        self._works.clear()
+
+    # -- the tail
+
+    def tail_completed(self) -> int:
+        return self._tail.completed if self._tail is not None else 0
+
+    def tail_replay(self, start: int) -> None:
+        assert self._tail is not None
+        self._tail.replay(start)
+
+    def tail_ghost(self, start: int, entries: Iterator[tuple[bytes, bytes | None]]) -> None:
+        assert self._tail is not None
+        self._tail.ghost(start, entries)
+
+    def neutral_contributions(self) -> list[str]:
+        taken = list(self._neutral)
+        self._neutral.clear()
+        return taken
+
+    # -- data
+
+    def random_state(self) -> bytes:
+        return random_state()
+
+    def restore_random_state(self, state: bytes) -> None:
+        restore_random_state(state)
+
+    def fast_forward(self, loader: Any, batches: int) -> Iterator[Any]:
+        return fast_forward(loader, batches)
+
+    def call_in_forward(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` in the middle of each forward pass (for fault injection)."""
+        leaves = [m for model in self._objects.models for m in model.modules() if not any(m.children())]
+        self._handles.append(leaves[len(leaves) // 2].register_forward_hook(lambda *_: call()))
+
+    def call_in_backward(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` in the middle of each backward pass, some gradients being ready and some not."""
+        parameters = [p for model in self._objects.models for p in model.parameters() if p.requires_grad]
+        self._handles.append(parameters[len(parameters) // 2].register_post_accumulate_grad_hook(lambda _: call()))
+
+
+def _decode(manifest: bytes) -> _Manifest:
+    try:
+        return msgspec.msgpack.decode(manifest, type=_Manifest)
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"the replica's offer can't be read: {error}") from None
+
+
+def _as_tensor(span: Span) -> torch.Tensor:
+    return torch.frombuffer(view(span), dtype=torch.uint8)

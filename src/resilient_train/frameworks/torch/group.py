@@ -1,0 +1,246 @@
+"""A process group that outlives its members.
+
+``ResilientGroup`` hands every call to an inner group (gloo) that is replaced at each recovery, while the object that
+the user, DDP or a DeviceMesh holds stays the same. In a process that is going to *join* a running job there is no inner
+group yet: collectives act as if this rank were alone (``solo.py``), so that it can build its model and its DDP wrapper
+without waiting for the others.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import GroupName
+
+from resilient_train.config import read_link
+from resilient_train.errors import UsageError
+from resilient_train.frameworks.torch import solo
+from resilient_train.frameworks.torch.escape import Escape
+from resilient_train.frameworks.torch.store import CancellableStore
+
+BACKEND = "resilient"
+VERBS = tuple(solo.VERBS)
+POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
+"""gloo's works for these have no future, and may be waited for once only."""
+
+
+class Watcher(Protocol):
+    """Sees the collectives of all groups while a Session runs."""
+
+    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        """Runs ``verb`` on the group's inner group and returns its work."""
+        ...
+
+
+groups: dict[str, ResilientGroup] = {}
+"""All groups of this process by name, in the order of their creation."""
+escape = Escape()
+"""The works under way in all groups."""
+_watcher: Watcher | None = None
+_droppers: list[threading.Thread] = []
+
+
+def watch(watcher: Watcher | None) -> None:
+    """Lets ``watcher`` see every collective from now on; None ends it."""
+    global _watcher
+    _watcher = watcher
+
+
+class Built(NamedTuple):
+    """An inner group that is up, and its connections as (descriptor, inode)."""
+
+    inner: Any
+    sockets: list[tuple[int, int]]
+
+
+class ResilientGroup(dist.ProcessGroup):
+    """See the module's text. ``global_ranks`` are the members in the order of their group ranks.
+
+    ``solo``: not joined yet. ``quiet``: for a moment, collectives stay at home although the group is up.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, name: str, global_ranks: list[int], timeout: timedelta
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg] # torch's stub lacks the constructor without a store
+        self._rank, self._size, self._name, self._desc = rank, size, name, "resilient"
+        self.global_ranks = tuple(global_ranks) or tuple(range(size))
+        self._store, self._timeout = store, timeout
+        self.inner: dist.ProcessGroup | None = None
+        self.sockets: list[tuple[int, int]] = []
+        self.solo = True
+        self.quiet = False
+        self._hangups = select.epoll()
+        self._closed_why = ""
+
+    # -- life of the inner group
+
+    def build(self, generation: int, attempt: int, cancelled: threading.Event) -> Built:
+        """Builds the inner group of a generation; ``adopt`` puts it in. Blocks until all members have come.
+
+        Raises RuntimeError if a member dies meanwhile (gloo notices after about 5 s), or soon after ``cancelled``.
+        """
+        before = _sockets()
+        own = CancellableStore(self._store, cancelled)
+        store = PrefixStore(f"resilient/{attempt}/{generation}/{self._name}", own)
+        inner = ProcessGroupGloo(store, self._rank, self._size, timeout=self._timeout)
+        return Built(inner, [pair for pair in _sockets() if pair not in before and _is_connected(pair[0])])
+
+    def adopt(self, built: Built) -> None:
+        """Puts a built group in."""
+        self.inner, self.sockets = built
+        self.solo = False
+        self._hangups.close()
+        self._hangups = select.epoll()
+        for fd, _ in self.sockets:
+            self._hangups.register(fd, select.EPOLLRDHUP)
+
+    def close_inner(self, why: str) -> None:
+        """Drops the inner group. Another thread frees it: that joins gloo's threads, in milliseconds or never."""
+        held = [self.inner] if self.inner is not None else []
+        self.inner, self.sockets, self._closed_why = None, [], why
+        if held:
+            dropper = threading.Thread(target=held.clear, name="rt-drop-group", daemon=True)
+            _droppers.append(dropper)
+            dropper.start()
+        _droppers[:] = [thread for thread in _droppers if thread.is_alive()]
+
+    def broken(self) -> bool:
+        """Whether a peer has closed, or lost, its end of one of the connections."""
+        poll = select.poll()
+        for fd, inode in self.sockets:
+            if _inode(fd) != inode:
+                return True
+            poll.register(fd, select.POLLRDHUP)
+        return bool(poll.poll(0)) if self.sockets else False
+
+    # -- what torch asks of a group; the C++ base keeps names only inside backends of its own
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return BACKEND
+
+    def getRank(self) -> int:  # noqa: N802 - torch's name
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802 - torch's name
+        return self._size
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        return self._name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - torch's name
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+        return self._desc
+
+    @property
+    def group_name(self) -> GroupName:
+        return GroupName(self._name)
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def abort(self) -> None:
+        self.close_inner("it was aborted")
+
+    def shutdown(self) -> None:
+        """The user destroys the group: it will not be rebuilt any more."""
+        groups.pop(self._name, None)
+        self.close_inner("it was destroyed")
+        wait_for_droppers(1.0)
+
+    def run(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        """Runs ``verb`` on the inner group, or alone where this process has not joined yet."""
+        if self.inner is not None and not self.quiet:
+            if _watcher is None or verb in POINT_TO_POINT:
+                return cast("dist.Work", getattr(self.inner, verb)(*args, **kwargs))
+            if self._hangups.poll(0):
+                # gloo would find out as well, but may forget a waiter over it (see escape.py): don't even begin.
+                raise RuntimeError(f"a peer of process group {self._name!r} has hung up")
+            return escape.guard(getattr(self.inner, verb)(*args, **kwargs))
+        if self.solo or self.quiet:
+            return solo.VERBS[verb](self._rank, self._size, *args)
+        raise UsageError(f"process group {self._name!r} can't be used: {self._closed_why or 'it is not built'}")
+
+
+def _make_verb(verb: str) -> Callable[..., dist.Work]:
+    def call(self: ResilientGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        if _watcher is None or self.solo or self.quiet:
+            return self.run(verb, args, kwargs)
+        return _watcher.issue(self, verb, args, kwargs)
+
+    call.__name__ = verb
+    return call
+
+
+for _verb in VERBS:
+    setattr(ResilientGroup, _verb, _make_verb(_verb))
+
+
+def create(options: Any, _backend_options: Any) -> ResilientGroup:
+    """Torch calls this for ``init_process_group("resilient")`` and ``new_group``."""
+    link = read_link()
+    group = ResilientGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        str(options.group_id),
+        list(options.global_ranks_in_group),
+        options.timeout,
+    )
+    if not (link and link.joining):
+        group.adopt(group.build(0, 0, threading.Event()))
+    groups[group.group_name] = group
+    return group
+
+
+def wait_for_droppers(timeout_s: float) -> None:
+    """Lets the threads that free old groups end: one that came back while the interpreter goes down would abort it."""
+    for thread in tuple(_droppers):
+        thread.join(timeout_s)
+
+
+def _inode(fd: int) -> int:
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return -1
+
+
+def _sockets() -> set[tuple[int, int]]:
+    """(descriptor, inode) of this process's sockets; numbers alone are reused too soon to tell old from new."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - strings are what it takes, in the middle of a recovery
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115 - likewise
+                found.add((int(name), _inode(int(name))))
+        except FileNotFoundError:
+            continue  # closed since the listing: the listing's own descriptor is one
+    return found
+
+
+def _is_connected(fd: int) -> bool:
+    """True for a connected TCP socket. Shutting gloo's listener would end the process (std::terminate)."""
+    with socket.socket(fileno=os.dup(fd)) as probe:
+        if probe.family not in (socket.AF_INET, socket.AF_INET6) or probe.type != socket.SOCK_STREAM:
+            return False
+        if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        try:
+            probe.getpeername()
+        except OSError:
+            return False
+        return True

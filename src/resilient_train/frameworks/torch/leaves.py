@@ -1,0 +1,78 @@
+"""torch's tensors as the trees of ``state/tree.py`` see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from resilient_train.errors import ProtocolError
+from resilient_train.state.transfer import Span, view
+from resilient_train.state.tree import Path, Slot, TensorKind, flatten, unflatten
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def _constant(name: str) -> Any:
+    if name in _DTYPES:
+        return _DTYPES[name]
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ProtocolError(f"{name!r} is neither a dtype nor a device") from None
+
+
+TENSORS = TensorKind(
+    is_tensor=lambda value: isinstance(value, torch.Tensor),
+    describe=lambda tensor: (str(tensor.dtype), tuple(tensor.shape)),
+    is_constant=lambda value: isinstance(value, (torch.dtype, torch.device)),
+    name_constant=str,
+    constant=_constant,
+)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that ``str(dtype)`` named. Raises ProtocolError for a foreign name."""
+    if name not in _DTYPES:
+        raise ProtocolError(f"{name!r} is no dtype of this torch")
+    return _DTYPES[name]
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its bytes lie in one piece in this process's memory, else a copy that does."""
+    return tensor.detach().to("cpu").contiguous()
+
+
+def span_of(tensor: torch.Tensor) -> Span:
+    """The bytes of a dense tensor."""
+    assert tensor.is_contiguous()
+    return Span(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def pack(tree: Any) -> bytes:
+    """A (small) tree and its tensors in one piece of bytes. Raises StateError."""
+    payload, tensors = flatten(tree, TENSORS)
+    kept = [dense(tensor) for tensor in tensors.values()]
+    return msgspec.msgpack.encode(
+        (payload, [bytes(view(span_of(tensor))) if tensor.numel() else b"" for tensor in kept])
+    )
+
+
+def unpack(packed: bytes) -> Any:
+    """The inverse of ``pack``. Raises ProtocolError."""
+    try:
+        payload, blobs = msgspec.msgpack.decode(packed, type=tuple[bytes, list[bytes]])
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a packed state: {error}") from None
+
+    def place(_path: Path, slot: Slot) -> torch.Tensor:
+        tensor = torch.empty(slot.shape, dtype=dtype_of(slot.dtype))
+        span = span_of(tensor)
+        if len(blobs[slot.number]) != span.size:
+            raise ProtocolError("a packed tensor has another size than its shape says")
+        if span.size:
+            view(span)[:] = blobs[slot.number]
+        return tensor
+
+    return unflatten(payload, TENSORS, place)

@@ -1,0 +1,225 @@
+"""The state that replicas share: parameters, buffers, optimizers, schedulers, scaler and what else was registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from resilient_train.errors import ConfigError, TransferError
+from resilient_train.frameworks.base import Objects, Sources
+from resilient_train.frameworks.torch.damage import move
+from resilient_train.frameworks.torch.leaves import TENSORS, dense, dtype_of, span_of
+from resilient_train.state.transfer import Span, digest
+from resilient_train.state.tree import Path, Slot, flatten, unflatten
+
+_SETTINGS_OF_GROUP = "params"
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+def state_of(thing: Any) -> Any:
+    """``state_dict()``, or ``get_state()`` of a torch.Generator. Raises ConfigError for a thing that has neither."""
+    for name in ("state_dict", "get_state"):
+        if callable(getattr(thing, name, None)):
+            return getattr(thing, name)()
+    raise ConfigError(
+        f"{type(thing).__qualname__} has neither state_dict() nor get_state(): its state can't be carried"
+    )
+
+
+def restore_object(thing: Any, state: Any) -> None:
+    """The inverse of ``state_of``."""
+    (thing.load_state_dict if callable(getattr(thing, "load_state_dict", None)) else thing.set_state)(state)
+
+
+def copy_tree(value: Any) -> Any:
+    """A copy of a tree of state whose tensors and containers are its own."""
+    if type(value) in _PLAIN:  # nearly all of it; asking whether a float is a Mapping takes a microsecond
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: copy_tree(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copy_tree(item) for item in value) if type(value) in (list, tuple) else value
+    return value
+
+
+class Replicated:
+    """Describes, digests and takes over the replicated state of one rank."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._params = [[p for group in o.param_groups for p in group["params"]] for o in objects.optimizers]
+        for name, thing in objects.extra.items():
+            if not callable(getattr(thing, "load_state_dict", None)) and not callable(
+                getattr(thing, "set_state", None)
+            ):
+                raise ConfigError(f"state[{name!r}] is a {type(thing).__qualname__} without load_state_dict()")
+
+    def tree(self, *, core: bool = False) -> dict[str, Any]:
+        """The state as a tree of references. ``core``: only what ``params_digest`` covers, without buffers."""
+        objects = self._objects
+        tree: dict[str, Any] = {
+            "model": [{name: p for name, p in model.named_parameters()} for model in objects.models],  # noqa: C416
+            "optimizer": [self._optimizer_tree(i) for i in range(len(objects.optimizers))],
+        }
+        if core:
+            return tree
+        tree["buffers"] = [dict(model.named_buffers()) for model in objects.models]
+        tree["small"] = self.small_tree()
+        tree["extra"] = {name: state_of(thing) for name, thing in objects.extra.items()}
+        return tree
+
+    def small_tree(self) -> dict[str, Any]:
+        """Schedulers, scaler and the optimizers' settings: a few numbers, cheap enough to keep for each window."""
+        objects = self._objects
+        return {
+            "scheduler": [state_of(scheduler) for scheduler in objects.schedulers],
+            "scaler": state_of(objects.scaler) if objects.scaler is not None else None,
+            "groups": [self._settings(o) for o in objects.optimizers],
+        }
+
+    def restore_small(self, small: Mapping[str, Any]) -> None:
+        """Puts a ``small_tree`` back."""
+        for scheduler, state in zip(self._objects.schedulers, small["scheduler"], strict=True):
+            restore_object(scheduler, copy_tree(state))
+        if self._objects.scaler is not None:
+            restore_object(self._objects.scaler, copy_tree(small["scaler"]))
+            # Not in its state_dict(): that gradients were unscaled in the step that is taken back.
+            vars(self._objects.scaler).get("_per_optimizer_states", {}).clear()
+        for optimizer, groups in zip(self._objects.optimizers, small["groups"], strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(copy_tree(settings))
+
+    @staticmethod
+    def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in group.items() if key != _SETTINGS_OF_GROUP}
+            for group in optimizer.param_groups
+        ]
+
+    def _optimizer_tree(self, index: int) -> dict[int, Any]:
+        state = self._objects.optimizers[index].state
+        return {i: dict(state[p]) for i, p in enumerate(self._params[index]) if p in state}
+
+    def check(self) -> None:
+        """Raises StateError if some of the state can't be carried to another process."""
+        flatten(self.tree(), TENSORS)
+
+    def sources(self) -> Sources:
+        """The state as spans of memory, in the order of the manifest's slots."""
+        payload, tensors = flatten(self.tree(), TENSORS)
+        kept = [dense(tensor) for tensor in tensors.values()]
+        spans = [span_of(tensor) for tensor in kept]
+        return Sources(payload, digest(payload, spans), spans, kept)
+
+    def core_digest(self) -> str:
+        """Digest of parameters and optimizer state."""
+        payload, tensors = flatten(self.tree(core=True), TENSORS)
+        kept = [dense(tensor) for tensor in tensors.values()]
+        return digest(payload, [span_of(tensor) for tensor in kept])
+
+    def tensors(self) -> dict[Path, torch.Tensor]:
+        """All tensors of the state by path."""
+        return flatten(self.tree(), TENSORS)[1]
+
+    def mend(self, manifest: bytes, fetch: Callable[[list[Span]], None], expected: str, lost: frozenset[Path]) -> int:
+        """Fetches the tensors in ``lost`` only, into new memory; the others are this rank's own and stay.
+
+        ``fetch`` gets empty spans for what stays. Raises TransferError if the whole is not the replica's state then.
+        """
+        mine = self.tensors()
+        landing: list[torch.Tensor] = []
+        wanted: list[bool] = []
+
+        def place(path: Path, slot: Slot) -> torch.Tensor:
+            tensor = mine.get(path)
+            if tensor is None or tuple(tensor.shape) != slot.shape or not tensor.is_contiguous():
+                raise TransferError(f"{'.'.join(map(str, path))} is not here as it is on the replica")
+            if path in lost:
+                move(tensor)
+            landing.append(tensor)
+            wanted.append(path in lost)
+            return tensor
+
+        tree = unflatten(manifest, TENSORS, place)
+        spans = [span_of(tensor.detach()) for tensor in landing]
+        with torch.no_grad():
+            fetch([span if want else Span(span.address, 0) for span, want in zip(spans, wanted, strict=True)])
+        if digest(manifest, spans) != expected:
+            raise TransferError("what was not damaged differs from the replica's")
+        self._apply(tree)
+        return sum(span.size for span, want in zip(spans, wanted, strict=True) if want)
+
+    def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], expected: str) -> int:
+        """Takes a replica's state over. Parameters and buffers are filled where they lie; DDP holds on to them.
+
+        Raises TransferError if the state doesn't fit this model, or arrived with another digest than ``expected``.
+        """
+        own = {path: tensor for path, tensor in self._own_tensors().items() if tensor.is_contiguous()}
+        landing: list[torch.Tensor] = []
+
+        def place(path: Path, slot: Slot) -> torch.Tensor:
+            mine = own.get(path)
+            fits = mine is not None and tuple(mine.shape) == slot.shape and str(mine.dtype) == slot.dtype
+            if path[0] == "model" and mine is not None and not fits:
+                raise TransferError(
+                    f"parameter {path[-1]!r} is {tuple(mine.shape)} here and {slot.shape} on the replica"
+                )
+            tensor = (
+                mine
+                if fits and mine is not None and mine.device.type == "cpu"
+                else torch.empty(slot.shape, dtype=dtype_of(slot.dtype))
+            )
+            landing.append(tensor)
+            return tensor
+
+        tree = unflatten(manifest, TENSORS, place)
+        spans = [span_of(tensor.detach()) for tensor in landing]
+        with torch.no_grad():
+            fetch(spans)
+        arrived = digest(manifest, spans)
+        if arrived != expected:
+            raise TransferError(f"the replica's state arrived damaged: digest {arrived} instead of {expected}")
+        self._apply(tree)
+        return sum(span.size for span in spans)
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Takes over a tree of this same process (an undo copy)."""
+        self._apply(tree)
+
+    def _own_tensors(self) -> dict[Path, torch.Tensor]:
+        own: dict[Path, torch.Tensor] = {}
+        for index, model in enumerate(self._objects.models):
+            own.update({("model", index, name): p for name, p in model.named_parameters()})
+            own.update({("buffers", index, name): b for name, b in model.named_buffers()})
+        return own
+
+    def _apply(self, tree: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for index, model in enumerate(self._objects.models):
+                for kind, mine in (("model", dict(model.named_parameters())), ("buffers", dict(model.named_buffers()))):
+                    theirs = tree[kind][index]
+                    if set(theirs) != set(mine):
+                        odd = sorted(set(theirs) ^ set(mine))[:3]
+                        raise TransferError(f"this rank's model and the replica's differ in {odd}")
+                    for name, value in theirs.items():
+                        if mine[name] is not value:
+                            mine[name].copy_(value)
+            for index, optimizer in enumerate(self._objects.optimizers):
+                optimizer.state.clear()
+                for i, entry in tree["optimizer"][index].items():
+                    p = self._params[index][i]
+                    optimizer.state[p] = {key: _like(value, p) for key, value in entry.items()}
+        self.restore_small(tree["small"])
+        for name, thing in self._objects.extra.items():
+            restore_object(thing, tree["extra"][name])
+
+
+def _like(value: Any, parameter: torch.Tensor) -> Any:
+    """Moments live where their parameter does; a step count keeps to the CPU, as torch's optimizers have it."""
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
+        return value.to(parameter.device)
+    return value

@@ -1,0 +1,396 @@
+"""The agent: starts the ranks of a node, sees them die, owns the memory that outlives them, hosts the store.
+
+One thread, one event loop. What happens after a fault is the controller's decision; the agent feeds it what it sees and
+carries out what it says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from resilient_train._native import Board, DeathWatch
+from resilient_train.errors import ConfigError
+from resilient_train.events import Event
+from resilient_train.launch.connections import Connection, Listener
+from resilient_train.launch.job import Job
+from resilient_train.launch.logs import Logs
+from resilient_train.launch.lookout import LOOK_S, Lookout
+from resilient_train.launch.processes import Processes, RankProcess
+from resilient_train.observe.sinks import Sink
+from resilient_train.protocol import messages as m
+from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
+from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.hang import Finding, Verdict
+from resilient_train.protocol.standing import Standing, standing_of
+from resilient_train.session.injection import SIGNALS
+from resilient_train.session.pulse import STACKS_FOLDER
+from resilient_train.state.arena import DEFAULT_SLOT_BYTES, Arena
+
+LOG_POLL_S = 0.05
+TROUBLE_GRACE_S = 1.0
+"""How long a collective may have failed before it counts as a fault of its own. A death explains most failures, and is
+seen within milliseconds; but a rank that leaves with an error of the user's takes a while to exit: 0.2 s was too short.
+"""
+
+
+class Agent:
+    """``run`` returns the job's exit code."""
+
+    def __init__(self, job: Job, sink: Sink) -> None:
+        self._job = job
+        self._sink = sink
+        self._controller = Controller(job.world_size, job.policy)
+        self._board = Board.create(job.world_size)
+        self._deaths = DeathWatch(self._board)
+        self._logs = Logs(job)
+        self._arenas = [Arena.create(DEFAULT_SLOT_BYTES, job.settings.tail_log_bytes) for _ in range(job.world_size)]
+        try:
+            self._store = TCPStore(job.host, job.port, is_master=True, wait_for_workers=False)
+        except dist.DistError as error:
+            raise ConfigError(f"the store can't listen on {job.host}:{job.port}: {error}") from None
+        self._socket_path = job.run_dir / "agent-0.sock"
+        self._processes = Processes(job, self._logs, self._socket_path, self._store.port)
+        self._connections: dict[int, Connection] = {}
+        self._reaping: set[RankProcess] = set()
+        self._fenced: dict[RankProcess, str] = {}
+        self._lookout = Lookout(self._board, self._controller, self._processes, job.settings)
+        self._ending: EndJob | None = None
+        self._ended = asyncio.Event()
+        self._begun_ns = time.time_ns()
+        self._fault_ns = 0
+
+    async def run(self) -> int:
+        """Runs the job to its end."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._on_bug)
+        listener = Listener(
+            self._socket_path, self._on_frame, lambda text: self._note("foreign_frame", detail={"text": text})
+        )
+        self._loop.add_reader(self._deaths.fd, self._on_deaths)
+        for name in self._job.signals:
+            number = getattr(signal, name)
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        logs = self._loop.create_task(self._show_logs())
+        if self._job.settings.hang:
+            self._loop.call_soon(self._look_out)
+        try:
+            self._carry_out(self._controller.launch())
+            await self._ended.wait()
+            if self._ending is not None:
+                await self._stop_ranks()
+        finally:
+            logs.cancel()
+            self._kill_ranks()
+            self._logs.show_new()
+            listener.close()
+            self._loop.remove_reader(self._deaths.fd)
+            self._deaths.close()
+        return self._ending.code if self._ending is not None else 0
+
+    # -- what is seen
+
+    def _on_deaths(self) -> None:
+        for rank, seen_ns in self._deaths.take():
+            process = self._processes.current.get(rank)
+            if process is not None and not process.reported:
+                by = "look-out" if process in self._fenced else "futex"
+                self._note("death_seen", rank=rank, time_ns=seen_ns, detail={"by": by})
+                process.reported = True
+                process.signal_group(signal.SIGKILL)  # its watchdog is gone: whatever is left must not train on
+                told = "died" if process.exit_code() is None else _told(process.exit_code())
+                reason = self._fenced.pop(process, told)
+                self._carry_out(self._controller.lost(rank, process.incarnation, reason, self._standings()))
+
+    def _on_exit(self, process: RankProcess) -> None:
+        code = process.exit_code()
+        if code is None:
+            return
+        self._loop.remove_reader(process.pidfd)
+        self._reaping.discard(process)
+        self._on_deaths()  # a death that both ways have seen is told once, by the faster one
+        self._logs.close(process.rank, process.incarnation)
+        process.close()
+        self._note("exited", rank=process.rank, incarnation=process.incarnation, detail={"code": code})
+        if not process.reported and code != 0:
+            self._note("death_seen", rank=process.rank, detail={"by": "pidfd"})
+        process.reported = True
+        reason = self._fenced.pop(process, "")
+        if reason:
+            self._carry_out(self._controller.lost(process.rank, process.incarnation, reason, self._standings()))
+        self._carry_out(self._controller.exited(process.rank, process.incarnation, code, self._standings()))
+        if not self._reaping and self._ending is None:
+            self._ended.set()
+
+    def _on_signal(self, number: int) -> None:
+        self._carry_out(self._controller.stop(128 + number, f"resilient-run got {signal.Signals(number).name}"))
+
+    def _on_bug(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception in a callback is a bug of ours. A job that nobody looks after any more must not go on."""
+        error = context.get("exception")
+        print("".join(traceback.format_exception(error)) if error else context["message"], file=sys.stderr)
+        self._carry_out(self._controller.stop(70, f"internal error of the agent: {error!r} (please report it)"))
+
+    def _standings(self) -> list[Standing]:
+        return [standing_of(self._board.standing(rank)) for rank in range(self._job.world_size)]
+
+    # -- the look-out's Keeper
+
+    def _look_out(self) -> None:
+        self._lookout.look(self)
+        self._loop.call_later(LOOK_S, self._look_out)
+
+    def fence(self, rank: int, reason: str) -> None:
+        process = self._processes.current[rank]
+        self._fenced[process] = reason
+        process.signal_group(signal.SIGKILL)
+
+    def give_up_collective(self, detail: str) -> None:
+        self._on_unexplained(self._controller.generation, detail)
+
+    def tell(self, finding: Finding, detail: dict[str, Any]) -> None:
+        ranks = ", ".join(map(str, finding.ranks))
+        self._note(finding.verdict.value, rank=finding.ranks[0] if finding.ranks else -1, detail=detail)
+        if finding.verdict is Verdict.SUSPECT:
+            self._say(
+                f"rank {ranks} has stood still for {finding.stalled_ms / 1000:.1f} s and is replaced after "
+                f"{finding.limit_ms / 1000:.1f} s: {finding.why} (stacks: {self._job.run_dir}/{STACKS_FOLDER}; work "
+                "that takes its time belongs in `with session.slow(...)`)"
+            )
+
+    # -- frames
+
+    def _on_frame(self, connection: Connection, frame: m.FromRank) -> None:
+        hello = connection.hello
+        assert hello is not None
+        if hello.role == "operator":
+            self._on_operator(connection, frame)
+            return
+        rank, incarnation = hello.rank, hello.incarnation
+        if not 0 <= rank < self._job.world_size or self._controller.incarnations[rank] != incarnation:
+            return
+        match frame:
+            case m.Hello():
+                self._on_hello(connection, frame)
+            case m.Reserve(slot_bytes=slot_bytes):
+                self._arenas[rank] = self._arenas[rank].grown(slot_bytes)
+                connection.send(m.Arena(rank), [self._arenas[rank].fd])
+            case m.Borrow(rank=lender) if 0 <= lender < self._job.world_size:
+                connection.send(m.Arena(lender), [self._arenas[lender].fd])
+            case m.Offer(target=other) | m.Pull(source=other) if frame.generation == self._controller.generation:
+                self._carry_out([Send(other, frame)])
+            case _:
+                self._on_report(rank, incarnation, frame)
+
+    def _on_hello(self, connection: Connection, hello: m.Hello) -> None:
+        rank = hello.rank
+        self._connections[rank] = connection
+        self._board.set_identity(rank, self._controller.generation, hello.incarnation, hello.pid)
+        connection.send(
+            m.Welcome(self._controller.generation, self._controller.attempt), [self._board.fd, self._arenas[rank].fd]
+        )
+        self._carry_out(self._controller.greeted(rank, hello.incarnation))
+
+    def _on_report(self, rank: int, incarnation: int, frame: m.FromRank) -> None:
+        controller = self._controller
+        match frame:
+            case m.Started():
+                self._deaths.add(rank)
+                self._carry_out(controller.started(rank, incarnation, frame))
+            case m.Joined():
+                self._deaths.add(rank)
+                detail: dict[str, Any] = {
+                    "commits": frame.commits,
+                    "phase": frame.phase,
+                    "holds": frame.holds,
+                    "stopped_ns": frame.stopped_ns,
+                }
+                self._note("joined", rank=rank, incarnation=incarnation, generation=frame.generation, detail=detail)
+                self._carry_out(controller.joined(rank, incarnation, frame))
+            case m.Built(generation=generation):
+                self._note("built", rank=rank, incarnation=incarnation, generation=generation)
+            case m.Fetched():
+                detail = {
+                    "source": frame.source,
+                    "bytes": frame.bytes_copied,
+                    "duration_ns": frame.duration_ns,
+                    "way": frame.way,
+                }
+                self._note("fetched", rank=rank, incarnation=incarnation, generation=frame.generation, detail=detail)
+            case m.Done(generation=generation, redone=redone, step=step):
+                self._note(
+                    "done",
+                    rank=rank,
+                    incarnation=incarnation,
+                    generation=generation,
+                    step=step,
+                    detail={"redone": redone},
+                )
+                self._carry_out(controller.done(rank, incarnation, generation))
+            case m.Trouble(generation=generation, detail=text):
+                self._loop.call_later(TROUBLE_GRACE_S, self._on_unexplained, generation, f"rank {rank}: {text}")
+            case m.Damaged(generation=generation, detail=text):
+                self._carry_out(controller.damaged(rank, incarnation, generation, text, self._standings()))
+            case m.Finish(generation=generation):
+                self._carry_out(controller.finish(rank, incarnation, generation))
+            case m.Refused(text=text):
+                self._carry_out(controller.refuse(text))
+            case _:
+                self._note("foreign_frame", rank=rank, detail={"text": type(frame).__name__})
+
+    def _on_unexplained(self, generation: int, detail: str) -> None:
+        self._carry_out(self._controller.failed_collective(generation, detail, self._standings()))
+
+    def _on_operator(self, connection: Connection, frame: m.FromRank) -> None:
+        match frame:
+            case m.Hello():
+                return
+            case m.Query():
+                connection.send(m.Reply(status=self._status()))
+            case m.Inject(kind=kind, rank=rank):
+                connection.send(m.Reply(error=self._inject(kind, rank)))
+            case _:
+                connection.send(m.Reply(error=f"an operator can't send {type(frame).__name__}"))
+
+    def _inject(self, kind: str, rank: int) -> str:
+        if kind not in SIGNALS:
+            return f"unknown kind {kind!r}: one of {', '.join(SIGNALS)}"
+        process = self._processes.current.get(rank)
+        if process is None or process.exit_code() is not None:
+            return f"there is no running rank {rank}; the job has ranks 0 to {self._job.world_size - 1}"
+        step = self._board.step(rank)
+        self._note(
+            "injected", rank=rank, incarnation=process.incarnation, step=step, detail={"kind": kind, "at": "operator"}
+        )
+        process.signal(SIGNALS[kind])
+        return ""
+
+    def _status(self) -> dict[str, Any]:
+        ranks = []
+        for rank, standing in enumerate(self._standings()):
+            process = self._processes.current.get(rank)
+            ranks.append(
+                {
+                    "rank": rank,
+                    "pid": process.pid if process is not None else None,
+                    "incarnation": self._controller.incarnations[rank],
+                    "commits": standing.commits,
+                    "phase": standing.phase.name,
+                    "step": self._board.step(rank),
+                    "beats": self._board.beats(rank),
+                }
+            )
+        controller = self._controller
+        return {
+            "stage": controller.stage.value,
+            "generation": controller.generation,
+            "restarts": controller.restarts,
+            "max_restarts": controller.policy.max_restarts,
+            "ranks": ranks,
+        }
+
+    # -- what is done
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case RaiseStop(generation=generation):
+                    self._board.raise_stop(generation)
+                    self._loop.call_later(self._job.settings.join_timeout_s, self._expire, generation)
+                case Spawn():
+                    self._spawn(command)
+                case Kill(rank=rank):
+                    if rank in self._processes.current:
+                        self._processes.current[rank].signal(signal.SIGKILL)
+                case Send(rank=rank, message=message):
+                    if rank in self._connections:
+                        self._connections[rank].send(message)
+                case Note(kind=kind, rank=rank, detail=detail):
+                    self._note(kind, rank=rank, detail=detail)
+                    self._tell(kind, rank, detail)
+                case EndJob():
+                    if self._ending is None:
+                        self._ending = command
+                        self._ended.set()
+
+    def _spawn(self, command: Spawn) -> None:
+        rank = command.rank
+        self._deaths.remove(rank)
+        old = self._processes.current.get(rank)
+        if old is not None and old in self._reaping:
+            old.reported = True
+            old.signal_group(signal.SIGKILL)
+        stale = self._connections.pop(rank, None)
+        if stale is not None:
+            stale.close()
+        try:
+            process = self._processes.spawn(rank, command.incarnation, command.attempt, joining=command.joining)
+        except OSError as error:
+            self._carry_out([EndJob(2, f"rank {rank} can't be started: {error}")])
+            return
+        self._reaping.add(process)
+        self._loop.add_reader(process.pidfd, self._on_exit, process)
+        detail = {"pid": process.pid, "joining": command.joining}
+        self._note("spawned", rank=rank, incarnation=command.incarnation, detail=detail)
+
+    def _expire(self, generation: int) -> None:
+        self._carry_out(self._controller.expired(generation))
+
+    async def _stop_ranks(self) -> None:
+        """SIGTERM, time to go, SIGKILL."""
+        for process in self._processes.living():
+            process.signal_group(signal.SIGTERM)
+            process.signal(signal.SIGCONT)
+        deadline = self._loop.time() + self._job.shutdown_timeout_s
+        while any(True for _ in self._processes.living()) and self._loop.time() < deadline:  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(0.01)
+
+    def _kill_ranks(self) -> None:
+        for process in list(self._reaping):
+            process.signal_group(signal.SIGKILL)
+            self._loop.remove_reader(process.pidfd)
+            self._logs.close(process.rank, process.incarnation)
+
+    async def _show_logs(self) -> None:
+        while True:
+            self._logs.show_new()
+            await asyncio.sleep(LOG_POLL_S)
+
+    # -- what is said
+
+    def _note(self, kind: str, *, time_ns: int = 0, generation: int = -1, **fields: Any) -> None:
+        generation = self._controller.generation if generation < 0 else generation
+        self._sink.write(Event(kind=kind, time_ns=time_ns or time.time_ns(), generation=generation, **fields))
+
+    def _tell(self, kind: str, rank: int, detail: dict[str, Any]) -> None:
+        generation = self._controller.generation
+        if kind == "fault":
+            self._fault_ns = time.monotonic_ns()
+            lost = ", ".join(map(str, detail["lost"])) or "none"
+            self._say(f"recovery {generation}: {detail['reason']} (lost: {lost}); survivors keep their state")
+        elif kind == "resumed":
+            took_ms = (time.monotonic_ns() - self._fault_ns) / 1e6
+            self._say(
+                f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
+            )
+        elif kind == "restart_all":
+            self._say(f"rank {rank} {detail['reason']} before the first step: all ranks start again")
+        elif kind == "fenced":
+            self._say(f"recovery {generation}: rank {rank} did not answer in time and is killed")
+        elif kind == "job_end" and detail["code"]:
+            self._say(f"the job ends: {detail['reason']}")
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"resilient-run: {text}", file=sys.stderr, flush=True)
+
+
+def _told(code: int | None) -> str:
+    return f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"

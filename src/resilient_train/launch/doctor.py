@@ -1,0 +1,183 @@
+"""Says what works on this machine and with these switches, what does not, and why: ``resilient-train doctor``.
+
+``gather`` looks at the machine; ``judge`` is a function of what it found.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import platform
+import resource
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from resilient_train import config
+from resilient_train._native import death_watch_supported
+from resilient_train.observe.report import Line
+
+TORCH = "2.13"
+_DESCRIPTORS_MIN = 4096
+_DEVICES = {"NVIDIA GPU": "/dev/nvidia0", "Ascend NPU": "/dev/davinci0"}
+_WITHOUT_EFFECT = ("ttp", "tre", "tsp", "rsc")
+_WORKS = {
+    "uce": "tensors whose memory lost data are fetched again from a replica (no real device has been tried)",
+    "arf": "a rank that died or hangs is replaced",
+    "hcce": "process groups are rebuilt when a collective fails and nobody died",
+}
+
+
+class Grade(enum.StrEnum):
+    """``PROBLEM``: jobs will not be recovered, or not start. ``NOTE``: they will, less well than they could."""
+
+    OK = "ok"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at."""
+
+    grade: Grade
+    what: str
+    text: str
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``gather`` found. None: not there, or could not be read."""
+
+    system: str
+    kernel: str
+    torch: str | None
+    deaths_by_futex: bool
+    ptrace_scope: int | None
+    core_limit: int
+    core_pattern: str
+    descriptors: int
+    run_dir: str
+    run_dir_writable: bool
+    devices: tuple[str, ...]
+    switches: config.Switches
+    switches_set: bool
+    settings: tuple[config.Described, ...]
+
+
+def gather() -> Facts:
+    """Looks at this machine and this environment. Raises ConfigError for switches or settings that are wrong."""
+    settings = config.read_settings()
+    parent = Path(settings.run_dir or "resilient_runs").absolute()
+    while not parent.exists():
+        parent = parent.parent
+    return Facts(
+        system=platform.system(),
+        kernel=platform.release(),
+        torch=_version("torch"),
+        deaths_by_futex=death_watch_supported(),
+        ptrace_scope=_number("/proc/sys/kernel/yama/ptrace_scope"),
+        core_limit=resource.getrlimit(resource.RLIMIT_CORE)[0],
+        core_pattern=_text("/proc/sys/kernel/core_pattern") or "",
+        descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        run_dir=settings.run_dir or "./resilient_runs",
+        run_dir_writable=os.access(parent, os.W_OK | os.X_OK),
+        devices=tuple(name for name, path in _DEVICES.items() if Path(path).exists()),
+        switches=config.read_switches(),
+        switches_set=config.switches_are_set(),
+        settings=config.describe(settings),
+    )
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """What the facts mean for a job."""
+    return [*_machine(facts), *_limits(facts), *_choices(facts)]
+
+
+def _machine(facts: Facts) -> Iterator[Finding]:
+    if facts.system != "Linux":
+        yield Finding(Grade.PROBLEM, "system", f"{facts.system}: only Linux is supported")
+    if facts.torch is None:
+        yield Finding(Grade.PROBLEM, "torch", f"not installed: pip install torch=={TORCH}.0")
+    elif not facts.torch.startswith(f"{TORCH}."):
+        text = f"{facts.torch}: this version was tried with {TORCH} only, and uses its internals"
+        yield Finding(Grade.PROBLEM, "torch", text)
+    else:
+        yield Finding(Grade.OK, "torch", facts.torch)
+    if facts.deaths_by_futex:
+        yield Finding(Grade.OK, "death of a rank", "seen within a millisecond, whatever its memory")
+    else:
+        text = f"Linux {facts.kernel} has no futex_waitv (5.16): seen only when its memory is freed, some 30 ms per GiB"
+        yield Finding(Grade.NOTE, "death of a rank", text)
+    if facts.ptrace_scope is not None and facts.ptrace_scope >= 2:
+        text = f"kernel.yama.ptrace_scope is {facts.ptrace_scope}: it goes over the process group, several times slower"
+        yield Finding(Grade.NOTE, "state from a replica", text)
+    else:
+        yield Finding(Grade.OK, "state from a replica", "read out of its memory")
+    for device in facts.devices:
+        text = f"there is a {device}, but groups with nccl or hccl are refused in this version: CPU and gloo only"
+        yield Finding(Grade.NOTE, "devices", text)
+
+
+def _limits(facts: Facts) -> Iterator[Finding]:
+    dumps = facts.core_limit != 0 and facts.core_pattern
+    if dumps:
+        text = "a rank that crashes writes one before its death is seen: ulimit -c 0 in the job saves that time"
+        yield Finding(Grade.NOTE, "core dumps", text)
+    if facts.descriptors < _DESCRIPTORS_MIN:
+        text = f"ulimit -n is {facts.descriptors}: many recoveries may use that up; {_DESCRIPTORS_MIN} is safe"
+        yield Finding(Grade.NOTE, "open files", text)
+    if not facts.run_dir_writable:
+        yield Finding(Grade.PROBLEM, "run directory", f"{facts.run_dir} can't be written")
+
+
+def _choices(facts: Facts) -> Iterator[Finding]:
+    source = "MS_ENABLE_TFT" if facts.switches_set else "the default, MS_ENABLE_TFT is not set"
+    for name, text in _WORKS.items():
+        if getattr(facts.switches, name):
+            yield Finding(Grade.OK, name.upper(), f"on ({source}): {text}")
+        else:
+            yield Finding(Grade.PROBLEM if name == "arf" else Grade.NOTE, name.upper(), f"off ({source}); on: {text}")
+    idle = [name.upper() for name in _WITHOUT_EFFECT if getattr(facts.switches, name)]
+    if idle and facts.switches_set:
+        yield Finding(Grade.NOTE, "switches", f"{', '.join(idle)} do nothing in this version")
+    for setting in facts.settings:
+        if setting.source != config.DEFAULT:
+            yield Finding(Grade.OK, setting.variable, f"{setting.value} ({setting.source})")
+
+
+def as_dict(facts: Facts, findings: list[Finding]) -> dict[str, Any]:
+    """The result as a JSON-able object."""
+    return {
+        "ok": all(finding.grade is not Grade.PROBLEM for finding in findings),
+        "findings": msgspec.to_builtins(findings),
+        "settings": msgspec.to_builtins(facts.settings),
+        "switches": msgspec.to_builtins(facts.switches),
+    }
+
+
+def as_lines(findings: list[Finding]) -> list[Line]:
+    """The result for a person."""
+    styles = {Grade.OK: "green", Grade.NOTE: "yellow", Grade.PROBLEM: "bold red"}
+    width = max(len(finding.what) for finding in findings)
+    return [Line(f"{f.grade:<8} {f.what:<{width}}  {f.text}", styles[f.grade]) for f in findings]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _text(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _number(path: str) -> int | None:
+    text = _text(path)
+    return int(text) if text is not None and text.isdecimal() else None

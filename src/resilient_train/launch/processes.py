@@ -1,0 +1,139 @@
+"""The processes of the ranks: start, watch, kill. Each leads a process group of its own, so that what it started (data
+loader workers) goes with it; each dies with the agent (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from resilient_train import _native, config
+from resilient_train.launch.job import Job
+from resilient_train.launch.logs import Logs
+from resilient_train.protocol.hang import RunState
+
+_LOCAL_RANK_MACRO = "${local_rank}"
+
+
+class RankProcess:
+    """One incarnation of a rank. ``pidfd`` becomes readable when the process has ended."""
+
+    def __init__(self, rank: int, incarnation: int, popen: subprocess.Popen[bytes]) -> None:
+        self.rank = rank
+        self.incarnation = incarnation
+        self.pid = popen.pid
+        self.pidfd = os.pidfd_open(popen.pid)
+        self._popen = popen
+        self.reported = False
+
+    def exit_code(self) -> int | None:
+        """The exit code, negative for a signal; None while the process runs."""
+        return self._popen.poll()
+
+    def state(self) -> RunState:
+        """What the kernel says of the process: ``/proc/PID/stat``, third field (proc_pid_stat(5))."""
+        try:
+            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return RunState.RUNNING  # it is just ending: others tell of that
+        return {"T": RunState.STOPPED, "t": RunState.TRACED}.get(letter, RunState.RUNNING)
+
+    def signal_group(self, number: int) -> None:
+        """Signals the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def signal(self, number: int) -> None:
+        """Signals the process alone."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def close(self) -> None:
+        """Kills what the process may have left behind in its group, and lets go of it."""
+        self.signal_group(signal.SIGKILL)
+        os.close(self.pidfd)
+
+
+class Processes:
+    """The living and the not yet reaped processes of a node."""
+
+    def __init__(self, job: Job, logs: Logs, socket_path: Path, port: int) -> None:
+        self._job = job
+        self._logs = logs
+        self._socket_path = socket_path
+        self._port = port
+        self.current: dict[int, RankProcess] = {}
+
+    def spawn(self, rank: int, incarnation: int, attempt: int, *, joining: bool) -> RankProcess:
+        """Starts a process for ``rank``. Raises OSError if the command can't be run."""
+        streams = self._logs.open(rank, incarnation)
+        local = rank
+        try:
+            popen = subprocess.Popen(
+                [part.replace(_LOCAL_RANK_MACRO, str(local)) for part in self._job.command],
+                env=self._environ(rank, incarnation, attempt, joining=joining),
+                stdin=subprocess.DEVNULL,
+                stdout=streams.out,
+                stderr=streams.err,
+                start_new_session=True,
+                preexec_fn=_die_with_agent,  # noqa: PLW1509 - one prctl; the agent runs no Python thread
+            )
+        finally:
+            os.close(streams.out)
+            os.close(streams.err)
+        process = RankProcess(rank, incarnation, popen)
+        self.current[rank] = process
+        return process
+
+    def _environ(self, rank: int, incarnation: int, attempt: int, *, joining: bool) -> dict[str, str]:
+        job, world = self._job, str(self._job.world_size)
+        environ = config.environ_copy()
+        link = config.AgentLink(
+            socket=str(self._socket_path),
+            rank=rank,
+            world_size=job.world_size,
+            incarnation=incarnation,
+            joining=joining,
+            run_dir=str(job.run_dir),
+        )
+        environ.update(config.link_environ(link))
+        environ.update(
+            {
+                "LOCAL_RANK": str(rank),
+                "GROUP_RANK": "0",
+                "ROLE_RANK": str(rank),
+                "ROLE_NAME": job.role,
+                "LOCAL_WORLD_SIZE": world,
+                "GROUP_WORLD_SIZE": "1",
+                "ROLE_WORLD_SIZE": world,
+                "MASTER_ADDR": job.host,
+                "MASTER_PORT": str(self._port),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "TORCHELASTIC_MAX_RESTARTS": str(job.policy.max_restarts),
+                "TORCHELASTIC_RUN_ID": job.run_id,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(job.signals),
+                "TORCHELASTIC_ERROR_FILE": str(self._logs.folder(rank) / f"{incarnation}.error.json"),
+                "RESILIENT_FAULTS": job.settings.faults,
+            }
+        )
+        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        # One node: name the interface, or gloo looks the host name up, which can take seconds (docs/facts.md).
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if job.virtual_local_rank:
+            environ["LOCAL_RANK"] = "0"
+            visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            environ["CUDA_VISIBLE_DEVICES"] = visible[rank] if rank < len(visible) and visible[rank] else str(rank)
+        return environ
+
+    def living(self) -> Iterator[RankProcess]:
+        """The current processes that still run."""
+        return (process for process in list(self.current.values()) if process.exit_code() is None)
+
+
+def _die_with_agent() -> None:
+    _native.die_with_parent(signal.SIGKILL)

@@ -1,0 +1,208 @@
+"""``resilient-run``: torchrun's flags with torchrun's meaning, and a job that survives the loss of its processes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from resilient_train import config
+from resilient_train.errors import ConfigError
+from resilient_train.events import now
+from resilient_train.faults import parse_plan
+from resilient_train.launch.job import Job
+from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
+from resilient_train.protocol.policy import DEFAULT_MAX_RESTARTS, Policy
+
+
+def _parser() -> argparse.ArgumentParser:
+    try:
+        from torch.distributed.run import get_args_parser
+    except ImportError:
+        raise ConfigError("resilient-run needs torch: pip install 'resilient-train[torch]'") from None
+    parser = get_args_parser()
+    parser.prog = "resilient-run"
+    parser.description = (
+        "Starts a training job like torchrun (same flags), and keeps it going: a rank that dies is replaced alone, the "
+        "others keep their state."
+    )
+    if not parser.get_default("max_restarts"):  # torchrun also reads PET_MAX_RESTARTS into its default
+        parser.set_defaults(max_restarts=None)
+    ours = parser.add_argument_group("resilient_train")
+    ours.add_argument("--run-dir", "--run_dir", help="where the run writes (default: ./resilient_runs/<id>)")
+    ours.add_argument("--faults", help="plan of faults to inject, e.g. 'kill rank=2 step=7 phase=UPDATING'")
+    return parser
+
+
+def make_job(argv: list[str]) -> Job | argparse.Namespace:
+    """The job that the command line describes; for several nodes, the parsed flags, which torchrun itself will run.
+
+    Raises ConfigError for what can't be run, SystemExit(2) for what argparse refuses.
+    """
+    from torch.distributed import run as torchrun
+
+    args = _parser().parse_args(argv)
+    settings = config.read_settings(run_dir=args.run_dir, faults=args.faults)
+    switches = config.read_switches()
+    limited = args.max_restarts is not None
+    if not limited:
+        args.max_restarts = 0
+    try:
+        launch, command, arguments = torchrun.config_from_args(args)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    if launch.max_nodes > 1:
+        return args
+    if launch.nproc_per_node < 1:
+        raise ConfigError(f"--nproc-per-node {args.nproc_per_node} gives {launch.nproc_per_node} ranks")
+    run_id = str(uuid.uuid4()) if args.standalone or launch.run_id in ("", "none") else launch.run_id
+    run_dir = Path(
+        settings.run_dir or Path("resilient_runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    ).absolute()
+    _check_script(args)
+    for clause in parse_plan(settings.faults):
+        if clause.rank >= launch.nproc_per_node:
+            raise ConfigError(f"fault plan: {clause.describe()!r}: this job has ranks 0 to {launch.nproc_per_node - 1}")
+    quiet, prefixed = _console(launch.logs_specs, launch.nproc_per_node)
+    prefix = {} if launch.log_line_prefix_template is None else {"log_prefix": launch.log_line_prefix_template}
+    return Job(
+        command=_command(command, arguments),
+        world_size=launch.nproc_per_node,
+        run_dir=run_dir,
+        run_id=run_id,
+        policy=Policy(
+            max_restarts=args.max_restarts if limited else DEFAULT_MAX_RESTARTS,
+            restart_on_error=limited and args.max_restarts > 0,
+            replace=switches.arf,
+            rebuild=switches.hcce,
+        ),
+        settings=settings,
+        role=launch.role,
+        port=args.master_port or 0,
+        log_dir=Path(args.log_dir).absolute() if args.log_dir else run_dir / "logs",
+        quiet=quiet,
+        prefixed=prefixed,
+        shutdown_timeout_s=float(cast("int", launch.shutdown_timeout)),
+        signals=tuple(launch.signals_to_handle.split(",")),
+        virtual_local_rank=launch.virtual_local_rank,
+        **prefix,
+    )
+
+
+def _check_script(args: argparse.Namespace) -> None:
+    if not args.module and not args.no_python and not Path(args.training_script).is_file():
+        raise ConfigError(f"there is no script {args.training_script!r}")
+
+
+def _command(command: Any, arguments: list[str]) -> tuple[str, ...]:
+    if callable(command):  # --run-path
+        code = "import sys; from torch.distributed.run import run_script_path; run_script_path(*sys.argv[1:])"
+        return (sys.executable, "-u", "-c", code, *arguments)
+    return (command, *arguments)
+
+
+def _console(logs_specs: Any, world_size: int) -> tuple[frozenset[tuple[int, str]], frozenset[tuple[int, str]]]:
+    """Which streams stay off the console, and which are prefixed: torchrun's ``--redirects``, ``--tee`` and filter."""
+    tees, redirects = logs_specs._tee, logs_specs._redirects  # noqa: SLF001 - torchrun shows its choice no other way
+    shown = logs_specs._local_ranks_filter  # noqa: SLF001 - likewise
+    quiet, prefixed = set(), set()
+    for rank in range(world_size):
+        for name, bit in (("stdout", 1), ("stderr", 2)):
+            tee = _std(tees, rank) & bit
+            redirected = _std(redirects, rank) & bit
+            hidden = shown is not None and rank not in shown
+            if tee:
+                prefixed.add((rank, name))
+            if hidden or (redirected and not tee):
+                quiet.add((rank, name))
+    return frozenset(quiet), frozenset(prefixed)
+
+
+def _std(setting: Any, rank: int) -> int:
+    return int(setting.get(rank, 0) if isinstance(setting, dict) else setting)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Entry point of ``resilient-run``."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        job = make_job(argv)
+    except ConfigError as error:
+        print(f"resilient-run: {error}", file=sys.stderr)
+        sys.exit(2)
+    if isinstance(job, argparse.Namespace):
+        from torch.distributed import run as torchrun
+
+        print(
+            "resilient-run: several nodes: started as by torchrun; replacing a single rank works on one node so far",
+            file=sys.stderr,
+        )
+        torchrun.run(job)  # type: ignore[no-untyped-call] # torch's
+        sys.exit(0)
+    sys.exit(run_job(job, argv))
+
+
+def _set_aside(events: Path) -> None:
+    """Events of an earlier run in the same directory keep their own file: a report is about one run."""
+    number = 1
+    while events.exists():
+        older = events.with_name(f"events-{number}.jsonl")
+        if not older.exists():
+            events.rename(older)
+        number += 1
+
+
+def _without_effect() -> list[str]:
+    """What the user switched on, or off, and should know the effect of."""
+    switches = config.read_switches()
+    planned = [name for name in ("tre", "tsp", "rsc") if getattr(switches, name)]
+    texts = [f"MS_ENABLE_TFT: {name.upper()} is known, but does nothing in this version" for name in planned]
+    if not switches.arf:
+        texts.append("MS_ENABLE_TFT has no ARF:1, so a lost rank ends the job instead of being replaced")
+    if not switches.hcce:
+        texts.append("MS_ENABLE_TFT has no HCCE:1, so a collective that fails although nobody died ends the job")
+    return texts
+
+
+def run_job(job: Job, argv: list[str]) -> int:
+    """Runs a job of one node; returns its exit code."""
+    from resilient_train.launch.agent import Agent
+    from resilient_train.observe.trace import write_trace
+
+    try:
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        _set_aside(job.run_dir / EVENTS_FILE)
+        sink = JsonLines(job.run_dir / EVENTS_FILE)
+    except OSError as error:
+        print(f"resilient-run: the run directory can't be written: {error}", file=sys.stderr)
+        return 2
+    print(f"resilient-run: {job.world_size} ranks, run directory {job.run_dir}", file=sys.stderr)
+    for text in _without_effect():
+        print(f"resilient-run: {text}", file=sys.stderr)
+    sink.write(now("run_start", detail={"world_size": job.world_size, "argv": argv, "pid": os.getpid()}))
+
+    async def serve() -> int:
+        return await Agent(job, sink).run()
+
+    try:
+        code = asyncio.run(serve())
+    except ConfigError as error:
+        print(f"resilient-run: {error}", file=sys.stderr)
+        return 2
+    sink.close()
+    with contextlib.suppress(OSError):
+        write_trace(read_events(job.run_dir / EVENTS_FILE), job.run_dir / "trace.json")
+    if code == 128 + signal.SIGINT:
+        print("resilient-run: interrupted", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Says to a person, or to a program, what a run went through; made from a ``timeline.Run`` alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+import msgspec
+
+from resilient_train.observe.timeline import Copy, Outcome, Recovery, Run, Span
+
+_BAR_WIDTH = 40
+_LABEL_WIDTH = 8
+_MEGABYTE = 1e6
+_STYLES = {"DETECT": "magenta", "STOP": "red", "REPLACE": "yellow", "AGREE": "blue", "REBUILD": "cyan"}
+_STYLES |= {"RESTORE": "green", "RESUME": "bright_green", "total": "bold"}
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A line of the report, without its end; ``style`` is a colour of rich."""
+
+    text: str
+    style: str = ""
+
+
+def as_dict(run: Run) -> dict[str, Any]:
+    """The report as a JSON-able object; times in milliseconds, unknown values None."""
+    return {
+        "world_size": run.world_size,
+        "finished": run.finished,
+        "exit_code": run.exit_code,
+        "end_reason": run.end_reason,
+        "digest": run.digest,
+        "restarts": run.restarts,
+        "steps_redone": run.steps_redone,
+        "committed_steps_lost": run.commits_lost,
+        "recoveries": [recovery_as_dict(recovery) for recovery in run.recoveries],
+    }
+
+
+def recovery_as_dict(recovery: Recovery) -> dict[str, Any]:
+    """One recovery as a JSON-able object; times in milliseconds."""
+    return {
+        "generation": recovery.generation,
+        "outcome": str(recovery.outcome),
+        "lost": list(recovery.lost),
+        "reason": recovery.reason,
+        "seen_by": {str(rank): by for rank, by in recovery.seen_by.items()},
+        "injected": msgspec.to_builtins(recovery.injected),
+        "total_ms": round(recovery.total_ms, 3),
+        "phases_ms": {span.phase: round(span.ms, 3) for span in recovery.spans},
+        "copies": msgspec.to_builtins(recovery.copies),
+        "commits": recovery.commits,
+        "rolled_forward": list(recovery.rolled_forward),
+        "redone_by": list(recovery.redone_by),
+        "redone_step": recovery.redone_step,
+        "fenced": list(recovery.fenced),
+        "committed_steps_lost": recovery.commits_lost,
+    }
+
+
+def lines(run: Run) -> list[Line]:
+    """The whole report."""
+    found = [Line(_headline(run), "bold")]
+    for recovery in run.recoveries:
+        found += [Line(""), *recovery_lines(recovery)]
+    found += [Line(""), *_ending(run)]
+    return found
+
+
+def recovery_lines(recovery: Recovery) -> list[Line]:
+    """One recovery: who was lost, a bar per phase on a common scale, and what happened to the state."""
+    good = recovery.outcome is Outcome.RESUMED
+    found = [Line(_title(recovery), "bold" if good else "bold red")]
+    found += [Line(f"  injected: {_injection(recovery)}")] if recovery.injected else []
+    begin, end = _scale(recovery)
+    for span in recovery.spans:
+        found.append(Line(f"  {_bar(span.phase, span, begin, end)}", _STYLES.get(span.phase, "")))
+    total = Span("total", recovery.fault_ns, recovery.end_ns)
+    found.append(Line(f"  {_bar('total', total, begin, end)}", _STYLES["total"]))
+    found += [Line(f"  state: {_copy(copy)}") for copy in recovery.copies]
+    found.append(Line(f"  {_steps(recovery)}"))
+    if recovery.fenced:
+        found.append(Line(f"  fenced, for they did not answer in time: {_ranks(recovery.fenced)}", "yellow"))
+    if recovery.commits_lost:
+        found.append(Line(f"  COMMITTED STEPS LOST: {recovery.commits_lost}", "bold red"))
+    return found
+
+
+def show(report: Iterable[Line], file: TextIO | None = None) -> None:
+    """Prints the lines to ``file`` (stdout): in colour on a terminal where rich is installed, else plain."""
+    file = file or sys.stdout
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        for line in report:
+            print(line.text, file=file)
+        return
+    console = Console(file=file, highlight=False, soft_wrap=True)
+    for line in report:
+        console.print(Text(line.text, style=line.style))
+
+
+def _headline(run: Run) -> str:
+    world = "world size unknown" if run.world_size is None else f"{run.world_size} ranks"
+    count = len(run.recoveries)
+    return f"{world}, {count} {'recovery' if count == 1 else 'recoveries'}"
+
+
+def _ending(run: Run) -> list[Line]:
+    found = [Line(f"steps redone: {run.steps_redone}   committed steps lost: {run.commits_lost}")]
+    if run.restarts:
+        found.append(Line(f"all ranks started again before the first step: {run.restarts} times", "yellow"))
+    if run.exit_code is not None and run.exit_code != 0:
+        found.append(
+            Line(f"the job ended with exit code {run.exit_code}: {run.end_reason or 'no reason given'}", "red")
+        )
+    elif run.finished:
+        found.append(Line("the job finished", "green"))
+    else:
+        found.append(Line("the events do not say how the job ended: it may still be running", "yellow"))
+    if run.digests:
+        text = f"parameters equal on all ranks, digest {run.digest}" if run.digest else _digests(run)
+        found.append(Line(text, "" if run.digest else "yellow"))
+    return found
+
+
+def _digests(run: Run) -> str:
+    by_rank = ", ".join(f"rank {rank}: {digest}" for rank, digest in sorted(run.digests.items()))
+    return f"digests of the parameters that ranks wrote: {by_rank}"
+
+
+def _title(recovery: Recovery) -> str:
+    lost = f"{_ranks(recovery.lost)} lost" if recovery.lost else "nobody lost"
+    seen = ", ".join(sorted(set(recovery.seen_by.values())))
+    parts = [f"recovery {recovery.generation}: {lost}", f"seen by {seen}" if seen else "", recovery.reason]
+    outcome = "" if recovery.outcome is Outcome.RESUMED else f" - {recovery.outcome}"
+    return "; ".join(part for part in parts if part) + outcome
+
+
+def _injection(recovery: Recovery) -> str:
+    return ", ".join(
+        f"{event.kind} rank {event.rank} at step {event.step}{f' in {event.phase}' if event.phase else ''} ({event.at})"
+        for event in recovery.injected
+    )
+
+
+def _scale(recovery: Recovery) -> tuple[int, int]:
+    begin = min([recovery.fault_ns, *(span.start_ns for span in recovery.spans)])
+    end = max([recovery.end_ns, *(span.end_ns for span in recovery.spans)])
+    return begin, end
+
+
+def _bar(label: str, span: Span, begin: int, end: int) -> str:
+    """``STOP      5.3 ms  |   ####    |``: where in the recovery the phase lies, and how long it is."""
+    length = max(1, end - begin)
+    first = min(_BAR_WIDTH - 1, (span.start_ns - begin) * _BAR_WIDTH // length)
+    last = min(_BAR_WIDTH, max(first + 1, -(-(span.end_ns - begin) * _BAR_WIDTH // length)))
+    bar = " " * first + "█" * (last - first) + " " * (_BAR_WIDTH - last)
+    return f"{label:<{_LABEL_WIDTH}}{span.ms:>9.1f} ms  ▏{bar}▏"
+
+
+def _copy(copy: Copy) -> str:
+    source = f"rank {copy.source}" if copy.source >= 0 else "an unknown rank"
+    text = f"{source} -> rank {copy.target}"
+    if copy.size_bytes is not None:
+        text += f", {copy.size_bytes / _MEGABYTE:.1f} MB"
+    if copy.duration_ms is not None:
+        text += f" in {copy.duration_ms:.1f} ms"
+    return text + (f" ({copy.way})" if copy.way else "")
+
+
+def _steps(recovery: Recovery) -> str:
+    if recovery.redone_by:
+        return f"step {recovery.redone_step} redone by {_ranks(recovery.redone_by)}"
+    if recovery.rolled_forward:
+        return f"no step redone; {_ranks(recovery.rolled_forward)} applied the gradients at hand"
+    return "no step redone" if recovery.commits is not None else "no plan was made"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    listed = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(listed)}"

@@ -1,0 +1,331 @@
+"""From ``events.jsonl`` to the story of a run: each recovery with its phases, and how the job ended.
+
+A recovery is everything that happened in one generation above 0, from its ``fault`` to ``resumed``, or to the
+next ``fault`` (superseded), or to ``job_end`` (failed). Files may be torn, or written by something else: what an
+event fails to say is unknown (None) here, and never an exception.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from resilient_train.events import Event
+
+PHASES = ("DETECT", "STOP", "REPLACE", "AGREE", "REBUILD", "RESTORE", "RESUME")
+"""Phases in the order in which they end. REPLACE overlaps STOP; DETECT lies before the recovery's start."""
+
+_INJECTION_WINDOW_NS = 60 * 10**9
+_NS_PER_MS = 1e6
+
+
+class Outcome(enum.StrEnum):
+    """How a recovery ended. UNFINISHED: the events end before the recovery does."""
+
+    RESUMED = "resumed"
+    SUPERSEDED = "superseded"
+    FAILED = "failed"
+    UNFINISHED = "unfinished"
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A phase; wall-clock nanoseconds."""
+
+    phase: str
+    start_ns: int
+    end_ns: int
+
+    @property
+    def ms(self) -> float:
+        """Length in milliseconds."""
+        return (self.end_ns - self.start_ns) / _NS_PER_MS
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """State that went from ``source`` to ``target``; the rest is None where the copy's end was not written."""
+
+    source: int
+    target: int
+    size_bytes: int | None = None
+    duration_ms: float | None = None
+    way: str | None = None
+
+
+class Injected(msgspec.Struct, frozen=True):
+    """A fault that was planned: what the victim wrote before it hit itself."""
+
+    rank: int
+    step: int
+    phase: str
+    kind: str
+    at: str
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation. ``lost`` is empty where a collective failed and nobody had died."""
+
+    generation: int
+    lost: tuple[int, ...]
+    reason: str
+    outcome: Outcome
+    fault_ns: int
+    end_ns: int
+    spans: tuple[Span, ...]
+    """The phases that are known, in the order of ``PHASES``."""
+    seen_by: dict[int, str]
+    """Lost rank -> what saw its death."""
+    injected: tuple[Injected, ...]
+    copies: tuple[Copy, ...]
+    rolled_forward: tuple[int, ...]
+    redone_by: tuple[int, ...]
+    """Ranks that ran ``redone_step`` again."""
+    redone_step: int | None
+    fenced: tuple[int, ...]
+    commits: int | None
+    """Optimizer updates from whose end all ranks went on; None where no plan was made."""
+    commits_lost: int
+    """Updates that some rank had applied before the fault and that the plan did not keep. Must be 0."""
+
+    @property
+    def total_ms(self) -> float:
+        """From the fault being seen to all ranks training again (or to the recovery's end otherwise)."""
+        return (self.end_ns - self.fault_ns) / _NS_PER_MS
+
+    def span(self, phase: str) -> Span | None:
+        """The span of ``phase``; None if it is not known."""
+        return next((span for span in self.spans if span.phase == phase), None)
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole run; ``exit_code`` and ``end_reason`` are None where the job's end was not written (yet)."""
+
+    world_size: int | None
+    recoveries: tuple[Recovery, ...]
+    restarts: int
+    """How often all ranks were started again before the first step."""
+    finished: bool
+    exit_code: int | None
+    end_reason: str | None
+    digests: dict[int, str]
+    """Rank -> digest of its parameters at its normal end."""
+    rank_digests: dict[int, str]
+    """Rank -> digest of the state that is its own (random numbers, loader)."""
+
+    @property
+    def steps_redone(self) -> int:
+        """Steps that had to be run again; one that all ranks redid in one recovery counts once."""
+        return sum(bool(recovery.redone_by) for recovery in self.recoveries if recovery.outcome is Outcome.RESUMED)
+
+    @property
+    def commits_lost(self) -> int:
+        """Committed steps that were lost, over all recoveries."""
+        return sum(recovery.commits_lost for recovery in self.recoveries)
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of the parameters at the end; None unless all ranks reached the end with the same."""
+        complete = self.world_size is not None and set(self.digests) == set(range(self.world_size))
+        return next(iter(self.digests.values())) if complete and len(set(self.digests.values())) == 1 else None
+
+
+def read_run(events: Iterable[Event]) -> Run:
+    """The story that the events tell."""
+    ordered = sorted(events, key=lambda event: event.time_ns)
+    starts = [event for event in ordered if event.kind == "run_start"]
+    ends = [event for event in ordered if event.kind == "job_end"]
+    sessions = [event for event in ordered if event.kind == "session_end"]
+    return Run(
+        world_size=_number(starts[0], "world_size") if starts else None,
+        recoveries=tuple(recoveries(ordered)),
+        restarts=sum(event.kind == "restart_all" for event in ordered),
+        finished=any(event.kind == "finished" for event in ordered),
+        exit_code=_number(ends[-1], "code") if ends else None,
+        end_reason=_text(ends[-1], "reason") if ends else None,
+        digests={event.rank: text for event in sessions if (text := _text(event, "params_digest"))},
+        rank_digests={event.rank: text for event in sessions if (text := _text(event, "rank_digest"))},
+    )
+
+
+def recoveries(events: Iterable[Event]) -> list[Recovery]:
+    """The recoveries of a run, oldest first."""
+    ordered = sorted(events, key=lambda event: event.time_ns)
+    faults = [event for event in ordered if event.kind == "fault" and event.generation > 0]
+    found: list[Recovery] = []
+    newcomers: set[int] = set()
+    lost_at: dict[int, int] = {}
+    for index, fault in enumerate(faults):
+        following = faults[index + 1] if index + 1 < len(faults) else None
+        lost = _ranks(fault, "lost")
+        deaths = {rank: death for rank in lost if (death := _death(rank, fault, ordered, lost_at.get(rank, 0)))}
+        newcomers |= set(lost)
+        recovery = _recovery(fault, following, ordered, deaths, newcomers)
+        found.append(recovery)
+        lost_at |= dict.fromkeys(lost, fault.time_ns)
+        if recovery.outcome is Outcome.RESUMED:
+            # Until then, replacements of the generation before are processes that start, not survivors.
+            newcomers = set()
+    return found
+
+
+def _recovery(
+    fault: Event,
+    following: Event | None,
+    events: Sequence[Event],
+    deaths: dict[int, Event],
+    newcomers: set[int],
+) -> Recovery:
+    until = following.time_ns if following else None
+    inside = [
+        event
+        for event in events
+        if event.generation == fault.generation
+        and event.time_ns >= fault.time_ns
+        and (until is None or event.time_ns <= until)
+    ]
+    outcome, end_ns = _ending(fault, following, inside, events)
+    # The agent writes `fault` when it has acted on it already: the recovery began when the death was seen.
+    begin_ns = min([fault.time_ns, *(death.time_ns for death in deaths.values())])
+    plan = _last(inside, "plan")
+    joined = [event for event in inside if event.kind == "joined"]
+    redone_by = tuple(sorted({event.rank for event in inside if event.kind == "done" and event.detail.get("redone")}))
+    steps = [event.step for event in inside if event.kind == "done" and event.rank in redone_by and event.step >= 0]
+    commits = _number(plan, "commits") if plan else None
+    reached = max((_number(event, "commits") or 0 for event in joined), default=0)
+    return Recovery(
+        generation=fault.generation,
+        lost=_ranks(fault, "lost"),
+        reason=_text(fault, "reason") or "",
+        outcome=outcome,
+        fault_ns=begin_ns,
+        end_ns=end_ns,
+        spans=_spans(begin_ns, deaths, events, inside, newcomers),
+        seen_by={rank: _text(death, "by") or "unknown" for rank, death in deaths.items()},
+        injected=tuple(_as_injected(event) for rank in deaths if (event := _injection(deaths[rank], events))),
+        copies=_copies(plan, inside),
+        rolled_forward=_ranks(plan, "rolled_forward") if plan else (),
+        redone_by=redone_by,
+        redone_step=(min(steps) if steps else commits) if redone_by else None,
+        fenced=tuple(sorted({event.rank for event in inside if event.kind == "fenced"})),
+        commits=commits,
+        commits_lost=max(0, reached - commits) if commits is not None else 0,
+    )
+
+
+def _ending(
+    fault: Event, following: Event | None, inside: Sequence[Event], events: Sequence[Event]
+) -> tuple[Outcome, int]:
+    resumed = _last(inside, "resumed")
+    if resumed:
+        return Outcome.RESUMED, resumed.time_ns
+    if following:
+        return Outcome.SUPERSEDED, following.time_ns
+    ends = [event for event in events if event.kind == "job_end" and event.time_ns >= fault.time_ns]
+    if ends:
+        return Outcome.FAILED, ends[0].time_ns
+    return Outcome.UNFINISHED, inside[-1].time_ns if inside else fault.time_ns
+
+
+def _spans(
+    begin_ns: int,
+    deaths: dict[int, Event],
+    events: Sequence[Event],
+    inside: Sequence[Event],
+    newcomers: set[int],
+) -> tuple[Span, ...]:
+    """Each phase whose two ends are known. One machine, one clock: a negative length is noise, and becomes 0."""
+    joined = [event for event in inside if event.kind == "joined"]
+    stopped = [_number(e, "stopped_ns") or e.time_ns for e in joined if e.rank not in newcomers]
+    replaced = [event.time_ns for event in joined if event.rank in newcomers]
+    plan, built = _last(inside, "plan"), _last(inside, "built")
+    done, resumed = _last(inside, "done"), _last(inside, "resumed")
+    all_joined = joined[-1].time_ns if joined else None
+    edges: dict[str, tuple[int | None, int | None]] = {
+        "DETECT": _detection(deaths, events),
+        "STOP": (begin_ns, max(stopped, default=None)),
+        "REPLACE": (begin_ns, max(replaced, default=None)),
+        "AGREE": (all_joined, _time(plan)),
+        "REBUILD": (_time(plan), _time(built)),
+        "RESTORE": (_time(built), _time(done)),
+        "RESUME": (_time(done), _time(resumed)),
+    }
+    found = []
+    for phase in PHASES:
+        start, end = edges[phase]
+        if start is not None and end is not None:
+            found.append(Span(phase, start, max(start, end)))
+    return tuple(found)
+
+
+def _detection(deaths: dict[int, Event], events: Sequence[Event]) -> tuple[int | None, int | None]:
+    """The longest way from an injection to its being seen; unknown for a fault that nobody injected."""
+    ways = [(event.time_ns, death.time_ns) for death in deaths.values() if (event := _injection(death, events))]
+    return max(ways, key=lambda way: way[1] - way[0], default=(None, None))
+
+
+def _death(rank: int, fault: Event, events: Sequence[Event], after_ns: int) -> Event | None:
+    """The death of ``rank`` that led to ``fault``; not one that an earlier fault (at ``after_ns``) was about."""
+    seen = [event for event in events if event.kind == "death_seen" and event.rank == rank]
+    return next((event for event in reversed(seen) if after_ns < event.time_ns <= fault.time_ns), None)
+
+
+def _injection(death: Event, events: Sequence[Event]) -> Event | None:
+    """What caused ``death``: an injection of that rank, at most a minute earlier, no other death in between."""
+    for event in reversed(events):
+        if event.rank != death.rank or event.time_ns > death.time_ns or event is death:
+            continue
+        if event.kind == "death_seen":
+            return None
+        if event.kind == "injected":
+            return event if death.time_ns - event.time_ns <= _INJECTION_WINDOW_NS else None
+    return None
+
+
+def _as_injected(event: Event) -> Injected:
+    return Injected(event.rank, event.step, event.phase, _text(event, "kind") or "fault", _text(event, "at") or "")
+
+
+def _copies(plan: Event | None, inside: Sequence[Event]) -> tuple[Copy, ...]:
+    planned = plan.detail.get("copies") if plan else None
+    sources: dict[int, int] = {}
+    if isinstance(planned, dict):
+        for target, source in planned.items():
+            if str(target).isdecimal() and isinstance(source, int):
+                sources[int(target)] = source
+    copies = {target: Copy(source, target) for target, source in sources.items()}
+    for event in inside:
+        if event.kind == "fetched":
+            source = _number(event, "source")
+            duration_ns = _number(event, "duration_ns")
+            copies[event.rank] = Copy(
+                source=-1 if source is None else source,
+                target=event.rank,
+                size_bytes=_number(event, "bytes"),
+                duration_ms=None if duration_ns is None else duration_ns / _NS_PER_MS,
+                way=_text(event, "way"),
+            )
+    return tuple(copies[target] for target in sorted(copies))
+
+
+def _last(events: Sequence[Event], kind: str) -> Event | None:
+    return next((event for event in reversed(events) if event.kind == kind), None)
+
+
+def _time(event: Event | None) -> int | None:
+    return event.time_ns if event else None
+
+
+def _number(event: Event, key: str) -> int | None:
+    value = event.detail.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _text(event: Event, key: str) -> str | None:
+    value = event.detail.get(key)
+    return value if isinstance(value, str) else None
+
+
+def _ranks(event: Event, key: str) -> tuple[int, ...]:
+    value = event.detail.get(key)
+    return tuple(rank for rank in value if isinstance(rank, int)) if isinstance(value, list) else ()

@@ -1,0 +1,309 @@
+"""The controller: decides, for the whole job, what happens after a fault.
+
+A pure state machine. The agent calls one method per thing that happened and carries out the commands it gets back;
+the simulation does the same in virtual time. The controller is never on the path of a healthy step.
+
+Stages::
+
+    STARTING --all Started--> RUNNING --fault--> RECOVERING --all Done--> RUNNING --all Finish--> FINISHED
+                                          ^          | fault: next generation
+                                          +----------+
+    any --give up, user error--> ENDED
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from resilient_train.errors import ConfigError
+from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
+from resilient_train.protocol.messages import End, Finished, Joined, Plan, Resume, Started, Stop
+from resilient_train.protocol.policy import Policy, why_give_up
+from resilient_train.protocol.replicas import ReplicaTable
+from resilient_train.protocol.standing import Standing, standing_of
+from resilient_train.protocol.verdict import Account, decide
+
+_NOBODY_LEFT = "no living rank holds a replica of its state, so it cannot be rebuilt"
+EXIT_UNRECOVERABLE = 75
+"""The job could not go on after a fault: EX_TEMPFAIL, "try again later", which schedulers may requeue."""
+
+
+class Stage(enum.StrEnum):
+    """Where the job as a whole stands."""
+
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
+    FINISHED = "FINISHED"
+    ENDED = "ENDED"
+
+
+class Controller:
+    """See the module's text. Methods return the commands to carry out, in order."""
+
+    def __init__(self, world_size: int, policy: Policy | None = None) -> None:
+        assert world_size >= 1
+        self.world_size = world_size
+        self.policy = policy or Policy()
+        self.stage = Stage.STARTING
+        self.generation = 0
+        self.attempt = 0
+        self.restarts = 0
+        self.aware = False
+        self.incarnations = [0] * world_size
+        self.replicas = ReplicaTable(world_size)
+        self.plan: Plan | None = None
+        self._started: dict[int, Started] = {}
+        self._joined: dict[int, Joined] = {}
+        self._done: set[int] = set()
+        self._finished: set[int] = set()
+        self._evidence: dict[int, Standing] = {}
+        self._deaths: dict[int, int] = {}
+        self._failures = 0
+        self._failed_at = -1
+        self._progress = 0
+        self._unheard: set[int] = set()
+
+    def launch(self) -> list[Command]:
+        """The job begins: every rank is started."""
+        return [Spawn(rank, 0, joining=False, attempt=0) for rank in range(self.world_size)]
+
+    def greeted(self, rank: int, incarnation: int) -> list[Command]:
+        """A rank said Hello: its script uses this library."""
+        if self._current(rank, incarnation):
+            self.aware = True
+        return []
+
+    def started(self, rank: int, incarnation: int, message: Started) -> list[Command]:
+        """A rank is ready for its first step."""
+        if not self._current(rank, incarnation) or self.stage is not Stage.STARTING:
+            return []
+        self._started[rank] = message
+        if len(self._started) < self.world_size:
+            return []
+        try:
+            self._check_start()
+        except ConfigError as error:
+            return self.refuse(str(error))
+        self.stage = Stage.RUNNING
+        return [Note("started", detail={"world_size": self.world_size}), *self._to_all(Resume(self.generation))]
+
+    def _check_start(self) -> None:
+        first = self._started[0]
+        odd = [rank for rank, start in self._started.items() if start.replicas != first.replicas]
+        if odd:
+            raise ConfigError(f"ranks {odd} gave other replica groups than rank 0")
+        self.replicas = ReplicaTable(self.world_size, first.replicas)
+        for group in self.replicas.groups:
+            digests = {self._started[rank].digest for rank in group}
+            if len(digests) > 1:
+                raise ConfigError(
+                    f"ranks {list(group)} are replicas of one another, but their model or optimizer state differs at "
+                    "the start: wrap the model in DistributedDataParallel, or broadcast it, before the first step"
+                )
+
+    def lost(
+        self, rank: int, incarnation: int, reason: str, standings: Sequence[Standing], *, code: int = EXIT_UNRECOVERABLE
+    ) -> list[Command]:
+        """A rank's process died. ``standings`` are all ranks' step records at that moment."""
+        if not self._current(rank, incarnation) or self.stage in (Stage.ENDED, Stage.FINISHED):
+            return []
+        if self.stage is Stage.STARTING:
+            return self._restart_all(rank, reason, code)
+        self._evidence[rank] = standings[rank]
+        self._note_progress(max(standing.commits for standing in standings))
+        self._deaths[rank] = self._deaths.get(rank, 0) + 1
+        give_up = why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=self._deaths[rank])
+        if give_up:
+            return self._end(code, f"rank {rank} was lost ({reason}), and {give_up}")
+        # A replacement that has joined may have copied state by now; one that has not surely has none.
+        self._unheard.add(rank)
+        if any(self._unheard.issuperset(group) for group in self.replicas.groups):
+            return self._end(EXIT_UNRECOVERABLE, f"rank {rank} was lost ({reason}); {_NOBODY_LEFT}")
+        self.restarts += 1
+        self.incarnations[rank] += 1
+        # The fork comes last: it takes the agent longer than all the rest, and the survivors have work to do meanwhile.
+        spawn = Spawn(rank, self.incarnations[rank], joining=True, attempt=self.attempt)
+        return [*self._begin((rank,), f"rank {rank} {reason}"), spawn]
+
+    def _note_progress(self, furthest: int) -> None:
+        if furthest > self._progress:
+            self._progress = furthest
+            self._deaths.clear()
+
+    def _begin(self, lost: tuple[int, ...], reason: str) -> list[Command]:
+        self.generation += 1
+        self.stage = Stage.RECOVERING
+        self.plan = None
+        self._joined.clear()
+        self._done.clear()
+        self._finished.clear()
+        stop = Stop(self.generation, lost, reason)
+        return [
+            RaiseStop(self.generation),
+            Note("fault", rank=lost[0] if lost else -1, detail={"lost": list(lost), "reason": reason}),
+            *self._to_all(stop),
+        ]
+
+    def _restart_all(self, rank: int, reason: str, code: int) -> list[Command]:
+        give_up = why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=0)
+        if not self.aware and not self.policy.restart_on_error:
+            give_up = "its script has no Session, so nothing of it can be recovered (--max-restarts N would restart it)"
+        if give_up:
+            return self._end(code, f"rank {rank} was lost before the first step ({reason}), and {give_up}")
+        self.restarts += 1
+        self.attempt += 1
+        self._started.clear()
+        self.incarnations = [incarnation + 1 for incarnation in self.incarnations]
+        note = Note("restart_all", rank=rank, detail={"reason": reason, "attempt": self.attempt})
+        spawns = [Spawn(r, self.incarnations[r], joining=False, attempt=self.attempt) for r in range(self.world_size)]
+        return [note, *spawns]
+
+    def exited(self, rank: int, incarnation: int, code: int, standings: Sequence[Standing]) -> list[Command]:
+        """A rank's process ended; ``code`` is negative for a signal, as in ``subprocess``."""
+        if self.stage is Stage.ENDED:
+            return []
+        if not self._current(rank, incarnation):
+            # The rank was taken for lost and replaced, but it had left by os._exit(code): a decision, not a fault.
+            gone_by_itself = code > 0 and incarnation == self.incarnations[rank] - 1
+            return self._end(code, f"rank {rank} failed with exit code {code}") if gone_by_itself else []
+        if code < 0 and self.stage is not Stage.FINISHED:
+            return self.lost(rank, incarnation, f"was killed by signal {-code}", standings, code=128 - code)
+        if code == 0 and self.stage in (Stage.STARTING, Stage.FINISHED):
+            return []
+        if code == 0:
+            return self._end(1, f"rank {rank} left with exit code 0 while the others were still training")
+        if self.stage is Stage.STARTING and self.policy.restart_on_error:
+            return self._restart_all(rank, f"exited with code {code}", code)
+        when = " after the training" if self.stage is Stage.FINISHED else ""
+        return self._end(code if code > 0 else 128 - code, f"rank {rank} failed{when} with exit code {code}")
+
+    def failed_collective(self, generation: int, detail: str, standings: Sequence[Standing] = ()) -> list[Command]:
+        """A rank's collective failed and no death explained it in time: everyone rebuilds and redoes the step.
+
+        It may have been a collective of the recovery itself (a repetition in the tail, the building of a group): then
+        nobody else would ever end that recovery.
+        """
+        if generation != self.generation or self.stage not in (Stage.RUNNING, Stage.RECOVERING):
+            return []
+        if not self.policy.rebuild and self.stage is Stage.RUNNING:
+            off = "rebuilding process groups is switched off (MS_ENABLE_TFT has no HCCE:1)"
+            return self._end(EXIT_UNRECOVERABLE, f"a collective failed ({detail}), and {off}")
+        if self._fails_again(standings):
+            return self._end(EXIT_UNRECOVERABLE, f"collectives keep failing: {detail}")
+        return self._begin((), f"a collective failed: {detail}")
+
+    def damaged(
+        self, rank: int, incarnation: int, generation: int, detail: str, standings: Sequence[Standing] = ()
+    ) -> list[Command]:
+        """A rank's memory lost data (UCE): it copies what it lost from a replica, or all redo the step.
+
+        Where that happens again and again without a committed update in between, its process is replaced.
+        """
+        if not self._current(rank, incarnation) or generation != self.generation:
+            return []  # a newer recovery is under way, in which the rank says itself what it still holds
+        if self.stage not in (Stage.RUNNING, Stage.RECOVERING):
+            return []
+        if self._fails_again(standings):
+            return [Note("fenced", rank=rank, detail={"reason": detail}), Kill(rank)]
+        return self._begin((), f"rank {rank}: {detail}")
+
+    def _fails_again(self, standings: Sequence[Standing]) -> bool:
+        """One more failure that cost no process. True: too many of them without a committed update in between."""
+        self._note_progress(max((standing.commits for standing in standings), default=0))
+        self._failures = 1 if self._progress > self._failed_at else self._failures + 1
+        self._failed_at = self._progress
+        return self._failures >= self.policy.max_stuck
+
+    def joined(self, rank: int, incarnation: int, message: Joined) -> list[Command]:
+        """A rank takes part in the recovery. The last one to join triggers the plan."""
+        if not self._current(rank, incarnation) or self.stage is not Stage.RECOVERING:
+            return []
+        if message.generation != self.generation:
+            return []
+        self._unheard.discard(rank)
+        self._joined[rank] = message
+        if len(self._joined) < self.world_size:
+            return []
+        return self._agree()
+
+    def _agree(self) -> list[Command]:
+        accounts = {
+            rank: Account(standing_of((j.commits, j.phase)), j.holds, j.tail_done) for rank, j in self._joined.items()
+        }
+        groups = {j.groups for j in self._joined.values()}
+        verdict = decide(accounts, self._evidence)
+        copies = self.replicas.assign_sources(verdict.empty, verdict.holders)
+        uncovered = sorted(set(verdict.empty) - set(copies))
+        if uncovered:
+            return self._end(EXIT_UNRECOVERABLE, f"ranks {uncovered} have no state; {_NOBODY_LEFT}")
+        self.plan = Plan(
+            generation=self.generation,
+            commits=verdict.commits,
+            copies=copies,
+            tail_from=verdict.tail_from,
+            leader=verdict.leader,
+            ghosts=tuple(verdict.empty),
+        )
+        detail: dict[str, object] = {
+            "commits": verdict.commits,
+            "copies": {str(target): source for target, source in copies.items()},
+            "rolled_forward": verdict.forward,
+            "redone": verdict.redone,
+            "groups": len(groups),
+        }
+        return [Note("plan", detail=detail), *self._to_all(self.plan)]
+
+    def done(self, rank: int, incarnation: int, generation: int) -> list[Command]:
+        """A rank stands where the plan wants it. The last one lets everybody go."""
+        if not self._current(rank, incarnation) or generation != self.generation or self.plan is None:
+            return []
+        self._done.add(rank)
+        if len(self._done) < self.world_size or self.stage is not Stage.RECOVERING:
+            return []
+        self.stage = Stage.RUNNING
+        self._evidence.clear()
+        self._note_progress(self.plan.commits)
+        return [Note("resumed", detail={"commits": self.plan.commits}), *self._to_all(Resume(self.generation))]
+
+    def finish(self, rank: int, incarnation: int, generation: int) -> list[Command]:
+        """A rank's loop is over. The last one lets everybody leave."""
+        if not self._current(rank, incarnation) or generation != self.generation or self.stage is not Stage.RUNNING:
+            return []
+        self._finished.add(rank)
+        if len(self._finished) < self.world_size:
+            return []
+        self.stage = Stage.FINISHED
+        return [Note("finished"), *self._to_all(Finished())]
+
+    def expired(self, generation: int) -> list[Command]:
+        """A recovery took too long: who has not done its part is fenced, and becomes lost when its death is seen."""
+        if generation != self.generation or self.stage is not Stage.RECOVERING:
+            return []
+        heard = self._done if self.plan is not None else set(self._joined)
+        silent = [rank for rank in range(self.world_size) if rank not in heard]
+        return [*(Note("fenced", rank=rank) for rank in silent), *(Kill(rank) for rank in silent)]
+
+    def refuse(self, text: str) -> list[Command]:
+        """The user's Session is wrong: end with exit code 2."""
+        return self.stop(2, text)
+
+    def stop(self, code: int, reason: str) -> list[Command]:
+        """The operator, or the machine, wants the job to end."""
+        return [] if self.stage is Stage.ENDED else self._end(code, reason)
+
+    def _end(self, code: int, reason: str) -> list[Command]:
+        self.stage = Stage.ENDED
+        return [
+            Note("job_end", detail={"code": code, "reason": reason}),
+            *self._to_all(End(code, reason)),
+            EndJob(code, reason),
+        ]
+
+    def _current(self, rank: int, incarnation: int) -> bool:
+        """Messages of a dead incarnation are dropped: they may arrive after the death that they were sent before."""
+        return self.incarnations[rank] == incarnation
+
+    def _to_all(self, message: Stop | Plan | Resume | Finished | End) -> list[Send]:
+        return [Send(rank, message) for rank in range(self.world_size)]

@@ -1,0 +1,191 @@
+"""Tells a hang from a slow step: a pure state machine that is shown all ranks' progress, again and again.
+
+Nothing moves: no rank has entered a collective, changed its phase or committed. How long that may last depends on how
+sure we are, and on the job's own steps (their 99th percentile, p99)::
+
+    2 x p99                    a rank's process is stopped (SIGSTOP): it can't be slow, it does nothing    -> HUNG
+    5 x median, at least 1 s   the ranks that are least far are named                                     -> STRAGGLER
+    half of the limit          they are about to be given up: record what they do                         -> SUSPECT
+    limit = max(10 x p99, floor), or what the user set                                                    -> HUNG
+
+When all ranks are equally far there is no culprit: a collective that all have entered does not end. That has a longer
+limit (all may compile), and costs no process (-> TOGETHER). The first steps after a start or a recovery have that limit
+too. While a rank says that it takes its time (``session.slow``), or a debugger holds it, no time passes.
+
+A time-out can be wrong; whoever is given up must therefore be fenced (killed) before it is replaced.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from resilient_train.protocol.progress import Activity, Progress
+
+_MS = 1_000_000
+_WARM_UPDATES = 3
+"""Updates after a start or a recovery in which things are built, compiled and touched for the first time."""
+_SAMPLES_MIN = 8
+_SAMPLES_MAX = 512
+
+
+class RunState(enum.StrEnum):
+    """What the operating system says of a rank's process."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    TRACED = "traced"
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """``fixed_ms``: the limit whatever the steps take; 0 for the adaptive one."""
+
+    floor_ms: int = 60_000
+    fixed_ms: int = 0
+    together_ms: int = 600_000
+    stopped_min_ms: int = 100
+    """A stopped process is not given up before; twice the slowest usual step may be much longer."""
+    stopped_unknown_ms: int = 2_000
+    """The same, while the job has not made enough steps to know what is usual."""
+
+
+class Verdict(enum.StrEnum):
+    """What a look-out should do about ``Finding.ranks``."""
+
+    STRAGGLER = "straggler"
+    SUSPECT = "suspect"
+    HUNG = "hung"
+    TOGETHER = "together"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """``ranks`` hold the others up (empty for TOGETHER); ``limit_ms`` is when they are given up."""
+
+    verdict: Verdict
+    ranks: tuple[int, ...]
+    stalled_ms: int
+    limit_ms: int
+    why: str
+
+
+class HangDetector:
+    """``observe`` is called every few milliseconds. Each finding comes once in a stall."""
+
+    def __init__(self, world_size: int, limits: Limits) -> None:
+        self._world_size = world_size
+        self._limits = limits
+        self._steps_ms: deque[float] = deque(maxlen=_SAMPLES_MAX)
+        self._ordered: list[float] = []
+        self.restart(0)
+
+    def restart(self, now_ns: int) -> None:
+        """The job begins, or goes on after a recovery. What is known of its steps stays known."""
+        self._last: list[Progress] = []
+        self._moved_ns = now_ns
+        self._commit_ns = now_ns
+        self._commits = -1
+        self._warm = 0
+        self._excused = True
+        self._told: set[Verdict] = set()
+        self._stopped: frozenset[int] = frozenset()
+
+    def observe(self, now_ns: int, ranks: Sequence[Progress], state: Callable[[int], RunState]) -> Finding | None:
+        """``state`` is asked only when nothing moves."""
+        assert len(ranks) == self._world_size
+        if list(ranks) != self._last:
+            self._last = list(ranks)
+            self._move(now_ns, min(each.commits for each in ranks))
+            return None
+        stalled_ms = (now_ns - self._moved_ns) / _MS
+        if stalled_ms < self._limits.stopped_min_ms:
+            return None
+        if any(each.activity is Activity.SLOW for each in ranks):
+            self._excuse(now_ns)
+            return None
+        return self._judge(now_ns, stalled_ms, [state(rank) for rank in range(self._world_size)])
+
+    def _move(self, now_ns: int, commits: int) -> None:
+        self._moved_ns = now_ns
+        self._told.clear()
+        self._stopped = frozenset()
+        if any(each.activity is Activity.SLOW for each in self._last):
+            self._excused = True
+        if commits <= self._commits:
+            return
+        if self._commits >= 0:
+            if not self._excused:
+                self._steps_ms.append((now_ns - self._commit_ns) / _MS / (commits - self._commits))
+                self._ordered = []
+            self._warm += 1
+            self._excused = self._warm < _WARM_UPDATES
+        self._commits, self._commit_ns = commits, now_ns
+
+    def _excuse(self, now_ns: int) -> None:
+        self._moved_ns = now_ns
+        self._excused = True
+
+    def _judge(self, now_ns: int, stalled_ms: float, states: list[RunState]) -> Finding | None:
+        if RunState.TRACED in states:
+            self._excuse(now_ns)
+            return None
+        # Seen twice: a process may be stopped for a moment (a checkpoint of it is taken, its group is signalled).
+        stopped = frozenset(rank for rank, each in enumerate(states) if each is RunState.STOPPED)
+        surely, self._stopped = stopped & self._stopped, stopped
+        limit_ms = self._stopped_ms()
+        if surely and stalled_ms >= limit_ms:
+            return self._find(Verdict.HUNG, surely, stalled_ms, limit_ms, "its process is stopped (SIGSTOP)")
+        return self._find_behind(stalled_ms)
+
+    def _find_behind(self, stalled_ms: float) -> Finding | None:
+        least = min(each.place() for each in self._last)
+        behind = frozenset(rank for rank, each in enumerate(self._last) if each.place() == least)
+        together = len(behind) == self._world_size
+        limit_ms = self._together_ms() if together else self._limit_ms()
+        if together:
+            if stalled_ms < limit_ms:
+                return None
+            why = f"all ranks {self._last[0].describe()}, and none of them goes on"
+            return self._find(Verdict.TOGETHER, frozenset(), stalled_ms, limit_ms, why)
+        why = f"it {self._last[min(behind)].describe()}; the others wait for it"
+        if stalled_ms >= limit_ms:
+            return self._find(Verdict.HUNG, behind, stalled_ms, limit_ms, why)
+        if stalled_ms >= limit_ms / 2:
+            return self._find(Verdict.SUSPECT, behind, stalled_ms, limit_ms, why)
+        if len(self._steps_ms) >= _SAMPLES_MIN and stalled_ms >= max(5 * self._percentile(0.5), 1000):
+            return self._find(Verdict.STRAGGLER, behind, stalled_ms, limit_ms, why)
+        return None
+
+    def _find(
+        self, verdict: Verdict, ranks: frozenset[int], stalled_ms: float, limit_ms: float, why: str
+    ) -> Finding | None:
+        if verdict in self._told:
+            return None
+        self._told.add(verdict)
+        return Finding(verdict, tuple(sorted(ranks)), int(stalled_ms), int(limit_ms), why)
+
+    # -- limits
+
+    def _stopped_ms(self) -> float:
+        if len(self._steps_ms) < _SAMPLES_MIN:
+            return self._limits.stopped_unknown_ms
+        return max(2 * self._percentile(0.99), self._limits.stopped_min_ms)
+
+    def _limit_ms(self) -> float:
+        if self._limits.fixed_ms:
+            return self._limits.fixed_ms
+        if len(self._steps_ms) < _SAMPLES_MIN or self._warm < _WARM_UPDATES:
+            return self._limits.together_ms
+        return max(10 * self._percentile(0.99), self._limits.floor_ms)
+
+    def _together_ms(self) -> float:
+        if self._limits.fixed_ms:
+            return 10 * self._limits.fixed_ms
+        return max(self._limits.together_ms, self._limit_ms())
+
+    def _percentile(self, share: float) -> float:
+        if not self._ordered:
+            self._ordered = sorted(self._steps_ms)
+        return self._ordered[min(len(self._ordered) - 1, int(share * len(self._ordered)))]

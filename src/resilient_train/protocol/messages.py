@@ -1,0 +1,227 @@
+"""The frames between a rank and its agent: msgspec structs, msgpack on the wire, never pickle.
+
+Every frame that belongs to a recovery carries its generation; whoever speaks of an older one is not listened to.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """First frame on every connection. ``role`` is ``rank`` or ``operator`` (a command line tool)."""
+
+    role: str
+    rank: int = -1
+    incarnation: int = -1
+    pid: int = -1
+    version: int = PROTOCOL_VERSION
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """Answer to a rank's Hello. Two descriptors come with it: the board, and the rank's arena."""
+
+    generation: int
+    attempt: int
+
+
+class Reserve(msgspec.Struct, tag="reserve", frozen=True):
+    """The rank's published state outgrew its arena; an Arena frame with a larger one answers."""
+
+    slot_bytes: int
+
+
+class Borrow(msgspec.Struct, tag="borrow", frozen=True):
+    """The rank wants to read the arena of another one; an Arena frame answers."""
+
+    rank: int
+
+
+class Arena(msgspec.Struct, tag="arena", frozen=True):
+    """An arena for the rank that asked; its descriptor comes with the frame."""
+
+    rank: int
+
+
+class Started(msgspec.Struct, tag="started", frozen=True):
+    """The rank is about to run its first step: from now on it can be replaced.
+
+    ``digest`` is that of the replicated state (equal on all ranks of a replica group, else nothing can be restored);
+    ``groups`` are the names of its process groups; ``replicas`` the replica groups it was told, empty for "all ranks".
+    """
+
+    digest: str
+    groups: tuple[str, ...]
+    replicas: tuple[tuple[int, ...], ...] = ()
+
+
+class Trouble(msgspec.Struct, tag="trouble", frozen=True):
+    """A collective of this rank failed and the rank doesn't know why."""
+
+    generation: int
+    detail: str
+
+
+class Damaged(msgspec.Struct, tag="damaged", frozen=True):
+    """Memory of this rank's device lost data (UCE); what it held is lost, the process is well."""
+
+    generation: int
+    detail: str
+
+
+class Joined(msgspec.Struct, tag="joined", frozen=True):
+    """The rank has left its step (or just started) and takes part in the recovery of ``generation``.
+
+    ``holds`` is False where the rank's replicated state is not usable (it just started, its update was cut, or its
+    memory was damaged).
+    ``tail_done`` counts the collectives that it completed after its last update.
+    """
+
+    generation: int
+    commits: int
+    phase: int
+    holds: bool
+    tail_done: int
+    groups: tuple[str, ...]
+    stopped_ns: int = 0
+
+
+class Plan(msgspec.Struct, tag="plan", frozen=True):
+    """What everyone does in the recovery of ``generation``; each rank derives its own part, see ``processor``.
+
+    All ranks go on from the start of update ``commits``. ``copies`` maps a rank without usable state to the replica it
+    copies from. Where a tail must be finished first, ``tail_from`` is the first collective of it that some rank lacks
+    (else -1), ``leader`` a rank that will run all that follow, and ``ghosts`` the ranks that take part without having
+    run the tail's code.
+    """
+
+    generation: int
+    commits: int
+    copies: dict[int, int]
+    tail_from: int = -1
+    leader: int = -1
+    ghosts: tuple[int, ...] = ()
+
+
+class Built(msgspec.Struct, tag="built", frozen=True):
+    """This rank's process groups are up in ``generation``."""
+
+    generation: int
+
+
+class Offer(msgspec.Struct, tag="offer", frozen=True):
+    """A source's description of its state, for ``target``; the agent passes it on unread."""
+
+    generation: int
+    source: int
+    target: int
+    pid: int
+    manifest: bytes
+    digest: str
+
+
+class Pull(msgspec.Struct, tag="pull", frozen=True):
+    """The target can't read the source's memory: send it over the process group. The agent passes it on."""
+
+    generation: int
+    source: int
+    target: int
+
+
+class Fetched(msgspec.Struct, tag="fetched", frozen=True):
+    """How a copy went, for the report: the target tells the agent."""
+
+    generation: int
+    source: int
+    bytes_copied: int
+    duration_ns: int
+    way: str
+
+
+class Done(msgspec.Struct, tag="done", frozen=True):
+    """This rank stands at the start of the plan's update and waits for Resume."""
+
+    generation: int
+    redone: bool
+    step: int
+
+
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """A recovery begins (also raised in shared memory, which is faster)."""
+
+    generation: int
+    lost: tuple[int, ...]
+    reason: str
+
+
+class Resume(msgspec.Struct, tag="resume", frozen=True):
+    """Everyone is done: train."""
+
+    generation: int
+
+
+class Finish(msgspec.Struct, tag="finish", frozen=True):
+    """The rank's loop is over. Nobody leaves before everybody has said so."""
+
+    generation: int
+
+
+class Finished(msgspec.Struct, tag="finished", frozen=True):
+    """All ranks' loops are over: leave."""
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """The user's Session is wrong (a ConfigError); the job will end with exit code 2 and this text."""
+
+    text: str
+
+
+class End(msgspec.Struct, tag="end", frozen=True):
+    """The job ends."""
+
+    code: int
+    reason: str
+
+
+class Inject(msgspec.Struct, tag="inject", frozen=True):
+    """An operator asks to hit a rank."""
+
+    kind: str
+    rank: int
+
+
+class Query(msgspec.Struct, tag="query", frozen=True):
+    """An operator asks for the job's state."""
+
+
+class Reply(msgspec.Struct, tag="reply", frozen=True):
+    """Answer to an operator; ``error`` is empty when it worked."""
+
+    error: str = ""
+    status: dict[str, object] = {}
+
+
+FromRank = (
+    Hello
+    | Reserve
+    | Borrow
+    | Started
+    | Trouble
+    | Damaged
+    | Joined
+    | Built
+    | Offer
+    | Pull
+    | Fetched
+    | Done
+    | Finish
+    | Refused
+    | Inject
+    | Query
+)
+"""Every frame that an agent reads."""
+
+FromAgent = Welcome | Arena | Stop | Plan | Offer | Pull | Resume | Finished | End | Reply
+"""Every frame that a rank or an operator reads."""

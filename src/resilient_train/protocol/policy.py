@@ -1,0 +1,36 @@
+"""When to replace, when to restart everybody, when to give up."""
+
+from __future__ import annotations
+
+import msgspec
+
+DEFAULT_MAX_RESTARTS = 100
+"""Replacements of a job whose operator set no ``--max-restarts``. torchrun's default of 0 would mean: never recover."""
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """Bounds on recovery.
+
+    ``max_restarts`` counts processes replaced over the job's life. A rank that dies ``max_stuck`` times without a
+    single committed update in between ends the job: one more process will not cure it.
+    """
+
+    max_restarts: int = DEFAULT_MAX_RESTARTS
+    restart_on_error: bool = False
+    """Restart everybody when a script without a Session exits with an error, as ``torchrun --max-restarts N`` does."""
+    max_stuck: int = 5
+    replace: bool = True
+    """False when the ``ARF`` switch is off."""
+    rebuild: bool = True
+    """False when the ``HCCE`` switch is off: a collective that failed although nobody died ends the job."""
+
+
+def why_give_up(policy: Policy, *, restarts: int, lost: int, stuck: int) -> str:
+    """The reason to end the job instead of replacing ``lost`` more ranks; empty if there is none."""
+    if not policy.replace:
+        return "replacing lost ranks is switched off (MS_ENABLE_TFT has no ARF:1)"
+    if restarts + lost > policy.max_restarts:
+        return f"--max-restarts {policy.max_restarts} is used up ({restarts} ranks were replaced before this fault)"
+    if stuck >= policy.max_stuck:
+        return f"it died {stuck} times in a row without one committed update in between"
+    return ""

@@ -1,0 +1,60 @@
+"""How far a rank is, finer than its standing: what tells who holds the others up.
+
+Ranks that train together go through the same collectives. When nothing moves any more, the rank that is least far has
+not come to where the others wait: it is the culprit, and the others are victims.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from resilient_train.protocol.standing import Phase
+
+
+class Activity(enum.IntEnum):
+    """What a rank says it is at."""
+
+    TRAINING = 0
+    LOADING = 1
+    """It waits for the next batch."""
+    SLOW = 2
+    """It takes its time and has said so (``session.slow``): nobody is hung while a rank is at this."""
+    FINISHED = 3
+    """Its loop is over; it waits for the others."""
+
+
+class Progress(NamedTuple):
+    """A rank's step record, as a look-out reads it. ``collectives``: entered in this window, or in this tail."""
+
+    commits: int
+    phase: Phase
+    collectives: int
+    activity: Activity
+
+    def place(self) -> tuple[int, bool, int, Phase]:
+        """Comparable between ranks: greater is further.
+
+        Collectives stand before the phase: a rank that left one out comes to the end of its step all the same, and the
+        others wait for it, in a phase behind its own.
+        """
+        return self.commits, self.phase is not Phase.APPLIED, self.collectives, self.phase
+
+    def describe(self) -> str:
+        """For people: where the rank is."""
+        update = self.commits - 1 if self.phase is Phase.APPLIED else self.commits
+        if self.activity is Activity.LOADING:
+            return f"waits for its batch of update {update}"
+        place = {
+            Phase.APPLIED: "after the update",
+            Phase.COMPUTE: "in forward or backward",
+            Phase.READY: "before the barrier",
+            Phase.UPDATING: "in the optimizer",
+        }[self.phase]
+        return f"is {place} of update {update} and has entered {self.collectives} of its collectives"
+
+
+def progress_of(record: tuple[int, int, int, int]) -> Progress:
+    """The Progress of a step record as ``Board.progress`` returns it."""
+    commits, phase, collectives, activity = record
+    return Progress(commits, Phase(phase), collectives, Activity(activity))

@@ -1,0 +1,49 @@
+"""Which ranks hold bit-identical copies of which shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from resilient_train.errors import ConfigError
+
+
+class ReplicaTable:
+    """Replica groups of a job: every rank is in exactly one, and the members of one hold the same bits.
+
+    Pure data parallel is the single group of all ranks; two shards on four ranks are ``[[0, 2], [1, 3]]``.
+    Raises ConfigError if the groups do not cover the world exactly once.
+    """
+
+    def __init__(self, world_size: int, groups: Sequence[Sequence[int]] = ()) -> None:
+        self.groups = tuple(tuple(group) for group in groups) or (tuple(range(world_size)),)
+        members = sorted(rank for group in self.groups for rank in group)
+        if members != list(range(world_size)):
+            missing = sorted(set(range(world_size)) - set(members))
+            foreign = sorted(set(members) - set(range(world_size)))
+            twice = sorted({rank for rank in members if members.count(rank) > 1})
+            wrong = [f"rank {missing} in none"] * bool(missing)
+            wrong += [f"rank {foreign} not in a world of {world_size}"] * bool(foreign)
+            wrong += [f"rank {twice} in more than one"] * bool(twice)
+            raise ConfigError(
+                f"replica groups {list(map(list, self.groups))} leave a shard uncovered: {'; '.join(wrong)}"
+            )
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """The ranks, itself included, that hold what ``rank`` holds."""
+        return next(group for group in self.groups if rank in group)
+
+    def assign_sources(self, empty: Iterable[int], holders: Iterable[int]) -> dict[int, int]:
+        """For each rank without state a holder of its shard, the load spread evenly.
+
+        A rank whose shard no holder has is missing from the result.
+        """
+        held = set(holders)
+        load: dict[int, int] = {}
+        sources: dict[int, int] = {}
+        for rank in sorted(empty):
+            candidates = [peer for peer in self.peers(rank) if peer in held]
+            if candidates:
+                source = min(candidates, key=lambda peer: (load.get(peer, 0), peer))
+                load[source] = load.get(source, 0) + 1
+                sources[rank] = source
+        return sources

@@ -1,0 +1,113 @@
+"""A rank's connection to its agent: the channel, the board with the step records, the rank's arena."""
+
+from __future__ import annotations
+
+import os
+
+from resilient_train._native import Board
+from resilient_train.config import AgentLink
+from resilient_train.errors import ConfigError, JobEnded, ProtocolError
+from resilient_train.protocol.messages import Arena as ArenaFrame
+from resilient_train.protocol.messages import Borrow, Hello, Refused, Reserve, Welcome
+from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.state.arena import Arena, ArenaFullError
+from resilient_train.transport import Channel
+
+_BARRIER_POLL_MS = 60_000
+
+
+class Link:
+    """Everything that outlives this process, as seen from it."""
+
+    def __init__(self, link: AgentLink) -> None:
+        self.rank = link.rank
+        self.world_size = link.world_size
+        self.incarnation = link.incarnation
+        self.channel = Channel(link.socket)
+        self.channel.send(Hello("rank", link.rank, link.incarnation, os.getpid()))
+        welcome = self.channel.receive(timeout_s=60)
+        if not isinstance(welcome, Welcome):
+            raise ProtocolError(f"the agent answered {type(welcome).__name__} instead of Welcome")
+        self.generation = welcome.generation
+        self.attempt = welcome.attempt
+        board, arena = self.channel.take_descriptors(2)
+        self.board = Board.attach(board)
+        os.close(board)
+        self.arena = Arena(arena)
+        if self.board.world_size != link.world_size:
+            raise ConfigError(f"WORLD_SIZE is {link.world_size}, but this job has {self.board.world_size} ranks")
+
+    def publish(self, commits: int, payload: bytes) -> None:
+        """Publishes the per-rank state from which update ``commits`` can start; the arena grows if it must."""
+        try:
+            self.arena.publish(commits, payload)
+        except ArenaFullError as full:
+            self.channel.send(Reserve(full.needed_bytes * 2))
+            self.arena = self._receive_arena()
+            self.arena.publish(commits, payload)
+
+    def borrow(self, rank: int) -> Arena:
+        """Another rank's arena, to read; the caller closes it."""
+        self.channel.send(Borrow(rank))
+        return self._receive_arena()
+
+    def log(self, meta: bytes, data: bytes) -> bool:
+        """Publishes the arguments of a collective of the tail; False if there is no room for them."""
+        entered, completed = self.board.tail(self.rank)
+        if not self.arena.log_append(meta, data):
+            return False
+        self.board.set_tail(self.rank, entered + 1, completed)
+        return True
+
+    def logged(self, index: int) -> tuple[bytes, bytes]:
+        """The arguments of collective ``index`` of the tail."""
+        return self.arena.log_entry(index)
+
+    def tail_completed(self, completed: int) -> None:
+        """One more collective of the tail is done."""
+        self.board.set_tail(self.rank, self.board.tail(self.rank)[0], completed)
+
+    def reset_tail(self) -> None:
+        """An update was applied: its tail begins, with an empty log."""
+        self.arena.log_reset()
+        self.board.set_tail(self.rank, 0, 0)
+
+    def _receive_arena(self) -> Arena:
+        # Frames that arrive before the answer belong to whoever waits for them: they are put back in order.
+        early = []
+        while not isinstance(frame := self.channel.receive(), ArenaFrame):
+            early.append(frame)
+        self.channel.put_back([each for each in early if each is not None])
+        return Arena(self.channel.take_descriptors(1)[0])
+
+    def all_ready(self, commits: int, generation: int) -> bool:
+        """Waits at the barrier of update ``commits``. True: all ranks are READY; False: a recovery is under way."""
+        while True:
+            outcome = self.board.wait_all(self.rank, commits, int(Phase.READY), generation, _BARRIER_POLL_MS)
+            if outcome != "timeout":
+                return outcome == "passed"
+
+    def record(self, standing: Standing, step: int) -> None:
+        """Writes this rank's step record."""
+        self.board.set_standing(self.rank, standing.commits, int(standing.phase), step)
+
+    def stop_raised(self, generation: int) -> bool:
+        """Whether a recovery newer than ``generation`` is under way."""
+        return self.board.stop_generation > generation
+
+    def close(self) -> None:
+        """Closes the channel and unmaps the memory."""
+        self.channel.close()
+        self.arena.close()
+        self.board.close()
+
+
+def refuse(link: AgentLink, text: str) -> None:
+    """Tells the agent that the user's Session is wrong, so that the job ends with exit code 2 and this text."""
+    try:
+        channel = Channel(link.socket)
+        channel.send(Hello("rank", link.rank, link.incarnation, os.getpid()))
+        channel.send(Refused(text))
+        channel.close()
+    except (OSError, JobEnded):
+        return  # the exception that follows says the same in this rank's own log

@@ -1,0 +1,141 @@
+"""Where the data stand: batches in order, and the position from which another process can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from resilient_train.errors import ConfigError
+
+
+class Batch(NamedTuple):
+    """A batch and the pass over the data that it belongs to."""
+
+    value: Any
+    epoch: int
+
+
+class Kept(NamedTuple):
+    """A batch of the open window, and the random state right after it was drawn (None: the window's start has it)."""
+
+    batch: Batch
+    random: bytes | None
+
+
+class Position(NamedTuple):
+    """Which batch comes next: pass over the data, batches taken of it, and the random state that the pass began with.
+
+    ``own``: what the loader itself says of its position, and the states of its generators; None if it has neither.
+    """
+
+    epoch: int
+    taken: int
+    random: bytes
+    own: dict[str, Any] | None
+
+
+class RandomNumbers(NamedTuple):
+    """How the engine reads and sets the global random state."""
+
+    save: Callable[[], bytes]
+    restore: Callable[[bytes], None]
+
+
+class Cursor:
+    """Iterates over ``loader`` for ever, epoch after epoch, and can say and take up its position.
+
+    A loader with ``state_dict()`` (torchdata's StatefulDataLoader) keeps its position itself. Any other loader is
+    positioned by batch number: the order of an epoch is drawn again from the random state that it began with, and the
+    batches before the position are skipped (by index, where the loader is a DataLoader).
+    """
+
+    def __init__(
+        self, loader: Any, fast_forward: Callable[[Any, int], Iterator[Any]], random_numbers: RandomNumbers
+    ) -> None:
+        if loader is not None and not hasattr(loader, "__iter__"):
+            raise ConfigError(f"loader is a {type(loader).__qualname__}, which can't be iterated over")
+        self._loader = loader
+        self._fast_forward = fast_forward
+        self._random = random_numbers
+        self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
+            getattr(loader, "load_state_dict", None)
+        )
+        self._iterator: Iterator[Any] | None = None
+        self._epoch = 0
+        self._index = 0
+        self._epoch_random = b""
+        self._generators = _generators_of(loader)
+        self._epoch_generators: list[Any] = []
+
+    def next(self) -> Batch:
+        """The next batch; a new epoch begins where one ends. Raises ConfigError for a loader that gives nothing."""
+        if self._loader is None:
+            return Batch(None, 0)
+        if self._iterator is None:
+            self._begin_epoch()
+        assert self._iterator is not None
+        try:
+            value = next(self._iterator)
+        except StopIteration:
+            if self._index == 0:
+                raise ConfigError("the loader gave no batch in a whole epoch") from None
+            self._epoch, self._index, self._iterator = self._epoch + 1, 0, None
+            return self.next()
+        self._index += 1
+        return Batch(value, self._epoch)
+
+    def position(self) -> Position:
+        """The position before the next batch."""
+        inner = self._loader.state_dict() if self._stateful and self._index else None
+        generators = self._epoch_generators if self._index else [each.get_state() for each in self._generators]
+        own = {"inner": inner, "generators": generators} if inner is not None or generators else None
+        return Position(self._epoch, self._index, self._epoch_random, own)
+
+    def load(self, position: Position) -> None:
+        """Takes up a position. The global random state is left as it was."""
+        self._epoch, self._index, self._epoch_random, own = position
+        self._iterator = None
+        self._epoch_generators = own["generators"] if own else []
+        for generator, value in zip(self._generators, self._epoch_generators, strict=True):
+            generator.set_state(value)
+        if self._loader is None or self._index == 0:
+            return
+        self._set_epoch()
+        if self._stateful:
+            assert own is not None, "a stateful loader's position without its state"
+            self._loader.load_state_dict(own["inner"])
+            self._iterator = iter(self._loader)
+            return
+        now = self._random.save()
+        self._random.restore(self._epoch_random)
+        self._iterator = self._fast_forward(self._loader, self._index)
+        self._random.restore(now)
+
+    def _begin_epoch(self) -> None:
+        self._set_epoch()
+        self._epoch_random = self._random.save()
+        self._epoch_generators = [each.get_state() for each in self._generators]
+        self._iterator = iter(self._loader)
+
+    def _set_epoch(self) -> None:
+        """What the user's own loop would do: a DistributedSampler shuffles by epoch number."""
+        for holder in (
+            self._loader,
+            getattr(self._loader, "sampler", None),
+            getattr(self._loader, "batch_sampler", None),
+        ):
+            set_epoch = getattr(holder, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self._epoch)
+
+
+def _generators_of(loader: Any) -> list[Any]:
+    """The loader's own random generators: they draw the order of each epoch, and are in no global state."""
+    sampler = getattr(loader, "sampler", None)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    found: list[Any] = []
+    for holder in (loader, sampler, inner):
+        generator = getattr(holder, "generator", None)
+        if callable(getattr(generator, "get_state", None)) and all(generator is not each for each in found):
+            found.append(generator)
+    return found

@@ -1,0 +1,75 @@
+"""What this rank lets the agent's look-out see of its progress, and its Python stacks on request.
+
+The stacks are written by ``faulthandler`` from inside the signal handler: no bytecode runs, no lock is taken, so they
+come also out of a loop that never lets go of the GIL. A stopped process writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from resilient_train.interrupt import STACKS_SIGNAL
+from resilient_train.protocol.progress import Activity
+from resilient_train.session.link import Link
+
+STACKS_FOLDER = "stacks"
+
+
+class Pulse:
+    """The step record's finer words. A store of a few nanoseconds each; nobody is woken."""
+
+    def __init__(self, link: Link, run_dir: str, tell: Callable[[str, dict[str, Any]], None]) -> None:
+        self._link = link
+        self._tell = tell
+        self._path = Path(run_dir) / STACKS_FOLDER / f"rank_{link.rank}.{link.incarnation}.txt"
+        self._file: IO[str] | None = None
+        self._entered = 0
+        self._activity = Activity.TRAINING
+
+    def open(self) -> None:
+        """From now on the look-out may ask for stacks."""
+        self._path.parent.mkdir(exist_ok=True)
+        self._file = self._path.open("a")
+        faulthandler.register(STACKS_SIGNAL, self._file)
+        self.at(Activity.TRAINING)
+
+    def close(self) -> None:
+        """Idempotent. An empty file is taken away."""
+        if self._file is None:
+            return
+        faulthandler.unregister(STACKS_SIGNAL)
+        self._file.close()
+        self._file = None
+        if self._path.stat().st_size == 0:
+            self._path.unlink()
+
+    def collective(self) -> None:
+        """One more collective that spans the job is entered."""
+        self._entered += 1
+        self._link.board.set_collectives(self._link.rank, self._entered)
+
+    def begin(self) -> None:
+        """A window or a tail begins."""
+        self._entered = 0
+        self._link.board.set_collectives(self._link.rank, 0)
+
+    def at(self, activity: Activity) -> None:
+        """What this rank is at from now on."""
+        self._activity = activity
+        self._link.board.set_activity(self._link.rank, activity)
+
+    @contextlib.contextmanager
+    def slow(self, what: str) -> Iterator[None]:
+        """While in here, nobody is taken for hung."""
+        before, begun_ns = self._activity, time.monotonic_ns()
+        self.at(Activity.SLOW)
+        try:
+            yield
+        finally:
+            self.at(before)
+            self._tell("slow", {"what": what, "duration_ns": time.monotonic_ns() - begun_ns})

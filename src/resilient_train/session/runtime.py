@@ -1,0 +1,396 @@
+"""A Session under an agent: moves one rank through the phases of each update, and through recoveries.
+
+The phases of an update, and who moves the rank there::
+
+    COMPUTE   head of the loop          (interrupts are let in by `with step:` and by nothing else)
+    READY     first optimizer.step()    gradients intact, own state published; then the barrier
+    UPDATING  after the barrier
+    APPLIED   last optimizer.step()     the rest of the body, and what is between steps, is the tail
+
+A *window* is the run of steps up to one update: one step, or several where gradients are accumulated. A redo goes back
+to the head of the window, with the same batches.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+from typing import Any
+
+from resilient_train import config
+from resilient_train._native import Watchdog, allow_readers
+from resilient_train.errors import JobEnded, StateError, TrainingInterrupted, UsageError
+from resilient_train.events import now
+from resilient_train.faults import parse_plan
+from resilient_train.frameworks.base import Framework, Objects
+from resilient_train.interrupt import SIGNAL, Interrupt
+from resilient_train.observe.sinks import EVENTS_FILE, JsonLines
+from resilient_train.protocol.messages import Refused, Started
+from resilient_train.protocol.processor import Action, Processor
+from resilient_train.protocol.progress import Activity
+from resilient_train.protocol.standing import Phase
+from resilient_train.session.injection import Injector
+from resilient_train.session.link import Link
+from resilient_train.session.loader import Cursor, Kept
+from resilient_train.session.publication import Publication
+from resilient_train.session.pulse import Pulse
+from resilient_train.session.recovery import Recovery
+from resilient_train.session.rescue import Rescue
+from resilient_train.session.step import Step
+
+
+class Runtime:
+    """The Body of each step, and the Conductor of the engine."""
+
+    def __init__(
+        self,
+        agent: config.AgentLink,
+        engine: Framework,
+        cursor: Cursor,
+        objects: Objects,
+        replicas: tuple[tuple[int, ...], ...],
+        *,
+        undo: bool,
+    ) -> None:
+        self._engine = engine
+        self._cursor = cursor
+        self._optimizers = len(objects.optimizers)
+        self._replicas = replicas
+        self._undo = undo
+        self._uce = config.read_switches().uce
+        self._link = Link(agent)
+        settings = config.read_settings()
+        self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
+        plan = parse_plan(settings.faults)
+        self._publication = Publication(self._link, engine, cursor)
+        self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine)
+        self._pulse = Pulse(self._link, agent.run_dir, self._event)
+        self.slow, self.collective = self._pulse.slow, self._pulse.collective
+        generation = self._link.generation
+        self._processor = Processor(agent.rank, generation=-1 if agent.joining else generation, holds=not agent.joining)
+        self._recovery = Recovery(self._link, engine, self._processor, settings, self._injector, self._load_published)
+        self._watchdog = Watchdog(
+            self._link.board,
+            agent.rank,
+            beat_ms=settings.beat_ms,
+            grace_ms=settings.grace_ms,
+            signal_number=int(SIGNAL),
+        )
+        self._interrupt = Interrupt(self._watchdog)
+        self._arrived = generation
+        self._rescue = Rescue(self._link.board, generation, lambda g: self._arrived >= g, engine.release_waiters)
+        self._recovery.disarm = self._on_stop
+        self._recovery.guard = self._watchdog.guard_sockets
+        self._joining = agent.joining
+        self._released = False
+        self._finished = False
+        atexit.register(self._release)
+        self._begun = False
+        self._number = 0
+        self._base = 0
+        self._attempt = 0
+        self._window: list[Kept] = []
+        self._stepped: set[int] = set()
+        self._scaled = False
+        self._interrupted: BaseException | None = None
+        self._due: Action | None = None
+        self._step: Step | None = None
+
+    # -- the loop
+
+    def steps(self, total: int, start: int) -> Iterator[Step]:
+        """See ``Session.steps``."""
+        if not self._begun:
+            self._number = self._base = start
+            self._start()
+        while True:
+            self._settle_at_head()
+            if self._number >= total:
+                self._finish()
+                return
+            step = self._next_step()
+            if self._link.stop_raised(self._processor.generation):
+                continue
+            yield step
+            self._step = None
+            if not step.entered:
+                raise UsageError(f"step {step.number} was not used: write `with step:` around the loop's body")
+
+    def _start(self) -> None:
+        """Meets the other ranks for the first time; a replacement meets them in the middle of a recovery."""
+        self._begun = True
+        allow_readers()
+        self._injector.hook_into(self._engine, lambda: self._number)
+        self._pulse.open()
+        self._engine.attach(self, self._link)
+        self._watchdog.start(self._link.generation)
+        self._rescue.start()
+        self._interrupt.install()
+        if self._joining:
+            self._due = self._recovery.take_part()
+            return
+        try:
+            self._engine.check_state()
+        except StateError as error:
+            self._link.channel.send(Refused(str(error)))
+            raise
+        self._publication.publish(0, self._number)
+        self._link.record(self._processor.standing, self._number)
+        digest, _ = self._engine.digests()
+        self._watchdog.guard_sockets(self._engine.sockets())
+        self._recovery.meet(Started(digest, self._engine.group_names(), self._replicas))
+
+    def _settle_at_head(self) -> None:
+        """Between two steps: the tail is over, and whatever a recovery wants of this rank can be done now."""
+        if self._interrupted is not None:
+            self._engine.keep_collectives_home(False)
+            error, self._interrupted = self._interrupted, None
+            if self._due is None:
+                self._due = self._after_error(error)
+        elif self._processor.standing.phase is Phase.APPLIED and self._due is not Action.COPY:
+            self._injector.at("BETWEEN", "start", step=self._number)
+            self._link.record(self._processor.advance(Phase.COMPUTE), self._number)
+        while True:
+            if self._due is not None:
+                action, self._due = self._due, None
+                if self._recovery.settle(action, lambda: self._base, begun=bool(self._window)):
+                    self._resume(action)
+                else:
+                    self._due = self._recovery.take_part()
+            elif self._link.stop_raised(self._processor.generation):
+                self._due = self._recovery.take_part()
+            else:
+                return
+
+    def _resume(self, action: Action) -> None:
+        if action is not Action.FINISH_TAIL and action is not Action.APPLY:
+            self._number = self._base
+            self._stepped.clear()
+            self._scaled = False
+            self._attempt = self._attempt + 1 if action is Action.REDO else 0
+        if action is Action.COPY:
+            self._window.clear()
+            missing = self._engine.neutral_contributions()
+            if missing:
+                self._event("tail_input_missing", detail={"collectives": missing})
+
+    def _after_error(self, error: BaseException) -> Action:
+        """A body ended with what looks like a fault: take part in its recovery, or raise the error after all."""
+        if not self._recovery.wait_for_stop(f"{type(error).__name__}: {error}"):
+            raise error
+        return self._recovery.take_part()
+
+    def _next_step(self) -> Step:
+        commits = self._processor.standing.commits
+        place = self._number - self._base
+        if place == 0:
+            self._publication.publish(commits, self._number)
+            self._pulse.begin()
+        if place == len(self._window):
+            self._pulse.at(Activity.LOADING)
+            batch = self._cursor.next()
+            self._pulse.at(Activity.TRAINING)
+            self._window.append(Kept(batch, self._engine.random_state() if place else None))
+        elif (drawn := self._window[place].random) is not None:
+            # The batch is kept, so nothing is drawn for it; but drawing it had moved the random numbers.
+            self._engine.restore_random_state(drawn)
+        batch = self._window[place].batch
+        if place == 0:
+            self._engine.begin()
+        self._step = Step(self, self._number, batch.value, batch.epoch, self._attempt)
+        return self._step
+
+    def enter(self, step: Step) -> None:
+        """The body begins."""
+        self._injector.at("COMPUTE", "start", step=step.number)
+        self._interrupt.arm(self._processor.generation)
+
+    def leave(self, step: Step, error: BaseException | None) -> bool:
+        """The body ended. True: the step will run again."""
+        self._interrupt.disarm()
+        if error is None:
+            try:
+                self._complete(step)
+            except TrainingInterrupted as interrupted:
+                error = interrupted
+        if error is None:
+            self._number = step.number + 1
+            return False
+        if not isinstance(error, TrainingInterrupted) and not self._is_fault(error):
+            return False
+        self._interrupted = error
+        # What stands behind the `with` runs now although the step will run again: its collectives must not hang, nor
+        # fail.
+        self._engine.keep_collectives_home(True)
+        return True
+
+    def _complete(self, step: Step) -> None:
+        phase = self._processor.standing.phase
+        if phase is Phase.UPDATING:
+            self._applied()  # not all optimizers had a turn in this step
+        elif phase is Phase.COMPUTE and (self._stepped or self._scaled):
+            # `undo`: the whole body was one transaction; or the scaler refused the update, which is an update too.
+            self._commit()
+            self._applied()
+        elif phase is Phase.COMPUTE:
+            self._injector.at("COMPUTE", "end", step=step.number)
+        else:
+            self._injector.at("APPLIED", "end", step=step.number)
+
+    def _is_fault(self, error: BaseException) -> bool:
+        """An ordinary exception is the user's, unless a recovery is under way or a peer has hung up.
+
+        After the update it always is: what a fault does to a collective there is repaired inside the call.
+        """
+        phase = self._processor.standing.phase
+        if not isinstance(error, Exception) or phase is Phase.APPLIED:
+            return False
+        if phase is Phase.COMPUTE and self._link.stop_raised(self._processor.generation):
+            return True  # and the device is not asked, which takes a while
+        if self._uce and (ranges := self._engine.device_errors()):
+            self._event("uce", detail=self._recovery.lose_memory(ranges))
+            return True
+        return phase is Phase.COMPUTE and self._engine.groups_broken()
+
+    # -- the update
+
+    def before_update(self, optimizer: Any) -> None:
+        """The optimizer is about to write: interrupts are held from here to the head of the loop."""
+        self._interrupt.disarm()
+        phase = self._processor.standing.phase
+        if not self._undo and (id(optimizer) in self._stepped or phase is Phase.APPLIED):
+            raise UsageError(
+                f"optimizer.step() ran twice in step {self._number}; give each update its own `with step:`, or pass "
+                "Session(undo=True)"
+            )
+        if self._undo:
+            self._engine.save_undo()
+        elif phase is Phase.COMPUTE:
+            self._commit()
+
+    def after_update(self, optimizer: Any) -> None:
+        """The optimizer has written."""
+        self._stepped.add(id(optimizer))
+        if self._undo:
+            self._interrupt.arm(self._processor.generation)
+        elif len(self._stepped) == self._optimizers:
+            self._applied()
+
+    def after_scaler(self) -> None:
+        """The scaler was updated; if no optimizer ran it had refused the update."""
+        self._scaled = True
+
+    def _commit(self) -> None:
+        """READY, the barrier, UPDATING. Raises TrainingInterrupted if the update is to be redone instead."""
+        number = self._number
+        self._injector.at("READY", "before", step=number)
+        if not self._engine.collectives_intact():
+            raise TrainingInterrupted
+        commits = self._processor.standing.commits
+        self._engine.gradients_ready(commits)
+        self._publication.publish(commits + 1, number + 1)
+        self._processor.advance(Phase.READY)
+        self._link.board.arrive(self._link.rank, commits, int(Phase.READY), number)
+        self._injector.at("READY", "barrier", step=number)
+        if self._link.all_ready(commits, self._processor.generation) or self._recover_at_barrier():
+            self._link.record(self._processor.advance(Phase.UPDATING), number)
+            self._injector.at("UPDATING", "start", step=number)
+            return
+        raise TrainingInterrupted
+
+    def _recover_at_barrier(self) -> bool:
+        """Stopped in the barrier. True: everybody was READY after all, the update goes on from where it stands."""
+        self._due = self._recovery.take_part()
+        return self._due is Action.APPLY
+
+    def _applied(self) -> None:
+        number = self._number
+        self._injector.at("UPDATING", "end", step=number)
+        standing = self._processor.advance(Phase.APPLIED)
+        self._engine.committed()
+        self._link.reset_tail()
+        self._pulse.begin()
+        self._link.record(standing, number)
+        self._base = number + 1
+        self._window = []
+        self._attempt = 0
+        self._stepped.clear()
+        self._scaled = False
+        self._injector.at("APPLIED", "start", step=number)
+
+    # -- the tail
+
+    def in_tail(self) -> bool:
+        """Whether collectives called now come after the update."""
+        return self._begun and self._processor.standing.phase is Phase.APPLIED
+
+    def in_update(self) -> bool:
+        """Whether an update is under way."""
+        return self._processor.standing.phase is Phase.UPDATING
+
+    def survive(self, error: BaseException | None) -> bool:
+        """A collective of the tail failed; see ``frameworks/torch/tail``."""
+        if not (self._link.stop_raised(self._processor.generation) or self._engine.groups_broken()):
+            return False
+        if not self._recovery.wait_for_stop(f"{type(error).__name__}: {error}"):
+            return False
+        self._processor.tail_done = self._engine.tail_completed()
+        self._due = self._recovery.take_part()
+        return True
+
+    def _load_published(self, payload: bytes) -> None:
+        self._number = self._base = self._publication.take_up(payload)
+
+    def _on_stop(self, generation: int) -> None:
+        self._arrived = generation
+        self._interrupt.disarm()
+        self._watchdog.acknowledge(generation)
+
+    # -- the end
+
+    def close(self, *, finish: bool) -> None:
+        """Leaves: after all ranks have come to their end, or (``finish`` False) at once."""
+        try:
+            if finish and self._begun and not self._finished:
+                self._finish()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Gives back all that this Session holds of the process. Idempotent: also called when the interpreter ends."""
+        atexit.unregister(self._release)
+        if self._released:
+            return
+        self._released = True
+        self._interrupt.disarm()
+        self._interrupt.remove()
+        self._engine.detach()
+        self._rescue.close()
+        self._pulse.close()
+        self._watchdog.stop()
+        self._sink.close()
+        self._link.close()
+
+    def _finish(self) -> None:
+        """All ranks come to the end of their loops before any leaves: a rank lost until then needs the others."""
+        while not self._finished:
+            self._settle_at_head()
+            self._pulse.at(Activity.FINISHED)
+            try:
+                self._finished = self._recovery.finish()
+            except JobEnded as error:
+                raise SystemExit(str(error)) from None
+        params, own = self._engine.digests()
+        detail = {
+            "params_digest": params,
+            "rank_digest": own,
+            "steps": self._number,
+            "commits": self._processor.standing.commits,
+            "redone": self._recovery.redone,
+        }
+        self._event("session_end", detail=detail)
+
+    def _event(self, kind: str, detail: dict[str, Any]) -> None:
+        rank, incarnation, generation = self._link.rank, self._link.incarnation, self._processor.generation
+        event = now(kind, rank=rank, incarnation=incarnation, generation=generation, step=self._number, detail=detail)
+        self._sink.write(event)

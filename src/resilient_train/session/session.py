@@ -1,0 +1,189 @@
+"""``Session``: wraps a training loop so that a fault in a step is repaired and the step goes on, or runs again.
+
+::
+
+    with rt.Session(model=model, optimizer=optimizer, loader=loader) as session:
+        for step in session.steps(10_000):
+            with step:
+                loss = model(step.batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+Without an agent (plain ``python``, plain ``torchrun``) it is a plain loop: no thread, no signal handler, no hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from resilient_train import config
+from resilient_train.errors import ConfigError
+from resilient_train.frameworks import engine_for
+from resilient_train.frameworks.base import Framework, Objects
+from resilient_train.session.link import refuse
+from resilient_train.session.loader import Cursor, RandomNumbers
+from resilient_train.session.runtime import Runtime
+from resilient_train.session.step import Step
+
+R = TypeVar("R")
+
+_open: Session | None = None
+_ended = False
+
+
+class Session:
+    """One training loop. At most one is open in a process.
+
+    ``model`` and ``optimizer`` (each one or a sequence), ``scheduler`` (likewise) and ``scaler`` are held by all
+    replicas alike; so is everything in ``state``, a mapping of names to objects with ``state_dict()`` (an EMA of the
+    model, say). ``rank_state`` is a mapping of things that every rank has its own of (a ``torch.Generator``, a
+    sampler). ``replicas`` names the groups of ranks that hold bit-identical copies; all ranks are one group by default.
+    ``undo=True`` keeps a copy of the state from before the update, so that a fault anywhere in the body, also after the
+    update, is repaired by running the whole body again; it costs the memory and one copy a step. Loops that run
+    backward between two optimizers' updates need it.
+
+    Raises ConfigError for what can't be repaired: no process group, a second Session, state that can't be carried.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        optimizer: Any,
+        loader: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
+        replicas: Sequence[Sequence[int]] = (),
+        undo: bool = False,
+    ) -> None:
+        global _open
+        objects = Objects(
+            _several(model), _several(optimizer), _several(scheduler), scaler, dict(state or {}), dict(rank_state or {})
+        )
+        link = config.read_link()
+        self._runtime: Runtime | None = None
+        self._number = 0
+        try:
+            if _open is not None:
+                raise ConfigError(  # noqa: TRY301 - below, the agent is told of it too
+                    "a Session is open already in this process; close it (leave its `with`) first"
+                )
+            if link is not None and _ended:
+                raise ConfigError(  # noqa: TRY301 - likewise
+                    "this process has had its Session: under resilient-run a job has one Session, one loop"
+                )
+            engine = engine_for(objects)
+            self._cursor = _cursor(loader, engine)
+            if link is not None:
+                problem = engine.group_problem() if link.world_size > 1 else ""
+                if problem:
+                    raise ConfigError(problem)  # noqa: TRY301 - likewise
+                self._runtime = Runtime(link, engine, self._cursor, objects, tuple(map(tuple, replicas)), undo=undo)
+        except ConfigError as error:
+            if link is not None:
+                refuse(link, str(error))
+            raise
+        if self._runtime is None and config.is_first_rank():
+            print(
+                "resilient_train: no agent here (not started by resilient-run): the Session is a plain loop",
+                file=sys.stderr,
+            )
+        _open = self
+
+    def steps(self, total: int, *, start: int = 0) -> Iterator[Step]:
+        """The steps from ``start`` to ``total`` - 1, each to be used as ``with step:``.
+
+        ``start`` is the number of the first step, for a job that goes on from a checkpoint of its own. The loop's end
+        is where the Session's protection ends: it waits there until all ranks have come. Raises UsageError if a step's
+        ``with`` is left out.
+        """
+        if self._runtime is not None:
+            yield from self._runtime.steps(total, start)
+            return
+        self._number = max(self._number, start)
+        while self._number < total:
+            batch = self._cursor.next()
+            yield Step(_PLAIN, self._number, batch.value, batch.epoch)
+            self._number += 1
+
+    def slow(self, what: str = "") -> AbstractContextManager[None]:
+        """For what takes long on this rank while the others may wait for it: ``with session.slow("evaluation"):``.
+
+        While any rank is in one, no rank is taken for hung (``docs/how-to``). ``what`` stands in the run's events.
+        """
+        return self._runtime.slow(what) if self._runtime is not None else contextlib.nullcontext()
+
+    @property
+    def recovering(self) -> bool:
+        """Whether an agent stands behind this Session; False: a plain loop."""
+        return self._runtime is not None
+
+    def close(self) -> None:
+        """Ends the Session: waits until all ranks have come to their end; a rank lost until then needs the others."""
+        self._end(finish=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(finish=error is None)
+
+    def _end(self, *, finish: bool) -> None:
+        global _open, _ended
+        if _open is self:
+            _open = None
+            _ended = True
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            runtime.close(finish=finish)
+
+
+def resilient(**registered: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """For whole-function loops: ``@resilient(model=.., optimizer=..)`` calls ``train(session, ...)`` inside a Session.
+
+    The arguments are those of ``Session``.
+    """
+
+    def decorate(train: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(train)
+        def run(*args: Any, **kwargs: Any) -> R:
+            with Session(**registered) as session:
+                return train(session, *args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+class _Plain:
+    """The body of a plain loop: nobody is told anything."""
+
+    def enter(self, step: Step) -> None:
+        pass
+
+    def leave(self, step: Step, error: BaseException | None) -> bool:  # noqa: ARG002 - a Body is asked so
+        return False
+
+
+_PLAIN = _Plain()
+
+
+def _several(thing: Any) -> tuple[Any, ...]:
+    if thing is None:
+        return ()
+    return tuple(thing) if isinstance(thing, (list, tuple)) else (thing,)
+
+
+def _cursor(loader: Any, engine: Framework) -> Cursor:
+    return Cursor(loader, engine.fast_forward, RandomNumbers(engine.random_state, engine.restore_random_state))

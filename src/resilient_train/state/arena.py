@@ -1,0 +1,165 @@
+"""A rank's arena: agent-owned shared memory in which the rank publishes what no replica has.
+
+Two parts. *Slots* hold the per-rank state (RNG, loader position, unsynchronised buffers) from which an update can
+start; a slot is written payload first, header last, so a rank killed at any instant leaves only complete slots. The
+*log* holds the inputs of the collectives that the loop called after its last update (see ``frameworks/torch/tail``).
+
+The memory is a memfd of the agent's, so it outlives the rank and counts against nobody's /dev/shm.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+
+import xxhash
+
+from resilient_train.errors import ProtocolError
+
+MAGIC = 0x52544152454E4131
+VERSION = 1
+SLOTS = 4
+"""Start-of-update publications come at most twice per update (after READY, and again if the tail changed something),
+and those of two updates are needed at a time."""
+
+_HEADER = struct.Struct("<QQQQ")
+_HEADER_BYTES = 4096
+_SLOT = struct.Struct("<QQQ16s")
+_SLOT_HEADER_BYTES = 64
+_ENTRY = struct.Struct("<II")
+DEFAULT_SLOT_BYTES = 128 << 10
+
+
+class ArenaFullError(Exception):
+    """What is to be published does not fit; ``needed_bytes`` would do."""
+
+    def __init__(self, needed_bytes: int) -> None:
+        super().__init__(f"{needed_bytes} bytes needed")
+        self.needed_bytes = needed_bytes
+
+
+class Arena:
+    """One rank's arena, mapped. The agent creates it, both sides attach."""
+
+    def __init__(self, fd: int) -> None:
+        """Maps the arena behind ``fd`` and takes the descriptor over. Raises ProtocolError if it isn't one."""
+        self.fd = fd
+        size = os.fstat(fd).st_size
+        if size < _HEADER_BYTES:
+            raise ProtocolError(f"descriptor {fd} is no arena: {size} bytes")
+        self._map = mmap.mmap(fd, size)
+        magic, version, self.slot_bytes, self.log_bytes = _HEADER.unpack_from(self._map)
+        if (magic, version) != (MAGIC, VERSION) or size != _total_bytes(self.slot_bytes, self.log_bytes):
+            raise ProtocolError(f"descriptor {fd} is no arena of version {VERSION}")
+        self._stride: int = _SLOT_HEADER_BYTES + self.slot_bytes
+        self._sequence = max(self._slot_header(slot)[0] for slot in range(SLOTS))
+        self._log_start = _HEADER_BYTES + SLOTS * self._stride
+        self._log_offsets = [0]
+
+    @classmethod
+    def create(cls, slot_bytes: int = DEFAULT_SLOT_BYTES, log_bytes: int = 0) -> Arena:
+        """A new arena in a memfd of this process."""
+        fd = os.memfd_create("resilient-arena", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _total_bytes(slot_bytes, log_bytes))
+        os.pwrite(fd, _HEADER.pack(MAGIC, VERSION, slot_bytes, log_bytes), 0)
+        return cls(fd)
+
+    def grown(self, slot_bytes: int) -> Arena:
+        """A larger arena with the same publications (oldest first, so that their order stays) and the same log."""
+        larger = Arena.create(slot_bytes, self.log_bytes)
+        for slot in sorted(range(SLOTS), key=lambda slot: self._slot_header(slot)[0]):
+            sequence, commits, _, _ = self._slot_header(slot)
+            payload = self._payload(slot) if sequence else None
+            if payload is not None:
+                larger.publish(commits, payload)
+        larger._map[larger._log_start :] = self._map[self._log_start :]  # noqa: SLF001 - of this class too
+        return larger
+
+    def publish(self, commits: int, payload: bytes) -> None:
+        """Publishes the state from which update ``commits`` can start. Raises ArenaFullError if it doesn't fit."""
+        if len(payload) > self.slot_bytes:
+            raise ArenaFullError(len(payload))
+        sequence = self._sequence + 1
+        start = self._slot_start(sequence % SLOTS)
+        _SLOT.pack_into(self._map, start, 0, 0, 0, b"")
+        body = start + _SLOT_HEADER_BYTES
+        self._map[body : body + len(payload)] = payload
+        digest = xxhash.xxh3_128_digest(payload)
+        struct.pack_into("<QQ16s", self._map, start + 8, commits, len(payload), digest)
+        struct.pack_into("<Q", self._map, start, sequence)
+        self._sequence = sequence
+
+    def published(self, commits: int) -> bytes | None:
+        """The newest complete publication for update ``commits``, verified; None if there is none."""
+        slots = sorted(range(SLOTS), key=lambda slot: -self._slot_header(slot)[0])
+        for slot in slots:
+            sequence, of, _, _ = self._slot_header(slot)
+            if sequence and of == commits:
+                payload = self._payload(slot)
+                if payload is not None:
+                    return payload
+        return None
+
+    def log_reset(self) -> None:
+        """Forgets the log; the next append is entry 0."""
+        self._log_offsets = [0]
+
+    def log_adopt(self, entries: int) -> None:
+        """Goes on behind the first ``entries`` entries, which a predecessor wrote."""
+        self._log_offsets = [0]
+        for index in range(entries):
+            meta, data = self.log_entry(index)
+            self._log_offsets.append(self._log_offsets[-1] + _ENTRY.size + len(meta) + len(data))
+
+    def log_append(self, meta: bytes, data: bytes) -> bool:
+        """Writes the next entry; False if the log is full. The caller publishes the new count (``Board.set_tail``)."""
+        offset = self._log_offsets[-1]
+        end = offset + _ENTRY.size + len(meta) + len(data)
+        if end > self.log_bytes:
+            return False
+        base = self._log_start + offset
+        _ENTRY.pack_into(self._map, base, len(meta), len(data))
+        base += _ENTRY.size
+        self._map[base : base + len(meta) + len(data)] = meta + data
+        self._log_offsets.append(end)
+        return True
+
+    def log_entry(self, index: int) -> tuple[bytes, bytes]:
+        """Entry ``index`` as (meta, data), walked from the start: a reader in another process has no offsets."""
+        offset = 0
+        for step in range(index + 1):
+            if offset + _ENTRY.size > self.log_bytes:
+                raise ProtocolError(f"entry {step} of a tail log runs over its end")
+            meta_bytes, data_bytes = _ENTRY.unpack_from(self._map, self._log_start + offset)
+            following = offset + _ENTRY.size + meta_bytes + data_bytes
+            if following > self.log_bytes:
+                raise ProtocolError(f"entry {step} of a tail log runs over its end")
+            if step < index:
+                offset = following
+        base = self._log_start + offset + _ENTRY.size
+        return self._map[base : base + meta_bytes], self._map[base + meta_bytes : base + meta_bytes + data_bytes]
+
+    def close(self) -> None:
+        """Unmaps and closes the descriptor."""
+        self._map.close()
+        os.close(self.fd)
+
+    def _slot_start(self, slot: int) -> int:
+        return _HEADER_BYTES + slot * self._stride
+
+    def _slot_header(self, slot: int) -> tuple[int, int, int, bytes]:
+        sequence, commits, length, digest = _SLOT.unpack_from(self._map, _HEADER_BYTES + slot * self._stride)
+        return sequence, commits, length, digest
+
+    def _payload(self, slot: int) -> bytes | None:
+        _, _, length, digest = self._slot_header(slot)
+        if length > self.slot_bytes:
+            return None
+        body = self._slot_start(slot) + _SLOT_HEADER_BYTES
+        payload = self._map[body : body + length]
+        return payload if xxhash.xxh3_128_digest(payload) == digest else None
+
+
+def _total_bytes(slot_bytes: int, log_bytes: int) -> int:
+    return _HEADER_BYTES + SLOTS * (_SLOT_HEADER_BYTES + slot_bytes) + log_bytes

@@ -1,0 +1,78 @@
+"""What must hold in every state of a simulated job: the promise of the library, as code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from resilient_train.protocol.messages import Plan
+from resilient_train.protocol.standing import Phase, Standing
+
+if TYPE_CHECKING:
+    from resilient_train.testing.cluster import World
+    from resilient_train.testing.rank import SimRank
+
+
+class ViolationError(AssertionError):
+    """The promise was broken."""
+
+
+def require(condition: bool, text: str) -> None:
+    """Raises ViolationError with ``text`` unless ``condition``."""
+    if not condition:
+        raise ViolationError(text)
+
+
+def check(world: World) -> None:
+    """Checks one state of the world. Raises ViolationError."""
+    living = [rank for rank in world.ranks if rank.alive]
+    for rank in living:
+        _check_rank(world, rank)
+    updating = [rank.processor.standing.commits for rank in living if rank.processor.standing.phase is Phase.UPDATING]
+    for commits in updating:
+        late = [rank for rank, standing in enumerate(world.standings) if standing < Standing(commits, Phase.READY)]
+        require(not late, f"update {commits} is being applied while ranks {late} are not READY")
+
+
+def _check_rank(world: World, rank: SimRank) -> None:
+    processor = rank.processor
+    commits, phase = processor.standing
+    if processor.holds and phase is not Phase.UPDATING:
+        expected = world.chains.model[world.shard[rank.rank]][commits]
+        require(rank.model == expected, f"rank {rank.rank} is not in the undisturbed state after {commits} updates")
+    # A replacement that has not joined yet (-1) is in no generation.
+    in_old = 0 <= processor.generation < world.resumed_generation
+    text = f"rank {rank.rank} is in generation {processor.generation}, others train in {world.resumed_generation}"
+    require(not in_old, text)
+
+
+def check_plan(world: World, plan: Plan) -> None:
+    """A plan may not take back an update that somebody has applied."""
+    high = world.high_water
+    require(plan.commits >= high, f"the plan goes back to {plan.commits}, but {high} updates were applied")
+    for target, source in plan.copies.items():
+        require(world.shard[target] == world.shard[source], f"rank {target} is to copy the shard of rank {source}")
+
+
+def check_end(world: World) -> None:
+    """The job may be given up only if some shard is in no living rank any more."""
+    assert world.ended is not None
+    held = {world.shard[rank.rank] for rank in world.ranks if rank.alive and rank.processor.holds}
+    # A rank may have been cut without having said so yet.
+    torn = {rank.rank for rank in world.ranks if rank.alive and rank.processor.standing.phase is Phase.UPDATING}
+    whole = {world.shard[r.rank] for r in world.ranks if r.alive and r.processor.holds and r.rank not in torn}
+    lost = set(range(len(world.groups))) - (held & whole)
+    require(bool(lost), f"the job was given up although every shard has a holder: {world.ended.reason}")
+
+
+def check_final(world: World) -> None:
+    """The job came to its end: everything is as in a run that was never disturbed."""
+    if world.ended is not None:
+        return
+    total = len(world.layout.tails)
+    for rank in world.ranks:
+        if not rank.alive:
+            continue
+        commits, model = rank.processor.standing.commits, world.chains.model[world.shard[rank.rank]][total]
+        require(commits == total, f"rank {rank.rank} left after {commits} updates")
+        require(rank.model == model, f"rank {rank.rank} left with another model")
+        require(rank.own == world.chains.own[rank.rank][total], f"rank {rank.rank} left with another state of its own")

@@ -1,0 +1,396 @@
+"""Everything of the simulated cluster that is not a rank: shared memory, collectives, channels, the agent.
+
+``World.moves`` lists the transitions that could happen next, ``World.step`` lets one happen. All parts are copied when
+they are written (``World.copy`` is shallow), so that an exploration can branch cheaply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from resilient_train.errors import ProtocolError
+from resilient_train.protocol import messages as m
+from resilient_train.protocol.commands import Command, EndJob, Kill, RaiseStop, Send, Spawn
+from resilient_train.protocol.controller import Controller, Stage
+from resilient_train.protocol.policy import Policy
+from resilient_train.protocol.processor import Processor
+from resilient_train.protocol.replicas import ReplicaTable
+from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.testing import checks
+from resilient_train.testing.checks import ViolationError
+from resilient_train.testing.rank import At, SimRank
+from resilient_train.testing.stepping import WORLD, Stepping
+from resilient_train.testing.values import Chains
+
+
+class Layout(NamedTuple):
+    """A job. ``tails`` has, for each update, the number of collectives after it; ``replicas``: see Session."""
+
+    world_size: int
+    tails: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...] = ()
+
+
+class Faults(NamedTuple):
+    """How many of each kind may hit the job."""
+
+    kills: int = 0
+    cuts: int = 0
+    """A rank's update fails half-way and leaves torn state."""
+    glitches: int = 0
+    """A collective fails although nobody died."""
+    damages: int = 0
+    """A rank's memory loses data in the middle of a step (UCE)."""
+    fences: int = 0
+    """A recovery takes too long: the controller kills who is silent."""
+
+
+class Driver(NamedTuple):
+    """The parts that are driven, so that tests can put wrong ones in and see them caught."""
+
+    controller: type[Controller] = Controller
+    processor: type[Processor] = Processor
+    barrier_over_replicas: bool = False
+    two_witnesses: bool = True
+    """A death is told by the futex and by the pidfd, in either order; False: by the futex alone."""
+    ghost_resets_log: bool = False
+    """A ghost empties the dead rank's log of the tail before it has written the entries anew."""
+
+
+class Move(NamedTuple):
+    """One transition: of a rank, of the agent, or a fault. ``about`` is the rank (or a complaint's place)."""
+
+    actor: str
+    about: int
+    name: str
+    incarnation: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.actor} {self.about}: {self.name}"
+
+
+class Collective(NamedTuple):
+    """One collective of one group in one generation: what is called, who has entered with what, who has the result."""
+
+    what: tuple[Any, ...]
+    inputs: tuple[tuple[int, int], ...]
+    left: frozenset[int] = frozenset()
+
+
+_POLICY = Policy(max_restarts=1000, max_stuck=1000)
+
+
+class World:
+    """The whole cluster at one instant of virtual time."""
+
+    def __init__(self, layout: Layout, faults: Faults | None = None, driver: Driver | None = None) -> None:
+        size = layout.world_size
+        self.layout, self.driver = layout, driver or Driver()
+        self.budget = faults or Faults()
+        self.table = ReplicaTable(size, layout.replicas)
+        self.groups = self.table.groups
+        self.shard = [next(i for i, group in enumerate(self.groups) if rank in group) for rank in range(size)]
+        self.chains = Chains(self.groups, len(layout.tails))
+        self.controller = self.driver.controller(size, _POLICY)
+        self.stop_generation = 0
+        self.standings = [Standing(0, Phase.APPLIED)] * size
+        self.logs: list[tuple[int, ...]] = [()] * size
+        self.published: list[tuple[tuple[int, int], ...]] = [()] * size
+        self.ranks = [SimRank(rank, -1, joining=False, driver=self.driver.processor) for rank in range(size)]
+        self.up: dict[tuple[int, int], tuple[m.FromRank, ...]] = {}
+        self.down: list[tuple[m.FromAgent, ...]] = [()] * size
+        self.collectives: dict[tuple[int, int, int], Collective] = {}
+        self.troubles: tuple[m.Trouble, ...] = ()
+        self.unseen: tuple[tuple[int, int], ...] = ()
+        self.unreaped: tuple[tuple[int, int], ...] = ()
+        self.tail_results: dict[tuple[int, int], int] = {}
+        self.high_water = 0
+        self.resumed_generation = 0
+        self.ended: EndJob | None = None
+        self.carry_out(self.controller.launch())
+
+    # -- transitions
+
+    @property
+    def final(self) -> bool:
+        """Every rank has left, or the job has ended for want of a replica. A rank may die after all have finished."""
+        if self.controller.stage is Stage.FINISHED:
+            return all(rank.at is At.LEFT or not rank.alive for rank in self.ranks)
+        return self.ended is not None
+
+    def moves(self) -> list[Move]:
+        """The transitions that are possible now, without the faults."""
+        if self.ended is not None:
+            return []
+        found = [Move("rank", rank.rank, name) for rank in self.ranks for name in rank.moves(self)]
+        found += [Move("agent", rank, "reads", incarnation) for (rank, incarnation), queue in self.up.items() if queue]
+        found += [Move("agent", index, "loses patience") for index in range(len(self.troubles))]
+        if self.controller.stage is Stage.FINISHED:
+            return found  # a death is nobody's loss any more; the real job then ends with an exit code of its own
+        found += [Move("agent", rank, "sees the death", incarnation) for rank, incarnation in self.unseen]
+        if self.driver.two_witnesses:
+            found += [Move("agent", rank, "reaps", incarnation) for rank, incarnation in (*self.unseen, *self.unreaped)]
+        return found
+
+    def faults(self) -> list[Move]:
+        """The faults that may happen now."""
+        if self.ended is not None or self.controller.stage is Stage.FINISHED or not self.controller.aware:
+            return []  # before the first Hello the agent can't know that the job wants to be recovered
+        alive = [rank for rank in self.ranks if rank.alive]
+        found = [Move("fault", rank.rank, "kill") for rank in alive] if self.budget.kills else []
+        if self.budget.cuts:
+            found += [Move("fault", rank.rank, "cut") for rank in alive if rank.at is At.UPDATING]
+        if self.budget.glitches:
+            found += [Move("fault", rank.rank, "glitch") for rank in alive if rank.at in (At.REDUCE, At.IN_TAIL)]
+        if self.budget.damages:
+            found += [Move("fault", rank.rank, "damage") for rank in alive if rank.at in (At.COMPUTE, At.REDUCED)]
+        if self.budget.fences and self.controller.stage is Stage.RECOVERING:
+            found.append(Move("fault", 0, "fence"))
+        return found
+
+    def step(self, move: Move) -> None:
+        """Lets one transition happen. Raises ViolationError if the promise is broken by it."""
+        try:
+            if move.actor == "rank":
+                self.writable(move.about).do(self, move.name)
+            elif move.actor == "agent":
+                self._agent(move)
+            else:
+                self._fault(move)
+        except (ProtocolError, AssertionError) as error:
+            raise ViolationError(f"{type(error).__name__}: {error}") from error
+        checks.check(self)
+
+    def _fault(self, move: Move) -> None:
+        name = {"kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "fence": "fences"}[move.name]
+        self.budget = self.budget._replace(**{name: getattr(self.budget, name) - 1})
+        if move.name == "kill":
+            self.kill(move.about)
+        elif move.name == "fence":
+            self.controller = copy_controller(self.controller)
+            self.carry_out(self.controller.expired(self.controller.generation))
+        elif move.name == "damage":
+            self.writable(move.about).lose_data(self)
+        else:
+            self.writable(move.about).fail(self)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL: what the rank has written to shared memory and sent stays."""
+        victim = self.writable(rank)
+        if not victim.alive:
+            return
+        victim.die()
+        self.down[rank] = ()
+        self.unseen += ((rank, victim.incarnation),)
+
+    # -- the agent
+
+    def _agent(self, move: Move) -> None:
+        self.controller = copy_controller(self.controller)
+        rank, incarnation = move.about, move.incarnation
+        if move.name == "sees the death":
+            self.unseen = tuple(pair for pair in self.unseen if pair != (rank, incarnation))
+            if self.driver.two_witnesses:
+                self.unreaped += ((rank, incarnation),)
+            self.carry_out(self.controller.lost(rank, incarnation, "died", self.standings))
+        elif move.name == "reaps":
+            self.unseen = tuple(pair for pair in self.unseen if pair != (rank, incarnation))
+            self.unreaped = tuple(pair for pair in self.unreaped if pair != (rank, incarnation))
+            self.carry_out(self.controller.exited(rank, incarnation, -9, self.standings))
+        elif move.name == "loses patience":
+            trouble = self.troubles[move.about]
+            self.troubles = self.troubles[: move.about] + self.troubles[move.about + 1 :]
+            self.carry_out(self.controller.failed_collective(trouble.generation, trouble.detail, self.standings))
+        else:
+            queue = self.up[rank, incarnation]
+            self.up = {**self.up, (rank, incarnation): queue[1:]}
+            if not queue[1:]:
+                del self.up[rank, incarnation]
+            self._on_frame(rank, incarnation, queue[0])
+
+    def _on_frame(self, rank: int, incarnation: int, frame: m.FromRank) -> None:
+        controller = self.controller
+        match frame:
+            case m.Started():
+                self.carry_out(controller.started(rank, incarnation, frame))
+            case m.Joined():
+                self.carry_out(controller.joined(rank, incarnation, frame))
+            case m.Done(generation=generation):
+                self.carry_out(controller.done(rank, incarnation, generation))
+            case m.Finish(generation=generation):
+                self.carry_out(controller.finish(rank, incarnation, generation))
+            case m.Trouble():
+                self.troubles += (frame,)
+            case m.Damaged(generation=generation, detail=detail):
+                self.carry_out(controller.damaged(rank, incarnation, generation, detail, self.standings))
+            case m.Offer(target=target):
+                if frame.generation == controller.generation and controller.incarnations[rank] == incarnation:
+                    self.carry_out([Send(target, frame)])
+            case _:
+                raise ViolationError(f"rank {rank} sent {type(frame).__name__}, which the simulation does not know")
+
+    def carry_out(self, commands: Sequence[Command]) -> None:
+        """Does what the controller says, as the agent does."""
+        for command in commands:
+            match command:
+                case RaiseStop(generation=generation):
+                    assert generation > self.stop_generation
+                    self.stop_generation = generation
+                case Send(rank=rank, message=message):
+                    if self.ranks[rank].alive and self.ranks[rank].connected:
+                        self.down[rank] += (message,)
+                        if isinstance(message, m.Plan):
+                            checks.check_plan(self, message)
+                case Spawn():
+                    self._spawn(command)
+                case Kill(rank=rank):
+                    self.kill(rank)
+                case EndJob():
+                    self.ended = command
+                    checks.check_end(self)
+                case _:
+                    pass
+
+    def _spawn(self, command: Spawn) -> None:
+        rank, old = command.rank, self.ranks[command.rank]
+        if command.joining and old.alive:
+            raise ViolationError(f"rank {rank} is alive and was replaced")
+        if old.alive and old.incarnation >= 0 and self.driver.two_witnesses:
+            self.unreaped += ((rank, old.incarnation),)
+        self.unseen = tuple(pair for pair in self.unseen if pair[0] != rank)
+        self.down[rank] = ()
+        self.ranks[rank] = SimRank(rank, command.incarnation, joining=command.joining, driver=self.driver.processor)
+        self.ranks[rank].prepare(self)
+
+    # -- what ranks see of the world
+
+    def greet(self, sender: Stepping) -> None:
+        """The agent gets a Hello; it answers at once, so that this is one transition."""
+        if not self.controller.aware:
+            self.controller = copy_controller(self.controller)
+        self.carry_out(self.controller.greeted(sender.rank, sender.incarnation))
+
+    def send(self, sender: Stepping, *frames: m.FromRank) -> None:
+        """Puts frames on their way to the agent, in order."""
+        key = sender.rank, sender.incarnation
+        self.up = {**self.up, key: (*self.up.get(key, ()), *frames)}
+
+    def all_reached(self, rank: int, target: Standing) -> bool:
+        """Whether the barrier at ``target`` is open for ``rank``."""
+        members = self.table.peers(rank) if self.driver.barrier_over_replicas else range(self.layout.world_size)
+        return all(self.standings[member] >= target for member in members)
+
+    def publish(self, rank: int, commits: int, own: int) -> None:
+        """Writes into the rank's arena; the last four publications are kept."""
+        pair = (commits, own)
+        if pair not in self.published[rank][-1:]:
+            self.published[rank] = (*self.published[rank], pair)[-4:]
+
+    def enter(self, who: Stepping, group: int, what: tuple[Any, ...], value: int) -> None:
+        """``who`` calls a collective. The n-th call of a group in a generation must be the same one on all members."""
+        key = (who.processor.generation, group, who.calls[group])
+        present = self.collectives.get(key)
+        if present is None:
+            present = Collective(what, ())
+        if present.what != what:
+            raise ViolationError(f"rank {who.rank} calls {what} where the others call {present.what}")
+        inputs = tuple(sorted((*present.inputs, (who.rank, value))))
+        self.collectives = {**self.collectives, key: present._replace(inputs=inputs)}
+
+    def complete(self, who: Stepping, group: int) -> bool:
+        """Whether all members have entered the collective in which ``who`` waits."""
+        present = self.collectives.get((who.processor.generation, group, who.calls[group]))
+        return present is not None and len(present.inputs) == len(self.members(group))
+
+    def leave(self, who: Stepping, group: int) -> tuple[tuple[int, int], ...]:
+        """The inputs of all members, in the order of ranks; ``who`` goes on."""
+        key = (who.processor.generation, group, who.calls[group])
+        present = self.collectives[key]
+        who.calls = {**who.calls, group: who.calls[group] + 1}
+        self.collectives = dict(self.collectives)
+        left = present.left | {who.rank}
+        if len(left) == len(present.inputs):
+            del self.collectives[key]
+        else:
+            self.collectives[key] = present._replace(left=left)
+        return present.inputs
+
+    def members(self, group: int) -> Sequence[int]:
+        """The ranks of a group; -1 is the world."""
+        return range(self.layout.world_size) if group == WORLD else self.groups[group]
+
+    def writable(self, rank: int) -> SimRank:
+        """The rank, as this world's own copy."""
+        self.ranks[rank] = self.ranks[rank].copy()
+        return self.ranks[rank]
+
+    # -- branching
+
+    def copy(self) -> World:
+        """An independent world in the same state."""
+        new = object.__new__(World)
+        new.__dict__.update(self.__dict__)
+        for name in ("standings", "logs", "published", "ranks", "down"):
+            setattr(new, name, list(getattr(self, name)))
+        return new
+
+    def key(self) -> int:
+        """Equal for two worlds exactly if the same can happen in them (up to collisions of 64-bit hashes)."""
+        live = {rank.processor.generation for rank in self.ranks if rank.alive}
+        calls = frozenset((key, call) for key, call in self.collectives.items() if key[0] in live)
+        parts = (
+            self.budget, self.stop_generation, tuple(self.standings), tuple(self.logs), tuple(self.published),
+            tuple(rank.key() for rank in self.ranks),
+            frozenset((k, tuple(map(frame_key, q))) for k, q in self.up.items()),
+            tuple(tuple(map(frame_key, queue)) for queue in self.down),
+            calls, self.troubles, frozenset(self.unseen), frozenset(self.unreaped), self.high_water,
+            self.resumed_generation, self.ended is None, controller_key(self.controller),
+        )  # fmt: skip
+        return hash(parts)
+
+
+def frame_key(frame: Any) -> Any:
+    """The frame as something hashable."""
+    if isinstance(frame, m.Plan):
+        copies = tuple(sorted(frame.copies.items()))
+        return ("Plan", frame.generation, frame.commits, copies, frame.tail_from, frame.leader, frame.ghosts)
+    return (type(frame).__name__, *msgspec.structs.astuple(frame))
+
+
+_copiers: dict[type, Callable[[Any], Any]] = {list: list.copy, dict: dict.copy, set: set.copy}
+_POLICY_ONLY = frozenset(("policy", "restarts", "_deaths", "_failures", "_failed_at", "_progress"))
+"""Counters that decide nothing but when to give up, which no simulated job comes near."""
+_FIXED = frozenset(("world_size", "replicas", "aware", "attempt"))
+
+
+def copy_controller(controller: Controller) -> Controller:
+    """An independent controller in the same state."""
+    new = object.__new__(type(controller))
+    new.__dict__.update(
+        (name, _copiers[type(value)](value) if type(value) in _copiers else value)
+        for name, value in controller.__dict__.items()
+    )
+    return new
+
+
+def controller_key(controller: Controller) -> tuple[Any, ...]:
+    """What decides the controller's behaviour, without the counters of its policy."""
+    state = controller.__dict__
+    return tuple(_hashable(state[name]) for name in state if name not in _POLICY_ONLY and name not in _FIXED)
+
+
+def _hashable(value: Any) -> Any:
+    match value:
+        case dict():
+            return frozenset((key, _hashable(item)) for key, item in value.items())
+        case set():
+            return frozenset(value)
+        case list():
+            return tuple(value)
+        case msgspec.Struct():
+            return frame_key(value)
+        case _:
+            return value

@@ -1,0 +1,173 @@
+"""A whole cluster in one thread with virtual time: the production controller and processors under random schedules.
+
+``simulate(seed)`` draws a job, a schedule and faults from the seed and runs the job to its end, checking every state. A
+failure is repeated, transition by transition, with ``python -m resilient_train.testing.sim --seed N --trace``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from resilient_train.protocol.controller import Stage
+from resilient_train.testing import checks
+from resilient_train.testing.checks import ViolationError
+from resilient_train.testing.cluster import Driver, Faults, Layout, Move, World
+
+MAX_TRANSITIONS = 50_000
+"""More than any job of ``draw_layout`` needs; a job that is still running then is not coming to its end."""
+
+LAYOUTS: tuple[tuple[tuple[int, ...], ...], ...] = (
+    ((0, 1),),
+    ((0, 1, 2),),
+    ((0, 1, 2, 3),),
+    ((0, 2), (1, 3)),
+    ((0, 1), (2, 3)),
+    ((0, 2, 4), (1, 3, 5)),
+)
+
+
+class Outcome(NamedTuple):
+    """How a simulated job went. ``given_up``: every holder of a shard was lost, so the job ended."""
+
+    transitions: int
+    generations: int
+    given_up: bool
+
+
+class SimulationError(ViolationError):
+    """A violation, with the command that repeats it."""
+
+
+def draw_layout(rng: random.Random) -> Layout:
+    """A job: who holds what, how many updates, how many collectives after each."""
+    groups = rng.choice(LAYOUTS)
+    tails = tuple(rng.choice((0, 0, 1, 2, 3)) for _ in range(rng.randint(1, 5)))
+    size = sum(map(len, groups))
+    return Layout(size, tails, groups if len(groups) > 1 else ())
+
+
+def draw_faults(rng: random.Random) -> Faults:
+    """How many faults may hit the job."""
+    return Faults(
+        kills=rng.randint(1, 5),
+        cuts=rng.choice((0, 0, 1)),
+        glitches=rng.choice((0, 0, 1, 2)),
+        damages=rng.choice((0, 0, 1, 2)),
+        fences=rng.choice((0, 0, 0, 1)),
+    )
+
+
+class _Scheduler:
+    """Picks the next transition.
+
+    Actors have weights that change now and then: some are much slower than others, and messages stay long under way.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._weights: dict[tuple[str, int, int], float] = {}
+        self._fault_chance = rng.choice((0.003, 0.01, 0.03, 0.1))
+
+    def pick(self, world: World) -> Move | None:
+        rng = self._rng
+        moves, faults = world.moves(), world.faults()
+        # Most mistakes are made where a recovery is hit by the next fault.
+        chance = self._fault_chance * (4 if world.controller.stage is Stage.RECOVERING else 1)
+        if world.controller.stage is Stage.STARTING:
+            chance = self._fault_chance / 4
+        if faults and rng.random() < chance:
+            return rng.choice(faults)
+        if not moves:
+            return None
+        if rng.random() < 0.02:
+            self._weights.clear()
+        weights = [self._weight((move.actor, move.about, move.incarnation)) for move in moves]
+        return rng.choices(moves, weights)[0]
+
+    def _weight(self, actor: tuple[str, int, int]) -> float:
+        if actor not in self._weights:
+            self._weights[actor] = self._rng.choice((1.0, 1.0, 0.3, 0.003))
+        return self._weights[actor]
+
+
+def simulate(
+    seed: int,
+    *,
+    driver: Driver | None = None,
+    layout: Layout | None = None,
+    faults: Faults | None = None,
+    trace: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Runs the job that ``seed`` stands for to its end. Raises SimulationError."""
+    rng = random.Random(seed)
+    drawn, drawn_faults = draw_layout(rng), draw_faults(rng)
+    world = World(layout or drawn, faults or drawn_faults, driver)
+    scheduler = _Scheduler(rng)
+    if trace is not None:
+        trace(f"{world.layout} {world.budget}")
+    count = 0
+    try:
+        while not world.final:
+            move = scheduler.pick(world)
+            checks.require(move is not None, "deadlock: nothing can happen, and the job is not over")
+            checks.require(count < MAX_TRANSITIONS, f"the job is not over after {count} transitions")
+            assert move is not None
+            if trace is not None:
+                trace(f"{count:6} generation {world.controller.generation} {_place(world, move)} {move}")
+            world.step(move)
+            count += 1
+        checks.check_final(world)
+    except ViolationError as error:
+        again = f"python -m resilient_train.testing.sim --seed {seed} --trace"
+        raise SimulationError(f"seed {seed}, transition {count}: {error}\nrepeat it with: {again}") from error
+    return Outcome(count, world.controller.generation, world.ended is not None)
+
+
+def _place(world: World, move: Move) -> str:
+    if move.actor != "rank":
+        return ""
+    rank = world.ranks[move.about]
+    return f"{rank.at.name} at {tuple(rank.processor.standing)}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``--seed N`` runs one job, ``--seeds A B`` a range of them, as many as fit in ``--seconds``."""
+    parser = argparse.ArgumentParser(prog="python -m resilient_train.testing.sim", description=main.__doc__)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "END"), default=(0, 1_000_000))
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--trace", action="store_true", help="print every transition of --seed")
+    options = parser.parse_args(argv)
+    if options.seed is not None:
+        try:
+            print(simulate(options.seed, trace=print if options.trace else None))
+        except SimulationError as error:
+            print(error, file=sys.stderr)
+            return 1
+        return 0
+    return _run_many(range(*options.seeds), options.seconds)
+
+
+def _run_many(seeds: range, seconds: float) -> int:
+    deadline = time.monotonic() + seconds
+    done = transitions = 0
+    for seed in seeds:
+        if time.monotonic() > deadline:
+            break
+        try:
+            transitions += simulate(seed).transitions
+        except SimulationError as error:
+            print(error, file=sys.stderr)
+            return 1
+        done += 1
+    print(f"{done} jobs, {transitions} transitions: no violation")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

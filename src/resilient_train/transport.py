@@ -1,0 +1,164 @@
+"""Frames between a rank (or an operator's command) and the agent of its node, over a Unix socket.
+
+A frame is a little-endian length of 4 bytes and a msgpack body of one of the structs of ``protocol/messages``. Only the
+same user or root may connect (``SO_PEERCRED``). Descriptors travel beside a frame as ``SCM_RIGHTS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from resilient_train.errors import JobEnded, ProtocolError
+from resilient_train.protocol.messages import FromAgent, FromRank
+
+MAX_FRAME_BYTES = 256 << 20
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding foreign bytes can raise: msgspec wraps neither bad UTF-8 nor too deep a nesting."""
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
+_MAX_DESCRIPTORS = 4
+
+
+def encode(message: FromRank | FromAgent) -> bytes:
+    """The message as one frame."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a {type(message).__name__} frame of {len(body)} bytes is over the limit")
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_from_rank(body: bytes) -> FromRank:
+    """Raises ProtocolError for anything that isn't a frame a rank may send."""
+    try:
+        return _from_rank.decode(body)
+    except _MALFORMED as error:
+        raise ProtocolError(f"not a frame of this protocol: {error}") from None
+
+
+class FrameBuffer:
+    """Cuts a byte stream into frame bodies. A length over the limit raises ProtocolError: the stream is not ours."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Adds ``data`` and yields each body that is complete."""
+        self._bytes += data
+        while len(self._bytes) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes)
+            if length > MAX_FRAME_BYTES:
+                raise ProtocolError(f"a frame claims {length} bytes")
+            end = _LENGTH.size + length
+            if len(self._bytes) < end:
+                return
+            body = bytes(self._bytes[_LENGTH.size : end])
+            del self._bytes[:end]
+            yield body
+
+
+def peer_is_trusted(connection: socket.socket) -> bool:
+    """Whether the process at the other end runs as this user, or as root."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", packed)
+    return uid in (0, os.geteuid())
+
+
+@contextlib.contextmanager
+def short_path(path: str) -> Iterator[str]:
+    """The path of a socket by way of its folder's descriptor: a Unix socket's address has room for 107 bytes only."""
+    folder, name = os.path.split(path)
+    descriptor = os.open(folder or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
+class Channel:
+    """The rank's (or operator's) end: blocking sends, and receives that also watch another descriptor.
+
+    One thread at a time. Raises JobEnded when the agent is gone.
+    """
+
+    def __init__(self, path: str, timeout_s: float = 30.0) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._socket.settimeout(timeout_s)
+        with short_path(path) as short:
+            self._socket.connect(short)
+        self._socket.settimeout(None)
+        self._frames = FrameBuffer()
+        self._ready: list[FromAgent] = []
+        self._descriptors: list[int] = []
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+
+    def send(self, message: FromRank) -> None:
+        """Sends one frame. Raises JobEnded if the agent is gone."""
+        try:
+            self._socket.sendall(encode(message))
+        except OSError as error:
+            raise JobEnded(f"the agent of this node is gone ({error})") from None
+
+    def receive(self, timeout_s: float | None = None) -> FromAgent | None:
+        """The next frame, or None after ``timeout_s``."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._ready:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._selector.select(left):
+                return None
+            self._read()
+        return self._ready.pop(0)
+
+    def put_back(self, frames: list[FromAgent]) -> None:
+        """Frames that were received too early, to be received again before all others."""
+        self._ready[:0] = frames
+
+    def wait_either(self, other: int) -> bool:
+        """Blocks until a frame is there (False) or descriptor ``other`` is readable (True)."""
+        if self._ready:
+            return False
+        self._selector.register(other, selectors.EVENT_READ)
+        try:
+            events = self._selector.select()
+        finally:
+            self._selector.unregister(other)
+        return any(key.fd == other for key, _ in events)
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """The descriptors that came with the last frames, oldest first; the caller owns them."""
+        if len(self._descriptors) < count:
+            raise ProtocolError(f"expected {count} descriptors, got {len(self._descriptors)}")
+        taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        return taken
+
+    def _read(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 18, _MAX_DESCRIPTORS)
+        except OSError as error:
+            raise JobEnded(f"the agent of this node is gone ({error})") from None
+        self._descriptors += descriptors
+        if not data:
+            raise JobEnded("the agent of this node closed the connection")
+        for body in self._frames.feed(data):
+            try:
+                self._ready.append(_from_agent.decode(body))
+            except _MALFORMED as error:
+                raise ProtocolError(f"not a frame of this protocol: {error}") from None
+
+    def close(self) -> None:
+        """Closes the connection; descriptors that nobody took are closed too."""
+        self._selector.close()
+        self._socket.close()
+        for descriptor in self._descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)

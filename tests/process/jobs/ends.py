@@ -1,0 +1,50 @@
+"""Sessions that go wrong in the way that ``sys.argv[1]`` names."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import resilient_train as rt
+
+mode = sys.argv[1]
+if mode == "gloo-kept":
+    dist.distributed_c10d.init_process_group.__wrapped__("gloo")
+elif mode != "no-group":
+    dist.init_process_group("resilient")
+rank = dist.get_rank() if dist.is_initialized() else 0
+torch.manual_seed(rank if mode == "unequal" else 0)
+model = nn.Linear(3, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Odd:
+    def state_dict(self) -> dict:
+        return {"inner": {"thing": object()}}
+
+    def load_state_dict(self, state: dict) -> None:
+        raise AssertionError(state)
+
+
+session = rt.Session(
+    model=model,
+    optimizer=optimizer,
+    replicas=[[0]] if mode == "bad-replicas" else (),
+    state={"odd": Odd()} if mode == "bad-state" else None,
+)
+if mode == "second-session":
+    rt.Session(model=model, optimizer=optimizer)
+with session:
+    for step in session.steps(5):
+        with step:
+            if mode == "raise" and step.number == 2 and rank == 1:
+                raise ValueError("the user's own mistake")
+            loss = model(torch.ones(2, 3)).sum()
+            loss.backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            if mode == "raise-after" and step.number == 2 and rank == 1:
+                raise ValueError("the user's own mistake")

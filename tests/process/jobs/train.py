@@ -1,0 +1,202 @@
+"""The training job of the process tests: small, but with everything that is hard to repair bit for bit.
+
+Dropout (torch's RNG), data noise from Python's and NumPy's RNG, BatchNorm (buffers of each rank's own), gradient
+clipping, a scheduler, an EMA and a logged all-reduce after the update. ``--variant`` changes one thing, or several
+(``two+stateful``).
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+import resilient_train as rt
+from resilient_train.config import read_link
+
+STUCK_SAMPLE = 60
+"""Loaded by rank 1 of 3 in its sixth step, with the sampler's seed 3."""
+
+
+class Noisy(Dataset):
+    """Sample i is drawn from seed i, plus noise from the global generators; it says its own number.
+
+    Without noise where worker processes load: a plain DataLoader cannot resume their random numbers (docs/guarantees).
+    """
+
+    def __init__(self, noise: float, stuck: int = -1) -> None:
+        self.noise = noise
+        self.stuck = stuck
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, int]:
+        if index == self.stuck:
+            time.sleep(3600)
+        clean = torch.randn(12, generator=torch.Generator().manual_seed(index))
+        noise = 0.0
+        if self.noise:
+            noise = self.noise * (random.random() + float(np.random.rand()))  # noqa: NPY002 - the global one is meant
+        return index, clean + noise, index % 4
+
+
+def build(variant: frozenset[str]) -> nn.Module:
+    layers: list[nn.Module] = []
+    width = 12
+    for _ in range(4):
+        layers += [nn.Linear(width, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Dropout(0.2)]
+        width = 48
+    layers.append(nn.Linear(width, 4))
+    model = nn.Sequential(*layers)
+    if "unused" in variant:
+        model.register_parameter("never_used", nn.Parameter(torch.ones(3)))
+    return model
+
+
+def wrap(model: nn.Module, variant: frozenset[str]) -> DistributedDataParallel:
+    names = {"unused": "find_unused_parameters", "static": "static_graph", "view": "gradient_as_bucket_view"}
+    flags = {flag: True for name, flag in names.items() if name in variant}
+    return DistributedDataParallel(model, bucket_cap_mb=0.01, **flags)
+
+
+def make_loader(variant: frozenset[str]) -> DataLoader:
+    link = read_link()
+    faulty = "stuck" in variant and link is not None and link.rank == 1 and link.incarnation == 0
+    data = Noisy(0.0 if "workers" in variant else 0.01, stuck=STUCK_SAMPLE if faulty else -1)
+    if "stateful" in variant:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        return StatefulDataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=3))
+    if "workers" in variant:
+        return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=3), num_workers=2)
+    if "shuffle" in variant:
+        return DataLoader(data, batch_size=4, shuffle=True)
+    return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=3))
+
+
+class Job:
+    def __init__(self, variant: frozenset[str]) -> None:
+        self.variant = variant
+        torch.manual_seed(0)
+        self.model = wrap(build(variant), variant)
+        self.ema = build(variant)
+        self.ema.load_state_dict(self.model.module.state_dict())
+        parameters = list(self.model.parameters())
+        half = len(parameters) // 2 if variant & {"two", "gan"} else len(parameters)
+        self.optimizers = [torch.optim.AdamW(parameters[:half], lr=1e-2)]
+        if half < len(parameters):
+            self.optimizers.append(torch.optim.SGD(parameters[half:], lr=1e-2, momentum=0.9))
+        self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 50) for o in self.optimizers]
+        self.scaler = (
+            torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4) if "scaler" in variant else None
+        )
+        link = read_link()
+        rank = dist.get_rank()
+        # The first process of rank 1 is the one that goes wrong, where a variant has one go wrong.
+        self.faulty = link is not None and rank == 1 and link.incarnation == 0
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(1000 + rank)
+        self.records = Path(link.run_dir) / f"samples_rank{rank}.jsonl" if link else None
+        self.others = dist.new_group(list(range(dist.get_world_size())))
+
+    def loss_of(self, batch: tuple) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.model(batch[1]), batch[2])
+
+    def body(self, step: rt.Step) -> None:
+        skip = "skip" in self.variant and self.faulty and step.number == 5
+        with self.model.no_sync() if skip else contextlib.nullcontext():
+            self.train(step)
+
+    def train(self, step: rt.Step) -> None:
+        loss = self.loss_of(step.batch)
+        if "before" in self.variant:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+        if "accumulate" in self.variant:
+            (loss / 2).backward()
+            if step.number % 2 == 0:
+                return
+        elif self.scaler is not None:
+            # A scale that overflows now and then: the scaler refuses the update and the step still counts.
+            factor = float("inf") if step.number % 7 == 3 else 1.0
+            self.scaler.scale(loss * factor).backward()
+        else:
+            loss.backward()
+        self.update(step, loss)
+
+    def update(self, step: rt.Step, loss: torch.Tensor) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizers[0])
+            self.scaler.step(self.optimizers[0])
+            self.scaler.update()
+        else:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+            for number, optimizer in enumerate(self.optimizers):
+                if number and "gan" in self.variant:
+                    optimizer.zero_grad()
+                    self.loss_of(step.batch).backward()
+                optimizer.step()
+        if "before" not in self.variant:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+        self.after(step, loss)
+
+    def after(self, step: rt.Step, loss: torch.Tensor) -> None:
+        for scheduler in self.schedulers:
+            scheduler.step()
+        with torch.no_grad():
+            for slow, fast in zip(self.ema.parameters(), self.model.module.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        counts = [torch.zeros(1) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, torch.tensor([float(step.number)]), group=self.others)
+        if self.records is not None:
+            line = {
+                "step": step.number,
+                "ids": step.batch[0].tolist(),
+                "mean": mean.item(),
+                "counts": torch.cat(counts).tolist(),
+            }
+            with self.records.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def run(self, steps: int, between: bool) -> None:
+        with rt.Session(
+            model=self.model,
+            optimizer=self.optimizers,
+            loader=make_loader(self.variant),
+            scheduler=self.schedulers,
+            scaler=self.scaler,
+            state={"ema": self.ema},
+            undo=bool(self.variant & {"gan", "undo"}),
+        ) as session:
+            for step in session.steps(steps):
+                with step:
+                    self.body(step)
+                if "slow" in self.variant and step.number == 5 and dist.get_rank() == 1:
+                    with session.slow("evaluation"):
+                        time.sleep(3)
+                if between and step.done and step.number % 3 == 2:
+                    dist.barrier()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--variant", default="base")
+    parser.add_argument("--between", action="store_true")
+    arguments = parser.parse_args()
+    dist.init_process_group("resilient")
+    Job(frozenset(arguments.variant.split("+"))).run(arguments.steps, arguments.between)
+    dist.destroy_process_group()

@@ -1,0 +1,109 @@
+"""Runs real jobs for the process tests: bounded, in process groups of their own, killed whatever happens."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+JOBS = Path(__file__).parent / "jobs"
+LAUNCHER = [sys.executable, "-m", "resilient_train.launch.run"]
+
+
+@dataclass
+class Run:
+    """A job that has ended."""
+
+    run_dir: Path
+    code: int
+    out: str
+    err: str
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+    def digests(self) -> dict[int, tuple[str, str]]:
+        """Rank -> (digest of parameters and optimizer state, digest of the rank's own state)."""
+        return {e["rank"]: (e["detail"]["params_digest"], e["detail"]["rank_digest"]) for e in self.of("session_end")}
+
+    def recoveries(self) -> int:
+        return len(self.of("resumed"))
+
+    def samples(self, rank: int, *, once: bool = True) -> dict[int, list[int]]:
+        """Step -> the sample numbers that the rank trained on when it committed that step. Twice is a failure."""
+        found: dict[int, list[int]] = {}
+        path = self.run_dir / f"samples_rank{rank}.jsonl"
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            assert not (once and record["step"] in found), f"rank {rank} committed step {record['step']} twice"
+            found[record["step"]] = record["ids"]
+        return found
+
+    def explain(self) -> str:
+        told = "\n".join(json.dumps(e) for e in self.events[-40:])
+        return f"code {self.code}\n--- stdout\n{self.out[-2000:]}\n--- stderr\n{self.err[-4000:]}\n--- events\n{told}"
+
+
+Reference = Callable[..., Run]
+"""``undisturbed(ranks=3, variant="base", steps=20)``: see ``conftest.py``."""
+
+
+@contextlib.contextmanager
+def start(command: list[str], **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """The command in a session of its own; at the end nothing of it is left."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("RESILIENT_", "MS_"))}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**clean, "OMP_NUM_THREADS": "1", **environ},
+    )
+    try:
+        yield process
+    finally:
+        # The ranks die with the launcher (PR_SET_PDEATHSIG), each being in a group of its own.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "events.jsonl"
+    if not path.exists():
+        return []
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(events, key=lambda event: event["time_ns"])
+
+
+def launch(
+    run_dir: Path,
+    script: str | Path,
+    *arguments: str,
+    ranks: int,
+    flags: tuple[str, ...] = (),
+    timeout_s: float = 120,
+    **environ: str,
+) -> Run:
+    """Runs a script of ``jobs/`` under resilient-run to its end. Fails if that takes longer than ``timeout_s``."""
+    path = JOBS / script
+    command = [*LAUNCHER, "--nproc-per-node", str(ranks), "--run-dir", str(run_dir), *flags, str(path), *arguments]
+    with start(command, **environ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            run = Run(run_dir, -1, out, err, read_events(run_dir))
+            raise AssertionError(f"the job did not end within {timeout_s} s\n{run.explain()}") from None
+    return Run(run_dir, process.returncode, out, err, read_events(run_dir))

@@ -1,0 +1,192 @@
+"""How a job ends when something else than a fault ends it: user errors, signals, bad input, no agent at all."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from running import JOBS, LAUNCHER, launch, start
+
+TRAIN = str(JOBS / "train.py")
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def wait_for(condition: object, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_user_error_ends_the_job_at_once_with_its_own_traceback(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ends.py", "raise", ranks=2)
+    assert run.code == 1, run.explain()
+    assert "ValueError: the user's own mistake" in run.err
+    assert run.err.count("Traceback") == 1, "only the culprit speaks"
+    assert run.of("fault") == []
+
+
+def test_an_error_after_the_update_is_the_users_too(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "ends.py", "raise-after", ranks=2)
+    assert run.code == 1, run.explain()
+    assert "ValueError: the user's own mistake" in run.err
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        ("second-session", "a Session is open already"),
+        ("no-group", "no process group"),
+        ("gloo-kept", "cannot take a replacement in"),
+        ("bad-replicas", "leave a shard uncovered"),
+        ("unequal", "differs at the start"),
+        ("bad-state", "cannot be carried"),
+    ],
+)
+def test_a_wrong_session_ends_with_code_2(tmp_path: Path, mode: str, told: str) -> None:
+    run = launch(tmp_path / "run", "ends.py", mode, ranks=2)
+    assert run.code == 2, run.explain()
+    lines = [line for line in run.err.splitlines() if line.startswith("resilient-run: the job ends")]
+    assert len(lines) == 1, run.explain()
+    assert told in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "told"),
+    [
+        (["--faults", "kil rank=0 step=1"], {}, "did you mean 'kill'"),
+        (["--faults", "kill rank=7 step=1"], {}, "ranks 0 to 1"),
+        ([], {"MS_ENABLE_TFT": "{ARG:1}"}, "did you mean 'ARF'"),
+        ([], {"RESILIENT_BEAT": "5"}, "did you mean 'RESILIENT_BEAT_MS'"),
+        ([], {"RESILIENT_TRANSFER": "mail"}, "RESILIENT_TRANSFER"),
+        (["--nproc-per-node", "0"], {}, "0 ranks"),
+        (["--max-restarts", "-1"], {}, "max_restarts"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(tmp_path: Path, flags: list[str], environ: dict[str, str], told: str) -> None:
+    command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), *flags, TRAIN]
+    with start(command, **environ) as process:
+        out, err = process.communicate(timeout=60)
+    ours = [line for line in err.splitlines() if line.startswith("resilient-run:")]
+    assert process.returncode == 2, out + err
+    assert len(ours) == 1, err
+    assert told in ours[0]
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists(), "nothing was started, nothing is left"
+
+
+def test_missing_script(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "not_there.py", ranks=2)
+    assert run.code == 2
+    assert "not_there.py" in run.err
+
+
+def test_max_restarts_bounds_replacements(tmp_path: Path) -> None:
+    plan = "kill rank=1 step=2 phase=COMPUTE; kill rank=0 step=4 phase=COMPUTE"
+    flags = ("--max-restarts", "1", "--faults", plan)
+    run = launch(tmp_path / "run", "train.py", "--steps", "8", ranks=2, flags=flags)
+    assert run.code not in (0, 2), run.explain()
+    assert "--max-restarts 1 is used up" in run.err
+    assert run.recoveries() == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
+    run_dir = tmp_path / "run"
+    command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), TRAIN, "--steps", "100000"]
+    with start(command) as process:
+        wait_for((run_dir / "samples_rank0.jsonl").exists)
+        family = descendants(process.pid)
+        assert len(family) == 2
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + number, err
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+        assert "Traceback" not in err
+
+
+def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), TRAIN, "--steps", "100000"]
+    with start(command) as process:
+        wait_for((run_dir / "samples_rank0.jsonl").exists)
+        family = descendants(process.pid)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+def test_without_an_agent_a_session_is_a_plain_loop(tmp_path: Path) -> None:
+    """Plain python and plain torchrun: same numbers, no thread, one line that says so."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    with start([*command, str(JOBS / "plain.py"), "session"]) as process:
+        out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    with start([*command, str(JOBS / "plain.py"), "bare"]) as process:
+        bare, _ = process.communicate(timeout=90)
+    with_session, without = json.loads(out), json.loads(bare)
+    assert with_session["digest"] == without["digest"]
+    assert with_session["threads"] == without["threads"]
+    assert with_session["handlers"] == without["handlers"]
+    assert err.count("the Session is a plain loop") == 1
+    alone = subprocess.run(
+        [sys.executable, str(JOBS / "plain.py"), "alone"], capture_output=True, text=True, timeout=90, check=True
+    )
+    assert "the Session is a plain loop" in alone.stderr
+
+
+def test_environment_is_torchruns(tmp_path: Path) -> None:
+    """The variables that torchrun gives its workers, with the same values."""
+    ours = launch(tmp_path / "run", "environment.py", ranks=2, flags=("--role", "worker"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--role", "worker"]
+    with start([*command, str(JOBS / "environment.py")]) as process:
+        theirs, err = process.communicate(timeout=60)
+    assert ours.code == process.returncode == 0, ours.explain() + err
+
+    def by_rank(text: str) -> dict[str, dict[str, str]]:
+        return {each["RANK"]: each for each in map(json.loads, text.splitlines())}
+
+    ignored = {
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "MASTER_ADDR",
+        "TORCHELASTIC_ERROR_FILE",
+        "TORCHELASTIC_MAX_RESTARTS",
+    }
+    for rank, expected in by_rank(theirs).items():
+        found = by_rank(ours.out)[rank]
+        assert set(expected) - set(found) == set()
+        differing = {key for key in expected if found[key] != expected[key]} - ignored
+        assert differing == set()
+
+
+def test_inject_hits_a_running_job(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), TRAIN, "--steps", "400"]
+    tool = [sys.executable, "-m", "resilient_train.launch.cli"]
+    with start(command) as process:
+        wait_for((run_dir / "samples_rank0.jsonl").exists)
+        done = subprocess.run(
+            [*tool, "inject", str(run_dir), "--rank", "1", "--kind", "kill"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        process.communicate(timeout=110)
+        assert process.returncode == 0
+    report = subprocess.run(
+        [*tool, "report", str(run_dir), "--json"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert len(json.loads(report.stdout)["recoveries"]) == 1
+    trace = json.loads((run_dir / "trace.json").read_text())
+    assert {event["ph"] for event in trace["traceEvents"]} >= {"X", "M"}

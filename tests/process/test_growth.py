@@ -1,0 +1,35 @@
+"""A survivor of a hundred recoveries holds no more of the machine than a survivor of ten.
+
+The job's group has a time-out of 20 s: a thread that gloo has forgotten (docs/facts.md) lives until then, no longer.
+"""
+
+import json
+import os
+import statistics
+from pathlib import Path
+
+import pytest
+from running import launch
+
+RECOVERIES = 100 if "FULL" in os.environ else 12
+"""A hundred take four to six minutes of two cores: ``make test FULL=1``."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_hundred_recoveries(tmp_path: Path) -> None:
+    steps = 3 * RECOVERIES + 1
+    flags = ("--max-restarts", str(RECOVERIES))
+    run = launch(tmp_path / "run", "many.py", str(steps), ranks=2, flags=flags, timeout_s=580)
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == RECOVERIES
+    assert len({digest for digest, _ in run.digests().values()}) == 1
+    held = [json.loads(line) for line in (run.run_dir / "holdings.jsonl").read_text().splitlines()]
+    early, late = held[3 : 3 + RECOVERIES // 4], held[-(RECOVERIES // 4) :]
+    # Known defect (docs/guarantees.md): an operation that gloo has forgotten leaves a thread and four
+    # descriptors behind even after its time-out. Bounded here to one such in four recoveries.
+    leaks = RECOVERIES // 4
+    for name, slack in (("threads", 5 + leaks), ("fds", 4 + 4 * leaks), ("rss", 24 << 20)):
+        before = statistics.median(each[name] for each in early)
+        after = statistics.median(each[name] for each in late)
+        assert after <= before + slack, f"{name} grew from {before} to {after} over {RECOVERIES} recoveries"

@@ -1,0 +1,133 @@
+"""Ranks that hang without dying: the culprit is named, killed and replaced; the run ends as if nothing had happened."""
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from identity import assert_identical
+from running import Reference, Run, launch
+
+STOPS: tuple[str, ...] = ("phase=COMPUTE at=backward", "phase=READY at=barrier", "phase=BETWEEN")
+LOOPS: tuple[str, ...] = ("phase=COMPUTE at=forward", "phase=APPLIED at=start")
+if "FULL" in os.environ:
+    STOPS += (
+        "phase=UPDATING at=start",
+        "phase=COMPUTE at=start",
+        "phase=READY at=before",
+        "phase=UPDATING at=end",
+        "phase=APPLIED at=end",
+    )
+    LOOPS += ("phase=UPDATING at=end", "phase=COMPUTE at=backward", "phase=APPLIED at=end", "phase=BETWEEN")
+WORLDS = (2, 3, 4) if "FULL" in os.environ else (3,)
+FAST = {"RESILIENT_HANG_TIMEOUT_S": "1.5"}
+
+
+def plan_of(kind: str, places: tuple[str, ...], ranks: int) -> tuple[str, int]:
+    """One fault every second step, going round the ranks, and the number of steps that this needs."""
+    incarnation = dict.fromkeys(range(ranks), 0)
+    clauses = []
+    step = 2
+    for place, rank in zip(places, itertools.cycle(range(ranks)), strict=False):
+        clauses.append(f"{kind} rank={rank} step={step} {place} incarnation={incarnation[rank]}")
+        incarnation[rank] += 1
+        step += 2
+    return "; ".join(clauses), step + 1
+
+
+def assert_named(run: Run) -> None:
+    """Each injected rank, and no other, was found hung."""
+    injected = [event["rank"] for event in run.of("injected")]
+    assert [rank for event in run.of("hung") for rank in event["detail"]["ranks"]] == injected, run.explain()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_stopped_process(tmp_path: Path, undisturbed: Reference, ranks: int) -> None:
+    plan, steps = plan_of("stop", STOPS, ranks)
+    run = launch(tmp_path / "run", "train.py", "--steps", str(steps), ranks=ranks, flags=("--faults", plan))
+    assert_identical(run, undisturbed(ranks=ranks, steps=steps), ranks=ranks, recoveries=len(STOPS))
+    assert_named(run)
+
+
+@pytest.mark.timeout(120)
+def test_endless_loop_that_holds_the_gil(tmp_path: Path, undisturbed: Reference) -> None:
+    plan, steps = plan_of("loop", LOOPS, 3)
+    run = launch(tmp_path / "run", "train.py", "--steps", str(steps), ranks=3, flags=("--faults", plan), **FAST)
+    assert_identical(run, undisturbed(ranks=3, steps=steps), ranks=3, recoveries=len(LOOPS))
+    assert_named(run)
+    stacks = (run.run_dir / "stacks" / "rank_0.0.txt").read_text()
+    assert "in _loop_for_ever" in stacks
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("variant", "words"), [("skip", "has entered"), ("stuck", "waits for its batch")])
+def test_culprit_is_named(tmp_path: Path, undisturbed: Reference, variant: str, words: str) -> None:
+    """A rank that leaves a collective out, and one whose loader does not come back."""
+    run = launch(tmp_path / "run", "train.py", "--steps", "9", "--variant", variant, ranks=3, **FAST)
+    assert_identical(run, undisturbed(ranks=3, steps=9), ranks=3, recoveries=1)
+    (hung,) = run.of("hung")
+    assert hung["detail"]["ranks"] == [1]
+    assert words in hung["detail"]["why"]
+    assert "rank 1 hung" in run.err
+
+
+def test_declared_slow_work_is_no_hang(tmp_path: Path) -> None:
+    run = launch(
+        tmp_path / "run", "train.py", "--steps", "9", "--variant", "slow", ranks=2, RESILIENT_HANG_TIMEOUT_S="2"
+    )
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 0
+    assert run.of("hung") == run.of("suspect") == []
+    (slow,) = run.of("slow")
+    assert (slow["rank"], slow["detail"]["what"]) == (1, "evaluation")
+
+
+@pytest.mark.timeout(120)
+def test_stopped_in_the_middle_of_a_recovery(tmp_path: Path, undisturbed: Reference) -> None:
+    plan = "kill rank=1 step=5 phase=COMPUTE at=backward; stop rank=2 phase=STOP generation=1"
+    run = launch(tmp_path / "run", "train.py", "--steps", "9", ranks=3, flags=("--faults", plan))
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=3, steps=9).digests(), run.explain()
+    assert "in the middle of a recovery" in run.err
+
+
+HCCE_PLACES = (
+    "phase=COMPUTE at=start",
+    "phase=COMPUTE at=forward",
+    "phase=COMPUTE at=backward",
+    "phase=READY at=before",
+    "phase=READY at=barrier",
+    "phase=UPDATING at=start",
+    "phase=APPLIED at=start",
+    "phase=APPLIED at=end",
+    "phase=BETWEEN",
+)
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_broken_collectives_are_rebuilt_in_process(tmp_path: Path, undisturbed: Reference, ranks: int) -> None:
+    """HCCE: nobody is replaced, nothing is copied."""
+    clauses = [f"hcce rank={i % ranks} step={2 + 2 * i} {place}" for i, place in enumerate(HCCE_PLACES)]
+    steps = 2 * len(HCCE_PLACES) + 3
+    plan = "; ".join(clauses)
+    run = launch(tmp_path / "run", "train.py", "--steps", str(steps), ranks=ranks, flags=("--faults", plan))
+    assert_identical(run, undisturbed(ranks=ranks, steps=steps), ranks=ranks, recoveries=len(HCCE_PLACES))
+    assert len(run.of("spawned")) == ranks
+    assert run.of("fetched") == []
+
+
+def test_hcce_switched_off(tmp_path: Path) -> None:
+    plan = "hcce rank=0 step=4 phase=COMPUTE at=forward"
+    run = launch(
+        tmp_path / "run", "train.py", "--steps", "9", ranks=2, flags=("--faults", plan), MS_ENABLE_TFT="{ARF:1}"
+    )
+    assert run.code == 75, run.explain()
+    assert "MS_ENABLE_TFT has no HCCE:1" in run.err
+
+
+def test_collectives_that_keep_failing_end_the_job(tmp_path: Path) -> None:
+    plan = "; ".join(["hcce rank=0 step=4 phase=COMPUTE at=forward"] * 5)
+    run = launch(tmp_path / "run", "train.py", "--steps", "9", ranks=2, flags=("--faults", plan))
+    assert run.code == 75, run.explain()
+    assert "collectives keep failing" in run.err

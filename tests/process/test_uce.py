@@ -1,0 +1,94 @@
+"""Device memory that loses data: only what was hit is fetched again, nobody is replaced, the bits are the same.
+
+The injection really destroys the bytes, so a repair that does nothing ends with other parameters, or with NaN.
+"""
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from identity import assert_identical
+from running import Reference, launch
+
+from resilient_train.testing.fake_device import library
+
+PLACES = ("phase=COMPUTE at=forward", "phase=COMPUTE at=backward", "phase=UPDATING at=start")
+TARGETS = ("param", "optimizer", "buffer", "gradient", "activation")
+VARIANTS = ("accumulate+view", *(("two+stateful", "undo", "static", "scaler") if "FULL" in os.environ else ()))
+WORLDS = (2, 3, 4) if "FULL" in os.environ else (4,)
+
+
+def plan_of(ranks: int) -> tuple[str, int, int]:
+    """Every target at every place, going round the ranks: the plan, how many faults, how many steps."""
+    cases = list(itertools.product(TARGETS, PLACES))
+    clauses = [f"uce rank={i % ranks} step={2 + 2 * i} {place} target={what}" for i, (what, place) in enumerate(cases)]
+    return "; ".join(clauses), len(cases), 2 * len(cases) + 3
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_every_kind_of_tensor(tmp_path: Path, undisturbed: Reference, ranks: int) -> None:
+    plan, faults, steps = plan_of(ranks)
+    run = launch(tmp_path / "run", "train.py", "--steps", str(steps), ranks=ranks, flags=("--faults", plan))
+    assert_identical(run, undisturbed(ranks=ranks, steps=steps), ranks=ranks, recoveries=faults)
+    assert len(run.of("spawned")) == ranks, "nobody was to be replaced"
+    whole = max(event["detail"]["bytes"] for event in run.of("fetched"))
+    in_step = [e["detail"]["bytes"] for e in run.of("fetched") if e["detail"]["bytes"] < whole]
+    # Three targets own state, at two places where the rest of it is intact; a cut update costs all of it.
+    assert len(in_step) == 6, [event["detail"] for event in run.of("fetched")]
+    assert max(in_step) < whole / 20
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_other_loops(tmp_path: Path, undisturbed: Reference, variant: str) -> None:
+    plan = (
+        "uce rank=1 step=3 phase=COMPUTE at=backward target=param; uce rank=0 step=5 phase=COMPUTE at=forward "
+        "target=optimizer; uce rank=2 step=7 phase=COMPUTE at=backward target=gradient; kill rank=1 step=9"
+    )
+    arguments = ("--steps", "12", "--variant", variant)
+    run = launch(tmp_path / "run", "train.py", *arguments, ranks=3, flags=("--faults", plan))
+    reference = undisturbed(ranks=3, variant=variant, steps=12)
+    assert_identical(run, reference, ranks=3, recoveries=4, once=variant != "undo")
+
+
+def test_again_and_again_costs_the_process(tmp_path: Path, undisturbed: Reference) -> None:
+    """The same step fails each time: bad memory that stays bad. Then the process is replaced (ARF)."""
+    plan = "; ".join(["uce rank=1 step=4 phase=COMPUTE at=forward"] * 5)
+    run = launch(tmp_path / "run", "train.py", "--steps", "9", ranks=2, flags=("--faults", plan))
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=2, steps=9).digests(), run.explain()
+    assert [event["rank"] for event in run.of("spawned")][2:] == [1]
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    """Then it is an error of the script's, as it is without us."""
+    run = launch(
+        tmp_path / "run", "train.py", "--steps", "9", ranks=2,
+        flags=("--faults", "uce rank=1 step=4 phase=COMPUTE at=forward"), MS_ENABLE_TFT="{ARF:1,HCCE:1}",
+    )  # fmt: skip
+    assert run.code == 1, run.explain()
+    assert "UCE ERROR (injected: param)" in run.err
+
+
+def test_the_devices_own_list(tmp_path: Path) -> None:
+    """From dlopen to the repaired tensor, through the C symbols that an Ascend device has."""
+    library_name = str(library("libascendcl.so"))
+    runs = []
+    for name in ("undisturbed", "damaged"):
+        folder = tmp_path / name
+        folder.mkdir()
+        flag = ("--damage",) if name == "damaged" else ()
+        arguments = (str(folder), *flag)
+        runs.append(launch(folder / "run", "device.py", *arguments, ranks=2, RESILIENT_ACL_LIBRARY=library_name))
+    undisturbed, damaged = runs
+    assert damaged.code == undisturbed.code == 0, damaged.explain()
+    assert undisturbed.of("uce") == []
+    (uce,) = damaged.of("uce")
+    assert (uce["rank"], uce["detail"]["tensors"]) == (1, ["model.0.module.0.weight"])
+    assert [span[1] for span in uce["detail"]["ranges"]] == [4096]
+    assert [event["detail"]["bytes"] for event in damaged.of("fetched")] == [64 * 64 * 4]
+    parameters = [{digest for digest, _ in run.digests().values()} for run in runs]
+    assert parameters[0] == parameters[1], damaged.explain()
+    assert len(damaged.of("spawned")) == 2
+    assert "rank 1 repaired 1" in damaged.out
+    assert "rank 0 repaired 0" in damaged.out

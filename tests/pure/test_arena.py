@@ -1,0 +1,188 @@
+"""A rank's arena: killed at any instant of a write, it never shows a payload that was not published whole."""
+
+import mmap
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient_train.errors import ProtocolError
+from resilient_train.state.arena import SLOTS, Arena, ArenaFullError
+
+SLOT_BYTES = 256
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(SLOT_BYTES, 200)
+    yield arena
+    arena.close()
+
+
+def reopened(arena: Arena) -> Arena:
+    return Arena(os.dup(arena.fd))
+
+
+def test_newest_of_an_update_wins(arena: Arena) -> None:
+    arena.publish(4, b"after READY")
+    arena.publish(5, b"next")
+    arena.publish(4, b"after the tail")
+    assert arena.published(4) == b"after the tail"
+    assert arena.published(5) == b"next"
+    assert arena.published(6) is None
+
+
+def test_empty_arena_and_empty_payload(arena: Arena) -> None:
+    assert arena.published(0) is None
+    arena.publish(0, b"")
+    assert arena.published(0) == b""
+
+
+def test_it_outlives_the_process_that_wrote(arena: Arena) -> None:
+    arena.publish(1, b"one")
+    other = reopened(arena)
+    other.publish(2, b"two")
+    assert (other.published(1), arena.published(2)) == (b"one", b"two")
+    other.close()
+
+
+def test_the_last_slots_stay(arena: Arena) -> None:
+    for commits in range(10):
+        arena.publish(commits, str(commits).encode())
+    kept = [arena.published(commits) for commits in range(10)]
+    assert kept == [None] * (10 - SLOTS) + [str(c).encode() for c in range(10 - SLOTS, 10)]
+
+
+def test_full(arena: Arena) -> None:
+    arena.publish(1, bytes(SLOT_BYTES))
+    with pytest.raises(ArenaFullError) as caught:
+        arena.publish(2, bytes(SLOT_BYTES + 1))
+    assert caught.value.needed_bytes == SLOT_BYTES + 1
+    assert arena.published(1) == bytes(SLOT_BYTES)
+
+
+def stores(before: bytes, after: bytes) -> list[tuple[int, int]]:
+    return [(i, after[i]) for i in range(len(before)) if before[i] != after[i]]
+
+
+def image(arena: Arena) -> bytes:
+    return os.pread(arena.fd, os.fstat(arena.fd).st_size, 0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, SLOTS + 2), st.binary(min_size=1, max_size=40), st.data())
+def test_any_part_of_a_write(published: int, payload: bytes, data: st.DataObject) -> None:
+    """The stores of a publication, cut and reordered at will: what was published before, or the new, or nothing."""
+    arena = Arena.create(64, 0)
+    known = {commits: bytes([commits]) * 20 for commits in range(published)}
+    for commits, content in known.items():
+        arena.publish(commits, content)
+    before = image(arena)
+    arena.publish(published, payload)
+    changes = stores(before, image(arena))
+    for place, byte in data.draw(st.permutations(changes))[: data.draw(st.integers(0, len(changes)))]:
+        before = before[:place] + bytes([byte]) + before[place + 1 :]
+    os.pwrite(arena.fd, before, 0)
+    torn = reopened(arena)
+    assert torn.published(published) in (None, payload)
+    for commits, content in known.items():
+        assert torn.published(commits) in (None, content)
+    for commits in range(max(0, published - SLOTS + 1), published):
+        assert torn.published(commits) == known[commits], "only the oldest slot is written over"
+    torn.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("field", range(64 + 10))
+def test_damage_anywhere_in_a_slot(field: int) -> None:
+    arena = Arena.create(64, 0)
+    arena.publish(3, b"0123456789")
+    start = 4096 + (1 % SLOTS) * (64 + 64)
+    content = os.pread(arena.fd, 1, start + field)
+    os.pwrite(arena.fd, bytes([content[0] ^ 0xFF]), start + field)
+    torn = reopened(arena)
+    assert torn.published(3) in (None, b"0123456789")
+    torn.publish(4, b"goes on")
+    assert torn.published(4) == b"goes on"
+    torn.close()
+    arena.close()
+
+
+def test_growth_keeps_publications_order_and_log(arena: Arena) -> None:
+    for number in range(6):
+        arena.publish(number // 2, str(number).encode())
+    assert arena.log_append(b"meta", b"data")
+    larger = arena.grown(10 * SLOT_BYTES)
+    assert [larger.published(commits) for commits in range(3)] == [arena.published(commits) for commits in range(3)]
+    assert larger.published(2) == b"5"
+    assert larger.log_entry(0) == (b"meta", b"data")
+    larger.publish(3, bytes(5 * SLOT_BYTES))
+    assert larger.published(1) == b"3", "the oldest slot went, not this one"
+    assert larger.published(2) == b"5"
+    larger.close()
+
+
+def test_growth_of_an_empty_arena() -> None:
+    small = Arena.create(8, 0)
+    larger = small.grown(64)
+    larger.publish(0, b"x" * 64)
+    assert larger.published(0) == b"x" * 64
+    larger.close()
+    small.close()
+
+
+def test_log(arena: Arena) -> None:
+    entries = [(b"m", b""), (b"", b"d" * 30), (b"meta", b"data")]
+    assert all(arena.log_append(*entry) for entry in entries)
+    reader = reopened(arena)
+    assert [reader.log_entry(index) for index in range(3)] == entries
+    reader.close()
+    arena.log_reset()
+    assert arena.log_append(b"new", b"update")
+    assert arena.log_entry(0) == (b"new", b"update")
+
+
+def test_a_full_log_takes_nothing(arena: Arena) -> None:
+    assert not arena.log_append(b"", bytes(200 - 8 + 1))
+    assert arena.log_append(b"", bytes(200 - 8))
+    assert not arena.log_append(b"", b"")
+
+
+def test_a_damaged_log_does_not_lead_out_of_it(arena: Arena) -> None:
+    arena.log_append(b"", b"x")
+    os.pwrite(arena.fd, b"\xff\xff\xff\xff", os.fstat(arena.fd).st_size - 200)
+    with pytest.raises(ProtocolError, match="runs over its end"):
+        arena.log_entry(0)
+
+
+def test_more_entries_than_the_log_can_have(arena: Arena) -> None:
+    with pytest.raises(ProtocolError, match="runs over its end"):
+        arena.log_entry(10_000)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 5000, bytes(4096)])
+def test_foreign_files(content: bytes) -> None:
+    fd = os.memfd_create("foreign")
+    os.write(fd, content)
+    with pytest.raises(ProtocolError, match="is no arena"):
+        Arena(fd)
+    os.close(fd)
+
+
+def test_cut_or_lying_header(arena: Arena) -> None:
+    os.ftruncate(fd := os.memfd_create("cut"), 4096)
+    whole = image(arena)
+    for content in (whole[:-1], whole + b"\0", whole[:16] + b"\xff" * 16 + whole[32:]):
+        os.ftruncate(fd, len(content))
+        os.pwrite(fd, content, 0)
+        with pytest.raises(ProtocolError, match="is no arena"):
+            Arena(fd)
+    os.close(fd)
+
+
+def test_the_map_is_shared_memory(arena: Arena) -> None:
+    with mmap.mmap(os.dup(arena.fd), 0) as other:
+        arena.publish(1, b"seen by others")
+        assert b"seen by others" in other[:]

@@ -1,0 +1,171 @@
+"""DDP's buckets after a recovery: a fresh wrapper, or one whose backward was cut, must be laid out as the job's are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402 - only where torch is
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from resilient_train.errors import TransferError  # noqa: E402
+from resilient_train.frameworks.torch.buckets import Buckets  # noqa: E402
+
+
+class CutError(Exception):
+    pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Reversed(nn.Module):
+    """Runs its layers in another order than it lists them, so that the layout changes after the first pass.
+
+    ``twice`` goes through the last layer two times, each in a re-entrant backward; ``unused`` has one nobody calls.
+    """
+
+    def __init__(self, *, twice: bool = False, unused: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.twice = twice
+        if unused:
+            self.idle = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in list(self.layers)[::-1]:
+            x = layer(x)
+        if self.twice:
+            for _ in range(2):
+                x = checkpoint(self.layers[0], x, use_reentrant=True)
+        return x
+
+
+def wrap(kind: str) -> DistributedDataParallel:
+    torch.manual_seed(1)
+    flags: dict[str, Any] = {"bucket_cap_mb": 0.0004}
+    if kind.startswith("static"):
+        flags["static_graph"] = True
+    if kind == "dynamic":
+        flags["find_unused_parameters"] = True
+    if kind == "view":
+        flags["gradient_as_bucket_view"] = True
+    model = Reversed(twice=kind == "static-twice", unused=kind in ("static-unused", "dynamic"))
+    return DistributedDataParallel(model, **flags)
+
+
+def run_pass(wrapper: DistributedDataParallel, *, cut: bool = False) -> None:
+    def raise_interrupted(_gradient: torch.Tensor) -> None:
+        raise CutError
+
+    hook = wrapper.module.layers[3].weight.register_hook(raise_interrupted) if cut else None
+    try:
+        wrapper(torch.ones(2, 8)).sum().backward()
+    except CutError:
+        assert cut
+    finally:
+        if hook is not None:
+            hook.remove()
+    if cut:
+        wrapper.zero_grad(set_to_none=True)
+
+
+def layout(wrapper: DistributedDataParallel) -> list[list[str]]:
+    """The names of the parameters in each bucket."""
+    names = {id(parameter): name for name, parameter in wrapper.module.named_parameters()}
+    buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+    return [[names[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
+
+
+def train(wrapper: DistributedDataParallel, buckets: Buckets, updates: range) -> None:
+    for update in updates:
+        buckets.record()
+        run_pass(wrapper)
+        buckets.recorded(update)
+        wrapper.zero_grad(set_to_none=True)
+
+
+KINDS = ["plain", "view", "dynamic", "static", "static-twice", "static-unused"]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("commits", [0, 1, 2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layout_is_the_undisturbed_one(kind: str, commits: int, cut: bool) -> None:
+    job, survivor = wrap(kind), wrap(kind)
+    recorded, own = Buckets((job,)), Buckets((survivor,))
+    train(job, recorded, range(commits))
+    train(survivor, own, range(commits))
+    if cut:
+        own.record()
+        run_pass(survivor, cut=True)
+    replacement = wrap(kind)
+    joined = Buckets((replacement,))
+    own.restore(None, commits)
+    joined.restore(recorded.passes, commits)
+    for update in range(commits, commits + 3):
+        for wrapper, buckets in ((job, recorded), (survivor, own), (replacement, joined)):
+            train(wrapper, buckets, range(update, update + 1))
+            assert layout(wrapper) == layout(job), update
+    assert own.passes == recorded.passes == joined.passes
+
+
+def test_layout_does_change_after_the_deciding_pass() -> None:
+    """Or the test above could not fail."""
+    for kind, passes in (("plain", 1), ("static", 2)):
+        wrapper = wrap(kind)
+        before = layout(wrapper)
+        for _ in range(passes):
+            run_pass(wrapper)
+            assert layout(wrapper) == before
+        wrapper(torch.ones(2, 8))
+        assert layout(wrapper) != before
+
+
+def test_passes_of_an_update_that_is_redone_do_not_count() -> None:
+    wrapper = wrap("plain")
+    buckets = Buckets((wrapper,))
+    train(wrapper, buckets, range(1))
+    assert len(buckets.passes[0]) == 1
+    buckets.restore(None, 0)
+    assert buckets.passes == [[]]
+
+
+def test_accumulation_without_reduction_does_not_decide() -> None:
+    wrapper = wrap("plain")
+    buckets = Buckets((wrapper,))
+    buckets.record()
+    with wrapper.no_sync():
+        run_pass(wrapper)
+    run_pass(wrapper)
+    buckets.recorded(0)
+    (only,) = buckets.passes[0]
+    assert sorted(only.written) == list(range(12))
+
+
+def test_gradients_are_left_as_they_were() -> None:
+    wrapper = wrap("static")
+    buckets = Buckets((wrapper,))
+    train(wrapper, buckets, range(2))
+    fresh = wrap("static")
+    kept = torch.ones(8, 8)
+    fresh.module.layers[0].weight.grad = kept
+    Buckets((fresh,)).restore(buckets.passes, 2)
+    assert fresh.module.layers[0].weight.grad is kept
+    assert torch.equal(kept, torch.ones(8, 8))
+    assert fresh.module.layers[1].weight.grad is None
+
+
+def test_a_job_with_other_wrappers_is_refused() -> None:
+    with pytest.raises(TransferError, match="2 DDP wrappers, this rank 1"):
+        Buckets((wrap("plain"),)).restore([[], []], 1)

@@ -1,0 +1,212 @@
+"""The resilient-train command: exit codes, one line for what is wrong, one object for --json."""
+
+import json
+import socket
+import struct
+import subprocess
+import sys
+import threading
+
+import msgspec
+import pytest
+
+from pure.stories import HOSTILE, whole_run, write
+from resilient_train.launch.cli import main
+from resilient_train.protocol.messages import FromRank, Hello, Inject, Query, Reply
+from resilient_train.transport import FrameBuffer, encode
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write(tmp_path / "run", whole_run())
+
+
+class FakeAgent:
+    """Answers each operator with ``reply``, and remembers what it was asked."""
+
+    def __init__(self, path, reply: bytes) -> None:
+        self.asked = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._reply = reply
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            frames = FrameBuffer()
+            while len(self.asked) < 2 and (data := connection.recv(4096)):
+                self.asked += [msgspec.msgpack.decode(body, type=FromRank) for body in frames.feed(data)]
+            connection.sendall(self._reply)
+
+    def close(self) -> None:
+        self._listener.close()
+        self._thread.join(5)
+
+
+@pytest.fixture
+def agent(run):
+    agents = []
+
+    def start(reply: bytes) -> FakeAgent:
+        agents.append(FakeAgent(run / "agent-0.sock", reply))
+        return agents[-1]
+
+    yield start
+    for started in agents:
+        started.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["reprot"], "No such command"),
+        (["report"], "Missing argument"),
+        (["report", "nowhere"], "not a directory"),
+        (["report", "."], "no events.jsonl"),
+        (["report", "--jsn", "."], "No such option"),
+        (["inject", ".", "--rank", "1", "--kind", "kil"], "did you mean 'kill'?"),
+        (["inject", ".", "--rank", "one", "--kind", "kill"], "Invalid value for '--rank'"),
+        (["inject", ".", "--rank", "-1", "--kind", "kill"], "Invalid value for '--rank'"),
+        (["inject", ".", "--kind", "kill"], "Missing option '--rank'"),
+        (["inject", ".", "--rank", "1", "--kind", "kill"], "no job is running"),
+        (["status", "nowhere"], "no job is running"),
+        (["demo", "--steps", "0"], "at least 6"),
+        (["demo", "--ranks", "1"], "no replica"),
+        (["demo", "--faults", "kill rank=9 step=3"], "cannot happen"),
+        (["demo", "--faults", "kill rank=1 stepp=3"], "did you mean 'step'?"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("resilient-train: ")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_demo_does_not_write_into_a_directory_in_use(run, capsys):
+    assert main(["demo", "--run-dir", str(run)]) == 2
+    assert "not an empty directory" in capsys.readouterr().err
+
+
+def test_no_arguments_show_the_help(capsys):
+    assert main([]) == 0
+    assert "report" in capsys.readouterr().out
+
+
+def test_report_prints_the_run_and_writes_its_trace(run, capsys):
+    assert main(["report", str(run)]) == 0
+    assert "rank 2 lost" in capsys.readouterr().out
+    assert json.loads((run / "trace.json").read_bytes())["traceEvents"]
+
+
+def test_report_as_json_is_one_object(run, capsys):
+    assert main(["report", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["recoveries"][0]["total_ms"] == 351
+    assert told["trace"] == str(run / "trace.json")
+
+
+def test_report_of_a_hostile_file(tmp_path, capsys):
+    run = write(tmp_path, [], tail=HOSTILE)
+    assert main(["report", str(run)]) == 0
+    assert main(["report", str(run), "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"garbage\n", b'{"kind":"run_st'])
+def test_report_of_a_file_without_events(content, tmp_path, capsys):
+    run = write(tmp_path, [], tail=content)
+    assert main(["report", str(run)]) == 2
+    assert "not a single event" in capsys.readouterr().err
+
+
+def test_report_stands_without_its_trace(run, capsys):
+    (run / "trace.json").mkdir()
+    assert main(["report", str(run), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["trace"] is None
+    assert "no trace" in err
+
+
+def test_events_file_that_is_a_directory(tmp_path, capsys):
+    (tmp_path / "events.jsonl").mkdir()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "can't be read" in capsys.readouterr().err
+
+
+def test_inject_asks_the_agent(run, agent, capsys):
+    asked = agent(encode(Reply())).asked
+    assert main(["inject", str(run), "--rank", "1", "--kind", "stop", "--json"]) == 0
+    assert asked == [Hello(role="operator"), Inject("stop", 1)]
+    assert json.loads(capsys.readouterr().out) == {"kind": "stop", "rank": 1}
+
+
+def test_a_refusal_of_the_agent_is_said(run, agent, capsys):
+    agent(encode(Reply(error="there is no rank 7")))
+    assert main(["inject", str(run), "--rank", "7", "--kind", "kill"]) == 2
+    assert "there is no rank 7" in capsys.readouterr().err
+
+
+def test_status_shows_what_the_agent_says(run, agent, capsys):
+    status = {"stage": "RUNNING", "generation": 3, "ranks": [{"rank": 0, "pid": 7}, {"rank": 1, "pid": 8}]}
+    asked = agent(encode(Reply(status=status))).asked
+    assert main(["status", str(run)]) == 0
+    assert asked[1] == Query()
+    assert capsys.readouterr().out == "stage: RUNNING\ngeneration: 3\nranks: \n  rank 0  pid 7\n  rank 1  pid 8\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (b"", "closed the connection"),
+        (struct.pack("<I", 3) + b"xyz", "not a frame"),
+        (struct.pack("<I", 2**32 - 1), "claims"),
+        (encode(Query()), "not a frame"),
+    ],
+)
+def test_something_else_behind_the_socket_is_an_error_without_a_traceback(reply, words, run, agent, capsys):
+    agent(reply)
+    assert main(["status", str(run)]) == 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_a_socket_that_nobody_listens_to(run, capsys):
+    with socket.socket(socket.AF_UNIX) as left_over:
+        left_over.bind(str(run / "agent-0.sock"))
+    assert main(["status", str(run)]) == 2
+    assert "no job is running" in capsys.readouterr().err
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_without_typer_one_line_says_what_to_install():
+    done = run_python("import sys; sys.modules['typer'] = None; import resilient_train.launch.cli")
+    assert done.returncode == 2
+    assert done.stderr == "resilient-train: typer is not installed; pip install 'resilient-train[cli]'\n"
+
+
+def test_the_command_does_not_import_torch_before_it_needs_it():
+    done = run_python(
+        "import sys, resilient_train.launch.cli as c; c.main(['report', '/nowhere']); print('torch' in sys.modules)"
+    )
+    assert done.stdout == "False\n"
+
+
+def test_a_terminal_without_the_bars_characters_and_a_reader_that_leaves(run):
+    command = f"{sys.executable} -m resilient_train.launch.cli report {run}"
+    ascii_only = subprocess.run(
+        f"PYTHONIOENCODING=ascii {command}", shell=True, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ascii_only.returncode, ascii_only.stderr) == (0, "")
+    left = subprocess.run(f"{command} | true", shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert left.stderr == ""

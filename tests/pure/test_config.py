@@ -1,0 +1,153 @@
+"""Switches and settings: what is accepted, and errors that name the variable and the nearest right one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_train.config import (
+    DEFAULT_SWITCHES,
+    SWITCHES,
+    AgentLink,
+    Settings,
+    Switches,
+    link_environ,
+    parse_switches,
+    read_link,
+    read_settings,
+    read_switches,
+)
+from resilient_train.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{TTP:1,UCE:1,ARF:1}",
+        "TTP:1,UCE:1,ARF:1",
+        "{ TTP : 1 , UCE : 1, ARF:1 }",
+        '{"TTP":"1","UCE":"1","ARF":"1"}',
+        "'{TTP:1,UCE:1,ARF:1}'",
+        '"{TTP:1,UCE:1,ARF:1}"',
+        "{'TTP': 1, 'UCE': 1, 'ARF': 1,}",
+    ],
+)
+def test_braces_quotes_and_spaces_are_optional(text: str) -> None:
+    assert parse_switches(text) == Switches(ttp=True, uce=True, arf=True)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "  ", "{ }"])
+def test_nothing_is_on(text: str) -> None:
+    assert parse_switches(text) == Switches()
+
+
+@pytest.mark.parametrize("key", ["UCE", "ARF"])
+def test_implied(key: str) -> None:
+    assert parse_switches(f"{{{key}:1}}").ttp
+    assert parse_switches(f"{{TTP:0,{key}:1}}").ttp
+
+
+def test_tre_has_two_ways() -> None:
+    assert [parse_switches(f"TRE:{value}").tre for value in (0, 1, 2)] == [0, 1, 2]
+
+
+def test_other_keys() -> None:
+    other = parse_switches("{TRE:2,TRE_SNAPSHOT_STEPS:10,ATO:1,ATO_PATH:/tmp/a:b,ATO_THRESHOLD:3}").other
+    assert other == {"TRE_SNAPSHOT_STEPS": "10", "ATO": "1", "ATO_PATH": "/tmp/a:b", "ATO_THRESHOLD": "3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{TTPP:1}", "unknown key 'TTPP' .*'TTP'"),
+        ("{AFR:1}", "unknown key 'AFR' .*'ARF'"),
+        ("{ttp:1}", "unknown key 'ttp'"),
+        ("{TTP}", "'TTP' has no value"),
+        ("{TTP:}", "has no value"),
+        ("{TTP:2}", "TTP:2 is not one of 0, 1"),
+        ("{TRE:3}", "TRE:3 is not one of 0, 1, 2"),
+        ("{TTP:1,TTP:0}", "'TTP' stands twice"),
+        ("{TRE_SNAPSHOT_STEPS:0}", "above 0"),
+        ("{TRE_SNAPSHOT_STEPS:x}", "above 0"),
+    ],
+)
+def test_errors_name_the_key(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"MS_ENABLE_TFT: .*{named}"):
+        parse_switches(text)
+
+
+@given(st.sets(st.sampled_from(SWITCHES)))
+def test_each_switch_is_itself(on: set[str]) -> None:
+    found = parse_switches("{" + ",".join(f"{key}:1" for key in sorted(on)) + "}")
+    for key in SWITCHES:
+        implied = key == "TTP" and bool(on & {"UCE", "ARF"})
+        assert bool(getattr(found, key.lower())) == (key in on or implied)
+
+
+@given(st.text())
+def test_any_text_gives_switches_or_a_config_error(text: str) -> None:
+    try:
+        parse_switches(text)
+    except ConfigError:
+        pass
+
+
+def test_default_switches() -> None:
+    assert read_switches({}) == DEFAULT_SWITCHES
+    assert read_switches({"MS_ENABLE_TFT": ""}) == Switches()
+
+
+def test_settings_and_where_they_come_from() -> None:
+    environ = {
+        "RESILIENT_BEAT_MS": "10",
+        "RESILIENT_WRAP_BACKEND": "off",
+        "RESILIENT_JOIN_TIMEOUT_S": "1.5",
+        "PATH": "x",
+    }
+    settings = read_settings(environ, beat_ms=20, grace_ms=None)
+    assert (settings.beat_ms, settings.wrap_backend, settings.join_timeout_s) == (20, False, 1.5)
+    assert settings.grace_ms == Settings().grace_ms
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "named"),
+    [
+        ("RESILIENT_BEET_MS", "1", "unknown variable RESILIENT_BEET_MS .*'RESILIENT_BEAT_MS'"),
+        ("RESILIENT_BEAT_MS", "x", "RESILIENT_BEAT_MS='x' must be a whole number"),
+        ("RESILIENT_JOIN_TIMEOUT_S", "soon", "must be a number"),
+        ("RESILIENT_BEAT_MS", "0", "RESILIENT_BEAT_MS must be above 0"),
+        ("RESILIENT_WRAP_BACKEND", "maybe", "write 1 or 0"),
+        ("RESILIENT_TRANSFER", "memry", "RESILIENT_TRANSFER='memry': unknown .*'memory'"),
+        ("RESILIENT_FAULTS", "kil rank=1", "unknown kind 'kil'"),
+        ("RESILIENT_JOIN_TIMEOUT_S", "nan", "RESILIENT_JOIN_TIMEOUT_S must be above 0"),
+    ],
+)
+def test_wrong_settings(variable: str, value: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_settings({variable: value})
+
+
+def test_link_round_trip() -> None:
+    link = AgentLink("/run/agent.sock", 3, 8, 2, True, "/run/job")
+    environ = link_environ(link)
+    assert read_link(environ) == link
+    assert read_settings(environ).run_dir == "/run/job", "the link's own variables are no unknown settings"
+
+
+def test_no_agent() -> None:
+    assert read_link({}) is None
+    assert read_link({"RESILIENT_AGENT": ""}) is None
+
+
+@pytest.mark.parametrize(
+    "missing", ["RANK", "WORLD_SIZE", "RESILIENT_INCARNATION", "RESILIENT_JOINING", "RESILIENT_RUN_DIR"]
+)
+def test_half_a_link(missing: str) -> None:
+    environ = link_environ(AgentLink("/s", 0, 1, 0, False, "/r"))
+    del environ[missing]
+    with pytest.raises(ConfigError, match=missing):
+        read_link(environ)
+
+
+def test_a_link_that_is_no_number() -> None:
+    with pytest.raises(ConfigError, match="exported by hand"):
+        read_link({**link_environ(AgentLink("/s", 0, 1, 0, False, "/r")), "RANK": "first"})

@@ -1,0 +1,301 @@
+"""The controller's decisions, one by one; their interleavings are explored in ``tests/sim``."""
+
+import pytest
+
+from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
+from resilient_train.protocol.controller import EXIT_UNRECOVERABLE, Controller, Stage
+from resilient_train.protocol.messages import Finished, Joined, Plan, Resume, Started, Stop
+from resilient_train.protocol.policy import Policy
+from resilient_train.protocol.standing import Phase, Standing
+
+COMPUTE_0 = [Standing(0, Phase.COMPUTE)] * 3
+
+
+def sent(commands: list[Command], kind: type) -> list:
+    return [each.message for each in commands if isinstance(each, Send) and isinstance(each.message, kind)]
+
+
+def of(commands: list[Command], kind: type) -> list:
+    return [each for each in commands if isinstance(each, kind)]
+
+
+def running(size: int = 3, policy: Policy | None = None, replicas: tuple[tuple[int, ...], ...] = ()) -> Controller:
+    controller = Controller(size, policy)
+    controller.launch()
+    for rank in range(size):
+        controller.greeted(rank, 0)
+        digest = str(next((g for g in replicas if rank in g), "all"))
+        controller.started(rank, 0, Started(digest, ("world",), replicas))
+    assert controller.stage is Stage.RUNNING
+    return controller
+
+
+def join(
+    controller: Controller, rank: int, *, holds: bool = True, commits: int = 0, phase: Phase = Phase.COMPUTE
+) -> list:
+    message = Joined(controller.generation, commits, int(phase), holds, 0, ("world",))
+    return controller.joined(rank, controller.incarnations[rank], message)
+
+
+def recover(controller: Controller, lost: int, *, commits: int = 0) -> list[Command]:
+    for rank in range(controller.world_size):
+        commands = join(controller, rank, holds=rank != lost, commits=commits)
+    return commands
+
+
+def finish_recovery(controller: Controller) -> list[Command]:
+    for rank in range(controller.world_size):
+        commands = controller.done(rank, controller.incarnations[rank], controller.generation)
+    return commands
+
+
+def test_start() -> None:
+    controller = Controller(2)
+    assert controller.launch() == [Spawn(r, 0, joining=False, attempt=0) for r in (0, 1)]
+    assert controller.started(0, 0, Started("x", ())) == []
+    commands = controller.started(1, 0, Started("x", ()))
+    assert sent(commands, Resume) == [Resume(0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [(Started("other", ()), "differs at the start"), (Started("x", (), ((0,), (1,))), "other replica groups")],
+)
+def test_a_wrong_start_ends_with_code_2(second: Started, text: str) -> None:
+    controller = Controller(2)
+    controller.started(0, 0, Started("x", ()))
+    (end,) = of(controller.started(1, 0, second), EndJob)
+    assert end.code == 2
+    assert text in end.reason
+
+
+def test_replica_groups_that_do_not_cover_end_with_code_2() -> None:
+    controller = Controller(2)
+    controller.started(0, 0, Started("x", (), ((0,),)))
+    assert of(controller.started(1, 0, Started("x", (), ((0,),))), EndJob)[0].code == 2
+
+
+def test_shards_may_differ() -> None:
+    running(4, replicas=((0, 2), (1, 3)))
+
+
+def test_a_loss_stops_all_and_forks_last() -> None:
+    controller = running()
+    commands = controller.lost(1, 0, "died", COMPUTE_0)
+    assert commands[0] == RaiseStop(1)
+    assert [s.lost for s in sent(commands, Stop)] == [(1,)] * 3
+    assert commands[-1] == Spawn(1, 1, joining=True, attempt=0)
+    assert controller.stage is Stage.RECOVERING
+
+
+def test_a_death_counts_once() -> None:
+    controller = running()
+    controller.lost(1, 0, "died", COMPUTE_0)
+    assert controller.lost(1, 0, "died", COMPUTE_0) == []
+    assert controller.exited(1, 0, -9, COMPUTE_0) == []
+    assert controller.generation == 1
+
+
+def test_a_recovery() -> None:
+    controller = running()
+    controller.lost(1, 0, "died", COMPUTE_0)
+    (plan, *others) = sent(recover(controller, 1), Plan)
+    assert plan == Plan(1, 0, {1: 0}, -1, -1, (1,))
+    assert others == [plan] * 2
+    assert sent(finish_recovery(controller), Resume) == [Resume(1)] * 3
+    assert controller.stage is Stage.RUNNING
+
+
+def test_who_speaks_of_the_past_is_not_heard() -> None:
+    controller = running()
+    controller.lost(1, 0, "died", COMPUTE_0)
+    old = Joined(0, 0, 1, True, 0, ())
+    assert controller.joined(0, 0, old) == []
+    dead = Joined(1, 0, 1, True, 0, ())
+    join(controller, 0)
+    join(controller, 2)
+    assert controller.joined(1, 0, dead) == [], "its incarnation is over"
+    assert controller.plan is None
+    assert controller.done(0, 0, 1) == [], "no plan yet"
+    assert sent(join(controller, 1, holds=False), Plan)
+    assert controller.done(0, 0, 0) == []
+    assert controller.finish(0, 0, 1) == []
+
+
+def test_a_second_fault_starts_over_and_keeps_the_evidence() -> None:
+    controller = running()
+    controller.lost(1, 0, "died", COMPUTE_0)
+    join(controller, 0, phase=Phase.READY)
+    controller.lost(2, 0, "died", [Standing(0, Phase.READY), Standing(0, Phase.COMPUTE), Standing(0, Phase.READY)])
+    join(controller, 1, holds=False)
+    join(controller, 2, holds=False)
+    (plan, *_) = sent(join(controller, 0, phase=Phase.READY), Plan)
+    assert (plan.generation, plan.commits) == (2, 0), "rank 1 had not been READY"
+    assert plan.copies == {1: 0, 2: 0}
+
+
+def test_a_shard_without_holder_ends_the_job() -> None:
+    controller = running(4, replicas=((0, 2), (1, 3)))
+    standings = [Standing(0, Phase.COMPUTE)] * 4
+    controller.lost(1, 0, "died", standings)
+    (end,) = of(controller.lost(3, 0, "died", standings), EndJob)
+    assert end.code == EXIT_UNRECOVERABLE
+    assert "no living rank holds" in end.reason
+    assert controller.lost(0, 0, "died", standings) == [], "it has ended"
+
+
+def test_a_replacement_that_was_heard_may_hold_the_state() -> None:
+    controller = running(2)
+    controller.lost(1, 0, "died", COMPUTE_0)
+    recover(controller, 1)
+    assert not of(controller.lost(0, 0, "died", COMPUTE_0), EndJob), "rank 1 may have its copy already"
+    join(controller, 0, holds=False)
+    (end,) = of(join(controller, 1, holds=False), EndJob)
+    assert "[0, 1] have no state" in end.reason
+
+
+def test_loss_before_the_start_restarts_everybody() -> None:
+    controller = Controller(2)
+    controller.greeted(0, 0)
+    controller.started(0, 0, Started("x", ()))
+    commands = controller.exited(1, 0, -9, COMPUTE_0)
+    assert of(commands, Spawn) == [Spawn(r, 1, joining=False, attempt=1) for r in (0, 1)]
+    assert controller.started(0, 0, Started("x", ())) == [], "an old incarnation's Started"
+    controller.started(0, 1, Started("x", ()))
+    assert sent(controller.started(1, 1, Started("x", ())), Resume)
+
+
+def test_loss_of_a_script_without_session_ends() -> None:
+    (end,) = of(Controller(2).exited(1, 0, -9, COMPUTE_0), EndJob)
+    assert end.code == 137
+    assert "no Session" in end.reason
+    assert of(Controller(2, Policy(restart_on_error=True)).exited(1, 0, 1, COMPUTE_0), Spawn)
+
+
+@pytest.mark.parametrize(("code", "ends_with"), [(0, 1), (3, 3)])
+def test_a_rank_that_leaves_while_others_train(code: int, ends_with: int) -> None:
+    assert of(running().exited(1, 0, code, COMPUTE_0), EndJob)[0].code == ends_with
+
+
+def test_a_rank_taken_for_lost_that_had_left_by_itself() -> None:
+    controller = running()
+    controller.lost(1, 0, "died", COMPUTE_0)
+    assert of(controller.exited(1, 0, 5, COMPUTE_0), EndJob)[0].code == 5
+
+
+def test_finish() -> None:
+    controller = running()
+    assert controller.finish(0, 0, 0) == controller.finish(1, 0, 0) == []
+    assert sent(controller.finish(2, 0, 0), Finished) == [Finished()] * 3
+    assert controller.lost(0, 0, "died", COMPUTE_0) == []
+    assert controller.exited(0, 0, 0, COMPUTE_0) == []
+    assert of(controller.exited(1, 0, 4, COMPUTE_0), EndJob)[0].code == 4
+
+
+def test_who_had_finished_finishes_again_after_a_recovery() -> None:
+    controller = running()
+    controller.finish(0, 0, 0)
+    controller.lost(1, 0, "died", COMPUTE_0)
+    recover(controller, 1)
+    finish_recovery(controller)
+    assert controller.finish(1, 1, 1) == controller.finish(2, 0, 1) == []
+    assert controller.stage is Stage.RUNNING
+    assert sent(controller.finish(0, 0, 1), Finished)
+
+
+def test_expired_kills_the_silent() -> None:
+    controller = running()
+    controller.lost(1, 0, "died", COMPUTE_0)
+    join(controller, 0)
+    assert of(controller.expired(1), Kill) == [Kill(1), Kill(2)]
+    recover(controller, 1)
+    controller.done(2, 0, 1)
+    assert of(controller.expired(1), Kill) == [Kill(0), Kill(1)]
+    assert controller.expired(0) == []
+
+
+def test_a_failed_collective_is_a_fault_of_its_own() -> None:
+    controller = running()
+    commands = controller.failed_collective(0, "rank 1: reset")
+    assert sent(commands, Stop)[0].lost == ()
+    assert not of(commands, Spawn)
+    assert controller.failed_collective(0, "late") == [], "explained already"
+    assert sent(controller.failed_collective(1, "building groups"), Stop)[0].generation == 2, "also in a recovery"
+
+
+def test_damaged_memory_is_a_fault_that_costs_no_process() -> None:
+    controller = running()
+    commands = controller.damaged(1, 0, 0, "memory error", COMPUTE_0)
+    assert of(commands, RaiseStop) == [RaiseStop(1)]
+    assert of(commands, Spawn) == []
+    assert [stop.lost for stop in sent(commands, Stop)] == [()] * 3
+    assert controller.damaged(1, 0, 0, "again", COMPUTE_0) == [], "a recovery is under way, and it says so there"
+    assert controller.damaged(1, 7, 1, "of an older process", COMPUTE_0) == []
+    join(controller, 0)
+    join(controller, 1, holds=False)
+    plan = sent(join(controller, 2), Plan)[0]
+    assert (plan.commits, plan.copies, plan.ghosts) == (0, {1: 0}, (1,))
+
+
+def test_memory_that_is_damaged_again_and_again_costs_the_process() -> None:
+    controller = running(policy=Policy(max_stuck=3))
+    for _ in range(2):
+        assert not of(controller.damaged(1, 0, controller.generation, "memory error", COMPUTE_0), Kill)
+        for rank in range(3):
+            join(controller, rank, holds=rank != 1)
+        finish_recovery(controller)
+    assert of(controller.damaged(1, 0, controller.generation, "memory error", COMPUTE_0), Kill) == [Kill(1)]
+
+
+def test_a_damaged_rank_keeps_the_others_from_rolling_forward() -> None:
+    """It is still computing: it has published nothing for the next update, although its peers are READY."""
+    controller = running()
+    controller.damaged(2, 0, 0, "memory error", COMPUTE_0)
+    join(controller, 0, phase=Phase.READY)
+    join(controller, 1, phase=Phase.READY)
+    assert sent(join(controller, 2, holds=False), Plan)[0].commits == 0
+
+
+def test_failed_collectives_in_a_row_end_the_job_but_not_over_its_life() -> None:
+    controller = running(policy=Policy(max_stuck=3))
+    for commits in range(1, 8):
+        assert not of(controller.failed_collective(controller.generation, "flaky"), EndJob)
+        recover(controller, -1, commits=commits)
+        finish_recovery(controller)
+    ends = []
+    while not ends:
+        ends = of(controller.failed_collective(controller.generation, "flaky"), EndJob)
+    assert controller.generation <= 7 + 3
+    assert "keep failing" in ends[0].reason
+
+
+def test_a_rank_that_dies_again_and_again_without_a_commit_between() -> None:
+    controller = running(policy=Policy(max_stuck=3))
+    for _ in range(10):
+        commands = controller.lost(1, controller.incarnations[1], "died", COMPUTE_0)
+        if of(commands, EndJob):
+            break
+        recover(controller, 1)
+        finish_recovery(controller)
+    assert controller.restarts == 2
+    assert "without one committed update" in of(commands, EndJob)[0].reason
+
+
+def test_progress_resets_the_count() -> None:
+    controller = running(policy=Policy(max_stuck=2))
+    for commits in range(1, 10):
+        assert of(controller.lost(1, commits - 1, "died", [Standing(commits, Phase.COMPUTE)] * 3), Spawn)
+        recover(controller, 1, commits=commits)
+        finish_recovery(controller)
+
+
+def test_stop_ends_once() -> None:
+    controller = running()
+    assert of(controller.stop(143, "SIGTERM"), EndJob) == [EndJob(143, "SIGTERM")]
+    assert controller.stop(143, "SIGTERM") == []
+    assert controller.stage is Stage.ENDED
+
+
+def test_every_fault_is_noted() -> None:
+    commands = running().lost(1, 0, "died", COMPUTE_0)
+    assert Note("fault", rank=1, detail={"lost": [1], "reason": "rank 1 died"}) in commands

@@ -1,0 +1,98 @@
+"""The plan of injected faults: round trip, and errors that name the word."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_train.errors import ConfigError
+from resilient_train.faults import (
+    INJECTABLE,
+    PLACES,
+    RECOVERY_PHASES,
+    TARGETS,
+    UCE_PLACES,
+    Injection,
+    nearest,
+    parse_plan,
+)
+
+
+def test_example_of_the_documentation() -> None:
+    first, second = parse_plan("kill rank=2 step=7 phase=UPDATING; kill rank=0 step=20 phase=COMPUTE at=backward")
+    assert first == Injection("kill", 2, "UPDATING", "start", step=7)
+    assert second == Injection("kill", 0, "COMPUTE", "backward", step=20)
+
+
+def test_empty_plans() -> None:
+    assert parse_plan("") == parse_plan(" ; ;") == ()
+
+
+@st.composite
+def injections(draw: st.DrawFn) -> Injection:
+    kind = draw(st.sampled_from(INJECTABLE))
+    phase = draw(st.sampled_from(sorted(PLACES)))
+    at = draw(st.sampled_from(PLACES[phase]))
+    if kind == "uce":
+        phase, at = draw(st.sampled_from(UCE_PLACES))
+    numbers = st.integers(0, 10**9)
+    step = draw(numbers) if phase not in RECOVERY_PHASES else draw(numbers | st.just(-1))
+    return Injection(
+        kind=kind,
+        rank=draw(numbers),
+        phase=phase,
+        at=at,
+        step=step,
+        generation=draw(numbers | st.just(-1)),
+        incarnation=draw(st.integers(0, 5)),
+        target=draw(st.sampled_from(TARGETS)) if kind == "uce" else "",
+    )
+
+
+@given(st.lists(injections()))
+def test_describe_and_parse_are_inverse(plan: list[Injection]) -> None:
+    assert parse_plan("; ".join(each.describe() for each in plan)) == tuple(plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("kil rank=1 step=2", r"unknown kind 'kil' .*did you mean 'kill'"),
+        ("kill rank=1 stp=2", r"'stp=2' .*did you mean 'step'"),
+        ("kill rank=1 step", r"'step' in"),
+        ("kill rank=1 step=2 step=3", r"'step' stands twice"),
+        ("kill rank=1 at=start at=end step=1", r"'at' stands twice"),
+        ("kill rank=-1 step=2", r"rank='-1'"),
+        ("kill rank=one step=2", r"rank='one'"),
+        ("kill step=2", r"names no rank"),
+        ("kill rank=1", r"names no step"),
+        ("kill rank=1 step=1 phase=REDY", r"unknown phase 'REDY' .*did you mean 'READY'"),
+        ("kill rank=1 step=1 target=param", r"only uce has a target"),
+        ("uce rank=1 step=1", r"hits an operation of the step: .*at=forward"),
+        ("uce rank=1 step=1 at=forward target=parm", r"unknown target 'parm' .*did you mean 'param'"),
+        ("kill rank=1 step=1 phase=READY at=backward", r"no place 'backward' .*before, barrier"),
+    ],
+)
+def test_errors_name_the_word(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_plan(text)
+
+
+def test_phase_may_be_written_small() -> None:
+    assert parse_plan("stop rank=0 step=1 phase=ready")[0].at == "before"
+
+
+def test_phases_of_a_recovery_need_no_step() -> None:
+    assert parse_plan("kill rank=0 phase=REBUILD generation=2")[0].generation == 2
+
+
+@given(st.text())
+def test_any_text_gives_a_plan_or_a_config_error(text: str) -> None:
+    try:
+        parse_plan(text)
+    except ConfigError:
+        pass
+
+
+def test_nearest() -> None:
+    assert nearest("xyz", ["abc"]) == ""
+    assert nearest("abd", ["abc"]) == " (did you mean 'abc'?)"

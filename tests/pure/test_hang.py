@@ -1,0 +1,207 @@
+"""Who is hung, when, and who is only slow: the detector in virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from resilient_train.protocol.hang import Finding, HangDetector, Limits, RunState, Verdict
+from resilient_train.protocol.progress import Activity, Progress
+from resilient_train.protocol.standing import Phase
+
+LOOK_MS = 50
+
+
+@dataclass
+class Job:
+    """Ranks whose progress the test sets, looked at every 50 ms of virtual time."""
+
+    ranks: int = 4
+    limits: Limits = field(default_factory=Limits)
+    now_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.detector = HangDetector(self.ranks, self.limits)
+        self.progress = [Progress(0, Phase.COMPUTE, 0, Activity.TRAINING)] * self.ranks
+        self.states = [RunState.RUNNING] * self.ranks
+        self.found: list[Finding] = []
+
+    def pass_ms(self, duration_ms: float) -> None:
+        """Time goes by; nobody moves."""
+        end_ms = self.now_ms + duration_ms
+        while self.now_ms < end_ms:
+            self.look()
+            self.now_ms = min(end_ms, self.now_ms + LOOK_MS)
+
+    def look(self) -> None:
+        finding = self.detector.observe(int(self.now_ms * 1e6), self.progress, lambda rank: self.states[rank])
+        if finding is not None:
+            self.found.append(finding)
+
+    def all_at(self, phase: Phase, collectives: int = 0) -> None:
+        self.progress = [each._replace(phase=phase, collectives=collectives) for each in self.progress]
+
+    def put(self, rank: int, **changes: object) -> None:
+        self.progress[rank] = self.progress[rank]._replace(**changes)
+
+    def steps(self, count: int, step_ms: Callable[[], float]) -> None:
+        for _ in range(count):
+            self.all_at(Phase.COMPUTE, 1)
+            self.pass_ms(step_ms())
+            commits = self.progress[0].commits + 1
+            self.progress = [Progress(commits, Phase.APPLIED, 0, Activity.TRAINING)] * self.ranks
+            self.look()
+
+    def until_hung(self, limit_ms: float) -> float:
+        begin_ms = self.now_ms
+        while not any(each.verdict in (Verdict.HUNG, Verdict.TOGETHER) for each in self.found):
+            assert self.now_ms < begin_ms + limit_ms, f"no finding in {limit_ms} ms: {self.found}"
+            self.pass_ms(LOOK_MS)
+        return self.now_ms - begin_ms
+
+
+def running(step_ms: float = 200, **limits: int) -> Job:
+    job = Job(limits=Limits(**limits))
+    job.steps(30, lambda: step_ms)
+    assert job.found == []
+    return job
+
+
+def test_a_stopped_process_is_found_within_two_slow_steps_and_200_ms() -> None:
+    for step_ms in (10, 200, 3000):
+        job = running(step_ms)
+        job.all_at(Phase.COMPUTE, 3)
+        job.put(2, collectives=1)
+        job.states[2] = RunState.STOPPED
+        assert job.until_hung(10 * step_ms + 1000) <= 2 * (step_ms + LOOK_MS) + 200
+        assert (job.found[-1].verdict, job.found[-1].ranks) == (Verdict.HUNG, (2,))
+        assert "SIGSTOP" in job.found[-1].why
+
+
+def test_two_stopped_processes_are_found_together() -> None:
+    job = running()
+    job.states[1] = job.states[3] = RunState.STOPPED
+    job.until_hung(2000)
+    assert job.found[-1].ranks == (1, 3)
+
+
+def test_a_process_stopped_for_one_look_only_is_not_hung() -> None:
+    job = running()
+    job.pass_ms(1000)
+    job.states[1] = RunState.STOPPED
+    job.look()
+    job.states[1] = RunState.RUNNING
+    job.pass_ms(1000)
+    assert all(each.verdict is Verdict.STRAGGLER for each in job.found)
+
+
+def test_a_stopped_process_before_the_job_is_known() -> None:
+    job = Job()
+    job.states[0] = RunState.STOPPED
+    assert 2000 <= job.until_hung(5000) <= 2200
+
+
+PLACES = [
+    (Progress(40, Phase.COMPUTE, 1, Activity.TRAINING), Progress(40, Phase.COMPUTE, 2, Activity.TRAINING)),
+    (Progress(40, Phase.COMPUTE, 2, Activity.TRAINING), Progress(40, Phase.READY, 2, Activity.TRAINING)),
+    (Progress(40, Phase.UPDATING, 2, Activity.TRAINING), Progress(41, Phase.COMPUTE, 1, Activity.TRAINING)),
+    (Progress(40, Phase.APPLIED, 5, Activity.TRAINING), Progress(40, Phase.COMPUTE, 1, Activity.TRAINING)),
+    (Progress(40, Phase.APPLIED, 1, Activity.TRAINING), Progress(40, Phase.APPLIED, 2, Activity.TRAINING)),
+    (Progress(40, Phase.COMPUTE, 0, Activity.LOADING), Progress(40, Phase.COMPUTE, 1, Activity.TRAINING)),
+    # It left the last collective of the step out: it is at the barrier already, and the others wait behind it.
+    (Progress(40, Phase.READY, 1, Activity.TRAINING), Progress(40, Phase.COMPUTE, 2, Activity.TRAINING)),
+    (Progress(39, Phase.COMPUTE, 3, Activity.TRAINING), Progress(40, Phase.COMPUTE, 0, Activity.FINISHED)),
+]
+
+
+@pytest.mark.parametrize(("culprit", "others"), PLACES)
+def test_the_one_who_holds_the_others_up_is_named(culprit: Progress, others: Progress) -> None:
+    job = running()
+    job.progress = [others] * 4
+    job.progress[3] = culprit
+    waited_ms = job.until_hung(100_000)
+    assert 60_000 <= waited_ms <= 60_200
+    assert [each.verdict for each in job.found] == [Verdict.STRAGGLER, Verdict.SUSPECT, Verdict.HUNG]
+    assert all(each.ranks == (3,) for each in job.found)
+    assert ("batch" in job.found[-1].why) == (culprit.activity is Activity.LOADING)
+
+
+def test_the_limit_follows_the_jobs_own_steps() -> None:
+    job = running(step_ms=30_000)
+    job.all_at(Phase.COMPUTE, 2)
+    job.put(0, collectives=1)
+    assert 300_000 <= job.until_hung(400_000) <= 301_000
+
+
+def test_the_limit_can_be_set() -> None:
+    job = running(fixed_ms=1500)
+    job.all_at(Phase.COMPUTE, 2)
+    job.put(0, collectives=1)
+    assert 1500 <= job.until_hung(4000) <= 1600
+
+
+def test_all_in_one_collective_have_no_culprit() -> None:
+    job = running(fixed_ms=1000)
+    job.all_at(Phase.COMPUTE, 2)
+    assert 10_000 <= job.until_hung(20_000) <= 10_100
+    assert (job.found[-1].verdict, job.found[-1].ranks) == (Verdict.TOGETHER, ())
+
+
+def test_first_steps_have_the_long_limit_and_are_not_counted() -> None:
+    job = Job()
+    job.put(0, collectives=1)
+    job.pass_ms(400_000)
+    assert [each.verdict for each in job.found] == [Verdict.SUSPECT]
+    job.steps(3, lambda: 90_000)
+    job.steps(20, lambda: 100)
+    assert job.detector._limit_ms() == 60_000
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_declared_slow_work_is_excused(who: int) -> None:
+    job = running()
+    job.all_at(Phase.COMPUTE, 2)
+    job.put(0, collectives=1)
+    job.put(who, activity=Activity.SLOW)
+    job.pass_ms(3_600_000)
+    assert job.found == []
+    job.put(who, activity=Activity.TRAINING)
+    job.steps(3, lambda: 200)
+    assert job.detector._limit_ms() == 60_000, "an hour of evaluation is no usual step"
+
+
+def test_a_debugger_is_excused() -> None:
+    job = running()
+    job.states[1] = RunState.TRACED
+    job.pass_ms(3_600_000)
+    assert job.found == []
+
+
+def test_a_recovery_begins_anew_and_keeps_what_is_usual() -> None:
+    job = running()
+    job.put(1, collectives=0)
+    job.pass_ms(50_000)
+    job.found.clear()
+    job.detector.restart(int(job.now_ms * 1e6))
+    job.pass_ms(59_000)
+    assert all(each.verdict is not Verdict.HUNG for each in job.found)
+    assert job.detector._stopped_ms() < 1000
+
+
+def test_no_false_alarm_in_a_hundred_thousand_steps() -> None:
+    """Step times with a heavy tail (ten times the median now and then), pauses of collectors, a slow rank."""
+    for seed in range(5):
+        chance = random.Random(seed)
+
+        def step_ms(chance: random.Random = chance) -> float:
+            if chance.random() < 0.001:
+                return 200 * chance.uniform(5, 10)
+            return 200 * chance.lognormvariate(0, 0.3)
+
+        job = Job(ranks=2)
+        job.steps(20_000, step_ms)
+        alarms = [each for each in job.found if each.verdict is not Verdict.STRAGGLER]
+        assert alarms == [], f"seed {seed}"

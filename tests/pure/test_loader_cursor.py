@@ -1,0 +1,172 @@
+"""Where the data stand: the position of any batch, taken up elsewhere, gives the batches that would have followed."""
+
+import itertools
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_train.errors import ConfigError
+from resilient_train.session.loader import Cursor, RandomNumbers
+
+
+class Shuffling:
+    """Draws its order from the global random state, as a DataLoader's RandomSampler does."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.loaded = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.size))
+        random.shuffle(order)
+        for item in order:
+            self.loaded += 1
+            yield item
+
+
+class Distributed:
+    """Has a sampler that wants to be told the epoch."""
+
+    class Sampler:
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    def __init__(self, size: int) -> None:
+        self.sampler, self.size = Distributed.Sampler(), size
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter([(self.sampler.epoch, item) for item in range(self.size)])
+
+
+class Stateful:
+    """Keeps its own position, as torchdata's StatefulDataLoader."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.place, self.resumed = size, 0, False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.resumed:
+            self.place = 0
+        self.resumed = False
+        while self.place < self.size:
+            self.place += 1
+            yield self.place - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place, self.resumed = state["place"], True
+
+
+def fast_forward(loader: Any, batches: int) -> Iterator[Any]:
+    iterator = iter(loader)
+    next(itertools.islice(iterator, batches, batches), None)
+    return iterator
+
+
+def save() -> bytes:
+    return pickle.dumps(random.getstate())
+
+
+def restore(state: bytes) -> None:
+    random.setstate(pickle.loads(state))
+
+
+def cursor(loader: Any) -> Cursor:
+    return Cursor(loader, fast_forward, RandomNumbers(save, restore))
+
+
+def take(position: Cursor, count: int) -> list[tuple[Any, int]]:
+    found = []
+    for _ in range(count):
+        batch = position.next()
+        random.random()  # the training draws as well
+        found.append((batch.value, batch.epoch))
+    return found
+
+
+LOADERS = [lambda: [10, 11, 12], lambda: Shuffling(4), lambda: Distributed(3), lambda: Stateful(3)]
+
+
+@pytest.mark.parametrize("make", LOADERS)
+@pytest.mark.parametrize("done", range(10))
+def test_going_on_elsewhere(make: Any, done: int) -> None:
+    random.seed(1)
+    first = cursor(make())
+    take(first, done)
+    state, own = first.position(), random.getstate()
+    expected = take(first, 8)
+
+    random.seed(99)  # another process, somewhere else
+    second = cursor(make())
+    second.load(state)
+    random.setstate(own)
+    assert take(second, 8) == expected
+    assert second.position() == first.position()
+
+
+def test_epochs_are_counted() -> None:
+    assert take(cursor([1, 2]), 5) == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2)]
+
+
+def test_epochs_are_told_to_the_sampler() -> None:
+    assert [value for value, _ in take(cursor(Distributed(2)), 4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 20))
+def test_every_sample_once_an_epoch(size: int, done: int, more: int) -> None:
+    random.seed(done)
+    first = cursor(Shuffling(size))
+    seen = [value for value, _ in take(first, done)]
+    second = cursor(Shuffling(size))
+    own = random.getstate()
+    second.load(first.position())
+    random.setstate(own)
+    seen += [value for value, _ in take(second, more)]
+    for start in range(0, len(seen) - size + 1, size):
+        assert sorted(seen[start : start + size]) == list(range(size))
+
+
+def test_loading_leaves_the_random_state_as_it_was() -> None:
+    first = cursor(Shuffling(5))
+    take(first, 3)
+    random.seed(7)
+    own = random.getstate()
+    second = cursor(Shuffling(5))
+    second.load(first.position())
+    assert random.getstate() == own
+
+
+def test_a_position_can_be_taken_up_twice() -> None:
+    first = cursor(Shuffling(5))
+    take(first, 2)
+    state, own = first.position(), random.getstate()
+    ahead = take(first, 4)
+    first.load(state)
+    random.setstate(own)
+    assert take(first, 4) == ahead
+
+
+def test_no_loader() -> None:
+    position = cursor(None)
+    assert take(position, 2) == [(None, 0), (None, 0)]
+    position.load(position.position())
+    assert position.next() == (None, 0)
+
+
+def test_an_empty_loader_is_an_error_and_no_loop() -> None:
+    with pytest.raises(ConfigError, match="no batch in a whole epoch"):
+        cursor([]).next()
+
+
+def test_a_loader_must_be_iterable() -> None:
+    with pytest.raises(ConfigError, match="loader is a int"):
+        cursor(3)

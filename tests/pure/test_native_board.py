@@ -1,0 +1,233 @@
+"""The shared board inside one process: layout, hostile files, barrier, stop word."""
+
+import fcntl
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from resilient_train._native import BOARD_VERSION, Board
+
+PAGE_BYTES = 4096
+MAGIC = b"RBOARD01"
+F_ADD_SEALS = 1033
+F_SEAL_SHRINK = 2
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    board = Board.create(3)
+    yield board
+    board.close()
+
+
+def sealed_file(content: bytes, *, seal: bool = True) -> int:
+    fd = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, content)
+    if seal:
+        fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)
+    return fd
+
+
+def header(magic: bytes = MAGIC, version: int = BOARD_VERSION, world_size: int = 1, pages: int = 2) -> bytes:
+    return struct.pack("<8sIIII", magic, version, world_size, 0, 0).ljust(pages * PAGE_BYTES, b"\0")
+
+
+def test_layout_is_the_documented_one(board: Board) -> None:
+    board.set_standing(1, commits=5, phase=3, step=77)
+    board.set_identity(1, generation=4, incarnation=2, pid=999)
+    board.set_tail(1, entered=8, completed=7)
+    board.raise_stop(6)
+    page0 = os.pread(board.fd, PAGE_BYTES, 0)
+    assert struct.unpack_from("<8sIII", page0) == (MAGIC, BOARD_VERSION, 3, 6)
+    page = os.pread(board.fd, PAGE_BYTES, 2 * PAGE_BYTES)
+    standing, step, time_ns, generation, incarnation, pid, stopped, beats, entered, completed = struct.unpack_from(
+        "<QQQIIIIQQQ", page
+    )
+    assert (standing, step) == (5 << 8 | 3, 77)
+    assert abs(time.time_ns() - time_ns) < 60_000_000_000
+    assert (generation, incarnation, pid, stopped, beats, entered, completed) == (4, 2, 999, 0, 0, 8, 7)
+    assert os.fstat(board.fd).st_size == 4 * PAGE_BYTES
+
+
+def test_accessors_round_trip(board: Board) -> None:
+    board.set_standing(2, 2**56 - 1, 255, 2**64 - 1)
+    assert board.standing(2) == (2**56 - 1, 255)
+    assert board.step(2) == 2**64 - 1
+    assert board.phase_time_ns(2) > 0
+    assert board.standing(0) == (0, 0)
+    board.set_identity(2, 1, 2, 3)
+    board.set_generation(2, 9)
+    assert board.identity(2) == (9, 2, 3)
+    board.set_tail(2, 11, 10)
+    assert board.tail(2) == (11, 10)
+    assert board.stopped_generation(2) == 0
+    assert board.beats(2) == 0
+
+
+def test_attach_shares_the_memory_and_has_its_own_descriptor(board: Board) -> None:
+    other = Board.attach(board.fd)
+    assert other.fd != board.fd
+    assert not os.get_inheritable(other.fd)
+    assert other.world_size == 3
+    other.set_standing(0, 1, 2, 3)
+    board.close()
+    assert other.standing(0) == (1, 2)
+    other.close()
+
+
+def test_bad_arguments(board: Board) -> None:
+    for call in (board.standing, board.step, board.beats, board.tail, board.identity):
+        with pytest.raises(IndexError):
+            call(3)
+    with pytest.raises(IndexError):
+        board.wait_all(3, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="phase"):
+        board.set_standing(0, 0, 256, 0)
+    with pytest.raises(ValueError, match="commits"):
+        board.set_standing(0, 2**56, 0, 0)
+    with pytest.raises(ValueError, match="timeout_ms"):
+        board.wait_stop(0, -1)
+    with pytest.raises(ValueError, match="world_size"):
+        Board.create(0)
+    with pytest.raises(TypeError):
+        board.standing(-1)
+
+
+def test_close_is_idempotent_and_final(board: Board) -> None:
+    board.close()
+    board.close()
+    for call in (
+        lambda: board.fd,
+        lambda: board.standing(0),
+        lambda: board.raise_stop(1),
+        lambda: board.world_size,
+    ):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: sealed_file(header(), seal=False), "sealed"),
+        (lambda: sealed_file(header(magic=b"NOTABORD")), "magic"),
+        (lambda: sealed_file(header(version=BOARD_VERSION + 1)), "version"),
+        (lambda: sealed_file(header(world_size=2)), "ranks"),
+        (lambda: sealed_file(header(pages=1)), "bytes"),
+        (lambda: sealed_file(header() + b"x"), "bytes"),
+        (lambda: sealed_file(b""), "bytes"),
+        (lambda: os.open("/dev/null", os.O_RDWR), "sealed"),
+    ],
+)
+def test_a_hostile_file_is_refused(make: Callable[[], int], text: str) -> None:
+    fd = make()
+    try:
+        with pytest.raises(ValueError, match=text):
+            Board.attach(fd)
+    finally:
+        os.close(fd)
+
+
+def test_a_right_file_made_by_hand_is_accepted() -> None:
+    fd = sealed_file(header())
+    try:
+        Board.attach(fd).close()
+    finally:
+        os.close(fd)
+
+
+def test_attach_of_a_bad_descriptor_is_an_oserror() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        Board.attach(-1)
+
+
+def test_board_cannot_be_resized(board: Board) -> None:
+    for size in (0, 100 * PAGE_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(board.fd, size)
+
+
+def test_barrier_lets_nobody_through_early() -> None:
+    world_size, rounds = 3, 300
+    board = Board.create(world_size)
+
+    def run(rank: int) -> None:
+        for commits in range(1, rounds + 1):
+            if not board.arrive(rank, commits, 2, commits):
+                assert board.wait_all(rank, commits, 2, 0, 20_000) == "passed"
+            assert all(board.standing(other) >= (commits, 2) for other in range(world_size))
+
+    with ThreadPoolExecutor(world_size) as pool:
+        list(pool.map(run, range(world_size)))
+
+
+def test_wait_times_out_and_passed_wins_over_stopped(board: Board) -> None:
+    assert not board.arrive(0, 1, 1, 1)
+    assert board.wait_all(0, 1, 1, 0, 5) == "timeout"
+    board.raise_stop(1)
+    assert board.wait_all(0, 1, 1, 0, 5_000) == "stopped"
+    assert board.wait_all(0, 1, 1, 1, 5) == "timeout"  # a waiter of the new generation
+    assert not board.arrive(1, 1, 2, 1)
+    assert board.arrive(2, 1, 1, 1)
+    assert board.wait_all(0, 1, 1, 0, 0) == "passed"
+
+
+def test_stop_wakes_waiters(board: Board) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        barrier = pool.submit(board.wait_all, 0, 1, 1, 0, 60_000)
+        stop = pool.submit(board.wait_stop, 0, 60_000)
+        board.raise_stop(3)
+        assert barrier.result(timeout=10) == "stopped"
+        assert stop.result(timeout=10)
+    assert board.stop_generation == 3
+    assert not board.wait_stop(3, 1)
+
+
+@pytest.mark.parametrize("generation", [0, 4, 5])
+def test_stop_generation_only_grows(board: Board, generation: int) -> None:
+    board.raise_stop(5)
+    with pytest.raises(ValueError, match="grows"):
+        board.raise_stop(generation)
+    assert board.stop_generation == 5
+
+
+def test_a_close_does_not_pull_the_memory_from_under_a_waiter(board: Board) -> None:
+    other = Board.attach(board.fd)
+    with ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(board.wait_stop, 0, 60_000)
+        board.close()
+        other.raise_stop(1)
+        try:
+            assert waiter.result(timeout=10)
+        except ValueError:  # closed before the thread came to call
+            pass
+    other.close()
+
+
+class InterruptedByTestError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("wait", ["wait_all", "wait_stop"])
+def test_a_signal_handler_runs_during_a_wait(board: Board, wait: str) -> None:
+    def handler(_number: int, _frame: object) -> None:
+        raise InterruptedByTestError
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1))
+    arguments = (0, 1, 1, 0) if wait == "wait_all" else (0,)
+    try:
+        start = time.monotonic()
+        timer.start()
+        with pytest.raises(InterruptedByTestError):
+            getattr(board, wait)(*arguments, 60_000)
+        assert time.monotonic() - start < 30
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)

@@ -1,0 +1,91 @@
+"""The report: as text with and without rich, and as JSON."""
+
+import builtins
+import io
+import json
+
+import msgspec
+import pytest
+
+from pure.stories import HOSTILE, at, beginning, ns, one_kill, whole_run
+from resilient_train.observe.report import as_dict, lines, show
+from resilient_train.observe.sinks import read_events
+from resilient_train.observe.timeline import PHASES, read_run
+
+
+def text_of(events) -> str:
+    return "\n".join(line.text for line in lines(read_run(events)))
+
+
+def test_text_names_who_saw_what_and_where_state_came_from():
+    text = text_of(whole_run())
+    assert "3 ranks, 1 recovery" in text
+    assert "rank 2 lost; seen by futex" in text
+    assert "injected: kill rank 2 at step 7 in COMPUTE (backward)" in text
+    assert "rank 0 -> rank 2, 12.0 MB in 20.0 ms (memory)" in text
+    assert "step 7 redone by ranks 0, 1" in text
+    assert "parameters equal on all ranks, digest abc" in text
+
+
+def test_every_phase_has_a_bar_on_one_scale():
+    rows = [line.text for line in lines(read_run(whole_run())) if "▏" in line.text]
+    assert [row.split()[0] for row in rows] == [*PHASES, "total"]
+    assert {len(row) for row in rows} == {len(rows[0])}
+    assert all("█" in row for row in rows)
+    replace, total = rows[2], rows[-1]
+    assert replace.count("█") < total.count("█")
+
+
+def test_failed_recoveries_say_so():
+    cut = [event for event in one_kill() if event.time_ns < ns(1100)]
+    text = text_of([*beginning(), *cut, at(1200, "job_end", code=75, reason="no replica is left")])
+    assert "- failed" in text
+    assert "exit code 75: no replica is left" in text
+    assert "no plan was made" in text
+
+
+def test_lost_commits_can_not_be_overlooked():
+    events = [at(0, "fault", 1, 1, lost=[1]), at(1, "joined", 0, 1, commits=9), at(2, "plan", -1, 1, commits=7)]
+    assert "COMMITTED STEPS LOST: 2" in text_of(events)
+
+
+def test_the_dict_survives_json():
+    told = json.loads(msgspec.json.encode(as_dict(read_run(whole_run()))))
+    assert told["steps_redone"] == 1
+    assert told["committed_steps_lost"] == 0
+    (recovery,) = told["recoveries"]
+    assert recovery["phases_ms"]["REPLACE"] == 300
+    assert recovery["total_ms"] == 351
+    assert recovery["copies"][0]["source"] == 0
+
+
+def test_show_prints_plain_text_without_rich(monkeypatch):
+    real = builtins.__import__
+
+    def without_rich(name, *args, **kwargs):
+        if name.split(".")[0] == "rich":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    report = lines(read_run(whole_run()))
+    with_rich, plain = io.StringIO(), io.StringIO()
+    show(report, with_rich)
+    monkeypatch.setattr(builtins, "__import__", without_rich)
+    show(report, plain)
+    assert plain.getvalue() == "\n".join(line.text for line in report) + "\n"
+    assert with_rich.getvalue() == plain.getvalue()
+
+
+@pytest.mark.parametrize("events", [[], beginning()])
+def test_a_run_without_recoveries(events):
+    assert "0 recoveries" in text_of(events)
+
+
+def test_hostile_events_can_be_shown(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(HOSTILE)
+    story = read_run(read_events(path))
+    stream = io.StringIO()
+    show(lines(story), stream)
+    assert "world size unknown" in stream.getvalue()
+    msgspec.json.encode(as_dict(story))

@@ -1,0 +1,76 @@
+"""Pins what ``frameworks/torch`` uses of torch's private parts: a new torch that changes them fails here, by name."""
+
+import inspect
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+
+def test_version_is_the_one_that_was_tried() -> None:
+    assert torch.__version__.startswith("2.13.")
+
+
+def test_reducer_has_what_the_buckets_need() -> None:
+    used = "_reset_state _rebuild_buckets _delay_all_reduce prepare_for_forward prepare_for_backward"
+    for name in used.split():
+        assert hasattr(dist.Reducer, name)
+
+
+def test_wrapper_can_be_given_a_new_reducer() -> None:
+    """What ``buckets._renew`` calls; ``tests/pure/test_buckets.py`` runs it."""
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    used = "_remove_autograd_hooks _build_params_for_reducer _build_debug_param_to_name_mapping _ddp_init_helper"
+    for name in used.split():
+        assert hasattr(wrapper, name)
+    assert "_static_graph_delay_allreduce_enqueued = False" in inspect.getsource(wrapper._set_static_graph)
+
+
+def test_ddp_reduces_named_parameters_of_its_module_in_order() -> None:
+    source = inspect.getsource(torch.nn.parallel.DistributedDataParallel._build_params_for_reducer)
+    assert "named_parameters" in source
+
+
+def test_scaler_keeps_what_was_unscaled_where_a_redo_clears_it() -> None:
+    """``Replicated.restore_small``: a rank that was READY redoes its step, and unscales again."""
+    from resilient_train.frameworks.base import Objects
+    from resilient_train.frameworks.torch.engine import TorchEngine
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    engine = TorchEngine(Objects((model,), (optimizer,), (), scaler, {}, {}))
+    for _ in range(2):
+        engine.begin()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="already been called"):
+            scaler.unscale_(optimizer)
+        engine.rollback()
+
+
+def test_group_can_be_subclassed_with_all_verbs() -> None:
+    from resilient_train.frameworks.torch import solo
+
+    for verb in solo.VERBS:
+        assert hasattr(dist.ProcessGroup, verb), verb
+
+
+def test_batch_norm_writes_its_statistics_silently() -> None:
+    """Why ``rank_state`` counts BatchNorm's buffers as changed from the start."""
+    layer = torch.nn.BatchNorm1d(3)
+    before = layer.running_mean._version
+    layer(torch.randn(4, 3))
+    assert issubclass(torch.nn.BatchNorm1d, torch.nn.modules.batchnorm._NormBase)
+    assert layer.running_mean.abs().sum() > 0
+    assert layer.running_mean._version >= before
+
+
+def test_works_have_futures_that_take_callbacks() -> None:
+    future = torch.futures.Future()
+    seen = []
+    outcome = future.then(lambda done: done.value() + 1)
+    future.add_done_callback(lambda done: seen.append(done.value()))
+    future.set_result(1)
+    assert (outcome.wait(), seen) == (2, [1])

@@ -1,0 +1,186 @@
+"""Frames: whatever the bytes, a whole frame or a ProtocolError; over a real socket pair where descriptors travel."""
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_train import transport
+from resilient_train.errors import JobEnded, ProtocolError
+from resilient_train.protocol import messages as m
+from resilient_train.transport import MAX_FRAME_BYTES, Channel, FrameBuffer, decode_from_rank, encode, peer_is_trusted
+
+FRAMES = [
+    m.Hello("rank", 3, 1, 42),
+    m.Reserve(1 << 40),
+    m.Borrow(2),
+    m.Started("digest", ("world", "tp"), ((0, 2), (1, 3))),
+    m.Trouble(4, "Connection reset by peer – ü"),
+    m.Joined(1, 2, 3, True, 4, ("world",), 5),
+    m.Built(1),
+    m.Offer(1, 2, 3, 4, b"\x00\xff" * 100, "digest"),
+    m.Pull(1, 2, 3),
+    m.Fetched(1, 2, 3, 4, "memory"),
+    m.Done(1, True, 7),
+    m.Finish(1),
+    m.Refused("no"),
+    m.Inject("kill", 0),
+    m.Query(),
+]
+
+
+def bodies(data: bytes) -> list[bytes]:
+    return list(FrameBuffer().feed(data))
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: type(frame).__name__)
+def test_round_trip(frame: m.FromRank) -> None:
+    (body,) = bodies(encode(frame))
+    assert decode_from_rank(body) == frame
+
+
+def test_cut_at_every_byte() -> None:
+    data = b"".join(map(encode, FRAMES))
+    for cut in range(len(data) + 1):
+        buffer = FrameBuffer()
+        found = [*buffer.feed(data[:cut]), *buffer.feed(data[cut:])]
+        assert list(map(decode_from_rank, found)) == FRAMES
+
+
+def test_byte_by_byte() -> None:
+    buffer = FrameBuffer()
+    found = [body for byte in b"".join(map(encode, FRAMES)) for body in buffer.feed(bytes([byte]))]
+    assert list(map(decode_from_rank, found)) == FRAMES
+
+
+@pytest.mark.parametrize("length", [MAX_FRAME_BYTES + 1, 0xFFFFFFFF, 0x20544547])  # the last is "GET " of HTTP
+def test_hostile_lengths(length: int) -> None:
+    with pytest.raises(ProtocolError, match=str(length)):
+        bodies(struct.pack("<I", length))
+
+
+def test_the_largest_length_is_waited_for() -> None:
+    assert bodies(struct.pack("<I", MAX_FRAME_BYTES) + b"x") == []
+
+
+def test_too_large_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "MAX_FRAME_BYTES", 100)
+    with pytest.raises(ProtocolError, match="Offer frame of"):
+        encode(m.Offer(1, 2, 3, 4, bytes(200), ""))
+
+
+@given(st.binary())
+def test_foreign_bodies(body: bytes) -> None:
+    try:
+        decode_from_rank(body)
+    except ProtocolError:
+        pass
+
+
+@given(st.sampled_from(FRAMES), st.integers(0, 10_000), st.integers(1, 255))
+def test_a_flipped_byte(frame: m.FromRank, place: int, flip: int) -> None:
+    data = bytearray(encode(frame))
+    data[place % len(data)] ^= flip
+    try:
+        for body in bodies(bytes(data)):
+            decode_from_rank(body)
+    except ProtocolError:
+        pass
+
+
+@given(st.lists(st.binary(max_size=50)))
+def test_any_stream(pieces: list[bytes]) -> None:
+    buffer = FrameBuffer()
+    try:
+        found = [body for piece in pieces for body in buffer.feed(piece)]
+    except ProtocolError:
+        return
+    assert sum(map(len, found)) <= sum(map(len, pieces))
+
+
+def test_a_rank_may_not_speak_for_the_agent() -> None:
+    for frame in (m.Resume(1), m.Stop(1, (), ""), m.End(0, ""), m.Plan(1, 0, {})):
+        with pytest.raises(ProtocolError):
+            decode_from_rank(bodies(encode(frame))[0])
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[tuple[Channel, socket.socket]]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        channel = Channel(str(tmp_path / "s"))
+        agent, _ = listener.accept()
+        with agent:
+            yield channel, agent
+        channel.close()
+
+
+def test_channel_both_ways(ends: tuple[Channel, socket.socket]) -> None:
+    channel, agent = ends
+    assert peer_is_trusted(agent)
+    assert channel.receive(timeout_s=0) is None
+    channel.send(m.Query())
+    assert decode_from_rank(bodies(agent.recv(1000))[0]) == m.Query()
+    agent.sendall(encode(m.Resume(1)) + encode(m.Stop(2, (1,), "died")) + encode(m.Plan(2, 5, {1: 0}, 1, 0, (1,))))
+    assert [channel.receive() for _ in range(3)] == [
+        m.Resume(1),
+        m.Stop(2, (1,), "died"),
+        m.Plan(2, 5, {1: 0}, 1, 0, (1,)),
+    ]
+
+
+def test_frames_put_back_come_first(ends: tuple[Channel, socket.socket]) -> None:
+    channel, agent = ends
+    agent.sendall(encode(m.Resume(3)))
+    channel.put_back([m.Resume(1), m.Resume(2)])
+    assert [channel.receive() for _ in range(3)] == [m.Resume(1), m.Resume(2), m.Resume(3)]
+
+
+def test_wait_either(ends: tuple[Channel, socket.socket]) -> None:
+    channel, agent = ends
+    readable, writable = os.pipe()
+    os.write(writable, b"x")
+    assert channel.wait_either(readable)
+    agent.sendall(encode(m.Resume(1)))
+    assert channel.receive() == m.Resume(1)
+    channel.put_back([m.Resume(1)])
+    assert not channel.wait_either(readable)
+    os.close(readable)
+    os.close(writable)
+
+
+def test_descriptors(ends: tuple[Channel, socket.socket], tmp_path: Path) -> None:
+    channel, agent = ends
+    path = tmp_path / "given"
+    path.write_text("content")
+    with path.open() as file:
+        socket.send_fds(agent, [encode(m.Arena(1))], [file.fileno()])
+    assert channel.receive() == m.Arena(1)
+    (descriptor,) = channel.take_descriptors(1)
+    assert os.read(descriptor, 100) == b"content"
+    os.close(descriptor)
+    with pytest.raises(ProtocolError, match="expected 1 descriptors, got 0"):
+        channel.take_descriptors(1)
+
+
+def test_a_closed_agent_is_a_job_that_ended(ends: tuple[Channel, socket.socket]) -> None:
+    channel, agent = ends
+    agent.close()
+    with pytest.raises(JobEnded, match="closed the connection"):
+        channel.receive()
+    with pytest.raises(JobEnded, match="is gone"):
+        channel.send(m.Query())
+
+
+@pytest.mark.parametrize("data", [encode(m.Query()), struct.pack("<I", 3) + b"abc", b"GET / HTTP/1.1\r\n"])
+def test_an_agent_that_talks_nonsense(ends: tuple[Channel, socket.socket], data: bytes) -> None:
+    channel, agent = ends
+    agent.sendall(data)
+    with pytest.raises(ProtocolError):
+        channel.receive()

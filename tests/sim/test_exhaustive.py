@@ -1,0 +1,57 @@
+"""Every interleaving of small worlds. ``SIM_DEEP=1`` adds worlds that take minutes."""
+
+import os
+
+import pytest
+
+from resilient_train.testing.cluster import Faults, Layout
+from resilient_train.testing.explore import explore
+
+DEEP = bool(os.environ.get("SIM_DEEP"))
+
+WORLDS = [
+    pytest.param(Layout(2, (1, 0)), Faults(kills=1), id="2-ranks-2-updates-1-kill"),
+    pytest.param(Layout(2, (2, 1)), Faults(kills=1), id="2-ranks-long-tails-1-kill"),
+    pytest.param(Layout(2, (0,)), Faults(kills=2), id="2-ranks-1-update-2-kills"),
+    pytest.param(Layout(2, (1,)), Faults(kills=1, glitches=1), id="2-ranks-1-kill-1-glitch"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, cuts=1), id="2-ranks-1-kill-1-cut"),
+    pytest.param(Layout(2, (1, 0)), Faults(damages=1), id="2-ranks-2-updates-1-damage"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, damages=1), id="2-ranks-1-kill-1-damage"),
+    pytest.param(Layout(2, (1,)), Faults(glitches=1, damages=1), id="2-ranks-1-glitch-1-damage"),
+    pytest.param(Layout(3, (0,)), Faults(kills=1), id="3-ranks-1-update-1-kill", marks=pytest.mark.slow),
+]
+DEEP_WORLDS = [
+    (Layout(2, (0, 0)), Faults(kills=2)),
+    (Layout(2, (1, 0)), Faults(kills=2)),
+    (Layout(2, (2,)), Faults(kills=2)),
+    (Layout(2, (1, 1)), Faults(kills=1, cuts=1, glitches=1)),
+    (Layout(2, (0,)), Faults(kills=3)),
+    (Layout(3, (1,)), Faults(kills=1)),
+]
+
+
+@pytest.mark.parametrize(("layout", "faults"), WORLDS)
+def test_every_interleaving_is_safe_and_ends(layout: Layout, faults: Faults) -> None:
+    seen = explore(layout, faults)
+    print(f"{seen.states} states, {seen.transitions} transitions, {seen.finals} ends")
+    assert seen.complete
+    assert seen.states > 1000
+    assert seen.finals > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not DEEP, reason="minutes; set SIM_DEEP=1")
+@pytest.mark.parametrize(("layout", "faults"), DEEP_WORLDS)
+def test_every_interleaving_of_a_larger_world(layout: Layout, faults: Faults) -> None:
+    assert explore(layout, faults).complete
+
+
+def test_without_faults_all_schedules_end_alike() -> None:
+    seen = explore(Layout(2, (1, 0)), Faults())
+    assert seen.complete
+    assert seen.finals == 1
+
+
+def test_the_limit_is_told() -> None:
+    assert not explore(Layout(2, (0,)), Faults(kills=1), limit=500).complete

@@ -4,12 +4,15 @@ The native watchdog sends ``SIGURG`` to the main thread (a signal that does noth
 handler below runs there, between two bytecodes, and raises ``TrainingInterrupted`` if the body of a step is running.
 Arming, disarming and the handler all run in the main thread, so they need no lock.
 
-Three rules keep the exception inside the ``with`` block, and whole what the user has to clear up:
+Four rules keep the exception inside the ``with`` block, and whole what the user can't clear up. In all but the last
+case the watchdog signals again, until the stop is acknowledged:
 
 * It is not raised while a frame of the Session is on top: between ``__enter__`` arming and the body's first
   instruction, and between the body's last and ``__exit__`` disarming, there is nothing else.
-* It is not raised inside a finalizer, where Python would print and forget it, nor inside an ``__exit__``, which would
-  be left half done. In both cases the watchdog signals again.
+* It is not raised inside a finalizer, where Python would print and forget it; nor inside an ``__enter__`` or
+  ``__exit__``, which would leave a lock taken or ``torch.no_grad`` half entered; nor inside an import or a log call.
+* It is not raised in the standard library's locks and queues but where they wait: a ``Condition`` cut elsewhere gives
+  back a lock that it does not have, or leaves a waiter that swallows a wake-up.
 * What arrives disarmed is not lost: whoever arms, or ends a step, looks at the stop word.
 
 What does not work (measured, ``docs/facts.md``): ``PyThreadState_SetAsyncExc`` leaves sleeps, locks and queues asleep.
@@ -17,9 +20,11 @@ What does not work (measured, ``docs/facts.md``): ``PyThreadState_SetAsyncExc`` 
 
 from __future__ import annotations
 
+import dis
+import inspect
 import signal
 import threading
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from resilient_train._native import Watchdog
@@ -28,8 +33,12 @@ from resilient_train.errors import TrainingInterrupted
 SIGNAL = signal.SIGURG
 STACKS_SIGNAL = signal.SIGRTMIN + 4
 """Asks a rank for its Python stacks, see ``session/pulse.py``."""
-_SHELTERED = frozenset({"__del__", "__exit__", "__aexit__"})
 _OURS = ("resilient_train.session", "resilient_train.frameworks", "resilient_train.interrupt")
+_WHOLE_CALLS = frozenset({"__del__", "__enter__", "__exit__", "__aenter__", "__aexit__"})
+_WHOLE_MODULES = ("importlib._bootstrap", "logging")
+_LOCKING_MODULES = ("threading", "queue", "multiprocessing.", "concurrent.futures.")
+_WAITS = frozenset({"Condition.wait", "Thread._wait_for_tstate_lock"})
+"""The waits that clear up behind themselves when they are cut in ``lock.acquire()``, and there only."""
 
 
 class Interrupt:
@@ -42,10 +51,12 @@ class Interrupt:
         self._armed = False
         self.available = threading.current_thread() is threading.main_thread()
         self._previous: Any = None
+        self._beneath = 0
 
     def install(self) -> None:
         """Takes the signal; a handler that the user had set still runs."""
         if self.available:
+            self._beneath = _whole_calls(inspect.currentframe())  # a loop that runs in an import must be interruptible
             self._previous = signal.signal(SIGNAL, self._on_signal)
 
     def remove(self) -> None:
@@ -68,18 +79,38 @@ class Interrupt:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if callable(self._previous):
             self._previous(signum, frame)
-        if not self._armed or _must_not_be_cut(frame):
+        if not self._armed or frame is None or _on_top_unsafe(frame) or _whole_calls(frame) > self._beneath:
             return
         self.disarm()
         raise TrainingInterrupted
 
 
-def _must_not_be_cut(frame: FrameType | None) -> bool:
-    """Whether an exception raised now would land in our own code, or where it does harm or is lost."""
-    if frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+def _on_top_unsafe(frame: FrameType) -> bool:
+    """Whether an exception raised now would land in our own code, or in the middle of a lock's or a queue's."""
+    module = frame.f_globals.get("__name__", "")
+    if module.startswith(_OURS):
         return True
+    if not module.startswith(_LOCKING_MODULES):
+        return False
+    return frame.f_code.co_qualname not in _WAITS or _last_attribute(frame.f_code, frame.f_lasti) != "acquire"
+
+
+def _whole_calls(frame: FrameType | None) -> int:
+    """How many calls on the stack have to run to their end once begun."""
+    count = 0
     while frame is not None:
-        if frame.f_code.co_name in _SHELTERED:
-            return True
+        module = frame.f_globals.get("__name__", "")
+        count += frame.f_code.co_name in _WHOLE_CALLS or module.startswith(_WHOLE_MODULES)
         frame = frame.f_back
-    return False
+    return count
+
+
+def _last_attribute(code: CodeType, offset: int) -> str:
+    """Name of the attribute that was loaded last before ``offset``: the method that is being called there."""
+    name = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.offset > offset:
+            break
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            name = instruction.argval
+    return name

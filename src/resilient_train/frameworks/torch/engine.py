@@ -175,6 +175,7 @@ class TorchEngine:
         buffers = self._ranks_own.buffers.changed()
         self._start = {
             "random": random_state(),
+            "gradients": torch.is_grad_enabled(),
             "buffers": {key: buffer.clone() for key, buffer in buffers.items()},
             "small": copy_tree(self._replicated.small_tree()),
             "extra": copy_tree(self._ranks_own.extra_states()),
@@ -187,6 +188,8 @@ class TorchEngine:
         if self._undo is not None:
             self._replicated.restore(self._undo)
             self._undo = None
+        # `with torch.set_grad_enabled(False)` switches before its `with` begins; cut in between, nobody switches back.
+        torch.set_grad_enabled(self._start["gradients"])
         for optimizer in self._objects.optimizers:
             optimizer.zero_grad(set_to_none=True)
         for model in self._objects.models:

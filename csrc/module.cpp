@@ -19,6 +19,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "probes/alarm.hpp"
 #include "probes/probes.hpp"
 #include "process_copy.hpp"
 #include "record.hpp"
@@ -173,6 +174,10 @@ void bind_record(nb::class_<PyBoard>& board) {
           },
           "rank"_a)
       .def(
+          "alarms", [](Self self, std::uint32_t rank) { return read_alarms(load(self.record(rank).alarms)); }, "rank"_a)
+      .def(
+          "clear_alarms", [](Self self, std::uint32_t rank) { store(self.record(rank).alarms, 0); }, "rank"_a)
+      .def(
           "stopped_generation",
           [](Self self, std::uint32_t rank) { return load(self.record(rank).stopped_generation); }, "rank"_a)
       .def("beats", [](Self self, std::uint32_t rank) { return load(self.record(rank).beats); }, "rank"_a);
@@ -239,6 +244,15 @@ void make_probes(Probes* self, const std::string& hccl, const std::string& acl, 
   new (self) Probes({hccl, acl, nccl, nvml, device, uuid, {poll_ms, call_limit_ms, open_limit_ms, trial}});
 }
 
+void alarm_into(Probes& self, const PyBoard& py_board, std::uint32_t rank) {
+  const std::shared_ptr<Board> board = py_board.use();
+  RankRecord& record = board->record(rank);
+  store(record.alarms, 0);
+  self.runner().set_listener([board, &record](const Finding& finding) {
+    std::atomic_ref(record.alarms).fetch_or(alarm_bit(finding), std::memory_order_seq_cst);
+  });
+}
+
 void bind_findings(nb::module_& module) {
   nb::class_<Finding>(module, "Finding")
       .def_prop_ro("kind", [](const Finding& self) { return name_of(self.kind); })
@@ -270,6 +284,7 @@ void bind_probes(nb::module_& module) {
       .def("__init__", &make_probes, nb::kw_only(), "hccl"_a = "libhccl.so", "acl"_a = "libascendcl.so",
            "nccl"_a = "libnccl.so.2", "nvml"_a = "libnvidia-ml.so.1", "device"_a = 0, "uuid"_a = "", "poll_ms"_a = 50,
            "call_limit_ms"_a = 2'000, "open_limit_ms"_a = 30'000, "trial"_a = true)
+      .def("alarm", &alarm_into, "board"_a, "rank"_a)
       .def("start", [](Probes& self) { self.runner().start(); })
       .def(
           "stop", [](Probes& self) { return self.runner().stop(); }, Unlocked())

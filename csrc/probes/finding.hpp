@@ -8,7 +8,7 @@
 
 namespace resilient {
 
-enum class FindingKind { uce, hcce, link, device, stopped, disabled };
+enum class FindingKind { uce, hcce, link, device, stopped, disabled, notice };
 
 constexpr const char* name_of(FindingKind kind) {
   switch (kind) {
@@ -23,9 +23,11 @@ constexpr const char* name_of(FindingKind kind) {
     case FindingKind::stopped:
       return "STOPPED";
     case FindingKind::disabled:
+      return "DISABLED";
+    case FindingKind::notice:
       break;
   }
-  return "DISABLED";
+  return "NOTICE";
 }
 
 using Range = std::pair<std::uint64_t, std::uint64_t>;  // address, bytes

@@ -20,15 +20,22 @@ std::optional<FindingKind> classify_xid(std::uint64_t xid) {
     case 109:
       return std::nullopt;
     case 48:  // double-bit error
-    case 63:  // rows were remapped,
-    case 64:  // or could not be
+    case 64:  // rows could not be remapped
     case 94:  // contained,
     case 95:  // or not
       return FindingKind::uce;
     case 74:  // NVLink
       return FindingKind::link;
-    default:
+    case 46:   // the device stopped working,
+    case 62:   // or its controller did
+    case 79:   // it fell off the bus
+    case 119:  // its system processor does not answer
+    case 120:
+    case 140:  // an error of its memory that it could not recover from
+    case 143:
       return FindingKind::device;
+    default:  // nobody is killed over a number that we don't know
+      return FindingKind::notice;
   }
 }
 

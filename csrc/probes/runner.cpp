@@ -62,6 +62,7 @@ struct ProbeRunner::Shared {
   std::uint32_t epoch = 0;     // grows with every rearm
   std::vector<std::shared_ptr<Worker>> workers;
   std::thread supervisor;
+  std::function<void(const Finding&)> listener;
 
   std::mutex mutex;  // over the findings
   std::vector<Finding> findings;
@@ -69,10 +70,13 @@ struct ProbeRunner::Shared {
 
 void ProbeRunner::Shared::publish(Finding finding) {
   finding.time_ns = realtime_ns();
+  const Finding told = finding;
   {
     const std::lock_guard lock(mutex);
     if (findings.size() < findings_max) findings.push_back(std::move(finding));
   }
+  // After it can be taken: whoever acts on the alarm finds it.
+  if (listener) listener(told);
   const std::uint64_t one = 1;
   const ssize_t written = ::write(event_fd, &one, sizeof(one));
   (void)written;  // a full counter is readable all the same
@@ -281,6 +285,12 @@ ProbeRunner::~ProbeRunner() {
 bool ProbeRunner::foreign() const { return shared_->owner_pid != ::getpid(); }
 
 int ProbeRunner::fd() const { return shared_->event_fd; }
+
+void ProbeRunner::set_listener(std::function<void(const Finding&)> listener) {
+  if (foreign()) throw std::logic_error("the probes belong to the process that made them; this is a forked child");
+  if (shared_->supervisor.joinable() || shared_->is_stopping()) throw std::logic_error("the probes have been started");
+  shared_->listener = std::move(listener);
+}
 
 void ProbeRunner::start() {
   if (foreign()) throw std::logic_error("the probes belong to the process that made them; this is a forked child");

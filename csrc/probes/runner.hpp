@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,6 +36,8 @@ class ProbeRunner {
   ProbeRunner(const ProbeRunner&) = delete;
   ProbeRunner& operator=(const ProbeRunner&) = delete;
 
+  // Before start. Called on the probes' threads for every finding; must neither block nor throw.
+  void set_listener(std::function<void(const Finding&)> listener);
   void start();
   // Within call_limit_ms. Names the probes whose thread is inside a call that does not return; it is left there.
   std::vector<std::string> stop();

@@ -60,6 +60,13 @@ class Board:
         """What the rank is at (32 bits, `protocol/progress.py`)."""
     def progress(self, rank: int) -> tuple[int, int, int, int]:
         """(commits, phase, collectives entered, activity), read one after the other."""
+    def alarms(self, rank: int) -> list[tuple[Literal["hccl", "acl", "nccl", "nvml"], str]]:
+        """(probe, kind) of what the rank's probes have found since `clear_alarms`; empty as a rule.
+
+        Kinds are UCE (with addresses), HCCE, LINK, DEVICE (or memory lost in an unknown place), DISABLED.
+        """
+    def clear_alarms(self, rank: int) -> None:
+        """Before the findings are taken, so that a new one in between raises its alarm again."""
     def stopped_generation(self, rank: int) -> int:
         """Newest stop for which the rank's watchdog is done with the older descriptors."""
     def beats(self, rank: int) -> int:
@@ -134,8 +141,10 @@ class Finding:
     """Something that a probe saw. It is published when it appears or changes, not at every poll."""
 
     @property
-    def kind(self) -> Literal["UCE", "HCCE", "LINK", "DEVICE", "STOPPED", "DISABLED"]:
-        """STOPPED is the echo of an abort or suspend, mostly our own; DISABLED: the probe has been given up."""
+    def kind(self) -> Literal["UCE", "HCCE", "LINK", "DEVICE", "STOPPED", "DISABLED", "NOTICE"]:
+        """STOPPED is the echo of an abort or suspend, mostly our own; DISABLED: the probe has been given up; NOTICE
+        is for people.
+        """
     @property
     def probe(self) -> str: ...
     @property
@@ -205,6 +214,8 @@ class Probes:
         `device` is the number for ACL and NVML; with `uuid` NVML looks for that instead, which it should where
         CUDA_VISIBLE_DEVICES renumbers.
         """
+    def alarm(self, board: Board, rank: int) -> None:
+        """Before `start`: clear the rank's alarms, and from then on set one for every finding, without the GIL."""
     def start(self) -> None:
         """Begin, once. Returns at once; libraries are loaded by the threads."""
     def stop(self) -> list[str]:

@@ -55,7 +55,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tail_log_bytes: int = 4 << 20
     """Room, per rank, for the inputs of collectives that the loop calls after the update."""
     acl_library: str = ""
-    """The ACL runtime whose list of memory errors is read; empty: ``libascendcl.so`` where torch_npu is in use."""
+    """The ACL runtime that is asked for errors; empty: ``libascendcl.so`` where torch_npu is in use."""
+    nvml_library: str = ""
+    """The NVML that is asked for errors; empty: ``libnvidia-ml.so.1`` where torch has set up CUDA."""
+    probe_ms: int = 50
+    """Interval at which the device's libraries are asked for errors."""
     transfer: str = "auto"
     """How state reaches a replacement: ``memory`` (same host), ``group`` (over the process group), ``auto``."""
 
@@ -65,7 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{PREFIX}TRANSFER={self.transfer!r}: unknown{nearest(self.transfer, known)}")
         if not 0 <= self.hang_timeout_s < float("inf"):
             raise ConfigError(f"{PREFIX}HANG_TIMEOUT_S must be a number of seconds from 0, not {self.hang_timeout_s}")
-        for name in ("join_timeout_s", "verdict_timeout_s", "beat_ms", "grace_ms", "hang_floor_s"):
+        for name in ("join_timeout_s", "verdict_timeout_s", "beat_ms", "grace_ms", "hang_floor_s", "probe_ms"):
             if not getattr(self, name) > 0:  # also for nan
                 raise ConfigError(f"{PREFIX}{name.upper()} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.tail_log_bytes <= 1 << 40:

@@ -11,8 +11,6 @@ import pytest
 from identity import assert_identical
 from running import Reference, launch
 
-from resilient_train.testing.fake_device import library
-
 PLACES = ("phase=COMPUTE at=forward", "phase=COMPUTE at=backward", "phase=UPDATING at=start")
 TARGETS = ("param", "optimizer", "buffer", "gradient", "activation")
 VARIANTS = ("accumulate+view", *(("two+stateful", "undo", "static", "scaler") if "FULL" in os.environ else ()))
@@ -68,27 +66,3 @@ def test_switched_off(tmp_path: Path) -> None:
     )  # fmt: skip
     assert run.code == 1, run.explain()
     assert "UCE ERROR (injected: param)" in run.err
-
-
-def test_the_devices_own_list(tmp_path: Path) -> None:
-    """From dlopen to the repaired tensor, through the C symbols that an Ascend device has."""
-    library_name = str(library("libascendcl.so"))
-    runs = []
-    for name in ("undisturbed", "damaged"):
-        folder = tmp_path / name
-        folder.mkdir()
-        flag = ("--damage",) if name == "damaged" else ()
-        arguments = (str(folder), *flag)
-        runs.append(launch(folder / "run", "device.py", *arguments, ranks=2, RESILIENT_ACL_LIBRARY=library_name))
-    undisturbed, damaged = runs
-    assert damaged.code == undisturbed.code == 0, damaged.explain()
-    assert undisturbed.of("uce") == []
-    (uce,) = damaged.of("uce")
-    assert (uce["rank"], uce["detail"]["tensors"]) == (1, ["model.0.module.0.weight"])
-    assert [span[1] for span in uce["detail"]["ranges"]] == [4096]
-    assert [event["detail"]["bytes"] for event in damaged.of("fetched")] == [64 * 64 * 4]
-    parameters = [{digest for digest, _ in run.digests().values()} for run in runs]
-    assert parameters[0] == parameters[1], damaged.explain()
-    assert len(damaged.of("spawned")) == 2
-    assert "rank 1 repaired 1" in damaged.out
-    assert "rank 0 repaired 0" in damaged.out

@@ -35,12 +35,13 @@ def make(device: FakeDevice, copy: Copy) -> Iterator[Make]:
     """Makes running probes of the named kinds."""
     made: list[Probes] = []
 
-    def make(*kinds: str, **options: object) -> Probes:
+    def make(*kinds: str, start: bool = True, **options: object) -> Probes:
         paths = {kind: copy(FILES[kind]) for kind in kinds}
         defaults = {"poll_ms": POLL_MS, "call_limit_ms": 20_000, "open_limit_ms": 20_000, "trial": False}
         probes = Probes(**(OFF | paths | defaults | options))
         made.append(probes)
-        probes.start()
+        if start:
+            probes.start()
         return probes
 
     yield make

@@ -269,6 +269,32 @@ def test_failed_collectives_in_a_row_end_the_job_but_not_over_its_life() -> None
     assert "keep failing" in ends[0].reason
 
 
+def test_repairs_are_bounded_within_a_window_of_updates() -> None:
+    controller = running(policy=Policy(max_repairs=3, repairs_window=10))
+    for commits in (1, 5, 9, 16, 20):
+        standings = [Standing(commits, Phase.COMPUTE)] * 3
+        assert not of(controller.failed_collective(controller.generation, "flaky", standings), EndJob)
+        recover(controller, -1, commits=commits)
+        finish_recovery(controller)
+    standings = [Standing(22, Phase.COMPUTE)] * 3
+    assert not of(controller.failed_collective(controller.generation, "flaky", standings), EndJob)
+    recover(controller, -1, commits=22)
+    finish_recovery(controller)
+    commands = controller.failed_collective(controller.generation, "flaky", standings, culprit=2)
+    assert of(commands, Kill) == [Kill(2)], "its device says so, so it is replaced"
+    assert of(controller.failed_collective(controller.generation, "flaky", standings), EndJob)
+
+
+def test_survivors_that_a_recovery_waits_for() -> None:
+    controller = running()
+    assert controller.awaited() == []
+    controller.lost(1, 0, "died", COMPUTE_0)
+    join(controller, 0)
+    assert controller.awaited() == [2], "the replacement has other things to do first"
+    join(controller, 2)
+    assert controller.awaited() == []
+
+
 def test_a_rank_that_dies_again_and_again_without_a_commit_between() -> None:
     controller = running(policy=Policy(max_stuck=3))
     for _ in range(10):

@@ -132,8 +132,12 @@ def test_a_controller_that_forgets_the_first_death_at_the_second() -> None:
 
 
 class DeafToTroubleInRecovery(Controller):
-    def failed_collective(self, generation: int, detail: str, standings: Sequence[Standing] = ()) -> list[Command]:
-        return super().failed_collective(generation, detail, standings) if self.stage == "RUNNING" else []
+    def failed_collective(
+        self, generation: int, detail: str, standings: Sequence[Standing] = (), *, culprit: int = -1
+    ) -> list[Command]:
+        if self.stage != "RUNNING":
+            return []
+        return super().failed_collective(generation, detail, standings, culprit=culprit)
 
 
 def test_a_controller_that_takes_no_complaint_during_a_recovery() -> None:

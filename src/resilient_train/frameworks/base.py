@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from resilient_train._native import Board
 from resilient_train.state.transfer import Span
 from resilient_train.state.tree import Path
 
@@ -209,8 +210,19 @@ class Framework(Protocol):
         """The replicated state, for a replacement to copy."""
         ...
 
-    def device_errors(self) -> list[Span]:
-        """Address ranges of device memory that have lost data since the last call."""
+    def watch_device(self, board: Board, rank: int) -> None:
+        """Begins to ask the device for its errors, where there is one; what is found sets the rank's alarms."""
+        ...
+
+    def device_notes(self) -> list[dict[str, Any]]:
+        """What was found since the last call, for people."""
+        ...
+
+    def device_errors(self, *, wait: bool) -> list[Span]:
+        """Address ranges of device memory that have lost data since the last call.
+
+        ``wait``: there is reason to expect some, so the device's next answer is waited for.
+        """
         ...
 
     def assess(self, ranges: list[Span]) -> Damage:

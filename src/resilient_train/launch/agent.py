@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from resilient_train._native import Board, DeathWatch
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
+from resilient_train.launch.alarms import Alarms
 from resilient_train.launch.connections import Connection, Listener
 from resilient_train.launch.job import Job
 from resilient_train.launch.logs import Logs
@@ -62,6 +63,7 @@ class Agent:
         self._reaping: set[RankProcess] = set()
         self._fenced: dict[RankProcess, str] = {}
         self._lookout = Lookout(self._board, self._controller, self._processes, job.settings)
+        self._alarms = Alarms(self._board, self._controller)
         self._ending: EndJob | None = None
         self._ended = asyncio.Event()
         self._begun_ns = time.time_ns()
@@ -79,8 +81,7 @@ class Agent:
             number = getattr(signal, name)
             self._loop.add_signal_handler(number, self._on_signal, number)
         logs = self._loop.create_task(self._show_logs())
-        if self._job.settings.hang:
-            self._loop.call_soon(self._look_out)
+        self._loop.call_soon(self._look_out)
         try:
             self._carry_out(self._controller.launch())
             await self._ended.wait()
@@ -144,7 +145,9 @@ class Agent:
     # -- the look-out's Keeper
 
     def _look_out(self) -> None:
-        self._lookout.look(self)
+        self._alarms.look(self)
+        if self._job.settings.hang:
+            self._lookout.look(self)
         self._loop.call_later(LOOK_S, self._look_out)
 
     def fence(self, rank: int, reason: str) -> None:
@@ -152,8 +155,15 @@ class Agent:
         self._fenced[process] = reason
         process.signal_group(signal.SIGKILL)
 
-    def give_up_collective(self, detail: str) -> None:
-        self._on_unexplained(self._controller.generation, detail)
+    def give_up_collective(self, detail: str, *, culprit: int = -1) -> None:
+        self._on_unexplained(self._controller.generation, detail, culprit)
+
+    def mend(self, rank: int, detail: str) -> None:
+        generation, incarnation = self._controller.generation, self._controller.incarnations[rank]
+        self._carry_out(self._controller.damaged(rank, incarnation, generation, detail, self._standings()))
+
+    def note(self, kind: str, rank: int, detail: dict[str, Any]) -> None:
+        self._note(kind, rank=rank, detail=detail)
 
     def tell(self, finding: Finding, detail: dict[str, Any]) -> None:
         ranks = ", ".join(map(str, finding.ranks))
@@ -245,8 +255,9 @@ class Agent:
             case _:
                 self._note("foreign_frame", rank=rank, detail={"text": type(frame).__name__})
 
-    def _on_unexplained(self, generation: int, detail: str) -> None:
-        self._carry_out(self._controller.failed_collective(generation, detail, self._standings()))
+    def _on_unexplained(self, generation: int, detail: str, culprit: int = -1) -> None:
+        standings = self._standings()
+        self._carry_out(self._controller.failed_collective(generation, detail, standings, culprit=culprit))
 
     def _on_operator(self, connection: Connection, frame: m.FromRank) -> None:
         match frame:

@@ -16,7 +16,7 @@ from resilient_train.interrupt import STACKS_SIGNAL
 from resilient_train.launch.processes import Processes
 from resilient_train.protocol.controller import Controller, Stage
 from resilient_train.protocol.hang import Finding, HangDetector, Limits, RunState, Verdict
-from resilient_train.protocol.progress import progress_of
+from resilient_train.protocol.progress import Activity, progress_of
 
 LOOK_S = 0.05
 _STOPPED_LOOKS = 20
@@ -45,6 +45,8 @@ class Lookout:
     def __init__(self, board: Board, controller: Controller, processes: Processes, settings: Settings) -> None:
         limits = Limits(floor_ms=int(settings.hang_floor_s * 1000), fixed_ms=int(settings.hang_timeout_s * 1000))
         self._detector = HangDetector(board.world_size, limits)
+        self._leave_limit_ms = limits.fixed_ms or limits.floor_ms
+        self._since_ns = 0
         self._board = board
         self._controller = controller
         self._processes = processes
@@ -58,6 +60,7 @@ class Lookout:
         if self._seen != (controller.stage, controller.generation):
             self._seen = (controller.stage, controller.generation)
             self._stopped.clear()
+            self._since_ns = now_ns
             self._detector.restart(now_ns)
         if controller.stage is Stage.RUNNING:
             ranks = [progress_of(self._board.progress(rank)) for rank in range(self._board.world_size)]
@@ -65,14 +68,18 @@ class Lookout:
             if finding is not None:
                 self._act(finding, keeper)
         elif controller.stage is Stage.RECOVERING:
-            self._look_at_recovery(keeper)
+            self._look_at_recovery(keeper, (now_ns - self._since_ns) // 1_000_000)
 
     def _state(self, rank: int) -> RunState:
         process = self._processes.current.get(rank)
         return process.state() if process is not None else RunState.RUNNING
 
-    def _look_at_recovery(self, keeper: Keeper) -> None:
-        """A recovery waits for all ranks, and a stopped one will never come."""
+    def _look_at_recovery(self, keeper: Keeper, waited_ms: int) -> None:
+        """A recovery waits for all ranks, and one that is stopped, or does not leave its step, will never come."""
+        if waited_ms > self._leave_limit_ms:
+            for rank in self._controller.awaited():
+                if progress_of(self._board.progress(rank)).activity is not Activity.SLOW:
+                    keeper.fence(rank, f"hung: it did not leave its step within {waited_ms} ms of a fault elsewhere")
         for rank in range(self._board.world_size):
             stopped = self._state(rank) is RunState.STOPPED
             self._stopped[rank] = self._stopped.get(rank, 0) + 1 if stopped else 0

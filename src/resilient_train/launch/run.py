@@ -82,6 +82,7 @@ def make_job(argv: list[str]) -> Job | argparse.Namespace:
             restart_on_error=limited and args.max_restarts > 0,
             replace=switches.arf,
             rebuild=switches.hcce,
+            mend=switches.uce,
         ),
         settings=settings,
         role=launch.role,

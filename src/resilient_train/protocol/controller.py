@@ -62,6 +62,7 @@ class Controller:
         self._deaths: dict[int, int] = {}
         self._failures = 0
         self._failed_at = -1
+        self._repairs: list[int] = []
         self._progress = 0
         self._unheard: set[int] = set()
 
@@ -179,11 +180,13 @@ class Controller:
         when = " after the training" if self.stage is Stage.FINISHED else ""
         return self._end(code if code > 0 else 128 - code, f"rank {rank} failed{when} with exit code {code}")
 
-    def failed_collective(self, generation: int, detail: str, standings: Sequence[Standing] = ()) -> list[Command]:
+    def failed_collective(
+        self, generation: int, detail: str, standings: Sequence[Standing] = (), *, culprit: int = -1
+    ) -> list[Command]:
         """A rank's collective failed and no death explained it in time: everyone rebuilds and redoes the step.
 
         It may have been a collective of the recovery itself (a repetition in the tail, the building of a group): then
-        nobody else would ever end that recovery.
+        nobody else would ever end that recovery. ``culprit``: whose device says so; -1 where nobody knows.
         """
         if generation != self.generation or self.stage not in (Stage.RUNNING, Stage.RECOVERING):
             return []
@@ -191,6 +194,8 @@ class Controller:
             off = "rebuilding process groups is switched off (MS_ENABLE_TFT has no HCCE:1)"
             return self._end(EXIT_UNRECOVERABLE, f"a collective failed ({detail}), and {off}")
         if self._fails_again(standings):
+            if culprit >= 0:
+                return self._fence(culprit, detail)
             return self._end(EXIT_UNRECOVERABLE, f"collectives keep failing: {detail}")
         return self._begin((), f"a collective failed: {detail}")
 
@@ -206,15 +211,20 @@ class Controller:
         if self.stage not in (Stage.RUNNING, Stage.RECOVERING):
             return []
         if self._fails_again(standings):
-            return [Note("fenced", rank=rank, detail={"reason": detail}), Kill(rank)]
+            return self._fence(rank, detail)
         return self._begin((), f"rank {rank}: {detail}")
 
+    def _fence(self, rank: int, detail: str) -> list[Command]:
+        return [Note("fenced", rank=rank, detail={"reason": detail}), Kill(rank)]
+
     def _fails_again(self, standings: Sequence[Standing]) -> bool:
-        """One more failure that cost no process. True: too many of them without a committed update in between."""
+        """One more failure that cost no process. True: too many, without a committed update in between or lately."""
         self._note_progress(max((standing.commits for standing in standings), default=0))
         self._failures = 1 if self._progress > self._failed_at else self._failures + 1
         self._failed_at = self._progress
-        return self._failures >= self.policy.max_stuck
+        self._repairs = [commits for commits in self._repairs if commits > self._progress - self.policy.repairs_window]
+        self._repairs.append(self._progress)
+        return self._failures >= self.policy.max_stuck or len(self._repairs) > self.policy.max_repairs
 
     def joined(self, rank: int, incarnation: int, message: Joined) -> list[Command]:
         """A rank takes part in the recovery. The last one to join triggers the plan."""
@@ -254,6 +264,12 @@ class Controller:
             "groups": len(groups),
         }
         return [Note("plan", detail=detail), *self._to_all(self.plan)]
+
+    def awaited(self) -> list[int]:
+        """Survivors that a recovery waits for: they have heard of it, or should have, and have not joined."""
+        if self.stage is not Stage.RECOVERING or self.plan is not None:
+            return []
+        return [rank for rank in range(self.world_size) if rank not in self._joined and rank not in self._unheard]
 
     def done(self, rank: int, incarnation: int, generation: int) -> list[Command]:
         """A rank stands where the plan wants it. The last one lets everybody go."""

@@ -19,10 +19,17 @@ class Policy(msgspec.Struct, frozen=True):
     restart_on_error: bool = False
     """Restart everybody when a script without a Session exits with an error, as ``torchrun --max-restarts N`` does."""
     max_stuck: int = 5
+    max_repairs: int = 20
+    """Recoveries that cost no process (HCCE, UCE) within ``repairs_window`` committed updates. What fails more often is
+    not cured by rebuilding: the rank that reports it is replaced, or, where that is nobody, the job ends.
+    """
+    repairs_window: int = 100
     replace: bool = True
     """False when the ``ARF`` switch is off."""
     rebuild: bool = True
     """False when the ``HCCE`` switch is off: a collective that failed although nobody died ends the job."""
+    mend: bool = True
+    """False when the ``UCE`` switch is off."""
 
 
 def why_give_up(policy: Policy, *, restarts: int, lost: int, stuck: int) -> str:

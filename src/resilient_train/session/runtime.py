@@ -29,6 +29,7 @@ from resilient_train.protocol.messages import Refused, Started
 from resilient_train.protocol.processor import Action, Processor
 from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.standing import Phase
+from resilient_train.session.device import Device
 from resilient_train.session.injection import Injector
 from resilient_train.session.link import Link
 from resilient_train.session.loader import Cursor, Kept
@@ -57,7 +58,6 @@ class Runtime:
         self._optimizers = len(objects.optimizers)
         self._replicas = replicas
         self._undo = undo
-        self._uce = config.read_switches().uce
         self._link = Link(agent)
         settings = config.read_settings()
         self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
@@ -69,6 +69,7 @@ class Runtime:
         generation = self._link.generation
         self._processor = Processor(agent.rank, generation=-1 if agent.joining else generation, holds=not agent.joining)
         self._recovery = Recovery(self._link, engine, self._processor, settings, self._injector, self._load_published)
+        self._device = Device(self._link, engine, self._recovery, self._event, mends=config.read_switches().uce)
         self._watchdog = Watchdog(
             self._link.board,
             agent.rank,
@@ -123,6 +124,7 @@ class Runtime:
         self._injector.hook_into(self._engine, lambda: self._number)
         self._pulse.open()
         self._engine.attach(self, self._link)
+        self._engine.watch_device(self._link.board, self._link.rank)
         self._watchdog.start(self._link.generation)
         self._rescue.start()
         self._interrupt.install()
@@ -158,7 +160,7 @@ class Runtime:
                 else:
                     self._due = self._recovery.take_part()
             elif self._link.stop_raised(self._processor.generation):
-                self._due = self._recovery.take_part()
+                self._due = self._take_part()
             else:
                 return
 
@@ -178,6 +180,10 @@ class Runtime:
         """A body ended with what looks like a fault: take part in its recovery, or raise the error after all."""
         if not self._recovery.wait_for_stop(f"{type(error).__name__}: {error}"):
             raise error
+        return self._take_part()
+
+    def _take_part(self) -> Action:
+        self._device.hear_alarms()
         return self._recovery.take_part()
 
     def _next_step(self) -> Step:
@@ -247,10 +253,7 @@ class Runtime:
             return False
         if phase is Phase.COMPUTE and self._link.stop_raised(self._processor.generation):
             return True  # and the device is not asked, which takes a while
-        if self._uce and (ranges := self._engine.device_errors()):
-            self._event("uce", detail=self._recovery.lose_memory(ranges))
-            return True
-        return phase is Phase.COMPUTE and self._engine.groups_broken()
+        return self._device.lost_memory() or (phase is Phase.COMPUTE and self._engine.groups_broken())
 
     # -- the update
 
@@ -300,7 +303,7 @@ class Runtime:
 
     def _recover_at_barrier(self) -> bool:
         """Stopped in the barrier. True: everybody was READY after all, the update goes on from where it stands."""
-        self._due = self._recovery.take_part()
+        self._due = self._take_part()
         return self._due is Action.APPLY
 
     def _applied(self) -> None:
@@ -365,6 +368,7 @@ class Runtime:
         self._interrupt.disarm()
         self._interrupt.remove()
         self._engine.detach()
+        self._device.tell()
         self._rescue.close()
         self._pulse.close()
         self._watchdog.stop()
@@ -392,5 +396,5 @@ class Runtime:
 
     def _event(self, kind: str, detail: dict[str, Any]) -> None:
         rank, incarnation, generation = self._link.rank, self._link.incarnation, self._processor.generation
-        event = now(kind, rank=rank, incarnation=incarnation, generation=generation, step=self._number, detail=detail)
-        self._sink.write(event)
+        where = {"rank": rank, "incarnation": incarnation, "generation": generation, "step": self._number}
+        self._sink.write(now(kind, **where, detail=detail))

@@ -80,7 +80,7 @@ class Collective(NamedTuple):
     left: frozenset[int] = frozenset()
 
 
-_POLICY = Policy(max_restarts=1000, max_stuck=1000)
+_POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
 
 
 class World:

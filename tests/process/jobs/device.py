@@ -1,8 +1,16 @@
-"""Two ranks that compute "on a device": the look-alike of libascendcl, loaded by its name as the real one would be.
+"""Two ranks that compute "on a device": the look-alikes of its libraries, loaded by name as the real ones would be.
 
-With ``--damage`` the device of rank 1 loses memory of a parameter in step 5, and the operation fails as on the device.
+Arguments: folder, then what happens to rank 1 in step 5, once:
+
+    raise    a parameter loses memory, and the operation fails as on the device
+    sleep    the same, but no operation notices: the training thread is asleep
+    spin     the same in a loop that holds the GIL for good
+    retry    the device says that a collective failed after its retries; the thread is asleep
+    bus      NVML says that the device fell off the bus, while the thread sits in a loop that holds the GIL
+    hang     NVML stops answering; nothing else happens
 """
 
+import itertools
 import os
 import sys
 import time
@@ -18,23 +26,46 @@ from resilient_train.testing.fake_device import VARIABLE, FakeDevice
 dist.init_process_group("resilient")
 rank = dist.get_rank()
 path = Path(sys.argv[1]) / f"device-{rank}"
+begun_anew = path.exists()
 device = FakeDevice.create(path)
 os.environ[VARIABLE] = str(path)
+what = "" if begun_anew or len(sys.argv) < 3 or rank != 1 else sys.argv[2]
+
+
+def lose_memory(tensor: torch.Tensor) -> None:
+    device.set_uce([(tensor.data_ptr() + 512, 4096)])
+    while not device.poisonings:  # the look-alike writes when the probe looks at it
+        time.sleep(0.001)
+
+
+def strike(kind: str) -> None:
+    if kind in ("raise", "sleep", "spin"):
+        lose_memory(model.module[0].weight)
+    if kind == "raise":
+        raise RuntimeError("NPU function error: UCE ERROR, error code is 507053")
+    if kind == "retry":
+        device.set_last_error(507904)
+    if kind == "bus":
+        device.send_xid(79)
+    if kind == "hang":
+        device.hang("nvmlDeviceGetTotalEccErrors")
+        time.sleep(3)  # a call may take two seconds
+    elif kind in ("spin", "bus"):
+        sum(itertools.repeat(0))  # no bytecode ends: no signal handler runs, no other thread has a turn
+    else:
+        time.sleep(60)
+
+
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 4)))
 optimizer = torch.optim.AdamW(model.parameters())
-damaged = False
 with rt.Session(model=model, optimizer=optimizer) as session:
     for step in session.steps(12):
         with step:
             loss = model(torch.randn(8, 64)).square().mean()
-            if "--damage" in sys.argv and rank == 1 and step.number == 5 and not damaged:
-                damaged = True
-                victim = model.module[0].weight
-                device.set_uce([(victim.data_ptr() + 512, 4096)])
-                while not device.poisonings:  # the look-alike writes when the probe looks at it
-                    time.sleep(0.001)
-                raise RuntimeError("NPU function error: UCE ERROR, error code is 507053")
+            if what and step.number == 5:
+                now, what = what, ""
+                strike(now)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -1,8 +1,9 @@
-"""Where the addresses of damaged device memory come from: the device's own list, and injection.
+"""What the device's own libraries say of its errors, and injection in their place.
 
-On an Ascend device (or its look-alike) the native probes poll ``aclrtGetMemUceInfo``. The operation that fails is in
-the training thread and comes first, so ``take`` waits for the next look at the device before it says that there is
-nothing.
+On an Ascend device the native probes ask ACL for its last error and its list of damaged memory; on an NVIDIA GPU they
+ask NVML. A finding sets the rank's alarm in the step record, so that the agent hears of it without this process's
+Python. The operation that fails may come first, so ``take`` can wait for the next look at the device before it says
+that there is nothing.
 """
 
 from __future__ import annotations
@@ -11,66 +12,90 @@ import select
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from resilient_train._native import Probes, ProbeStatus
+from resilient_train._native import Board, Finding, Probes, ProbeStatus
+from resilient_train.config import Settings
 from resilient_train.frameworks.torch.damage import InjectedErrors
 from resilient_train.state.transfer import Span
 
 _ACL = "libascendcl.so"
-_POLL_MS = 50
+_NVML = "libnvidia-ml.so.1"
 _WAIT_S = 1.0
 _LOOKING = ("waiting", "opening", "polling")
 _REPAIR_LIMIT_MS = 5000
 
 
-class MemoryErrors:
-    """The damaged ranges of this rank's device. ``library`` names an ACL runtime; empty: that of torch_npu, if used."""
+class DeviceErrors:
+    """The errors of this rank's device. Does nothing, and has no thread, where there is no device to ask."""
 
-    def __init__(self, library: str) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._injected = InjectedErrors()
         self._probes: Probes | None = None
-        self._library = library or (_ACL if "torch_npu" in sys.modules else "")
+        self._acl = settings.acl_library or (_ACL if "torch_npu" in sys.modules else "")
+        self._nvml = settings.nvml_library or (_NVML if _uses_cuda() else "")
+        self._poll_ms = settings.probe_ms
+        self._notes: list[dict[str, Any]] = []
 
-    def start(self) -> None:
-        """Begins to look, where there is a device to look at."""
-        if self._library:
-            self._probes = Probes(hccl="", acl=self._library, nccl="", nvml="", device=_device(), poll_ms=_POLL_MS)
-            self._probes.start()
+    def start(self, board: Board, rank: int) -> None:
+        """Begins to ask, where there is a device. What is found sets the rank's alarms."""
+        if not self._acl and not self._nvml:
+            return
+        device, uuid = _device()
+        probes = Probes(
+            hccl="", nccl="", acl=self._acl, nvml=self._nvml, device=device, uuid=uuid, poll_ms=self._poll_ms
+        )
+        probes.alarm(board, rank)
+        probes.start()
+        self._probes = probes
 
     def stop(self) -> None:
         """Idempotent."""
         probes, self._probes = self._probes, None
         if probes is not None:
+            self._keep(probes.take())
             probes.stop()
 
     def poison(self, tensor: torch.Tensor) -> None:
         """Destroys the tensor's bytes and reports them, in the device's place."""
         self._injected.poison(tensor)
 
-    def take(self) -> list[Span]:
-        """The ranges reported since the last call."""
-        return self._injected.take() or self._look()
+    def take(self, *, wait: bool) -> list[Span]:
+        """The ranges of memory that lost data since the last call; ``wait`` for the device's next answer."""
+        return self._injected.take() or self._look(wait=wait)
 
-    def _look(self) -> list[Span]:
+    def take_notes(self) -> list[dict[str, Any]]:
+        """All that the probes have said since the last call, for the run's events."""
+        if self._probes is not None:
+            self._keep(self._probes.take())
+        notes, self._notes = self._notes, []
+        return notes
+
+    def _keep(self, findings: Sequence[Finding]) -> None:
+        self._notes += [{"kind": f.kind, "probe": f.probe, "code": f.code, "text": f.text} for f in findings]
+
+    def _look(self, *, wait: bool) -> list[Span]:
         probes = self._probes
-        if probes is None:
+        if probes is None or not self._acl:
             return []
         deadline = time.monotonic() + _WAIT_S
         begun = _status(probes).polls
         while True:
-            found = [Span(*pair) for each in probes.take() if each.kind == "UCE" for pair in each.ranges]
+            findings = probes.take()
+            self._keep(findings)
+            found = [Span(*pair) for each in findings if each.kind == "UCE" for pair in each.ranges]
             status = _status(probes)
             # The first look that ends may have begun before the operation failed.
             over = status.polls >= begun + 2 or status.state not in _LOOKING or time.monotonic() > deadline
-            if found or over:
+            if found or over or not wait:
                 return found
-            select.select([probes.fd], [], [], _POLL_MS / 1000)
+            select.select([probes.fd], [], [], self._poll_ms / 1000)
 
     def repair(self, ranges: Sequence[Span]) -> None:
         """Tells the device that the content of these ranges is given up (``aclrtMemUceRepair``)."""
-        if self._probes is not None and ranges:
+        if self._probes is not None and self._acl and ranges:
             self._probes.repair_memory([(span.address, span.size) for span in ranges], _REPAIR_LIMIT_MS)
             self._probes.rearm()
 
@@ -80,6 +105,17 @@ def _status(probes: Probes) -> ProbeStatus:
     return acl
 
 
-def _device() -> int:
+def _device() -> tuple[int, str]:
+    """Number for ACL, and the GPU's UUID for NVML, which knows nothing of CUDA_VISIBLE_DEVICES."""
     torch_npu = sys.modules.get("torch_npu")
-    return int(torch_npu.npu.current_device()) if torch_npu is not None else 0
+    if torch_npu is not None:
+        return int(torch_npu.npu.current_device()), ""
+    if _uses_cuda():
+        device = torch.cuda.current_device()
+        return device, f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return 0, ""
+
+
+def _uses_cuda() -> bool:
+    # Not is_available: that would set up a driver which this job may have no use for.
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call] # torch has no types there

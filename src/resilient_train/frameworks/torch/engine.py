@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from resilient_train import config
+from resilient_train._native import Board
 from resilient_train.errors import ConfigError, TransferError, UsageError
 from resilient_train.frameworks.base import Conductor, Damage, Objects, Sources, TailLog
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import Buckets, Pass
 from resilient_train.frameworks.torch.damage import assess, move
 from resilient_train.frameworks.torch.data import fast_forward
-from resilient_train.frameworks.torch.device import MemoryErrors
+from resilient_train.frameworks.torch.device import DeviceErrors
 from resilient_train.frameworks.torch.escape import GuardedWork
 from resilient_train.frameworks.torch.group import POINT_TO_POINT, Built, ResilientGroup, escape, groups
 from resilient_train.frameworks.torch.leaves import pack, unpack
@@ -62,7 +63,7 @@ class TorchEngine:
         self._start: dict[str, Any] = {}
         self._undo: dict[str, Any] | None = None
         self._neutral: list[str] = []
-        self._errors = MemoryErrors(config.read_settings().acl_library)
+        self._errors = DeviceErrors(config.read_settings())
 
     # -- process groups
 
@@ -137,7 +138,6 @@ class TorchEngine:
 
             scaler.update = update_and_tell
         group_module.watch(self)
-        self._errors.start()
 
     def detach(self) -> None:
         self._errors.stop()
@@ -235,8 +235,14 @@ class TorchEngine:
         """Where the source's bytes lie in its own address space."""
         return [Span(*pair) for pair in _decode(manifest).spans]
 
-    def device_errors(self) -> list[Span]:
-        return self._errors.take()
+    def watch_device(self, board: Board, rank: int) -> None:
+        self._errors.start(board, rank)
+
+    def device_notes(self) -> list[dict[str, Any]]:
+        return self._errors.take_notes()
+
+    def device_errors(self, *, wait: bool) -> list[Span]:
+        return self._errors.take(wait=wait)
 
     def assess(self, ranges: list[Span]) -> Damage:
         self._errors.repair(ranges)

@@ -1,0 +1,122 @@
+"""From a probe's finding to what the agent does about it, without a job."""
+
+import pytest
+
+from pure.probe_rig import LIMIT_MS, Make, eventually
+from resilient_train._native import Board
+from resilient_train.launch.alarms import Alarms
+from resilient_train.protocol.controller import Controller, Stage
+from resilient_train.protocol.policy import Policy
+from resilient_train.testing.fake_device import FakeDevice
+
+
+class Hearer:
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+        self.notes: list[tuple[str, int, dict[str, object]]] = []
+
+    def fence(self, rank: int, reason: str) -> None:
+        assert reason
+        self.done.append(("fence", rank))
+
+    def mend(self, rank: int, detail: str) -> None:
+        assert detail
+        self.done.append(("mend", rank))
+
+    def give_up_collective(self, detail: str, *, culprit: int) -> None:
+        assert detail
+        self.done.append(("rebuild", culprit))
+
+    def note(self, kind: str, rank: int, detail: dict[str, object]) -> None:
+        self.notes.append((kind, rank, detail))
+
+
+def ears(policy: Policy | None = None) -> tuple[Board, Alarms, Hearer, Controller]:
+    board, controller = Board.create(2), Controller(2, policy)
+    controller.stage = Stage.RUNNING
+    return board, Alarms(board, controller), Hearer(), controller
+
+
+def strike(device: FakeDevice, what: str) -> None:
+    if what == "bus":
+        device.send_xid(79)
+    elif what == "ecc":
+        device.set_ecc_errors(1)
+    elif what == "unknown xid":
+        device.send_xid(999)
+    elif what == "hang":
+        device.hang("nvmlDeviceGetTotalEccErrors")
+    else:
+        device.set_last_error(int(what))
+
+
+@pytest.mark.parametrize(
+    ("probe", "what", "kind", "done"),
+    [
+        ("acl", "507904", "HCCE", ("rebuild", 1)),
+        ("acl", "507056", "LINK", ("rebuild", 1)),
+        ("acl", "507014", "DEVICE", ("fence", 1)),
+        ("acl", "507053", "DEVICE", ("fence", 1)),  # nobody knows where: no address was reported
+        ("nvml", "bus", "DEVICE", ("fence", 1)),
+        ("nvml", "ecc", "DEVICE", ("fence", 1)),
+        ("nvml", "hang", "DISABLED", None),
+    ],
+)
+def test_what_a_finding_leads_to(
+    make: Make, device: FakeDevice, probe: str, what: str, kind: str, done: tuple[str, int] | None
+) -> None:
+    board, alarms, hearer, _ = ears()
+    probes = make(probe, start=False, **({"call_limit_ms": LIMIT_MS} if what == "hang" else {}))
+    probes.alarm(board, 1)
+    probes.start()
+    eventually(lambda: probes.status()[0].polls > 1)
+    strike(device, what)
+    eventually(lambda: board.alarms(1))
+    assert board.alarms(1) == [(probe, kind)]
+    assert board.alarms(0) == []
+    for _ in range(2):
+        alarms.look(hearer)
+    assert [note[:2] for note in hearer.notes] == [("alarm" if done else "probe_disabled", 1)], "told once"
+    # Until the rank has gone nothing changes; a rebuild takes the alarm away.
+    assert hearer.done == ([] if done is None else [done] if done[0] == "rebuild" else [done, done])
+
+
+def test_what_nobody_knows_kills_nobody(make: Make, device: FakeDevice) -> None:
+    board, _, _, _ = ears()
+    probes = make("nvml", start=False)
+    probes.alarm(board, 0)
+    probes.start()
+    eventually(lambda: probes.status()[0].polls > 1)
+    strike(device, "unknown xid")
+    eventually(lambda: any(each.kind == "NOTICE" for each in probes.take()))
+    assert board.alarms(0) == []
+
+
+def test_only_while_the_job_trains(make: Make, device: FakeDevice) -> None:
+    board, alarms, hearer, controller = ears()
+    probes = make("acl", start=False)
+    probes.alarm(board, 0)
+    probes.start()
+    eventually(lambda: probes.status()[0].polls > 1)
+    device.set_last_error(507904)
+    eventually(lambda: board.alarms(0))
+    for stage in (Stage.STARTING, Stage.RECOVERING, Stage.FINISHED):
+        controller.stage = stage
+        alarms.look(hearer)
+    assert hearer.done == []
+    controller.stage = Stage.RUNNING
+    alarms.look(hearer)
+    assert hearer.done == [("rebuild", 0)]
+
+
+def test_switched_off(make: Make, device: FakeDevice) -> None:
+    board, alarms, hearer, _ = ears(Policy(rebuild=False, mend=False))
+    probes = make("acl", start=False)
+    probes.alarm(board, 0)
+    probes.start()
+    eventually(lambda: probes.status()[0].polls > 1)
+    device.set_last_error(507904)
+    eventually(lambda: board.alarms(0))
+    alarms.look(hearer)
+    assert hearer.done == []
+    assert len(hearer.notes) == 1

@@ -39,7 +39,10 @@ def _register(distributed: Any) -> None:
         return create_group(options, backend_options)
 
     distributed.Backend.register_backend(_BACKEND, create, extended_api=True, devices=["cpu"])
-    if config.read_link() is not None and config.read_settings().wrap_backend:
+    if config.read_link() is None:
+        return
+    settings = config.read_settings()
+    if settings.wrap_backend and not config.why_off(settings, config.read_switches()):
         _wrap_default(distributed)
 
 

@@ -42,6 +42,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a recovery waits for a rank before that rank is given up for lost."""
     verdict_timeout_s: float = 60.0
     """How long a rank whose collective failed waits for the agent to say why, before it raises the error itself."""
+    watchdog: bool = True
+    """Off: a Session is a plain loop. Not set: what torch_npu's variables say, see ``read_settings``."""
     beat_ms: int = 50
     """Interval of the native watchdog's beats."""
     grace_ms: int = 5
@@ -133,6 +135,15 @@ def read_switches(environ: Mapping[str, str] | None = None) -> Switches:
     return DEFAULT_SWITCHES if text is None else parse_switches(text)
 
 
+def why_off(settings: Settings, switches: Switches) -> str:
+    """Why a Session is a plain loop although an agent stands behind it; empty if it isn't."""
+    if not settings.watchdog:
+        return "the watchdog is switched off (RESILIENT_WATCHDOG or HCCL_ASYNC_ERROR_HANDLING is 0)"
+    if not any(getattr(switches, name.lower()) for name in SWITCHES):
+        return "MS_ENABLE_TFT switches nothing on"
+    return ""
+
+
 def switches_are_set(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the user chose the switches."""
     return "MS_ENABLE_TFT" in (os.environ if environ is None else environ)
@@ -156,16 +167,21 @@ def describe(settings: Settings, environ: Mapping[str, str] | None = None) -> tu
     for name in Settings.__struct_fields__:
         variable, value = PREFIX + name.upper(), getattr(settings, name)
         source = "environment" if variable in environ else DEFAULT if value == getattr(usual, name) else "flag"
+        if name == "watchdog" and source == "flag":
+            source = next(each for each in _ASYNC_ERROR_HANDLING if each in environ)
         found.append(Described(variable, str(value), source))
     return tuple(found)
 
 
+_ASYNC_ERROR_HANDLING = ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
+"""torch_npu's switch of its own watchdog, the newer name first: 0 is off, 1 to 3 are ways to be on."""
 _TRUE = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
 def read_settings(environ: Mapping[str, str] | None = None, **flags: Any) -> Settings:
     """Settings from the environment, overridden by ``flags`` that aren't None.
 
+    Where ``RESILIENT_WATCHDOG`` isn't set, ``[TORCH_]HCCL_ASYNC_ERROR_HANDLING`` decides, as for torch_npu.
     Raises ConfigError for an unknown ``RESILIENT_*`` variable or a value of the wrong type.
     """
     environ = os.environ if environ is None else environ
@@ -179,6 +195,11 @@ def read_settings(environ: Mapping[str, str] | None = None, **flags: Any) -> Set
             known = [PREFIX + field.upper() for field in types]
             raise ConfigError(f"unknown variable {variable}{nearest(variable, known)}")
         values[name] = _typed(variable, text, types[name])
+    for variable in _ASYNC_ERROR_HANDLING:
+        if variable in environ:
+            if environ[variable] not in ("0", "1", "2", "3"):
+                raise ConfigError(f"{variable}={environ[variable]!r}: write 0 (off) or 1 (on); 2 and 3 are on as well")
+            values.setdefault("watchdog", environ[variable] != "0")
     values.update({name: value for name, value in flags.items() if value is not None})
     return Settings(**values)
 

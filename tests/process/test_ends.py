@@ -137,6 +137,9 @@ def test_without_an_agent_a_session_is_a_plain_loop(tmp_path: Path) -> None:
     assert with_session["threads"] == without["threads"]
     assert with_session["handlers"] == without["handlers"]
     assert err.count("the Session is a plain loop") == 1
+    off = launch(tmp_path / "off", "plain.py", "session", ranks=2, HCCL_ASYNC_ERROR_HANDLING="0")
+    assert json.loads(off.out) == without, "off means off: no thread, no handler, and an agent that says so"
+    assert off.err.count("the watchdog is switched off") == 2
     alone = subprocess.run(
         [sys.executable, str(JOBS / "plain.py"), "alone"], capture_output=True, text=True, timeout=90, check=True
     )

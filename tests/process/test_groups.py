@@ -1,8 +1,11 @@
 """Groups that the user holds stay the same objects and keep working: DeviceMesh, new_group, functional collectives."""
 
+import json
+import socket
+import sys
 from pathlib import Path
 
-from running import launch
+from running import JOBS, launch, start
 
 
 def test_groups_of_the_users_survive(tmp_path: Path) -> None:
@@ -15,3 +18,15 @@ def test_groups_of_the_users_survive(tmp_path: Path) -> None:
     assert {rank: params for rank, (params, _) in run.digests().items()} == {
         rank: params for rank, (params, _) in undisturbed.digests().items()
     }
+
+
+def test_what_counts_as_a_failed_collective() -> None:
+    """Told by the state of the group's connections, never by the error's text."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, str(JOBS / "gloo_failures.py")]
+    with start([*command, "1", port]), start([*command, "0", port]) as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert json.loads(out) == {"healthy": "intact", "timeout": "broken", "shut": "broken", "death": "broken"}

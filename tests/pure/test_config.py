@@ -10,11 +10,13 @@ from resilient_train.config import (
     AgentLink,
     Settings,
     Switches,
+    describe,
     link_environ,
     parse_switches,
     read_link,
     read_settings,
     read_switches,
+    why_off,
 )
 from resilient_train.errors import ConfigError
 
@@ -108,6 +110,33 @@ def test_settings_and_where_they_come_from() -> None:
     assert settings.grace_ms == Settings().grace_ms
 
 
+TORCH_NPU = "TORCH_HCCL_ASYNC_ERROR_HANDLING"
+
+
+@pytest.mark.parametrize(
+    ("environ", "on", "source"),
+    [
+        ({}, True, "default"),
+        ({"HCCL_ASYNC_ERROR_HANDLING": "0"}, False, "HCCL_ASYNC_ERROR_HANDLING"),
+        ({"HCCL_ASYNC_ERROR_HANDLING": "1"}, True, "default"),
+        ({"HCCL_ASYNC_ERROR_HANDLING": "1", TORCH_NPU: "0"}, False, TORCH_NPU),
+        ({"HCCL_ASYNC_ERROR_HANDLING": "0", "RESILIENT_WATCHDOG": "1"}, True, "environment"),
+        ({"RESILIENT_WATCHDOG": "0"}, False, "environment"),
+    ],
+)
+def test_watchdog_switches(environ: dict[str, str], on: bool, source: str) -> None:
+    settings = read_settings(environ)
+    assert settings.watchdog is on
+    (described,) = (each for each in describe(settings, environ) if each.variable == "RESILIENT_WATCHDOG")
+    assert described.source == source
+    assert ("watchdog is switched off" in why_off(settings, DEFAULT_SWITCHES)) is not on
+
+
+def test_nothing_switched_on() -> None:
+    assert "switches nothing on" in why_off(Settings(), Switches())
+    assert why_off(Settings(), Switches(tre=2)) == ""
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "named"),
     [
@@ -118,6 +147,8 @@ def test_settings_and_where_they_come_from() -> None:
         ("RESILIENT_WRAP_BACKEND", "maybe", "write 1 or 0"),
         ("RESILIENT_TRANSFER", "memry", "RESILIENT_TRANSFER='memry': unknown .*'memory'"),
         ("RESILIENT_FAULTS", "kil rank=1", "unknown kind 'kil'"),
+        ("HCCL_ASYNC_ERROR_HANDLING", "yes", "HCCL_ASYNC_ERROR_HANDLING='yes': write 0 .off. or 1"),
+        ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "4", "TORCH_HCCL_ASYNC_ERROR_HANDLING='4'"),
         ("RESILIENT_JOIN_TIMEOUT_S", "nan", "RESILIENT_JOIN_TIMEOUT_S must be above 0"),
     ],
 )

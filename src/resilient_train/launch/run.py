@@ -164,6 +164,9 @@ def _without_effect() -> list[str]:
     """What the user switched on, or off, and should know the effect of."""
     switches = config.read_switches()
     planned = [name for name in ("tre", "tsp", "rsc") if getattr(switches, name)]
+    off = config.why_off(config.read_settings(), switches)
+    if off:
+        return [f"{off}: no fault is recovered, a lost rank ends the job"]
     texts = [f"MS_ENABLE_TFT: {name.upper()} is known, but does nothing in this version" for name in planned]
     if not switches.arf:
         texts.append("MS_ENABLE_TFT has no ARF:1, so a lost rank ends the job instead of being replaced")

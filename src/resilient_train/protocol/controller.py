@@ -150,7 +150,7 @@ class Controller:
     def _restart_all(self, rank: int, reason: str, code: int) -> list[Command]:
         give_up = why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=0)
         if not self.aware and not self.policy.restart_on_error:
-            give_up = "its script has no Session, so nothing of it can be recovered (--max-restarts N would restart it)"
+            give_up = "its script has no Session, or that is switched off (--max-restarts N would restart it)"
         if give_up:
             return self._end(code, f"rank {rank} was lost before the first step ({reason}), and {give_up}")
         self.restarts += 1

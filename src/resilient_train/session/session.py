@@ -70,9 +70,13 @@ class Session:
             _several(model), _several(optimizer), _several(scheduler), scaler, dict(state or {}), dict(rank_state or {})
         )
         link = config.read_link()
+        off = "no agent here (not started by resilient-run)"
         self._runtime: Runtime | None = None
         self._number = 0
         try:
+            if link is not None:
+                off = config.why_off(config.read_settings(), config.read_switches())
+                link = None if off else link
             if _open is not None:
                 raise ConfigError(  # noqa: TRY301 - below, the agent is told of it too
                     "a Session is open already in this process; close it (leave its `with`) first"
@@ -93,10 +97,7 @@ class Session:
                 refuse(link, str(error))
             raise
         if self._runtime is None and config.is_first_rank():
-            print(
-                "resilient_train: no agent here (not started by resilient-run): the Session is a plain loop",
-                file=sys.stderr,
-            )
+            print(f"resilient_train: {off}: the Session is a plain loop", file=sys.stderr)
         _open = self
 
     def steps(self, total: int, *, start: int = 0) -> Iterator[Step]:

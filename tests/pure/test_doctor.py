@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from resilient_train.config import DEFAULT_SWITCHES, Described, Settings, Switches, describe, read_settings
-from resilient_train.launch.doctor import Facts, Grade, as_dict, as_lines, gather, judge
+from resilient_train.launch.doctor import Facts, Grade, Probe, as_dict, as_lines, gather, judge
 
 HEALTHY = Facts(
     system="Linux",
@@ -51,6 +51,10 @@ def test_a_healthy_machine() -> None:
             Grade.NOTE,
             "TSP do nothing",
         ),
+        ({"off": "the watchdog is off"}, Grade.PROBLEM, "a Session is a plain loop"),
+        ({"probes": (Probe("nvml", "absent", "", ()),)}, Grade.OK, "not asked: NVML"),
+        ({"probes": (Probe("nvml", "polling", "", ("XID events",)),)}, Grade.OK, "not XID events"),
+        ({"probes": (Probe("acl", "disabled", "the trial crashed", ()),)}, Grade.NOTE, "be used: the trial crashed"),
         ({"settings": (Described("RESILIENT_HANG", "False", "environment"),)}, Grade.OK, "False (environment)"),
     ],
 )

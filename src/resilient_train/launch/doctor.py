@@ -9,6 +9,7 @@ import enum
 import os
 import platform
 import resource
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -17,12 +18,19 @@ from typing import Any
 import msgspec
 
 from resilient_train import config
-from resilient_train._native import death_watch_supported
+from resilient_train._native import Probes, ProbeStatus, death_watch_supported
 from resilient_train.observe.report import Line
 
 TORCH = "2.13"
 _DESCRIPTORS_MIN = 4096
 _DEVICES = {"NVIDIA GPU": "/dev/nvidia0", "Ascend NPU": "/dev/davinci0"}
+_LIBRARIES = {
+    "acl": ("Ascend runtime", "memory errors, failed collectives and failures of the device"),
+    "hccl": ("HCCL", "errors of communicators (nothing gives it any in this version)"),
+    "nvml": ("NVML", "ECC errors and XID events"),
+    "nccl": ("NCCL", "errors of communicators (nothing gives it any in this version)"),
+}
+_PROBE_LIMIT_S = 10.0
 _WITHOUT_EFFECT = ("ttp", "tre", "tsp", "rsc")
 _WORKS = {
     "uce": "tensors whose memory lost data are fetched again from a replica (no real device has been tried)",
@@ -47,6 +55,15 @@ class Finding(msgspec.Struct, frozen=True):
     text: str
 
 
+class Probe(msgspec.Struct, frozen=True):
+    """A device library, as the native probe found it: its ``state`` is that of ``_native.ProbeStatus``."""
+
+    name: str
+    state: str
+    reason: str
+    missing: tuple[str, ...]
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What ``gather`` found. None: not there, or could not be read."""
 
@@ -61,8 +78,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     run_dir_writable: bool
     devices: tuple[str, ...]
+    probes: tuple[Probe, ...] = ()
     switches: config.Switches
     switches_set: bool
+    off: str = ""
+    """See ``config.why_off``."""
     settings: tuple[config.Described, ...]
 
 
@@ -84,10 +104,32 @@ def gather() -> Facts:
         run_dir=settings.run_dir or "./resilient_runs",
         run_dir_writable=os.access(parent, os.W_OK | os.X_OK),
         devices=tuple(name for name, path in _DEVICES.items() if Path(path).exists()),
+        probes=_try_probes(settings),
         switches=config.read_switches(),
         switches_set=config.switches_are_set(),
+        off=config.why_off(settings, config.read_switches()),
         settings=config.describe(settings),
     )
+
+
+def _try_probes(settings: config.Settings) -> tuple[Probe, ...]:
+    """Loads what device libraries there are, as a rank would, and asks each a few times."""
+    acl, nvml = settings.acl_library or "libascendcl.so", settings.nvml_library or "libnvidia-ml.so.1"
+    probes = Probes(acl=acl, nvml=nvml, poll_ms=1)
+    probes.start()
+    deadline = time.monotonic() + _PROBE_LIMIT_S
+    try:
+        while any(map(_undecided, probes.status())) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        found = probes.status()
+    finally:
+        probes.stop()
+    return tuple(Probe(each.name, each.state, each.reason, tuple(each.missing)) for each in found)
+
+
+def _undecided(status: ProbeStatus) -> bool:
+    # A library that loads may still fail at what it is asked: some questions are one too few to see that.
+    return status.state in ("waiting", "opening") or (status.state == "polling" and status.polls < 5)
 
 
 def judge(facts: Facts) -> list[Finding]:
@@ -115,9 +157,25 @@ def _machine(facts: Facts) -> Iterator[Finding]:
         yield Finding(Grade.NOTE, "state from a replica", text)
     else:
         yield Finding(Grade.OK, "state from a replica", "read out of its memory")
+    yield from _probes(facts.probes)
+    text = "of a loop in the main thread only; one in another thread notices a fault at its next collective or step"
+    yield Finding(Grade.OK, "prompt interrupts", text)
     for device in facts.devices:
         text = f"there is a {device}, but groups with nccl or hccl are refused in this version: CPU and gloo only"
         yield Finding(Grade.NOTE, "devices", text)
+
+
+def _probes(probes: tuple[Probe, ...]) -> Iterator[Finding]:
+    absent = [_LIBRARIES[probe.name][0] for probe in probes if probe.state == "absent"]
+    if absent:
+        yield Finding(Grade.OK, "device libraries", f"not here, so not asked: {', '.join(absent)}")
+    for probe in probes:
+        name, tells = _LIBRARIES[probe.name]
+        lacks = f"; not {', '.join(probe.missing)}" if probe.missing else ""
+        if probe.state == "polling":
+            yield Finding(Grade.OK, name, f"is asked for {tells}{lacks}")
+        elif probe.state != "absent":
+            yield Finding(Grade.NOTE, name, f"can't be used: {probe.reason or probe.state}{lacks}")
 
 
 def _limits(facts: Facts) -> Iterator[Finding]:
@@ -133,6 +191,16 @@ def _limits(facts: Facts) -> Iterator[Finding]:
 
 
 def _choices(facts: Facts) -> Iterator[Finding]:
+    if facts.off:
+        yield Finding(Grade.PROBLEM, "sessions", f"{facts.off}: a Session is a plain loop, a lost rank ends the job")
+    else:
+        yield from _switches(facts)
+    for setting in facts.settings:
+        if setting.source != config.DEFAULT:
+            yield Finding(Grade.OK, setting.variable, f"{setting.value} ({setting.source})")
+
+
+def _switches(facts: Facts) -> Iterator[Finding]:
     source = "MS_ENABLE_TFT" if facts.switches_set else "the default, MS_ENABLE_TFT is not set"
     for name, text in _WORKS.items():
         if getattr(facts.switches, name):
@@ -142,9 +210,6 @@ def _choices(facts: Facts) -> Iterator[Finding]:
     idle = [name.upper() for name in _WITHOUT_EFFECT if getattr(facts.switches, name)]
     if idle and facts.switches_set:
         yield Finding(Grade.NOTE, "switches", f"{', '.join(idle)} do nothing in this version")
-    for setting in facts.settings:
-        if setting.source != config.DEFAULT:
-            yield Finding(Grade.OK, setting.variable, f"{setting.value} ({setting.source})")
 
 
 def as_dict(facts: Facts, findings: list[Finding]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Arguments: rank, port. Rank 1 is the peer that brings the failures about.
 """
 
-import datetime
+import datetime as dt
 import json
 import os
 import socket
@@ -44,8 +44,8 @@ def provoke(kind: str, group: ResilientGroup) -> None:
 
 rank = int(sys.argv[1])
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2], RANK=sys.argv[1], WORLD_SIZE="2")
-dist.init_process_group("resilient", timeout=datetime.timedelta(seconds=60))
-made = {kind: dist.new_group(backend="resilient", timeout=datetime.timedelta(seconds=1)) for kind in KINDS}
+dist.init_process_group("resilient", timeout=dt.timedelta(seconds=60))
+made = {kind: dist.new_group(backend="resilient", timeout=dt.timedelta(seconds=1)) for kind in KINDS}
 group_module.watch(Watcher())
 found = {}
 for kind, group in made.items():

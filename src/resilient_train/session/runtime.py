@@ -80,6 +80,7 @@ class Runtime:
         self._arrived = generation
         self._rescue = Rescue(self._link.board, generation, lambda g: self._arrived >= g, engine.release_waiters)
         self._recovery.disarm = self._on_stop
+        self._recovery.event = self._event
         self._recovery.guard = self._watchdog.guard_sockets
         self._joining = agent.joining
         self._released = False
@@ -305,6 +306,7 @@ class Runtime:
 
     def _applied(self) -> None:
         number = self._number
+        self._engine.synchronize()
         self._injector.at("UPDATING", "end", step=number)
         standing = self._processor.advance(Phase.APPLIED)
         self._engine.committed()

@@ -1,4 +1,6 @@
-"""Where the addresses of damaged device memory come from: the device's own list, and injection.
+"""The device of this rank: who must be told of a recovery, and where the addresses of damaged memory come from.
+
+Those are the device's own list, and injection.
 
 On an Ascend device (or its look-alike) the native probes poll ``aclrtGetMemUceInfo``. The operation that fails is in
 the training thread and comes first, so ``take`` waits for the next look at the device before it says that there is
@@ -15,7 +17,9 @@ from collections.abc import Sequence
 import torch
 
 from resilient_train._native import Probes, ProbeStatus
+from resilient_train.frameworks.accelerator import Accelerator, Host
 from resilient_train.frameworks.torch.damage import InjectedErrors
+from resilient_train.frameworks.torch_npu.device import NpuDevice
 from resilient_train.state.transfer import Span
 
 _ACL = "libascendcl.so"
@@ -32,6 +36,8 @@ class MemoryErrors:
         self._injected = InjectedErrors()
         self._probes: Probes | None = None
         self._library = library or (_ACL if "torch_npu" in sys.modules else "")
+        self.unchecked = False
+        """The device has reported ranges since somebody last set this to False. Injected ones it knows nothing of."""
 
     def start(self) -> None:
         """Begins to look, where there is a device to look at."""
@@ -65,6 +71,7 @@ class MemoryErrors:
             # The first look that ends may have begun before the operation failed.
             over = status.polls >= begun + 2 or status.state not in _LOOKING or time.monotonic() > deadline
             if found or over:
+                self.unchecked = self.unchecked or bool(found)
                 return found
             select.select([probes.fd], [], [], _POLL_MS / 1000)
 
@@ -73,6 +80,15 @@ class MemoryErrors:
         if self._probes is not None and ranges:
             self._probes.repair_memory([(span.address, span.size) for span in ranges], _REPAIR_LIMIT_MS)
             self._probes.rearm()
+
+
+def accelerator(rank: int) -> Accelerator:
+    """The accelerator that this process computes on. Raises ConfigError if its runtime lacks what a recovery needs."""
+    torch_npu = sys.modules.get("torch_npu")
+    # `import torch` also loads the torch_npu of jobs that stay on the CPU; asking it for a device would start one.
+    if torch_npu is None or not torch_npu.npu.is_initialized():
+        return Host()
+    return NpuDevice(torch_npu, rank)
 
 
 def _status(probes: Probes) -> ProbeStatus:

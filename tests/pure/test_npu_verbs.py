@@ -28,6 +28,9 @@ from resilient_train.frameworks.torch import group as group_module  # noqa: E402
 from resilient_train.frameworks.torch.engine import TorchEngine  # noqa: E402
 from resilient_train.frameworks.torch_npu import device as npu_device  # noqa: E402
 from resilient_train.frameworks.torch_npu.device import NpuDevice  # noqa: E402
+from resilient_train.protocol.processor import Processor  # noqa: E402
+from resilient_train.protocol.standing import Phase  # noqa: E402
+from resilient_train.session.recovery import Recovery  # noqa: E402
 from resilient_train.session.surrender import surrenders  # noqa: E402
 from resilient_train.state.transfer import Span, view  # noqa: E402
 from resilient_train.testing.fake_device import FakeDevice  # noqa: E402
@@ -168,6 +171,29 @@ def test_the_device_knows_of_more(npu: RecordedNpu) -> None:
         npu.take()
         mend(engine, everything)
         assert {name for name, _ in npu.take()} == {"update_npu_tensor_to_safe"}
+
+
+def test_damage_that_only_the_check_finds() -> None:
+    everything = Damage(frozenset({("model", 0, "weight")}), (), 0)
+    events: list[str] = []
+
+    def recovery(*phases: Phase) -> Recovery:
+        processor = Processor(0)
+        for phase in phases:
+            processor.advance(phase)
+        engine: Any = SimpleNamespace(confirm=lambda _: everything)
+        made = Recovery(SimpleNamespace(rank=0), engine, processor, None, None, None)
+        made.event = lambda kind, detail: events.append(f"{kind}: {detail['tensors']}")
+        return made
+
+    in_step = recovery(Phase.COMPUTE)
+    in_step._confirm_damage()
+    assert in_step._damaged is everything
+    assert not in_step._processor.holds
+    in_step._confirm_damage()
+    assert events == ["uce: ['model.0.weight']"], "told once"
+    with pytest.raises(DeviceError, match="after the update, where a step can't be left"):
+        recovery()._confirm_damage()
 
 
 def test_second_fault_before_the_restart(npu: RecordedNpu) -> None:

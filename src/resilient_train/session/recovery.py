@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from resilient_train.config import Settings
-from resilient_train.errors import ProtocolError, TransferError
+from resilient_train.errors import DeviceError, ProtocolError, TransferError
 from resilient_train.frameworks.base import Damage, Framework, Sources
 from resilient_train.protocol.messages import (
     Built,
@@ -142,6 +142,11 @@ class Recovery:
         """The device may know of more than the rank was told, and forgets it when it is restarted."""
         known, self._damaged = self._damaged, self._engine.confirm(self._damaged)
         if self._damaged is not known:
+            if self._processor.standing.phase is Phase.APPLIED:
+                raise DeviceError(
+                    f"rank {self._link.rank}: its device lost memory after the update, where a step can't be left "
+                    "(decision 12); this process ends so that it is replaced"
+                )
             self.event("uce", {"ranges": [], "tensors": self._damaged.names()})
             self._processor.damage()
 

@@ -16,6 +16,7 @@ Start it with ``resilient-run --nproc-per-node 4 train.py``. Importing this pack
 from resilient_train._register import register_when_imported
 from resilient_train.errors import (
     ConfigError,
+    DeviceError,
     JobEnded,
     ProtocolError,
     ResilientError,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "DeviceError",
     "JobEnded",
     "ProtocolError",
     "ResilientError",

@@ -11,6 +11,7 @@
           +-- StateError            yours: a registered object's state can't be carried to another process
           +-- ProtocolError         ours, or a foreign process: a frame or shared page isn't what it must be
           +-- TransferError         the machine's: state did not arrive, or arrived with another digest
+          +-- DeviceError           the accelerator's: it does not do what a recovery tells it; the process ends
           +-- JobEnded              the job's: the agent ended the run; the text says why
 """
 
@@ -41,6 +42,10 @@ class ProtocolError(ResilientError):
 
 class TransferError(ResilientError):
     """State of a replica did not arrive, or arrived with another digest."""
+
+
+class DeviceError(ResilientError):
+    """The accelerator, or its runtime, did not do what a recovery told it. The process ends and is replaced."""
 
 
 class JobEnded(ResilientError):  # noqa: N818 - nobody's error: it says what the agent decided

@@ -55,7 +55,9 @@ TARGETS = ("param", "optimizer", "buffer", "gradient", "activation")
 """Whose memory ``uce`` destroys (``target=``); the first is the default."""
 
 UCE_PLACES = (("COMPUTE", "forward"), ("COMPUTE", "backward"), ("UPDATING", "start"))
-"""Where an operation of the device's could fail."""
+"""Where an operation of the device's could fail, and is repaired in the process."""
+UCE_IN_TAIL = ("APPLIED", "start")
+"""The same after the update, which costs the process (decision 12)."""
 
 COST_NO_PROCESS = ("hcce", "uce")
 """Kinds from which a rank recovers in its own process; after the others a new one takes its place."""
@@ -160,8 +162,8 @@ def _target(clause: str, kind: str, words: dict[str, str], place: tuple[str, str
         if "target" in words:
             raise ConfigError(f"fault plan: {clause!r}: only uce has a target")
         return ""
-    if place not in UCE_PLACES:
-        places = ", ".join(f"phase={phase} at={at}" for phase, at in UCE_PLACES)
+    if place not in (*UCE_PLACES, UCE_IN_TAIL):
+        places = ", ".join(f"phase={phase} at={at}" for phase, at in (*UCE_PLACES, UCE_IN_TAIL))
         raise ConfigError(f"fault plan: {clause!r}: uce hits an operation of the step: {places}")
     target = words.get("target", TARGETS[0])
     if target not in TARGETS:

@@ -58,6 +58,15 @@ def test_again_and_again_costs_the_process(tmp_path: Path, undisturbed: Referenc
     assert [event["rank"] for event in run.of("spawned")][2:] == [1]
 
 
+def test_after_the_update_it_costs_the_process(tmp_path: Path, undisturbed: Reference) -> None:
+    """There the body can't be left, so the next strategy takes over (ARF)."""
+    plan = "uce rank=1 step=4 phase=APPLIED at=start target=optimizer"
+    run = launch(tmp_path / "run", "train.py", "--steps", "9", ranks=2, flags=("--faults", plan))
+    assert_identical(run, undisturbed(ranks=2, steps=9), ranks=2, recoveries=1)
+    assert [event["rank"] for event in run.of("spawned")][2:] == [1]
+    assert "after the update" in run.of("device_failed")[0]["detail"]["error"]
+
+
 def test_switched_off(tmp_path: Path) -> None:
     """Then it is an error of the script's, as it is without us."""
     run = launch(

@@ -100,7 +100,7 @@ def test_a_recovery() -> None:
     controller = running()
     controller.lost(1, 0, "died", COMPUTE_0)
     (plan, *others) = sent(recover(controller, 1), Plan)
-    assert plan == Plan(1, 0, {1: 0}, -1, -1, (1,))
+    assert plan == Plan(1, 0, {1: 0}, -1, -1, (1,), (1,))
     assert others == [plan] * 2
     assert sent(finish_recovery(controller), Resume) == [Resume(1)] * 3
     assert controller.stage is Stage.RUNNING
@@ -132,6 +132,10 @@ def test_a_second_fault_starts_over_and_keeps_the_evidence() -> None:
     (plan, *_) = sent(join(controller, 0, phase=Phase.READY), Plan)
     assert (plan.generation, plan.commits) == (2, 0), "rank 1 had not been READY"
     assert plan.copies == {1: 0, 2: 0}
+    assert plan.replaced == (1, 2), "rank 1 is new to everybody still"
+    finish_recovery(controller)
+    controller.failed_collective(2, "reset by peer", COMPUTE_0)
+    assert sent(recover(controller, -1), Plan)[0].replaced == ()
 
 
 def test_a_shard_without_holder_ends_the_job() -> None:
@@ -234,7 +238,7 @@ def test_damaged_memory_is_a_fault_that_costs_no_process() -> None:
     join(controller, 0)
     join(controller, 1, holds=False)
     plan = sent(join(controller, 2), Plan)[0]
-    assert (plan.commits, plan.copies, plan.ghosts) == (0, {1: 0}, (1,))
+    assert (plan.commits, plan.copies, plan.ghosts, plan.replaced) == (0, {1: 0}, (1,), ())
 
 
 def test_memory_that_is_damaged_again_and_again_costs_the_process() -> None:

@@ -123,8 +123,8 @@ class Framework(Protocol):
         ...
 
     def close_groups(self) -> None:
-        """Waits for collectives under way to fail (they write into gradients until they do). Then drops the inner
-        groups of the old generation; collectives now fail until they are rebuilt.
+        """Stops the device. Waits for collectives under way to fail (they write into gradients until they do). Then
+        drops the inner groups of the old generation; collectives now fail until they are rebuilt. Raises DeviceError.
         """
         ...
 
@@ -132,12 +132,19 @@ class Framework(Protocol):
         """Builds all groups of a generation, for ``adopt_groups``. Runs on a helper thread; may block and may raise."""
         ...
 
-    def adopt_groups(self, built: Any) -> None:
-        """Puts the groups that ``build_groups`` built in the place of the old ones."""
+    def adopt_groups(self, built: Any, *, replaced: bool) -> None:
+        """Puts the groups that ``build_groups`` built in the place of the old ones; the device computes again.
+
+        ``replaced``: some ranks are new processes. Raises DeviceError.
+        """
         ...
 
     def collectives_intact(self) -> bool:
-        """Whether every collective since ``begin`` has succeeded."""
+        """Whether every collective since ``begin`` has succeeded. Then synchronizes."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all that it was given. Raises what an operation on it has failed with."""
         ...
 
     def groups_broken(self) -> bool:
@@ -226,7 +233,14 @@ class Framework(Protocol):
         ...
 
     def assess(self, ranges: list[Span]) -> Damage:
-        """Whose the ranges are. What is this rank's own among them gets new memory; its content is lost."""
+        """Whose the ranges are. This rank's own tensors among them are lost; they get new memory if need be."""
+        ...
+
+    def confirm(self, damage: Damage) -> Damage:
+        """After ``close_groups``: the damage, as far as the stopped device itself knows of more than ``damage``.
+
+        Raises DeviceError where the device can't be repaired.
+        """
         ...
 
     def poison(self, target: str) -> None:

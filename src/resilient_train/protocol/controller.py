@@ -255,6 +255,7 @@ class Controller:
             tail_from=verdict.tail_from,
             leader=verdict.leader,
             ghosts=tuple(verdict.empty),
+            replaced=tuple(sorted(self._evidence)),
         )
         detail: dict[str, object] = {
             "commits": verdict.commits,

@@ -94,7 +94,7 @@ class Plan(msgspec.Struct, tag="plan", frozen=True):
     All ranks go on from the start of update ``commits``. ``copies`` maps a rank without usable state to the replica it
     copies from. Where a tail must be finished first, ``tail_from`` is the first collective of it that some rank lacks
     (else -1), ``leader`` a rank that will run all that follow, and ``ghosts`` the ranks that take part without having
-    run the tail's code.
+    run the tail's code. ``replaced`` are the ranks whose process is another one than at the last Resume.
     """
 
     generation: int
@@ -103,6 +103,7 @@ class Plan(msgspec.Struct, tag="plan", frozen=True):
     tail_from: int = -1
     leader: int = -1
     ghosts: tuple[int, ...] = ()
+    replaced: tuple[int, ...] = ()
 
 
 class Built(msgspec.Struct, tag="built", frozen=True):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from resilient_train.config import Settings
-from resilient_train.errors import ProtocolError, TransferError
+from resilient_train.errors import DeviceError, ProtocolError, TransferError
 from resilient_train.frameworks.base import Damage, Framework, Sources
 from resilient_train.protocol.messages import (
     Built,
@@ -38,6 +38,7 @@ from resilient_train.protocol.processor import Action, Processor
 from resilient_train.protocol.standing import Phase, Standing, standing_of
 from resilient_train.session.injection import Injector
 from resilient_train.session.link import Link
+from resilient_train.session.surrender import surrenders
 from resilient_train.state.transfer import Span, read_from
 
 NOTHING_DAMAGED = Damage(frozenset(), (), 0)
@@ -64,6 +65,7 @@ class Recovery:
         self._load_published = load_published
         self.disarm: Callable[[int], None] = lambda _: None
         self.guard: Callable[[list[tuple[int, int]]], None] = lambda _: None
+        self.event: Callable[[str, dict[str, Any]], None] = lambda *_: None
         self.redone = 0
         self._damaged = NOTHING_DAMAGED
 
@@ -113,6 +115,7 @@ class Recovery:
                 return False
         return True
 
+    @surrenders
     def take_part(self) -> Action:
         """From the raised stop word to rebuilt groups. Returns what this rank is to do. SystemExit: the job ends."""
         while True:
@@ -123,6 +126,7 @@ class Recovery:
             self._injector.at("STOP", "start", generation=generation)
             guarded = bool(self._engine.sockets())
             self._engine.close_groups()
+            self._confirm_damage()
             if guarded:
                 self._wait_for_watchdog(generation)
             joined = self._processor.join(generation, self._engine.group_names(), stopped_ns)
@@ -131,8 +135,20 @@ class Recovery:
             if plan is None:
                 continue
             action = self._processor.accept(plan)
-            if self._rebuild(generation) and self._replay(plan, action):
+            if self._rebuild(plan) and self._replay(plan, action):
                 return action
+
+    def _confirm_damage(self) -> None:
+        """The device may know of more than the rank was told, and forgets it when it is restarted."""
+        known, self._damaged = self._damaged, self._engine.confirm(self._damaged)
+        if self._damaged is not known:
+            if self._processor.standing.phase is Phase.APPLIED:
+                raise DeviceError(
+                    f"rank {self._link.rank}: its device lost memory after the update, where a step can't be left "
+                    "(decision 12); this process ends so that it is replaced"
+                )
+            self.event("uce", {"ranges": [], "tensors": self._damaged.names()})
+            self._processor.damage()
 
     def _wait_for_watchdog(self, generation: int) -> None:
         """The watchdog shuts the old group's sockets by number; no new one may be opened before it is done."""
@@ -158,8 +174,9 @@ class Recovery:
     def _leave(self, end: End) -> None:
         raise SystemExit(end.code or 1)
 
-    def _rebuild(self, generation: int) -> bool:
+    def _rebuild(self, plan: Plan) -> bool:
         """Builds the groups on a helper thread, because the constructor listens to nobody. False: superseded."""
+        generation = plan.generation
         self._injector.at("REBUILD", "start", generation=generation)
         readable, writable = os.pipe2(os.O_CLOEXEC)
         cancelled = threading.Event()
@@ -185,7 +202,7 @@ class Recovery:
             if self.wait_for_stop(f"building groups: {outcome[0]}"):
                 return False
             raise outcome[0]
-        self._engine.adopt_groups(outcome[0])
+        self._engine.adopt_groups(outcome[0], replaced=bool(plan.replaced))
         self.guard(self._engine.sockets())
         self._injector.at("REBUILD", "end", generation=generation)
         # A stop that the watchdog handled before it knew of the new sockets would find nothing to shut.
@@ -221,6 +238,7 @@ class Recovery:
 
     # -- RESTORE, RESUME
 
+    @surrenders
     def settle(self, action: Action, step: Callable[[], int], *, begun: bool) -> bool:
         """Brings this rank to the start of the plan's update and waits for the others. False: superseded.
 

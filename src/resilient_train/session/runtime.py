@@ -81,6 +81,7 @@ class Runtime:
         self._arrived = generation
         self._rescue = Rescue(self._link.board, generation, lambda g: self._arrived >= g, engine.release_waiters)
         self._recovery.disarm = self._on_stop
+        self._recovery.event = self._event
         self._recovery.guard = self._watchdog.guard_sockets
         self._joining = agent.joining
         self._released = False
@@ -222,7 +223,7 @@ class Runtime:
         if error is None:
             self._number = step.number + 1
             return False
-        if not isinstance(error, TrainingInterrupted) and not self._is_fault(error):
+        if not isinstance(error, TrainingInterrupted) and not self._device.explains(error, self._processor):
             return False
         self._interrupted = error
         # What stands behind the `with` runs now although the step will run again: its collectives must not hang, nor
@@ -242,18 +243,6 @@ class Runtime:
             self._injector.at("COMPUTE", "end", step=step.number)
         else:
             self._injector.at("APPLIED", "end", step=step.number)
-
-    def _is_fault(self, error: BaseException) -> bool:
-        """An ordinary exception is the user's, unless a recovery is under way or a peer has hung up.
-
-        After the update it always is: what a fault does to a collective there is repaired inside the call.
-        """
-        phase = self._processor.standing.phase
-        if not isinstance(error, Exception) or phase is Phase.APPLIED:
-            return False
-        if phase is Phase.COMPUTE and self._link.stop_raised(self._processor.generation):
-            return True  # and the device is not asked, which takes a while
-        return self._device.lost_memory() or (phase is Phase.COMPUTE and self._engine.groups_broken())
 
     # -- the update
 
@@ -308,6 +297,7 @@ class Runtime:
 
     def _applied(self) -> None:
         number = self._number
+        self._engine.synchronize()
         self._injector.at("UPDATING", "end", step=number)
         standing = self._processor.advance(Phase.APPLIED)
         self._engine.committed()

@@ -1,4 +1,4 @@
-"""What the device's own libraries say of its errors, and injection in their place.
+"""The device of this rank: who must be told of a recovery, and what its own libraries say of its errors.
 
 On an Ascend device the native probes ask ACL for its last error and its list of damaged memory; on an NVIDIA GPU they
 ask NVML. A finding sets the rank's alarm in the step record, so that the agent hears of it without this process's
@@ -18,7 +18,9 @@ import torch
 
 from resilient_train._native import Board, Finding, Probes, ProbeStatus
 from resilient_train.config import Settings
+from resilient_train.frameworks.accelerator import Accelerator, Host
 from resilient_train.frameworks.torch.damage import InjectedErrors
+from resilient_train.frameworks.torch_npu.device import NpuDevice
 from resilient_train.state.transfer import Span
 
 _ACL = "libascendcl.so"
@@ -34,10 +36,12 @@ class DeviceErrors:
     def __init__(self, settings: Settings) -> None:
         self._injected = InjectedErrors()
         self._probes: Probes | None = None
-        self._acl = settings.acl_library or (_ACL if "torch_npu" in sys.modules else "")
+        self._acl = settings.acl_library or (_ACL if _npu() is not None else "")
         self._nvml = settings.nvml_library or (_NVML if _uses_cuda() else "")
         self._poll_ms = settings.probe_ms
         self._notes: list[dict[str, Any]] = []
+        self.unchecked = False
+        """The device has reported ranges since somebody last set this to False. Injected ones it knows nothing of."""
 
     def start(self, board: Board, rank: int) -> None:
         """Begins to ask, where there is a device. What is found sets the rank's alarms."""
@@ -90,6 +94,7 @@ class DeviceErrors:
             # The first look that ends may have begun before the operation failed.
             over = status.polls >= begun + 2 or status.state not in _LOOKING or time.monotonic() > deadline
             if found or over or not wait:
+                self.unchecked = self.unchecked or bool(found)
                 return found
             select.select([probes.fd], [], [], self._poll_ms / 1000)
 
@@ -100,6 +105,19 @@ class DeviceErrors:
             self._probes.rearm()
 
 
+def accelerator(rank: int) -> Accelerator:
+    """The accelerator that this process computes on. Raises ConfigError if its runtime lacks what a recovery needs."""
+    torch_npu = _npu()
+    return Host() if torch_npu is None else NpuDevice(torch_npu, rank)
+
+
+def _npu() -> Any:
+    """torch_npu, if this process computes with it; else None."""
+    torch_npu = sys.modules.get("torch_npu")
+    # `import torch` also loads the torch_npu of jobs that stay on the CPU; asking it for a device would start one.
+    return torch_npu if torch_npu is not None and torch_npu.npu.is_initialized() else None
+
+
 def _status(probes: Probes) -> ProbeStatus:
     (acl,) = (each for each in probes.status() if each.name == "acl")
     return acl
@@ -107,7 +125,7 @@ def _status(probes: Probes) -> ProbeStatus:
 
 def _device() -> tuple[int, str]:
     """Number for ACL, and the GPU's UUID for NVML, which knows nothing of CUDA_VISIBLE_DEVICES."""
-    torch_npu = sys.modules.get("torch_npu")
+    torch_npu = _npu()
     if torch_npu is not None:
         return int(torch_npu.npu.current_device()), ""
     if _uses_cuda():

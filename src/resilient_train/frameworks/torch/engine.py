@@ -21,7 +21,7 @@ from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import Buckets, Pass
 from resilient_train.frameworks.torch.damage import assess, move
 from resilient_train.frameworks.torch.data import fast_forward
-from resilient_train.frameworks.torch.device import DeviceErrors
+from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
 from resilient_train.frameworks.torch.escape import GuardedWork
 from resilient_train.frameworks.torch.group import POINT_TO_POINT, Built, ResilientGroup, escape, groups
 from resilient_train.frameworks.torch.leaves import pack, unpack
@@ -64,6 +64,7 @@ class TorchEngine:
         self._undo: dict[str, Any] | None = None
         self._neutral: list[str] = []
         self._errors = DeviceErrors(config.read_settings())
+        self._device = accelerator(dist.get_rank() if dist.is_initialized() else 0)
 
     # -- process groups
 
@@ -91,6 +92,8 @@ class TorchEngine:
             group.quiet = home
 
     def close_groups(self) -> None:
+        if not any(group.solo for group in groups.values()):  # a process that joins has had no peer to wait for
+            self._device.stop()
         escape.drain(_DRAIN_S)
         self._works.clear()
         for group in groups.values():
@@ -99,7 +102,9 @@ class TorchEngine:
     def build_groups(self, generation: int, attempt: int, cancelled: threading.Event) -> list[Built]:
         return [group.build(generation, attempt, cancelled) for group in groups.values()]
 
-    def adopt_groups(self, built: list[Built]) -> None:
+    def adopt_groups(self, built: list[Built], *, replaced: bool) -> None:
+        if self._device.stopped:
+            self._device.restart(group_module.hccl_groups(), replaced=replaced)
         for group, each in zip(groups.values(), built, strict=True):
             group.adopt(each)
 
@@ -118,7 +123,11 @@ class TorchEngine:
                 work.wait()
         except RuntimeError:
             return False
+        self._device.synchronize()
         return True
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
 
     # -- the step
 
@@ -245,12 +254,24 @@ class TorchEngine:
         return self._errors.take(wait=wait)
 
     def assess(self, ranges: list[Span]) -> Damage:
-        self._errors.repair(ranges)
         own = self._ranks_own.buffers.changed()
         damage = assess(ranges, self._replicated.tensors(), own)
-        for name in damage.own:
-            move(own[name])
+        if not self._device.repairs_memory:
+            self._errors.repair(ranges)
+            for name in damage.own:
+                move(own[name])
         return damage
+
+    def confirm(self, damage: Damage) -> Damage:
+        if not self._device.stopped:
+            return damage
+        persistent = self._device.check(reported=self._errors.unchecked)
+        self._errors.unchecked = False
+        if damage.lost or not persistent:
+            return damage
+        # No tensor is known to be hit, and yet one is: the device did not say which, or it is not registered.
+        everything = frozenset(self._replicated.tensors())
+        return Damage(everything, tuple(self._ranks_own.buffers.changed()), damage.elsewhere)
 
     def poison(self, target: str) -> None:
         parameters = [p for model in self._objects.models for p in model.parameters() if p.requires_grad]
@@ -266,12 +287,20 @@ class TorchEngine:
 
     def mend(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str, damage: Damage) -> int:
         # The source's own buffers come along for the digest's sake; this rank's are taken from its publication next.
+        self._mark_safe()
         mine = {id(buffer) for buffer in self._ranks_own.buffers.changed().values()}
         own = {path for path, tensor in self._replicated.tensors().items() if id(tensor) in mine}
         return self._replicated.mend(_decode(manifest).tree, fetch, digest, damage.replicated | own)
 
     def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
+        self._mark_safe()
         return self._replicated.receive(_decode(manifest).tree, fetch, digest)
+
+    def _mark_safe(self) -> None:
+        if not self._device.repairs_memory:
+            return
+        # Before the content comes, because reading a marked tensor fails; the digest says whether the content is right.
+        self._device.mark_safe([*self._replicated.tensors().values(), *self._ranks_own.buffers.changed().values()])
 
     def send_over_group(self, sources: Sources, target: int) -> None:
         world = groups[next(iter(groups))]

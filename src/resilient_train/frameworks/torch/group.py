@@ -207,6 +207,12 @@ def create(options: Any, _backend_options: Any) -> ResilientGroup:
     return group
 
 
+def hccl_groups() -> list[dist.ProcessGroup]:
+    """The groups of this process, but for the default one, that torch_npu's HCCL serves."""
+    backends = dist.distributed_c10d._world.pg_map
+    return [each for each, (backend, _) in backends.items() if "hccl" in backend and each is not dist.group.WORLD]
+
+
 def wait_for_droppers(timeout_s: float) -> None:
     """Lets the threads that free old groups end: one that came back while the interpreter goes down would abort it."""
     for thread in tuple(_droppers):

@@ -1,0 +1,76 @@
+"""What an accelerator must be told in a recovery; a CPU needs to be told nothing.
+
+The verbs of a recovery come in one order: ``stop``, ``check``, ``restart``, and where memory was lost ``mark_safe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+
+class Accelerator(Protocol):
+    """The device of one rank. Every verb raises DeviceError where the device does not do what it is told."""
+
+    @property
+    def stopped(self) -> bool:
+        """Between ``stop`` and ``restart``: nothing can be computed."""
+        ...
+
+    @property
+    def repairs_memory(self) -> bool:
+        """Whether ``restart`` makes damaged addresses usable again. If not, what lay there must get new memory."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until all that the device was given is done: what ``stop`` finds under way is lost.
+
+        Raises what an operation has failed with, as it comes.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Ends whatever the device is doing. Nothing, if it is stopped already."""
+        ...
+
+    def check(self, *, reported: bool) -> bool:
+        """With the device stopped: whether memory that outlives the step has lost its content.
+
+        ``reported``: this rank was told of damaged addresses since the last check.
+        """
+        ...
+
+    def restart(self, groups: Sequence[Any], *, replaced: bool) -> None:
+        """The device computes again, and its communicators work.
+
+        ``groups`` are the process groups beside the default one that hold communicators; ``replaced``: one of the peers
+        is a new process, so connections must be made anew.
+        """
+        ...
+
+    def mark_safe(self, tensors: Iterable[Any]) -> None:
+        """These tensors are about to get their content back: they may be used although ``check`` found damage."""
+        ...
+
+
+class Host:
+    """No accelerator: nothing outlives the host's own operations, so there is nothing to stop."""
+
+    stopped = False
+    repairs_memory = False
+
+    def synchronize(self) -> None:
+        """The host's operations are done when they return."""
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+
+    def check(self, *, reported: bool) -> bool:  # noqa: ARG002 - the protocol's
+        """Knows of nothing."""
+        return False
+
+    def restart(self, groups: Sequence[Any], *, replaced: bool) -> None:
+        """Nothing was stopped."""
+
+    def mark_safe(self, tensors: Iterable[Any]) -> None:
+        """Nothing was marked."""

@@ -1,0 +1,385 @@
+"""torch_npu's verbs: which, in what order, with which arguments; no NPU, but the signatures of the real wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402 - only where torch is
+
+from pure import npu_signatures  # noqa: E402
+from pure.probe_rig import Copy  # noqa: E402
+from pure.recorded_npu import RecordedNpu  # noqa: E402
+from resilient_train._native import Board  # noqa: E402
+from resilient_train.config import Settings  # noqa: E402
+from resilient_train.errors import ConfigError, DeviceError, TransferError  # noqa: E402
+from resilient_train.frameworks.accelerator import Host  # noqa: E402
+from resilient_train.frameworks.base import Damage, Objects  # noqa: E402
+from resilient_train.frameworks.torch import device as device_module  # noqa: E402
+from resilient_train.frameworks.torch import group as group_module  # noqa: E402
+from resilient_train.frameworks.torch.engine import TorchEngine  # noqa: E402
+from resilient_train.frameworks.torch_npu import device as npu_device  # noqa: E402
+from resilient_train.frameworks.torch_npu.device import NpuDevice  # noqa: E402
+from resilient_train.protocol.processor import Processor  # noqa: E402
+from resilient_train.protocol.standing import Phase  # noqa: E402
+from resilient_train.session.recovery import Recovery  # noqa: E402
+from resilient_train.session.surrender import surrenders  # noqa: E402
+from resilient_train.state.transfer import Span, view  # noqa: E402
+from resilient_train.testing.fake_device import FakeDevice  # noqa: E402
+
+UNDAMAGED = Damage(frozenset(), (), 0)
+STOP = ("stop_device", {"device_id": 3})
+CHECK = ("check_uce_in_memory", {"device_id": 3})
+RESTART = ("restart_device", {"device_id": 3})
+RESUME_LINKS = ("reinit_process_group", {"group": None, "rebuild_link": False})
+NEW_LINKS = ("reinit_process_group", {"group": None, "rebuild_link": True})
+NOTHING_LEFT = "nothing is called after the verb that failed"
+
+
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> RecordedNpu:
+    recorded = RecordedNpu()
+    monkeypatch.setitem(sys.modules, "torch_npu", recorded.module)
+    monkeypatch.setattr(npu_device, "NPU", "cpu")  # the tensors here lie there
+    return recorded
+
+
+def trained_engine() -> TorchEngine:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    return TorchEngine(Objects((model,), (optimizer,), (), None, {}, {}))
+
+
+def recover(engine: TorchEngine, damage: Damage = UNDAMAGED, *, replaced: bool = False) -> Damage:
+    """The engine's part from STOP to REBUILD, as ``session/recovery.py`` asks for it."""
+    engine.close_groups()
+    confirmed = engine.confirm(damage)
+    engine.adopt_groups([], replaced=replaced)
+    return confirmed
+
+
+def mend(engine: TorchEngine, damage: Damage) -> int:
+    """From a replica in this process; returns the bytes that were fetched."""
+    with pytest.MonkeyPatch.context() as elsewhere:
+        elsewhere.delitem(sys.modules, "torch_npu")
+        offer = trained_engine().sources()
+
+    def fetch(local: list[Span]) -> None:
+        for there, here in zip(offer.spans, local, strict=True):
+            if here.size:
+                view(here)[:] = view(there)
+
+    return engine.mend(offer.manifest, fetch, offer.digest, damage)
+
+
+def report(engine: TorchEngine, tensor: torch.Tensor | None) -> Damage:
+    """The device tells of a range: in this tensor, or in memory that nobody knows."""
+    engine._errors.unchecked = True
+    address = tensor.data_ptr() if tensor is not None else 64
+    return engine.assess([Span(address, 8)])
+
+
+# -- the order, for each kind of fault
+
+
+def test_memory_error_in_a_parameter(npu: RecordedNpu, device: FakeDevice, copy: Copy) -> None:
+    """From the device's own list to the repaired bits. torch_npu repairs the addresses, so we must not."""
+    engine = trained_engine()
+    engine._errors = device_module.DeviceErrors(Settings(acl_library=copy("libascendcl.so")))
+    engine._errors.start(Board.create(1), 0)
+    victim = engine._objects.models[0][0].weight
+    device.set_uce([(victim.data_ptr() + 16, 64)])
+    (hit,) = engine.device_errors(wait=True)
+    npu.take()
+    npu.answer("npu.check_uce_in_memory", 3)
+    address = victim.data_ptr()
+    assert (hit.address, hit.size) == (address + 16, 64)
+    damage = engine.assess([hit])
+    assert npu.take() == [], "what stands behind the `with` of the step may still use the device"
+    assert damage.replicated == {("model", 0, "0.weight")}
+    assert recover(engine, damage) == damage
+    assert npu.take() == [STOP, CHECK, RESUME_LINKS, RESTART]
+    assert mend(engine, damage) == 8 * 8 * 4 + sum(8 * 4 * 2 + 8 for _ in ("mean, variance and count of BatchNorm",))
+    marked = npu.take()
+    assert {name for name, _ in marked} == {"update_npu_tensor_to_safe"}
+    tensors = [call["tensor_obj"] for _, call in marked]
+    assert any(tensor is victim for tensor in tensors)
+    assert len(tensors) >= 6 + 3 * 6 + 3, "parameters, moments with their counts, buffers"
+    engine._errors.stop()
+    assert device.calls("aclrtMemUceRepair") == []
+    mend(engine, damage)
+    assert npu.take() == [], "marked once"
+
+
+def test_memory_error_in_temporary_memory(npu: RecordedNpu) -> None:
+    engine = trained_engine()
+    npu.take()
+    npu.answer("npu.check_uce_in_memory", 2)
+    damage = report(engine, None)
+    assert not recover(engine, damage).lost
+    assert npu.take() == [STOP, CHECK, RESUME_LINKS, RESTART]
+
+
+def test_collective_that_failed(npu: RecordedNpu) -> None:
+    engine = trained_engine()
+    npu.take()
+    assert recover(engine) is UNDAMAGED
+    assert npu.take() == [STOP, CHECK, RESUME_LINKS, RESTART]
+
+
+def test_replaced_peer(npu: RecordedNpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = trained_engine()
+    npu.take()
+    monkeypatch.setattr(group_module, "hccl_groups", lambda: ["one", "another"])
+    npu.answer("distributed.reinit_process_group", "the group")
+    recover(engine, replaced=True)
+    others = [("reinit_process_group", {"group": each, "rebuild_link": True}) for each in ("one", "another")]
+    assert npu.take() == [STOP, CHECK, RESTART, NEW_LINKS, *others]
+
+
+def test_groups_that_hccl_serves() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        other = dist.new_group([0])
+        assert group_module.hccl_groups() == []
+        for each, (_, store) in list(dist.distributed_c10d._world.pg_map.items()):
+            dist.distributed_c10d._world.pg_map[each] = ("cpu:gloo,npu:hccl", store)
+        assert group_module.hccl_groups() == [other]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_device_knows_of_more(npu: RecordedNpu) -> None:
+    """Several bits flipped: no address. Or it lies in a tensor that the Session does not know. All is fetched."""
+    engine = trained_engine()
+    npu.answer("npu.check_uce_in_memory", 3)
+    for damage in (UNDAMAGED, report(engine, None)):
+        everything = recover(engine, damage)
+        assert everything.replicated == set(engine._replicated.tensors())
+        assert everything.own == tuple(engine._ranks_own.buffers.changed())
+        npu.take()
+        mend(engine, everything)
+        assert {name for name, _ in npu.take()} == {"update_npu_tensor_to_safe"}
+
+
+def test_damage_that_only_the_check_finds() -> None:
+    everything = Damage(frozenset({("model", 0, "weight")}), (), 0)
+    events: list[str] = []
+
+    def recovery(*phases: Phase) -> Recovery:
+        processor = Processor(0)
+        for phase in phases:
+            processor.advance(phase)
+        engine: Any = SimpleNamespace(confirm=lambda _: everything)
+        made = Recovery(SimpleNamespace(rank=0), engine, processor, None, None, None)
+        made.event = lambda kind, detail: events.append(f"{kind}: {detail['tensors']}")
+        return made
+
+    in_step = recovery(Phase.COMPUTE)
+    in_step._confirm_damage()
+    assert in_step._damaged is everything
+    assert not in_step._processor.holds
+    in_step._confirm_damage()
+    assert events == ["uce: ['model.0.weight']"], "told once"
+    with pytest.raises(DeviceError, match="after the update, where a step can't be left"):
+        recovery()._confirm_damage()
+
+
+def test_second_fault_before_the_restart(npu: RecordedNpu) -> None:
+    engine = trained_engine()
+    npu.take()
+    damage = report(engine, engine._objects.models[0][0].weight)
+    npu.answer("npu.check_uce_in_memory", 3)
+    engine.close_groups()
+    damage = engine.confirm(damage)
+    recover(engine, damage, replaced=True)
+    assert npu.take() == [STOP, CHECK, CHECK, RESTART, NEW_LINKS]
+
+
+def test_second_fault_after_the_restart(npu: RecordedNpu) -> None:
+    """torch_npu has forgotten by then; what the first check said still holds."""
+    engine = trained_engine()
+    damage = report(engine, engine._objects.models[0][0].weight)
+    npu.answer("npu.check_uce_in_memory", 3)
+    damage = recover(engine, damage)
+    npu.answer("npu.check_uce_in_memory", 0)
+    npu.take()
+    assert recover(engine, damage) == damage
+    assert npu.take() == [STOP, CHECK, RESUME_LINKS, RESTART]
+    mend(engine, damage)
+    assert npu.take()
+
+
+def test_a_process_that_joins_stops_nothing(npu: RecordedNpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = trained_engine()
+    npu.take()
+    solo = SimpleNamespace(solo=True, close_inner=lambda why: None, adopt=lambda built: None)
+    monkeypatch.setattr(group_module, "groups", {"world": solo})
+    monkeypatch.setattr("resilient_train.frameworks.torch.engine.groups", {"world": solo})
+    engine.close_groups()
+    engine.confirm(UNDAMAGED)
+    engine.adopt_groups([None], replaced=True)
+    assert npu.take() == []
+
+
+def test_the_device_is_done_before_it_may_be_stopped(npu: RecordedNpu) -> None:
+    """Before READY and before APPLIED. What it was still doing would be lost, and the others would not know."""
+    engine = trained_engine()
+    npu.take()
+    assert engine.collectives_intact()
+    engine.synchronize()
+    assert npu.take() == [("synchronize", {"device": 3})] * 2
+    npu.answer("npu.synchronize", RuntimeError("UCE ERROR, error code is 507053"))
+    with pytest.raises(RuntimeError, match="507053"):
+        engine.collectives_intact()
+
+
+def test_injected_errors_are_not_the_devices(npu: RecordedNpu) -> None:
+    """The device knows nothing of them, and says so; that is no contradiction."""
+    engine = trained_engine()
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.poison("param")
+    damage = engine.assess(engine.device_errors(wait=True))
+    assert recover(engine, damage) == damage
+    assert mend(engine, damage) > 0
+
+
+# -- out of order, or missing
+
+
+def test_wrong_order_is_an_assertion(npu: RecordedNpu) -> None:
+    accelerator = NpuDevice(npu.module, 0)
+    npu.take()
+    with pytest.raises(AssertionError, match="before stop_device"):
+        accelerator.check(reported=False)
+    with pytest.raises(AssertionError, match="before check_uce_in_memory"):
+        accelerator.restart((), replaced=False)
+    accelerator.stop()
+    with pytest.raises(AssertionError, match="before check_uce_in_memory"):
+        accelerator.restart((), replaced=False)
+    accelerator.check(reported=False)
+    with pytest.raises(AssertionError, match="before restart_device"):
+        accelerator.mark_safe(())
+    assert npu.take() == [STOP, CHECK]
+
+
+@pytest.mark.parametrize("verb", [verb for verb in npu_signatures.VERBS if verb != "npu.is_initialized"])
+def test_torch_npu_without_a_verb(npu: RecordedNpu, verb: str) -> None:
+    place, _, name = verb.rpartition(".")
+    delattr(npu.module.npu._recovery if place.endswith("_recovery") else getattr(npu.module, place), name)
+    with pytest.raises(ConfigError, match=f"torch_npu 2.13.0 has no {verb}"):
+        NpuDevice(npu.module, 0)
+
+
+def test_tensors_elsewhere_are_not_marked(npu: RecordedNpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npu_device, "NPU", "npu")
+    engine = trained_engine()
+    npu.answer("npu.check_uce_in_memory", 3)
+    damage = recover(engine)
+    npu.take()
+    mend(engine, damage)
+    assert npu.take() == [], "its tensors are on the CPU"
+
+
+# -- verbs that fail
+
+
+@pytest.mark.parametrize(
+    ("verb", "answer", "text"),
+    [
+        ("npu.stop_device", 1, r"stop_device\(3\) answered 1: its tasks were not aborted"),
+        ("npu.stop_device", None, r"stop_device\(3\) answered None"),
+        ("npu.stop_device", RuntimeError("ERR00100"), "stop_device failed: RuntimeError: ERR00100"),
+        ("npu.check_uce_in_memory", 0, "of which torch_npu does not know"),
+        ("npu.check_uce_in_memory", 1, "is not torch_npu's, and cannot be repaired"),
+        ("npu.check_uce_in_memory", 4, "answered 4, which has no meaning"),
+        ("npu.check_uce_in_memory", RuntimeError("ERR00100"), "check_uce_in_memory failed: RuntimeError"),
+        ("npu.restart_device", 1, "answered 1 instead of None"),
+        ("npu.restart_device", RuntimeError("507053"), "restart_device failed: RuntimeError: 507053"),
+        ("distributed.reinit_process_group", RuntimeError("ERR02200"), "reinit_process_group failed: RuntimeError"),
+        ("npu._recovery.update_npu_tensor_to_safe", RuntimeError("No block"), "update_npu_tensor_to_safe failed"),
+    ],
+)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_failing_verb(npu: RecordedNpu, verb: str, answer: Any, text: str, replaced: bool) -> None:
+    engine = trained_engine()
+    npu.answer("npu.check_uce_in_memory", 3)
+    npu.answer(verb, answer)
+    damage = report(engine, engine._objects.models[0][0].weight)
+    npu.take()
+    with pytest.raises(DeviceError, match=text) as caught:
+        mend(engine, recover(engine, damage, replaced=replaced))
+    assert str(caught.value).startswith("rank 0, NPU 3: ")
+    assert str(caught.value).endswith("ends so that it is replaced")
+    assert npu.take()[-1][0] == verb.rpartition(".")[2], NOTHING_LEFT
+
+
+def test_device_error_ends_the_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """By a signal: an exit code would end the job as an error of the user's."""
+    killed, events = [], []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+
+    class Part:
+        def event(self, kind: str, detail: dict[str, Any]) -> None:
+            events.append((kind, detail))
+
+        @surrenders
+        def run(self, error: Exception) -> None:
+            raise error
+
+    with pytest.raises(DeviceError):
+        Part().run(DeviceError("rank 0: it is gone"))
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+    assert events == [("device_failed", {"error": "rank 0: it is gone"})]
+    assert capfd.readouterr().err == "resilient_train: rank 0: it is gone\n"
+    with pytest.raises(TransferError):
+        Part().run(TransferError("another's"))
+    assert len(killed) == 1
+
+
+# -- who is asked at all
+
+
+def test_without_torch_npu_nothing_is_told() -> None:
+    assert "torch_npu" not in sys.modules
+    engine = trained_engine()
+    assert isinstance(engine._device, Host)
+    assert recover(engine, replaced=True) is UNDAMAGED
+
+
+def test_torch_npu_that_is_loaded_and_not_used(npu: RecordedNpu) -> None:
+    """``import torch`` loads every backend that is installed."""
+    npu.answer("npu.is_initialized", value=False)
+    assert isinstance(trained_engine()._device, Host)
+    assert {name for name, _ in npu.take()} == {"is_initialized"}
+
+
+# -- the real wheel
+
+
+def test_signatures_are_those_of_the_wheel() -> None:
+    spec = importlib.util.find_spec("torch_npu")
+    if spec is None or spec.submodule_search_locations is None:
+        pytest.skip("reads the sources of torch_npu 2.13.0; unpack its wheel into a folder on PYTHONPATH")
+    package = Path(next(iter(spec.submodule_search_locations)))
+    assert npu_signatures.read(package) == json.loads(npu_signatures.COMMITTED.read_text())
+
+
+def test_recorder_refuses_what_the_wheel_would(npu: RecordedNpu) -> None:
+    with pytest.raises(TypeError, match="device"):
+        npu.module.npu.stop_device()
+    with pytest.raises(TypeError, match="rebuild"):
+        npu.module.distributed.reinit_process_group(None, rebuild=True)

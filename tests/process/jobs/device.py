@@ -1,6 +1,7 @@
 """Two ranks that compute "on a device": the look-alike of libascendcl, loaded by its name as the real one would be.
 
 With ``--damage`` the device of rank 1 loses memory of a parameter in step 5, and the operation fails as on the device.
+With ``--wait`` somebody else is to damage it: the address is written into the folder.
 """
 
 import os
@@ -28,10 +29,13 @@ with rt.Session(model=model, optimizer=optimizer) as session:
     for step in session.steps(12):
         with step:
             loss = model(torch.randn(8, 64)).square().mean()
-            if "--damage" in sys.argv and rank == 1 and step.number == 5 and not damaged:
+            if len(sys.argv) > 2 and rank == 1 and step.number == 5 and not damaged:
                 damaged = True
-                victim = model.module[0].weight
-                device.set_uce([(victim.data_ptr() + 512, 4096)])
+                address = model.module[0].weight.data_ptr() + 512
+                if "--damage" in sys.argv:
+                    device.set_uce([(address, 4096)])
+                else:
+                    path.with_name("address").write_text(f"{address:#x}:4096\n")
                 while not device.poisonings:  # the look-alike writes when the probe looks at it
                     time.sleep(0.001)
                 raise RuntimeError("NPU function error: UCE ERROR, error code is 507053")

@@ -17,12 +17,15 @@ import pytest
 from identity import assert_identical
 from running import JOBS, LAUNCHER, Reference, Run, read_events, start
 
+from resilient_train.observe import sinks
+from resilient_train.observe.sinks import EVENTS_FILE
 from resilient_train.protocol import messages as m
 from resilient_train.testing.fake_device import library
 from resilient_train.transport import Channel, encode
 
-STEPS = 400
-"""At the pace of an operator these last some 20 s; then the job is let go."""
+STEPS = 160
+"""At the pace of an operator these last 24 s; then the job is let go."""
+TOOL = [sys.executable, "-m", "resilient_train.launch.cli"]
 FULL = pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1 runs it")
 
 
@@ -35,7 +38,7 @@ class Running:
 
     def inject(self, *words: str, code: int = 0) -> dict[str, Any]:
         """What ``resilient-train inject RUN WORDS --json`` prints, as an object; the error's line under ``error``."""
-        command = [sys.executable, "-m", "resilient_train.launch.cli", "inject", str(self.run_dir), *words, "--json"]
+        command = [*TOOL, "inject", str(self.run_dir), *words, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == code, (words, done.stdout, done.stderr)
         if code:
@@ -48,12 +51,14 @@ class Running:
         deadline = time.monotonic() + 60
         while not (found := condition()):
             assert self.process.poll() is None, self.end().explain()
-            assert time.monotonic() < deadline, f"waited in vain\n{read_events(self.run_dir)[-20:]}"
+            assert time.monotonic() < deadline, "waited in vain"
             time.sleep(0.01)
         return found
 
     def wait_for_recoveries(self, number: int) -> None:
-        self.wait_for(lambda: sum(e["kind"] == "resumed" for e in read_events(self.run_dir)) >= number)
+        # The reader that takes a line that is being written for none: the file grows under it.
+        path = self.run_dir / EVENTS_FILE
+        self.wait_for(lambda: sum(event.kind == "resumed" for event in sinks.read_events(path)) >= number)
 
     def end(self) -> Run:
         """The job at its own end."""
@@ -118,6 +123,13 @@ def test_kill_hcce_and_uce_into_a_running_job(tmp_path: Path, undisturbed: Refer
     assert found == [*expected, (0, lost["step"], "uce", "forward")]
     assert len(run.of("spawned")) == 3, "one process was replaced, by the kill"
     assert run.of("foreign_frame"), run.explain()
+    report = subprocess.run(
+        [*TOOL, "report", str(run.run_dir), "--json"], capture_output=True, text=True, timeout=60, check=True
+    )
+    told = [each["injected"] for each in json.loads(report.stdout)["recoveries"]]
+    assert [[(e["rank"], e["step"], e["kind"], e["at"]) for e in each] for each in told] == [[each] for each in found]
+    trace = json.loads((run.run_dir / "trace.json").read_text())["traceEvents"]
+    assert [e["args"]["kind"] for e in trace if e["name"] == "injected"] == ["kill", "hcce", "uce"]
     assert "the run is over" in job.inject("kill", code=2)["error"]
 
 
@@ -146,7 +158,7 @@ def test_a_fault_in_the_middle_of_a_recovery(tmp_path: Path, undisturbed: Refere
         assert "in no loop of a Session now" in job.inject("hcce", "--rank", "1", code=2)["error"]
         job.inject("kill", "--rank", "2")
         survivor = job.inject("hcce", "--rank", "0")
-        job.wait_for(lambda: len([e for e in read_events(job.run_dir) if e["kind"] == "resumed"]) >= 2)
+        job.wait_for_recoveries(2)
         run = job.end()
     assert survivor["incarnation"] == 0
     assert run.code == 0, run.explain()

@@ -185,7 +185,7 @@ class Job:
                 with step:
                     self.body(step)
                 if pace and not Path(pace).exists():
-                    time.sleep(0.04)
+                    time.sleep(0.15)
                 if "slow" in self.variant and step.number == 5 and dist.get_rank() == 1:
                     with session.slow("evaluation"):
                         time.sleep(3)

@@ -178,6 +178,18 @@ void bind_record(nb::class_<PyBoard>& board) {
       .def(
           "clear_alarms", [](Self self, std::uint32_t rank) { store(self.record(rank).alarms, 0); }, "rank"_a)
       .def(
+          "order", [](Self self, std::uint32_t rank) { return load(self.record(rank).order); }, "rank"_a)
+      .def(
+          "set_order",
+          [](Self self, std::uint32_t rank, std::uint32_t order) { store(self.record(rank).order, order); }, "rank"_a,
+          "order"_a)
+      .def(
+          "exchange_order",
+          [](Self self, std::uint32_t rank, std::uint32_t expected, std::uint32_t desired) {
+            return exchange_if(self.record(rank).order, expected, desired);
+          },
+          "rank"_a, "expected"_a, "desired"_a)
+      .def(
           "stopped_generation",
           [](Self self, std::uint32_t rank) { return load(self.record(rank).stopped_generation); }, "rank"_a)
       .def("beats", [](Self self, std::uint32_t rank) { return load(self.record(rank).beats); }, "rank"_a);

@@ -52,6 +52,7 @@ struct RankRecord {
   std::uint64_t collectives;  // that span the job, entered since the window or the tail began
   std::uint32_t activity;     // what the rank says it is at: protocol/progress.py
   std::uint32_t alarms;       // bits: what the rank's probes have found, see probes/alarm.hpp
+  std::uint32_t order;        // a fault that an operator wants here: protocol/orders.py
 };
 
 // Processes of different builds may map one board: the layout is a contract, a change needs a new version.
@@ -63,7 +64,7 @@ static_assert(offsetof(RankRecord, incarnation) == 28 && offsetof(RankRecord, pi
 static_assert(offsetof(RankRecord, stopped_generation) == 36 && offsetof(RankRecord, beats) == 40);
 static_assert(offsetof(RankRecord, tail_entered) == 48 && offsetof(RankRecord, tail_completed) == 56);
 static_assert(offsetof(RankRecord, collectives) == 80 && offsetof(RankRecord, activity) == 88);
-static_assert(offsetof(RankRecord, alarms) == 92);
+static_assert(offsetof(RankRecord, alarms) == 92 && offsetof(RankRecord, order) == 96);
 static_assert(offsetof(RankRecord, life) == 64 && offsetof(Life, node) == 0 && offsetof(Life, word) == 8);
 static_assert(sizeof(Header) <= page_bytes && sizeof(RankRecord) <= page_bytes);
 static_assert(std::is_trivial_v<Header> && std::is_trivial_v<RankRecord>);

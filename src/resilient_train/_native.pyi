@@ -67,6 +67,11 @@ class Board:
         """
     def clear_alarms(self, rank: int) -> None:
         """Before the findings are taken, so that a new one in between raises its alarm again."""
+    def order(self, rank: int) -> int:
+        """The word of the rank's record by which a fault is ordered (32 bits, `protocol/orders.py`)."""
+    def set_order(self, rank: int, order: int) -> None: ...
+    def exchange_order(self, rank: int, expected: int, desired: int) -> bool:
+        """`set_order`, if the word is as expected; in one step. False if it is not."""
     def stopped_generation(self, rank: int) -> int:
         """Newest stop for which the rank's watchdog is done with the older descriptors."""
     def beats(self, rank: int) -> int:

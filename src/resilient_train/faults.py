@@ -50,7 +50,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 INJECTABLE = ("kill", "stop", "loop", "hcce", "uce")
-"""Kinds that a plan accepts."""
+"""Kinds that a plan and ``resilient-train inject`` accept."""
 TARGETS = ("param", "optimizer", "buffer", "gradient", "activation")
 """Whose memory ``uce`` destroys (``target=``); the first is the default."""
 
@@ -63,7 +63,7 @@ COST_NO_PROCESS = ("hcce", "uce")
 """Kinds from which a rank recovers in its own process; after the others a new one takes its place."""
 
 FROM_OUTSIDE = ("kill", "stop")
-"""Kinds that reach a process from outside it: those of ``resilient-train inject``."""
+"""Kinds that reach a process from outside it, wherever it is; the others happen inside it, at a place of a step."""
 
 PLACES: dict[str, tuple[str, ...]] = {
     "COMPUTE": ("start", "forward", "backward", "end"),
@@ -79,6 +79,14 @@ PLACES: dict[str, tuple[str, ...]] = {
 
 RECOVERY_PHASES = ("STOP", "REBUILD", "RESTORE")
 """Phases that belong to a recovery, not to a step."""
+
+
+def place_in_step(kind: str, target: str) -> tuple[str, str]:
+    """Where in a step (phase, place) a fault hits that is to hit as soon as it can."""
+    if kind != "uce":
+        return "COMPUTE", "start"
+    # Between two steps there is mostly no gradient; in the middle of a backward pass there is one.
+    return "COMPUTE", "backward" if target == "gradient" else "forward"
 
 
 class Injection(msgspec.Struct, frozen=True):
@@ -169,3 +177,13 @@ def _target(clause: str, kind: str, words: dict[str, str], place: tuple[str, str
     if target not in TARGETS:
         raise ConfigError(f"fault plan: unknown target {target!r} in {clause!r}{nearest(target, TARGETS)}")
     return target
+
+
+def check_fault(kind: str, target: str) -> None:
+    """Raises ConfigError unless there is such a kind, with such a target (empty: none was given)."""
+    if kind not in INJECTABLE:
+        raise ConfigError(f"unknown kind {kind!r}: one of {', '.join(INJECTABLE)}{nearest(kind, INJECTABLE)}")
+    if target and kind != "uce":
+        raise ConfigError(f"only uce has a target, not {kind}")
+    if target and target not in TARGETS:
+        raise ConfigError(f"unknown target {target!r}: one of {', '.join(TARGETS)}{nearest(target, TARGETS)}")

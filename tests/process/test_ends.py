@@ -169,27 +169,3 @@ def test_environment_is_torchruns(tmp_path: Path) -> None:
         assert set(expected) - set(found) == set()
         differing = {key for key in expected if found[key] != expected[key]} - ignored
         assert differing == set()
-
-
-def test_inject_hits_a_running_job(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), TRAIN, "--steps", "400"]
-    tool = [sys.executable, "-m", "resilient_train.launch.cli"]
-    with start(command) as process:
-        wait_for((run_dir / "samples_rank0.jsonl").exists)
-        done = subprocess.run(
-            [*tool, "inject", str(run_dir), "--rank", "1", "--kind", "kill"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        process.communicate(timeout=110)
-        assert process.returncode == 0
-    report = subprocess.run(
-        [*tool, "report", str(run_dir), "--json"], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert len(json.loads(report.stdout)["recoveries"]) == 1
-    trace = json.loads((run_dir / "trace.json").read_text())
-    assert {event["ph"] for event in trace["traceEvents"]} >= {"X", "M"}

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from pure.stories import HOSTILE, whole_run, write
+from resilient_train.events import Event, to_line
 from resilient_train.launch.cli import main
 from resilient_train.protocol.messages import FromRank, Hello, Inject, Query, Reply
 from resilient_train.transport import FrameBuffer, encode
@@ -22,24 +23,25 @@ def run(tmp_path):
 
 
 class FakeAgent:
-    """Answers each operator with ``reply``, and remembers what it was asked."""
+    """Answers one operator after the other with ``replies``, and remembers what it was asked."""
 
-    def __init__(self, path, reply: bytes) -> None:
+    def __init__(self, path, *replies: bytes) -> None:
         self.asked = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
-        self._reply = reply
+        self._replies = replies
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        connection, _ = self._listener.accept()
-        with connection:
-            frames = FrameBuffer()
-            while len(self.asked) < 2 and (data := connection.recv(4096)):
-                self.asked += [msgspec.msgpack.decode(body, type=FromRank) for body in frames.feed(data)]
-            connection.sendall(self._reply)
+        for number, reply in enumerate(self._replies, 1):
+            connection, _ = self._listener.accept()
+            with connection:
+                frames = FrameBuffer()
+                while len(self.asked) < 2 * number and (data := connection.recv(4096)):
+                    self.asked += [msgspec.msgpack.decode(body, type=FromRank) for body in frames.feed(data)]
+                connection.sendall(reply)
 
     def close(self) -> None:
         self._listener.close()
@@ -50,8 +52,8 @@ class FakeAgent:
 def agent(run):
     agents = []
 
-    def start(reply: bytes) -> FakeAgent:
-        agents.append(FakeAgent(run / "agent-0.sock", reply))
+    def start(*replies: bytes) -> FakeAgent:
+        agents.append(FakeAgent(run / "agent-0.sock", *replies))
         return agents[-1]
 
     yield start
@@ -67,11 +69,21 @@ def agent(run):
         (["report", "nowhere"], "not a directory"),
         (["report", "."], "no events.jsonl"),
         (["report", "--jsn", "."], "No such option"),
-        (["inject", ".", "--rank", "1", "--kind", "kil"], "did you mean 'kill'?"),
-        (["inject", ".", "--rank", "one", "--kind", "kill"], "Invalid value for '--rank'"),
-        (["inject", ".", "--rank", "-1", "--kind", "kill"], "Invalid value for '--rank'"),
-        (["inject", ".", "--kind", "kill"], "Missing option '--rank'"),
-        (["inject", ".", "--rank", "1", "--kind", "kill"], "no job is running"),
+        (["inject"], "give a run's directory (or none) and a kind"),
+        (["inject", "a", "b", "kill"], "give a run's directory (or none) and a kind"),
+        (["inject", ".", "kil", "--rank", "1"], "did you mean 'kill'?"),
+        (["inject", ".", "kill", "--rank", "one"], "Invalid value for '--rank'"),
+        (["inject", ".", "kill", "--rank", "-1"], "Invalid value for '--rank'"),
+        (["inject", ".", "kill", "--rank", "1"], "it is no run's directory"),
+        (["inject", "nowhere", "kill"], "there is no such directory"),
+        (["inject", "kill"], "no job is running in resilient_runs/"),
+        (["inject", ".", "hcce", "--target", "param"], "only uce has a target"),
+        (["inject", ".", "uce", "--target", "parm"], "did you mean 'param'?"),
+        (["inject", ".", "kill", "--latency-ms", "0"], "--latency-ms is for device, not for kill"),
+        (["inject", ".", "device", "--target", "param"], "--target is for uce"),
+        (["inject", ".", "device", "--error", "1"], "name the --library: acl, hccl, nccl, nvml"),
+        (["inject", ".", "device", "--library", "acl"], "say what the library is to answer"),
+        (["inject", ".", "device", "--library", "acl", "--error", "0"], "it is no run's directory"),
         (["status", "nowhere"], "no job is running"),
         (["demo", "--steps", "0"], "at least 6"),
         (["demo", "--ranks", "1"], "no replica"),
@@ -141,15 +153,53 @@ def test_events_file_that_is_a_directory(tmp_path, capsys):
 
 
 def test_inject_asks_the_agent(run, agent, capsys):
-    asked = agent(encode(Reply())).asked
-    assert main(["inject", str(run), "--rank", "1", "--kind", "stop", "--json"]) == 0
+    asked = agent(encode(Reply(status={"pid": 7, "incarnation": 2, "step": 40}))).asked
+    assert main(["inject", str(run), "stop", "--rank", "1", "--json"]) == 0
     assert asked == [Hello(role="operator"), Inject("stop", 1)]
-    assert json.loads(capsys.readouterr().out) == {"kind": "stop", "rank": 1}
+    told = {"run": str(run), "kind": "stop", "rank": 1, "pid": 7, "incarnation": 2, "step": 40}
+    assert json.loads(capsys.readouterr().out) == told
+
+
+def test_inject_without_run_and_rank_says_which_were_chosen(run, agent, tmp_path, monkeypatch, capsys):
+    ranks = Reply(status={"ranks": [{"rank": 0, "pid": 7}, {"rank": 1, "pid": None}, {"rank": 2, "pid": 9}]})
+    asked = agent(*[encode(reply) for reply in (ranks, Reply(status={"pid": 7, "step": 4})) * 8]).asked
+    (tmp_path / "resilient_runs").mkdir()
+    run.rename(tmp_path / "resilient_runs" / "newest")
+    monkeypatch.chdir(tmp_path)
+    for seed in (0, 0, 1, 2, 3, 4, 5, 6):
+        assert main(["inject", "kill", "--seed", str(seed)]) == 0
+    hit = [frame.rank for frame in asked if isinstance(frame, Inject)]
+    assert hit[0] == hit[1]
+    assert set(hit) == {0, 2}
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == f"kill of rank {hit[0]} (process 7) at step 4: done, in resilient_runs/newest"
+
+
+def test_inject_waits_until_the_rank_is_hit(run, agent, capsys):
+    agent(encode(Reply(status={"pid": 7, "incarnation": 1, "order": 3})))
+    hit = Event(kind="injected", time_ns=1, rank=1, incarnation=1, step=41, detail={"kind": "uce", "order": 3})
+
+    def append() -> None:
+        with (run / "events.jsonl").open("ab") as file:
+            file.write(to_line(hit))
+
+    timer = threading.Timer(0.1, append)
+    timer.start()
+    assert main(["inject", str(run), "uce", "--rank", "1", "--json"]) == 0
+    timer.join()
+    told = {"run": str(run), "kind": "uce", "rank": 1, "target": "param", "pid": 7, "incarnation": 1, "step": 41}
+    assert json.loads(capsys.readouterr().out) == told
+
+
+def test_inject_says_that_nothing_was_hit(run, agent, capsys):
+    agent(encode(Reply(status={"pid": 7, "incarnation": 1, "order": 3})))
+    assert main(["inject", str(run), "hcce", "--rank", "1", "--limit-s", "0"]) == 1
+    assert "stays ordered" in capsys.readouterr().err
 
 
 def test_a_refusal_of_the_agent_is_said(run, agent, capsys):
     agent(encode(Reply(error="there is no rank 7")))
-    assert main(["inject", str(run), "--rank", "7", "--kind", "kill"]) == 2
+    assert main(["inject", str(run), "kill", "--rank", "7"]) == 2
     assert "there is no rank 7" in capsys.readouterr().err
 
 

@@ -68,6 +68,11 @@ def test_accessors_round_trip(board: Board) -> None:
     assert board.tail(2) == (11, 10)
     assert board.stopped_generation(2) == 0
     assert board.beats(2) == 0
+    assert board.order(2) == 0
+    board.set_order(2, 1)
+    assert not board.exchange_order(2, 0, 5)
+    assert board.exchange_order(2, 1, 2**32 - 1)
+    assert [board.order(rank) for rank in range(3)] == [0, 0, 2**32 - 1]
 
 
 def test_attach_shares_the_memory_and_has_its_own_descriptor(board: Board) -> None:
@@ -82,7 +87,7 @@ def test_attach_shares_the_memory_and_has_its_own_descriptor(board: Board) -> No
 
 
 def test_bad_arguments(board: Board) -> None:
-    for call in (board.standing, board.step, board.beats, board.tail, board.identity):
+    for call in (board.standing, board.step, board.beats, board.tail, board.identity, board.order):
         with pytest.raises(IndexError):
             call(3)
     with pytest.raises(IndexError):

@@ -46,6 +46,15 @@ def test_a_fault_that_nobody_injected_has_no_detect_phase():
     assert recovery.injected == ()
 
 
+def test_injections_that_kill_nobody_belong_to_the_next_recovery():
+    hit = at(1400, "injected", 1, 1, 9, "COMPUTE", detail={"kind": "uce", "at": "forward"})
+    nobody = [at(t, "fault", -1, g, lost=[], reason="memory") for g, t in ((2, 1410), (3, 2410))]
+    first, second, third = recoveries([*one_kill(), hit, *nobody])
+    assert [each.kind for each in first.injected] == ["kill"]
+    assert [(each.kind, each.rank, each.step) for each in second.injected] == [("uce", 1, 9)]
+    assert third.injected == ()
+
+
 def test_an_injection_explains_only_the_first_death_after_it_and_for_a_minute():
     again = [event for event in one_kill(t=2000, generation=2) if event.kind != "injected"]
     first, second = recoveries([*one_kill(), *again])

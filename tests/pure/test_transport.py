@@ -30,6 +30,7 @@ FRAMES = [
     m.Finish(1),
     m.Refused("no"),
     m.Inject("kill", 0),
+    m.Inject("uce", 1, "gradient"),
     m.Query(),
 ]
 
@@ -107,6 +108,22 @@ def test_a_rank_may_not_speak_for_the_agent() -> None:
     for frame in (m.Resume(1), m.Stop(1, (), ""), m.End(0, ""), m.Plan(1, 0, {})):
         with pytest.raises(ProtocolError):
             decode_from_rank(bodies(encode(frame))[0])
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        m.Hello("rank", 0, 0, -1),
+        m.Hello("rank", 0, 0, 1 << 31),
+        m.Reserve(0),
+        m.Reserve(1 << 45),
+        m.Joined(1, 2, 4, True, 4, ()),
+        m.Joined(1, 2, -1, True, 4, ()),
+    ],
+)
+def test_numbers_that_the_agents_memory_would_refuse(frame: m.FromRank) -> None:
+    with pytest.raises(ProtocolError):
+        decode_from_rank(bodies(encode(frame))[0])
 
 
 @pytest.fixture

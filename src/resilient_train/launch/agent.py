@@ -24,14 +24,15 @@ from resilient_train.launch.connections import Connection, Listener
 from resilient_train.launch.job import Job
 from resilient_train.launch.logs import Logs
 from resilient_train.launch.lookout import LOOK_S, Lookout
+from resilient_train.launch.operators import Operators
 from resilient_train.launch.processes import Processes, RankProcess
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
+from resilient_train.protocol import orders
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.hang import Finding, Verdict
 from resilient_train.protocol.standing import Standing, standing_of
-from resilient_train.session.injection import SIGNALS
 from resilient_train.session.pulse import STACKS_FOLDER
 from resilient_train.state.arena import DEFAULT_SLOT_BYTES, Arena
 
@@ -64,6 +65,7 @@ class Agent:
         self._fenced: dict[RankProcess, str] = {}
         self._lookout = Lookout(self._board, self._controller, self._processes, job.settings)
         self._alarms = Alarms(self._board, self._controller)
+        self._operators = Operators(self._board, self._controller, self._processes, self._note)
         self._ending: EndJob | None = None
         self._ended = asyncio.Event()
         self._begun_ns = time.time_ns()
@@ -181,7 +183,7 @@ class Agent:
         hello = connection.hello
         assert hello is not None
         if hello.role == "operator":
-            self._on_operator(connection, frame)
+            self._operators.answer(connection, frame)
             return
         rank, incarnation = hello.rank, hello.incarnation
         if not 0 <= rank < self._job.world_size or self._controller.incarnations[rank] != incarnation:
@@ -201,6 +203,11 @@ class Agent:
 
     def _on_hello(self, connection: Connection, hello: m.Hello) -> None:
         rank = hello.rank
+        known = self._connections.get(rank)
+        if known is not None and not known.closed:
+            # The rank's own says a last word on a second connection (``link.refuse``); whoever it is gets no answers.
+            self._note("foreign_frame", rank=rank, detail={"text": "a second connection says that it is this rank"})
+            return
         self._connections[rank] = connection
         self._board.set_identity(rank, self._controller.generation, hello.incarnation, hello.pid)
         connection.send(
@@ -259,54 +266,6 @@ class Agent:
         standings = self._standings()
         self._carry_out(self._controller.failed_collective(generation, detail, standings, culprit=culprit))
 
-    def _on_operator(self, connection: Connection, frame: m.FromRank) -> None:
-        match frame:
-            case m.Hello():
-                return
-            case m.Query():
-                connection.send(m.Reply(status=self._status()))
-            case m.Inject(kind=kind, rank=rank):
-                connection.send(m.Reply(error=self._inject(kind, rank)))
-            case _:
-                connection.send(m.Reply(error=f"an operator can't send {type(frame).__name__}"))
-
-    def _inject(self, kind: str, rank: int) -> str:
-        if kind not in SIGNALS:
-            return f"unknown kind {kind!r}: one of {', '.join(SIGNALS)}"
-        process = self._processes.current.get(rank)
-        if process is None or process.exit_code() is not None:
-            return f"there is no running rank {rank}; the job has ranks 0 to {self._job.world_size - 1}"
-        step = self._board.step(rank)
-        self._note(
-            "injected", rank=rank, incarnation=process.incarnation, step=step, detail={"kind": kind, "at": "operator"}
-        )
-        process.signal(SIGNALS[kind])
-        return ""
-
-    def _status(self) -> dict[str, Any]:
-        ranks = []
-        for rank, standing in enumerate(self._standings()):
-            process = self._processes.current.get(rank)
-            ranks.append(
-                {
-                    "rank": rank,
-                    "pid": process.pid if process is not None else None,
-                    "incarnation": self._controller.incarnations[rank],
-                    "commits": standing.commits,
-                    "phase": standing.phase.name,
-                    "step": self._board.step(rank),
-                    "beats": self._board.beats(rank),
-                }
-            )
-        controller = self._controller
-        return {
-            "stage": controller.stage.value,
-            "generation": controller.generation,
-            "restarts": controller.restarts,
-            "max_restarts": controller.policy.max_restarts,
-            "ranks": ranks,
-        }
-
     # -- what is done
 
     def _carry_out(self, commands: list[Command]) -> None:
@@ -341,6 +300,7 @@ class Agent:
         stale = self._connections.pop(rank, None)
         if stale is not None:
             stale.close()
+        self._board.set_order(rank, orders.NOBODY)  # an order to its predecessor died with it
         try:
             process = self._processes.spawn(rank, command.incarnation, command.attempt, joining=command.joining)
         except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,15 +18,16 @@ from typing import Annotated, Any
 import msgspec
 
 from resilient_train.child import new_run_dir
-from resilient_train.errors import ConfigError, ProtocolError, ResilientError
-from resilient_train.events import Event
-from resilient_train.faults import FROM_OUTSIDE, nearest
+from resilient_train.errors import ConfigError, ResilientError
+from resilient_train.events import Event, now
+from resilient_train.faults import INJECTABLE, TARGETS, check_fault, nearest
+from resilient_train.launch import asking
+from resilient_train.launch.asking import RUNS
 from resilient_train.observe.report import Line, as_dict, lines, show
-from resilient_train.observe.sinks import EVENTS_FILE, read_events
+from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.timeline import read_run
 from resilient_train.observe.trace import TRACE_FILE, write_trace
-from resilient_train.protocol.messages import Hello, Inject, Query, Reply
-from resilient_train.transport import Channel
+from resilient_train.protocol.messages import Inject, Query
 
 try:
     import typer
@@ -35,8 +37,8 @@ except ImportError:  # this module is a command and nothing else: without its pa
 
 EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
-_SOCKET = "agent-0.sock"
-_REPLY_TIMEOUT_S = 10.0
+_DEVICE = "device"
+"""What ``inject`` takes beside the kinds of ``faults``."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -158,23 +160,117 @@ def report(run: RunDir, as_json: Json = False) -> int:
 
 @app.command()
 def inject(
-    run: RunDir,
-    rank: Annotated[int, typer.Option(min=0, help="Whom to hit.", show_default=False)],
-    kind: Annotated[str, typer.Option(help=f"How: {', '.join(FROM_OUTSIDE)}.", show_default=False)],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN] KIND",
+            help=f"The run's directory (default: the newest in ./{RUNS}), and {', '.join(INJECTABLE)} or {_DEVICE}.",
+            show_default=False,
+        ),
+    ] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Whom to hit; default: drawn.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Draws the rank: the same seed, the same rank.")] = 0,
+    target: Annotated[str, typer.Option(help=f"For uce: {', '.join(TARGETS)} (default: {TARGETS[0]}).")] = "",
+    limit_s: Annotated[float, typer.Option(min=0, help="Longest wait for the rank to come to the fault.")] = 60.0,
+    library: Annotated[str | None, typer.Option(help="For device: acl, hccl, nccl or nvml.")] = None,
+    error: Annotated[int | None, typer.Option(help="For device: the error (nvml: XID) that it reports.")] = None,
+    memory: Annotated[list[str] | None, typer.Option("--range", help="For device: ADDRESS:BYTES that is lost.")] = None,
+    ecc: Annotated[int | None, typer.Option(help="For device: the count of ECC errors (nvml).")] = None,
+    call: Annotated[str | None, typer.Option(help="For device: a function; default: the one that is polled.")] = None,
+    answer: Annotated[str | None, typer.Option(help="Its answer: normal, hang, garbage, crash or overrun.")] = None,
+    returns: Annotated[int | None, typer.Option(help="The code that it returns, having done nothing.")] = None,
+    latency_ms: Annotated[float | None, typer.Option(help="How long it takes.")] = None,
+    heal: Annotated[bool | None, typer.Option("--heal", help="For device: first, all is well again.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Hit a rank of a running job: kill is SIGKILL, stop is SIGSTOP."""
-    if kind not in FROM_OUTSIDE:
-        raise ConfigError(f"--kind {kind!r} is not one of {', '.join(FROM_OUTSIDE)}{nearest(kind, FROM_OUTSIDE)}")
-    _ask(run, Inject(kind, rank))
-    _answer(as_json, {"kind": kind, "rank": rank}, [Line(f"{kind} of rank {rank}: done")])
+    """Hit a rank of a running job and wait until it is hit; or change what its look-alike device library answers."""
+    run, kind = _run_and_kind(words or [])
+    options: dict[str, Any] = {"library": library, "error": error, "range": memory or None, "ecc": ecc, "call": call}
+    options |= {"answer": answer, "returns": returns, "latency_ms": latency_ms, "heal": heal or None}
+    given = {name: value for name, value in options.items() if value is not None}
+    if kind == _DEVICE:
+        if target:
+            raise ConfigError("--target is for uce; a device has --range")
+        result, text = _inject_device(run, rank, seed, given)
+    else:
+        if given:
+            raise ConfigError(f"--{next(iter(given)).replace('_', '-')} is for {_DEVICE}, not for {kind}")
+        check_fault(kind, target)
+        result, text = _inject_fault(run, rank, seed, Inject(kind, -1, target), limit_s)
+    _answer(as_json, result, [Line(text)])
     return 0
+
+
+def _run_and_kind(words: list[str]) -> tuple[Path | None, str]:
+    kinds = (*INJECTABLE, _DEVICE)
+    if not 1 <= len(words) <= 2:
+        raise ConfigError(f"inject: give a run's directory (or none) and a kind: {', '.join(kinds)}")
+    kind = words[-1]
+    if kind not in kinds:
+        raise ConfigError(f"inject: unknown kind {kind!r}: one of {', '.join(kinds)}{nearest(kind, kinds)}")
+    return Path(words[0]) if len(words) == 2 else None, kind
+
+
+def _drawn(run: Path, rank: int | None, seed: int) -> int:
+    if rank is not None:
+        return rank
+    return random.Random(seed).choice(sorted(asking.ranks(run)))
+
+
+def _inject_fault(
+    run: Path | None, rank: int | None, seed: int, fault: Inject, limit_s: float
+) -> tuple[dict[str, Any], str]:
+    run = run or asking.newest_run()
+    rank = _drawn(run, rank, seed)
+    follower = asking.Follower(run)
+    hit = asking.ask(run, Inject(fault.kind, rank, fault.target)).status
+    if "order" in hit:
+        order = asking.Ordered(rank, int(str(hit["incarnation"])), int(str(hit.pop("order"))))
+        hit["step"] = follower.wait_for(order, limit_s).step
+    result = {"run": str(run), "kind": fault.kind, "rank": rank}
+    if fault.kind == "uce":
+        result["target"] = fault.target or TARGETS[0]
+    what = f"{fault.kind} ({result['target']})" if "target" in result else fault.kind
+    text = f"{what} of rank {rank} (process {hit.get('pid')}) at step {hit.get('step')}: done, in {run}"
+    return {**result, **hit}, text
+
+
+def _inject_device(
+    run: Path | None, rank: int | None, seed: int, options: dict[str, Any]
+) -> tuple[dict[str, Any], str]:
+    from resilient_train.testing import device_faults
+    from resilient_train.testing.fake_device import FakeDevice
+
+    if "library" not in options:
+        raise ConfigError(f"device: name the --library: {', '.join(device_faults.LIBRARIES)}")
+    ranges = tuple(map(device_faults.parse_range, options.pop("range", ())))
+    fault = device_faults.DeviceFault(ranges=ranges, **options)
+    run = run or asking.newest_run()
+    rank = _drawn(run, rank, seed)
+    pids = asking.ranks(run)
+    if rank not in pids:
+        raise ConfigError(f"{run}: there is no running rank {rank}; those that run: {', '.join(map(str, pids))}")
+    path = device_faults.control_path(pids[rank])
+    device_faults.check_ranges(pids[rank], fault.ranges)
+    readers = [each for each, pid in pids.items() if device_faults.reads(pid, path)]
+    answers = msgspec.to_builtins(fault)
+    sink = JsonLines(run / EVENTS_FILE)
+    sink.write(now("injected", rank=rank, detail={"kind": _DEVICE, "at": "operator", **answers}))
+    sink.close()
+    device = FakeDevice(path)
+    fault.apply(device, pids[rank])
+    device.close()
+    result = {"run": str(run), "kind": _DEVICE, "rank": rank, "pid": pids[rank], "readers": readers}
+    shown = msgspec.json.encode(answers).decode()
+    listed = ", ".join(map(str, readers))
+    text = f"{shown}: set in {path}, which rank {rank} (process {pids[rank]}) reads; ranks that read it: {listed}"
+    return {**result, "control": str(path), "answers": answers}, text
 
 
 @app.command()
 def status(run: RunDir, as_json: Json = False) -> int:
     """Ask a running job how it is."""
-    reply = _ask(run, Query())
+    reply = asking.ask(run, Query())
     _answer(as_json, reply.status, [Line(f"{key}: {_plain(value)}") for key, value in reply.status.items()])
     return 0
 
@@ -210,30 +306,6 @@ def _read(run: Path) -> list[Event]:
     if not events:
         raise ConfigError(f"{path} holds not a single event")
     return events
-
-
-def _ask(run: Path, question: Inject | Query) -> Reply:
-    """Asks the agent of a running job. Raises ConfigError if none runs there, or if it refuses the question."""
-    path = run / _SOCKET
-    if not path.exists():
-        raise ConfigError(f"no job is running in {run}: there is no {path}")
-    try:
-        channel = Channel(str(path), timeout_s=_REPLY_TIMEOUT_S)
-    except OSError as error:
-        raise ConfigError(f"no job is running in {run}: {path}: {error}") from None
-    try:
-        channel.send(Hello(role="operator"))
-        channel.send(question)
-        reply = channel.receive(_REPLY_TIMEOUT_S)
-    finally:
-        channel.close()
-    if reply is None:
-        raise ProtocolError(f"the agent at {path} did not answer within {_REPLY_TIMEOUT_S:.0f} s")
-    if not isinstance(reply, Reply):
-        raise ProtocolError(f"the agent at {path} answered with {type(reply).__name__}, not Reply")
-    if reply.error:
-        raise ConfigError(f"the agent refused: {reply.error}")
-    return reply
 
 
 @contextlib.contextmanager

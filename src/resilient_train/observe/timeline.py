@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from resilient_train.events import Event
+from resilient_train.faults import COST_NO_PROCESS
 
 PHASES = ("DETECT", "STOP", "REPLACE", "AGREE", "REBUILD", "RESTORE", "RESUME")
 """Phases in the order in which they end. REPLACE overlaps STOP; DETECT lies before the recovery's start."""
@@ -160,7 +161,7 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
         lost = _ranks(fault, "lost")
         deaths = {rank: death for rank in lost if (death := _death(rank, fault, ordered, lost_at.get(rank, 0)))}
         newcomers |= set(lost)
-        recovery = _recovery(fault, following, ordered, deaths, newcomers)
+        recovery = _recovery(fault, following, ordered, deaths, newcomers, faults[index - 1] if index else None)
         found.append(recovery)
         lost_at |= dict.fromkeys(lost, fault.time_ns)
         if recovery.outcome is Outcome.RESUMED:
@@ -175,6 +176,7 @@ def _recovery(
     events: Sequence[Event],
     deaths: dict[int, Event],
     newcomers: set[int],
+    before: Event | None,
 ) -> Recovery:
     until = following.time_ns if following else None
     inside = [
@@ -202,7 +204,7 @@ def _recovery(
         end_ns=end_ns,
         spans=_spans(begin_ns, deaths, events, inside, newcomers),
         seen_by={rank: _text(death, "by") or "unknown" for rank, death in deaths.items()},
-        injected=tuple(_as_injected(event) for rank in deaths if (event := _injection(deaths[rank], events))),
+        injected=tuple(map(_as_injected, _injections(fault, deaths, before, events))),
         copies=_copies(plan, inside),
         rolled_forward=_ranks(plan, "rolled_forward") if plan else (),
         redone_by=redone_by,
@@ -280,6 +282,17 @@ def _injection(death: Event, events: Sequence[Event]) -> Event | None:
         if event.kind == "injected":
             return event if death.time_ns - event.time_ns <= _INJECTION_WINDOW_NS else None
     return None
+
+
+def _injections(fault: Event, deaths: dict[int, Event], before: Event | None, events: Sequence[Event]) -> list[Event]:
+    """What caused ``fault``: injections that killed, and those that kill nobody since the fault before."""
+    found = [event for rank in deaths if (event := _injection(deaths[rank], events))]
+    since = max(fault.time_ns - _INJECTION_WINDOW_NS, before.time_ns if before else 0)
+    for event in events:
+        harmless = event.kind == "injected" and event.detail.get("kind") in COST_NO_PROCESS
+        if harmless and since < event.time_ns <= fault.time_ns and event not in found:
+            found.append(event)
+    return found
 
 
 def _as_injected(event: Event) -> Injected:

@@ -5,6 +5,8 @@ Every frame that belongs to a recovery carries its generation; whoever speaks of
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 PROTOCOL_VERSION = 1
@@ -16,7 +18,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     role: str
     rank: int = -1
     incarnation: int = -1
-    pid: int = -1
+    pid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     version: int = PROTOCOL_VERSION
 
 
@@ -30,7 +32,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 class Reserve(msgspec.Struct, tag="reserve", frozen=True):
     """The rank's published state outgrew its arena; an Arena frame with a larger one answers."""
 
-    slot_bytes: int
+    slot_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 44)]
 
 
 class Borrow(msgspec.Struct, tag="borrow", frozen=True):
@@ -81,7 +83,7 @@ class Joined(msgspec.Struct, tag="joined", frozen=True):
 
     generation: int
     commits: int
-    phase: int
+    phase: Annotated[int, msgspec.Meta(ge=0, le=3)]
     holds: bool
     tail_done: int
     groups: tuple[str, ...]
@@ -187,10 +189,11 @@ class End(msgspec.Struct, tag="end", frozen=True):
 
 
 class Inject(msgspec.Struct, tag="inject", frozen=True):
-    """An operator asks to hit a rank."""
+    """An operator asks to hit a rank: ``kind`` and ``target`` (empty but for ``uce``) are those of ``faults``."""
 
     kind: str
     rank: int
+    target: str = ""
 
 
 class Query(msgspec.Struct, tag="query", frozen=True):

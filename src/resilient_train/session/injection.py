@@ -1,17 +1,24 @@
-"""Faults on request: carries out the clauses of a plan that are meant for this process."""
+"""Faults on request: carries out the clauses of a plan that are meant for this process, and an operator's orders.
+
+An order (``resilient-train inject``) is one more clause, which hits in the step that begins next. It is looked for with
+one load of shared memory a step; see ``docs/decisions/0016-orders.md``.
+"""
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import os
 import signal
 from collections.abc import Callable, Sequence
 
+from resilient_train._native import Board
 from resilient_train.events import now
-from resilient_train.faults import FROM_OUTSIDE, Injection
+from resilient_train.faults import FROM_OUTSIDE, Injection, place_in_step
 from resilient_train.frameworks.base import Framework
 from resilient_train.observe.sinks import Sink
+from resilient_train.protocol import orders
 
 SIGNALS = dict(zip(FROM_OUTSIDE, (signal.SIGKILL, signal.SIGSTOP), strict=True))
 
@@ -45,11 +52,16 @@ class Injector:
         incarnation: int,
         sink: Sink,
         engine: Framework,
+        board: Board,
     ) -> None:
         self._clauses = [each for each in plan if each.rank == rank and each.incarnation == incarnation]
         self._rank = rank
         self._incarnation = incarnation
         self._sink = sink
+        self._board = board
+        self._owner_pid = os.getpid()
+        self._ordered: tuple[Injection, orders.Order] | None = None
+        self._hooks: dict[str, Callable[[], None]] = {}
         self._acts: dict[str, Act] = {
             **ACTS,
             "hcce": lambda _: engine.break_collectives(),
@@ -58,25 +70,61 @@ class Injector:
 
     def at(self, phase: str, place: str, *, step: int = -1, generation: int = -1) -> None:
         """This process is at ``place`` of ``phase``: a clause that says so hits it now."""
+        if place == "start" and phase == "COMPUTE":
+            self._look_for_order(step)
         for clause in self._clauses:
             if (clause.phase, clause.at) != (phase, place):
                 continue
             if clause.step not in (-1, step) or clause.generation not in (-1, generation):
                 continue
             self._clauses.remove(clause)
-            detail = {"kind": clause.kind, "at": place}
-            event = now(
-                "injected", rank=self._rank, incarnation=self._incarnation, step=step, phase=phase, detail=detail
-            )
-            self._sink.write(event)
-            self._acts[clause.kind](clause)
+            self._hit(clause, step)
             return
 
-    def hook_into(self, engine: Framework, step: Callable[[], int]) -> None:
-        """Has the engine call at the places that lie inside its own code."""
+    def _hit(self, clause: Injection, step: int) -> None:
+        detail: dict[str, object] = {"kind": clause.kind, "at": clause.at}
+        ordered = self._ordered is not None and self._ordered[0] is clause
+        if self._ordered is not None and ordered:
+            detail["order"] = self._ordered[1].number
+            self._ordered = None
+        event = now(
+            "injected", rank=self._rank, incarnation=self._incarnation, step=step, phase=clause.phase, detail=detail
+        )
+        self._sink.write(event)
+        if ordered:
+            self._board.set_order(self._rank, orders.LISTENING)
+        self._acts[clause.kind](clause)
+
+    def _look_for_order(self, step: int) -> None:
+        """A step begins. An order that did not hit in the step before (it was cut, say) is meant for this one."""
+        word = self._board.order(self._rank)
+        if word == orders.LISTENING:
+            return
+        order = orders.unpack(word)
+        if order is None:
+            return
+        if self._ordered is not None:
+            self._clauses = [each for each in self._clauses if each is not self._ordered[0]]
+        phase, place = place_in_step(order.kind, order.target)
+        clause = Injection(order.kind, self._rank, phase, place, step=step, target=order.target)
+        self._ordered = clause, order
+        self._clauses.append(clause)
+        if place in self._hooks:
+            self._hooks.pop(place)()
+
+    def listen(self, engine: Framework, step: Callable[[], int]) -> None:
+        """The loop begins: faults can hit inside the engine's own code, and an operator may order some."""
         for place, hook in (("forward", engine.call_in_forward), ("backward", engine.call_in_backward)):
+            self._hooks[place] = functools.partial(hook, self.caller("COMPUTE", place, step))
+        for place in list(self._hooks):  # the others cost each pass a call, so they wait until an order needs them
             if any(each.at == place for each in self._clauses):
-                hook(self.caller("COMPUTE", place, step))
+                self._hooks.pop(place)()
+        self._board.set_order(self._rank, orders.LISTENING)
+
+    def close(self) -> None:
+        """No order is taken any more. Idempotent; in a forked child, nothing."""
+        if os.getpid() == self._owner_pid:
+            self._board.set_order(self._rank, orders.NOBODY)
 
     def caller(self, phase: str, place: str, step: Callable[[], int]) -> Callable[[], None]:
         """A function of no arguments that is ``at(phase, place)`` for the step that runs then."""

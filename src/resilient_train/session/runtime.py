@@ -63,7 +63,7 @@ class Runtime:
         self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
         plan = parse_plan(settings.faults)
         self._publication = Publication(self._link, engine, cursor)
-        self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine)
+        self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine, self._link.board)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow, self.collective = self._pulse.slow, self._pulse.collective
         generation = self._link.generation
@@ -122,7 +122,7 @@ class Runtime:
         """Meets the other ranks for the first time; a replacement meets them in the middle of a recovery."""
         self._begun = True
         allow_readers()
-        self._injector.hook_into(self._engine, lambda: self._number)
+        self._injector.listen(self._engine, lambda: self._number)
         self._pulse.open()
         self._engine.attach(self, self._link)
         self._engine.watch_device(self._link.board, self._link.rank)
@@ -363,6 +363,7 @@ class Runtime:
         self._pulse.close()
         self._watchdog.stop()
         self._sink.close()
+        self._injector.close()
         self._link.close()
 
     def _finish(self) -> None:

@@ -55,13 +55,15 @@ POISON = 0xA5
 
 _MAGIC = 0x3130_4B41_4645_5452
 _VERSION = 1
-_SIZE = 15_192
+SIZE_BYTES = 15_192
 _BEHAVIOURS = 88
 _RANGES = 856
 _CALLS = 2904
 _CALL_SIZE = 48
 _CALLS_MAX = 256
 _MODES = {"normal": 0, "hang": 1, "garbage": 2, "crash": 3, "overrun": 4}
+ANSWERS = tuple(_MODES)
+"""How a function can be told to answer, see ``FakeDevice.answer``."""
 
 
 class Call(NamedTuple):
@@ -86,18 +88,18 @@ class FakeDevice:
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _SIZE)
+            self._memory = mmap.mmap(file.fileno(), SIZE_BYTES)
         with memoryview(self._memory) as whole:
             self._words, self._signed, self._longs = whole.cast("I"), whole.cast("i"), whole.cast("Q")
-        if (self._longs[0], self._words[2], self._words[3]) != (_MAGIC, _VERSION, _SIZE):
+        if (self._longs[0], self._words[2], self._words[3]) != (_MAGIC, _VERSION, SIZE_BYTES):
             self.close()
             raise ValueError(f"{path} is no control memory of version {_VERSION}")
 
     @classmethod
     def create(cls, path: Path) -> FakeDevice:
         """A new file, of a healthy device."""
-        header = _MAGIC.to_bytes(8, "little") + _VERSION.to_bytes(4, "little") + _SIZE.to_bytes(4, "little")
-        path.write_bytes(header.ljust(_SIZE, b"\0"))
+        header = _MAGIC.to_bytes(8, "little") + _VERSION.to_bytes(4, "little") + SIZE_BYTES.to_bytes(4, "little")
+        path.write_bytes(header.ljust(SIZE_BYTES, b"\0"))
         return cls(path)
 
     def close(self) -> None:
@@ -124,6 +126,12 @@ class FakeDevice:
         self._words[8] = len(ranges)
         if code:
             self.set_last_error(code)
+
+    def clear_memory_errors(self) -> None:
+        """No range is poisoned, and there is no last error."""
+        self._words[8] = self._words[10] = 0
+        self.set_detail(0, repairable=False)
+        self.set_last_error(0)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -159,21 +167,25 @@ class FakeDevice:
         """One event of NVML; the last one must have been taken."""
         self._longs[9] = xid
 
+    def answer(self, function: str, mode: str) -> None:
+        """One of ``ANSWERS``, each of which (``normal`` aside) has a method of its own below."""
+        self._words[self._behaviour(function) // 4] = _MODES[mode]
+
     def hang(self, function: str) -> None:
         """Calls do not return until ``heal``."""
-        self._set_mode(function, "hang")
+        self.answer(function, "hang")
 
     def garbage(self, function: str) -> None:
         """Answers that cannot be: counts, codes, null pointers."""
-        self._set_mode(function, "garbage")
+        self.answer(function, "garbage")
 
     def overrun(self, function: str) -> None:
         """Writes behind the memory that it was given."""
-        self._set_mode(function, "overrun")
+        self.answer(function, "overrun")
 
     def crash(self, function: str) -> None:
         """SIGSEGV in the caller's process."""
-        self._set_mode(function, "crash")
+        self.answer(function, "crash")
 
     def fail(self, function: str, result: int) -> None:
         """Return this code and do nothing."""
@@ -183,10 +195,10 @@ class FakeDevice:
         """Take that long."""
         self._words[self._behaviour(function) // 4 + 2] = latency_us
 
-    def heal(self) -> None:
-        """All functions behave; those that hang return. Errors and ranges stay."""
-        for function in FUNCTIONS:
-            self._set_mode(function, "normal")
+    def heal(self, functions: Sequence[str] = FUNCTIONS) -> None:
+        """These functions behave; those that hang return. Errors and ranges stay."""
+        for function in functions:
+            self.answer(function, "normal")
             self.fail(function, 0)
             self.delay(function, 0)
 
@@ -197,7 +209,7 @@ class FakeDevice:
         try:
             yield
         finally:
-            self._set_mode(function, "normal")
+            self.answer(function, "normal")
 
     def count(self, function: str) -> int:
         """Calls so far."""
@@ -218,6 +230,3 @@ class FakeDevice:
 
     def _behaviour(self, function: str) -> int:
         return _BEHAVIOURS + 24 * FUNCTIONS.index(function)
-
-    def _set_mode(self, function: str, mode: str) -> None:
-        self._words[self._behaviour(function) // 4] = _MODES[mode]

@@ -8,6 +8,7 @@ Arguments: folder, then what happens to rank 1 in step 5, once:
     retry    the device says that a collective failed after its retries; the thread is asleep
     bus      NVML says that the device fell off the bus, while the thread sits in a loop that holds the GIL
     hang     NVML stops answering; nothing else happens
+    wait     somebody else is to damage the parameter, whose address is written into the folder
 """
 
 import itertools
@@ -32,16 +33,20 @@ os.environ[VARIABLE] = str(path)
 what = "" if begun_anew or len(sys.argv) < 3 or rank != 1 else sys.argv[2]
 
 
-def lose_memory(tensor: torch.Tensor) -> None:
-    device.set_uce([(tensor.data_ptr() + 512, 4096)])
+def lose_memory(tensor: torch.Tensor, *, by_others: bool) -> None:
+    address = tensor.data_ptr() + 512
+    if by_others:
+        path.with_name("address").write_text(f"{address:#x}:4096\n")
+    else:
+        device.set_uce([(address, 4096)])
     while not device.poisonings:  # the look-alike writes when the probe looks at it
         time.sleep(0.001)
 
 
 def strike(kind: str) -> None:
-    if kind in ("raise", "sleep", "spin"):
-        lose_memory(model.module[0].weight)
-    if kind == "raise":
+    if kind in ("raise", "sleep", "spin", "wait"):
+        lose_memory(model.module[0].weight, by_others=kind == "wait")
+    if kind in ("raise", "wait"):
         raise RuntimeError("NPU function error: UCE ERROR, error code is 507053")
     if kind == "retry":
         device.set_last_error(507904)

@@ -171,7 +171,7 @@ class Job:
             with self.records.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def run(self, steps: int, between: bool) -> None:
+    def run(self, steps: int, between: bool, pace: str) -> None:
         with rt.Session(
             model=self.model,
             optimizer=self.optimizers,
@@ -184,6 +184,8 @@ class Job:
             for step in session.steps(steps):
                 with step:
                     self.body(step)
+                if pace and not Path(pace).exists():
+                    time.sleep(0.15)
                 if "slow" in self.variant and step.number == 5 and dist.get_rank() == 1:
                     with session.slow("evaluation"):
                         time.sleep(3)
@@ -196,7 +198,8 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--variant", default="base")
     parser.add_argument("--between", action="store_true")
+    parser.add_argument("--pace", default="", help="go slowly until this file exists")
     arguments = parser.parse_args()
     dist.init_process_group("resilient")
-    Job(frozenset(arguments.variant.split("+"))).run(arguments.steps, arguments.between)
+    Job(frozenset(arguments.variant.split("+"))).run(arguments.steps, arguments.between, arguments.pace)
     dist.destroy_process_group()

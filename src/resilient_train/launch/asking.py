@@ -1,0 +1,136 @@
+"""The commands' side of a running job: which job is meant, what its agent answers, and whether an order has hit."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from resilient_train.errors import ConfigError, ProtocolError, ResilientError
+from resilient_train.events import Event, from_line
+from resilient_train.observe.sinks import EVENTS_FILE
+from resilient_train.protocol.messages import Hello, Inject, Query, Reply
+from resilient_train.transport import Channel
+
+RUNS = Path("resilient_runs")
+SOCKET = "agent-0.sock"
+_REPLY_TIMEOUT_S = 10.0
+_LOOK_S = 0.02
+
+
+class NotHitError(ResilientError):
+    """A fault was ordered, and did not happen."""
+
+
+def newest_run() -> Path:
+    """The run under ``./resilient_runs`` that was started last, of those that run. Raises ConfigError."""
+    # A run lies there itself, or, of a drill or a demonstration, in a folder of its own.
+    sockets = [*RUNS.glob(f"*/{SOCKET}"), *RUNS.glob(f"*/*/{SOCKET}")]
+    begun = []
+    for path in sockets:
+        with contextlib.suppress(FileNotFoundError):
+            begun.append((path.stat().st_mtime_ns, path))
+    if not begun:
+        raise ConfigError(f"no job is running in {RUNS}/ here: name the run's directory")
+    return max(begun)[1].parent
+
+
+def ask(run: Path, question: Inject | Query) -> Reply:
+    """Asks the agent of a running job. Raises ConfigError if none runs there, or if it refuses the question."""
+    path = run / SOCKET
+    if not run.is_dir():
+        raise ConfigError(f"no job is running in {run}: there is no such directory")
+    if not path.exists():
+        over = "the run is over" if (run / EVENTS_FILE).exists() else "it is no run's directory"
+        raise ConfigError(f"no job is running in {run}: {over} (there is no {path})")
+    try:
+        channel = Channel(str(path), timeout_s=_REPLY_TIMEOUT_S)
+    except OSError as error:
+        raise ConfigError(f"no job is running in {run}: {path}: {error}") from None
+    try:
+        channel.send(Hello(role="operator"))
+        channel.send(question)
+        reply = channel.receive(_REPLY_TIMEOUT_S)
+    finally:
+        channel.close()
+    if reply is None:
+        raise ProtocolError(f"the agent at {path} did not answer within {_REPLY_TIMEOUT_S:.0f} s")
+    if not isinstance(reply, Reply):
+        raise ProtocolError(f"the agent at {path} answered with {type(reply).__name__}, not Reply")
+    if reply.error:
+        raise ConfigError(f"{run}: the agent refused: {reply.error}")
+    return reply
+
+
+def ranks(run: Path) -> dict[int, int]:
+    """Rank -> process id, of the ranks of a running job that have a process. Raises ConfigError if there is none."""
+    listed = ask(run, Query()).status.get("ranks")
+    rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
+    found = {row["rank"]: row["pid"] for row in rows if isinstance(row.get("rank"), int) and row.get("pid")}
+    if not found:
+        raise ConfigError(f"{run}: no rank of the job is running now")
+    return found
+
+
+class Ordered(NamedTuple):
+    """An order that the agent has passed on to a rank."""
+
+    rank: int
+    incarnation: int
+    number: int
+
+
+class Follower:
+    """Reads what is appended to a run's events from now on."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / EVENTS_FILE
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        self._torn = b""
+
+    def read(self) -> list[Event]:
+        """The events that came since the last call."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        self._offset += len(data)
+        *complete, self._torn = (self._torn + data).split(b"\n")
+        events = []
+        for line in complete:
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                events.append(from_line(line))
+        return events
+
+    def wait_for(self, order: Ordered, limit_s: float) -> Event:
+        """The event of the fault's hitting. Raises NotHitError if the rank goes first, or when the time is over."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            over = time.monotonic() > deadline  # looked at before the events: what came in time counts
+            for event in self.read():
+                found = _about(event, order)
+                if found is not None:
+                    return found
+            if over:
+                raise NotHitError(
+                    f"rank {order.rank} has not come to where the fault can hit it within {limit_s:g} s; it stays "
+                    "ordered"
+                )
+            time.sleep(_LOOK_S)
+
+
+def _about(event: Event, order: Ordered) -> Event | None:
+    """``event``, if it tells that the order was carried out. Raises NotHitError if it tells that it will not be."""
+    if event.kind == "job_end":
+        raise NotHitError(f"the job ended before rank {order.rank} came to where the fault can hit it")
+    if event.rank != order.rank:
+        return None
+    if event.kind == "injected" and event.detail.get("order") == order.number:
+        return event
+    gone = event.kind == "spawned" and event.incarnation != order.incarnation
+    gone |= event.kind in ("exited", "session_end") and event.incarnation == order.incarnation
+    if gone:
+        raise NotHitError(f"rank {order.rank} was lost, or left its loop, before the fault could hit it")
+    return None

@@ -1,0 +1,103 @@
+"""What an operator's connection (``resilient-train status``, ``inject``) may ask of the agent, and the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from resilient_train._native import Board
+from resilient_train.errors import ConfigError
+from resilient_train.faults import check_fault
+from resilient_train.launch.connections import Connection
+from resilient_train.launch.processes import Processes, RankProcess
+from resilient_train.protocol import messages as m
+from resilient_train.protocol import orders
+from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.standing import standing_of
+from resilient_train.session.injection import SIGNALS
+
+
+class Operators:
+    """``note(kind, rank=..., ...)`` writes an event."""
+
+    def __init__(self, board: Board, controller: Controller, processes: Processes, note: Callable[..., None]) -> None:
+        self._board = board
+        self._controller = controller
+        self._processes = processes
+        self._note = note
+        self._orders = 0
+
+    def answer(self, connection: Connection, frame: m.FromRank) -> None:
+        """Does what the frame asks for, or says why not. Only Hello has no answer."""
+        match frame:
+            case m.Hello():
+                return
+            case m.Query():
+                connection.send(m.Reply(status=self._status()))
+            case m.Inject():
+                connection.send(self._inject(frame))
+            case _:
+                connection.send(m.Reply(error=f"an operator can't send {type(frame).__name__}"))
+
+    def _inject(self, frame: m.Inject) -> m.Reply:
+        rank = frame.rank
+        try:
+            check_fault(frame.kind, frame.target)
+        except ConfigError as error:
+            return m.Reply(error=str(error))
+        if not 0 <= rank < self._board.world_size:
+            return m.Reply(error=f"there is no rank {rank}; the job has ranks 0 to {self._board.world_size - 1}")
+        process = self._processes.current.get(rank)
+        if process is None or process.exit_code() is not None:
+            return m.Reply(error=f"rank {rank} is not running now")
+        if frame.kind in SIGNALS:
+            return self._signal(frame.kind, process)
+        return self._order(frame, process)
+
+    def _signal(self, kind: str, process: RankProcess) -> m.Reply:
+        rank, step = process.rank, self._board.step(process.rank)
+        detail = {"kind": kind, "at": "operator"}
+        self._note("injected", rank=rank, incarnation=process.incarnation, step=step, detail=detail)
+        process.signal(SIGNALS[kind])
+        return m.Reply(status={"pid": process.pid, "incarnation": process.incarnation, "step": step})
+
+    def _order(self, frame: m.Inject, process: RankProcess) -> m.Reply:
+        """Leaves the order where the rank looks when its next step begins; the rank writes the event when it hits."""
+        rank = process.rank
+        number = self._orders % orders.NUMBER_MAX + 1
+        word = orders.pack(orders.Order(number, frame.kind, frame.target))
+        if not self._board.exchange_order(rank, orders.LISTENING, word):
+            if self._board.order(rank) == orders.NOBODY:
+                why = (
+                    f"it is in no loop of a Session now, and {frame.kind} happens inside one; kill and stop work always"
+                )
+            else:
+                why = "it has not come to the fault that was ordered before; kill and stop work always"
+            return m.Reply(error=f"rank {rank} can't be hit: {why}")
+        self._orders = number
+        return m.Reply(status={"pid": process.pid, "incarnation": process.incarnation, "order": number})
+
+    def _status(self) -> dict[str, Any]:
+        ranks = []
+        for rank in range(self._board.world_size):
+            standing = standing_of(self._board.standing(rank))
+            process = self._processes.current.get(rank)
+            ranks.append(
+                {
+                    "rank": rank,
+                    "pid": process.pid if process is not None else None,
+                    "incarnation": self._controller.incarnations[rank],
+                    "commits": standing.commits,
+                    "phase": standing.phase.name,
+                    "step": self._board.step(rank),
+                    "beats": self._board.beats(rank),
+                }
+            )
+        controller = self._controller
+        return {
+            "stage": controller.stage.value,
+            "generation": controller.generation,
+            "restarts": controller.restarts,
+            "max_restarts": controller.policy.max_restarts,
+            "ranks": ranks,
+        }

@@ -48,6 +48,8 @@ def ask(run: Path, question: Inject | Query) -> Reply:
         raise ConfigError(f"no job is running in {run}: {over} (there is no {path})")
     try:
         channel = Channel(str(path), timeout_s=_REPLY_TIMEOUT_S)
+    except PermissionError:
+        raise ConfigError(f"{run}: only the job's own user and root may ask its agent") from None
     except OSError as error:
         raise ConfigError(f"no job is running in {run}: {path}: {error}") from None
     try:

@@ -69,7 +69,8 @@ class Operators:
         if not self._board.exchange_order(rank, orders.LISTENING, word):
             if self._board.order(rank) == orders.NOBODY:
                 why = (
-                    f"it is in no loop of a Session now, and {frame.kind} happens inside one; kill and stop work always"
+                    f"it is in no loop of a Session now (the job is {self._controller.stage.value}), and {frame.kind} "
+                    "happens inside one; kill and stop work always"
                 )
             else:
                 why = "it has not come to the fault that was ordered before; kill and stop work always"

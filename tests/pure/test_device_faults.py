@@ -72,7 +72,16 @@ def test_ranges_lie_in_memory_that_the_process_may_write() -> None:
 
 
 def test_the_memory_that_a_process_reads(device: FakeDevice, tmp_path: Path) -> None:
-    assert control_path(os.getpid()).samefile(tmp_path / "device"), "mapped"
+    # Not of this process: look-alikes that other tests have loaded stay mapped in it.
+    maps = "import mmap, sys; kept = mmap.mmap(open(sys.argv[1], 'r+b').fileno(), 0); print(flush=True); input()"
+    command = [sys.executable, "-c", maps, str(tmp_path / "device")]
+    environ = {key: value for key, value in os.environ.items() if key != VARIABLE}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as mapper:
+        assert mapper.stdin is not None
+        assert mapper.stdout is not None
+        mapper.stdout.readline()
+        assert control_path(mapper.pid).samefile(tmp_path / "device"), "mapped"
+        mapper.stdin.close()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         assert other.stdin is not None
         assert reads(other.pid, tmp_path / "device"), "named in its environment"

@@ -73,8 +73,8 @@ def test_ranges_lie_in_memory_that_the_process_may_write() -> None:
 
 def test_the_memory_that_a_process_reads(device: FakeDevice, tmp_path: Path) -> None:
     # Not of this process: look-alikes that other tests have loaded stay mapped in it.
-    maps = "import mmap, sys; kept = mmap.mmap(open(sys.argv[1], 'r+b').fileno(), 0); print(flush=True); input()"
-    command = [sys.executable, "-c", maps, str(tmp_path / "device")]
+    maps = "import mmap, sys; file = open(sys.argv[1], 'r+b'); kept = mmap.mmap(file.fileno(), 0); print(); input()"
+    command = [sys.executable, "-u", "-c", maps, str(tmp_path / "device")]
     environ = {key: value for key, value in os.environ.items() if key != VARIABLE}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as mapper:
         assert mapper.stdin is not None

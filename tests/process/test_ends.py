@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from running import JOBS, LAUNCHER, launch, start
+from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
 
 TRAIN = str(JOBS / "train.py")
 
@@ -122,6 +122,22 @@ def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.wait(timeout=10)
         assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+def test_a_console_that_goes_away_costs_no_recovery(tmp_path: Path, undisturbed: Reference) -> None:
+    """`2>&1 | head`, or a terminal that is closed: the agent's next line must not be its last act."""
+    run_dir = tmp_path / "run"
+    command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), "--faults", "kill rank=1 step=4"]
+    with start([*command, str(JOBS / "train.py"), "--steps", "9"]) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stderr.close()
+        code = process.wait(timeout=60)
+    run = Run(run_dir, code, "", "", read_events(run_dir))
+    assert code == 0, run.explain()
+    assert run.recoveries() == 1
+    assert run.digests() == undisturbed(ranks=2, steps=9).digests()
 
 
 def test_without_an_agent_a_session_is_a_plain_loop(tmp_path: Path) -> None:

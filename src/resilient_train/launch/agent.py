@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
 import traceback
 from typing import Any
@@ -92,7 +91,7 @@ class Agent:
         finally:
             logs.cancel()
             self._kill_ranks()
-            self._logs.show_new()
+            self._logs.finish()
             listener.close()
             self._loop.remove_reader(self._deaths.fd)
             self._deaths.close()
@@ -138,7 +137,7 @@ class Agent:
     def _on_bug(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in a callback is a bug of ours. A job that nobody looks after any more must not go on."""
         error = context.get("exception")
-        print("".join(traceback.format_exception(error)) if error else context["message"], file=sys.stderr)
+        self._logs.say("".join(traceback.format_exception(error)) if error else context["message"])
         self._carry_out(self._controller.stop(70, f"internal error of the agent: {error!r} (please report it)"))
 
     def _standings(self) -> list[Standing]:
@@ -358,9 +357,8 @@ class Agent:
         elif kind == "job_end" and detail["code"]:
             self._say(f"the job ends: {detail['reason']}")
 
-    @staticmethod
-    def _say(text: str) -> None:
-        print(f"resilient-run: {text}", file=sys.stderr, flush=True)
+    def _say(self, text: str) -> None:
+        self._logs.say(f"resilient-run: {text}")
 
 
 def _told(code: int | None) -> str:

@@ -5,16 +5,17 @@ Files and not pipes: a pipe whose reader is busy blocks the training, one whose 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
+from resilient_train.launch.console import Console
 from resilient_train.launch.job import Job
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 16
+_LAST_S = 1.0
 
 
 class Streams(NamedTuple):
@@ -27,34 +28,41 @@ class Streams(NamedTuple):
 class _Follower:
     """One log file being shown."""
 
-    def __init__(self, path: Path, target: int, prefix: bytes) -> None:
+    def __init__(self, path: Path, target: Console, prefix: bytes) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._target = target
         self._prefix = prefix
         self._partial = b""
 
-    def show_new(self, *, final: bool = False) -> None:
-        while data := os.read(self._descriptor, _CHUNK_BYTES):
+    def show_new(self) -> bool:
+        """Shows what the console takes now. True: that was all that there is at the moment."""
+        while not self._target.behind:
+            data = os.read(self._descriptor, _CHUNK_BYTES)
+            if not data:
+                return True
             self._show(data)
-        if final and self._partial:
-            self._write(self._prefix + self._partial + b"\n")
-            self._partial = b""
+        return False
 
     def _show(self, data: bytes) -> None:
         if not self._prefix:
-            self._write(data)
+            self._target.write(data)
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
-        self._write(b"".join(self._prefix + line + b"\n" for line in lines))
-
-    def _write(self, data: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `| head` must not end a training run
-            while data:
-                data = data[os.write(self._target, data) :]
+        self._target.write(b"".join(self._prefix + line + b"\n" for line in lines))
 
     def close(self) -> None:
-        self.show_new(final=True)
+        """Shows a last line that has no end."""
+        if self._partial:
+            self._target.write(self._prefix + self._partial + b"\n")
         os.close(self._descriptor)
+
+    def finish(self) -> None:
+        """Shows the rest, waiting for a console that is slow, but not for one that is stopped."""
+        self._target.drain(_LAST_S)
+        while not (self._target.behind or self.show_new()):
+            self._target.drain(_LAST_S)
+        self.close()
+        self._target.drain(_LAST_S)
 
 
 class Logs:
@@ -63,6 +71,8 @@ class Logs:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._followers: dict[tuple[int, int], list[_Follower]] = {}
+        self._ended: list[_Follower] = []
+        self._out, self._err = Console(sys.stdout.fileno()), Console(sys.stderr.fileno())
 
     def open(self, rank: int, incarnation: int) -> Streams:
         """Opens ``logs/rank_<r>/<incarnation>.{out,err}`` for a process that is about to start."""
@@ -70,12 +80,12 @@ class Logs:
         folder.mkdir(parents=True, exist_ok=True)
         descriptors = []
         followers = []
-        for name, suffix, target in (("stdout", "out", sys.stdout), ("stderr", "err", sys.stderr)):
+        for name, suffix, target in (("stdout", "out", self._out), ("stderr", "err", self._err)):
             path = folder / f"{incarnation}.{suffix}"
             descriptors.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
             if (rank, name) not in self._job.quiet:
                 prefix = self._prefix(rank) if (rank, name) in self._job.prefixed else b""
-                followers.append(_Follower(path, target.fileno(), prefix))
+                followers.append(_Follower(path, target, prefix))
         self._followers[rank, incarnation] = followers
         return Streams(*descriptors)
 
@@ -89,11 +99,27 @@ class Logs:
 
     def show_new(self) -> None:
         """Shows what the processes have written since the last call."""
+        self._out.flush()
+        self._err.flush()
         for followers in self._followers.values():
             for follower in followers:
                 follower.show_new()
+        for follower in self._ended.copy():
+            if follower.show_new():
+                follower.close()
+                self._ended.remove(follower)
+
+    def say(self, text: str) -> None:
+        """A line of the agent's own, on standard error."""
+        self._err.say(text)
 
     def close(self, rank: int, incarnation: int) -> None:
-        """The process has ended: shows the rest."""
-        for follower in self._followers.pop((rank, incarnation), []):
-            follower.close()
+        """The process has ended, so nothing more will be written."""
+        self._ended += self._followers.pop((rank, incarnation), [])
+
+    def finish(self) -> None:
+        """The job has ended: shows the rest."""
+        for follower in (*self._ended, *(each for followers in self._followers.values() for each in followers)):
+            follower.finish()
+        self._ended.clear()
+        self._followers.clear()

@@ -17,6 +17,7 @@ from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.events import now
 from resilient_train.faults import parse_plan
+from resilient_train.launch.console import Console
 from resilient_train.launch.job import Job
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.protocol.policy import DEFAULT_MAX_RESTARTS, Policy
@@ -187,9 +188,10 @@ def run_job(job: Job, argv: list[str]) -> int:
     except OSError as error:
         print(f"resilient-run: the run directory can't be written: {error}", file=sys.stderr)
         return 2
-    print(f"resilient-run: {job.world_size} ranks, run directory {job.run_dir}", file=sys.stderr)
+    console = Console(sys.stderr.fileno())
+    console.say(f"resilient-run: {job.world_size} ranks, run directory {job.run_dir}")
     for text in _without_effect():
-        print(f"resilient-run: {text}", file=sys.stderr)
+        console.say(f"resilient-run: {text}")
     sink.write(now("run_start", detail={"world_size": job.world_size, "argv": argv, "pid": os.getpid()}))
 
     async def serve() -> int:
@@ -198,13 +200,13 @@ def run_job(job: Job, argv: list[str]) -> int:
     try:
         code = asyncio.run(serve())
     except ConfigError as error:
-        print(f"resilient-run: {error}", file=sys.stderr)
+        console.say(f"resilient-run: {error}")
         return 2
     sink.close()
     with contextlib.suppress(OSError):
         write_trace(read_events(job.run_dir / EVENTS_FILE), job.run_dir / "trace.json")
     if code == 128 + signal.SIGINT:
-        print("resilient-run: interrupted", file=sys.stderr)
+        console.say("resilient-run: interrupted")
     return code
 
 

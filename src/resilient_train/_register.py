@@ -39,11 +39,14 @@ def _register(distributed: Any) -> None:
         return create_group(options, backend_options)
 
     distributed.Backend.register_backend(_BACKEND, create, extended_api=True, devices=["cpu"])
-    if config.read_link() is not None and config.read_settings().wrap_backend:
-        _wrap_default(distributed)
+    wrap_if_linked()
 
 
-def _wrap_default(distributed: Any) -> None:
+def wrap_if_linked() -> None:
+    """Does so where an agent of ours has started this process: what torch's import does, and a fork makes up for."""
+    distributed: Any = sys.modules[_TARGET]
+    if config.read_link() is None or not config.read_settings().wrap_backend:
+        return
     original = distributed.init_process_group
 
     @functools.wraps(original)

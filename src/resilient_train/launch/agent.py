@@ -24,6 +24,8 @@ from resilient_train.launch.job import Job
 from resilient_train.launch.logs import Logs
 from resilient_train.launch.lookout import LOOK_S, Lookout
 from resilient_train.launch.processes import Processes, RankProcess
+from resilient_train.launch.standby import Standby
+from resilient_train.launch.status import status_of
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
@@ -57,7 +59,8 @@ class Agent:
         except dist.DistError as error:
             raise ConfigError(f"the store can't listen on {job.host}:{job.port}: {error}") from None
         self._socket_path = job.run_dir / "agent-0.sock"
-        self._processes = Processes(job, self._logs, self._socket_path, self._store.port)
+        self._standby = Standby(job.command, job.log_dir, job.settings, self._on_standby)
+        self._processes = Processes(job, self._logs, self._standby, self._socket_path, self._store.port)
         self._connections: dict[int, Connection] = {}
         self._reaping: set[RankProcess] = set()
         self._fenced: dict[RankProcess, str] = {}
@@ -84,10 +87,12 @@ class Agent:
         try:
             self._carry_out(self._controller.launch())
             await self._ended.wait()
+            self._standby.close()
             if self._ending is not None:
                 await self._stop_ranks()
         finally:
             logs.cancel()
+            self._standby.close()
             self._kill_ranks()
             self._logs.show_new()
             listener.close()
@@ -128,6 +133,10 @@ class Agent:
         self._carry_out(self._controller.exited(process.rank, process.incarnation, code, self._standings()))
         if not self._reaping and self._ending is None:
             self._ended.set()
+
+    def _on_standby(self, kind: str, detail: dict[str, Any]) -> None:
+        self._note(kind, detail=detail)
+        self._tell(kind, -1, detail)
 
     def _on_signal(self, number: int) -> None:
         self._carry_out(self._controller.stop(128 + number, f"resilient-run got {signal.Signals(number).name}"))
@@ -192,6 +201,7 @@ class Agent:
     def _on_hello(self, connection: Connection, hello: m.Hello) -> None:
         rank = hello.rank
         self._connections[rank] = connection
+        self._processes.current[rank].greeted = True
         self._board.set_identity(rank, self._controller.generation, hello.incarnation, hello.pid)
         connection.send(
             m.Welcome(self._controller.generation, self._controller.attempt), [self._board.fd, self._arenas[rank].fd]
@@ -253,7 +263,7 @@ class Agent:
             case m.Hello():
                 return
             case m.Query():
-                connection.send(m.Reply(status=self._status()))
+                connection.send(m.Reply(status=status_of(self._controller, self._processes, self._board)))
             case m.Inject(kind=kind, rank=rank):
                 connection.send(m.Reply(error=self._inject(kind, rank)))
             case _:
@@ -271,30 +281,6 @@ class Agent:
         )
         process.signal(SIGNALS[kind])
         return ""
-
-    def _status(self) -> dict[str, Any]:
-        ranks = []
-        for rank, standing in enumerate(self._standings()):
-            process = self._processes.current.get(rank)
-            ranks.append(
-                {
-                    "rank": rank,
-                    "pid": process.pid if process is not None else None,
-                    "incarnation": self._controller.incarnations[rank],
-                    "commits": standing.commits,
-                    "phase": standing.phase.name,
-                    "step": self._board.step(rank),
-                    "beats": self._board.beats(rank),
-                }
-            )
-        controller = self._controller
-        return {
-            "stage": controller.stage.value,
-            "generation": controller.generation,
-            "restarts": controller.restarts,
-            "max_restarts": controller.policy.max_restarts,
-            "ranks": ranks,
-        }
 
     # -- what is done
 
@@ -315,6 +301,8 @@ class Agent:
                 case Note(kind=kind, rank=rank, detail=detail):
                     self._note(kind, rank=rank, detail=detail)
                     self._tell(kind, rank, detail)
+                    if kind == "started" and self._job.policy.replace:
+                        self._processes.stand_by()
                 case EndJob():
                     if self._ending is None:
                         self._ending = command
@@ -337,7 +325,7 @@ class Agent:
             return
         self._reaping.add(process)
         self._loop.add_reader(process.pidfd, self._on_exit, process)
-        detail = {"pid": process.pid, "joining": command.joining}
+        detail = {"pid": process.pid, "joining": command.joining, "start": process.start}
         self._note("spawned", rank=rank, incarnation=command.incarnation, detail=detail)
 
     def _expire(self, generation: int) -> None:
@@ -361,6 +349,7 @@ class Agent:
     async def _show_logs(self) -> None:
         while True:
             self._logs.show_new()
+            self._processes.reap_strays({process.pid for process in self._reaping})
             await asyncio.sleep(LOG_POLL_S)
 
     # -- what is said
@@ -384,6 +373,8 @@ class Agent:
             self._say(f"rank {rank} {detail['reason']} before the first step: all ranks start again")
         elif kind == "fenced":
             self._say(f"recovery {generation}: rank {rank} did not answer in time and is killed")
+        elif kind == "standby_off":
+            self._say(f"replacements start cold, since nothing can stand by: {detail['reason']}")
         elif kind == "job_end" and detail["code"]:
             self._say(f"the job ends: {detail['reason']}")
 

@@ -171,7 +171,13 @@ class Job:
             with self.records.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def run(self, steps: int, between: bool) -> None:
+    def wait_for_standby(self) -> None:
+        assert self.records is not None
+        events = self.records.with_name("events.jsonl")
+        while b'"standby_ready"' not in events.read_bytes():
+            time.sleep(0.02)
+
+    def run(self, steps: int, between: bool, standby_at: int) -> None:
         with rt.Session(
             model=self.model,
             optimizer=self.optimizers,
@@ -184,6 +190,8 @@ class Job:
             for step in session.steps(steps):
                 with step:
                     self.body(step)
+                if step.number == standby_at and step.done:
+                    self.wait_for_standby()
                 if "slow" in self.variant and step.number == 5 and dist.get_rank() == 1:
                     with session.slow("evaluation"):
                         time.sleep(3)
@@ -196,7 +204,8 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--variant", default="base")
     parser.add_argument("--between", action="store_true")
+    parser.add_argument("--standby-at", type=int, default=-1, help="wait for a standby behind this step")
     arguments = parser.parse_args()
     dist.init_process_group("resilient")
-    Job(frozenset(arguments.variant.split("+"))).run(arguments.steps, arguments.between)
+    Job(frozenset(arguments.variant.split("+"))).run(arguments.steps, arguments.between, arguments.standby_at)
     dist.destroy_process_group()

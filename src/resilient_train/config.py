@@ -62,7 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     standby_depth: str = "forked"
     """How far they are: ``forked`` has done its imports, and a replacement is a fork of it."""
     standby_delay_s: float = 2.0
-    """How long the job trains first; then the imports take half of one core for some seconds. 0: at once, all of one."""
+    """How long the job trains first; then the imports take half of a core for some seconds. 0: at once, a whole one."""
     transfer: str = "auto"
     """How state reaches a replacement: ``memory`` (same host), ``group`` (over the process group), ``auto``."""
 

@@ -51,6 +51,7 @@ def test_a_healthy_machine() -> None:
             Grade.NOTE,
             "TSP do nothing",
         ),
+        ({"standby": 0}, Grade.NOTE, "off (RESILIENT_STANDBY)"),
         ({"settings": (Described("RESILIENT_HANG", "False", "environment"),)}, Grade.OK, "False (environment)"),
     ],
 )

@@ -188,6 +188,8 @@ def _prepare(channel: socket.socket, order: Order, early: frozenset[str]) -> Rea
     plan = scan(order.target, folder)
     if plan.refusal:
         return Unfit(plan.refusal)
+    if _threads() > 1:
+        return Unfit("Python itself starts with another thread (sitecustomize, a .pth file)")
     failed: dict[str, str] = {}
     with _paced() if order.paced else contextlib.nullcontext():
         # The script's own come first: so they are imported in its order, as far as there is one.

@@ -218,33 +218,33 @@ class Standby:
         if not self._orphans_come_here:
             _native.adopt_orphans()
             self._orphans_come_here = True
-        ours, theirs = socket.socketpair()
-        self._log_dir.mkdir(parents=True, exist_ok=True)
         try:
-            with theirs, (self._log_dir / "standby.log").open("ab") as log:
-                self._process = subprocess.Popen(
-                    [self._command[0], "-u", "-c", BOOT, str(theirs.fileno()), *self._command[2:]],
-                    env=self._environ,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                    preexec_fn=die_with_agent,  # noqa: PLW1509 - one prctl; the agent runs no Python thread
-                )
+            self._channel, self._frames, self._importing = self._launch(), FrameBuffer(), ""
+            asyncio.get_running_loop().add_reader(self._channel.fileno(), self._on_frames)
+            order = Order(target, tuple(sorted(self._skip)), paced=self._settings.standby_delay_s > 0)
+            self._channel.settimeout(ANSWER_S)
+            self._channel.sendall(encode(order))
         except OSError as error:
-            ours.close()
             self._lose(f"it can't be started: {error}")
             return
-        self._channel, self._frames, self._importing = ours, FrameBuffer(), ""
-        ours.settimeout(ANSWER_S)
-        asyncio.get_running_loop().add_reader(ours.fileno(), self._on_frames)
-        try:
-            ours.sendall(encode(Order(target, tuple(sorted(self._skip)), paced=self._settings.standby_delay_s > 0)))
-        except OSError as error:
-            self._lose(f"it ended at once: {error}")
-            return
         self._after(_IMPORT_S, self._on_slow_import)
+
+    def _launch(self) -> socket.socket:
+        """Starts the process; returns the agent's end of its channel."""
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        with theirs, (self._log_dir / "standby.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._command[0], "-u", "-c", BOOT, str(theirs.fileno()), *self._command[2:]],
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                preexec_fn=die_with_agent,  # noqa: PLW1509 - one prctl; the agent runs no Python thread
+            )
+        return ours
 
     def _on_frames(self) -> None:
         try:

@@ -1,6 +1,6 @@
 """An agent in little, for tests/process/test_standby.py: runs commands cold and forked, and says how they ended.
 
-``small_agent.py FOLDER``; one JSON object on stdout. Afterwards a fork, a spare and a nursery run on, for the test to see
+``small_agent.py FOLDER``; one JSON object on stdout. Afterwards a fork, a spare and a nursery run on: the test looks at
 what becomes of them.
 """
 

@@ -77,6 +77,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     seen_by: dict[int, str]
     """Lost rank -> what saw its death."""
     injected: tuple[Injected, ...]
+    starts: dict[int, str]
+    """Rank -> how its new process was started: cold or forked."""
     copies: tuple[Copy, ...]
     rolled_forward: tuple[int, ...]
     redone_by: tuple[int, ...]
@@ -203,6 +205,7 @@ def _recovery(
         spans=_spans(begin_ns, deaths, events, inside, newcomers),
         seen_by={rank: _text(death, "by") or "unknown" for rank, death in deaths.items()},
         injected=tuple(_as_injected(event) for rank in deaths if (event := _injection(deaths[rank], events))),
+        starts={event.rank: start for event in inside if event.kind == "spawned" and (start := _text(event, "start"))},
         copies=_copies(plan, inside),
         rolled_forward=_ranks(plan, "rolled_forward") if plan else (),
         redone_by=redone_by,

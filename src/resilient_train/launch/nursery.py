@@ -289,6 +289,7 @@ def _fork() -> int | None:
 
 def _wait_at_gate(gate: int) -> Born:
     """In the fork: learns what it becomes, and becomes it."""
+    _draw_anew()  # ahead: it is part of no recovery then
     with socket.socket(fileno=gate) as channel:
         life, logs = _receive(channel, FrameBuffer())
     if not isinstance(life, Life):
@@ -312,7 +313,6 @@ def _become(life: Life, logs: list[int]) -> None:
         os.close(source)
     config.replace_environ(life.environ)
     os.chdir(life.cwd)
-    _draw_anew()
     importlib.invalidate_caches()
     _register.wrap_if_linked()
 

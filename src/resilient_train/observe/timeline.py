@@ -205,7 +205,7 @@ def _recovery(
         spans=_spans(begin_ns, deaths, events, inside, newcomers),
         seen_by={rank: _text(death, "by") or "unknown" for rank, death in deaths.items()},
         injected=tuple(_as_injected(event) for rank in deaths if (event := _injection(deaths[rank], events))),
-        starts={event.rank: start for event in inside if event.kind == "spawned" and (start := _text(event, "start"))},
+        starts=_starts(fault.generation, events),
         copies=_copies(plan, inside),
         rolled_forward=_ranks(plan, "rolled_forward") if plan else (),
         redone_by=redone_by,
@@ -287,6 +287,12 @@ def _injection(death: Event, events: Sequence[Event]) -> Event | None:
 
 def _as_injected(event: Event) -> Injected:
     return Injected(event.rank, event.step, event.phase, _text(event, "kind") or "fault", _text(event, "at") or "")
+
+
+def _starts(generation: int, events: Sequence[Event]) -> dict[int, str]:
+    """Of all events: the agent may have started the process before it wrote ``fault``."""
+    spawned = [event for event in events if event.kind == "spawned" and event.generation == generation]
+    return {event.rank: start for event in spawned if (start := _text(event, "start"))}
 
 
 def _copies(plan: Event | None, inside: Sequence[Event]) -> tuple[Copy, ...]:

@@ -1,6 +1,6 @@
-"""From ``kill -9`` of a rank to the next committed step on all ranks, phase by phase, without a standby.
+"""From ``kill -9`` of a rank to the next committed step on all ranks, phase by phase, with cold and forked starts.
 
-``python benchmarks/recovery.py [--quick] [--json FILE]``: one job per case (ranks x model); its ranks are killed in
+``python benchmarks/recovery.py [--quick] [--json FILE]``: one job per case (ranks, model, start); ranks are killed in
 turn, each at a random moment of a step, from outside. The phases are those of ``resilient-train report``; a new
 process's own start is split by the marks that the job writes.
 """
@@ -40,6 +40,7 @@ from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.timeline import Outcome, Recovery, recoveries
 
 POLL_S = 0.02
+STARTS = ("cold", "forked")
 STEPS_BETWEEN = 5
 """Steps that every rank must have committed since the last fault before the next one hits."""
 FACTS = ("kill_to_commit", "survivors_stopped")
@@ -48,6 +49,8 @@ START = ("spawn", "interpreter", "imports", "group", "model", "optimizer", "sess
 PROTOCOL = ("DETECT", "AGREE", "REBUILD", "RESTORE", "RESUME")
 PARTS = ("DETECT", "STOP", "REPLACE", *START, "AGREE", "REBUILD", "RESTORE", "copy", "RESUME", "first_step")
 """The columns of a recovery. START adds up to REPLACE; STOP runs at the same time as REPLACE does."""
+RESTOCK_S = 1.5
+"""Time between faults in which the agent has a spare again. Without one a fork takes some 40 ms more."""
 INSIDE = (*START, "copy")
 """Columns that are part of the phase above them."""
 
@@ -102,11 +105,13 @@ class Watch:
         self.commits: list[list[Commit]] = [[] for _ in range(ranks)]
         self.marks: list[dict[tuple[int, str], int]] = [{} for _ in range(ranks)]
         self.processes: dict[int, dict[str, Any]] = {}
+        self.ready = False
 
     def update(self) -> None:
         for event in self._events.news():
             if event["kind"] == "spawned":
                 self.processes[event["rank"]] = event
+            self.ready = self.ready or event["kind"] == "standby_ready"
         for rank, follower in enumerate(self._marks):
             for line in follower.news():
                 if "step" in line:
@@ -125,6 +130,14 @@ class Watch:
                 raise BenchmarkError(f"the job ended with code {self._process.returncode}\n{log_tail(self._log)}")
             if time.monotonic() > self._deadline:
                 raise BenchmarkError(f"the job came no further in time\n{log_tail(self._log)}")
+            time.sleep(POLL_S)
+
+    def wait_for_standby(self) -> None:
+        """Until replacements can be forked. Raises BenchmarkError if that does not come about."""
+        while not self.ready:
+            self.update()
+            if self._process.poll() is not None or time.monotonic() > self._deadline:
+                raise BenchmarkError(f"no standby came about\n{log_tail(self._log)}")
             time.sleep(POLL_S)
 
     def step_s(self) -> float:
@@ -151,20 +164,23 @@ def kill(watch: Watch, rank: int, sink: JsonLines) -> Kill:
     return hit
 
 
-def run_case(case: Case, kills: int, limit_s: int, folder: Path) -> dict[str, Any]:
+def run_case(case: Case, start: str, kills: int, limit_s: int, folder: Path) -> dict[str, Any]:
     """Runs one job, kills its ranks in turn, and measures what came of it."""
     run_dir = folder / "run"
     run_dir.mkdir(parents=True)
     command = [*launcher("resilient-run", case.ranks, run_dir), f"--max-restarts={kills + 10}"]
+    command.append(f"--standby={int(start == 'forked')}")
     command += [str(HERE / "recovery_job.py"), case.model, str(folder), str(limit_s)]
     moments = random.Random(kills)
     hits: list[Kill] = []
     with started(command, folder / "job.log") as process:
         watch = Watch(run_dir, process, case.ranks, time.monotonic() + limit_s)
         watch.wait_for_steps(3 * STEPS_BETWEEN, 0)
+        if start == "forked":
+            watch.wait_for_standby()
         sink = JsonLines(run_dir / EVENTS_FILE)
         for number in range(kills):
-            time.sleep(moments.random() * watch.step_s())
+            time.sleep(RESTOCK_S + moments.random() * watch.step_s())
             watch.update()
             hits.append(kill(watch, number % case.ranks, sink))
             watch.wait_for_steps(STEPS_BETWEEN, hits[-1].time_ns)
@@ -174,6 +190,7 @@ def run_case(case: Case, kills: int, limit_s: int, folder: Path) -> dict[str, An
     return {
         "ranks": case.ranks,
         "model": case.model,
+        "start": start,
         "step_ms": summary(undisturbed_steps_ms(watch.commits, story)),
         "recoveries": [measured(hit, story, events, watch) for hit in hits],
     }
@@ -200,6 +217,7 @@ def measured(hit: Kill, story: list[Recovery], events: list[Event], watch: Watch
     return {
         "rank": hit.rank,
         "step": hit.step,
+        "start": start_of(hit, events),
         "redone": bool(recovery.redone_by),
         "seen_by": recovery.seen_by.get(hit.rank, "unknown"),
         "way": [copy.way for copy in recovery.copies],
@@ -211,6 +229,12 @@ def measured(hit: Kill, story: list[Recovery], events: list[Event], watch: Watch
         **start_ms(hit, recovery, events, watch.marks[hit.rank]),
         "first_step": max(0.0, (commit.time_ns - recovery.end_ns) / 1e6),
     }
+
+
+def start_of(hit: Kill, events: list[Event]) -> str:
+    """How the replacement was started: cold or forked."""
+    mine = (e for e in events if e.kind == "spawned" and (e.rank, e.incarnation) == (hit.rank, hit.incarnation + 1))
+    return str(next(mine).detail["start"])
 
 
 def start_ms(
@@ -242,7 +266,8 @@ def digest_of(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def tables(results: list[dict[str, Any]]) -> list[Table]:
-    columns = ("ms, median (max)", *(Case(each["ranks"], each["model"]).describe() for each in results))
+    names = (f"{Case(each['ranks'], each['model']).describe()}, {each['start']}" for each in results)
+    columns = ("ms, median (max)", *names)
 
     def row(label: str, name: str) -> tuple[str, ...]:
         cells = [each["summary"][name] for each in results]
@@ -251,6 +276,7 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
     steps = [f"{each['step_ms']['median']:.1f} ({each['step_ms']['max']:.1f})" for each in results]
     whole = [
         ("recoveries", *(str(len(each["recoveries"])) for each in results)),
+        ("of them forked", *(str(sum(r["start"] == "forked" for r in each["recoveries"])) for each in results)),
         row("kill -> next commit on all ranks", "kill_to_commit"),
         row("fault seen -> last survivor has left its step", "survivors_stopped"),
         row("all but process start and the step itself", "ours"),
@@ -258,7 +284,7 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
     ]
     labels = {name: f"  of it {name.replace('_', ' ')}" if name in INSIDE else name.replace("_", " ") for name in PARTS}
     return [
-        Table("recovery without a standby", columns, whole),
+        Table("recovery", columns, whole),
         Table("by phase; STOP runs beside REPLACE", columns, [row(labels[name], name) for name in PARTS]),
     ]
 
@@ -267,6 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument("--kills", type=int, help="recoveries of a case (default 12; 2 with --quick)")
     parser.add_argument("--limit-s", type=int, default=600, help="longest time for a case")
     parser.add_argument("--quick", action="store_true", help="a smoke run: few kills, numbers of no worth")
@@ -275,10 +302,12 @@ def main() -> None:
     kills = arguments.kills or (2 if arguments.quick else 12)
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="rt-recovery-") as folder, sigterm_unwinds():
-        for case in (Case(ranks, model) for model in arguments.models for ranks in arguments.ranks):
-            print(f"{case.describe()}: {kills} kills ...", flush=True)
+        cases = (Case(ranks, model) for model in arguments.models for ranks in arguments.ranks)
+        for case, start in itertools.product(cases, arguments.starts):
+            print(f"{case.describe()}, {start}: {kills} kills ...", flush=True)
             try:
-                result = run_case(case, kills, arguments.limit_s, Path(folder) / f"{case.model}-{case.ranks}")
+                home = Path(folder) / f"{case.model}-{case.ranks}-{start}"
+                result = run_case(case, start, kills, arguments.limit_s, home)
             except BenchmarkError as error:
                 raise SystemExit(f"{case.describe()}: {error}") from None
             results.append({**result, "summary": digest_of(result)})

@@ -348,5 +348,6 @@ NB_MODULE(_native, module) {
   module.def("read_process_memory", &copy_spans, "pid"_a, "spans"_a);
   module.def("allow_readers", &allow_readers);
   module.def("die_with_parent", &die_with_parent, "signal_number"_a);
+  module.def("adopt_orphans", &adopt_orphans);
   module.attr("BOARD_VERSION") = nb::int_(board_version);
 }

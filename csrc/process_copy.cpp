@@ -73,4 +73,10 @@ void die_with_parent(int signal_number) {
   }
 }
 
+void adopt_orphans() {
+  if (::prctl(PR_SET_CHILD_SUBREAPER, 1UL, 0, 0, 0) != 0) {
+    throw std::system_error(errno, std::generic_category(), "prctl(PR_SET_CHILD_SUBREAPER)");
+  }
+}
+
 }  // namespace resilient

@@ -18,5 +18,6 @@ struct Span {
 void read_process_memory(pid_t pid, const std::vector<Span>& spans);
 void allow_readers();
 void die_with_parent(int signal_number);
+void adopt_orphans();
 
 }  // namespace resilient

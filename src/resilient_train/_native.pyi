@@ -272,3 +272,6 @@ def allow_readers() -> None:
 
 def die_with_parent(signal_number: int) -> None:
     """Have the kernel send us this signal when the thread that started us ends."""
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends; whoever does so has to reap them."""

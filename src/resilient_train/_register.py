@@ -39,14 +39,17 @@ def _register(distributed: Any) -> None:
         return create_group(options, backend_options)
 
     distributed.Backend.register_backend(_BACKEND, create, extended_api=True, devices=["cpu"])
+    wrap_if_linked()
+
+
+def wrap_if_linked() -> None:
+    """Does so where an agent of ours has started this process: what torch's import does, and a fork makes up for."""
+    distributed: Any = sys.modules[_TARGET]
     if config.read_link() is None:
         return
     settings = config.read_settings()
-    if settings.wrap_backend and not config.why_off(settings, config.read_switches()):
-        _wrap_default(distributed)
-
-
-def _wrap_default(distributed: Any) -> None:
+    if not settings.wrap_backend or config.why_off(settings, config.read_switches()):
+        return
     original = distributed.init_process_group
 
     @functools.wraps(original)

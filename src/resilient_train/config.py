@@ -5,9 +5,10 @@ Flags beat variables beat defaults; ``describe`` tells where each value came fro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
 import msgspec
@@ -62,6 +63,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The NVML that is asked for errors; empty: ``libnvidia-ml.so.1`` where torch has set up CUDA."""
     probe_ms: int = 50
     """Interval at which the device's libraries are asked for errors."""
+    standby: int = 1
+    """Processes that stand by with their imports done. One is forked for as many ranks as are lost; 0: none."""
+    standby_depth: str = "forked"
+    """How far they are: ``forked`` has done its imports, and a replacement is a fork of it."""
+    standby_delay_s: float = 2.0
+    """How long the job trains first; then the imports take half of a core for some seconds. 0: at once, a whole one."""
     transfer: str = "auto"
     """How state reaches a replacement: ``memory`` (same host), ``group`` (over the process group), ``auto``."""
 
@@ -76,6 +83,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{PREFIX}{name.upper()} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.tail_log_bytes <= 1 << 40:
             raise ConfigError(f"{PREFIX}TAIL_LOG_BYTES must be from 0 to 2^40, not {self.tail_log_bytes}")
+        if self.standby < 0:
+            raise ConfigError(f"{PREFIX}STANDBY must be 0 or more, not {self.standby}")
+        if self.standby_depth in ("idle", "built"):
+            raise ConfigError(f"{PREFIX}STANDBY_DEPTH={self.standby_depth} is not in this version; write forked")
+        if self.standby_depth != "forked":
+            raise ConfigError(f"{PREFIX}STANDBY_DEPTH={self.standby_depth!r} is unknown; write forked")
+        if not 0 <= self.standby_delay_s < float("inf"):
+            raise ConfigError(f"{PREFIX}STANDBY_DELAY_S must be a number of seconds from 0, not {self.standby_delay_s}")
         parse_plan(self.faults)
 
 
@@ -264,3 +279,45 @@ def is_first_rank() -> bool:
 def environ_copy() -> dict[str, str]:
     """A copy of the environment, for processes that the agent starts."""
     return dict(os.environ)
+
+
+PER_RANK = frozenset(
+    {
+        *(PREFIX + name for name in ("AGENT", "INCARNATION", "JOINING")),
+        *("RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"),
+    }
+)
+"""Variables that differ between the processes of a job. Nothing that torch's import runs reads one of them."""
+
+
+def shared_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """What all ranks of a job have in common."""
+    return {name: value for name, value in environ.items() if name not in PER_RANK}
+
+
+def replace_environ(environ: Mapping[str, str]) -> None:
+    """This process's variables become these, for C libraries as well."""
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+@contextlib.contextmanager
+def reads_noted(names: frozenset[str]) -> Iterator[set[str]]:
+    """Those of the variables that Python code asks for inside the block."""
+    found: set[str] = set()
+    plain = type(os.environ)
+
+    class Noting(plain):  # type: ignore[valid-type, misc] # the class is known at run time only
+        def __getitem__(self, key: str) -> str:
+            found.update(names.intersection((key,)))
+            return str(super().__getitem__(key))
+
+        def __contains__(self, key: object) -> bool:
+            found.update(names.intersection((key,)))
+            return bool(super().__contains__(key))
+
+    os.environ.__class__ = Noting
+    try:
+        yield found
+    finally:
+        os.environ.__class__ = plain

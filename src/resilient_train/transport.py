@@ -29,7 +29,7 @@ _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAg
 _MAX_DESCRIPTORS = 4
 
 
-def encode(message: FromRank | FromAgent) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """The message as one frame."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:

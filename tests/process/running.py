@@ -56,7 +56,11 @@ Reference = Callable[..., Run]
 
 @contextlib.contextmanager
 def start(command: list[str], **environ: str) -> Iterator[subprocess.Popen[str]]:
-    """The command in a session of its own; at the end nothing of it is left."""
+    """The command in a session of its own; at the end nothing of it is left.
+
+    Without a standby, unless ``environ`` says otherwise: in jobs as short as these, chance would decide whether a
+    replacement is forked or starts cold.
+    """
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("RESILIENT_", "MS_"))}
     process = subprocess.Popen(
         command,
@@ -64,7 +68,7 @@ def start(command: list[str], **environ: str) -> Iterator[subprocess.Popen[str]]
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**clean, "OMP_NUM_THREADS": "1", **environ},
+        env={**clean, "OMP_NUM_THREADS": "1", "RESILIENT_STANDBY": "0", **environ},
     )
     try:
         yield process

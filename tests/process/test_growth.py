@@ -11,16 +11,19 @@ from pathlib import Path
 import pytest
 from running import launch
 
-RECOVERIES = 100 if "FULL" in os.environ else 12
-"""A hundred take four to six minutes of two cores: ``make test FULL=1``."""
+RECOVERIES = 100
+STARTS = ["forked", *(["cold"] if "FULL" in os.environ else [])]
+"""A hundred cold starts take four to six minutes of two cores: ``make test FULL=1``."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_hundred_recoveries(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", STARTS)
+def test_a_hundred_recoveries(tmp_path: Path, start: str) -> None:
     steps = 3 * RECOVERIES + 1
     flags = ("--max-restarts", str(RECOVERIES))
-    run = launch(tmp_path / "run", "many.py", str(steps), ranks=2, flags=flags, timeout_s=580)
+    environ = {"RESILIENT_STANDBY": str(int(start == "forked")), "RESILIENT_STANDBY_DELAY_S": "0"}
+    run = launch(tmp_path / "run", "many.py", str(steps), ranks=2, flags=flags, timeout_s=580, **environ)
     assert run.code == 0, run.explain()
     assert run.recoveries() == RECOVERIES
     assert len({digest for digest, _ in run.digests().values()}) == 1

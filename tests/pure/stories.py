@@ -33,7 +33,7 @@ def one_kill(t: float = 1000, generation: int = 1, rank: int = 2, step: int = 7)
     return [
         at(t - 2, "injected", rank, g - 1, step, "COMPUTE", detail={"kind": "kill", "at": "backward"}),
         at(t, "death_seen", rank, g - 1, by="futex"),
-        at(t + 0.5, "spawned", rank, g, incarnation=1, pid=200, joining=True),
+        at(t + 0.5, "spawned", rank, g, incarnation=1, pid=200, joining=True, start="forked"),
         at(t + 1, "fault", rank, g, lost=[rank], reason=f"rank {rank} was killed by signal 9"),
         at(t + 10, "joined", others[0], g, detail=joined | {"stopped_ns": ns(t + 8)}),
         at(t + 12, "joined", others[1], g, detail=joined),

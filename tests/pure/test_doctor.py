@@ -55,6 +55,7 @@ def test_a_healthy_machine() -> None:
         ({"probes": (Probe("nvml", "absent", "", ()),)}, Grade.OK, "not asked: NVML"),
         ({"probes": (Probe("nvml", "polling", "", ("XID events",)),)}, Grade.OK, "not XID events"),
         ({"probes": (Probe("acl", "disabled", "the trial crashed", ()),)}, Grade.NOTE, "be used: the trial crashed"),
+        ({"standby": 0}, Grade.NOTE, "off (RESILIENT_STANDBY)"),
         ({"settings": (Described("RESILIENT_HANG", "False", "environment"),)}, Grade.OK, "False (environment)"),
     ],
 )

@@ -57,6 +57,7 @@ def test_the_dict_survives_json():
     assert recovery["phases_ms"]["REPLACE"] == 300
     assert recovery["total_ms"] == 351
     assert recovery["copies"][0]["source"] == 0
+    assert recovery["starts"] == {"2": "forked"}
 
 
 def test_show_prints_plain_text_without_rich(monkeypatch):

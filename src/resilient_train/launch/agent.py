@@ -25,6 +25,7 @@ from resilient_train.launch.logs import Logs
 from resilient_train.launch.lookout import LOOK_S, Lookout
 from resilient_train.launch.operators import Operators
 from resilient_train.launch.processes import Processes, RankProcess
+from resilient_train.launch.standby import Standby
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
@@ -58,7 +59,8 @@ class Agent:
         except dist.DistError as error:
             raise ConfigError(f"the store can't listen on {job.host}:{job.port}: {error}") from None
         self._socket_path = job.run_dir / "agent-0.sock"
-        self._processes = Processes(job, self._logs, self._socket_path, self._store.port)
+        self._standby = Standby(job.command, job.log_dir, job.settings, self._on_standby)
+        self._processes = Processes(job, self._logs, self._standby, self._socket_path, self._store.port)
         self._connections: dict[int, Connection] = {}
         self._reaping: set[RankProcess] = set()
         self._fenced: dict[RankProcess, str] = {}
@@ -86,10 +88,12 @@ class Agent:
         try:
             self._carry_out(self._controller.launch())
             await self._ended.wait()
+            self._standby.close()
             if self._ending is not None:
                 await self._stop_ranks()
         finally:
             logs.cancel()
+            self._standby.close()
             self._kill_ranks()
             self._logs.finish()
             listener.close()
@@ -130,6 +134,10 @@ class Agent:
         self._carry_out(self._controller.exited(process.rank, process.incarnation, code, self._standings()))
         if not self._reaping and self._ending is None:
             self._ended.set()
+
+    def _on_standby(self, kind: str, detail: dict[str, Any]) -> None:
+        self._note(kind, detail=detail)
+        self._tell(kind, -1, detail)
 
     def _on_signal(self, number: int) -> None:
         self._carry_out(self._controller.stop(128 + number, f"resilient-run got {signal.Signals(number).name}"))
@@ -208,6 +216,7 @@ class Agent:
             self._note("foreign_frame", rank=rank, detail={"text": "a second connection says that it is this rank"})
             return
         self._connections[rank] = connection
+        self._processes.current[rank].greeted = True
         self._board.set_identity(rank, self._controller.generation, hello.incarnation, hello.pid)
         connection.send(
             m.Welcome(self._controller.generation, self._controller.attempt), [self._board.fd, self._arenas[rank].fd]
@@ -284,6 +293,8 @@ class Agent:
                 case Note(kind=kind, rank=rank, detail=detail):
                     self._note(kind, rank=rank, detail=detail)
                     self._tell(kind, rank, detail)
+                    if kind == "started" and self._job.policy.replace:
+                        self._processes.stand_by()
                 case EndJob():
                     if self._ending is None:
                         self._ending = command
@@ -307,7 +318,7 @@ class Agent:
             return
         self._reaping.add(process)
         self._loop.add_reader(process.pidfd, self._on_exit, process)
-        detail = {"pid": process.pid, "joining": command.joining}
+        detail = {"pid": process.pid, "joining": command.joining, "start": process.start}
         self._note("spawned", rank=rank, incarnation=command.incarnation, detail=detail)
 
     def _expire(self, generation: int) -> None:
@@ -331,6 +342,7 @@ class Agent:
     async def _show_logs(self) -> None:
         while True:
             self._logs.show_new()
+            self._processes.reap_strays({process.pid for process in self._reaping})
             await asyncio.sleep(LOG_POLL_S)
 
     # -- what is said
@@ -354,6 +366,8 @@ class Agent:
             self._say(f"rank {rank} {detail['reason']} before the first step: all ranks start again")
         elif kind == "fenced":
             self._say(f"recovery {generation}: rank {rank} did not answer in time and is killed")
+        elif kind == "standby_off":
+            self._say(f"replacements start cold, since nothing can stand by: {detail['reason']}")
         elif kind == "job_end" and detail["code"]:
             self._say(f"the job ends: {detail['reason']}")
 

@@ -84,6 +84,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     off: str = ""
     """See ``config.why_off``."""
     settings: tuple[config.Described, ...]
+    standby: int = 1
 
 
 def gather() -> Facts:
@@ -109,6 +110,7 @@ def gather() -> Facts:
         switches_set=config.switches_are_set(),
         off=config.why_off(settings, config.read_switches()),
         settings=config.describe(settings),
+        standby=settings.standby,
     )
 
 
@@ -207,6 +209,12 @@ def _switches(facts: Facts) -> Iterator[Finding]:
             yield Finding(Grade.OK, name.upper(), f"on ({source}): {text}")
         else:
             yield Finding(Grade.PROBLEM if name == "arf" else Grade.NOTE, name.upper(), f"off ({source}); on: {text}")
+    if facts.switches.arf and facts.standby:
+        text = "a process with the imports done stands by, and replacements are forked from it"
+        yield Finding(Grade.OK, "standby", f"on: {text}; events.jsonl says where a script does not allow it")
+    elif facts.switches.arf:
+        text = "off (RESILIENT_STANDBY): a replacement starts Python and imports torch first, some 2 s"
+        yield Finding(Grade.NOTE, "standby", text)
     idle = [name.upper() for name in _WITHOUT_EFFECT if getattr(facts.switches, name)]
     if idle and facts.switches_set:
         yield Finding(Grade.NOTE, "switches", f"{', '.join(idle)} do nothing in this version")

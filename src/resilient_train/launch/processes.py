@@ -8,31 +8,37 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from resilient_train import _native, config
+from resilient_train import config
 from resilient_train.launch.job import Job
-from resilient_train.launch.logs import Logs
+from resilient_train.launch.logs import Logs, Streams
+from resilient_train.launch.standby import Child, Standby, die_with_agent
 from resilient_train.protocol.hang import RunState
 
 _LOCAL_RANK_MACRO = "${local_rank}"
 
 
 class RankProcess:
-    """One incarnation of a rank. ``pidfd`` becomes readable when the process has ended."""
+    """One incarnation of a rank. ``pidfd`` becomes readable when the process has ended.
 
-    def __init__(self, rank: int, incarnation: int, popen: subprocess.Popen[bytes]) -> None:
+    ``start`` is "cold" for a new interpreter, "forked" for a fork of the nursery.
+    """
+
+    def __init__(self, rank: int, incarnation: int, child: Child, *, start: str) -> None:
         self.rank = rank
         self.incarnation = incarnation
-        self.pid = popen.pid
-        self.pidfd = os.pidfd_open(popen.pid)
-        self._popen = popen
+        self.start = start
+        self.pid = child.pid
+        self.pidfd = os.pidfd_open(child.pid)
+        self._child = child
         self.reported = False
+        self.greeted = False
 
     def exit_code(self) -> int | None:
         """The exit code, negative for a signal; None while the process runs."""
-        return self._popen.poll()
+        return self._child.poll()
 
     def state(self) -> RunState:
         """What the kernel says of the process: ``/proc/PID/stat``, third field (proc_pid_stat(5))."""
@@ -61,9 +67,10 @@ class RankProcess:
 class Processes:
     """The living and the not yet reaped processes of a node."""
 
-    def __init__(self, job: Job, logs: Logs, socket_path: Path, port: int) -> None:
+    def __init__(self, job: Job, logs: Logs, standby: Standby, socket_path: Path, port: int) -> None:
         self._job = job
         self._logs = logs
+        self._standby = standby
         self._socket_path = socket_path
         self._port = port
         self.current: dict[int, RankProcess] = {}
@@ -71,23 +78,35 @@ class Processes:
     def spawn(self, rank: int, incarnation: int, attempt: int, *, joining: bool) -> RankProcess:
         """Starts a process for ``rank``. Raises OSError if the command can't be run."""
         streams = self._logs.open(rank, incarnation)
-        local = rank
+        command = tuple(part.replace(_LOCAL_RANK_MACRO, str(rank)) for part in self._job.command)
+        environ = self._environ(rank, incarnation, attempt, joining=joining)
         try:
-            popen = subprocess.Popen(
-                [part.replace(_LOCAL_RANK_MACRO, str(local)) for part in self._job.command],
-                env=self._environ(rank, incarnation, attempt, joining=joining),
-                stdin=subprocess.DEVNULL,
-                stdout=streams.out,
-                stderr=streams.err,
-                start_new_session=True,
-                preexec_fn=_die_with_agent,  # noqa: PLW1509 - one prctl; the agent runs no Python thread
-            )
+            before = self.current.get(rank)
+            unborn = before is not None and before.start == "forked" and not before.greeted
+            # A fork that ended before its Session came about is not tried twice.
+            forked = self._standby.become(command, environ, streams) if joining and not unborn else None
+            child = forked or _start_cold(command, environ, streams)
         finally:
             os.close(streams.out)
             os.close(streams.err)
-        process = RankProcess(rank, incarnation, popen)
+        process = RankProcess(rank, incarnation, child, start="forked" if forked else "cold")
         self.current[rank] = process
         return process
+
+    def stand_by(self) -> None:
+        """The ranks train: from now on there may be a process that replacements are forked from."""
+        self._standby.begin([self._environ(rank, 0, 0, joining=True) for rank in range(self._job.world_size)])
+
+    def reap_strays(self, pids: Collection[int]) -> None:
+        """Lets go of ended processes that are neither these ranks' nor the nursery: a rank's orphans come to us."""
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if ended.si_pid in self._standby.pids():
+                    self._standby.bury(ended.si_pid)
+                    return
+                if ended.si_pid in pids:
+                    return  # whoever waits for it will come first; strays behind it, at the next call
+                os.waitpid(ended.si_pid, 0)
 
     def _environ(self, rank: int, incarnation: int, attempt: int, *, joining: bool) -> dict[str, str]:
         job, world = self._job, str(self._job.world_size)
@@ -135,5 +154,13 @@ class Processes:
         return (process for process in list(self.current.values()) if process.exit_code() is None)
 
 
-def _die_with_agent() -> None:
-    _native.die_with_parent(signal.SIGKILL)
+def _start_cold(command: tuple[str, ...], environ: dict[str, str], streams: Streams) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=streams.out,
+        stderr=streams.err,
+        start_new_session=True,
+        preexec_fn=die_with_agent,  # noqa: PLW1509 - one prctl; the agent runs no Python thread
+    )

@@ -39,6 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     ours = parser.add_argument_group("resilient_train")
     ours.add_argument("--run-dir", "--run_dir", help="where the run writes (default: ./resilient_runs/<id>)")
     ours.add_argument("--faults", help="plan of faults to inject, e.g. 'kill rank=2 step=7 phase=UPDATING'")
+    ours.add_argument("--standby", type=int, help="0: no process stands by to replace a lost rank (default: 1)")
+    ours.add_argument("--standby-depth", "--standby_depth", help="how far it is: forked (imports are done)")
     return parser
 
 
@@ -50,7 +52,9 @@ def make_job(argv: list[str]) -> Job | argparse.Namespace:
     from torch.distributed import run as torchrun
 
     args = _parser().parse_args(argv)
-    settings = config.read_settings(run_dir=args.run_dir, faults=args.faults)
+    settings = config.read_settings(
+        run_dir=args.run_dir, faults=args.faults, standby=args.standby, standby_depth=args.standby_depth
+    )
     switches = config.read_switches()
     limited = args.max_restarts is not None
     if not limited:

@@ -50,6 +50,7 @@ def recovery_as_dict(recovery: Recovery) -> dict[str, Any]:
         "injected": msgspec.to_builtins(recovery.injected),
         "total_ms": round(recovery.total_ms, 3),
         "phases_ms": {span.phase: round(span.ms, 3) for span in recovery.spans},
+        "starts": {str(rank): start for rank, start in recovery.starts.items()},
         "copies": msgspec.to_builtins(recovery.copies),
         "commits": recovery.commits,
         "rolled_forward": list(recovery.rolled_forward),
@@ -79,6 +80,10 @@ def recovery_lines(recovery: Recovery) -> list[Line]:
         found.append(Line(f"  {_bar(span.phase, span, begin, end)}", _STYLES.get(span.phase, "")))
     total = Span("total", recovery.fault_ns, recovery.end_ns)
     found.append(Line(f"  {_bar('total', total, begin, end)}", _STYLES["total"]))
+    if recovery.starts:
+        found.append(
+            Line("  started: " + ", ".join(f"rank {r} {start}" for r, start in sorted(recovery.starts.items())))
+        )
     found += [Line(f"  state: {_copy(copy)}") for copy in recovery.copies]
     found.append(Line(f"  {_steps(recovery)}"))
     if recovery.fenced:

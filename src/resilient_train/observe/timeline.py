@@ -78,6 +78,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     seen_by: dict[int, str]
     """Lost rank -> what saw its death."""
     injected: tuple[Injected, ...]
+    starts: dict[int, str]
+    """Rank -> how its new process was started: cold or forked."""
     copies: tuple[Copy, ...]
     rolled_forward: tuple[int, ...]
     redone_by: tuple[int, ...]
@@ -205,6 +207,7 @@ def _recovery(
         spans=_spans(begin_ns, deaths, events, inside, newcomers),
         seen_by={rank: _text(death, "by") or "unknown" for rank, death in deaths.items()},
         injected=tuple(map(_as_injected, _injections(fault, deaths, before, events))),
+        starts=_starts(fault.generation, events),
         copies=_copies(plan, inside),
         rolled_forward=_ranks(plan, "rolled_forward") if plan else (),
         redone_by=redone_by,
@@ -297,6 +300,12 @@ def _injections(fault: Event, deaths: dict[int, Event], before: Event | None, ev
 
 def _as_injected(event: Event) -> Injected:
     return Injected(event.rank, event.step, event.phase, _text(event, "kind") or "fault", _text(event, "at") or "")
+
+
+def _starts(generation: int, events: Sequence[Event]) -> dict[int, str]:
+    """Of all events: the agent may have started the process before it wrote ``fault``."""
+    spawned = [event for event in events if event.kind == "spawned" and event.generation == generation]
+    return {event.rank: start for event in spawned if (start := _text(event, "start"))}
 
 
 def _copies(plan: Event | None, inside: Sequence[Event]) -> tuple[Copy, ...]:

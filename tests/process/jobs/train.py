@@ -171,7 +171,13 @@ class Job:
             with self.records.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def run(self, steps: int, between: bool, pace: str) -> None:
+    def wait_for_standby(self) -> None:
+        assert self.records is not None
+        events = self.records.with_name("events.jsonl")
+        while b'"standby_ready"' not in events.read_bytes():
+            time.sleep(0.02)
+
+    def run(self, asked: argparse.Namespace) -> None:
         with rt.Session(
             model=self.model,
             optimizer=self.optimizers,
@@ -181,15 +187,17 @@ class Job:
             state={"ema": self.ema},
             undo=bool(self.variant & {"gan", "undo"}),
         ) as session:
-            for step in session.steps(steps):
+            for step in session.steps(asked.steps):
                 with step:
                     self.body(step)
-                if pace and not Path(pace).exists():
+                if asked.pace and not Path(asked.pace).exists():
                     time.sleep(0.15)
+                if step.number == asked.standby_at and step.done:
+                    self.wait_for_standby()
                 if "slow" in self.variant and step.number == 5 and dist.get_rank() == 1:
                     with session.slow("evaluation"):
                         time.sleep(3)
-                if between and step.done and step.number % 3 == 2:
+                if asked.between and step.done and step.number % 3 == 2:
                     dist.barrier()
 
 
@@ -199,7 +207,8 @@ if __name__ == "__main__":
     parser.add_argument("--variant", default="base")
     parser.add_argument("--between", action="store_true")
     parser.add_argument("--pace", default="", help="go slowly until this file exists")
+    parser.add_argument("--standby-at", type=int, default=-1, help="wait for a standby behind this step")
     arguments = parser.parse_args()
     dist.init_process_group("resilient")
-    Job(frozenset(arguments.variant.split("+"))).run(arguments.steps, arguments.between, arguments.pace)
+    Job(frozenset(arguments.variant.split("+"))).run(arguments)
     dist.destroy_process_group()

@@ -1,0 +1,219 @@
+"""What a standby may import before it knows which rank it becomes: found in the script's text, without running it.
+
+Two kinds of script are left alone: one that sets environment variables, for a library that is imported already has read
+them; and, for its own imports, one that changes where modules are looked for. The user's own modules are read for
+*their* imports, and never imported: what they do when they are imported is not ours to do twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+import msgspec
+
+_LATE = frozenset({"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TOKENIZERS_PARALLELISM"})
+_LATE_PREFIXES = ("GLOO_", "NCCL_", "WANDB_", "RESILIENT_")
+"""Variables that nobody reads while a module is imported: a script may set them."""
+_CHANGES = frozenset({"setdefault", "update", "pop", "popitem", "clear", "__setitem__", "__delitem__"})
+_SETTERS = frozenset({"putenv", "unsetenv", "load_dotenv"})
+_PATH_CHANGES = frozenset({"insert", "__setitem__", "reverse", "sort"})
+_FILES_MAX = 200
+"""Files of the user's that are read; what lies behind them is imported after the fork."""
+
+
+class Import(msgspec.Struct, frozen=True):
+    """``import module``, or ``from module import names``."""
+
+    module: str
+    names: tuple[str, ...] = ()
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks run: ``python SCRIPT`` or ``python -m MODULE``."""
+
+    script: str = ""
+    module: str = ""
+    arguments: tuple[str, ...] = ()
+
+    def folder(self) -> str:
+        """What such a Python puts in front of ``sys.path``; empty: nothing. Asked in a process like it."""
+        if sys.flags.safe_path:
+            return ""
+        if self.module:
+            return str(Path.cwd())
+        return os.path.dirname(os.path.realpath(self.script))  # noqa: PTH120 - as Python itself does
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """``refusal``: why no standby can stand in for this script; empty if one can."""
+
+    imports: tuple[Import, ...] = ()
+    refusal: str = ""
+
+
+def scan(target: Target, folder: str) -> Plan:
+    """The installed modules that the script, and the user's modules (in ``folder``) that it imports, import at their
+    top.
+    """
+    search = [folder, *sys.path] if folder else list(sys.path)
+    first = [Path(target.script)] if target.script else list(_files(target.module, search))
+    if target.module and first and first[-1].name == "__init__.py":
+        first.append(first[-1].with_name("__main__.py"))
+    waiting, seen = first, set(first)
+    found: dict[Import, None] = {}
+    moved = False
+    while waiting and len(seen) <= _FILES_MAX:
+        path = waiting.pop(0)
+        try:
+            tree = ast.parse(path.read_bytes(), str(path))
+        except (OSError, SyntaxError, ValueError):
+            continue  # the rank itself will say what is wrong with it
+        where = _sets_environment(tree)
+        if where:
+            return Plan(refusal=f"{path}:{where} sets environment variables, which libraries read when imported")
+        moved = moved or _moves_path(tree)
+        for each in _top_imports(tree):
+            top = each.module.partition(".")[0]
+            if folder and _is_local(top, folder):
+                fresh = [file for file in _local_files(each, folder) if file not in seen]
+                seen.update(fresh)
+                waiting += fresh
+            elif _is_installed(top):
+                found[each] = None
+    return Plan(imports=() if moved else tuple(found))
+
+
+def hidden(folder: str, loaded: Sequence[str]) -> str:
+    """A module among those loaded in whose place a rank would find a file of the user's in ``folder``; or empty."""
+    if not folder:
+        return ""
+    for top in sorted({name.partition(".")[0] for name in loaded}):
+        spec = _spec(top, [folder])
+        module = sys.modules.get(top)
+        if spec is not None and spec.origin != getattr(module, "__file__", None):
+            return f"{spec.origin} hides the module {top!r}"
+    return ""
+
+
+def _spec(name: str, search: Sequence[str]) -> ModuleSpec | None:
+    """Where a module lies; a folder without ``__init__.py`` hides nothing, and counts as nothing."""
+    spec = PathFinder.find_spec(name, list(search))
+    return spec if spec is not None and spec.loader is not None and spec.origin is not None else None
+
+
+def _is_local(top: str, folder: str) -> bool:
+    if _spec(top, [folder]) is not None:
+        return True
+    return PathFinder.find_spec(top, [folder]) is not None and not _is_installed(top)
+
+
+def _is_installed(top: str) -> bool:
+    """Of the standard library, of site-packages, or ours."""
+    if top in sys.builtin_module_names or top in sys.stdlib_module_names or top == "resilient_train":
+        return True
+    spec = _spec(top, sys.path)
+    if spec is None or spec.origin is None:
+        return False
+    places = {*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))}
+    return any(Path(spec.origin).is_relative_to(place) for place in places)
+
+
+def _local_files(each: Import, folder: str) -> Iterator[Path]:
+    yield from _files(each.module, [folder])
+    for name in each.names:
+        yield from _files(f"{each.module}.{name}", [folder])
+
+
+def _files(module: str, search: Sequence[str]) -> Iterator[Path]:
+    """The sources of a module and of the packages that it lies in, outermost first."""
+    name = ""
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = PathFinder.find_spec(name, list(search))
+        if spec is None:
+            return
+        if spec.origin is not None and spec.origin.endswith(".py"):
+            yield Path(spec.origin)
+        search = list(spec.submodule_search_locations or ())
+        if not search:
+            return
+
+
+def _top_imports(tree: ast.Module) -> Iterator[Import]:
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level and node.module != "__future__":
+            yield Import(node.module, tuple(alias.name for alias in node.names if alias.name != "*"))
+
+
+def _is_named(node: ast.expr, name: str) -> bool:
+    return (isinstance(node, ast.Attribute) and node.attr == name) or (isinstance(node, ast.Name) and node.id == name)
+
+
+def _is_late(key: ast.expr | None) -> bool:
+    if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+        return False
+    return key.value in _LATE or key.value.startswith(_LATE_PREFIXES)
+
+
+def _sets_environment(tree: ast.Module) -> int:
+    """The line that does, in a function as well; 0: none."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and _is_named(node.value, "environ"):
+            if not _is_late(node.slice):
+                return node.lineno
+        elif isinstance(node, ast.Attribute) and node.attr == "environ" and not isinstance(node.ctx, ast.Load):
+            return node.lineno
+        elif isinstance(node, ast.Call):
+            call = node.func
+            if isinstance(call, ast.Attribute) and call.attr in _CHANGES and _is_named(call.value, "environ"):
+                if not _is_late(node.args[0] if node.args else None):
+                    return node.lineno
+            elif any(_is_named(call, name) for name in _SETTERS) and not _is_late(node.args[0] if node.args else None):
+                return node.lineno
+    return 0
+
+
+def _moves_path(tree: ast.Module) -> bool:
+    """Whether something may come to stand in front of ``sys.path``. What is appended hides nothing."""
+
+    def is_path(node: ast.expr) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr == "path" and _is_named(node.value, "sys")
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in _PATH_CHANGES and is_path(node.func.value):
+                return True
+        elif (
+            isinstance(node, ast.Attribute | ast.Subscript)
+            and not isinstance(node.ctx, ast.Load)
+            and is_path(node.value if isinstance(node, ast.Subscript) else node)
+        ):
+            return True
+    return False
+
+
+def target_of(command: Sequence[str]) -> Target | str:
+    """What ``python -u SCRIPT ARGUMENTS`` or ``python -u -m MODULE ARGUMENTS`` runs; else why that is not known."""
+    if not command or command[0] != sys.executable:
+        return "the ranks are not started with this Python"
+    rest = list(command[1:])
+    if not rest or rest.pop(0) != "-u":
+        return "the ranks are started with flags of Python's that a fork can't have"
+    if len(rest) >= 2 and rest[0] == "-m":
+        return Target(module=rest[1], arguments=tuple(rest[2:]))
+    if not rest or rest[0].startswith("-"):
+        return "the ranks do not run a script"
+    script = Path(rest[0])
+    if not script.is_file() or script.suffix != ".py":
+        return f"{script} is not a Python source file (.py)"
+    return Target(script=str(script), arguments=tuple(rest[1:]))

@@ -1,0 +1,188 @@
+"""What a standby may import before it knows its rank: read from the script, nothing of it run."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from resilient_train.config import PER_RANK, Settings, read_settings, reads_noted, replace_environ, shared_environ
+from resilient_train.errors import ConfigError
+from resilient_train.launch.preload import Import, Target, hidden, scan, target_of
+
+
+def write(folder: Path, **files: str) -> Target:
+    for name, text in files.items():
+        path = folder / (name.replace("__dot__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Target(script=str(folder / "train.py"))
+
+
+def names(target: Target, folder: Path) -> list[str]:
+    plan = scan(target, str(folder))
+    assert not plan.refusal
+    return [each.module for each in plan.imports]
+
+
+def test_imports_at_the_top_are_found_in_their_order(tmp_path: Path) -> None:
+    lines = (
+        "from __future__ import annotations",
+        "import json, email.message",
+        "import torch as t",
+        "from numpy import linalg, random as r",
+        "from . import sibling",
+        "from nowhere.at_all import thing",
+    )
+    assert scan(write(tmp_path, train="\n".join(lines)), str(tmp_path)).imports == (
+        Import("json"),
+        Import("email.message"),
+        Import("torch"),
+        Import("numpy", ("linalg", "random")),
+    )
+
+
+def test_what_is_not_at_the_top_is_left_alone(tmp_path: Path) -> None:
+    target = write(tmp_path, train="import json\nif json:\n    import csv\ndef f():\n    import sqlite3\n")
+    assert names(target, tmp_path) == ["json"]
+
+
+def test_the_users_own_modules_are_read_and_never_imported(tmp_path: Path) -> None:
+    target = write(
+        tmp_path,
+        train="import mine\nfrom pack.deep import thing\nfrom flat import inner\nimport json\n",
+        mine="import csv\nimport train\nraise SystemExit('it was run')\n",
+        pack__dot____init__="import sqlite3\n",
+        pack__dot__deep="import wave\n",
+        flat__dot__inner="import zipapp\n",
+    )
+    assert sorted(names(target, tmp_path)) == ["csv", "json", "sqlite3", "wave", "zipapp"]
+    assert "mine" not in sys.modules
+
+
+def test_a_module(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        pack__dot____init__="import csv\n",
+        pack__dot____main__="import wave\n",
+        pack__dot__run="import json\n",
+    )
+    assert names(Target(module="pack"), tmp_path) == ["csv", "wave"]
+    assert names(Target(module="pack.run"), tmp_path) == ["csv", "json"]
+    assert names(Target(module="not.there"), tmp_path) == []
+
+
+def test_a_script_that_does_not_compile_is_the_ranks_business(tmp_path: Path) -> None:
+    assert names(write(tmp_path, train="import json\ndef (\n"), tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nos.environ['OMP_NUM_THREADS'] = '4'\nimport torch\n",
+        "from os import environ\nenviron.setdefault('MKL_NUM_THREADS', '1')\n",
+        "import os\ndef f():\n    os.environ.update(A='1')\n",
+        "import os\ndel os.environ[name]\n",
+        "import os\nos.environ |= {'A': '1'}\n",
+        "import os\nos.putenv('A', '1')\n",
+        "from dotenv import load_dotenv\nload_dotenv()\n",
+    ],
+)
+def test_a_script_that_sets_variables_gets_no_standby(tmp_path: Path, text: str) -> None:
+    assert "sets environment variables" in scan(write(tmp_path, train=text), str(tmp_path)).refusal
+    nested = write(tmp_path, train="import mine\n", mine=text)
+    assert f"{tmp_path}/mine.py:" in scan(nested, str(tmp_path)).refusal
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nos.environ.setdefault('MASTER_ADDR', '::1')\n",
+        "import os\nos.environ['NCCL_DEBUG'] = 'INFO'\n",
+        "import os\nrank = os.environ['RANK'], os.environ.get('HOME'), os.environ.pop('RANK')\n",
+    ],
+)
+def test_variables_that_are_read_late_may_be_set(tmp_path: Path, text: str) -> None:
+    assert names(write(tmp_path, train=text), tmp_path) == ["os"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("sys.path.insert(0, 'x')", []),
+        ("sys.path = ['x']", []),
+        ("sys.path[:0] = ['x']", []),
+        ("sys.path.append('x')", ["sys", "json"]),
+    ],
+)
+def test_a_moved_search_path(tmp_path: Path, text: str, found: list[str]) -> None:
+    assert names(write(tmp_path, train=f"import sys\n{text}\nimport json\n"), tmp_path) == found
+
+
+def test_a_file_that_hides_a_module(tmp_path: Path) -> None:
+    (tmp_path / "csv").mkdir()  # a folder hides nothing
+    write(tmp_path, train="", unheard="")
+    assert hidden(str(tmp_path), ["json", "csv", "train.not"]) == f"{tmp_path}/train.py hides the module 'train'"
+    assert hidden(str(tmp_path), ["json", "csv"]) == ""
+    (tmp_path / "json.py").touch()
+    assert "hides the module 'json'" in hidden(str(tmp_path), ["json.decoder", "csv"])
+    assert hidden("", ["json"]) == ""
+
+
+def test_commands_that_can_be_followed(tmp_path: Path) -> None:
+    script = str(tmp_path / "train.py")
+    Path(script).touch()
+    python = (sys.executable, "-u")
+    assert target_of((*python, script, "-m", "x")) == Target(script=script, arguments=("-m", "x"))
+    assert target_of((*python, "-m", "pack.run", "--steps")) == Target(module="pack.run", arguments=("--steps",))
+    for command in (
+        (),
+        ("/bin/sh", "x"),
+        (sys.executable, script),
+        (*python, "-X", "dev", script),
+        (*python, "-c", "1"),
+    ):
+        assert isinstance(target_of(command), str), command
+    for other in (str(tmp_path), str(tmp_path / "none.py"), str(tmp_path / "train.zip")):
+        assert "not a Python source" in str(target_of((*python, other)))
+
+
+def test_the_ranks_own_variables() -> None:
+    environ = dict.fromkeys([*PER_RANK, "OMP_NUM_THREADS", "WORLD_SIZE"], "1")
+    assert set(shared_environ(environ)) == {"OMP_NUM_THREADS", "WORLD_SIZE"}
+
+
+def test_reads_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with reads_noted(PER_RANK) as found:
+        assert os.environ.get("RANK", "") == os.environ.get("RANK", "")
+        assert "LOCAL_RANK" in os.environ
+        assert os.environ["HOME"]
+    assert found == {"RANK", "LOCAL_RANK"}
+    assert os.getenv("ROLE_RANK") is None
+    assert found == {"RANK", "LOCAL_RANK"}
+
+
+def test_the_environment_is_replaced() -> None:
+    before = dict(os.environ)
+    try:
+        replace_environ({"ONE": "1"})
+        assert dict(os.environ) == {"ONE": "1"}
+    finally:
+        replace_environ(before)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("STANDBY", "-1", "0 or more"),
+        ("STANDBY_DEPTH", "idle", "not in this version"),
+        ("STANDBY_DEPTH", "built", "not in this version"),
+        ("STANDBY_DEPTH", "fork", "write forked"),
+        ("STANDBY_DELAY_S", "inf", "from 0"),
+    ],
+)
+def test_settings(variable: str, value: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read_settings({f"RESILIENT_{variable}": value})
+    assert Settings().standby == 1

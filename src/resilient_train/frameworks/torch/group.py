@@ -79,6 +79,7 @@ class ResilientGroup(dist.ProcessGroup):
         self.solo = True
         self.quiet = False
         self._hangups = select.epoll()
+        self._hung_up = False
         self._closed_why = ""
 
     # -- life of the inner group
@@ -95,13 +96,20 @@ class ResilientGroup(dist.ProcessGroup):
         return Built(inner, [pair for pair in _sockets() if pair not in before and _is_connected(pair[0])])
 
     def adopt(self, built: Built) -> None:
-        """Puts a built group in."""
+        """Puts a built group in. A peer may have died since it was built: then its first collective says so."""
         self.inner, self.sockets = built
         self.solo = False
         self._hangups.close()
         self._hangups = select.epoll()
-        for fd, _ in self.sockets:
+        self._hung_up = not all(self._listen(fd, inode) for fd, inode in self.sockets)
+
+    def _listen(self, fd: int, inode: int) -> bool:
+        """Watches for a peer's hanging up. False: gloo has closed the connection already, as it does upon an error."""
+        try:
             self._hangups.register(fd, select.EPOLLRDHUP)
+        except OSError:
+            return False
+        return _inode(fd) == inode  # the number may be another file's by now
 
     def close_inner(self, why: str) -> None:
         """Drops the inner group. Another thread frees it: that joins gloo's threads, in milliseconds or never."""
@@ -167,7 +175,7 @@ class ResilientGroup(dist.ProcessGroup):
         if self.inner is not None and not self.quiet:
             if _watcher is None or verb in POINT_TO_POINT:
                 return cast("dist.Work", getattr(self.inner, verb)(*args, **kwargs))
-            if self._hangups.poll(0):
+            if self._hung_up or self._hangups.poll(0):
                 # gloo would find out as well, but may forget a waiter over it (see escape.py): don't even begin.
                 raise RuntimeError(f"a peer of process group {self._name!r} has hung up")
             return escape.guard(getattr(self.inner, verb)(*args, **kwargs))

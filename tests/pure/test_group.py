@@ -1,0 +1,68 @@
+"""A process group whose peers went away between the building of its connections and their use."""
+
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from resilient_train.frameworks.torch import group as group_module
+from resilient_train.frameworks.torch.group import Built, ResilientGroup
+
+Connection = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def connection() -> Iterator[Connection]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.fixture(autouse=True)
+def session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has a Session; what guards a work of gloo's has tests of its own."""
+    monkeypatch.setattr(group_module, "_watcher", SimpleNamespace())
+    monkeypatch.setattr(group_module, "escape", SimpleNamespace(guard=lambda work: work))
+
+
+def adopted(ours: socket.socket, inode: int) -> ResilientGroup:
+    group = ResilientGroup(dist.HashStore(), 0, 2, "group", [0, 1], timedelta(seconds=1))
+    inner: Any = SimpleNamespace(allreduce=lambda *_: "done")
+    group.adopt(Built(inner, [(ours.fileno(), inode)]))
+    return group
+
+
+def test_a_peer_that_is_there(connection: Connection) -> None:
+    group = adopted(connection[0], os.fstat(connection[0].fileno()).st_ino)
+    assert group.run("allreduce", ([torch.ones(1)],), {}) == "done"
+    assert not group.broken()
+
+
+def test_a_peer_that_hangs_up(connection: Connection) -> None:
+    group = adopted(connection[0], os.fstat(connection[0].fileno()).st_ino)
+    connection[1].close()
+    assert group.broken()
+    with pytest.raises(RuntimeError, match="has hung up"):
+        group.run("allreduce", ([torch.ones(1)],), {})
+
+
+@pytest.mark.parametrize("gone", ["closed", "reused"])
+def test_a_connection_that_is_gone_before_it_is_adopted(connection: Connection, gone: str) -> None:
+    """gloo closes it as soon as the peer dies: that may be before this thread has come to look at it."""
+    ours, _ = connection
+    inode = os.fstat(ours.fileno()).st_ino
+    if gone == "closed":
+        number, fake = ours.fileno(), SimpleNamespace(fileno=lambda: number)
+        ours.close()
+        group = adopted(fake, inode)  # type: ignore[arg-type] # all that is asked of it is its number
+    else:
+        group = adopted(ours, inode + 1)
+    assert group.broken()
+    with pytest.raises(RuntimeError, match="has hung up"):
+        group.run("allreduce", ([torch.ones(1)],), {})

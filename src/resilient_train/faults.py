@@ -10,7 +10,7 @@ rank's collectives (its connections are shut), as a link does that fails for goo
 
 ``step`` is the loop's step number. A clause hits the process that was started first for that rank (``incarnation=0``)
 unless it says otherwise, and hits once. Clauses for the phases of a recovery (STOP, REBUILD, RESTORE) need no step;
-``generation=N`` picks the recovery.
+``generation=N`` picks the recovery; in the phases of a step, it asks for N recoveries before (a step that is redone).
 """
 
 from __future__ import annotations

@@ -89,6 +89,19 @@ def test_kill_during_a_recovery(tmp_path: Path, undisturbed: Reference) -> None:
     assert run.digests() == undisturbed(ranks=4, steps=12).digests(), run.explain()
 
 
+@pytest.mark.parametrize("variant", ["base", "accumulate"])
+def test_kill_in_a_redone_step(tmp_path: Path, undisturbed: Reference, variant: str) -> None:
+    """A survivor that redoes a step dies in it: its replacement must be given the same batch, not the next one."""
+    plan = (
+        "kill rank=1 step=5 phase=COMPUTE at=backward; "
+        "kill rank=0 step=5 phase=READY at=before generation=1; "
+        "kill rank=2 step=5 phase=READY at=before generation=2"
+    )
+    arguments = ("train.py", "--steps", "9", "--variant", variant)
+    run = launch(tmp_path / "run", *arguments, ranks=3, flags=("--faults", plan))
+    assert_identical(run, undisturbed(ranks=3, steps=9, variant=variant), ranks=3, recoveries=3)
+
+
 def test_state_over_the_process_group(tmp_path: Path, undisturbed: Reference) -> None:
     """Where one process may not read another's memory, the bytes come over the rebuilt group."""
     plan = "kill rank=0 step=3 phase=COMPUTE at=forward"

@@ -166,6 +166,23 @@ def test_gradients_are_left_as_they_were() -> None:
     assert fresh.module.layers[1].weight.grad is None
 
 
+def test_hooks_of_the_users_hear_nothing() -> None:
+    """An optimizer that runs in the backward pass would change what was just restored."""
+    wrapper = wrap("plain")
+    buckets = Buckets((wrapper,))
+    train(wrapper, buckets, range(2))
+    fresh = wrap("plain")
+    heard: list[str] = []
+    for name, parameter in fresh.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
+        parameter.register_hook(lambda _, name=name: heard.append(name))
+    Buckets((fresh,)).restore(buckets.passes, 2)
+    assert heard == []
+    run_pass(fresh)
+    assert len(heard) == 2 * len(list(fresh.parameters()))
+    assert layout(fresh) == layout(wrapper)
+
+
 def test_a_job_with_other_wrappers_is_refused() -> None:
     with pytest.raises(TransferError, match="2 DDP wrappers, this rank 1"):
         Buckets((wrap("plain"),)).restore([[], []], 1)

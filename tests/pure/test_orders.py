@@ -88,13 +88,14 @@ class Rank:
         self.engine = Engine()
         self.events: list[Event] = []
         self.number = 0
+        self.generation = 0
         self.injector = Injector(parse_plan(plan), 1, 0, self, self.engine, board)  # type: ignore[arg-type]
 
     def write(self, event: Event) -> None:
         self.events.append(event)
 
     def listen(self) -> None:
-        self.injector.listen(self.engine, lambda: self.number)  # type: ignore[arg-type]
+        self.injector.listen(self.engine, lambda: self.number, lambda: self.generation)  # type: ignore[arg-type]
 
     def step(self, number: int) -> None:
         self.number = number

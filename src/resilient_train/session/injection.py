@@ -62,6 +62,7 @@ class Injector:
         self._owner_pid = os.getpid()
         self._ordered: tuple[Injection, orders.Order] | None = None
         self._hooks: dict[str, Callable[[], None]] = {}
+        self._generation: Callable[[], int] = lambda: 0
         self._acts: dict[str, Act] = {
             **ACTS,
             "hcce": lambda _: engine.break_collectives(),
@@ -75,7 +76,9 @@ class Injector:
         for clause in self._clauses:
             if (clause.phase, clause.at) != (phase, place):
                 continue
-            if clause.step not in (-1, step) or clause.generation not in (-1, generation):
+            if clause.step not in (-1, step):
+                continue
+            if clause.generation not in (-1, generation if generation >= 0 else self._generation()):
                 continue
             self._clauses.remove(clause)
             self._hit(clause, step)
@@ -112,8 +115,9 @@ class Injector:
         if place in self._hooks:
             self._hooks.pop(place)()
 
-    def listen(self, engine: Framework, step: Callable[[], int]) -> None:
+    def listen(self, engine: Framework, step: Callable[[], int], generation: Callable[[], int]) -> None:
         """The loop begins: faults can hit inside the engine's own code, and an operator may order some."""
+        self._generation = generation
         for place, hook in (("forward", engine.call_in_forward), ("backward", engine.call_in_backward)):
             self._hooks[place] = functools.partial(hook, self.caller("COMPUTE", place, step))
         for place in list(self._hooks):  # the others cost each pass a call, so they wait until an order needs them

@@ -122,7 +122,7 @@ class Runtime:
         """Meets the other ranks for the first time; a replacement meets them in the middle of a recovery."""
         self._begun = True
         allow_readers()
-        self._injector.listen(self._engine, lambda: self._number)
+        self._injector.listen(self._engine, lambda: self._number, lambda: self._processor.generation)
         self._pulse.open()
         self._engine.attach(self, self._link)
         self._engine.watch_device(self._link.board, self._link.rank)
@@ -191,7 +191,9 @@ class Runtime:
         commits = self._processor.standing.commits
         place = self._number - self._base
         if place == 0:
-            self._publication.publish(commits, self._number)
+            if not self._window:
+                # A redone step's batch is drawn already: what was published before that still is where it starts.
+                self._publication.publish(commits, self._number)
             self._pulse.begin()
         if place == len(self._window):
             self._pulse.at(Activity.LOADING)

@@ -16,6 +16,7 @@ the layout it was made with.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -171,6 +172,27 @@ def _renew(wrapper: DistributedDataParallel) -> None:
         ddp.register_comm_hook(state, hook)
 
 
+@contextlib.contextmanager
+def _without_hooks(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Inside the block nobody but DDP, whose hooks lie elsewhere, is told of gradients: an optimizer that runs in the
+    backward pass, say, would write.
+    """
+    held = [
+        hooks
+        for parameter in parameters
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        if hooks
+    ]
+    kept = [dict(hooks) for hooks in held]
+    for hooks in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, those in zip(held, kept, strict=True):
+            hooks.update(those)
+
+
 def _rehearse(
     wrapper: DistributedDataParallel,
     parameters: Sequence[torch.nn.Parameter],
@@ -184,7 +206,7 @@ def _rehearse(
     """
     gradients = [parameter.grad for parameter in parameters]
     reducer: Any = wrapper.reducer
-    with torch.enable_grad():
+    with torch.enable_grad(), _without_hooks(parameters):
         reducer.prepare_for_forward()
         reducer.prepare_for_backward([])
         for order in rounds:

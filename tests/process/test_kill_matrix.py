@@ -102,6 +102,14 @@ def test_kill_in_a_redone_step(tmp_path: Path, undisturbed: Reference, variant: 
     assert_identical(run, undisturbed(ranks=3, steps=9, variant=variant), ranks=3, recoveries=3)
 
 
+def test_kill_after_a_break(tmp_path: Path, undisturbed: Reference) -> None:
+    """All ranks leave their loops early, and one is lost before it has told: the new one must not train on alone."""
+    extra = ("--leave-at", "5")
+    arguments = ("train.py", "--steps", "20", *extra)
+    run = launch(tmp_path / "run", *arguments, ranks=3, flags=("--faults", "kill rank=1 step=6 phase=BETWEEN"))
+    assert_identical(run, undisturbed(ranks=3, steps=20, extra=extra), ranks=3, recoveries=1)
+
+
 def test_state_over_the_process_group(tmp_path: Path, undisturbed: Reference) -> None:
     """Where one process may not read another's memory, the bytes come over the rebuilt group."""
     plan = "kill rank=0 step=3 phase=COMPUTE at=forward"

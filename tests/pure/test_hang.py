@@ -114,6 +114,8 @@ PLACES = [
     # It left the last collective of the step out: it is at the barrier already, and the others wait behind it.
     (Progress(40, Phase.READY, 1, Activity.TRAINING), Progress(40, Phase.COMPUTE, 2, Activity.TRAINING)),
     (Progress(39, Phase.COMPUTE, 3, Activity.TRAINING), Progress(40, Phase.COMPUTE, 0, Activity.FINISHED)),
+    # It was replaced too late to know that the others have left their loops by a `break`.
+    (Progress(40, Phase.COMPUTE, 3, Activity.TRAINING), Progress(40, Phase.COMPUTE, 0, Activity.FINISHED)),
 ]
 
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from resilient_train.protocol.standing import Phase
 
+_BEYOND = 1 << 62
+
 
 class Activity(enum.IntEnum):
     """What a rank says it is at."""
@@ -36,13 +38,17 @@ class Progress(NamedTuple):
         """Comparable between ranks: greater is further.
 
         Collectives stand before the phase: a rank that left one out comes to the end of its step all the same, and the
-        others wait for it, in a phase behind its own.
+        others wait for it, in a phase behind its own. Nobody is further than who has left the loop.
         """
+        if self.activity is Activity.FINISHED:
+            return self.commits, True, _BEYOND, self.phase
         return self.commits, self.phase is not Phase.APPLIED, self.collectives, self.phase
 
     def describe(self) -> str:
         """For people: where the rank is."""
         update = self.commits - 1 if self.phase is Phase.APPLIED else self.commits
+        if self.activity is Activity.FINISHED:
+            return f"has left its loop after {self.commits} updates"
         if self.activity is Activity.LOADING:
             return f"waits for its batch of update {update}"
         place = {

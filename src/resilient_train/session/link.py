@@ -9,6 +9,7 @@ from resilient_train.config import AgentLink
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError
 from resilient_train.protocol.messages import Arena as ArenaFrame
 from resilient_train.protocol.messages import Borrow, Hello, Refused, Reserve, Welcome
+from resilient_train.protocol.progress import Activity, progress_of
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.state.arena import Arena, ArenaFullError
 from resilient_train.transport import Channel
@@ -94,6 +95,11 @@ class Link:
     def stop_raised(self, generation: int) -> bool:
         """Whether a recovery newer than ``generation`` is under way."""
         return self.board.stop_generation > generation
+
+    def over_elsewhere(self, commits: int) -> bool:
+        """Whether another rank has left its loop after that many updates."""
+        others = (progress_of(self.board.progress(rank)) for rank in range(self.board.world_size) if rank != self.rank)
+        return any(each.activity is Activity.FINISHED and each.commits == commits for each in others)
 
     def close(self) -> None:
         """Closes the channel and unmaps the memory."""

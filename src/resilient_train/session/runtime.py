@@ -88,6 +88,7 @@ class Runtime:
         self._finished = False
         atexit.register(self._release)
         self._begun = False
+        self._came_at = -1
         self._number = 0
         self._base = 0
         self._attempt = 0
@@ -107,7 +108,9 @@ class Runtime:
             self._start()
         while True:
             self._settle_at_head()
-            if self._number >= total:
+            # The others may have left by a `break` that a new process comes too late for.
+            over = self._came_at == self._processor.standing.commits and self._link.over_elsewhere(self._came_at)
+            if over or self._number >= total:
                 self._finish()
                 return
             step = self._next_step()
@@ -172,6 +175,7 @@ class Runtime:
             self._scaled = False
             self._attempt = self._attempt + 1 if action is Action.REDO else 0
         if action is Action.COPY:
+            self._came_at = self._processor.standing.commits
             self._window.clear()
             missing = self._engine.neutral_contributions()
             if missing:
@@ -370,9 +374,9 @@ class Runtime:
 
     def _finish(self) -> None:
         """All ranks come to the end of their loops before any leaves: a rank lost until then needs the others."""
+        self._pulse.at(Activity.FINISHED)
         while not self._finished:
             self._settle_at_head()
-            self._pulse.at(Activity.FINISHED)
             try:
                 self._finished = self._recovery.finish()
             except JobEnded as error:

@@ -197,6 +197,8 @@ class Job:
                 if "slow" in self.variant and step.number == 5 and dist.get_rank() == 1:
                     with session.slow("evaluation"):
                         time.sleep(3)
+                if step.number == asked.leave_at and step.done:
+                    break
                 if asked.between and step.done and step.number % 3 == 2:
                     dist.barrier()
 
@@ -206,6 +208,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--variant", default="base")
     parser.add_argument("--between", action="store_true")
+    parser.add_argument("--leave-at", type=int, default=-1, help="leave the loop behind this step")
     parser.add_argument("--pace", default="", help="go slowly until this file exists")
     parser.add_argument("--standby-at", type=int, default=-1, help="wait for a standby behind this step")
     arguments = parser.parse_args()

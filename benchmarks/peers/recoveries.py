@@ -1,4 +1,4 @@
-"""What a fault did, read from the journals: when who went on, and which steps were done twice or without the lost rank."""
+"""What a fault did, read from the journals: who went on when, which steps were done twice or without the lost rank."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def measured(slots: Sequence[Slot], ranks: int, fault: Fault) -> dict[str, Any]:
     """One fault in numbers; times in milliseconds from the signal, None for what has not come about."""
     others = [slot for index, slot in enumerate(slots) if index != fault.slot]
     after = [after_recovery(slot, fault) for slot in others]
-    before = [{each.step for each in slot.commits[: len(slot.commits) - len(new)]} for slot, new in zip(others, after, strict=True)]
+    before = [
+        {each.step for each in slot.commits[: len(slot.commits) - len(new)]}
+        for slot, new in zip(others, after, strict=True)
+    ]
     highest = max((step for steps in before for step in steps), default=fault.step)
     back = all_back(slots, ranks, fault)
     survivors = survivors_on(slots, ranks, fault)
@@ -86,7 +89,9 @@ def measured(slots: Sequence[Slot], ranks: int, fault: Fault) -> dict[str, Any]:
         "all_ms": since(back),
         "survivors_ms": min(went_on, default=None),
         "caught_up_ms": since(caught_up),
-        "redone": max((len(old & {each.step for each in new}) for old, new in zip(before, after, strict=True)), default=0),
+        "redone": max(
+            (len(old & {each.step for each in new}) for old, new in zip(before, after, strict=True)), default=0
+        ),
         "without_it": max(alone, default=0),
         "parts_ms": _parts(slots, fault, back or survivors),
     }

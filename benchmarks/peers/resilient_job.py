@@ -21,7 +21,7 @@ def main() -> None:
     dist.init_process_group("resilient")
     training = Training(given.model, journal)
     model = DistributedDataParallel(training.model)
-    optimizer = training.optimizer()
+    optimizer = training.optimizer
     with rt.Session(model=model, optimizer=optimizer) as session:
         journal.mark("ready")
         for step in session.steps(_STEPS):

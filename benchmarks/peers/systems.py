@@ -82,7 +82,9 @@ def _resilient(standby: int) -> Callable[[Trial], list[Launch]]:
     return launches
 
 
-def _torchft(lighthouse: tuple[str, ...], flags: tuple[str, ...] = (), **options: Any) -> Callable[[Trial], list[Launch]]:
+def _torchft(
+    lighthouse: tuple[str, ...], flags: tuple[str, ...] = (), **options: Any
+) -> Callable[[Trial], list[Launch]]:
     def launches(trial: Trial) -> list[Launch]:
         python = python_of("torchft", trial.venvs)
         port, *ports = _free_ports(1 + trial.ranks)
@@ -143,7 +145,7 @@ def _in_process(spares: int = 0, *, hosted: bool = False, **options: Any) -> Cal
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports of which the two next ones are free as well. Somebody else may take them: then the job fails, and says so."""
+    """Ports that are well apart, for some jobs take the next two as well. Nobody holds them for the job."""
     found: list[int] = []
     while len(found) < count:
         with socket.socket() as probe:
@@ -158,9 +160,10 @@ _IN_PROCESS_TUNED: dict[str, Any] = {
     "group_timeout_s": 2,
     "times_s": {
         "last_call_wait": 0.0,
-        "monitor_thread_interval": 0.02,
-        "monitor_process_interval": 0.02,
-        "progress_watchdog_interval": 0.05,
+        # With waits of 20 ms on its store instead of these, its monitor did not see a fault for seconds.
+        "monitor_thread_interval": 0.25,
+        "monitor_process_interval": 0.05,
+        "progress_watchdog_interval": 0.25,
         "heartbeat_interval": 0.2,
         "heartbeat_timeout": 4.0,
         "soft_timeout": 2.0,

@@ -14,6 +14,22 @@ from torchft.checkpointing.pg_transport import PGTransport
 from training import Training
 
 
+class DataParallel(torchft.DistributedDataParallel):
+    """torchft's own, patched for gloo.
+
+    Its hook reads the future of an all-reduce also after that has failed, when there is none: an AssertionError in all
+    survivors. (With NCCL, waiting does not fail.) The failure has been reported to the manager by then; so the buffer
+    as it is will do, for this step is not committed.
+    """
+
+    @staticmethod
+    def _comm_hook(state: torchft.Manager, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state.allreduce(bucket.buffer()).wait()
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+
 def main() -> None:
     given = arguments()
     group = int(os.environ["REPLICA_GROUP_ID"])
@@ -41,8 +57,8 @@ def main() -> None:
         if given.options.get("http")
         else PGTransport(process_group, timeout=timedelta(seconds=10), device=torch.device("cpu")),
     )
-    model = torchft.DistributedDataParallel(manager, training.model)
-    optimizer = torchft.Optimizer(manager, training.optimizer())
+    model = DataParallel(manager, training.model)
+    optimizer = torchft.Optimizer(manager, training.optimizer)
     journal.mark("ready")
     while True:
         before = manager.current_step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -32,14 +31,12 @@ class Training:
         self._journal = journal
         self._digest_every = DIGEST_EVERY[name]
         self.model = self._work.model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def batch(self, step: int, rank: int) -> Work:
         torch.manual_seed(step * RANKS_AT_MOST + rank)
         targets = torch.randint(32, self._work.targets.shape)
         return Work(self.model, torch.randn_like(self._work.inputs), targets)
-
-    def optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def loss(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
         batch = self.batch(step, rank)
@@ -56,7 +53,7 @@ class Training:
 
 
 class Checkpoints:
-    """One file that holds a whole checkpoint at any time, as the tutorials of torchrun and of NVIDIA's library do it."""
+    """One file, as in the tutorials of torchrun and of NVIDIA's library; it holds a whole checkpoint at any time."""
 
     def __init__(self, folder: Path, every: int) -> None:
         self._path = folder / "checkpoint.pt"
@@ -68,7 +65,7 @@ class Checkpoints:
     def save(self, step: int, **parts: Any) -> None:
         started = self._path.with_suffix(".new")
         torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items()}}, started)
-        os.replace(started, self._path)
+        started.replace(self._path)
 
     def load(self, **parts: Any) -> int:
         """Fills the parts; returns the first step that is to be done."""
@@ -90,7 +87,7 @@ def train(
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
     """Plain DDP from the last checkpoint on, until this process is ended. The group is there."""
-    optimizer = training.optimizer()
+    optimizer = training.optimizer
     step = checkpoints.load(model=training.model, optimizer=optimizer)
     model = DistributedDataParallel(training.model)
     journal.mark("ready")

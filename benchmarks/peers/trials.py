@@ -16,13 +16,11 @@ from peers.watch import Job, running, sample
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _WARM_UP = 3 * STEPS_BETWEEN
-_ON_THE_WAY_S = 15.0
+_ON_THE_WAY_S = 6.0
 """How long one waits for the lost rank after the survivors went on without it, where it does not come back anyway."""
 
 
-def faults(
-    system: System, trial_of: Callable[[], Trial], kind: str, count: int, patience_s: float
-) -> dict[str, Any]:
+def faults(system: System, trial_of: Callable[[], Trial], kind: str, count: int, patience_s: float) -> dict[str, Any]:
     """``count`` faults of a kind, the n-th of all systems at the same rank; in as few jobs as the system allows."""
     moments = random.Random(count)
     found: list[dict[str, Any]] = []
@@ -91,9 +89,7 @@ def _start(system: System, job: Job) -> None:
         job.wait("have a standby", lambda: job.standby_ready)
 
 
-def _one_fault(
-    system: System, job: Job, kind: str, number: int, moment: float, patience_s: float
-) -> dict[str, Any]:
+def _one_fault(system: System, job: Job, kind: str, number: int, moment: float, patience_s: float) -> dict[str, Any]:
     """Waits until there may be a fault, sends it, and waits for what comes of it, or for the end of the patience."""
     slot = number % job.ranks
     time.sleep(RESTOCK_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from recovery import POLL_S, Follower
 from peers.systems import Launch, System, Trial
 from resilient_train.observe.sinks import EVENTS_FILE
 
-_TOKEN = "PEERS_TRIAL"
+_TOKEN = "PEERS_TRIAL"  # noqa: S105 -- the name of an environment variable
 
 
 class Commit(NamedTuple):
@@ -149,7 +150,7 @@ def _terminate(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _end_strays(token: str) -> None:
-    """Kills what has left the process groups of its job, as monitors that are daemons do: known by their environment."""
+    """Kills what has left the process groups of its job, as daemons do: known by the environment that we gave it."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get(_TOKEN) == token:
@@ -158,6 +159,6 @@ def _end_strays(token: str) -> None:
 
 def sample(commits: list[Commit]) -> dict[str, Any]:
     """Steps without a fault: the mean has all in it that happens between steps, such as checkpoints."""
-    gaps = sorted((b.time_ns - a.time_ns) / 1e6 for a, b in zip(commits, commits[1:], strict=False))
+    gaps = sorted((b.time_ns - a.time_ns) / 1e6 for a, b in itertools.pairwise(commits))
     mean = (commits[-1].time_ns - commits[0].time_ns) / 1e6 / len(gaps)
     return {"steps": len(gaps), "mean_ms": round(mean, 4), "median_ms": round(gaps[len(gaps) // 2], 4)}

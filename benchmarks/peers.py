@@ -1,8 +1,9 @@
 """How long a fault takes under torchrun, torchft, NVIDIA's resiliency extension and resilient_train.
 
 ``python benchmarks/peers.py [--quick] [--systems ..] [--json FILE] [--svg FILE]``: the systems in turn, each with the
-same model, batches and schedule of faults. The peers are installed into virtual environments of their own when they are first
-needed. With ``--json`` of a file that exists, what it holds of other systems is kept, so that long runs can be split.
+same model, batches and schedule of faults. The peers are installed into virtual environments of their own when they
+are first needed. With ``--json`` of a file that exists, what it holds of other systems is kept, so that long runs can
+be split.
 """
 
 from __future__ import annotations
@@ -24,6 +25,18 @@ from resilient_train.child import sigterm_unwinds
 
 BASELINE = "plain"
 GOODPUT_EVERY_S = (60, 15)
+COLUMNS = (
+    "kill: all go on",
+    "survivors",
+    "caught up",
+    "redone",
+    "without it",
+    "same end",
+    "stop: all go on",
+    "survivors",
+    "ms per step",
+    "more than plain",
+)
 
 
 class Bench:
@@ -93,10 +106,8 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
         of_model = [each for each in results if each["model"] == model]
         plain = next((each for each in of_model if each["system"] == BASELINE), None)
         rows = [row(each, plain) for each in of_model if each["system"] != BASELINE]
-        columns = (
-            f"{model}, {of_model[0]['ranks']} ranks; seconds, median (max)", "kill: all go on", "survivors", "caught up",
-            "redone", "without it", "same end", "stop: all go on", "survivors", "ms per step", "more than plain",
-        )  # fmt: skip
+        first = f"{model}, {of_model[0]['ranks']} ranks; seconds, median (max)"
+        columns = (first, *COLUMNS)
         if any("goodput" in each for each in of_model):
             columns += tuple(f"a fault per {every} s" for every in GOODPUT_EVERY_S)
         found.append(Table("kill -9 and SIGSTOP of one rank", columns, rows))

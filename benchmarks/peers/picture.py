@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from peers.recoveries import PARTS
 
-_LEFT, _RIGHT, _TOP, _ROW, _BAR, _WIDTH = 230, 70, 66, 30, 16, 860
+_LEFT, _RIGHT, _TOP, _ROW, _BAR, _WIDTH = 265, 185, 66, 30, 16, 960
 _FONT = 'font-family="system-ui, sans-serif"'
 # Readable on white and on black: a page may be shown on either.
 _INK = "#7a7f87"

@@ -2,8 +2,8 @@
 
 ``python benchmarks/peers.py [--quick] [--systems ..] [--json FILE] [--svg FILE]``: the systems in turn, each with the
 same model, batches and schedule of faults. The peers are installed into virtual environments of their own when they
-are first needed. With ``--json`` of a file that exists, what it holds of other systems is kept, so that long runs can
-be split.
+are first needed. With ``--json`` of a file that exists, what it holds is kept, apart from what is
+measured again, so that long runs can be split.
 """
 
 from __future__ import annotations
@@ -72,12 +72,19 @@ class Bench:
         return result
 
 
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a system: the new figures, and of the old ones those that were not measured again."""
+    undisturbed_of = [each.get("undisturbed", {"digests": {}}) for each in (old, new)]
+    digests = {int(step): each for found in undisturbed_of for step, each in found["digests"].items()}
+    return {**old, **new, "undisturbed": {**new["undisturbed"], "digests": digests}}
+
+
 def same_end(result: dict[str, Any], kind: str) -> str:
     """Whether the parameters after the faults are those of the run without any."""
-    undisturbed_digests = {int(step): each for step, each in result["undisturbed"]["digests"].items()}
+    expected_of = {int(step): each for step, each in result["undisturbed"]["digests"].items()}
     found = set()
     for end in result[kind]["ends"]:
-        expected = undisturbed_digests.get(end["step"]) if end["step"] is not None else None
+        expected = expected_of.get(end["step"])
         if expected is None:
             found.add("unknown")
         else:
@@ -140,7 +147,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="*", choices=[BASELINE, *SYSTEMS], default=[BASELINE, *SYSTEMS])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--kills", type=int, help="kill -9 of a rank (default 10; 1 with --quick)")
+    parser.add_argument("--kills", type=int, help="kill -9 of a rank (default 10; 1 with --quick; 0: none)")
     parser.add_argument("--stops", type=int, help="SIGSTOP of a rank (default 3; 0 with --quick)")
     parser.add_argument("--patience-s", type=float, default=120, help="longest wait for what comes of a fault")
     parser.add_argument(
@@ -176,8 +183,8 @@ def main() -> None:
                     result = bench.measure(key, system)
                 except BenchmarkError as error:
                     raise SystemExit(f"{system.name}: {error}") from None
-                results = [each for each in results if (each["system"], each["model"]) != (key, model)]
-                results.append(result)
+                old = next((each for each in results if (each["system"], each["model"]) == (key, model)), {})
+                results = [*(each for each in results if each is not old), merged(old, result)]
                 results.sort(key=lambda each: (MODELS.index(each["model"]), order.index(each["system"])))
                 write_json(given.json, {"benchmark": "peers", "quick": given.quick, "results": results})
     for table in tables(results):

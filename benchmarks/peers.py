@@ -2,8 +2,8 @@
 
 ``python benchmarks/peers.py [--quick] [--systems ..] [--json FILE] [--svg FILE]``: the systems in turn, each with the
 same model, batches and schedule of faults. The peers are installed into virtual environments of their own when they
-are first needed. With ``--json`` of a file that exists, what it holds is kept, apart from what is
-measured again, so that long runs can be split.
+are first needed. With ``--json`` of a file that exists, what it holds is kept, apart from what is measured again, so
+that long runs can be split.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ def cell(result: dict[str, Any], kind: str, name: str) -> str:
         return "-"
     found = result[kind]["faults"]
     times = [each[name] / 1000 for each in found if each[name] is not None]
+    if not times and kind == "kill" and name != "survivors_ms" and not SYSTEMS[result["system"]].rejoins:
+        return "nobody comes"
     if not times:
         return f"not in {max(each['waited_s'] for each in found):.0f} s" if found else "-"
     numbers = summary(times)
@@ -124,7 +126,9 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
 def row(result: dict[str, Any], plain: dict[str, Any] | None) -> tuple[str, ...]:
     def highest(name: str) -> str:
         kill = result.get("kill")
-        return "-" if kill is None else str(max(each[name] for each in kill["faults"]))
+        if kill is None or all(each["survivors_ms"] is None for each in kill["faults"]):
+            return "-"
+        return str(max(each[name] for each in kill["faults"]))
 
     mean = result["undisturbed"]["step"]["mean_ms"]
     more = "-" if plain is None else f"{mean - plain['undisturbed']['step']['mean_ms']:+.1f} ms"
@@ -133,7 +137,7 @@ def row(result: dict[str, Any], plain: dict[str, Any] | None) -> tuple[str, ...]
         result["name"],
         *(cell(result, "kill", name) for name in ("all_ms", "survivors_ms", "caught_up_ms")),
         highest("redone"),
-        highest("without_it"),
+        highest("without_it") if SYSTEMS[result["system"]].rejoins else "all",
         same_end(result, "kill") if "kill" in result else "-",
         *(cell(result, "stop", name) for name in ("all_ms", "survivors_ms")),
         f"{mean:.1f}",

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,10 +53,15 @@ def launcher(kind: str, ranks: int, run_dir: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The command in a session of its own; at the end of the block, whatever ends it, nothing of it is left."""
+def started(
+    command: Sequence[str], log: Path, more: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The command in a session of its own; at the end of the block, whatever ends it, nothing of it is left.
+
+    ``more`` is added to its environment.
+    """
     # Switches that the user exported are meant for other jobs. One thread each: ranks outnumber cores already.
-    environ = {**clean_environ(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environ = {**clean_environ(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(more or {})}
     with running(command, log, environ) as process:
         yield process
 

@@ -14,7 +14,9 @@ from identity import assert_identical
 from running import JOBS, LAUNCHER, Reference, launch, read_events, start
 
 AT_ONCE = {"RESILIENT_STANDBY": "1", "RESILIENT_STANDBY_DELAY_S": "0"}
-WORLDS = [("base", "1"), *([("workers+two", "2"), ("stateful+view", "1")] if "FULL" in os.environ else [])]
+FULL = "FULL" in os.environ
+WORLDS = [("base", "1"), *([("workers+two", "2"), ("stateful+view", "1")] if FULL else [])]
+DEEP = [("idle", "base"), ("built", "base"), *([("idle", "workers+two"), ("built", "stateful+view")] if FULL else [])]
 
 
 def starts(events: list[dict[str, Any]]) -> list[str]:
@@ -37,6 +39,21 @@ def test_the_bits_of_forked_ranks(tmp_path: Path, undisturbed: Reference, varian
     assert starts(run.events) == ["cold"] * 3 + ["forked"] * 2, run.explain()
     assert run.of("standby_lost") == run.of("standby_off") == []
     assert "stand by" not in run.err
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("depth", "variant"), DEEP)
+def test_the_bits_of_ranks_that_ran_the_script_ahead(
+    tmp_path: Path, undisturbed: Reference, depth: str, variant: str
+) -> None:
+    plan = "kill rank=1 step=5 phase=COMPUTE at=backward; kill rank=0 step=8 phase=UPDATING"
+    arguments = ("train.py", "--steps", "12", "--variant", variant, "--standby-at", "3", "7")
+    environ = {**AT_ONCE, "RESILIENT_STANDBY_DEPTH": depth}
+    run = launch(tmp_path / "run", *arguments, ranks=3, flags=("--faults", plan), timeout_s=150, **environ)
+    assert_identical(run, undisturbed(ranks=3, variant=variant, steps=12), ranks=3, recoveries=2)
+    assert starts(run.events) == ["cold"] * 3 + [depth] * 2, run.explain()
+    assert run.of("standby_lost") == run.of("standby_off") == run.of("standby_shallow") == []
+    assert {event["detail"]["depth"] for event in run.of("standby_waits")} == {depth}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +106,7 @@ def test_nothing_outlives_the_agent(told: dict[str, Any]) -> None:
     assert told["stayed"] == []
 
 
-@pytest.mark.skipif("FULL" not in os.environ, reason="two jobs of half a minute: make test FULL=1")
+@pytest.mark.skipif(not FULL, reason="two jobs of half a minute: make test FULL=1")
 @pytest.mark.parametrize("victim", ["nursery", "spare", "agent", "rank"])
 def test_whatever_is_killed_nothing_is_left(tmp_path: Path, victim: str) -> None:
     run_dir = tmp_path / "run"

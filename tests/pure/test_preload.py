@@ -176,9 +176,9 @@ def test_the_environment_is_replaced() -> None:
     ("variable", "value", "told"),
     [
         ("STANDBY", "-1", "0 or more"),
-        ("STANDBY_DEPTH", "idle", "not in this version"),
-        ("STANDBY_DEPTH", "built", "not in this version"),
-        ("STANDBY_DEPTH", "fork", "write forked"),
+        ("STANDBY_DEPTH", "build", "did you mean 'built'"),
+        ("STANDBY_DEPTH", "deep", "write forked, idle, built"),
+        ("STANDBY_LIMIT_S", "0", "above 0"),
         ("STANDBY_DELAY_S", "inf", "from 0"),
     ],
 )

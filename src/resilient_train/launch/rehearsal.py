@@ -152,7 +152,7 @@ class Rehearsal:
     # -- what it may not do
 
     def _on_variable(self, name: str) -> None:
-        what = "takes all environment variables, a rank's own among them" if " " in name else f"uses {name}"
+        what = "takes all environment variables, also a rank's own," if " " in name else f"uses {name}"
         if name == "RESILIENT_AGENT" and self._below == "idle":
             what = "opens the Session (or asks for its agent)"
         self._refuse(f"{place()} {what}")

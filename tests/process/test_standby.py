@@ -128,12 +128,14 @@ DEEDS = {
     "shell": "starts a program (true)",
     "overwrite": "overwrites ",
     "remove": "removes ",
+    "save": "overwrites ",
+    "remove all": "removes ",
     "spawn": "starts a program (",
     "child lives": "while processes run that the script has started",
     "raise": "raised KeyError before it came to init_process_group(): 'missing'",
     "exit": "ended (exit code 3) before it came to",
     "die": "ended with code 4 on its way through the script, as 2 did before it",
-    "slow": "took longer than 3 s (RESILIENT_STANDBY_LIMIT_S)",
+    "slow": "took longer than 1.5 s (RESILIENT_STANDBY_LIMIT_S)",
 }
 OF_THE_GROUP = {
     "rank": "asks for the rank before rt.standby_point(): move it behind",
@@ -173,13 +175,13 @@ def test_a_script_that_needs_its_rank_is_found_out(ahead: dict[str, Any]) -> Non
     expected["child lives@group"] = (DEEDS["child lives"], "idle")  # seen where it would have waited
     assert ahead["odd"].keys() == expected.keys()
     for case, (text, depth) in expected.items():
-        *events, file = ahead["odd"][case]
+        *events, file, leaf = ahead["odd"][case]
         kind, detail = events[-1]
         assert kind == "standby_shallow", case
         assert text in detail["reason"], case
         assert (detail["asked"], detail["depth"]) == ("built", depth), case
         assert ("early.py:" in detail["reason"]) == (not case.startswith((*NAMES_NO_LINE, "end"))), case
-        assert file == "of the job", case
+        assert file == leaf == "of the job", case
 
 
 def test_who_ran_the_script_ahead_is_the_rank(ahead: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ _PROGRAMS = (
     *((os, name) for name in ("system", "posix_spawn", "posix_spawnp", "execv", "execve")),
 )
 _OPENERS = ((builtins, "open"), (io, "open"))
-_REMOVERS = tuple((os, name) for name in ("remove", "unlink", "truncate"))
+_REMOVERS = tuple((os, name) for name in ("remove", "unlink", "truncate", "rmdir"))
 _RENAMERS = tuple((os, name) for name in ("rename", "replace"))
 
 
@@ -53,6 +53,9 @@ class Doors:
         for module, name in _OPENERS:
             self._replace(module, name, self._on_open)
         self._replace(os, "open", self._on_os_open)
+        self._replace(os, "mkdir", self._on_mkdir)
+        if "torch" in sys.modules:  # imported by now: not from here, where it would be no import of the script's
+            self._replace(sys.modules["torch"], "save", self._on_torch_save)  # opens its file in C++
         for module, name in _REMOVERS:
             self._replace(module, name, self._on_remove)
         for module, name in _RENAMERS:
@@ -98,6 +101,13 @@ class Doors:
         elif flags & os.O_CREAT:
             self._claim(path, dir_fd)
 
+    def _on_mkdir(self, path: Any, *_: Any, dir_fd: int | None = None, **__: Any) -> None:
+        self._claim(path, dir_fd)
+
+    def _on_torch_save(self, _: Any, file: Any, *__: Any, **___: Any) -> None:
+        if isinstance(file, str | os.PathLike):
+            self._look(file, "overwrites")
+
     def _on_remove(self, path: Any, *_: Any, dir_fd: int | None = None, **__: Any) -> None:
         self._look(path, "removes", dir_fd)
 
@@ -109,7 +119,9 @@ class Doors:
 
     def _look(self, path: Any, verb: str, dir_fd: int | None = None) -> None:
         name = _absolute(path, dir_fd)
-        if os.path.isfile(name) and name not in self._own and not name.endswith(".lock"):  # noqa: PTH113 - may be odd
+        # A device is none of the job's results, and a lock file is there to be taken.
+        there = os.path.isfile(name) or os.path.isdir(name)  # noqa: PTH112, PTH113 - a name is what is asked about
+        if there and name not in self._own and not name.endswith(".lock"):
             self._refuse(f"{verb} {name}")
         self._own.add(name)
 

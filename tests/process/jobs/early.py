@@ -12,8 +12,10 @@ import json
 import multiprocessing
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -44,6 +46,14 @@ def mine() -> None:
     path.write_text("two")
     path.rename(f"{path}.new")
     Path(f"{path}.new").unlink()
+
+
+def temporary() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "deep" / "er").mkdir(parents=True)
+        torch.save(1, f"{folder}/deep/saved")
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"1")
 
 
 def stop_at_nothing() -> None:
@@ -82,6 +92,8 @@ DOES = {
     "shell": lambda: os.system("true"),
     "overwrite": lambda: (scratch / "there").write_text(""),
     "remove": (scratch / "there").unlink,
+    "save": lambda: torch.save(1, scratch / "there"),
+    "remove all": lambda: shutil.rmtree(scratch / "tree"),
     "spawn": lambda: multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,)).start(),
     "child lives": lambda: (
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True).start()
@@ -96,6 +108,7 @@ DOES = {
     "objects": lambda: dist.broadcast_object_list([1]),
     "session": session,
     "mine": mine,
+    "temporary": temporary,
     "append": lambda: (scratch / "there").open("a").close(),
     "programs of Python": programs_of_python,
     "lock": lambda: multiprocessing.get_context("spawn").Lock(),

@@ -19,11 +19,27 @@ from resilient_train.launch import spares, standby
 from resilient_train.launch.logs import Streams
 
 SCRIPT = str(Path(__file__).with_name("early.py"))
-LIMIT_S = 3.0
-FINE = [f"{what}@group" for what in ("mine", "append", "programs of Python", "lock", "fork that ends", "set another")]
+LIMIT_S = 1.5
+FINE = [
+    f"{what}@group"
+    for what in ("mine", "temporary", "append", "programs of Python", "lock", "fork that ends", "set another")
+]
 FINE += ["warm", "raise as a rank"]
 VARIABLES = ("get", "getenv", "contains", "copy", "bytes", "set", "library", "suppressed", "child reads")
-DEEDS = ("program", "shell", "overwrite", "remove", "spawn", "child lives", "raise", "exit", "die", "slow")
+DEEDS = (
+    "program",
+    "shell",
+    "overwrite",
+    "remove",
+    "save",
+    "remove all",
+    "spawn",
+    "child lives",
+    "raise",
+    "exit",
+    "die",
+    "slow",
+)
 OF_GROUP = ("rank", "sampler", "new group", "objects", "session", "raise", "get")
 ODD = [*(f"{what}@group" for what in (*VARIABLES, *DEEDS)), *(f"{what}@point" for what in OF_GROUP), "end"]
 
@@ -61,6 +77,8 @@ class Little:
         """A spare goes on its way; when this returns it waits, or is no more."""
         self.mode.write_text(mode)
         (self.folder / "there").write_text("of the job")
+        (self.folder / "tree").mkdir(exist_ok=True)
+        (self.folder / "tree" / "leaf").write_text("of the job")
         self.standby._spares.close()  # every case begins anew
         self.standby._spares._depth = depth
         self.events.clear()
@@ -96,7 +114,7 @@ async def main(folder: Path) -> None:
     told["lives"]["plain"] = await little.live("plain", "built")
     for mode in ODD:
         await little.rehearse(mode)
-        told["odd"][mode] = [*little.events, (little.folder / "there").read_text()]
+        told["odd"][mode] = [*little.events, *((little.folder / name).read_text() for name in ("there", "tree/leaf"))]
     await little.rehearse("", "idle")
     told["lives"]["idle"] = await little.live("", "idle")
     for mode in FINE:

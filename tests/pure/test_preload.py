@@ -9,14 +9,13 @@ import pytest
 
 from resilient_train.config import (
     PER_RANK,
-    EnvironWatch,
     Settings,
     read_settings,
-    reads_noted,
     replace_environ,
     shared_environ,
     take_rank,
 )
+from resilient_train.environ import EnvironWatch, reads_noted
 from resilient_train.errors import ConfigError
 from resilient_train.launch.preload import Import, Target, hidden, scan, target_of
 

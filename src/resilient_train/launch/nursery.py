@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from resilient_train import _register, config
+from resilient_train.environ import reads_noted
 from resilient_train.launch.preload import Import, Target, hidden, scan
 from resilient_train.launch.rehearsal import Life, Rehearsal, Rehearse, ToFork, bind_to, fatal, receive, take_streams
 from resilient_train.transport import FrameBuffer, encode
@@ -194,7 +195,7 @@ def _prepare(channel: socket.socket, order: Order, early: frozenset[str]) -> Rea
                 continue
             channel.sendall(encode(Importing(each.module)))
             culprit = each.module if each.module not in ALWAYS else ""
-            with config.reads_noted(config.PER_RANK) as asked:
+            with reads_noted(config.PER_RANK) as asked:
                 try:
                     __import__(each.module, fromlist=each.names)
                 except (Exception, SystemExit) as error:

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from resilient_train import _native, _register, config, waiting
+from resilient_train.environ import EnvironWatch
 from resilient_train.errors import ProtocolError
 from resilient_train.launch.doors import Doors, place
 from resilient_train.launch.preload import Target
@@ -92,7 +93,7 @@ class Rehearsal:
         self._below = "forked"
         self._point = "init_process_group()"
         # The attempt is the same for all ranks; the agent compares it before it makes this process one of them.
-        self._watch = config.EnvironWatch(config.PER_RANK - {config.ATTEMPT}, self._on_variable)
+        self._watch = EnvironWatch(config.PER_RANK - {config.ATTEMPT}, self._on_variable)
         self._doors = Doors(self._on_door)
         self._over = False
 
@@ -164,18 +165,36 @@ class Rehearsal:
         self._tell_and_end(f"{what} before {self._point}: move it behind that call")
 
     def _tell_and_end(self, reason: str) -> NoReturn:
-        self._watch.end()
-        self._doors.open()
-        print(f"resilient_train: this standby ends, since {reason}", file=sys.stderr)
-        traceback.print_stack()
-        with contextlib.suppress(OSError):  # the agent has gone, or has lost its patience
+        try:
+            self._watch.end()
+            self._doors.open()
             self._gate.sendall(encode(Unready(reason, self._below)))
-        # Whatever the script holds, or would do at its end, is not to be done by a process that is no rank.
-        os._exit(1)
+            print(f"resilient_train: this standby ends, since {reason}", file=sys.stderr)
+            traceback.print_stack()
+        finally:
+            # Whatever the script would do now, or at its end, is not to be done by a process that is no rank. Should
+            # the agent not have heard of it, it sees the end.
+            os._exit(1)
 
     # -- and what it becomes
 
     def _wait(self, depth: str) -> None:
+        try:
+            life, logs = self._receive_life(depth)
+        except Exception as error:
+            self._tell_and_end(f"waiting in {self._point} failed: {error!r}")
+        self._over = True
+        waiting.enter(None)
+        self._watch.end()
+        self._doors.open()
+        with fatal():
+            _flush()
+            self._gate.close()
+            take_streams(logs)
+            config.take_rank(life.environ)
+            importlib.invalidate_caches()
+
+    def _receive_life(self, depth: str) -> tuple[Life, list[int]]:
         if os.getpid() != self._pid:
             self._tell_and_end(f"a process that the script has forked came to {self._point}")
         started = _children()
@@ -188,16 +207,7 @@ class Rehearsal:
         life, logs = receive(self._gate, self._frames, ToFork)
         if not isinstance(life, Life):
             os._exit(0)  # nobody needs it any more
-        self._over = True
-        waiting.enter(None)
-        self._watch.end()
-        self._doors.open()
-        with fatal():
-            _flush()
-            self._gate.close()
-            take_streams(logs)
-            config.take_rank(life.environ)
-            importlib.invalidate_caches()
+        return life, logs
 
 
 @contextlib.contextmanager
@@ -237,10 +247,17 @@ def _children() -> list[int]:
     """Processes that this one has started, but for Python's own that only holds names of shared memory."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        found.update(map(int, (task / "children").read_text().split()))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found.update(map(int, (task / "children").read_text().split()))
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     found.discard(getattr(getattr(tracker, "_resource_tracker", None), "_pid", None) or 0)
-    return sorted(found)
+    return sorted(filter(_runs, found))
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    return False
 
 
 def _asked_by_torch() -> bool:

@@ -155,7 +155,9 @@ class Spares:
         self._all.append(Spare(child, gate))
 
     def send_on(self, target: Target) -> None:
-        """Those that wait at their gate go on to where they are to wait."""
+        """One that waits at its gate goes on to where it is to wait, if none is on its way: the job needs its cores."""
+        if not all(spare.ready for spare in self._all):
+            return
         for spare in self._all.copy():
             if self._depth == "forked" or spare.child.start != "forked" or not spare.ready:
                 continue
@@ -171,6 +173,7 @@ class Spares:
             spare.child.start, spare.attempt = self._depth, self._attempt
             asyncio.get_running_loop().add_reader(spare.gate.fileno(), self._on_gate, spare)
             spare.set_out(self._settings.standby_delay_s > 0, self._settings.standby_limit_s, self._on_limit)
+            return
 
     def take(self, environ: Mapping[str, str]) -> Spare | None:
         """The one that is furthest, of those that live and wait. It is the caller's from now on."""
@@ -181,6 +184,7 @@ class Spares:
                 self._drop(spare)
                 continue
             self._all.remove(spare)
+            self._deaths = 0
             return spare
         return None
 
@@ -200,6 +204,8 @@ class Spares:
     # -- on their way
 
     def _on_gate(self, spare: Spare) -> None:
+        if spare not in self._all:
+            return  # it was given up in this very moment
         try:
             data = spare.gate.recv(1 << 16)
             frames = [msgspec.msgpack.decode(body, type=FromFork) for body in spare.frames.feed(data)]
@@ -222,6 +228,7 @@ class Spares:
         spare.arrive()
         spare.child.start = frame.depth
         self._falls = 0
+        self._restock(0)
         took_s = time.monotonic() - spare.begun
         pid, times = spare.child.pid, {"took_s": round(took_s, 3), "cpu_s": round(frame.cpu_s, 3)}
         self._note("standby_waits", {"pid": pid, "depth": frame.depth, **times, "own_bytes": own_bytes(pid)})

@@ -30,6 +30,7 @@ _PROGRAMS = (
     (_posixsubprocess, "fork_exec"),
     *((os, name) for name in ("system", "posix_spawn", "posix_spawnp", "execv", "execve")),
 )
+_OPENS = "overwrites"
 _OPENERS = ((builtins, "open"), (io, "open"))
 _REMOVERS = tuple((os, name) for name in ("remove", "unlink", "truncate", "rmdir"))
 _RENAMERS = tuple((os, name) for name in ("rename", "replace"))
@@ -91,13 +92,13 @@ class Doors:
         if isinstance(file, int):
             return
         if "w" in mode:
-            self._look(file, "overwrites")
+            self._look(file, _OPENS)
         elif "a" in mode or "x" in mode:
             self._claim(file)
 
     def _on_os_open(self, path: Any, flags: int, *_: Any, dir_fd: int | None = None, **__: Any) -> None:
         if flags & os.O_TRUNC:
-            self._look(path, "overwrites", dir_fd)
+            self._look(path, _OPENS, dir_fd)
         elif flags & os.O_CREAT:
             self._claim(path, dir_fd)
 
@@ -106,7 +107,7 @@ class Doors:
 
     def _on_torch_save(self, _: Any, file: Any, *__: Any, **___: Any) -> None:
         if isinstance(file, str | os.PathLike):
-            self._look(file, "overwrites")
+            self._look(file, _OPENS)
 
     def _on_remove(self, path: Any, *_: Any, dir_fd: int | None = None, **__: Any) -> None:
         self._look(path, "removes", dir_fd)
@@ -115,12 +116,12 @@ class Doors:
         self, source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
     ) -> None:
         self._look(source, "renames", src_dir_fd)
-        self._look(target, "overwrites", dst_dir_fd)
+        self._look(target, "replaces", dst_dir_fd)
 
     def _look(self, path: Any, verb: str, dir_fd: int | None = None) -> None:
         name = _absolute(path, dir_fd)
         # A device is none of the job's results, and a lock file is there to be taken.
-        there = os.path.isfile(name) or os.path.isdir(name)  # noqa: PTH112, PTH113 - a name is what is asked about
+        there = os.path.isfile(name) or (verb != _OPENS and os.path.isdir(name))  # noqa: PTH112, PTH113 - of names
         if there and name not in self._own and not name.endswith(".lock"):
             self._refuse(f"{verb} {name}")
         self._own.add(name)

@@ -168,9 +168,10 @@ class Rehearsal:
         try:
             self._watch.end()
             self._doors.open()
-            self._gate.sendall(encode(Unready(reason, self._below)))
-            print(f"resilient_train: this standby ends, since {reason}", file=sys.stderr)
-            traceback.print_stack()
+            with contextlib.suppress(Exception):  # what the script has made of sys.stderr
+                print(f"resilient_train: this standby ends, since {reason}", file=sys.stderr)
+                traceback.print_stack()
+            self._gate.sendall(encode(Unready(reason, self._below)))  # the last: whom the agent hears, it kills
         finally:
             # Whatever the script would do now, or at its end, is not to be done by a process that is no rank. Should
             # the agent not have heard of it, it sees the end.

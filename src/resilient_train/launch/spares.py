@@ -279,10 +279,11 @@ def give_life(spare: Spare, command: tuple[str, ...], target: Target, environ: M
     spare.gate.close()
 
 
-def own_bytes(pid: int) -> int:
-    """Memory that is there for this process alone; 0 if it can't be told."""
+def own_bytes(pid: int, *, lends: bool = False) -> int:
+    """Memory that is there for this process alone, or (``lends``) for it and its forks; 0 if it can't be told."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+    counted = "Anonymous:" if lends else "Private_"
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(counted))

@@ -92,7 +92,7 @@ class Standby:
         nursery = []
         if self._process is not None:
             pid = self._process.pid
-            nursery = [{"pid": pid, "depth": "nursery", "ready": self._ready, "own_bytes": own_bytes(pid)}]
+            nursery = [{"pid": pid, "depth": "nursery", "ready": self._ready, "own_bytes": own_bytes(pid, lends=True)}]
         return nursery + self._spares.describe()
 
     def bury(self, pid: int) -> None:

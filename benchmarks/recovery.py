@@ -40,7 +40,7 @@ from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.timeline import Outcome, Recovery, recoveries
 
 POLL_S = 0.02
-STARTS = ("cold", "forked")
+STARTS = ("cold", "forked", "idle", "built")
 STEPS_BETWEEN = 5
 """Steps that every rank must have committed since the last fault before the next one hits."""
 FACTS = ("kill_to_commit", "survivors_stopped")
@@ -106,12 +106,14 @@ class Watch:
         self.marks: list[dict[tuple[int, str], int]] = [{} for _ in range(ranks)]
         self.processes: dict[int, dict[str, Any]] = {}
         self.ready = False
+        self.waits = 0
 
     def update(self) -> None:
         for event in self._events.news():
             if event["kind"] == "spawned":
                 self.processes[event["rank"]] = event
             self.ready = self.ready or event["kind"] == "standby_ready"
+            self.waits += event["kind"] == "standby_waits"
         for rank, follower in enumerate(self._marks):
             for line in follower.news():
                 if "step" in line:
@@ -132,9 +134,12 @@ class Watch:
                 raise BenchmarkError(f"the job came no further in time\n{log_tail(self._log)}")
             time.sleep(POLL_S)
 
-    def wait_for_standby(self) -> None:
-        """Until replacements can be forked. Raises BenchmarkError if that does not come about."""
-        while not self.ready:
+    def wait_for_standby(self, waits: int) -> None:
+        """Until replacements can be forked, and ``waits`` have come to where they wait in the script.
+
+        Raises BenchmarkError if that does not come about.
+        """
+        while not self.ready or self.waits < waits:
             self.update()
             if self._process.poll() is not None or time.monotonic() > self._deadline:
                 raise BenchmarkError(f"no standby came about\n{log_tail(self._log)}")
@@ -169,17 +174,19 @@ def run_case(case: Case, start: str, kills: int, limit_s: int, folder: Path) -> 
     run_dir = folder / "run"
     run_dir.mkdir(parents=True)
     command = [*launcher("resilient-run", case.ranks, run_dir), f"--max-restarts={kills + 10}"]
-    command.append(f"--standby={int(start == 'forked')}")
+    command.append(f"--standby={int(start != 'cold')}")
+    if start != "cold":
+        command.append(f"--standby-depth={start}")
     command += [str(HERE / "recovery_job.py"), case.model, str(folder), str(limit_s)]
     moments = random.Random(kills)
     hits: list[Kill] = []
     with started(command, folder / "job.log") as process:
         watch = Watch(run_dir, process, case.ranks, time.monotonic() + limit_s)
         watch.wait_for_steps(3 * STEPS_BETWEEN, 0)
-        if start == "forked":
-            watch.wait_for_standby()
         sink = JsonLines(run_dir / EVENTS_FILE)
         for number in range(kills):
+            if start != "cold":
+                watch.wait_for_standby(number + 1 if start != "forked" else 0)
             time.sleep(RESTOCK_S + moments.random() * watch.step_s())
             watch.update()
             hits.append(kill(watch, number % case.ranks, sink))
@@ -232,7 +239,7 @@ def measured(hit: Kill, story: list[Recovery], events: list[Event], watch: Watch
 
 
 def start_of(hit: Kill, events: list[Event]) -> str:
-    """How the replacement was started: cold or forked."""
+    """How the replacement was started."""
     mine = (e for e in events if e.kind == "spawned" and (e.rank, e.incarnation) == (hit.rank, hit.incarnation + 1))
     return str(next(mine).detail["start"])
 
@@ -247,6 +254,8 @@ def start_ms(
     spawned = next((each.time_ns for each in mine if each.kind == "spawned"), None)
     joined = next((each.time_ns for each in mine if each.kind == "joined"), None)
     edges = [recovery.fault_ns, spawned, *times.values(), joined]
+    if spawned is not None:  # what a standby has done ahead took no time of the recovery
+        edges = [edge if edge is None or not place else max(edge, spawned) for place, edge in enumerate(edges)]
     return {
         name: None if begin is None or end is None else (end - begin) / 1e6
         for name, begin, end in zip(START, edges, edges[1:], strict=False)
@@ -276,7 +285,7 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
     steps = [f"{each['step_ms']['median']:.1f} ({each['step_ms']['max']:.1f})" for each in results]
     whole = [
         ("recoveries", *(str(len(each["recoveries"])) for each in results)),
-        ("of them forked", *(str(sum(r["start"] == "forked" for r in each["recoveries"])) for each in results)),
+        ("of them so", *(str(sum(r["start"] == each["start"] for r in each["recoveries"])) for each in results)),
         row("kill -> next commit on all ranks", "kill_to_commit"),
         row("fault seen -> last survivor has left its step", "survivors_stopped"),
         row("all but process start and the step itself", "ours"),
@@ -293,7 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=["cold", "forked"])
     parser.add_argument("--kills", type=int, help="recoveries of a case (default 12; 2 with --quick)")
     parser.add_argument("--limit-s", type=int, default=600, help="longest time for a case")
     parser.add_argument("--quick", action="store_true", help="a smoke run: few kills, numbers of no worth")

@@ -28,12 +28,24 @@ class Marks:
     """One line is one write(2): a killed process leaves whole lines, apart from the last at worst."""
 
     def __init__(self, folder: str) -> None:
-        path = Path(folder) / f"marks_rank{os.environ['RANK']}.jsonl"
+        self._folder = folder
+        self._early: list[tuple[str, int]] = []
+        self._descriptor = self._incarnation = -1
+
+    def open(self) -> None:
+        """From here on the rank is known. What was marked before is written now."""
+        path = Path(self._folder) / f"marks_rank{os.environ['RANK']}.jsonl"
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._incarnation = int(os.environ.get("RESILIENT_INCARNATION", "0"))
+        for name, time_ns in self._early:
+            self.mark(name, time_ns)
 
     def mark(self, name: str, time_ns: int = 0) -> None:
-        line = {"mark": name, "incarnation": self._incarnation, "time_ns": time_ns or time.time_ns()}
+        time_ns = time_ns or time.time_ns()
+        if self._descriptor < 0:
+            self._early.append((name, time_ns))
+            return
+        line = {"mark": name, "incarnation": self._incarnation, "time_ns": time_ns}
         os.write(self._descriptor, json.dumps(line).encode() + b"\n")
 
     def committed(self, step: int) -> None:
@@ -53,6 +65,8 @@ def main() -> None:
     marks.mark("model")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     marks.mark("optimizer")
+    rt.standby_point()
+    marks.open()
     with rt.Session(model=model, optimizer=optimizer) as session:
         marks.mark("session")
         for step in session.steps(_STEPS):

@@ -26,6 +26,7 @@ from resilient_train.errors import (
     UsageError,
 )
 from resilient_train.session import Session, Step, resilient
+from resilient_train.waiting import standby_point
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "resilient",
+    "standby_point",
 ]
 
 register_when_imported()

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from resilient_train import config
+from resilient_train import config, waiting
 
 _TARGET = "torch.distributed"
 _BACKEND = "resilient"
+_RANK_PLACE = 4
+"""Of the parameters of ``init_process_group`` behind its first, ``rank`` is this one."""
 
 
 def register_when_imported() -> None:
@@ -44,18 +46,34 @@ def _register(distributed: Any) -> None:
 
 def wrap_if_linked() -> None:
     """Does so where an agent of ours has started this process: what torch's import does, and a fork makes up for."""
-    distributed: Any = sys.modules[_TARGET]
-    if config.read_link() is None:
-        return
+    if config.read_link() is not None:
+        _wrap(gloo=_wraps_gloo())
+
+
+def wrap_for_standby() -> None:
+    """Likewise in a process that has no agent's orders yet, and waits for them where the script makes its group."""
+    _wrap(gloo=_wraps_gloo())
+
+
+def _wraps_gloo() -> bool:
     settings = config.read_settings()
-    if not settings.wrap_backend or config.why_off(settings, config.read_switches()):
+    return settings.wrap_backend and not config.why_off(settings, config.read_switches())
+
+
+def _wrap(*, gloo: bool) -> None:
+    if not gloo and waiting.stage is None:
         return
+    distributed: Any = sys.modules[_TARGET]
     original = distributed.init_process_group
 
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        chosen = _BACKEND if backend is None or backend == "gloo" else backend
-        return original(chosen, *args, **kwargs)
+        chosen = _BACKEND if gloo and (backend is None or backend == "gloo") else backend
+        build = functools.partial(original, chosen, *args, **kwargs)
+        if waiting.stage is None:
+            return build()
+        given = len(args) >= _RANK_PLACE or kwargs.get("rank", -1) != -1
+        return waiting.stage.at_group(build, late=chosen == _BACKEND and not given)
 
     distributed.init_process_group = init_process_group
     distributed.distributed_c10d.init_process_group = init_process_group

@@ -5,10 +5,9 @@ Flags beat variables beat defaults; ``describe`` tells where each value came fro
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 import msgspec
@@ -17,6 +16,8 @@ from resilient_train.errors import ConfigError
 from resilient_train.faults import nearest, parse_plan
 
 PREFIX = "RESILIENT_"
+DEPTHS = ("forked", "idle", "built")
+"""How far a standby can be, each further than the one before."""
 
 
 class AgentLink(msgspec.Struct, frozen=True):
@@ -66,9 +67,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     standby: int = 1
     """Processes that stand by with their imports done. One is forked for as many ranks as are lost; 0: none."""
     standby_depth: str = "forked"
-    """How far they are: ``forked`` has done its imports, and a replacement is a fork of it."""
+    """How far they are: ``forked`` has done its imports, ``idle`` waits in ``init_process_group``, ``built`` in
+    ``standby_point``."""
     standby_delay_s: float = 2.0
     """How long the job trains first; then the imports take half of a core for some seconds. 0: at once, a whole one."""
+    standby_limit_s: float = 600.0
+    """How long a standby may take from the script's first line to where it waits (depths ``idle`` and ``built``)."""
     transfer: str = "auto"
     """How state reaches a replacement: ``memory`` (same host), ``group`` (over the process group), ``auto``."""
 
@@ -78,17 +82,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{PREFIX}TRANSFER={self.transfer!r}: unknown{nearest(self.transfer, known)}")
         if not 0 <= self.hang_timeout_s < float("inf"):
             raise ConfigError(f"{PREFIX}HANG_TIMEOUT_S must be a number of seconds from 0, not {self.hang_timeout_s}")
-        for name in ("join_timeout_s", "verdict_timeout_s", "beat_ms", "grace_ms", "hang_floor_s", "probe_ms"):
+        times = ("join_timeout_s", "verdict_timeout_s", "hang_floor_s", "standby_limit_s")
+        for name in (*times, "beat_ms", "grace_ms", "probe_ms"):
             if not getattr(self, name) > 0:  # also for nan
                 raise ConfigError(f"{PREFIX}{name.upper()} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.tail_log_bytes <= 1 << 40:
             raise ConfigError(f"{PREFIX}TAIL_LOG_BYTES must be from 0 to 2^40, not {self.tail_log_bytes}")
         if self.standby < 0:
             raise ConfigError(f"{PREFIX}STANDBY must be 0 or more, not {self.standby}")
-        if self.standby_depth in ("idle", "built"):
-            raise ConfigError(f"{PREFIX}STANDBY_DEPTH={self.standby_depth} is not in this version; write forked")
-        if self.standby_depth != "forked":
-            raise ConfigError(f"{PREFIX}STANDBY_DEPTH={self.standby_depth!r} is unknown; write forked")
+        if self.standby_depth not in DEPTHS:
+            hint = nearest(self.standby_depth, DEPTHS)
+            raise ConfigError(f"{PREFIX}STANDBY_DEPTH={self.standby_depth!r}: unknown{hint}; write {', '.join(DEPTHS)}")
         if not 0 <= self.standby_delay_s < float("inf"):
             raise ConfigError(f"{PREFIX}STANDBY_DELAY_S must be a number of seconds from 0, not {self.standby_delay_s}")
         parse_plan(self.faults)
@@ -276,6 +280,16 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def own_rank() -> int:
+    """The rank of this process, which has one."""
+    return int(os.environ["RANK"])
+
+
+def init_barrier_wanted() -> bool:
+    """Whether torch's ``init_process_group`` ends with a barrier of its own."""
+    return os.environ.get("TORCH_DIST_INIT_BARRIER", "0") not in ("", "0")
+
+
 def environ_copy() -> dict[str, str]:
     """A copy of the environment, for processes that the agent starts."""
     return dict(os.environ)
@@ -301,23 +315,14 @@ def replace_environ(environ: Mapping[str, str]) -> None:
     os.environ.update(environ)
 
 
-@contextlib.contextmanager
-def reads_noted(names: frozenset[str]) -> Iterator[set[str]]:
-    """Those of the variables that Python code asks for inside the block."""
-    found: set[str] = set()
-    plain = type(os.environ)
+def take_rank(environ: Mapping[str, str]) -> None:
+    """This process gets a rank: what differs between ranks is taken over, what the script has set itself is kept."""
+    for name in PER_RANK:
+        if name in environ:
+            os.environ[name] = environ[name]
+        else:
+            os.environ.pop(name, None)
 
-    class Noting(plain):  # type: ignore[valid-type, misc] # the class is known at run time only
-        def __getitem__(self, key: str) -> str:
-            found.update(names.intersection((key,)))
-            return str(super().__getitem__(key))
 
-        def __contains__(self, key: object) -> bool:
-            found.update(names.intersection((key,)))
-            return bool(super().__contains__(key))
-
-    os.environ.__class__ = Noting
-    try:
-        yield found
-    finally:
-        os.environ.__class__ = plain
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+"""How often all ranks were started again; the name of torch's store depends on it."""

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from resilient_train.config import DEFAULT_SWITCHES, Described, Settings, Switches, describe, read_settings
-from resilient_train.launch.doctor import Facts, Grade, Probe, as_dict, as_lines, gather, judge
+from resilient_train.launch.doctor import Facts, Grade, Probe, StandingBy, as_dict, as_lines, gather, judge
 
 HEALTHY = Facts(
     system="Linux",
@@ -56,6 +56,8 @@ def test_a_healthy_machine() -> None:
         ({"probes": (Probe("nvml", "polling", "", ("XID events",)),)}, Grade.OK, "not XID events"),
         ({"probes": (Probe("acl", "disabled", "the trial crashed", ()),)}, Grade.NOTE, "be used: the trial crashed"),
         ({"standby": 0}, Grade.NOTE, "off (RESILIENT_STANDBY)"),
+        ({"depth": "built"}, Grade.OK, "on, built: "),
+        ({"standing_by": (StandingBy(7, "idle", False, 3 << 20),)}, Grade.OK, "idle, on its way: 3.0 MiB of its own"),
         ({"settings": (Described("RESILIENT_HANG", "False", "environment"),)}, Grade.OK, "False (environment)"),
     ],
 )

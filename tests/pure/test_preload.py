@@ -2,11 +2,20 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from resilient_train.config import PER_RANK, Settings, read_settings, reads_noted, replace_environ, shared_environ
+from resilient_train.config import (
+    PER_RANK,
+    Settings,
+    read_settings,
+    replace_environ,
+    shared_environ,
+    take_rank,
+)
+from resilient_train.environ import EnvironWatch, reads_noted
 from resilient_train.errors import ConfigError
 from resilient_train.launch.preload import Import, Target, hidden, scan, target_of
 
@@ -172,13 +181,55 @@ def test_the_environment_is_replaced() -> None:
         replace_environ(before)
 
 
+def test_every_use_of_a_variable_is_seen_before_it_happens() -> None:
+    class Stopped(BaseException):
+        pass
+
+    def used(name: str) -> None:
+        seen.append(name)
+        raise Stopped
+
+    uses: dict[str, Callable[[], object]] = {
+        "RANK": lambda: os.environ["RANK"],
+        "LOCAL_RANK": lambda: os.environ.setdefault("LOCAL_RANK", "0"),
+        "ROLE_RANK": lambda: os.environb.get(b"ROLE_RANK"),
+        "RESILIENT_AGENT": lambda: os.environ.pop("RESILIENT_AGENT", None),
+        "RESILIENT_JOINING": lambda: os.environ.update(RESILIENT_JOINING="1"),
+        "all variables": lambda: {**os.environ},
+    }
+    seen: list[str] = []
+    watch = EnvironWatch(PER_RANK, used)
+    watch.begin()
+    try:
+        for use in [*uses.values(), lambda: list(os.environ.items()), lambda: repr(os.environ), os.environ.copy]:
+            with pytest.raises(Stopped):
+                use()
+        assert os.environ["PATH"] == os.getenv("PATH"), "others may be used"
+    finally:
+        watch.end()
+    assert seen == [*uses, *["all variables"] * 3]
+    assert type(os.environ) is type(os.environb)
+    assert "RANK" not in os.environ
+
+
+def test_a_rank_is_taken_over_and_what_the_script_has_set_is_kept() -> None:
+    before = dict(os.environ)
+    try:
+        os.environ.update(OMP_NUM_THREADS="5", ROLE_RANK="7")
+        take_rank({"RANK": "2", "OMP_NUM_THREADS": "1"})
+        found = {name: os.environ.get(name) for name in ("RANK", "OMP_NUM_THREADS", "ROLE_RANK")}
+        assert found == {"RANK": "2", "OMP_NUM_THREADS": "5", "ROLE_RANK": None}
+    finally:
+        replace_environ(before)
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
         ("STANDBY", "-1", "0 or more"),
-        ("STANDBY_DEPTH", "idle", "not in this version"),
-        ("STANDBY_DEPTH", "built", "not in this version"),
-        ("STANDBY_DEPTH", "fork", "write forked"),
+        ("STANDBY_DEPTH", "build", "did you mean 'built'"),
+        ("STANDBY_DEPTH", "deep", "write forked, idle, built"),
+        ("STANDBY_LIMIT_S", "0", "above 0"),
         ("STANDBY_DELAY_S", "inf", "from 0"),
     ],
 )

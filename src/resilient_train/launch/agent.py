@@ -294,7 +294,7 @@ class Agent:
                     self._note(kind, rank=rank, detail=detail)
                     self._tell(kind, rank, detail)
                     if kind == "started" and self._job.policy.replace:
-                        self._processes.stand_by()
+                        self._processes.stand_by(self._controller.attempt)
                 case EndJob():
                     if self._ending is None:
                         self._ending = command
@@ -368,6 +368,9 @@ class Agent:
             self._say(f"recovery {generation}: rank {rank} did not answer in time and is killed")
         elif kind == "standby_off":
             self._say(f"replacements start cold, since nothing can stand by: {detail['reason']}")
+        elif kind == "standby_shallow":
+            how = "forked with their imports done" if detail["depth"] == "forked" else f"started {detail['depth']}"
+            self._say(f"replacements are only {how}, not {detail['asked']}: {detail['reason']}")
         elif kind == "job_end" and detail["code"]:
             self._say(f"the job ends: {detail['reason']}")
 

@@ -19,7 +19,10 @@ import msgspec
 
 from resilient_train import config
 from resilient_train._native import Probes, ProbeStatus, death_watch_supported
+from resilient_train.errors import ResilientError
+from resilient_train.launch import asking
 from resilient_train.observe.report import Line
+from resilient_train.protocol.messages import Query
 
 TORCH = "2.13"
 _DESCRIPTORS_MIN = 4096
@@ -36,6 +39,14 @@ _WORKS = {
     "uce": "tensors whose memory lost data are fetched again from a replica (no real device has been tried)",
     "arf": "a rank that died or hangs is replaced",
     "hcce": "process groups are rebuilt when a collective fails and nobody died",
+}
+
+
+_NURSERY = "a process with the imports done stands by (some 220 MiB), and spares are forked from it"
+_DEPTHS = {
+    "forked": f"{_NURSERY} (some 2 MiB each)",
+    "idle": f"{_NURSERY}; each has what the script holds at init_process_group (from 15 MiB on)",
+    "built": f"{_NURSERY}; each has the model, and what else the script holds at standby_point (from 25 MiB on)",
 }
 
 
@@ -64,6 +75,15 @@ class Probe(msgspec.Struct, frozen=True):
     missing: tuple[str, ...]
 
 
+class StandingBy(msgspec.Struct, frozen=True):
+    """A process of a running job that stands by; ``own_bytes``: memory that it shares with no other."""
+
+    pid: int
+    depth: str
+    ready: bool
+    own_bytes: int
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What ``gather`` found. None: not there, or could not be read."""
 
@@ -85,6 +105,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """See ``config.why_off``."""
     settings: tuple[config.Described, ...]
     standby: int = 1
+    depth: str = "forked"
+    standing_by: tuple[StandingBy, ...] = ()
+    """Of the job that was started last here, if it runs."""
 
 
 def gather() -> Facts:
@@ -111,7 +134,17 @@ def gather() -> Facts:
         off=config.why_off(settings, config.read_switches()),
         settings=config.describe(settings),
         standby=settings.standby,
+        depth=settings.standby_depth,
+        standing_by=_standing_by(),
     )
+
+
+def _standing_by() -> tuple[StandingBy, ...]:
+    try:
+        status = asking.ask(asking.newest_run(), Query()).status
+    except ResilientError:
+        return ()  # no job runs here, or it has no time for this: doctor is about the machine
+    return msgspec.convert(status.get("standbys", ()), tuple[StandingBy, ...])
 
 
 def _try_probes(settings: config.Settings) -> tuple[Probe, ...]:
@@ -210,8 +243,12 @@ def _switches(facts: Facts) -> Iterator[Finding]:
         else:
             yield Finding(Grade.PROBLEM if name == "arf" else Grade.NOTE, name.upper(), f"off ({source}); on: {text}")
     if facts.switches.arf and facts.standby:
-        text = "a process with the imports done stands by, and replacements are forked from it"
-        yield Finding(Grade.OK, "standby", f"on: {text}; events.jsonl says where a script does not allow it")
+        text = f"{_DEPTHS[facts.depth]}; events.jsonl says where a script does not allow it"
+        yield Finding(Grade.OK, "standby", f"on, {facts.depth}: {text}")
+        for each in facts.standing_by:
+            state = "" if each.ready else ", on its way"
+            text = f"{each.depth}{state}: {each.own_bytes / (1 << 20):.1f} MiB of its own (process {each.pid})"
+            yield Finding(Grade.OK, "standby now", text)
     elif facts.switches.arf:
         text = "off (RESILIENT_STANDBY): a replacement starts Python and imports torch first, some 2 s"
         yield Finding(Grade.NOTE, "standby", text)

@@ -1,8 +1,8 @@
 """The nursery: a process that has imported what a rank imports, and from which replacements are forked.
 
 It has one thread and calls no torch operation: what is forked from a process with threads may wait for one that is not
-there. It knows no rank. A fork waits at its gate, a socket that ends at the agent, and is told there what it becomes.
-It ends when its gate closes.
+there. It knows no rank. A fork waits at its gate, a socket that ends at the agent, and is told there what it becomes,
+or to run the script up to where it waits (``rehearsal.py``). It ends when its gate closes.
 
 A fork is the agent's child: the process between it and the nursery has ended by then, and the agent adopts its orphans
 (PR_SET_CHILD_SUBREAPER). So the agent reaps it, and it dies with the agent, not with the nursery.
@@ -16,11 +16,9 @@ import gc
 import importlib
 import os
 import runpy
-import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -29,9 +27,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from resilient_train import _native, _register, config
-from resilient_train.errors import ProtocolError
+from resilient_train import _register, config
+from resilient_train.environ import reads_noted
 from resilient_train.launch.preload import Import, Target, hidden, scan
+from resilient_train.launch.rehearsal import Life, Rehearsal, Rehearse, ToFork, bind_to, fatal, receive, take_streams
 from resilient_train.transport import FrameBuffer, encode
 
 BOOT = (
@@ -96,45 +95,43 @@ class Forked(msgspec.Struct, tag=True, frozen=True):
     pid: int
 
 
-class Life(msgspec.Struct, tag=True, frozen=True):
-    """Of the agent, through the gate, with two descriptors: stdout and stderr."""
-
-    agent_pid: int
-    command: tuple[str, ...]
-    target: Target
-    environ: dict[str, str]
-    cwd: str
-
-
-FromAgent = Order | Fork | Life
+FromAgent = Order | Fork
 FromNursery = Importing | Ready | Unfit | Forked
 
 
 class Born(NamedTuple):
-    """A fork that knows its life. ``live`` is the last thing that its main module calls."""
+    """A fork that knows what to run. ``live`` is the last thing that its main module calls."""
 
-    life: Life
+    command: tuple[str, ...]
+    target: Target
+    rehearsal: Rehearsal | None = None
+    """None: it is a rank."""
 
     def live(self) -> None:
         """Runs the script as ``python SCRIPT`` or ``python -m MODULE`` would."""
-        life, target = self.life, self.life.target
+        target, rehearsal = self.target, self.rehearsal
         main = ModuleType("__main__")
         main.__dict__.update(__annotations__={}, __builtins__=builtins)
         sys.modules["__main__"] = main
-        sys.orig_argv[:] = life.command
+        sys.orig_argv[:] = self.command
         folder = target.folder()
         if folder:
             sys.path.insert(0, folder)
         sys.argv[:] = [target.script or "-m", *target.arguments]
         try:
+            if rehearsal is not None:
+                rehearsal.begin()
             if target.module:
                 runpy._run_module_as_main(target.module)  # type: ignore[attr-defined] # noqa: SLF001 - what -m itself calls
             else:
                 exec(_compiled(target.script, main), main.__dict__)  # noqa: S102 - what this process is for
-        except SystemExit:
-            raise
-        except BaseException:
-            sys.excepthook = _Hook(sys.excepthook)
+            if rehearsal is not None and rehearsal.goes_on():
+                rehearsal.ended()
+        except BaseException as error:
+            if rehearsal is not None and rehearsal.goes_on():
+                rehearsal.failed(error)
+            if not isinstance(error, SystemExit):
+                sys.excepthook = _Hook(sys.excepthook)
             raise
 
 
@@ -164,7 +161,7 @@ def serve(descriptor: int, early: frozenset[str]) -> Born | None:
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)
     frames = FrameBuffer()
-    order, _ = _receive(channel, frames)
+    order, _ = receive(channel, frames, FromAgent)
     if not isinstance(order, Order):
         return None
     told = _prepare(channel, order, early)
@@ -172,7 +169,7 @@ def serve(descriptor: int, early: frozenset[str]) -> Born | None:
     if isinstance(told, Unfit):
         return None
     while True:
-        request, gates = _receive(channel, frames)
+        request, gates = receive(channel, frames, FromAgent)
         if not isinstance(request, Fork) or len(gates) != 1:
             return None
         pid = _fork()
@@ -198,7 +195,7 @@ def _prepare(channel: socket.socket, order: Order, early: frozenset[str]) -> Rea
                 continue
             channel.sendall(encode(Importing(each.module)))
             culprit = each.module if each.module not in ALWAYS else ""
-            with config.reads_noted(config.PER_RANK) as asked:
+            with reads_noted(config.PER_RANK) as asked:
                 try:
                     __import__(each.module, fromlist=each.names)
                 except (Exception, SystemExit) as error:
@@ -290,27 +287,22 @@ def _fork() -> int | None:
 def _wait_at_gate(gate: int) -> Born:
     """In the fork: learns what it becomes, and becomes it."""
     _draw_anew()  # ahead: it is part of no recovery then
-    with socket.socket(fileno=gate) as channel:
-        life, logs = _receive(channel, FrameBuffer())
-    if not isinstance(life, Life):
+    channel, frames = socket.socket(fileno=gate), FrameBuffer()
+    channel.set_inheritable(False)
+    order, logs = receive(channel, frames, ToFork)
+    if isinstance(order, Rehearse):
+        return Born(order.command, order.target, Rehearsal(channel, frames, order))
+    channel.close()
+    if not isinstance(order, Life):
         os._exit(0)  # nobody needs it any more
-    try:
-        _become(life, logs)
-    except BaseException:
-        # An exit code would be taken for the script's own, and end the job; a death is repaired.
-        traceback.print_exc()
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise
-    return Born(life)
+    with fatal():
+        _become(order, logs)
+    return Born(order.command, order.target)
 
 
 def _become(life: Life, logs: list[int]) -> None:
-    _native.die_with_parent(signal.SIGKILL)
-    if os.getppid() != life.agent_pid:
-        raise ProtocolError("the agent ended before this process was bound to it")
-    for source, target in zip(logs, (1, 2), strict=True):
-        os.dup2(source, target)
-        os.close(source)
+    bind_to(life.agent_pid)
+    take_streams(logs)
     config.replace_environ(life.environ)
     os.chdir(life.cwd)
     importlib.invalidate_caches()
@@ -326,15 +318,3 @@ def _draw_anew() -> None:
         modules["torch"].default_generator.seed()
     if "multiprocessing.process" in modules:
         modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
-
-
-def _receive(channel: socket.socket, frames: FrameBuffer) -> tuple[FromAgent | None, list[int]]:
-    """The next frame and what came with it; None at the end. The agent sends one at a time."""
-    descriptors: list[int] = []
-    while True:
-        data, fresh, _, _ = socket.recv_fds(channel, 1 << 16, 3)
-        descriptors += fresh
-        for body in frames.feed(data):
-            return msgspec.msgpack.decode(body, type=FromAgent), descriptors
-        if not data:
-            return None, descriptors

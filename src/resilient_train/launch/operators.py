@@ -101,4 +101,5 @@ class Operators:
             "restarts": controller.restarts,
             "max_restarts": controller.policy.max_restarts,
             "ranks": ranks,
+            "standbys": self._processes.standbys(),
         }

@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from resilient_train import config
 from resilient_train.launch.job import Job
@@ -23,7 +24,7 @@ _LOCAL_RANK_MACRO = "${local_rank}"
 class RankProcess:
     """One incarnation of a rank. ``pidfd`` becomes readable when the process has ended.
 
-    ``start`` is "cold" for a new interpreter, "forked" for a fork of the nursery.
+    ``start`` is "cold" for a new interpreter, and how far it was, "forked" and beyond, for a fork of the nursery.
     """
 
     def __init__(self, rank: int, incarnation: int, child: Child, *, start: str) -> None:
@@ -82,20 +83,24 @@ class Processes:
         environ = self._environ(rank, incarnation, attempt, joining=joining)
         try:
             before = self.current.get(rank)
-            unborn = before is not None and before.start == "forked" and not before.greeted
+            unborn = before is not None and before.start != "cold" and not before.greeted
             # A fork that ended before its Session came about is not tried twice.
             forked = self._standby.become(command, environ, streams) if joining and not unborn else None
             child = forked or _start_cold(command, environ, streams)
         finally:
             os.close(streams.out)
             os.close(streams.err)
-        process = RankProcess(rank, incarnation, child, start="forked" if forked else "cold")
+        process = RankProcess(rank, incarnation, child, start=forked.start if forked else "cold")
         self.current[rank] = process
         return process
 
-    def stand_by(self) -> None:
+    def stand_by(self, attempt: int) -> None:
         """The ranks train: from now on there may be a process that replacements are forked from."""
-        self._standby.begin([self._environ(rank, 0, 0, joining=True) for rank in range(self._job.world_size)])
+        self._standby.begin([self._environ(rank, 0, attempt, joining=True) for rank in range(self._job.world_size)])
+
+    def standbys(self) -> list[dict[str, Any]]:
+        """The processes that stand by, for an operator."""
+        return self._standby.describe()
 
     def reap_strays(self, pids: Collection[int]) -> None:
         """Lets go of ended processes that are neither these ranks' nor the nursery: a rank's orphans come to us."""

@@ -40,7 +40,11 @@ def _parser() -> argparse.ArgumentParser:
     ours.add_argument("--run-dir", "--run_dir", help="where the run writes (default: ./resilient_runs/<id>)")
     ours.add_argument("--faults", help="plan of faults to inject, e.g. 'kill rank=2 step=7 phase=UPDATING'")
     ours.add_argument("--standby", type=int, help="0: no process stands by to replace a lost rank (default: 1)")
-    ours.add_argument("--standby-depth", "--standby_depth", help="how far it is: forked (imports are done)")
+    ours.add_argument(
+        "--standby-depth",
+        "--standby_depth",
+        help="how far it is: forked (imports done), idle (in init_process_group), built (in rt.standby_point)",
+    )
     return parser
 
 

@@ -15,28 +15,21 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from resilient_train import _native, config
 from resilient_train.errors import ProtocolError
 from resilient_train.launch.logs import Streams
-from resilient_train.launch.nursery import BOOT, Fork, Forked, FromNursery, Importing, Life, Order, Ready, Unfit
+from resilient_train.launch.nursery import BOOT, Fork, Forked, FromNursery, Importing, Order, Ready, Unfit
 from resilient_train.launch.preload import target_of
+from resilient_train.launch.spares import ANSWER_S, ODD, PAUSE_S, ForkedChild, Note, Spare, Spares, give_life, own_bytes
 from resilient_train.transport import FrameBuffer, encode
 
-ANSWER_S = 1.0
-"""A fork takes some 20 ms. A cold start takes longer than this, so waiting as long is worth it, and no longer."""
 _IMPORT_S = 60.0
 _LOSSES_MAX = 4
 """Times that the nursery may end or hang before it is not started again; each time after twice the pause."""
-_PAUSE_S = 1.0
-
-_ODD = (OSError, ProtocolError, msgspec.MsgspecError)
-"""What talking to a nursery that is not well can raise."""
-
-Note = Callable[[str, dict[str, Any]], None]
 
 
 class Child(Protocol):
@@ -52,38 +45,8 @@ class Child(Protocol):
         ...
 
 
-class ForkedChild:
-    """A child that no Popen has started."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        """See Child."""
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._code = os.waitstatus_to_exitcode(status)
-        return self._code
-
-
-class Spare(NamedTuple):
-    """A fork that waits at its gate."""
-
-    child: ForkedChild
-    gate: socket.socket
-
-    def end(self) -> None:
-        """Kills and reaps it."""
-        self.gate.close()
-        if self.child.poll() is None:
-            os.kill(self.child.pid, signal.SIGKILL)
-            os.waitpid(self.child.pid, 0)
-
-
 class Standby:
-    """One nursery at a time, and ``settings.standby`` spares. ``note`` writes an event."""
+    """One nursery at a time, and ``settings.standby`` spares (``spares.py``). ``note`` writes an event."""
 
     def __init__(self, command: tuple[str, ...], log_dir: Path, settings: config.Settings, note: Note) -> None:
         self._command = command
@@ -96,7 +59,7 @@ class Standby:
         self._frames = FrameBuffer()
         self._gates: list[socket.socket] = []
         """Of the forks that the nursery was asked for, oldest first."""
-        self._spares: list[Spare] = []
+        self._spares = Spares(command, settings, note, self._restock)
         self._skip: set[str] = set()
         self._losses = 0
         self._ready = False
@@ -116,77 +79,76 @@ class Standby:
                 names = sorted({name for name, _ in others.items() ^ self._environ.items()})
                 self._give_up(f"the ranks' environments differ in {', '.join(names)}")
                 return
+        self._spares.begin(environs[0])
         self._after(self._settings.standby_delay_s, self._start)
 
     def pids(self) -> set[int]:
         """The processes that nobody but this object reaps."""
         nursery = {self._process.pid} if self._process is not None else set()
-        return nursery | {spare.child.pid for spare in self._spares}
+        return nursery | self._spares.pids()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What stands by, for an operator."""
+        nursery = []
+        if self._process is not None:
+            pid = self._process.pid
+            nursery = [{"pid": pid, "depth": "nursery", "ready": self._ready, "own_bytes": own_bytes(pid, lends=True)}]
+        return nursery + self._spares.describe()
 
     def bury(self, pid: int) -> None:
         """A process of ``pids`` has ended. That the nursery has is seen by its channel."""
-        for spare in self._spares:
-            if spare.child.pid == pid:
-                self._spares.remove(spare)
-                spare.end()
-                self._note("standby_lost", {"reason": f"a spare ended with code {spare.child.poll()}"})
-                self._later(_PAUSE_S, self._stock_up)
-                return
+        self._spares.bury(pid)
 
     def close(self) -> None:
         """No more of it."""
         self._closed = True
         self._end()
-        for spare in self._spares:
-            spare.end()
-        self._spares.clear()
+        self._spares.close()
 
     def become(self, command: tuple[str, ...], environ: Mapping[str, str], streams: Streams) -> ForkedChild | None:
         """A process that runs the command with this environment, or None if a cold start must do."""
         target = target_of(command)
         if isinstance(target, str) or config.shared_environ(environ) != self._environ:
             return None
-        spare = self._take()
+        spare = self._take(environ)
         if spare is None:
             return None
-        life = encode(Life(os.getpid(), command, target, dict(environ), str(Path.cwd())))
         try:
-            spare.gate.settimeout(ANSWER_S)
-            # The descriptors go with the first byte; behind the last, the fork has closed its gate already.
-            socket.send_fds(spare.gate, [life[:1]], [streams.out, streams.err])
-            spare.gate.sendall(life[1:])
+            give_life(spare, command, target, environ, streams)
         except OSError as error:
             spare.end()
             self._note("standby_lost", {"reason": f"a spare did not take its orders: {error!r}"})
             return None
         finally:
-            spare.gate.close()
-            self._later(_PAUSE_S, self._stock_up)  # not in the middle of a recovery
+            self._restock(PAUSE_S)  # not in the middle of a recovery
         return spare.child
 
     # -- its forks
 
-    def _take(self) -> Spare | None:
+    def _take(self, environ: Mapping[str, str]) -> Spare | None:
         """A spare that lives: one that waits already, or, for a while, one that the nursery is asked for now."""
         deadline = time.monotonic() + ANSWER_S
         while True:
-            while self._spares:
-                spare = self._spares.pop(0)
-                if spare.child.poll() is None:
-                    return spare
-                spare.gate.close()
-            if not self._ready or time.monotonic() > deadline:
-                return None
+            spare = self._spares.take(environ)
+            if spare is not None or not self._ready or time.monotonic() > deadline:
+                return spare
             try:
                 if not self._gates:
                     self._ask()
                 for frame in self._receive(max(0.001, deadline - time.monotonic())):
                     self._take_in(frame)
-            except _ODD as error:
+            except ODD as error:
                 self._lose(f"no fork: {error!r}")
                 return None
 
+    def _restock(self, delay_s: float) -> None:
+        self._later(delay_s, self._stock_up)
+
     def _stock_up(self) -> None:
+        target = target_of(self._command)
+        if self._closed or isinstance(target, str):
+            return
+        self._spares.send_on(target)
         try:
             while self._ready and len(self._spares) + len(self._gates) < self._settings.standby:
                 self._ask()
@@ -206,7 +168,7 @@ class Standby:
             raise ProtocolError(f"unexpected {frame}")
         # Raises ChildProcessError for a process that is not ours to reap.
         os.waitid(os.P_PID, frame.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        self._spares.append(Spare(ForkedChild(frame.pid), self._gates.pop(0)))
+        self._spares.add(ForkedChild(frame.pid), self._gates.pop(0))
 
     # -- its life
 
@@ -252,7 +214,7 @@ class Standby:
                 self._on_frame(frame)
         except BlockingIOError:
             return  # a replacement was in need of it, and has taken it already
-        except _ODD as error:
+        except ODD as error:
             self._lose(str(error))
 
     def _on_frame(self, frame: FromNursery) -> None:
@@ -271,6 +233,7 @@ class Standby:
                 self._without(culprit, reason)
             case _:
                 self._take_in(frame)
+                self._stock_up()
 
     def _on_slow_import(self) -> None:
         culprit, reason = self._importing, f"importing {self._importing} took longer than {_IMPORT_S:.0f} s"
@@ -301,7 +264,7 @@ class Standby:
         if self._losses >= _LOSSES_MAX:
             self._give_up(f"it was lost {self._losses} times, at last because {reason}")
         else:
-            self._after(_PAUSE_S * 2**self._losses, self._start)
+            self._after(PAUSE_S * 2**self._losses, self._start)
 
     def _give_up(self, reason: str) -> None:
         self._closed = True

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 import resilient_train as rt
-from resilient_train.config import read_link
+from resilient_train.config import read_link, read_settings
 
 STUCK_SAMPLE = 60
 """Loaded by rank 1 of 3 in its sixth step, with the sampler's seed 3."""
@@ -100,6 +100,7 @@ class Job:
         self.scaler = (
             torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4) if "scaler" in variant else None
         )
+        rt.standby_point()
         link = read_link()
         rank = dist.get_rank()
         # The first process of rank 1 is the one that goes wrong, where a variant has one go wrong.
@@ -171,10 +172,12 @@ class Job:
             with self.records.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def wait_for_standby(self) -> None:
+    def wait_for_standby(self, count: int) -> None:
+        """Until there is one, and, where it waits in this script, until that has come to pass ``count`` times."""
         assert self.records is not None
         events = self.records.with_name("events.jsonl")
-        while b'"standby_ready"' not in events.read_bytes():
+        waits = read_settings().standby_depth != "forked"
+        while events.read_bytes().count(b'"standby_waits"' if waits else b'"standby_ready"') < (count if waits else 1):
             time.sleep(0.02)
 
     def run(self, asked: argparse.Namespace) -> None:
@@ -192,8 +195,8 @@ class Job:
                     self.body(step)
                 if asked.pace and not Path(asked.pace).exists():
                     time.sleep(0.15)
-                if step.number == asked.standby_at and step.done:
-                    self.wait_for_standby()
+                if step.number in asked.standby_at and step.done:
+                    self.wait_for_standby(asked.standby_at.index(step.number) + 1)
                 if "slow" in self.variant and step.number == 5 and dist.get_rank() == 1:
                     with session.slow("evaluation"):
                         time.sleep(3)
@@ -210,7 +213,7 @@ if __name__ == "__main__":
     parser.add_argument("--between", action="store_true")
     parser.add_argument("--leave-at", type=int, default=-1, help="leave the loop behind this step")
     parser.add_argument("--pace", default="", help="go slowly until this file exists")
-    parser.add_argument("--standby-at", type=int, default=-1, help="wait for a standby behind this step")
+    parser.add_argument("--standby-at", type=int, nargs="*", default=[], help="wait for a standby behind this step")
     arguments = parser.parse_args()
     dist.init_process_group("resilient")
     Job(frozenset(arguments.variant.split("+"))).run(arguments)

@@ -3,7 +3,7 @@
 ``ResilientGroup`` hands every call to an inner group (gloo) that is replaced at each recovery, while the object that
 the user, DDP or a DeviceMesh holds stays the same. In a process that is going to *join* a running job there is no inner
 group yet: collectives act as if this rank were alone (``solo.py``), so that it can build its model and its DDP wrapper
-without waiting for the others.
+without waiting for the others. In a standby that builds them ahead, the rank itself is not known yet.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import GroupName
 
+from resilient_train import waiting
 from resilient_train.config import read_link
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch import solo
@@ -78,6 +79,8 @@ class ResilientGroup(dist.ProcessGroup):
         self.sockets: list[tuple[int, int]] = []
         self.solo = True
         self.quiet = False
+        self._nobody = waiting.stage is not None
+        """It has no rank yet: what it was made with is only assumed."""
         self._hangups = select.epoll()
         self._hung_up = False
         self._closed_why = ""
@@ -130,13 +133,17 @@ class ResilientGroup(dist.ProcessGroup):
             poll.register(fd, select.POLLRDHUP)
         return bool(poll.poll(0)) if self.sockets else False
 
+    def learn_rank(self, rank: int) -> None:
+        """The process has become a rank, of a group that holds all ranks."""
+        self._rank, self._nobody = rank, False
+
     # -- what torch asks of a group; the C++ base keeps names only inside backends of its own
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
-        return self._rank
+        return waiting.stage.rank_asked() if self._nobody and waiting.stage is not None else self._rank
 
     def getSize(self) -> int:  # noqa: N802 - torch's name
         return self._size
@@ -200,7 +207,7 @@ for _verb in VERBS:
 
 def create(options: Any, _backend_options: Any) -> ResilientGroup:
     """Torch calls this for ``init_process_group("resilient")`` and ``new_group``."""
-    link = read_link()
+    link = read_link() if waiting.stage is None else None
     group = ResilientGroup(
         options.store,
         options.group_rank,
@@ -209,7 +216,7 @@ def create(options: Any, _backend_options: Any) -> ResilientGroup:
         list(options.global_ranks_in_group),
         options.timeout,
     )
-    if not (link and link.joining):
+    if not (link and link.joining) and waiting.stage is None:
         group.adopt(group.build(0, 0, threading.Event()))
     groups[group.group_name] = group
     return group

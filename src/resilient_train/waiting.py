@@ -1,0 +1,45 @@
+"""Where a process that runs the user's script, and is no rank yet, waits to become one.
+
+A rank waits nowhere: ``stage`` is None in it. In a standby (``launch/rehearsal.py``) it is what its agent told it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Stage(Protocol):
+    """A process without a rank, between the script's first line and the point where it waits."""
+
+    def at_group(self, build: Callable[..., Any], *, late: bool) -> Any:
+        """``init_process_group`` was called; ``build`` makes the group. ``late``: one that can learn its rank later."""
+        ...
+
+    def at_point(self) -> None:
+        """``standby_point`` was called."""
+        ...
+
+    def rank_asked(self) -> int:
+        """Torch or the script asks the process group for a rank that nobody knows. May not return."""
+        ...
+
+
+stage: Stage | None = None
+
+
+def enter(entered: Stage | None) -> None:
+    """From now on this process waits there; None: it has become a rank."""
+    global stage
+    stage = entered
+
+
+def standby_point() -> None:
+    """Marks the line of a script up to which a standby may run it ahead; does nothing in a rank.
+
+    With ``resilient-run --standby-depth built`` a standby builds what stands above this line (model, DDP wrapper,
+    optimizer) and waits in it until a rank is lost. Nothing above it may depend on the rank: the sampler, the loader
+    and the ``Session`` belong below. ``docs/how-to/standbys.md`` says what else counts.
+    """
+    if stage is not None:
+        stage.at_point()

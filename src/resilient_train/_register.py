@@ -20,6 +20,7 @@ _TARGET = "torch.distributed"
 _BACKEND = "resilient"
 _RANK_PLACE = 4
 """Of the parameters of ``init_process_group`` behind its first, ``rank`` is this one."""
+_for_forks = False
 
 
 def register_when_imported() -> None:
@@ -41,34 +42,29 @@ def _register(distributed: Any) -> None:
         return create_group(options, backend_options)
 
     distributed.Backend.register_backend(_BACKEND, create, extended_api=True, devices=["cpu"])
-    wrap_if_linked()
+    if _for_forks or config.read_link() is not None:
+        settings = config.read_settings()
+        gloo = settings.wrap_backend and not config.why_off(settings, config.read_switches())
+        if _for_forks or gloo:
+            _wrap(distributed, gloo=gloo)
 
 
-def wrap_if_linked() -> None:
-    """Does so where an agent of ours has started this process: what torch's import does, and a fork makes up for."""
-    if config.read_link() is not None:
-        _wrap(gloo=_wraps_gloo())
+def wrap_for_forks() -> None:
+    """This process imports torch for others: what it becomes is known only when ``init_process_group`` is called.
+
+    To be called before torch is imported: a module may take the function by its name.
+    """
+    global _for_forks
+    _for_forks = True
 
 
-def wrap_for_standby() -> None:
-    """Likewise in a process that has no agent's orders yet, and waits for them where the script makes its group."""
-    _wrap(gloo=_wraps_gloo())
-
-
-def _wraps_gloo() -> bool:
-    settings = config.read_settings()
-    return settings.wrap_backend and not config.why_off(settings, config.read_switches())
-
-
-def _wrap(*, gloo: bool) -> None:
-    if not gloo and waiting.stage is None:
-        return
-    distributed: Any = sys.modules[_TARGET]
+def _wrap(distributed: Any, *, gloo: bool) -> None:
     original = distributed.init_process_group
 
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        chosen = _BACKEND if gloo and (backend is None or backend == "gloo") else backend
+        serves = waiting.stage is not None or config.read_link() is not None
+        chosen = _BACKEND if gloo and serves and backend in (None, "gloo") else backend
         build = functools.partial(original, chosen, *args, **kwargs)
         if waiting.stage is None:
             return build()

@@ -161,6 +161,7 @@ def serve(descriptor: int, early: frozenset[str]) -> Born | None:
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)
     frames = FrameBuffer()
+    _register.wrap_for_forks()
     order, _ = receive(channel, frames, FromAgent)
     if not isinstance(order, Order):
         return None
@@ -306,7 +307,6 @@ def _become(life: Life, logs: list[int]) -> None:
     config.replace_environ(life.environ)
     os.chdir(life.cwd)
     importlib.invalidate_caches()
-    _register.wrap_if_linked()
 
 
 def _draw_anew() -> None:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from resilient_train import _native, _register, config, waiting
+from resilient_train import _native, config, waiting
 from resilient_train.environ import EnvironWatch
 from resilient_train.errors import ProtocolError
 from resilient_train.launch.doors import Doors, place
@@ -102,7 +102,6 @@ class Rehearsal:
         bind_to(self._order.agent_pid)
         config.take_rank({config.ATTEMPT: self._order.attempt})
         waiting.enter(self)
-        _register.wrap_for_standby()
         self._doors.close()
         self._watch.begin()
 

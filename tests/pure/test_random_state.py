@@ -11,7 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from resilient_train.frameworks.torch.rank_state import random_state, restore_random_state  # noqa: E402 - only where torch is
+from resilient_train.frameworks.torch import generators  # noqa: E402 - only where torch is
+from resilient_train.frameworks.torch.generators import random_state, restore_random_state  # noqa: E402 - only where torch is
 
 # The global generators are what is under test.
 # ruff: noqa: NPY002
@@ -84,6 +85,26 @@ def test_another_kind_of_numpy_generator() -> None:
         assert random_state() != before
     finally:
         np.random.set_bit_generator(ours)
+
+
+def test_what_lies_in_memory_is_what_python_says() -> None:
+    assert generators._lies_behind_its_head(), "this CPython has its generator elsewhere: it is asked, which is slower"
+    for number in range(3):
+        seed(number)
+        random.gauss(0, 1)
+        for _ in range(700):  # through the words once, and a little further
+            assert generators._python_state() == generators._python_state_asked()
+            random.random()
+
+
+def test_a_python_that_has_it_elsewhere_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed(8)
+    random.gauss(0, 1)
+    state = random_state()
+    monkeypatch.setattr(generators, "_lies_behind_its_head", lambda: False)
+    assert random_state() == state
+    random.random()
+    assert random_state() != state
 
 
 def test_a_glance_is_cheaper_than_asking() -> None:

@@ -23,9 +23,10 @@ from resilient_train.frameworks.torch.damage import assess, move
 from resilient_train.frameworks.torch.data import fast_forward
 from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
 from resilient_train.frameworks.torch.escape import GuardedWork
+from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.group import POINT_TO_POINT, Built, ResilientGroup, escape, groups
 from resilient_train.frameworks.torch.leaves import pack, unpack
-from resilient_train.frameworks.torch.rank_state import RankState, random_state, restore_random_state
+from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.replicated import Replicated, copy_tree
 from resilient_train.frameworks.torch.tail import Tail
 from resilient_train.state.transfer import Span, chunks, digest, view

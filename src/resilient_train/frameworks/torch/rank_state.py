@@ -6,89 +6,15 @@ that it changes for the first time (masks and tables never do; a replica's or th
 
 from __future__ import annotations
 
-import ctypes
-import random
 from collections.abc import Mapping
 from typing import Any, cast
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from resilient_train.frameworks.torch.replicated import restore_object, state_of
 
-_MERSENNE_TWISTER_BYTES = 4 * 624 + 4
-
 # Their kernels write the running statistics without telling the version counter.
 _SILENT_WRITERS = (torch.nn.modules.batchnorm._NormBase,)
-
-
-class _RandomState(msgspec.Struct, array_like=True, frozen=True):
-    """Of the generators of Python, NumPy and torch, and of the CUDA devices if they were used."""
-
-    python: tuple[int, tuple[int, ...], float | None]
-    numpy: tuple[str, bytes, int, int, float]
-    torch: bytes
-    cuda: list[bytes]
-
-
-_DECODER = msgspec.msgpack.Decoder(_RandomState)
-_ENCODER = msgspec.msgpack.Encoder()
-_numpy_glance: tuple[bytes, tuple[str, bytes, int, int, float]] | None = None
-"""The words of NumPy's generator when its whole state was last asked for, and that state."""
-
-
-def random_state() -> bytes:
-    """The states of Python's, NumPy's and torch's global generators."""
-    cuda: list[bytes] = []
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
-        cuda = [each.numpy().tobytes() for each in torch.cuda.get_rng_state_all()]
-    mine = _RandomState(random.getstate(), _numpy_state(), torch.get_rng_state().numpy().tobytes(), cuda)
-    return _ENCODER.encode(mine)
-
-
-def _numpy_state() -> tuple[str, bytes, int, int, float]:
-    """The state of NumPy's global generator.
-
-    Asking NumPy takes 60 us, three times a step. So look at its words first, where its ctypes interface says they lie
-    (0.5 us): while they stand still nothing was drawn, except a second normal number that was kept from the first draw;
-    the words don't show that one, so a state with such a number kept is always asked for.
-    """
-    global _numpy_glance
-    words = _numpy_words()
-    if _numpy_glance is not None and words and _numpy_glance[0] == words and not _numpy_glance[1][3]:
-        return _numpy_glance[1]
-    kind, keys, position, has_gauss, cached = cast(
-        "tuple[str, npt.NDArray[np.uint32], int, int, float]",
-        np.random.get_state(legacy=True),  # noqa: NPY002 - the global generator is what user code draws from
-    )
-    state = kind, keys.tobytes(), int(position), int(has_gauss), float(cached)
-    _numpy_glance = words, state
-    return state
-
-
-def _numpy_words() -> bytes:
-    """The Mersenne Twister's 624 words and its position, as they lie in memory; empty for another generator."""
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined] # missing in NumPy's stub
-    if not isinstance(generator, np.random.MT19937):
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, _MERSENNE_TWISTER_BYTES)
-
-
-def restore_random_state(state: bytes) -> None:
-    """Puts back what ``random_state`` returned."""
-    held = _DECODER.decode(state)
-    random.setstate(held.python)
-    kind, keys, position, has_gauss, cached = held.numpy
-    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002 - see above
-    torch.set_rng_state(_bytes_tensor(held.torch))
-    if held.cuda:
-        torch.cuda.set_rng_state_all([_bytes_tensor(each) for each in held.cuda])
-
-
-def _bytes_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class Buffers:

@@ -62,11 +62,9 @@ def test_the_bits_of_ranks_that_ran_the_script_ahead(
     assert {event["detail"]["depth"] for event in run.of("standby_waits")} == {depth}
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``small_agent.py`` says; then it is killed, and ``gone`` tells which of its processes outlived it."""
-    folder = tmp_path_factory.mktemp("small")
-    with start([sys.executable, str(JOBS / "small_agent.py"), str(folder)], OMP_NUM_THREADS="2") as process:
+def said(script: str, folder: Path, **environ: str) -> dict[str, Any]:
+    """What that agent of ``jobs/`` says; then it is killed, and ``stayed`` tells which of its processes outlived it."""
+    with start([sys.executable, str(JOBS / script), str(folder)], **environ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, process.communicate()
@@ -75,6 +73,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         process.kill()
         result["stayed"] = [each.pid for each in psutil.wait_procs(left, timeout=10)[1]]
     return result
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return said("small_agent.py", tmp_path_factory.mktemp("small"), OMP_NUM_THREADS="2")
 
 
 def test_a_script_can_not_tell(told: dict[str, Any]) -> None:
@@ -151,17 +154,7 @@ NAMES_NO_LINE = ("raise", "exit", "die", "slow")
 
 @pytest.fixture(scope="module")
 def ahead(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``early_agent.py`` says; then it is killed, and ``stayed`` tells which of its processes outlived it."""
-    folder = tmp_path_factory.mktemp("ahead")
-    with start([sys.executable, str(JOBS / "early_agent.py"), str(folder)]) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, process.communicate()
-        result: dict[str, Any] = json.loads(line)
-        left = [psutil.Process(pid) for pid in result["left"]]
-        process.kill()
-        result["stayed"] = [each.pid for each in psutil.wait_procs(left, timeout=10)[1]]
-    return result
+    return said("early_agent.py", tmp_path_factory.mktemp("ahead"))
 
 
 def test_a_script_that_needs_its_rank_is_found_out(ahead: dict[str, Any]) -> None:

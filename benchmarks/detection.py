@@ -52,8 +52,8 @@ def busy(loops: int) -> Iterator[None]:
 def strike(watch: Watch, rank: int, kind: str, sink: JsonLines) -> int:
     """Hits the rank; returns when."""
     spawned = watch.processes[rank]
+    hit_ns = time.time_ns()  # before: the agent may see it sooner than this process runs again
     os.kill(spawned["detail"]["pid"], FAULTS[kind])
-    hit_ns = time.time_ns()
     detail = {"kind": kind, "at": "benchmark"}
     incarnation = spawned.get("incarnation", 0)
     sink.write(Event("injected", hit_ns, rank=rank, incarnation=incarnation, detail=detail))
@@ -144,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--kinds", nargs="+", choices=list(FAULTS), default=list(FAULTS))
     parser.add_argument("--faults", type=int, help="faults of a case (default 12; 2 with --quick)")
     parser.add_argument("--steps", type=int, help="of the job with pauses (default 100,000; 500 with --quick; 0: none)")
     parser.add_argument("--limit-s", type=int, default=1200, help="longest time for a job")
@@ -157,7 +158,7 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     cases = [Case(ranks, model) for model in arguments.models for ranks in arguments.ranks]
     with tempfile.TemporaryDirectory(prefix="rt-detection-") as folder, sigterm_unwinds():
-        for case, kind, load in itertools.product(cases, FAULTS, (0, cores)):
+        for case, kind, load in itertools.product(cases, arguments.kinds, (0, cores)):
             name = f"{kind}-{case.ranks}-{case.model}-{load}"
             print(f"{name}: {faults} faults ...", flush=True)
             with busy(load):

@@ -373,7 +373,7 @@ def test_torch_npu_that_is_loaded_and_not_used(npu: RecordedNpu) -> None:
 def test_signatures_are_those_of_the_wheel() -> None:
     spec = importlib.util.find_spec("torch_npu")
     if spec is None or spec.submodule_search_locations is None:
-        pytest.skip("reads the sources of torch_npu 2.13.0; unpack its wheel into a folder on PYTHONPATH")
+        pytest.skip("reads the sources of torch_npu 2.13.0; see CONTRIBUTING.md")
     package = Path(next(iter(spec.submodule_search_locations)))
     assert npu_signatures.read(package) == json.loads(npu_signatures.COMMITTED.read_text())
 

@@ -66,3 +66,15 @@ def test_a_connection_that_is_gone_before_it_is_adopted(connection: Connection, 
     assert group.broken()
     with pytest.raises(RuntimeError, match="has hung up"):
         group.run("allreduce", ([torch.ones(1)],), {})
+
+
+def test_what_counts_as_a_connection_of_the_group() -> None:
+    """Asked right after the sockets were listed: meanwhile another thread may close some, and numbers come again."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+        inode = os.fstat(ours.fileno()).st_ino
+        assert group_module._is_connected(ours.fileno(), inode)
+        assert not group_module._is_connected(ours.fileno(), inode + 1)
+        assert not group_module._is_connected(listener.fileno(), os.fstat(listener.fileno()).st_ino)
+        number = ours.fileno()
+        ours.close()
+        assert not group_module._is_connected(number, inode)

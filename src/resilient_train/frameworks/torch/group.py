@@ -96,7 +96,7 @@ class ResilientGroup(dist.ProcessGroup):
         own = CancellableStore(self._store, cancelled)
         store = PrefixStore(f"resilient/{attempt}/{generation}/{self._name}", own)
         inner = ProcessGroupGloo(store, self._rank, self._size, timeout=self._timeout)
-        return Built(inner, [pair for pair in _sockets() if pair not in before and _is_connected(pair[0])])
+        return Built(inner, [pair for pair in _sockets() if pair not in before and _is_connected(*pair)])
 
     def adopt(self, built: Built) -> None:
         """Puts a built group in. A peer may have died since it was built: then its first collective says so."""
@@ -253,9 +253,15 @@ def _sockets() -> set[tuple[int, int]]:
     return found
 
 
-def _is_connected(fd: int) -> bool:
+def _is_connected(fd: int, inode: int) -> bool:
     """True for a connected TCP socket. Shutting gloo's listener would end the process (std::terminate)."""
-    with socket.socket(fileno=os.dup(fd)) as probe:
+    try:
+        held = os.dup(fd)
+    except OSError:
+        return False  # closed since it was listed: one of an older group's, which another thread is freeing
+    with socket.socket(fileno=held) as probe:
+        if _inode(held) != inode:
+            return False
         if probe.family not in (socket.AF_INET, socket.AF_INET6) or probe.type != socket.SOCK_STREAM:
             return False
         if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

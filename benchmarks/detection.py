@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -23,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from common import HERE, MODELS, BenchmarkError, Case, Table, finish, launcher, show, started, summary, write_json
-from recovery import STEPS_BETWEEN, Watch, undisturbed_steps_ms
+from recovery import STEPS_BETWEEN, Hit, Watch, strike, undisturbed_steps_ms
 
 from resilient_train.child import sigterm_unwinds
 from resilient_train.events import Event
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.timeline import recoveries
+from resilient_train.session.injection import SIGNALS
 
-FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 WARM_S = 2.0
 """The look-out knows what is usual after some looks at a job that trains; before that it is slower on purpose."""
 HANG_FLOOR_S = 0.5
@@ -49,17 +48,6 @@ def busy(loops: int) -> Iterator[None]:
             process.wait()
 
 
-def strike(watch: Watch, rank: int, kind: str, sink: JsonLines) -> int:
-    """Hits the rank; returns when."""
-    spawned = watch.processes[rank]
-    hit_ns = time.time_ns()  # before: the agent may see it sooner than this process runs again
-    os.kill(spawned["detail"]["pid"], FAULTS[kind])
-    detail = {"kind": kind, "at": "benchmark"}
-    incarnation = spawned.get("incarnation", 0)
-    sink.write(Event("injected", hit_ns, rank=rank, incarnation=incarnation, detail=detail))
-    return hit_ns
-
-
 def run_case(case: Case, kind: str, faults: int, limit_s: int, folder: Path) -> dict[str, Any]:
     """One job, its ranks hit in turn."""
     run_dir = folder / "run"
@@ -67,7 +55,7 @@ def run_case(case: Case, kind: str, faults: int, limit_s: int, folder: Path) -> 
     command = [*launcher("resilient-run", case.ranks, run_dir), f"--max-restarts={faults + 10}"]
     command += [str(HERE / "recovery_job.py"), case.model, str(folder), str(limit_s)]
     moments = random.Random(faults)
-    hits: list[tuple[int, int]] = []
+    hits: list[Hit] = []
     with started(command, folder / "job.log") as process:
         watch = Watch(run_dir, process, case.ranks, time.monotonic() + limit_s)
         watch.wait_for_steps(STEPS_BETWEEN, 0)
@@ -75,15 +63,14 @@ def run_case(case: Case, kind: str, faults: int, limit_s: int, folder: Path) -> 
         for number in range(faults):
             time.sleep(WARM_S + moments.random() * watch.step_s())
             watch.update()
-            rank = number % case.ranks
-            hits.append((rank, strike(watch, rank, kind, sink)))
-            watch.wait_for_steps(STEPS_BETWEEN, hits[-1][1])
+            hits.append(strike(watch, number % case.ranks, kind, sink))
+            watch.wait_for_steps(STEPS_BETWEEN, hits[-1].time_ns)
         sink.close()
     events = read_events(run_dir / EVENTS_FILE)
     story = recoveries(events)
     steps_ms = undisturbed_steps_ms(watch.commits, story)
     p99_ms = statistics.quantiles(steps_ms, n=100)[98]
-    seen = [seen_after_ms(rank, hit_ns, kind, events) for rank, hit_ns in hits]
+    seen = [seen_after_ms(hit, kind, events) for hit in hits]
     stops = [each.span("STOP") for each in story]
     return {
         "ranks": case.ranks,
@@ -97,13 +84,13 @@ def run_case(case: Case, kind: str, faults: int, limit_s: int, folder: Path) -> 
     }
 
 
-def seen_after_ms(rank: int, hit_ns: int, kind: str, events: list[Event]) -> float:
+def seen_after_ms(hit: Hit, kind: str, events: list[Event]) -> float:
     """From the hit to the event that names the rank. Raises BenchmarkError if there is none."""
     wanted = "death_seen" if kind == "kill" else "hung"
     for event in events:
-        if event.kind == wanted and event.rank == rank and event.time_ns > hit_ns:
-            return (event.time_ns - hit_ns) / 1e6
-    raise BenchmarkError(f"rank {rank} was hit and nobody saw it")
+        if event.kind == wanted and event.rank == hit.rank and event.time_ns > hit.time_ns:
+            return (event.time_ns - hit.time_ns) / 1e6
+    raise BenchmarkError(f"rank {hit.rank} was hit and nobody saw it")
 
 
 def run_jittery(steps: int, limit_s: int, folder: Path) -> dict[str, Any]:
@@ -144,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--kinds", nargs="+", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--kinds", nargs="+", choices=list(SIGNALS), default=list(SIGNALS))
     parser.add_argument("--faults", type=int, help="faults of a case (default 12; 2 with --quick)")
     parser.add_argument("--steps", type=int, help="of the job with pauses (default 100,000; 500 with --quick; 0: none)")
     parser.add_argument("--limit-s", type=int, default=1200, help="longest time for a job")

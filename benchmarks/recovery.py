@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import statistics
 import tempfile
 import time
@@ -38,6 +37,7 @@ from resilient_train.child import sigterm_unwinds
 from resilient_train.events import Event
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.timeline import Outcome, Recovery, recoveries
+from resilient_train.session.injection import SIGNALS
 
 POLL_S = 0.02
 STARTS = ("cold", "forked", "idle", "built")
@@ -55,8 +55,8 @@ INSIDE = (*START, "copy")
 """Columns that are part of the phase above them."""
 
 
-class Kill(NamedTuple):
-    """A kill and where it hit: ``step`` is the last that the victim is known to have committed."""
+class Hit(NamedTuple):
+    """A fault and where it hit: ``step`` is the last that the victim is known to have committed."""
 
     rank: int
     incarnation: int
@@ -158,13 +158,16 @@ def next_common_commit(commits: list[list[Commit]], since_ns: int) -> Commit | N
     return Commit(min(common), max(each[min(common)] for each in after)) if common else None
 
 
-def kill(watch: Watch, rank: int, sink: JsonLines) -> Kill:
-    """Kills the rank, and notes it as an injection, so that the timeline can say how long it took to be seen."""
+def strike(watch: Watch, rank: int, kind: str, sink: JsonLines) -> Hit:
+    """Hits the rank, and notes it as an injection, so that the timeline can say how long it took to be seen.
+
+    The clock is read before: the agent may see it sooner than this process runs again.
+    """
     spawned = watch.processes[rank]
     step = watch.commits[rank][-1].step
-    hit = Kill(rank, spawned.get("incarnation", 0), time.time_ns(), step)
-    os.kill(spawned["detail"]["pid"], signal.SIGKILL)
-    detail = {"kind": "kill", "at": "benchmark"}
+    hit = Hit(rank, spawned.get("incarnation", 0), time.time_ns(), step)
+    os.kill(spawned["detail"]["pid"], SIGNALS[kind])
+    detail = {"kind": kind, "at": "benchmark"}
     sink.write(Event("injected", hit.time_ns, rank=rank, incarnation=hit.incarnation, step=step, detail=detail))
     return hit
 
@@ -179,7 +182,7 @@ def run_case(case: Case, start: str, kills: int, limit_s: int, folder: Path) -> 
         command.append(f"--standby-depth={start}")
     command += [str(HERE / "recovery_job.py"), case.model, str(folder), str(limit_s)]
     moments = random.Random(kills)
-    hits: list[Kill] = []
+    hits: list[Hit] = []
     with started(command, folder / "job.log") as process:
         watch = Watch(run_dir, process, case.ranks, time.monotonic() + limit_s)
         watch.wait_for_steps(3 * STEPS_BETWEEN, 0)
@@ -189,7 +192,7 @@ def run_case(case: Case, start: str, kills: int, limit_s: int, folder: Path) -> 
                 watch.wait_for_standby(number + 1 if start != "forked" else 0)
             time.sleep(RESTOCK_S + moments.random() * watch.step_s())
             watch.update()
-            hits.append(kill(watch, number % case.ranks, sink))
+            hits.append(strike(watch, number % case.ranks, "kill", sink))
             watch.wait_for_steps(STEPS_BETWEEN, hits[-1].time_ns)
         sink.close()
     events = read_events(run_dir / EVENTS_FILE)
@@ -212,7 +215,7 @@ def undisturbed_steps_ms(commits: list[list[Commit]], story: list[Recovery]) -> 
     ]
 
 
-def measured(hit: Kill, story: list[Recovery], events: list[Event], watch: Watch) -> dict[str, Any]:
+def measured(hit: Hit, story: list[Recovery], events: list[Event], watch: Watch) -> dict[str, Any]:
     """One recovery in milliseconds. Raises BenchmarkError if the kill led to none."""
     after = [each for each in story if hit.rank in each.lost and each.fault_ns >= hit.time_ns]
     found = [each for each in after if each.outcome is Outcome.RESUMED]
@@ -238,14 +241,14 @@ def measured(hit: Kill, story: list[Recovery], events: list[Event], watch: Watch
     }
 
 
-def start_of(hit: Kill, events: list[Event]) -> str:
+def start_of(hit: Hit, events: list[Event]) -> str:
     """How the replacement was started."""
     mine = (e for e in events if e.kind == "spawned" and (e.rank, e.incarnation) == (hit.rank, hit.incarnation + 1))
     return str(next(mine).detail["start"])
 
 
 def start_ms(
-    hit: Kill, recovery: Recovery, events: list[Event], marks: dict[tuple[int, str], int]
+    hit: Hit, recovery: Recovery, events: list[Event], marks: dict[tuple[int, str], int]
 ) -> dict[str, float | None]:
     """The start of the new process: between the fault being seen and its joining, from mark to mark."""
     incarnation = hit.incarnation + 1

@@ -3,7 +3,7 @@
 import pytest
 
 from pure.probe_rig import LIMIT_MS, Make, eventually
-from resilient_train._native import Board
+from resilient_train._native import Board, Probes
 from resilient_train.launch.alarms import Alarms
 from resilient_train.protocol.controller import Controller, Stage
 from resilient_train.protocol.policy import Policy
@@ -37,6 +37,15 @@ def ears(policy: Policy | None = None) -> tuple[Board, Alarms, Hearer, Controlle
     return board, Alarms(board, controller), Hearer(), controller
 
 
+def watched(make: Make, board: Board, rank: int, probe: str, **limits: int) -> Probes:
+    """A probe that raises its alarms as that rank, and has found nothing so far."""
+    probes = make(probe, start=False, **limits)
+    probes.alarm(board, rank)
+    probes.start()
+    eventually(lambda: probes.status()[0].polls > 1)
+    return probes
+
+
 def strike(device: FakeDevice, what: str) -> None:
     if what == "bus":
         device.send_xid(79)
@@ -66,10 +75,7 @@ def test_what_a_finding_leads_to(
     make: Make, device: FakeDevice, probe: str, what: str, kind: str, done: tuple[str, int] | None
 ) -> None:
     board, alarms, hearer, _ = ears()
-    probes = make(probe, start=False, **({"call_limit_ms": LIMIT_MS} if what == "hang" else {}))
-    probes.alarm(board, 1)
-    probes.start()
-    eventually(lambda: probes.status()[0].polls > 1)
+    watched(make, board, 1, probe, **({"call_limit_ms": LIMIT_MS} if what == "hang" else {}))
     strike(device, what)
     eventually(lambda: board.alarms(1))
     assert board.alarms(1) == [(probe, kind)]
@@ -83,10 +89,7 @@ def test_what_a_finding_leads_to(
 
 def test_what_nobody_knows_kills_nobody(make: Make, device: FakeDevice) -> None:
     board, _, _, _ = ears()
-    probes = make("nvml", start=False)
-    probes.alarm(board, 0)
-    probes.start()
-    eventually(lambda: probes.status()[0].polls > 1)
+    probes = watched(make, board, 0, "nvml")
     strike(device, "unknown xid")
     eventually(lambda: any(each.kind == "NOTICE" for each in probes.take()))
     assert board.alarms(0) == []
@@ -94,10 +97,7 @@ def test_what_nobody_knows_kills_nobody(make: Make, device: FakeDevice) -> None:
 
 def test_only_while_the_job_trains(make: Make, device: FakeDevice) -> None:
     board, alarms, hearer, controller = ears()
-    probes = make("acl", start=False)
-    probes.alarm(board, 0)
-    probes.start()
-    eventually(lambda: probes.status()[0].polls > 1)
+    watched(make, board, 0, "acl")
     device.set_last_error(507904)
     eventually(lambda: board.alarms(0))
     for stage in (Stage.STARTING, Stage.RECOVERING, Stage.FINISHED):
@@ -111,10 +111,7 @@ def test_only_while_the_job_trains(make: Make, device: FakeDevice) -> None:
 
 def test_switched_off(make: Make, device: FakeDevice) -> None:
     board, alarms, hearer, _ = ears(Policy(rebuild=False, mend=False))
-    probes = make("acl", start=False)
-    probes.alarm(board, 0)
-    probes.start()
-    eventually(lambda: probes.status()[0].polls > 1)
+    watched(make, board, 0, "acl")
     device.set_last_error(507904)
     eventually(lambda: board.alarms(0))
     alarms.look(hearer)

@@ -112,7 +112,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 def gather() -> Facts:
     """Looks at this machine and this environment. Raises ConfigError for switches or settings that are wrong."""
-    settings = config.read_settings()
+    settings, switches = config.read_settings(), config.read_switches()
     parent = Path(settings.run_dir or "resilient_runs").absolute()
     while not parent.exists():
         parent = parent.parent
@@ -129,9 +129,9 @@ def gather() -> Facts:
         run_dir_writable=os.access(parent, os.W_OK | os.X_OK),
         devices=tuple(name for name, path in _DEVICES.items() if Path(path).exists()),
         probes=_try_probes(settings),
-        switches=config.read_switches(),
+        switches=switches,
         switches_set=config.switches_are_set(),
-        off=config.why_off(settings, config.read_switches()),
+        off=config.why_off(settings, switches),
         settings=config.describe(settings),
         standby=settings.standby,
         depth=settings.standby_depth,

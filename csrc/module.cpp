@@ -350,6 +350,7 @@ NB_MODULE(_native, module) {
       .def(nb::init<const std::vector<std::pair<std::uint64_t, std::uint64_t>>&>(), "spans"_a)
       .def("changed", &Glance::changed);
   module.def("read_process_memory", &copy_spans, "pid"_a, "spans"_a);
+  module.def("prefer_huge_pages", &prefer_huge_pages, "address"_a, "size"_a);
   module.def("allow_readers", &allow_readers);
   module.def("die_with_parent", &die_with_parent, "signal_number"_a);
   module.def("adopt_orphans", &adopt_orphans);

@@ -271,11 +271,14 @@ def death_watch_supported() -> bool:
     """Whether the kernel has futex_waitv."""
 
 def read_process_memory(pid: int, spans: Sequence[tuple[int, int, int]]) -> None:
-    """Copy (remote address, local address, bytes) spans out of another process, without the GIL.
+    """Copy (remote address, local address, bytes) spans out of another process, without the GIL, with several threads.
 
     The local addresses must be writable memory of at least that size: nothing checks them. OSError on
     failure; what was copied until then stays.
     """
+
+def prefer_huge_pages(address: int, size: int) -> None:
+    """Ask for huge pages behind these addresses, before they are written for the first time. Small spans: no effect."""
 
 def allow_readers() -> None:
     """Let any process of this user read our memory, where Yama would forbid it."""

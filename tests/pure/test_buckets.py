@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from resilient_train.errors import TransferError  # noqa: E402
+from resilient_train.frameworks.torch import buckets as buckets_module  # noqa: E402
 from resilient_train.frameworks.torch.buckets import Buckets  # noqa: E402
 
 
@@ -139,6 +140,42 @@ def test_passes_of_an_update_that_is_redone_do_not_count() -> None:
     assert len(buckets.passes[0]) == 1
     buckets.restore(None, 0)
     assert buckets.passes == [[]]
+
+
+def test_the_update_that_laid_out_anew_begins_with_the_first_layout_when_it_is_redone() -> None:
+    """Accumulation that reduces each time: its second forward pass lays out, in the same update."""
+    wrapper = wrap("plain")
+    first = layout(wrapper)
+    buckets = Buckets((wrapper,))
+    buckets.record()
+    for _ in range(2):
+        run_pass(wrapper)
+    assert layout(wrapper) != first
+    buckets.restore(None, 0)
+    assert layout(wrapper) == first
+    train(wrapper, buckets, range(1))
+    assert layout(wrapper) == first
+    train(wrapper, buckets, range(1, 2))
+    assert layout(wrapper) != first
+
+
+def test_a_rehearsal_needs_memory_for_one_gradient_only() -> None:
+    wrapper = wrap("plain")
+    buckets = Buckets((wrapper,))
+    train(wrapper, buckets, range(2))
+    fresh = wrap("plain")
+    places: set[int] = set()
+    shared = buckets_module._share_gradients
+
+    def share(parameters: Sequence[torch.nn.Parameter]) -> None:
+        shared(parameters)
+        places.update(parameter.grad.data_ptr() for parameter in parameters if parameter.grad is not None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets_module, "_share_gradients", share)
+        Buckets((fresh,)).restore(buckets.passes, 2)
+    assert len(places) == 1
+    assert layout(fresh) == layout(wrapper)
 
 
 def test_accumulation_without_reduction_does_not_decide() -> None:

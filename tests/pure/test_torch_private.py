@@ -18,6 +18,12 @@ def test_reducer_has_what_the_buckets_need() -> None:
         assert hasattr(dist.Reducer, name)
 
 
+def test_wrapper_says_whether_its_buckets_are_laid_out() -> None:
+    source = inspect.getsource(torch.nn.parallel.DistributedDataParallel)
+    assert "self.reducer._rebuild_buckets():" in source
+    assert source.count("self._has_rebuilt_buckets = True") == 1
+
+
 def test_wrapper_can_be_given_a_new_reducer() -> None:
     """What ``buckets._renew`` calls; ``tests/pure/test_buckets.py`` runs it."""
     wrapper = torch.nn.parallel.DistributedDataParallel

@@ -266,9 +266,9 @@ class Recovery:
                 )
             self._load_published(payload)
         self._link.record(self._processor.settle(), step())
+        sources = self._offer(plan)  # first of all: others wait for it
         self._engine.settle(manifest, plan.commits)
         self._injector.at("RESTORE", "end", generation=plan.generation)
-        sources = self._offer(plan)
         self._link.channel.send(Done(plan.generation, action is Action.REDO and begun, step()))
         return self._await_resume(plan.generation, sources)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from resilient_train import _native
 from resilient_train.errors import ConfigError, TransferError
 from resilient_train.frameworks.base import Objects, Sources
 from resilient_train.frameworks.torch.damage import move
@@ -184,13 +185,12 @@ class Replicated:
                 raise TransferError(
                     f"parameter {path[-1]!r} is {tuple(mine.shape)} here and {slot.shape} on the replica"
                 )
-            tensor = (
-                mine
-                if fits and mine is not None and mine.device.type == "cpu"
-                else torch.empty(slot.shape, dtype=dtype_of(slot.dtype))
-            )
-            landing.append(tensor)
-            return tensor
+            if fits and mine is not None and mine.device.type == "cpu":
+                landing.append(mine)
+            else:
+                landing.append(torch.empty(slot.shape, dtype=dtype_of(slot.dtype)))
+                _native.prefer_huge_pages(*span_of(landing[-1]))
+            return landing[-1]
 
         tree = unflatten(manifest, TENSORS, place)
         spans = [span_of(tensor.detach()) for tensor in landing]

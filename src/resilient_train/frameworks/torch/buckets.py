@@ -233,7 +233,7 @@ def _rehearse(
         for order in rounds:
             total = torch.zeros(())
             for index in reversed(order):
-                total = _Becomes.apply(total, parameters[index])
+                total = _Becomes.apply(total, parameters[index])  # type: ignore[no-untyped-call] # torch's
             total.backward()  # type: ignore[no-untyped-call] # torch's
         if counting:
             reducer._delay_all_reduce()

@@ -27,11 +27,20 @@ def test_a_guess_is_outweighed_by_what_is_seen() -> None:
     rate = guess(8, device_mtbf_s=800)
     assert rate.mtbf_s == 100
     assert guess(8, device_mtbf_s=800, share=0.1).mtbf_s == pytest.approx(1000)
-    seen = rate.seen(20, 200)
-    assert seen.mtbf_s == pytest.approx(10, rel=0.25)
-    assert seen.mtbf_s > 10
+    assert rate.seen(1, 10).mtbf_s == pytest.approx(40)
+    assert rate.seen(5, 50).mtbf_s == pytest.approx(18.2, abs=0.1)
     assert rate.seen(0, 1000).mtbf_s == pytest.approx(2100), "no failure is news, too"
-    assert rate.seen(1, 30).seen(2, 50) == rate.seen(3, 80)
+    assert rate.seen(9, 80) == FailureRate(rate.failures + 9, rate.exposure_s + 80)
+
+
+def test_from_ten_failures_on_a_guess_does_not_count_however_wrong_it_was() -> None:
+    wild = guess(1, device_mtbf_s=1e6)
+    assert wild.seen(9, 90).mtbf_s > 1000
+    assert wild.seen(10, 100).mtbf_s == 10
+    assert wild.seen(3, 30, trusted=3).mtbf_s == 10
+    assert wild.seen(0, 30, trusted=0) == wild.seen(0, 30), "no failure is no rate"
+    assert Advisor(wild, failures=10, exposure_s=100).rate.mtbf_s == 10
+    assert Advisor(wild, trusted=11, failures=10, exposure_s=100).rate.mtbf_s > 1000
 
 
 def test_the_default_is_that_of_the_large_run_it_was_taken_from() -> None:
@@ -172,7 +181,7 @@ def test_failures_shorten_the_interval_and_quiet_lengthens_it() -> None:
         advisor.failure(restart_s=30)
     assert advisor.tier is not None
     assert advisor.tier.restart_s == 30
-    assert advisor.rate == guess(1, device_mtbf_s=10_000).seen(10, 400)
+    assert advisor.rate == FailureRate(10, 400)
     after_failures = advisor.steps()
     for _ in range(100_000):
         advisor.step(1.0)

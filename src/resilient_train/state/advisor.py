@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 
-from resilient_train.state.failures import FailureRate
+from resilient_train.state.failures import TRUSTED_FAILURES, FailureRate
 from resilient_train.state.interval import Tier, best_steps, overhead
 
 FIRST_STEPS = 10
@@ -32,19 +32,30 @@ class Advisor:
     Stall, latency and step time are medians over the last 15 saves and 101 steps: a few outliers (the first save, into
     memory that was never touched; an evaluation) move nothing. The failures' rate is a posterior, see ``FailureRate``.
 
-    ``rate``: what is known of the failures that need this checkpoint. ``in_flight``, ``detection_s``: see ``Tier``.
+    ``expected``: what is supposed of the failures that need this checkpoint. ``trusted``: see ``FailureRate.seen``.
+    ``failures`` and ``exposure_s`` were seen in earlier runs. ``in_flight``, ``detection_s``: see ``Tier``.
     """
 
-    def __init__(self, rate: FailureRate, *, in_flight: int = 1, detection_s: float = 0.0) -> None:
-        self._rate = rate
+    def __init__(
+        self,
+        expected: FailureRate,
+        *,
+        trusted: int = TRUSTED_FAILURES,
+        failures: int = 0,
+        exposure_s: float = 0.0,
+        in_flight: int = 1,
+        detection_s: float = 0.0,
+    ) -> None:
+        self._expected = expected
+        self._trusted = trusted
         self._in_flight = in_flight
         self._detection_s = detection_s
         self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._stalls: deque[float] = deque(maxlen=_SAVES_KEPT)
         self._latencies: deque[float] = deque(maxlen=_SAVES_KEPT)
         self._restarts: deque[float] = deque(maxlen=_SAVES_KEPT)
-        self._failures = 0
-        self._exposure_s = 0.0
+        self._failures = failures
+        self._exposure_s = exposure_s
         self._advice = FIRST_STEPS
 
     def step(self, duration_s: float) -> None:
@@ -69,7 +80,7 @@ class Advisor:
     @property
     def rate(self) -> FailureRate:
         """What is known of the failures now."""
-        return self._rate.seen(self._failures, self._exposure_s)
+        return self._expected.seen(self._failures, self._exposure_s, self._trusted)
 
     @property
     def step_s(self) -> float | None:

@@ -16,6 +16,10 @@ GUESS_FAILURES = 0.5
 """A guess counts as that many failures seen: the shape of Jeffreys' prior for a Poisson rate. What is seen outweighs it
 from the first failure on. Guesses wrong by ten times, both ways, lose least with it (``benchmarks/advice.py``)."""
 
+TRUSTED_FAILURES = 10
+"""From so many failures on only what is seen counts, however wrong the guess was; ``ATO_THRESHOLD`` in MindSpore, with
+the same default. (There, no advice is given before.)"""
+
 
 class FailureRate(msgspec.Struct, frozen=True):
     """A Gamma distribution of the failures' rate: as if ``failures`` had been seen in ``exposure_s`` seconds.
@@ -35,10 +39,15 @@ class FailureRate(msgspec.Struct, frozen=True):
         """
         return self.exposure_s / self.failures
 
-    def seen(self, failures: int, during_s: float) -> FailureRate:
-        """What is known after that many failures in that time. Raises ConfigError for a number that can't be."""
+    def seen(self, failures: int, during_s: float, trusted: int = TRUSTED_FAILURES) -> FailureRate:
+        """What is known after that many failures in that time, all in all; from ``trusted`` on, they alone count.
+
+        Raises ConfigError for a number that can't be.
+        """
         if failures < 0 or not 0 <= during_s < math.inf:
             raise ConfigError(f"{failures} failures in {during_s} s: both must be numbers from 0")
+        if failures >= max(trusted, 1) and during_s > 0:
+            return FailureRate(failures, during_s)
         return FailureRate(self.failures + failures, self.exposure_s + during_s)
 
 

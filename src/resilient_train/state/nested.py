@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+
+import msgspec
 
 from resilient_train.errors import ConfigError
 from resilient_train.state.interval import Tier, best_interval, fewest_steps
@@ -18,7 +19,7 @@ _SHORTEST = 1e-6
 """Of the mean time between failures: no shorter interval is looked at. It would gain less than this, a millionth."""
 
 
-class Nested(NamedTuple):
+class Nested(msgspec.Struct, frozen=True):
     """A plan: every ``interval_s`` a save in memory, every ``count``-th of them to storage as well."""
 
     interval_s: float
@@ -75,7 +76,7 @@ def best_nested(memory: Tier, storage: Tier) -> Nested:
 
     count = best_count(_least(lambda interval_s: cost(interval_s, best_count(interval_s)), shortest_s, longest_s))
     plans = [Nested(best_spacing(each), each) for each in (math.floor(count), math.ceil(count))]
-    return min(plans, key=lambda plan: cost(*plan))
+    return min(plans, key=lambda plan: cost(plan.interval_s, plan.count))
 
 
 def nested_steps(memory: Tier, storage: Tier, step_s: float) -> tuple[int, int]:

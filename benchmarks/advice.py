@@ -44,7 +44,7 @@ def daly(tier: Tier) -> float:
 
 
 def regret(interval_s: float, tier: Tier) -> float:
-    """Time that the job takes more, in percent, than with the best of 200,000 intervals; 0 if none of them is better."""
+    """Time that the job takes more, in percent, than with the best of 200,000 intervals; 0 if none is better."""
     grid_s = np.exp(np.linspace(math.log(1e-3), math.log(5), 200_001)) * tier.mtbf_s
     least = (np.expm1((grid_s + tier.stall_s) / tier.mtbf_s) * tier.mtbf_s / grid_s).min()
     return max(0.0, float(100 * ((1 + overhead(interval_s, tier)) / least - 1)))

@@ -148,6 +148,24 @@ def parse_switches(text: str) -> Switches:
     return Switches(tre=int(found.get("TRE", "0")), other=other, **on)
 
 
+class AutoSave(msgspec.Struct, frozen=True):
+    """What ``ATO:1`` asks for: saves at the best interval. The defaults are MindSpore's."""
+
+    path: str = "./ato_info.json"
+    """Failures and steps of earlier runs, see ``state.failures.parse_ato_info``."""
+    threshold: int = 10
+    """From so many failures on only what was seen counts, see ``state.failures.FailureRate.seen``."""
+
+
+def auto_save(switches: Switches) -> AutoSave | None:
+    """How ``ATO`` is set; None where it isn't on. It may stand beside the other switches, which MindSpore refuses."""
+    if switches.other.get("ATO") != "1":
+        return None
+    usual = AutoSave()
+    threshold = int(switches.other.get("ATO_THRESHOLD", usual.threshold))
+    return AutoSave(switches.other.get("ATO_PATH", usual.path), threshold)
+
+
 def read_switches(environ: Mapping[str, str] | None = None) -> Switches:
     """The switches of this process: ``MS_ENABLE_TFT``, or the default where it isn't set."""
     text = (os.environ if environ is None else environ).get("MS_ENABLE_TFT")

@@ -185,3 +185,5 @@ def test_environment_is_torchruns(tmp_path: Path) -> None:
         assert set(expected) - set(found) == set()
         differing = {key for key in expected if found[key] != expected[key]} - ignored
         assert differing == set()
+        assert Path(found["TORCHINDUCTOR_CACHE_DIR"]) == tmp_path / "run" / "compile_cache" / "inductor"
+        assert found["MS_COMPILER_CACHE_ENABLE"] == "1"

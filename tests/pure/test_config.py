@@ -8,8 +8,10 @@ from resilient_train.config import (
     DEFAULT_SWITCHES,
     SWITCHES,
     AgentLink,
+    AutoSave,
     Settings,
     Switches,
+    auto_save,
     describe,
     link_environ,
     parse_switches,
@@ -58,6 +60,20 @@ def test_other_keys() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{TTP:1}", None),
+        ("{ATO:0,ATO_PATH:/x.json}", None),
+        ("{ATO_PATH:/x.json}", None),
+        ("{ATO:1}", AutoSave("./ato_info.json", 10)),
+        ("{ATO:1,ARF:1,ATO_PATH:/x.json,ATO_THRESHOLD:25}", AutoSave("/x.json", 25)),
+    ],
+)
+def test_ato(text: str, expected: AutoSave | None) -> None:
+    assert auto_save(parse_switches(text)) == expected
+
+
+@pytest.mark.parametrize(
     ("text", "named"),
     [
         ("{TTPP:1}", "unknown key 'TTPP' .*'TTP'"),
@@ -70,6 +86,8 @@ def test_other_keys() -> None:
         ("{TTP:1,TTP:0}", "'TTP' stands twice"),
         ("{TRE_SNAPSHOT_STEPS:0}", "above 0"),
         ("{TRE_SNAPSHOT_STEPS:x}", "above 0"),
+        ("{ATO:2}", "ATO:2 is not one of 0, 1"),
+        ("{ATO_THRESHOLD:0}", "above 0"),
     ],
 )
 def test_errors_name_the_key(text: str, named: str) -> None:

@@ -53,7 +53,8 @@ def test_start() -> None:
     controller = Controller(2)
     assert controller.launch() == [Spawn(r, 0, joining=False, attempt=0) for r in (0, 1)]
     assert controller.started(0, 0, Started("x", ())) == []
-    commands = controller.started(1, 0, Started("x", ()))
+    commands = controller.started(1, 0, Started("x", (), step=40))
+    assert of(commands, Note) == [Note("started", detail={"world_size": 2, "step": 40})]
     assert sent(commands, Resume) == [Resume(0)] * 2
 
 

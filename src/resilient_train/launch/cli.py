@@ -159,6 +159,36 @@ def report(run: RunDir, as_json: Json = False) -> int:
 
 
 @app.command()
+def advise(
+    run_dir: Annotated[Path | None, typer.Option(help="A run: its failures, steps and starts are read.")] = None,
+    stall_s: Annotated[float | None, typer.Option(help="Training time that one save costs.")] = None,
+    step_s: Annotated[float | None, typer.Option(help="Time of a step; default: the run's.")] = None,
+    restart_s: Annotated[float | None, typer.Option(help="Time of a restart; default: the run's start.")] = None,
+    latency_s: Annotated[float, typer.Option(help="From a save's stall until it is on storage.")] = 0.0,
+    in_flight: Annotated[int, typer.Option(help="How many saves may be on their way at once.")] = 1,
+    detection_s: Annotated[float, typer.Option(help="From a fault until it is noticed.")] = 0.0,
+    devices: Annotated[int | None, typer.Option(help="That the job trains on; default: the run's ranks.")] = None,
+    mtbf_hours: Annotated[float | None, typer.Option(help="Between failures of one device; default: 50,000.")] = None,
+    share: Annotated[float, typer.Option(help="Of the expected failures that need a checkpoint.")] = 1.0,
+    failures: Annotated[int | None, typer.Option(help="Seen that needed a checkpoint; with --hours.")] = None,
+    hours: Annotated[float | None, typer.Option(help="Of training in which --failures were seen.")] = None,
+    ato_path: Annotated[Path | None, typer.Option(help="File of MindSpore's ATO; default: MS_ENABLE_TFT's.")] = None,
+    present_steps: Annotated[int | None, typer.Option(help="The interval whose cost is asked for.")] = None,
+    memory_stall_s: Annotated[float | None, typer.Option(help="Of a save in memory: two kinds of saves.")] = None,
+    memory_share: Annotated[float, typer.Option(help="Of those failures that a memory checkpoint does for.")] = 0.9,
+    as_json: Json = False,
+) -> int:
+    """Say how often to save, why, and what the present interval costs."""
+    from resilient_train.launch import advise as advices
+
+    # The flags are named like the fields.
+    given = {name: value for name, value in locals().items() if name in advices.Options.__struct_fields__}
+    advice = advices.advise(advices.Options(**given))
+    _answer(as_json, advices.as_dict(advice), advices.as_lines(advice))
+    return 0
+
+
+@app.command()
 def inject(
     words: Annotated[
         list[str] | None,

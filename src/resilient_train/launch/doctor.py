@@ -20,7 +20,7 @@ import msgspec
 from resilient_train import config
 from resilient_train._native import Probes, ProbeStatus, death_watch_supported
 from resilient_train.errors import ResilientError
-from resilient_train.launch import asking
+from resilient_train.launch import asking, caches
 from resilient_train.observe.report import Line
 from resilient_train.protocol.messages import Query
 
@@ -108,11 +108,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     depth: str = "forked"
     standing_by: tuple[StandingBy, ...] = ()
     """Of the job that was started last here, if it runs."""
+    caches: tuple[caches.Cache, ...] = ()
+    cache_switches: dict[str, str] = {}
+    """Those that the user has set, see ``caches.SWITCHES``."""
 
 
 def gather() -> Facts:
     """Looks at this machine and this environment. Raises ConfigError for switches or settings that are wrong."""
-    settings, switches = config.read_settings(), config.read_switches()
+    settings, switches, environ = config.read_settings(), config.read_switches(), config.environ_copy()
     parent = Path(settings.run_dir or "resilient_runs").absolute()
     while not parent.exists():
         parent = parent.parent
@@ -136,6 +139,8 @@ def gather() -> Facts:
         standby=settings.standby,
         depth=settings.standby_depth,
         standing_by=_standing_by(),
+        caches=caches.look(Path(settings.run_dir or "resilient_runs/<id>"), environ),
+        cache_switches={name: environ[name] for name in caches.SWITCHES if name in environ},
     )
 
 
@@ -169,7 +174,7 @@ def _undecided(status: ProbeStatus) -> bool:
 
 def judge(facts: Facts) -> list[Finding]:
     """What the facts mean for a job."""
-    return [*_machine(facts), *_limits(facts), *_choices(facts)]
+    return [*_machine(facts), *_limits(facts), *_caches(facts), *_choices(facts)]
 
 
 def _machine(facts: Facts) -> Iterator[Finding]:
@@ -225,6 +230,30 @@ def _limits(facts: Facts) -> Iterator[Finding]:
         yield Finding(Grade.PROBLEM, "run directory", f"{facts.run_dir} can't be written")
 
 
+def _caches(facts: Facts) -> Iterator[Finding]:
+    """Where restarted processes find what was compiled before."""
+    for cache in facts.caches:
+        where = f"{cache.path} ({cache.source})"
+        free = f"{cache.free_bytes / (1 << 30):.1f} GiB free"
+        if not cache.writable:
+            if cache.source == "environment":  # else the run directory can't be written, which is told once
+                text = f"{where} can't be written: every process of the job compiles anew, or fails"
+                yield Finding(Grade.PROBLEM, cache.variable, text)
+        elif cache.in_memory:
+            text = f"{where}: on {cache.filesystem}: it takes memory, and is gone when the machine starts again; {free}"
+            yield Finding(Grade.NOTE, cache.variable, text)
+        elif cache.free_bytes < caches.ROOM_BYTES:
+            text = f"{where}: only {free}; what is compiled may not be kept"
+            yield Finding(Grade.NOTE, cache.variable, text)
+        else:
+            whose = "all nodes that mount it" if cache.shared else "the processes of this node alone"
+            text = f"{where}: on {cache.filesystem}, for {whose}; {free}"
+            yield Finding(Grade.OK, cache.variable, text)
+    for name, value in facts.cache_switches.items():
+        usual = caches.SWITCHES[name]
+        yield Finding(Grade.OK, name, f"{value} (environment; resilient-run would set {usual})")
+
+
 def _choices(facts: Facts) -> Iterator[Finding]:
     if facts.off:
         yield Finding(Grade.PROBLEM, "sessions", f"{facts.off}: a Session is a plain loop, a lost rank ends the job")
@@ -264,6 +293,7 @@ def as_dict(facts: Facts, findings: list[Finding]) -> dict[str, Any]:
         "findings": msgspec.to_builtins(findings),
         "settings": msgspec.to_builtins(facts.settings),
         "switches": msgspec.to_builtins(facts.switches),
+        "caches": msgspec.to_builtins(facts.caches),
     }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train import config
+from resilient_train.launch import caches
 from resilient_train.launch.job import Job
 from resilient_train.launch.logs import Logs, Streams
 from resilient_train.launch.standby import Child, Standby, die_with_agent
@@ -74,6 +75,8 @@ class Processes:
         self._standby = standby
         self._socket_path = socket_path
         self._port = port
+        # Without restarts nothing is compiled twice: then the user's own places are as good.
+        self._caches = caches.given(job.run_dir, config.environ_copy()) if job.policy.max_restarts > 0 else {}
         self.current: dict[int, RankProcess] = {}
 
     def spawn(self, rank: int, incarnation: int, attempt: int, *, joining: bool) -> RankProcess:
@@ -115,7 +118,7 @@ class Processes:
 
     def _environ(self, rank: int, incarnation: int, attempt: int, *, joining: bool) -> dict[str, str]:
         job, world = self._job, str(self._job.world_size)
-        environ = config.environ_copy()
+        environ = {**self._caches, **config.environ_copy()}
         link = config.AgentLink(
             socket=str(self._socket_path),
             rank=rank,

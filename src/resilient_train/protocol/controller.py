@@ -88,7 +88,8 @@ class Controller:
         except ConfigError as error:
             return self.refuse(str(error))
         self.stage = Stage.RUNNING
-        return [Note("started", detail={"world_size": self.world_size}), *self._to_all(Resume(self.generation))]
+        detail: dict[str, object] = {"world_size": self.world_size, "step": message.step}
+        return [Note("started", detail=detail), *self._to_all(Resume(self.generation))]
 
     def _check_start(self) -> None:
         first = self._started[0]

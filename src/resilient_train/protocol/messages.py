@@ -51,12 +51,14 @@ class Started(msgspec.Struct, tag="started", frozen=True):
     """The rank is about to run its first step: from now on it can be replaced.
 
     ``digest`` is that of the replicated state (equal on all ranks of a replica group, else nothing can be restored);
-    ``groups`` are the names of its process groups; ``replicas`` the replica groups it was told, empty for "all ranks".
+    ``groups`` are the names of its process groups; ``replicas`` the replica groups it was told, empty for "all ranks";
+    ``step`` is the number of its first step, for the report.
     """
 
     digest: str
     groups: tuple[str, ...]
     replicas: tuple[tuple[int, ...], ...] = ()
+    step: int = 0
 
 
 class Trouble(msgspec.Struct, tag="trouble", frozen=True):

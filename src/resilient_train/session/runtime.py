@@ -146,7 +146,7 @@ class Runtime:
         self._link.record(self._processor.standing, self._number)
         digest, _ = self._engine.digests()
         self._watchdog.guard_sockets(self._engine.sockets())
-        self._recovery.meet(Started(digest, self._engine.group_names(), self._replicas))
+        self._recovery.meet(Started(digest, self._engine.group_names(), self._replicas, self._number))
 
     def _settle_at_head(self) -> None:
         """Between two steps: the tail is over, and whatever a recovery wants of this rank can be done now."""

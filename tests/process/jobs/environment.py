@@ -5,6 +5,7 @@ import os
 import sys
 
 NAMES = ("RANK", "WORLD_SIZE", "GROUP_", "ROLE_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC", "OMP_")
+NAMES += ("MS_COMPILER_", "ASCEND_", "TORCHINDUCTOR_")
 line = json.dumps({key: value for key, value in os.environ.items() if key.startswith(NAMES)}) + "\n"
 # One write, newline included: all ranks share the pipe, and print() writes twice where PYTHONUNBUFFERED is set.
 sys.stdout.write(line)

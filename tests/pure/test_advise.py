@@ -1,0 +1,188 @@
+"""The command ``resilient-train advise``: what it reads, says, and refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pure.stories import at, beginning, normal_end, one_kill, write
+from resilient_train.launch import advise as module
+from resilient_train.launch.advise import Options, advise, as_dict, as_lines
+from resilient_train.launch.cli import main
+from resilient_train.protocol.messages import Reply
+from resilient_train.state.failures import guess
+from resilient_train.state.interval import Tier, best_steps, overhead
+from resilient_train.state.nested import Nested, nested_overhead
+
+PLAIN = ["advise", "--stall-s", "20", "--step-s", "6", "--devices", "1024"]
+
+
+@pytest.fixture(autouse=True)
+def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MS_ENABLE_TFT", raising=False)
+
+
+def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def text(options: Options) -> str:
+    return "\n".join(line.text for line in as_lines(advise(options)))
+
+
+def test_by_flags_alone(capsys) -> None:
+    result = told([*PLAIN, "--present-steps", "1000", "--restart-s", "300", "--latency-s", "120"], capsys)
+    job = Tier(stall_s=20, mtbf_s=guess(1024).mtbf_s, restart_s=300, latency_s=120)
+    assert result["steps"] == best_steps(job, 6)
+    assert result["seconds"] == 6 * result["steps"]
+    assert result["cost"] == overhead(result["seconds"], job)
+    assert result["present_cost"] == overhead(6000, job)
+    assert result["history"] is None
+
+
+def test_what_was_seen_outweighs_what_is_supposed(capsys) -> None:
+    few = told([*PLAIN, "--failures", "3", "--hours", "30"], capsys)
+    assert few["mtbf_s"] == guess(1024).seen(3, 30 * 3600).mtbf_s
+    many = told([*PLAIN, "--failures", "12", "--hours", "120"], capsys)
+    assert many["mtbf_s"] == 10 * 3600
+    assert "what was seen alone" in str(many["notes"])
+    assert many["steps"] < few["steps"] < told(PLAIN, capsys)["steps"]
+
+
+def test_it_explains_itself_to_people(capsys) -> None:
+    assert main([*PLAIN, "--present-steps", "20", "--mtbf-hours", "20000", "--share", "0.1"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "one failure in 195 h: 1,024 devices, each fails once in 20,000 h (--mtbf-hours), 0.1 of which need",
+        "counts like 0.5 failures seen",
+        "a save costs 20 s of training, a step takes 6 s",
+        "left out of the costs (--restart-s)",
+        "best      every ",
+        "present   every 20 steps (2 min 0 s): ",
+        "more for each day of training",
+    ):
+        assert words in out, out
+    assert "no reason to change it" in text(Options(stall_s=20, step_s=6, devices=1024, present_steps=440))
+    assert "every step (6 s)" in text(Options(stall_s=0, step_s=6, devices=1024))
+    assert "is ever finished" in text(Options(stall_s=1, step_s=60, devices=4, mtbf_hours=0.01, present_steps=9000))
+
+
+def test_two_kinds_of_saves(capsys) -> None:
+    arguments = [*PLAIN, "--memory-stall-s", "0.4", "--restart-s", "300", "--present-steps", "1000"]
+    result = told(arguments, capsys)
+    mtbf_s = guess(1024).mtbf_s
+    memory = Tier(stall_s=0.4, mtbf_s=mtbf_s / 0.9, restart_s=300)
+    storage = Tier(stall_s=20, mtbf_s=mtbf_s / (1 - 0.9), restart_s=300)
+    often, seldom = result["memory_steps"], result["steps"]
+    assert seldom % often == 0
+    assert result["cost"] == pytest.approx(nested_overhead(Nested(6 * often, seldom // often), memory, storage))
+    assert result["cost"] < result["present_cost"] / 2
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert f"in memory every {often} steps" in out
+    assert "present   to storage alone, every 1,000 steps" in out
+
+
+def test_of_a_run(tmp_path: Path, capsys) -> None:
+    faults = [event for event in one_kill() if event.kind != "injected"]
+    write(tmp_path, [*beginning(), at(9000, "job_end", code=75, reason="")]).joinpath("events.jsonl").rename(
+        tmp_path / "events-1.jsonl"
+    )
+    write(tmp_path, [*beginning(), *faults, at(5351, "session_end", 0, step=45), *normal_end(5400)])
+    result = told(["advise", "--run-dir", str(tmp_path), "--stall-s", "0.01"], capsys)
+    assert result["step_s"] == pytest.approx(0.1)
+    assert result["restart_s"] == pytest.approx(0.5)
+    history = result["history"]
+    assert (history["world_size"], history["repaired"], history["ended"]) == (3, 1, 1)
+    assert history["trained_s"] == pytest.approx(8.5 + 4.9)
+    assert result["mtbf_s"] == guess(3).seen(1, history["trained_s"]).mtbf_s
+    notes = "\n".join(result["notes"])
+    assert "2 faults in 13.4 s of training: 1 repaired without a checkpoint, 1 ended the run" in notes
+    assert "0.5 s, as the run took from its launch" in notes
+    flags = ["--step-s", "2", "--restart-s", "7", "--devices", "9", "--failures", "0", "--hours", "5"]
+    better = told(["advise", "--run-dir", str(tmp_path), "--stall-s", "0.01", *flags], capsys)
+    assert (better["step_s"], better["restart_s"]) == (2, 7)
+    assert better["mtbf_s"] == guess(9).seen(0, 5 * 3600).mtbf_s
+
+
+def test_older_runs_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for name, step in (("events-2", 10), ("events-10", 20)):
+        write(tmp_path, [*beginning(), at(2500, "session_end", 0, step=step), at(2500, "finished")])
+        (tmp_path / "events.jsonl").rename(tmp_path / f"{name}.jsonl")
+    write(tmp_path, beginning())
+    assert advise(Options(run_dir=tmp_path, stall_s=0.1)).basis.step_s == pytest.approx(0.1)
+
+
+def test_a_running_job_is_asked_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = at(500, "started").time_ns
+    monkeypatch.setattr(module.time, "time_ns", lambda: begun + 3600 * 10**9)
+    status = {"ranks": [{"rank": 0, "step": 7200}, {"rank": 1, "step": 7199}, {"rank": 2, "step": None}]}
+    monkeypatch.setattr(module.asking, "ask", lambda _run, _question: Reply(status=status))
+    basis = advise(Options(run_dir=write(tmp_path, beginning()), stall_s=0.1)).basis
+    assert basis.step_s == pytest.approx(0.5)
+    assert basis.history is not None
+    assert basis.history.trained_s == pytest.approx(3600)
+
+
+def test_the_file_of_ato(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ato.json"
+    path.write_text('{"failure_count": 4, "total_steps": 6000}')
+    options = Options(stall_s=20, step_s=6, devices=1024)
+    by_flag = advise(Options(stall_s=20, step_s=6, devices=1024, ato_path=path)).basis.rate
+    assert by_flag == guess(1024).seen(4, 36_000)
+    monkeypatch.setenv("MS_ENABLE_TFT", f"{{ATO:1,ATO_PATH:{path},ATO_THRESHOLD:4}}")
+    assert advise(options).basis.rate.mtbf_s == 9000, "the threshold is reached: only what was seen"
+    path.unlink()
+    assert advise(options).basis.rate == guess(1024), "MindSpore writes it at the first failure"
+    path.write_text("{}")
+    assert main(PLAIN) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["advise"], "give --stall-s"),
+        (["advise", "--stall-s", "1"], "give --step-s"),
+        (["advise", "--stall-s", "1", "--step-s", "1"], "give --devices"),
+        (["advise", "--stall", "1"], "No such option"),
+        (["advise", "--stall-s", "long"], "Invalid value for '--stall-s'"),
+        ([*PLAIN, "--failures", "3"], "both of --failures and --hours"),
+        ([*PLAIN, "--hours", "3"], "both of --failures and --hours"),
+        ([*PLAIN, "--failures", "-3", "--hours", "3"], "must be numbers from 0"),
+        ([*PLAIN, "--present-steps", "0"], "--present-steps must be 1 or more"),
+        ([*PLAIN, "--memory-stall-s", "1", "--memory-share", "1"], "--memory-share must be above 0 and below 1"),
+        ([*PLAIN, "--memory-stall-s", "-1"], "stall_s must be"),
+        ([*PLAIN, "--mtbf-hours", "0"], "must be above 0"),
+        ([*PLAIN, "--mtbf-hours", "nan"], "must be above 0"),
+        ([*PLAIN, "--share", "2"], "a share must be"),
+        ([*PLAIN, "--devices", "0"], "must be 1 device or more"),
+        ([*PLAIN, "--latency-s", "-1"], "latency_s must be"),
+        ([*PLAIN, "--in-flight", "0"], "in_flight must be"),
+        ([*PLAIN, "--detection-s", "inf"], "detection_s must be"),
+        ([*PLAIN, "--stall-s", "nan"], "stall_s must be"),
+        ([*PLAIN, "--step-s", "0"], "a step must take"),
+        ([*PLAIN, "--run-dir", "nowhere"], "nowhere has no events.jsonl"),
+        (["advise", "--run-dir", ".", "--stall-s", "1"], ". has no events.jsonl"),
+        ([*PLAIN, "--ato-path", "nowhere.json"], "nowhere.json can't be read: No such file"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("resilient-train: ")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_a_run_that_does_not_tell(tmp_path: Path, capsys) -> None:
+    write(tmp_path, beginning())
+    assert main(["advise", "--run-dir", str(tmp_path), "--stall-s", "1"]) == 2
+    assert "does not say how long a step takes: give --step-s" in capsys.readouterr().err
+
+
+def test_an_infinite_cost_is_null_in_json() -> None:
+    result = as_dict(advise(Options(stall_s=1, step_s=60, devices=1, mtbf_hours=0.001, present_steps=10_000)))
+    assert module.msgspec.json.decode(module.msgspec.json.encode(result))["present_cost"] is None

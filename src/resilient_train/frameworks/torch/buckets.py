@@ -121,12 +121,11 @@ class Buckets:
         self.passes = [[each for each in of_one if each.update < commits] for of_one in self.passes]
         self._known = self._complete()
         for wrapper, parameters, of_one in zip(self._wrappers, self._parameters, self.passes, strict=True):
-            wrapper.reducer._reset_state()
+            wrapper.reducer._reset_state()  # also forgets that it has laid out anew, so a survivor rehearses as well
             if wrapper.static_graph:
                 _restore_static(wrapper, parameters, of_one)
-            elif wrapper._has_rebuilt_buckets:
-                if not of_one:
-                    _renew(wrapper)  # in the very update that is redone: its first pass had the first layout
+            elif not of_one and wrapper._has_rebuilt_buckets:
+                _renew(wrapper)  # in the very update that is redone: its first pass had the first layout
             elif of_one and not wrapper.find_unused_parameters:
                 order = list(dict.fromkeys(of_one[0].written))
                 if len(order) == len(parameters):

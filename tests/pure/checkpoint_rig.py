@@ -14,7 +14,12 @@ from resilient_train.state.sharding import Piece, whole
 NUMPY = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "u1", "BOOL": "?", "F16": "<f2"}
 CUT = {"model.0.weight": ("F32", (8, 6)), "optimizer.0.moment": ("F64", (7, 3))}
 """Cut by rows among the shards; 7 rows do not divide evenly."""
-WHOLE = {"model.0.scale": ("F32", ()), "extra.codes": ("U8", (5,)), "optimizer.0.step": ("I64", (1,)), "none": ("F16", (0, 4))}
+WHOLE = {
+    "model.0.scale": ("F32", ()),
+    "extra.codes": ("U8", (5,)),
+    "optimizer.0.step": ("I64", (1,)),
+    "none": ("F16", (0, 4)),
+}
 NAMES = (*CUT, *WHOLE)
 
 
@@ -32,7 +37,9 @@ def pieces(shard: int, shards: int) -> list[Piece]:
     found = []
     for name, (dtype, shape) in CUT.items():
         mine = rows(shape[0], shards, shard)
-        found.append(Piece(name, dtype, (mine.stop - mine.start, *shape[1:]), shape, (mine.start, *[0] * len(shape[1:]))))
+        found.append(
+            Piece(name, dtype, (mine.stop - mine.start, *shape[1:]), shape, (mine.start, *[0] * len(shape[1:])))
+        )
     owned = [name for number, name in enumerate(WHOLE) if number % shards == shard]
     return found + [whole(name, *WHOLE[name]) for name in owned]
 
@@ -48,6 +55,10 @@ def image(plan: ImagePlan, step: int) -> memoryview:
     for piece, start in plan.places:
         memory[start : start + piece.size_bytes] = block(value(piece.name, step), piece).tobytes()
     return memoryview(memory)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def own(rank: int, step: int) -> bytes:
@@ -96,6 +107,7 @@ def holds(checkpoint: Checkpoint, step: int) -> bool:
     """Whether everything in it is what was written at ``step``."""
     wanted = [checkpoint.tensors[name] for name in NAMES]
     tensors = all(
-        np.array_equal(array, value(piece.name, step)) for piece, array in zip(wanted, loaded(checkpoint, wanted), strict=True)
+        np.array_equal(array, value(piece.name, step))
+        for piece, array in zip(wanted, loaded(checkpoint, wanted), strict=True)
     )
     return tensors and all(checkpoint.rank_state(r) == own(r, step) for r in range(checkpoint.manifest.world_size))

@@ -60,8 +60,7 @@ def as_lines(found: list[Report]) -> list[Line]:
             made = report.manifest
             text = f"step {made.step}, {made.kind}, {made.world_size} ranks, {made.shards} shards"
             result.append(Line(f"{report.path}: complete ({text}, {report.size_bytes / 1e6:.1f} MB)"))
-        for problem in report.problems:
-            result.append(Line(f"{report.path}: {problem.file} {problem.reason}"))
+        result += [Line(f"{report.path}: {problem.file} {problem.reason}") for problem in report.problems]
     if len(found) > 1:
         newest = next((str(report.path) for report in found if report.ok), "none")
         result.append(Line(f"newest complete: {newest}"))

@@ -18,9 +18,7 @@ CHUNK_BYTES = 4 << 20
 def chunk_digests(data: bytes | bytearray | memoryview) -> list[bytes]:
     """The digests, 16 bytes each, of the chunks of a contiguous buffer."""
     view = memoryview(data).cast("B")
-    return [
-        xxhash.xxh3_128_digest(view[start : start + CHUNK_BYTES]) for start in range(0, view.nbytes, CHUNK_BYTES)
-    ]
+    return [xxhash.xxh3_128_digest(view[start : start + CHUNK_BYTES]) for start in range(0, view.nbytes, CHUNK_BYTES)]
 
 
 def tree_digest(chunks: Iterable[bytes]) -> str:

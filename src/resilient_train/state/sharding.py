@@ -45,10 +45,10 @@ def whole(name: str, dtype: str, shape: Shape) -> Piece:
 
 
 class Share(NamedTuple):
-    """A shard as a part of what a replica group holds: the ``index``-th of ``of`` parts of group ``group``."""
+    """A shard as a part of what a replica group holds, cut into ``of`` parts."""
 
     group: int
-    index: int
+    part: int
     of: int
     holders: tuple[int, ...]
     """The group's ranks. The first one is to write this shard as long as all are alive."""
@@ -57,9 +57,9 @@ class Share(NamedTuple):
 def shares(replica_groups: Sequence[Sequence[int]]) -> tuple[Share, ...]:
     """The shards of a job, one for each rank: each group's bytes in as many parts as the group has ranks."""
     return tuple(
-        Share(number, index, len(group), (*group[index:], *group[:index]))
+        Share(number, part, len(group), (*group[part:], *group[:part]))
         for number, group in enumerate(replica_groups)
-        for index in range(len(group))
+        for part in range(len(group))
     )
 
 
@@ -127,7 +127,7 @@ def divide(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
 
 def _rows(piece: Piece) -> tuple[int, int]:
     """How many rows a piece can be cut into, and the size of one; (1, size) for one that stays whole."""
-    if piece.size_bytes < SPLIT_MIN_BYTES:
+    if piece.size_bytes < SPLIT_MIN_BYTES or max(piece.shape, default=1) == 1:
         return 1, piece.size_bytes
     rows = piece.shape[_axis(piece)]
     return rows, piece.size_bytes // rows

@@ -93,7 +93,7 @@ class Copy(NamedTuple):
 
 
 def copies(plan: ImagePlan, tensors: Mapping[str, torch.Tensor]) -> list[Copy]:
-    """What is to be copied into an image of ``plan``, behind its header. The tensors lie dense in this process's memory.
+    """What is to be copied into an image of ``plan``, behind its header. The tensors lie dense in this process.
 
     A piece of the plan is what ``piece_of`` says of its tensor, or what ``divide`` has cut from that.
     """
@@ -113,8 +113,8 @@ def copies(plan: ImagePlan, tensors: Mapping[str, torch.Tensor]) -> list[Copy]:
 def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], *, digests: bool = True) -> int:
     """Fills tensors (plain ones whole, DTensors this rank's block) from a checkpoint of any layout, in place.
 
-    Returns the bytes read. Raises ConfigError if a tensor is not there with this dtype and global shape, CheckpointError
-    if a file is damaged; the tensors hold rubbish then.
+    Returns the bytes read. Raises ConfigError if a tensor is not there with this dtype and global shape,
+    CheckpointError if a file is damaged; the tensors hold rubbish then.
     """
     targets: list[Target] = []
     landed: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -75,10 +75,15 @@ class Draft:
         path = folder / (folder_name(kind, step) + TMP)
         with storing(path):
             make_folder(folder)
-            if os.path.lexists(path) and not remove_leftover(path):
-                raise StorageError(f"{path} is being written by another process, or this file system has no locks")
+            if os.path.lexists(path) and not remove_leftover(path, assume_dead=True):
+                raise StorageError(f"{path} is being written by another process")
             path.mkdir()
-        return cls.join(path, owner=True)
+        try:
+            return cls.join(path, owner=True)
+        except StorageError:
+            with contextlib.suppress(OSError):
+                remove(path)
+            raise
 
     @classmethod
     def join(cls, path: Path, *, owner: bool = False) -> Draft:
@@ -155,7 +160,7 @@ class Draft:
             replica_groups=tuple(map(tuple, replica_groups)),
             shards=shards,
             without_own_state=tuple(sorted(without_own_state)),
-            libraries=dict(libraries),
+            libraries={name: f"{version}" for name, version in libraries.items()},  # torch's is no plain str
             files=tuple(sorted(files, key=lambda entry: entry.name)),
         )
         with self._storing(MANIFEST):
@@ -179,15 +184,20 @@ class Draft:
             # The old one keeps its bytes, and readers find it under this name, until the new one is in place.
             if os.path.lexists(replaced):
                 remove(replaced)
-            os.rename(final, replaced)
-        os.rename(self.path, final)
+            final.rename(replaced)
+        try:
+            self.path.rename(final)
+        except OSError:
+            with contextlib.suppress(OSError):  # it is found, and tidied up, under the other name too
+                replaced.rename(final)
+            raise
         sync_folder(folder)
         if os.path.lexists(replaced):
             remove(replaced)
         return final
 
     def abandon(self) -> None:
-        """Takes the draft away; raises nothing, for it follows a failure that is told already. ``tidy`` finds the rest."""
+        """Takes the draft away. Raises nothing, for it follows a failure that is told; ``tidy`` finds what is left."""
         if self._owner and os.path.lexists(self.path):
             with contextlib.suppress(OSError):
                 remove(self.path)
@@ -195,9 +205,10 @@ class Draft:
 
     def close(self) -> None:
         """Gives the lock back."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # of a directory that was only read
+                os.close(fd)
 
     def __enter__(self) -> Self:
         return self

@@ -27,16 +27,16 @@ def storing(what: Path | str) -> Iterator[None]:
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, "no error number")
         raise StorageError(
-            f"{what} could not be written: {error.strerror or error} ({name}). Older checkpoints are as they were; the "
-            "training goes on without this one. Look for room, quota, permissions and the health of that file system"
+            f"{what} could not be written: {error.strerror or error} ({name}). What there was of it is "
+            "removed, older checkpoints are as they were. Look at room, quota, permissions and health of the storage"
         ) from error
 
 
 def write_image(path: Path, image: memoryview, size_bytes: int) -> bool:
     """Writes the first ``size_bytes`` of ``image`` to a new file. True if past the page cache. Raises OSError.
 
-    Direct I/O wants the memory page-aligned, and room up to the next multiple of 4096 bytes in it; where that is not so,
-    or the file system refuses (EINVAL), the page cache is used.
+    Direct I/O wants the memory page-aligned, and room up to the next multiple of 4096 bytes in it; where that is not
+    so, or the file system refuses (EINVAL), the page cache is used.
     """
     capacity = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
     if image.nbytes >= capacity:
@@ -72,7 +72,7 @@ def _write(path: Path, data: memoryview, size_bytes: int, direct: int) -> None:
         finally:
             os.close(fd)  # its error is one of writing too: NFS has none before
     except OSError as error:
-        os.unlink(path)
+        path.unlink()
         if direct and error.errno == errno.EINVAL:
             raise _NotDirectError from None
         raise
@@ -112,7 +112,7 @@ def remove(path: Path) -> None:
     else:
         gone = path.with_name(path.name + GONE)
         _delete(gone)
-        os.rename(path, gone)
+        path.rename(gone)
     _delete(gone)
 
 
@@ -140,10 +140,10 @@ def lock(fd: int, *, alone: bool) -> bool | None:
     return True
 
 
-def remove_leftover(path: Path) -> bool:
+def remove_leftover(path: Path, *, assume_dead: bool) -> bool:
     """Deletes what a dead process left of a checkpoint that it was writing. Raises OSError.
 
-    False, and nothing is done, where the writer lives, or where this can't be told.
+    False, and nothing is done, where the writer lives. ``assume_dead``: also what to do where this can't be told.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -152,8 +152,9 @@ def remove_leftover(path: Path) -> bool:
         return True
     try:
         free = lock(fd, alone=True)
-        if free:
+        dead = assume_dead if free is None else free
+        if dead:
             remove(path)
     finally:
         os.close(fd)
-    return bool(free)
+    return dead

@@ -49,7 +49,7 @@ class Folder:
     def names(self) -> list[str]:
         """What lies in it."""
         with _reading(ITSELF):
-            return os.listdir(self._fd)
+            return os.listdir(self._fd)  # noqa: PTH208 - of a descriptor: the directory that was opened, not its name
 
     @contextmanager
     def opened(self, name: str) -> Iterator[tuple[int, int]]:

@@ -64,7 +64,8 @@ class Checkpoint:
 
         ``digests``: each file that holds a part of a target is read whole, once, and its digest compared. Without
         (somebody has verified it already), only what is wanted is read. Raises ConfigError, before anything is written,
-        for a target that the checkpoint does not hold; CheckpointError for a damaged file: the targets hold rubbish then.
+        for a target that the checkpoint does not hold; CheckpointError for a damaged file: the targets hold rubbish
+        then.
         """
         wanted: dict[str, list[Target]] = {}
         for target in targets:
@@ -115,7 +116,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
 class _Segment:
     """Bytes of a file that are wanted, and where they go: straight there, or through a scratch that is spread out."""
 
-    def __init__(self, start: int, size: int, memory: memoryview | None, spread: Sequence[tuple[Block, Target]]) -> None:
+    def __init__(
+        self, start: int, size: int, memory: memoryview | None, spread: Sequence[tuple[Block, Target]]
+    ) -> None:
         self.start = start
         self.end = start + size
         self._memory = memory
@@ -179,7 +182,7 @@ def _segments(header: Header, wanted: Mapping[str, Sequence[Target]]) -> Iterato
 
 
 def _read_whole(fd: int, entry: FileEntry, segments: Sequence[_Segment]) -> int:
-    """Reads a file chunk by chunk, wanted bytes to where they belong and the rest into a buffer; compares the digest."""
+    """Reads a file chunk by chunk, wanted bytes to their place and the rest into a buffer; compares the digest."""
     rest = memoryview(bytearray(min(CHUNK_BYTES, entry.size_bytes)))
     chunks: list[bytes] = []
     number = 0

@@ -34,26 +34,25 @@ def retain(folder: Path, keep: int) -> list[Path]:
 def tidy(folder: Path) -> list[Path]:
     """Ends what dead processes had begun; returns what was deleted. For the start of a run. Raises StorageError.
 
-    Drafts and half-deleted checkpoints go. One that was moved aside for a newer one of its step comes back if that never
-    came into place. A draft whose writer lives, here or on another node, is left alone, and so is every draft on a file
-    system without locks.
+    Drafts and half-deleted checkpoints go. One that was moved aside for a newer one of its step comes back if that
+    never came into place. A draft whose writer lives, here or on another node, is left alone, and so is every draft on
+    a file system without locks.
     """
     removed: list[Path] = []
     with storing(folder):
-        names = sorted(os.listdir(folder)) if folder.is_dir() else []
-        for path in (folder / each for each in names):
+        for path in sorted(folder.iterdir()) if folder.is_dir() else []:
             name = parse_name(path.name)
             suffix = name.suffix if name else ""
             if suffix == REPLACED:
                 place = path.with_name(path.name.removesuffix(REPLACED))
                 if not os.path.lexists(place):
-                    os.rename(path, place)
+                    path.rename(place)
                     sync_folder(folder)
                     continue
                 remove(path)
             elif suffix == GONE:
                 remove(path)
-            elif suffix != TMP or not remove_leftover(path):
+            elif suffix != TMP or not remove_leftover(path, assume_dead=False):
                 continue
             removed.append(path)
     return removed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -54,7 +53,7 @@ class Report(NamedTuple):
 def verify(path: Path, *, digests: bool = True, uncommitted: bool = False) -> Report:
     """Checks everything that can be checked without the model; raises nothing whatever the directory holds.
 
-    ``digests``: reads every byte; without, a flipped bit in a tensor is not found. ``uncommitted``: it is still a draft.
+    ``digests``: reads every byte; without, a flipped bit in a tensor is not found. ``uncommitted``: it is a draft yet.
     """
     problems: list[Problem] = []
 
@@ -158,7 +157,7 @@ def candidates(folder: Path) -> list[tuple[Name, Path]]:
     Empty if there is no such folder. Raises OSError if it can't be read.
     """
     try:
-        paths = [folder / name for name in os.listdir(folder)]
+        paths = list(folder.iterdir())
     except FileNotFoundError:
         return []
     named = [(name, path) for path in paths if (name := parse_name(path.name)) and name.suffix in {"", REPLACED}]

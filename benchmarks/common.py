@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 from resilient_train.child import clean_environ, running
 
 HERE = Path(__file__).parent
-MODELS = ("tiny", "10m")
+MODELS = ("tiny", "10m", "21m")
+USUAL_MODELS = MODELS[:2]
+"""What is measured unless asked otherwise."""
 _LOG_TAIL = 3000
 
 

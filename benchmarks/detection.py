@@ -21,7 +21,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import HERE, MODELS, BenchmarkError, Case, Table, finish, launcher, show, started, summary, write_json
+from common import (
+    HERE,
+    MODELS,
+    USUAL_MODELS,
+    BenchmarkError,
+    Case,
+    Table,
+    finish,
+    launcher,
+    show,
+    started,
+    summary,
+    write_json,
+)
 from recovery import STEPS_BETWEEN, Hit, Watch, strike, undisturbed_steps_ms
 
 from resilient_train.child import sigterm_unwinds
@@ -130,7 +143,7 @@ def tables(results: list[dict[str, Any]], jittery: dict[str, Any] | None) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(USUAL_MODELS))
     parser.add_argument("--kinds", nargs="+", choices=list(SIGNALS), default=list(SIGNALS))
     parser.add_argument("--faults", type=int, help="faults of a case (default 12; 2 with --quick)")
     parser.add_argument("--steps", type=int, help="of the job with pauses (default 100,000; 500 with --quick; 0: none)")

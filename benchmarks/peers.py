@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import MODELS, BenchmarkError, Table, show, summary, write_json
+from common import MODELS, USUAL_MODELS, BenchmarkError, Table, show, summary, write_json
 from peers.installs import VENVS
 from peers.picture import drawing
 from peers.systems import PLAIN, SYSTEMS, System, Trial
@@ -149,7 +149,7 @@ def row(result: dict[str, Any], plain: dict[str, Any] | None) -> tuple[str, ...]
 def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="*", choices=[BASELINE, *SYSTEMS], default=[BASELINE, *SYSTEMS])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(USUAL_MODELS))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--kills", type=int, help="kill -9 of a rank (default 10; 1 with --quick; 0: none)")
     parser.add_argument("--stops", type=int, help="SIGSTOP of a rank (default 3; 0 with --quick)")

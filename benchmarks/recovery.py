@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from common import (
     HERE,
     MODELS,
+    USUAL_MODELS,
     BenchmarkError,
     Case,
     Table,
@@ -304,7 +305,7 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(USUAL_MODELS))
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=["cold", "forked"])
     parser.add_argument("--kills", type=int, help="recoveries of a case (default 12; 2 with --quick)")
     parser.add_argument("--limit-s", type=int, default=600, help="longest time for a case")

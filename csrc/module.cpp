@@ -19,6 +19,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "glance.hpp"
 #include "probes/alarm.hpp"
 #include "probes/probes.hpp"
 #include "process_copy.hpp"
@@ -345,6 +346,9 @@ NB_MODULE(_native, module) {
   bind_threads(module);
   bind_findings(module);
   bind_probes(module);
+  nb::class_<Glance>(module, "Glance")
+      .def(nb::init<const std::vector<std::pair<std::uint64_t, std::uint64_t>>&>(), "spans"_a)
+      .def("changed", &Glance::changed);
   module.def("read_process_memory", &copy_spans, "pid"_a, "spans"_a);
   module.def("allow_readers", &allow_readers);
   module.def("die_with_parent", &die_with_parent, "signal_number"_a);

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from workload import Work, make
 
-DIGEST_EVERY = {"tiny": 50, "10m": 10}
+DIGEST_EVERY = {"tiny": 50, "10m": 10, "21m": 10}
 """Steps from one digest of the parameters to the next; it costs some 20 ms with 10 M of them."""
 RANKS_AT_MOST = 64
 

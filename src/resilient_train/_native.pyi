@@ -254,6 +254,16 @@ class Probes:
     def last_error(self) -> int:
         """Call aclrtPeekAtLastError in the calling thread: the runtime keeps one per thread."""
 
+class Glance:
+    """Spans of this process's memory as (address, bytes), and what they held when they were last looked at.
+
+    Nothing checks the addresses; the caller keeps what lies there alive.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None: ...
+    def changed(self) -> bool:
+        """Whether they hold something else now. True the first time."""
+
 def classify_acl(code: int) -> str:
     """Kind of a code of the ACL runtime, by number; empty if it is no fault of the device."""
 

@@ -28,6 +28,8 @@ DRAWS: list[Callable[[], object]] = [
     np.random.rand,
     np.random.randn,
     lambda: torch.rand(3),
+    lambda: torch.randn(1),
+    lambda: torch.randn(1, dtype=torch.float64),
 ]
 
 
@@ -95,6 +97,21 @@ def test_what_lies_in_memory_is_what_python_says() -> None:
         for _ in range(700):  # through the words once, and a little further
             assert generators._python_state() == generators._python_state_asked()
             random.random()
+
+
+def test_torchs_generator_is_found_in_memory() -> None:
+    assert generators._torch_span(torch.default_generator), "this torch has its generator elsewhere: asked, and slower"
+
+
+def test_a_torch_that_has_it_elsewhere_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "_torch_span", lambda _: None)
+    monkeypatch.setattr(generators, "_torch_held", generators._Held(None, None))
+    seed(9)
+    state = random_state()
+    torch.rand(1)
+    moved = random_state()
+    assert moved != state
+    assert random_state() == moved
 
 
 def test_a_python_that_has_it_elsewhere_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +23,17 @@ class Objects(NamedTuple):
     rank_extra: Mapping[str, Any] = {}
 
 
+class Place(enum.Enum):
+    """Where in a step a collective is called."""
+
+    STEP = "step"
+    """Before the update: it is redone with the step."""
+    UPDATE = "update"
+    """In an update under way: it could neither be redone nor repeated."""
+    TAIL = "tail"
+    """After the update, so that it cannot be redone with the step."""
+
+
 class Conductor(Protocol):
     """What the engine reports to: implemented by the Session's runtime."""
 
@@ -37,16 +49,8 @@ class Conductor(Protocol):
         """The gradient scaler was updated, whether it let the optimizer write or not."""
         ...
 
-    def in_tail(self) -> bool:
-        """Whether collectives called now come after the update, so that they cannot be redone with the step."""
-        ...
-
-    def in_update(self) -> bool:
-        """Whether the update is under way: a collective called now could neither be redone nor repeated."""
-        ...
-
-    def collective(self) -> None:
-        """A collective that spans the whole job is about to be entered. May be called on any thread."""
+    def collective(self, *, spans_job: bool) -> Place:
+        """A collective is about to be entered, one of the whole job or of a part of it. May be called on any thread."""
         ...
 
     def survive(self, error: BaseException | None) -> bool:

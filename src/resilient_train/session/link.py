@@ -35,6 +35,7 @@ class Link:
         self.board = Board.attach(board)
         os.close(board)
         self.arena = Arena(arena)
+        self._tail_used = True
         if self.board.world_size != link.world_size:
             raise ConfigError(f"WORLD_SIZE is {link.world_size}, but this job has {self.board.world_size} ranks")
 
@@ -54,6 +55,7 @@ class Link:
 
     def log(self, meta: bytes, data: bytes) -> bool:
         """Publishes the arguments of a collective of the tail; False if there is no room for them."""
+        self._tail_used = True
         entered, completed = self.board.tail(self.rank)
         if not self.arena.log_append(meta, data):
             return False
@@ -66,10 +68,14 @@ class Link:
 
     def tail_completed(self, completed: int) -> None:
         """One more collective of the tail is done."""
+        self._tail_used = True
         self.board.set_tail(self.rank, self.board.tail(self.rank)[0], completed)
 
     def reset_tail(self) -> None:
         """An update was applied: its tail begins, with an empty log."""
+        if not self._tail_used:
+            return
+        self._tail_used = False
         self.arena.log_reset()
         self.board.set_tail(self.rank, 0, 0)
 

@@ -34,17 +34,21 @@ class Publication:
         self._engine = engine
         self._cursor = cursor
         self._encoder = msgspec.msgpack.Encoder()
-        self._newest = b""
+        self._newest: object = None
+        """What was published last: its parts where they can be compared, or else the bytes."""
 
     def publish(self, commits: int, number: int) -> None:
         """Publishes what this rank needs to start update ``commits`` with step ``number``, unless it is published."""
         engine, position = self._engine, self._cursor.position()
-        own = engine.rank_state()
+        own, random = engine.rank_state(), engine.random_state()
+        parts = None if own or position.own else (commits, number, random, position)
+        if parts is not None and parts == self._newest:
+            return
         payload = self._encoder.encode(
             _Published(
                 commits,
                 number,
-                engine.random_state(),
+                random,
                 position.epoch,
                 position.taken,
                 position.random,
@@ -52,9 +56,9 @@ class Publication:
                 engine.pack(own) if own else b"",
             )
         )
-        if payload != self._newest:
+        if parts is not None or payload != self._newest:
             self._link.publish(commits, payload)
-            self._newest = payload
+        self._newest = parts or payload
 
     def take_up(self, payload: bytes) -> int:
         """Puts a publication back, in this process. Returns the number of the step that comes next."""
@@ -66,5 +70,5 @@ class Publication:
         self._cursor.load(Position(held.epoch, held.taken, held.epoch_random, loader))
         self._engine.load_rank_state(self._engine.unpack(held.rank) if held.rank else {})
         self._engine.restore_random_state(held.random)
-        self._newest = payload
+        self._newest = None
         return held.number

@@ -22,7 +22,7 @@ from resilient_train._native import Watchdog, allow_readers
 from resilient_train.errors import JobEnded, StateError, TrainingInterrupted, UsageError
 from resilient_train.events import now
 from resilient_train.faults import parse_plan
-from resilient_train.frameworks.base import Framework, Objects
+from resilient_train.frameworks.base import Framework, Objects, Place
 from resilient_train.interrupt import SIGNAL, Interrupt
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines
 from resilient_train.protocol.messages import Refused, Started
@@ -38,6 +38,8 @@ from resilient_train.session.pulse import Pulse
 from resilient_train.session.recovery import Recovery
 from resilient_train.session.rescue import Rescue
 from resilient_train.session.step import Step
+
+_PLACES = {Phase.UPDATING: Place.UPDATE, Phase.APPLIED: Place.TAIL}
 
 
 class Runtime:
@@ -65,7 +67,7 @@ class Runtime:
         self._publication = Publication(self._link, engine, cursor)
         self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine, self._link.board)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
-        self.slow, self.collective = self._pulse.slow, self._pulse.collective
+        self.slow = self._pulse.slow
         generation = self._link.generation
         self._processor = Processor(agent.rank, generation=-1 if agent.joining else generation, holds=not agent.joining)
         self._recovery = Recovery(self._link, engine, self._processor, settings, self._injector, self._load_published)
@@ -319,13 +321,11 @@ class Runtime:
 
     # -- the tail
 
-    def in_tail(self) -> bool:
-        """Whether collectives called now come after the update."""
-        return self._begun and self._processor.standing.phase is Phase.APPLIED
-
-    def in_update(self) -> bool:
-        """Whether an update is under way."""
-        return self._processor.standing.phase is Phase.UPDATING
+    def collective(self, *, spans_job: bool) -> Place:
+        """A collective is about to be entered."""
+        if spans_job:
+            self._pulse.collective()
+        return _PLACES.get(self._processor.standing.phase, Place.STEP) if self._begun else Place.STEP
 
     def survive(self, error: BaseException | None) -> bool:
         """A collective of the tail failed; see ``frameworks/torch/tail``."""

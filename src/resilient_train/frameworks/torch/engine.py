@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from resilient_train import config
 from resilient_train._native import Board
 from resilient_train.errors import ConfigError, TransferError, UsageError
-from resilient_train.frameworks.base import Conductor, Damage, Objects, Sources, TailLog
+from resilient_train.frameworks.base import Conductor, Damage, Objects, Place, Sources, TailLog
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import Buckets, Pass
 from resilient_train.frameworks.torch.damage import assess, move
@@ -43,6 +43,16 @@ class _Manifest(msgspec.Struct, array_like=True):
     passes: list[list[Pass]]
 
 
+class _Start(NamedTuple):
+    """What a redo of the window goes back to; the parameters have not changed by then."""
+
+    random: bytes
+    gradients: bool
+    buffers: dict[str, torch.Tensor]
+    small: dict[str, Any]
+    extra: dict[str, Any]
+
+
 class TorchEngine:
     """See ``frameworks/base.Framework``."""
 
@@ -57,11 +67,11 @@ class TorchEngine:
         self._replicated = Replicated(objects)
         self._ranks_own = RankState(objects.models, objects.rank_extra)
         self._buckets = Buckets(objects.models)
-        self._works: list[dist.Work] = []
+        self._works: list[GuardedWork] = []
         self._handles: list[Any] = []
         self._conductor: Conductor | None = None
         self._tail: Tail | None = None
-        self._start: dict[str, Any] = {}
+        self._start: _Start | None = None
         self._undo: dict[str, Any] | None = None
         self._neutral: list[str] = []
         self._errors = DeviceErrors(config.read_settings())
@@ -121,7 +131,8 @@ class TorchEngine:
         works, self._works = self._works, []
         try:
             for work in works:
-                work.wait()
+                if not work.succeeded:
+                    work.wait()
         except RuntimeError:
             return False
         self._device.synchronize()
@@ -164,11 +175,10 @@ class TorchEngine:
         """A collective is called; see ``group.Watcher``."""
         assert self._conductor is not None
         assert self._tail is not None
-        if len(group.global_ranks) == dist.get_world_size() and verb not in POINT_TO_POINT:
-            self._conductor.collective()
-        if self._conductor.in_tail():
+        place = self._conductor.collective(spans_job=group.spans_job and verb not in POINT_TO_POINT)
+        if place is Place.TAIL:
             return self._tail.run(group, verb, args, kwargs)
-        if self._conductor.in_update():
+        if place is Place.UPDATE:
             raise UsageError(
                 f"{verb} was called while the update of this step is only half done (one optimizer has written, "
                 "another has not, or an optimizer communicates by itself): pass Session(undo=True), so that such a "
@@ -183,34 +193,35 @@ class TorchEngine:
         self._works.clear()
         self._undo = None
         buffers = self._ranks_own.buffers.changed()
-        self._start = {
-            "random": random_state(),
-            "gradients": torch.is_grad_enabled(),
-            "buffers": {key: buffer.clone() for key, buffer in buffers.items()},
-            "small": copy_tree(self._replicated.small_tree()),
-            "extra": copy_tree(self._ranks_own.extra_states()),
-        }
+        self._start = _Start(
+            random_state(),
+            torch.is_grad_enabled(),
+            {key: buffer.clone() for key, buffer in buffers.items()},
+            self._replicated.small_copy(),
+            self._ranks_own.extra_copy(),
+        )
         self._buckets.record()
 
     def rollback(self) -> None:
-        if not self._start:
+        start = self._start
+        if start is None:
             return
         if self._undo is not None:
             self._replicated.restore(self._undo)
             self._undo = None
         # `with torch.set_grad_enabled(False)` switches before its `with` begins; cut in between, nobody switches back.
-        torch.set_grad_enabled(self._start["gradients"])
+        torch.set_grad_enabled(start.gradients)
         for optimizer in self._objects.optimizers:
             optimizer.zero_grad(set_to_none=True)
         for model in self._objects.models:
             model.zero_grad(set_to_none=True)
-        self._ranks_own.buffers.rollback(self._start["buffers"])
-        self._ranks_own.restore_extra(self._start["extra"])
-        self._replicated.restore_small(self._start["small"])
-        restore_random_state(self._start["random"])
+        self._ranks_own.buffers.rollback(start.buffers)
+        self._ranks_own.restore_extra(start.extra)
+        self._replicated.restore_small(start.small)
+        restore_random_state(start.random)
 
     def committed(self) -> None:
-        self._start = {}
+        self._start = None
         self._undo = None
         if self._tail is not None:
             self._tail.reset()

@@ -11,7 +11,6 @@ group.
 
 from __future__ import annotations
 
-import itertools
 import time
 from datetime import timedelta
 from typing import Any
@@ -22,29 +21,47 @@ import torch.distributed as dist
 _POLL_S = 0.0005
 
 
-class _Failure:
-    """An error on its way through a future; a future of torch's completes with a value only."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-def _open(gate: torch.futures.Future[Any]) -> Any:
-    value = gate.value()
-    if type(value) is _Failure:
-        raise value.error
-    return value
-
-
 class GuardedWork(dist.Work):
-    """A work whose ``wait`` and future end when the inner work ends, or when somebody lets the waiters go."""
+    """A work whose ``wait`` and future end when the inner work ends, or when somebody lets the waiters go.
 
-    def __init__(self, inner: dist.Work, outcome: torch.futures.Future[Any]) -> None:
+    A future of torch's completes with a value only; an error has to be raised by a callback, behind a *gate*.
+    """
+
+    def __init__(self, inner: dist.Work, live: dict[int, GuardedWork]) -> None:
         super().__init__()
         self._inner = inner
-        self._outcome = outcome
+        self._live = live
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.succeeded = False
+        self._gate: torch.futures.Future[None] = torch.futures.Future()
+        self._outcome: torch.futures.Future[Any] = self._gate.then(self._open)
+        live[id(self)] = self
+        inner.get_future().add_done_callback(self._inner_ended)
+
+    def _open(self, _gate: torch.futures.Future[None]) -> Any:
+        value, self._value = self._value, None
+        if self._error is not None:
+            raise self._error
+        return value
+
+    def _inner_ended(self, future: torch.futures.Future[Any]) -> None:
+        try:
+            self._end(future.value(), None)
+        except RuntimeError as error:
+            self._end(None, error)
+
+    def give_up(self) -> bool:
+        """Lets the waiters go with an error. False: the work has ended already."""
+        return self._end(None, RuntimeError("the collective was given up: a recovery is under way"))
+
+    def _end(self, value: Any, error: BaseException | None) -> bool:
+        # Taking the work out of the dict decides, in one step under the GIL, who completes it.
+        if self._live.pop(id(self), None) is None:
+            return False
+        self._value, self._error, self.succeeded = value, error, error is None
+        self._gate.set_result(None)
+        return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - gloo's own time-out covers it
         self._outcome.wait()
@@ -70,27 +87,11 @@ class Escape:
     """All works under way in this process."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._live: dict[int, torch.futures.Future[Any]] = {}
+        self._live: dict[int, GuardedWork] = {}
 
     def guard(self, inner: dist.Work) -> GuardedWork:
         """The work, so that its waiters can be let go."""
-        gate: torch.futures.Future[Any] = torch.futures.Future()
-        outcome = gate.then(_open)
-        number = next(self._numbers)
-        self._live[number] = gate
-
-        def finish(future: torch.futures.Future[Any]) -> None:
-            try:
-                value = future.value()
-            except RuntimeError as error:
-                value = _Failure(error)
-            # Taking the gate out of the dict decides, in one step under the GIL, who completes it.
-            if self._live.pop(number, None) is not None:
-                gate.set_result(value)
-
-        inner.get_future().add_done_callback(finish)
-        return GuardedWork(inner, outcome)
+        return GuardedWork(inner, self._live)
 
     def drain(self, timeout_s: float) -> int:
         """Waits until no work is under way: until then gloo may write into gradients. Returns how many were let go."""
@@ -101,10 +102,4 @@ class Escape:
 
     def release(self) -> int:
         """Lets all waiters go with an error. May be called on any thread. Returns how many there were."""
-        released = 0
-        for number in list(self._live):
-            gate = self._live.pop(number, None)
-            if gate is not None:
-                gate.set_result(_Failure(RuntimeError("the collective was given up: a recovery is under way")))
-                released += 1
-        return released
+        return sum(work.give_up() for work in list(self._live.values()))

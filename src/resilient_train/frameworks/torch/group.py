@@ -75,6 +75,8 @@ class ResilientGroup(dist.ProcessGroup):
         self._rank, self._size, self._name, self._desc = rank, size, name, "resilient"
         self.global_ranks = tuple(global_ranks) or tuple(range(size))
         self._store, self._timeout = store, timeout
+        self.spans_job = not groups or len(self.global_ranks) == next(iter(groups.values())).getSize()
+        """The first group of a process is that of all ranks."""
         self.inner: dist.ProcessGroup | None = None
         self.sockets: list[tuple[int, int]] = []
         self.solo = True

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from resilient_train.frameworks.torch.replicated import restore_object, state_of
+from resilient_train.frameworks.torch.replicated import copy_tree, restore_object, state_of
 
 # Their kernels write the running statistics without telling the version counter.
 _SILENT_WRITERS = (torch.nn.modules.batchnorm._NormBase,)
@@ -84,6 +84,10 @@ class RankState:
     def extra_states(self) -> dict[str, Any]:
         """The states of what the user registered as each rank's own."""
         return {name: state_of(each) for name, each in self._extra.items()}
+
+    def extra_copy(self) -> dict[str, Any]:
+        """The same, to be kept."""
+        return copy_tree(self.extra_states()) if self._extra else {}
 
     def restore_extra(self, states: Mapping[str, Any]) -> None:
         """The inverse of ``extra_states``."""

@@ -14,7 +14,6 @@ from resilient_train.frameworks.torch.leaves import TENSORS, dense, dtype_of, sp
 from resilient_train.state.transfer import Span, digest
 from resilient_train.state.tree import Path, Slot, flatten, unflatten
 
-_SETTINGS_OF_GROUP = "params"
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 
@@ -44,6 +43,21 @@ def copy_tree(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(copy_tree(item) for item in value) if type(value) in (list, tuple) else value
     return value
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer's group says besides its parameters."""
+    settings = group.copy()
+    del settings["params"]
+    return settings
+
+
+def _kept(settings: dict[str, Any]) -> dict[str, Any]:
+    for key, value in settings.items():
+        kind = type(value)
+        if kind not in _PLAIN and not (kind is tuple and _PLAIN.issuperset(map(type, value))):
+            settings[key] = copy_tree(value)
+    return settings
 
 
 class Replicated:
@@ -78,7 +92,16 @@ class Replicated:
         return {
             "scheduler": [state_of(scheduler) for scheduler in objects.schedulers],
             "scaler": state_of(objects.scaler) if objects.scaler is not None else None,
-            "groups": [self._settings(o) for o in objects.optimizers],
+            "groups": [[_settings(group) for group in o.param_groups] for o in objects.optimizers],
+        }
+
+    def small_copy(self) -> dict[str, Any]:
+        """A ``small_tree`` to be kept. Once a step: nearly all of it are plain settings, which need no copy."""
+        objects = self._objects
+        return {
+            "scheduler": [copy_tree(state_of(scheduler)) for scheduler in objects.schedulers],
+            "scaler": copy_tree(state_of(objects.scaler)) if objects.scaler is not None else None,
+            "groups": [[_kept(_settings(group)) for group in o.param_groups] for o in objects.optimizers],
         }
 
     def restore_small(self, small: Mapping[str, Any]) -> None:
@@ -92,13 +115,6 @@ class Replicated:
         for optimizer, groups in zip(self._objects.optimizers, small["groups"], strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(copy_tree(settings))
-
-    @staticmethod
-    def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        return [
-            {key: value for key, value in group.items() if key != _SETTINGS_OF_GROUP}
-            for group in optimizer.param_groups
-        ]
 
     def _optimizer_tree(self, index: int) -> dict[int, Any]:
         state = self._objects.optimizers[index].state

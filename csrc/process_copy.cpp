@@ -23,7 +23,7 @@ namespace {
 
 constexpr std::size_t batch_spans_max = IOV_MAX;
 constexpr std::uint64_t batch_bytes = std::uint64_t{8} << 20;  // large enough to forget the call, small enough to share
-constexpr unsigned readers_max = 4;  // they saturate the memory of one socket
+constexpr unsigned readers_max = 4;                            // they saturate the memory of one socket
 constexpr std::uintptr_t huge_page_bytes = std::uintptr_t{2} << 20;
 
 using Batch = std::vector<Span>;
@@ -126,7 +126,8 @@ void prefer_huge_pages(std::uint64_t address, std::uint64_t bytes) {
   const std::uintptr_t begin = (static_cast<std::uintptr_t>(address) + page - 1) / page * page;
   const std::uintptr_t end = (static_cast<std::uintptr_t>(address) + bytes) / page * page;
   // EINVAL: a kernel without them; ENOMEM: not all of it is mapped memory of this kind. It is advice, no more.
-  if (::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE) != 0 && errno != EINVAL && errno != ENOMEM) {
+  if (::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE) != 0 && errno != EINVAL &&
+      errno != ENOMEM) {
     throw std::system_error(errno, std::generic_category(), "madvise(MADV_HUGEPAGE)");
   }
 }

@@ -15,12 +15,14 @@ Start it with ``resilient-run --nproc-per-node 4 train.py``. Importing this pack
 
 from resilient_train._register import register_when_imported
 from resilient_train.errors import (
+    CheckpointError,
     ConfigError,
     DeviceError,
     JobEnded,
     ProtocolError,
     ResilientError,
     StateError,
+    StorageError,
     TrainingInterrupted,
     TransferError,
     UsageError,
@@ -31,6 +33,7 @@ from resilient_train.waiting import standby_point
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DeviceError",
     "JobEnded",
@@ -39,6 +42,7 @@ __all__ = [
     "Session",
     "StateError",
     "Step",
+    "StorageError",
     "TrainingInterrupted",
     "TransferError",
     "UsageError",

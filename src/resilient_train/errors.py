@@ -11,6 +11,8 @@
           +-- StateError            yours: a registered object's state can't be carried to another process
           +-- ProtocolError         ours, or a foreign process: a frame or shared page isn't what it must be
           +-- TransferError         the machine's: state did not arrive, or arrived with another digest
+          +-- StorageError          the machine's: a checkpoint could not be written; older ones are untouched
+          +-- CheckpointError       a file's: a checkpoint isn't whole, or not what its manifest says
           +-- DeviceError           the accelerator's: it does not do what a recovery tells it; the process ends
           +-- JobEnded              the job's: the agent ended the run; the text says why
 """
@@ -42,6 +44,23 @@ class ProtocolError(ResilientError):
 
 class TransferError(ResilientError):
     """State of a replica did not arrive, or arrived with another digest."""
+
+
+class StorageError(ResilientError):
+    """A checkpoint could not be written: full, failing or read-only storage. The ``OSError`` is its cause.
+
+    What had been written of it is removed, and no older checkpoint was touched, unless the text says otherwise.
+    """
+
+
+class CheckpointError(ResilientError):
+    """A checkpoint is not whole, or is not what its manifest says: it is refused as a whole."""
+
+    def __init__(self, file: str, reason: str) -> None:
+        super().__init__(f"{file} {reason}")
+        self.file = file
+        """The file at fault, by its name in the checkpoint; "." for the directory itself."""
+        self.reason = reason
 
 
 class DeviceError(ResilientError):

@@ -85,6 +85,8 @@ def agent(run):
         (["inject", ".", "device", "--library", "acl"], "say what the library is to answer"),
         (["inject", ".", "device", "--library", "acl", "--error", "0"], "it is no run's directory"),
         (["status", "nowhere"], "no job is running"),
+        (["verify", "nowhere"], "is not a directory"),
+        (["verify", "."], "holds no checkpoint"),
         (["demo", "--steps", "0"], "at least 6"),
         (["demo", "--ranks", "1"], "no replica"),
         (["demo", "--faults", "kill rank=9 step=3"], "cannot happen"),

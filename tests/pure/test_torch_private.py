@@ -80,3 +80,11 @@ def test_works_have_futures_that_take_callbacks() -> None:
     future.add_done_callback(lambda done: seen.append(done.value()))
     future.set_result(1)
     assert (outcome.wait(), seen) == (2, [1])
+
+
+def test_sharded_tensors_tell_their_blocks() -> None:
+    """What ``frameworks/torch/checkpoint.py`` asks a DTensor; ``tests/pure/test_checkpoint_torch.py`` compares."""
+    from torch.distributed.tensor import DTensor
+
+    assert hasattr(DTensor, "__create_chunk_list__")
+    assert not hasattr(torch.Tensor, "__create_chunk_list__")

@@ -189,6 +189,19 @@ def advise(
 
 
 @app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run.", show_default=False)],
+    as_json: Json = False,
+) -> int:
+    """Read a checkpoint (of a run: all of them) and say whether it is whole, and which file is broken."""
+    from resilient_train.launch import verify as verifying
+
+    found = verifying.reports(path)
+    _answer(as_json, verifying.as_dict(found), verifying.as_lines(found))
+    return 0 if all(report.ok for report in found) else EXIT_FAILED
+
+
+@app.command()
 def inject(
     words: Annotated[
         list[str] | None,

@@ -1,0 +1,155 @@
+"""torch's tensors as the pieces of a checkpoint: where they lie, and how they are filled again at any world size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from resilient_train.errors import ConfigError, StateError
+from resilient_train.frameworks.torch.leaves import TENSORS, dtype_of, span_of
+from resilient_train.state.checkpoint.restore import Checkpoint, Target
+from resilient_train.state.image import ImagePlan
+from resilient_train.state.sharding import ITEM_BYTES, Piece, Shape
+from resilient_train.state.transfer import Span, view
+from resilient_train.state.tree import Path, Slot, flatten, unflatten
+
+_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32",
+    torch.int64: "I64", torch.uint64: "U64", torch.float64: "F64", torch.complex64: "C64",
+}  # fmt: skip
+
+
+class Contents(NamedTuple):
+    """A tree of state as a checkpoint holds it."""
+
+    payload: bytes
+    """The tree without its tensors, for ``Draft.add_tree``."""
+    tensors: dict[str, torch.Tensor]
+    """By the names that they have in the shards, in the order of their numbers in ``payload``."""
+
+
+def contents(tree: Any) -> Contents:
+    """Takes a tree of state apart. Raises StateError for what can't be carried."""
+    payload, tensors = flatten(tree, TENSORS)
+    return Contents(payload, dict(zip(names_of(tensors), tensors.values(), strict=True)))
+
+
+def names_of(paths: Iterable[Path]) -> list[str]:
+    """The paths with dots between: ``model.0.layer.weight``. Those that would be equal get a number behind."""
+    joined = [".".join(map(str, path)) for path in paths]
+    count = Counter(joined)
+    taken = {name for name, times in count.items() if times == 1}
+    result = []
+    for name in joined:
+        unique, number = name, 0
+        while count[name] > 1 and unique in taken:
+            number += 1
+            unique = f"{name}~{number}"
+        taken.add(unique)
+        result.append(unique)
+    return result
+
+
+def piece_of(name: str, tensor: torch.Tensor) -> Piece:
+    """What this rank holds of a tensor: all of a plain one, the local block of a DTensor.
+
+    A dtype that safetensors lacks is held as its bytes, in one more dimension. Raises StateError for a DTensor whose
+    part here is not one block.
+    """
+    dtype = _NAMES.get(tensor.dtype, "U8")
+    tail: Shape = () if tensor.dtype in _NAMES else (tensor.element_size(),)
+    shape, offsets = _block(name, tensor)
+    whole = tuple(tensor.shape)
+    return Piece(name, dtype, shape + tail, whole + tail, offsets + (0,) * len(tail))
+
+
+def _block(name: str, tensor: torch.Tensor) -> tuple[Shape, Shape]:
+    """(shape, offsets) of this rank's part; DTensor tells torch.distributed.checkpoint the same."""
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return tuple(tensor.shape), (0,) * tensor.dim()
+    blocks = tensor.__create_chunk_list__()
+    if len(blocks) != 1:
+        raise StateError(f"{name!r} lies in {len(blocks)} pieces on this rank; a checkpoint takes one")
+    return tuple(blocks[0].sizes), tuple(blocks[0].offsets)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory behind a tensor on this rank."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class Copy(NamedTuple):
+    """Bytes of a tensor, and where in the image they belong."""
+
+    start: int
+    source: Span
+
+
+def copies(plan: ImagePlan, tensors: Mapping[str, torch.Tensor]) -> list[Copy]:
+    """What is to be copied into an image of ``plan``, behind its header. The tensors lie dense in this process.
+
+    A piece of the plan is what ``piece_of`` says of its tensor, or what ``divide`` has cut from that.
+    """
+    result = []
+    for piece, start in plan.places:
+        held = piece_of(piece.name, tensors[piece.name])
+        memory = span_of(local(tensors[piece.name]))
+        skipped, stride = 0, ITEM_BYTES[piece.dtype]
+        for axis in reversed(range(len(held.shape))):
+            skipped += (piece.offsets[axis] - held.offsets[axis]) * stride
+            stride *= held.shape[axis]
+        assert skipped + piece.size_bytes <= memory.size
+        result.append(Copy(start, Span(memory.address + skipped, piece.size_bytes)))
+    return result
+
+
+def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], *, digests: bool = True) -> int:
+    """Fills tensors (plain ones whole, DTensors this rank's block) from a checkpoint of any layout, in place.
+
+    Returns the bytes read. Raises ConfigError if a tensor is not there with this dtype and global shape,
+    CheckpointError if a file is damaged; the tensors hold rubbish then.
+    """
+    targets: list[Target] = []
+    landed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, tensor in tensors.items():
+        here = local(tensor)
+        landing = here
+        if here.device.type != "cpu" or not here.is_contiguous():
+            landing = torch.empty(here.shape, dtype=here.dtype)
+            landed.append((here, landing))
+        targets.append(Target(piece_of(name, tensor), view(span_of(landing))))
+    count = checkpoint.load(targets, digests=digests)
+    with torch.no_grad():
+        for here, landing in landed:
+            here.copy_(landing)
+    return count
+
+
+def load_tree(checkpoint: Checkpoint, group: int = 0, *, digests: bool = True) -> Any:
+    """The tree of state of a replica group, with tensors of its own, whole: a sharded tensor is put together.
+
+    Raises CheckpointError, or ProtocolError if the tree is none.
+    """
+    file = checkpoint.tree(group)
+    made: dict[str, torch.Tensor] = {}
+
+    def place(_path: Path, slot: Slot) -> torch.Tensor:
+        if slot.number not in range(len(file.names)):
+            raise ConfigError(f"{checkpoint.path}: the tree of group {group} has a tensor without a name")
+        name = file.names[slot.number]
+        dtype = dtype_of(slot.dtype)
+        held = checkpoint.tensors[name].shape
+        shape = held if dtype in _NAMES else held[:-1]
+        made[name] = torch.empty(shape, dtype=dtype)
+        return made[name]
+
+    tree = unflatten(file.tree, TENSORS, place)
+    load_tensors(checkpoint, made, digests=digests)
+    return tree

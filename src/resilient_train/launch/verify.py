@@ -1,0 +1,67 @@
+"""``resilient-train verify``: what is wrong with a checkpoint, or which of several is the one to go on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from resilient_train.errors import ConfigError
+from resilient_train.observe.report import Line
+from resilient_train.state.checkpoint.manifest import MANIFEST, parse_name
+from resilient_train.state.checkpoint.verify import Report, candidates, verify
+
+CHECKPOINTS = "checkpoints"
+"""Where a run keeps them."""
+
+
+def reports(path: Path) -> list[Report]:
+    """Verifies the checkpoint at ``path``, or all that a run or a folder of checkpoints holds, the newest first.
+
+    Raises ConfigError if there is none.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory: give a checkpoint's, or that of a run")
+    path = path.resolve()  # a link that somebody names is meant
+    if parse_name(path.name) or (path / MANIFEST).exists():
+        return [verify(path)]
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    found = [verify(each) for _, each in candidates(folder)]
+    if not found:
+        raise ConfigError(f"{path} holds no checkpoint: no {MANIFEST}, and no directory that is called step_<N>")
+    return found
+
+
+def as_dict(found: list[Report]) -> dict[str, Any]:
+    """For ``--json``."""
+    newest = next((report for report in found if report.ok), None)
+    return {
+        "ok": all(report.ok for report in found),
+        "newest_complete": str(newest.path) if newest else None,
+        "checkpoints": [_checkpoint(report) for report in found],
+    }
+
+
+def _checkpoint(report: Report) -> dict[str, Any]:
+    fields = ("kind", "step", "commits", "reason", "world_size", "shards") if report.manifest else ()
+    return {
+        "path": str(report.path),
+        "ok": report.ok,
+        **{name: getattr(report.manifest, name) for name in fields},
+        "size_bytes": report.size_bytes,
+        "problems": [problem._asdict() for problem in report.problems],
+    }
+
+
+def as_lines(found: list[Report]) -> list[Line]:
+    """For people."""
+    result: list[Line] = []
+    for report in found:
+        if report.ok and report.manifest:
+            made = report.manifest
+            text = f"step {made.step}, {made.kind}, {made.world_size} ranks, {made.shards} shards"
+            result.append(Line(f"{report.path}: complete ({text}, {report.size_bytes / 1e6:.1f} MB)"))
+        result += [Line(f"{report.path}: {problem.file} {problem.reason}") for problem in report.problems]
+    if len(found) > 1:
+        newest = next((str(report.path) for report in found if report.ok), "none")
+        result.append(Line(f"newest complete: {newest}"))
+    return result

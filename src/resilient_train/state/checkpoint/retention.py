@@ -1,0 +1,58 @@
+"""Which checkpoints go, and what dead processes left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from resilient_train.state.checkpoint.files import remove, remove_leftover, storing, sync_folder
+from resilient_train.state.checkpoint.manifest import GONE, REPLACED, TMP, parse_name
+from resilient_train.state.checkpoint.verify import candidates, verify
+
+
+def retain(folder: Path, keep: int) -> list[Path]:
+    """Deletes the periodic checkpoints that are older than the newest ``keep`` complete ones; returns them.
+
+    Complete means here: all files are there with their sizes and headers (reading every byte after each save would cost
+    as much as the save). End-of-life checkpoints are never deleted. Raises StorageError.
+    """
+    assert keep >= 1
+    removed: list[Path] = []
+    complete = 0
+    with storing(folder):
+        for name, path in candidates(folder):
+            if name.kind != "periodic" or name.suffix:
+                continue
+            if complete == keep:
+                remove(path)
+                removed.append(path)
+            elif verify(path, digests=False).ok:
+                complete += 1
+    return removed
+
+
+def tidy(folder: Path) -> list[Path]:
+    """Ends what dead processes had begun; returns what was deleted. For the start of a run. Raises StorageError.
+
+    Drafts and half-deleted checkpoints go. One that was moved aside for a newer one of its step comes back if that
+    never came into place. A draft whose writer lives, here or on another node, is left alone, and so is every draft on
+    a file system without locks.
+    """
+    removed: list[Path] = []
+    with storing(folder):
+        for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+            name = parse_name(path.name)
+            suffix = name.suffix if name else ""
+            if suffix == REPLACED:
+                place = path.with_name(path.name.removesuffix(REPLACED))
+                if not os.path.lexists(place):
+                    path.rename(place)
+                    sync_folder(folder)
+                    continue
+                remove(path)
+            elif suffix == GONE:
+                remove(path)
+            elif suffix != TMP or not remove_leftover(path, assume_dead=False):
+                continue
+            removed.append(path)
+    return removed

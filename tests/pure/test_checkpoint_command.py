@@ -1,0 +1,74 @@
+"""``resilient-train verify``: 0 whole, 1 broken, and which file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pure.checkpoint_rig import write
+from resilient_train.launch.cli import main
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (10, 20):
+        write(tmp_path / "checkpoints", step)
+    write(tmp_path / "checkpoints", 15, kind="ttp")
+    return tmp_path
+
+
+def damage(run: Path) -> Path:
+    path = run / "checkpoints" / "step_20"
+    (path / "shard-1-of-2.safetensors").write_bytes(b"")
+    return path
+
+
+def test_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run / "checkpoints" / "step_20"
+    assert main(["verify", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: complete (step 20, periodic, 2 ranks, 2 shards, 0.0 MB)\n"
+
+
+def test_broken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = damage(run)
+    assert main(["verify", str(path)]) == 1
+    assert f"{path}: shard-1-of-2.safetensors has 0 bytes instead of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", [".", "checkpoints"])
+def test_all_of_a_run(where: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(run / where)]) == 0
+    damage(run)
+    capsys.readouterr()
+    assert main(["verify", str(run / where)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0].rpartition("/")[2] for line in lines[:3]] == [
+        "step_20",
+        "ttp_saved_checkpoints-step_15",
+        "step_10",
+    ]
+    assert lines[3] == f"newest complete: {run}/checkpoints/ttp_saved_checkpoints-step_15"
+
+
+def test_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(run)
+    assert main(["verify", "--json", str(run)]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["ok"]
+    assert told["newest_complete"].endswith("ttp_saved_checkpoints-step_15")
+    broken, newest, _ = told["checkpoints"]
+    assert [problem["file"] for problem in broken["problems"]] == ["shard-1-of-2.safetensors"]
+    assert (newest["ok"], newest["kind"], newest["step"], newest["problems"]) == (True, "ttp", 15, [])
+
+
+def test_a_link_that_is_named_is_followed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "latest").symlink_to("checkpoints/step_20")
+    assert main(["verify", str(run / "latest")]) == 0
+
+
+def test_without_a_manifest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints" / "step_20" / "manifest.json").unlink()
+    assert main(["verify", str(run / "checkpoints" / "step_20"), "--json"]) == 1
+    (told,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert told["problems"] == [{"file": "manifest.json", "reason": "is missing"}]
+    assert "step" not in told

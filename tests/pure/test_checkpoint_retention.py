@@ -1,0 +1,101 @@
+"""What goes and what stays."""
+
+from pathlib import Path
+
+import pytest
+
+from pure.checkpoint_rig import names, write
+from resilient_train.state.checkpoint.draft import Draft
+from resilient_train.state.checkpoint.retention import retain, tidy
+from resilient_train.state.checkpoint.verify import newest_complete, verify
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    for step in (8, 9, 10, 11, 100):
+        write(tmp_path, step)
+    assert [path.name for path in retain(tmp_path, 2)] == ["step_10", "step_9", "step_8"]
+    assert names(tmp_path) == ["step_100", "step_11"]
+    assert retain(tmp_path, 2) == []
+
+
+def test_a_broken_one_does_not_count(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step)
+    (tmp_path / "step_4" / "manifest.json").unlink()
+    (tmp_path / "step_2" / "shard-0-of-2.safetensors").unlink()
+    assert [path.name for path in retain(tmp_path, 2)] == []
+    write(tmp_path, 5)
+    assert [path.name for path in retain(tmp_path, 2)] == ["step_2", "step_1"]
+    assert names(tmp_path) == ["step_3", "step_4", "step_5"]
+
+
+def test_the_end_of_life_is_never_deleted(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path, step, kind="ttp")
+    for step in (3, 4):
+        write(tmp_path, step)
+    retain(tmp_path, 1)
+    assert names(tmp_path) == ["step_4", "ttp_saved_checkpoints-step_1", "ttp_saved_checkpoints-step_2"]
+
+
+def test_other_things_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    kept = write(tmp_path / "elsewhere", 1)
+    (tmp_path / "step_1").symlink_to(kept)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "step_0_mine").mkdir()
+    for step in (2, 3):
+        write(tmp_path, step)
+    retain(tmp_path, 1)
+    tidy(tmp_path)
+    assert verify(kept).ok, "a link is removed, not what it names"
+    assert names(tmp_path) == ["elsewhere", "notes", "step_0_mine", "step_3"]
+
+
+def test_leftovers_of_the_dead(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    Draft.begin(tmp_path, 2).close()
+    living = Draft.begin(tmp_path, 3)
+    write(tmp_path, 4).rename(tmp_path / "step_4_gone")
+    write(tmp_path, 5).rename(tmp_path / "step_5_replaced")
+    write(tmp_path, 6)
+    write(tmp_path / "x", 6).rename(tmp_path / "step_6_replaced")
+    (tmp_path / "x").rmdir()
+    (tmp_path / "step_7_tmp").symlink_to("step_1")
+    (tmp_path / "step_8_tmp_gone").mkdir()
+    removed = {path.name for path in tidy(tmp_path)}
+    assert removed == {"step_2_tmp", "step_4_gone", "step_6_replaced", "step_7_tmp", "step_8_tmp_gone"}
+    assert names(tmp_path) == ["step_1", "step_3_tmp", "step_5", "step_6"]
+    assert all(verify(tmp_path / name).ok for name in ("step_1", "step_5", "step_6"))
+    living.abandon()
+    assert tidy(tmp_path) == []
+
+
+def test_moved_aside_and_nothing_in_its_place(tmp_path: Path) -> None:
+    """Between two renames: it is found under its other name, before anybody has tidied up."""
+    write(tmp_path, 1)
+    write(tmp_path, 2).rename(tmp_path / "step_2_replaced")
+    found = newest_complete(tmp_path)
+    assert found.report.path.name == "step_2_replaced"
+    assert found.skipped == ()
+
+
+def test_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can say whether the writer lives: its draft stays until its step is written again."""
+    monkeypatch.setattr("resilient_train.state.checkpoint.files.fcntl.flock", _no_locks)
+    Draft.begin(tmp_path, 2).close()
+    assert tidy(tmp_path) == []
+    write(tmp_path, 3)
+    assert names(tmp_path) == ["step_2_tmp", "step_3"]
+    write(tmp_path, 2)
+    assert names(tmp_path) == ["step_2", "step_3"]
+
+
+def _no_locks(fd: int, operation: int) -> None:
+    raise OSError(95, "Operation not supported")
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert tidy(tmp_path / "none") == []
+    assert retain(tmp_path / "none", 3) == []
+    assert newest_complete(tmp_path / "none") == (None, ())

@@ -6,7 +6,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_FLAGS ?=
 BIN := .venv/bin
 STAMP := .venv/.setup-done
-NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.hpp csrc/probes/* csrc/fake/*)
+NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.hpp csrc/probes/* csrc/snapshot/* csrc/fake/*)
 CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.c' -o -name '*.h')
 SANITIZERS := plain address thread
 # ThreadSanitizer of older compilers cannot place its memory under full address randomisation.

@@ -43,6 +43,7 @@ $(SANITIZERS:%=test-native-%): test-native-%: setup
 	$(BIN)/cmake --build build/native-$*
 	TSAN_OPTIONS=die_after_fork=0 timeout 120 $(FIXED_ADDRESSES) build/native-$*/native_test
 	TSAN_OPTIONS=die_after_fork=0 timeout 120 $(FIXED_ADDRESSES) build/native-$*/probes_test
+	TSAN_OPTIONS=die_after_fork=0 timeout 120 $(FIXED_ADDRESSES) build/native-$*/snapshot_test
 
 # One target each, so that `make -k lint` shows everything that is wrong at once.
 lint: lint-ruff lint-format lint-types lint-layers lint-cxx

@@ -1,7 +1,7 @@
 // Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
 //
-// With module_snapshot.cpp the only file that sees Python. It converts, lets go of the GIL around everything that may block, and turns
-// errno into OSError; what things mean stands in the other files and in _native.pyi.
+// With module_snapshot.cpp the only file that sees Python. It converts, lets go of the GIL around everything that may
+// block, and turns errno into OSError; what things mean stands in the other files and in _native.pyi.
 #include <algorithm>
 #include <cerrno>
 #include <memory>

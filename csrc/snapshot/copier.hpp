@@ -1,7 +1,7 @@
 // Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
 //
-// Copies pieces of memory into an image, or out of one, behind the caller's back, and hashes the image in the same pass:
-// a digest for every 4 MiB of it, made while the bytes are in the cache for the copy.
+// Copies pieces of memory into an image, or out of one, behind the caller's back, and hashes the image in the same
+// pass: a digest for every 4 MiB of it, made while the bytes are in the cache for the copy.
 #pragma once
 
 #include <condition_variable>

@@ -1,7 +1,7 @@
 // Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
 //
-// XXH3, 128 bits, seed 0, default secret, as published (doc/xxhash_spec.md of github.com/Cyan4973/xxHash, "XXH3"). Our own
-// implementation because no header of that library may be relied on, and because the copier feeds it from inside a
+// XXH3, 128 bits, seed 0, default secret, as published (doc/xxhash_spec.md of github.com/Cyan4973/xxHash, "XXH3"). Our
+// own implementation because no header of that library may be relied on, and because the copier feeds it from inside a
 // copy, block by block, while the block is in the cache.
 #pragma once
 
@@ -27,9 +27,9 @@ class Xxh3Stream {
   Digest finish(const void* tail, std::size_t bytes);
 
  private:
-  static constexpr std::array<std::uint64_t, 8> start{0xC2B2AE3DULL,         0x9E3779B185EBCA87ULL, 0xC2B2AE3D27D4EB4FULL,
-                                                      0x165667B19E3779F9ULL, 0x85EBCA77C2B2AE63ULL, 0x85EBCA77ULL,
-                                                      0x27D4EB2F165667C5ULL, 0x9E3779B1ULL};
+  static constexpr std::array<std::uint64_t, 8> start{
+      0xC2B2AE3DULL,         0x9E3779B185EBCA87ULL, 0xC2B2AE3D27D4EB4FULL, 0x165667B19E3779F9ULL,
+      0x85EBCA77C2B2AE63ULL, 0x85EBCA77ULL,         0x27D4EB2F165667C5ULL, 0x9E3779B1ULL};
   alignas(64) std::array<std::uint64_t, 8> lanes_ = start;
   std::uint64_t bytes_ = 0;
 };

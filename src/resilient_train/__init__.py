@@ -13,6 +13,8 @@
 Start it with ``resilient-run --nproc-per-node 4 train.py``. Importing this package imports no training framework.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from resilient_train._register import register_when_imported
 from resilient_train.errors import (
     ConfigError,
@@ -25,8 +27,10 @@ from resilient_train.errors import (
     TransferError,
     UsageError,
 )
-from resilient_train.session import Session, Step, resilient
 from resilient_train.waiting import standby_point
+
+if TYPE_CHECKING:
+    from resilient_train.session import Session, Step, resilient
 
 __version__ = "0.1.0"
 
@@ -46,5 +50,17 @@ __all__ = [
     "resilient",
     "standby_point",
 ]
+
+_OF_SESSION = ("Session", "Step", "resilient")
+
+
+def __getattr__(name: str) -> Any:
+    """The names that need numpy, when they are asked for: small processes of ours import this package too."""
+    if name in _OF_SESSION:
+        from resilient_train import session
+
+        return getattr(session, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 register_when_imported()

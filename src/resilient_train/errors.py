@@ -11,6 +11,9 @@
           +-- StateError            yours: a registered object's state can't be carried to another process
           +-- ProtocolError         ours, or a foreign process: a frame or shared page isn't what it must be
           +-- TransferError         the machine's: state did not arrive, or arrived with another digest
+          +-- VaultError            the machine's: memory snapshots can't be kept, or are gone
+          |    +-- MemoryLimitError ... there is too little memory for them; nothing was allocated
+          |    +-- HolderLostError  ... the process that holds them is gone
           +-- DeviceError           the accelerator's: it does not do what a recovery tells it; the process ends
           +-- JobEnded              the job's: the agent ended the run; the text says why
 """
@@ -42,6 +45,20 @@ class ProtocolError(ResilientError):
 
 class TransferError(ResilientError):
     """State of a replica did not arrive, or arrived with another digest."""
+
+
+class VaultError(ResilientError):
+    """Snapshots in memory can't be kept, found or handed out. Training can go on without them."""
+
+
+class MemoryLimitError(VaultError):
+    """There is too little memory for a rank's snapshots; the text says how much is needed. Nothing was allocated."""
+
+
+class HolderLostError(VaultError):
+    """The process that holds this node's snapshots is gone. They live on in the processes that have mapped them: a new
+    holder can adopt them from there.
+    """
 
 
 class DeviceError(ResilientError):

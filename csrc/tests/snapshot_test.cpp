@@ -155,9 +155,14 @@ void test_one_at_a_time_and_abort() {
                     true};
   Copier copier(2, 5);
   copier.abort();  // of nothing
+  int refused = 0;
   for (int round = 0; round < 20; ++round) {
     copier.start(job);
-    check_throws<std::logic_error>([&] { copier.start(job); });  // 16 MB are not copied that fast
+    try {
+      copier.start(job);
+    } catch (const std::logic_error&) {
+      ++refused;
+    }
     if (round % 2 == 0) {
       copier.abort();
       CHECK(copier.done());
@@ -167,7 +172,8 @@ void test_one_at_a_time_and_abort() {
       CHECK(std::memcmp(image.memory, source.data(), source.size()) == 0);
     }
   }
-  copier.start(job);  // and is destroyed while it runs
+  CHECK(refused > 0);  // not each time: the first may be over already on a busy machine
+  copier.start(job);   // and is destroyed while it runs
 }
 
 // A fork gets threads of its own, in whatever state its parent's were.
@@ -191,16 +197,20 @@ void test_forks() {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
       check_throws<std::logic_error>([&] { (void)copier->wait(0); });
       copier->abort();
+#if !defined(__SANITIZE_THREAD__)  // which can't follow new threads in the fork of a process that has some
       copier->start(job_into(other));
       finish(*copier);
       CHECK(copier->digests() == digests_of(source));
       copier.reset();
+#endif
       std::_Exit(0);
     }
     finish(*copier);
     int status = 0;
     CHECK(::waitpid(child, &status, 0) == child && status == 0);
+#if !defined(__SANITIZE_THREAD__)
     CHECK(std::memcmp(other.memory, source.data(), source.size()) == 0);
+#endif
   }
 }
 

@@ -126,8 +126,12 @@ class Holder:
 
     def run(self) -> None:
         """Returns when nobody needs the holder any more."""
-        while not self._may_end():
-            for key, _ in self._selector.select(self._patience_s()):
+        while True:
+            may_end = self._may_end()
+            events = self._selector.select(0.0 if may_end else self._patience_s())
+            if may_end and not events:  # with nobody at the door, either
+                return
+            for key, _ in events:
                 key.data()
             if self._holdings.outgrown():
                 self._holdings.drop_superseded()
@@ -190,6 +194,7 @@ class Holder:
         client.entered, client.member = True, frame.member
         if frame.member:
             self._alone_until_s = None
+        client.wire.send(frames.Done())
 
     def _handle(self, client: _Client, frame: frames.ToHolder) -> tuple[frames.FromHolder, list[int]]:
         held = self._holdings

@@ -51,7 +51,11 @@ class Vault:
             endpoint.close()
             raise VaultError(f"the holder at {path} belongs to another user: its snapshots are not to be trusted")
         vault = cls(Wire(endpoint, _decoder, lambda reason: HolderLostError(f"the holder at {path} {reason}")))
-        vault._wire.send(frames.Enter(member))
+        try:
+            vault._ask(frames.Enter(member), frames.Done)
+        except HolderLostError:  # it was just ending
+            vault.close()
+            raise
         return vault
 
     def reserve(self, rank: int, image_bytes: int) -> SlotPair:

@@ -18,7 +18,9 @@ _Size = Annotated[int, msgspec.Meta(gt=0, le=1 << 44)]
 
 
 class Enter(msgspec.Struct, tag=True, frozen=True):
-    """First frame of a client. The holder lives as long as it has members; a visitor does not keep it alive."""
+    """First frame of a client. The holder lives as long as it has members; a visitor does not keep it alive. Done
+    answers: from then on a member can rely on it.
+    """
 
     member: bool
     version: int = VERSION

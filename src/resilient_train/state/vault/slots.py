@@ -240,7 +240,7 @@ class Draft:
 
     def __init__(self, pair: SlotPair, slot: int, sequence: int) -> None:
         self._pair = pair
-        self._slot = slot
+        self.slot = slot
         self.sequence = sequence
         self.over = False
         self.image = pair.region(slot)
@@ -254,19 +254,19 @@ class Draft:
         if image_bytes > self._pair.capacity_bytes:
             raise UsageError(f"an image of {image_bytes} bytes in a slot of {self._pair.capacity_bytes}")
         snapshot = Snapshot(
-            rank=self._pair.rank, slot=self._slot, sequence=self.sequence, commits=commits, step=step,
+            rank=self._pair.rank, slot=self.slot, sequence=self.sequence, commits=commits, step=step,
             image_bytes=image_bytes, generation=generation, world=world, time_ns=time.time_ns(), digest=digest,
         )  # fmt: skip
         record = pack(State.COMPLETE, snapshot)
-        self._pair.write_record(self._slot, record[COMMIT_BYTES:], COMMIT_BYTES)
-        self._pair.write_record(self._slot, record[:COMMIT_BYTES])
-        self._pair.uses[self._slot].release()
+        self._pair.write_record(self.slot, record[COMMIT_BYTES:], COMMIT_BYTES)
+        self._pair.write_record(self.slot, record[:COMMIT_BYTES])
+        self._pair.uses[self.slot].release()
         return snapshot
 
     def abandon(self) -> None:
         """Gives it up; its slot stays incomplete until the next snapshot. No copy into it may be under way."""
         self._end()
-        self._pair.uses[self._slot].release()
+        self._pair.uses[self.slot].release()
 
     def _end(self) -> None:
         if self.over:

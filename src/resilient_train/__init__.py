@@ -19,13 +19,16 @@ from resilient_train._register import register_when_imported
 from resilient_train.errors import (
     ConfigError,
     DeviceError,
+    HolderLostError,
     JobEnded,
+    MemoryLimitError,
     ProtocolError,
     ResilientError,
     StateError,
     TrainingInterrupted,
     TransferError,
     UsageError,
+    VaultError,
 )
 from resilient_train.waiting import standby_point
 
@@ -37,7 +40,9 @@ __version__ = "0.1.0"
 __all__ = [
     "ConfigError",
     "DeviceError",
+    "HolderLostError",
     "JobEnded",
+    "MemoryLimitError",
     "ProtocolError",
     "ResilientError",
     "Session",
@@ -46,6 +51,7 @@ __all__ = [
     "TrainingInterrupted",
     "TransferError",
     "UsageError",
+    "VaultError",
     "__version__",
     "resilient",
     "standby_point",

@@ -6,6 +6,7 @@ same user or root may connect (``SO_PEERCRED``). Descriptors travel beside a fra
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import selectors
@@ -142,7 +143,7 @@ class Wire(Generic[Received]):
 
     def _read(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 18, _MAX_DESCRIPTORS)
+            data, descriptors = _receive(self._socket)
         except OSError as error:
             raise self._lost(f"is gone ({error})") from None
         self._descriptors += descriptors
@@ -161,6 +162,20 @@ class Wire(Generic[Received]):
         for descriptor in self._descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+
+def _receive(endpoint: socket.socket) -> tuple[bytes, list[int]]:
+    """What is there to read, with its descriptors, which no program that this process starts inherits.
+
+    Not ``socket.recv_fds``: Python 3.11's does not pass its flags on.
+    """
+    room = socket.CMSG_LEN(_MAX_DESCRIPTORS * array.array("i").itemsize)
+    data, ancillary, _, _ = endpoint.recvmsg(1 << 18, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, packed in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(packed[: len(packed) - len(packed) % descriptors.itemsize])
+    return data, descriptors.tolist()
 
 
 def connect(path: str, timeout_s: float) -> socket.socket:

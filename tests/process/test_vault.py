@@ -301,6 +301,7 @@ def test_larger_slots_take_over_when_they_hold_as_much(rig: Rig) -> None:
 def test_it_ends_when_its_members_are_gone(rig: Rig) -> None:
     vault = rig.start()
     visitor, other = rig.connect(member=False), rig.connect()
+    vault.finish()
     vault.close()
     assert other.inventory().members == 1
     other.close()

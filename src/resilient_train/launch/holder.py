@@ -100,7 +100,7 @@ class Holder:
         self._listener = listener
         self._works = works
         self._grace_s = grace_s
-        self._hurry = False
+        self._hurry = self._finished = False
         self._holdings = holdings or Holdings()
         self._clients: set[_Client] = set()
         self._alone_until_s: float | None = time.monotonic() + first_s
@@ -194,6 +194,7 @@ class Holder:
         client.entered, client.member = True, frame.member
         if frame.member:
             self._alone_until_s = None
+            self._finished = False  # the run goes on after all
         client.wire.send(frames.Done())
 
     def _handle(self, client: _Client, frame: frames.ToHolder) -> tuple[frames.FromHolder, list[int]]:
@@ -218,7 +219,7 @@ class Holder:
             case frames.Submit():
                 return self._submit(client, frame), []
             case frames.Finish():
-                self._grace_s = 0.0
+                self._finished = True
         return frames.Done(), []
 
     def _submit(self, client: _Client, frame: frames.Submit) -> frames.Accepted:
@@ -264,7 +265,7 @@ class Holder:
         client.close()
         self._holdings.release_all(client)
         if client.member and not any(each.member for each in self._clients):
-            self._alone_until_s = time.monotonic() + self._grace_s
+            self._alone_until_s = time.monotonic() + (0.0 if self._finished else self._grace_s)
 
 
 def _stores(stores: Sequence[slots.Control], sequence: int) -> tuple[frames.Stores, list[int]]:

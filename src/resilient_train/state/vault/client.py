@@ -171,6 +171,7 @@ class Vault:
                 case frames.Refused():
                     raise VaultError(reply.text)
                 case None:
+                    self.close()  # or a late answer would be taken for that to the next question
                     raise HolderLostError(f"the holder did not answer within {REPLY_TIMEOUT_S:.0f} s")
             if not isinstance(reply, answer):
                 raise ProtocolError(f"the holder answered {type(request).__name__} with {type(reply).__name__}")

@@ -51,7 +51,8 @@ def _machine(root: Path) -> Room:
 
 
 def _groups(root: Path) -> Iterator[Room]:
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    member = root / "proc/self/cgroup"
+    for line in member.read_text().splitlines() if member.exists() else ():  # a kernel may be built without groups
         _, controllers, path = line.split(":", 2)
         if not controllers:
             yield from _limits(root, root / "sys/fs/cgroup", path, "memory.max", "memory.current")

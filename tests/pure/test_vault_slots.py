@@ -266,6 +266,12 @@ def test_misuse_is_said(pair: SlotPair) -> None:
     with pytest.raises(UsageError, match="an image of 1001 bytes in a slot of 1000"):
         draft.commit(commits=1, step=1, image_bytes=CAPACITY + 1, generation=0, world=1)
     assert pair.newest() is None
+    copier = Copier(1)
+    copier.gather(draft.image, [])
+    with pytest.raises(BufferError):  # the copy has not been waited for
+        draft.commit(commits=1, step=1, image_bytes=CAPACITY, generation=0, world=1)
+    assert copier.wait(10_000)
+    draft.abandon()
 
 
 def memfd(data: bytes, seals: int = fcntl.F_SEAL_SHRINK) -> int:

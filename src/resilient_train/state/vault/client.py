@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -66,13 +67,13 @@ class Vault:
         MemoryLimitError, before anything is allocated, if that would be too much.
         """
         reply = self._ask(frames.Reserve(rank, image_bytes), frames.Stores)
-        (fd,) = self._take(reply, 1)
-        return SlotPair(fd, writes=True, sequence=reply.sequence)
+        (pair,) = self._map(reply, 1, writes=True)
+        return pair
 
     def open(self, rank: int) -> list[SlotPair]:
         """All slots of ``rank``, to read, those with the newest snapshot first; the caller closes them."""
         reply = self._ask(frames.Open(rank), frames.Stores)
-        return [SlotPair(fd, writes=False) for fd in self._take(reply, len(reply.stores))]
+        return self._map(reply, len(reply.stores), writes=False)
 
     @contextlib.contextmanager
     def newest(self, rank: int, *, commits: int | None = None) -> Iterator[tuple[SlotPair, Snapshot] | None]:
@@ -177,10 +178,20 @@ class Vault:
                 raise ProtocolError(f"the holder answered {type(request).__name__} with {type(reply).__name__}")
             return reply
 
-    def _take(self, reply: frames.Stores, count: int) -> list[int]:
+    def _map(self, reply: frames.Stores, count: int, *, writes: bool) -> list[SlotPair]:
         if len(reply.stores) != count:
             raise ProtocolError(f"the holder sent {len(reply.stores)} stores instead of {count}")
-        return self._wire.take_descriptors(count)
+        descriptors, pairs = self._wire.take_descriptors(count), list[SlotPair]()
+        try:
+            for fd in descriptors:
+                pairs.append(SlotPair(fd, writes=writes, sequence=reply.sequence))
+        except BaseException:
+            for pair in pairs:
+                pair.close()
+            for fd in descriptors[len(pairs) :]:
+                os.close(fd)
+            raise
+        return pairs
 
 
 class _GoneError(VaultError):

@@ -113,10 +113,13 @@ class Use:
 
 
 class Control:
-    """The records of a pair, without its images: all that the holder maps. Takes the descriptor over."""
+    """The records of a pair, without its images: all that the holder maps."""
 
     def __init__(self, fd: int, *, whole: bool = False) -> None:
-        """Raises ProtocolError if ``fd`` is not a sealed pair of slots."""
+        """Takes the descriptor over; where this raises, it stays the caller's.
+
+        Raises ProtocolError if it is not a sealed pair of slots, OSError if it can't be mapped.
+        """
         self.fd = fd
         self.size_bytes = os.fstat(fd).st_size
         self.rank, self.capacity_bytes, self.identity = _read_header(fd, self.size_bytes)
@@ -169,7 +172,7 @@ class SlotPair(Control):
     """A rank's two slots with their images, mapped. One writer at a time in all processes; any number of readers."""
 
     def __init__(self, fd: int, *, writes: bool, sequence: int = 0) -> None:
-        """Maps the pair behind ``fd`` and takes the descriptor over.
+        """Maps the pair behind ``fd``, see ``Control``.
 
         ``writes``: this process is the rank's writer from now on, and the one before it is dead. ``sequence``: numbers
         up to it have been used elsewhere.
@@ -249,10 +252,14 @@ class Draft:
     def commit(
         self, *, commits: int, step: int, image_bytes: int, generation: int, world: int, digest: bytes = b""
     ) -> Snapshot:
-        """The image is complete: all copies into it have been waited for. From the last store on it is the newest."""
-        self._end()
+        """The image is complete: all copies into it have been waited for. From the last store on it is the newest.
+
+        Raises BufferError while a copier writes to ``image`` itself (a slice of it is another object, which nobody
+        sees).
+        """
         if image_bytes > self._pair.capacity_bytes:
             raise UsageError(f"an image of {image_bytes} bytes in a slot of {self._pair.capacity_bytes}")
+        self._end()
         snapshot = Snapshot(
             rank=self._pair.rank, slot=self.slot, sequence=self.sequence, commits=commits, step=step,
             image_bytes=image_bytes, generation=generation, world=world, time_ns=time.time_ns(), digest=digest,
@@ -264,15 +271,15 @@ class Draft:
         return snapshot
 
     def abandon(self) -> None:
-        """Gives it up; its slot stays incomplete until the next snapshot. No copy into it may be under way."""
+        """Gives it up; its slot stays incomplete until the next snapshot. All copies into it have been waited for."""
         self._end()
         self._pair.uses[self.slot].release()
 
     def _end(self) -> None:
         if self.over:
             raise UsageError(f"snapshot {self.sequence} has been committed or abandoned already")
-        self.over = True
         self.image.release()
+        self.over = True
 
 
 def image_digest(chunk_digests: bytes) -> bytes:

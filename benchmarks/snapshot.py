@@ -57,14 +57,17 @@ def measure(gigabytes: float, rounds: int, fresh: int) -> dict[str, Any]:
             vault.finish()
             vault.close()
             holder.wait(_TIMEOUT_S)
-    once = {name: [each[name][0] for each in firsts] for name in ("reserve", "prefault", "first")}
+    once = {name: [each[name][0] for each in firsts] for name in ("reserve", "prefault", "first", "first_cpu")}
     once["second"] = [each["later"][0] for each in firsts]  # the other slot's first
-    once["later"] = [statistics.median(each["later"][1:]) for each in firsts]
+    for name in ("later", "later_cpu"):
+        once[name] = [statistics.median(each[name][1:]) for each in firsts]
+    faults = {name: summary([each[f"{name}_faults"][-1] for each in firsts]) for name in ("first", "later")}
     fastest = [min(pair) for pair in zip(taken["memcpy_2"], taken["stream_2"], strict=True)]
     return {
         "gigabytes": gigabytes,
         "ms": {name: summary(times) for name, times in {**taken, **once}.items()},
         "restore_ms": {name: summary(times) for name, times in restored.items()},
+        "page_faults": faults,
         "ratios": {
             "snapshot / streaming copy, 2 threads": ratio(taken["snapshot"], taken["stream_2"]),
             "hashed / streaming copy, 2 threads": ratio(taken["hashed"], taken["stream_2"]),
@@ -73,6 +76,7 @@ def measure(gigabytes: float, rounds: int, fresh: int) -> dict[str, Any]:
             "snapshot / memcpy, 1 thread": ratio(taken["snapshot"], taken["memcpy"]),
             "hashed / memcpy, 1 thread": ratio(taken["hashed"], taken["memcpy"]),
             "first / later": ratio(once["first"], once["later"]),
+            "first / later, CPU time": ratio(once["first_cpu"], once["later_cpu"]),
             "second / later": ratio(once["second"], once["later"]),
             "restore / memcpy, 1 thread": ratio(restored["restore"], restored["memcpy"]),
             "verified restore / memcpy, 1 thread": ratio(restored["verified"], restored["memcpy"]),

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import json
 import mmap
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -108,6 +109,11 @@ def take(run_dir: Path, size_bytes: int, rounds: int) -> dict[str, list[float]]:
     return found
 
 
+def page_faults() -> int:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_minflt + used.ru_majflt
+
+
 def first(run_dir: Path, size_bytes: int, rounds: int) -> dict[str, list[float]]:
     """The first snapshots of a fresh process into fresh slots, and later ones."""
     state = touched(size_bytes)
@@ -117,10 +123,11 @@ def first(run_dir: Path, size_bytes: int, rounds: int) -> dict[str, list[float]]
     pair = vault.reserve(1, size_bytes)
     reserve_ms.append((time.perf_counter() - begin) * 1e3)
     found = {"reserve": reserve_ms, "prefault": [timed(pair.prefault)]}
-    found["first"] = [timed(lambda: snapshot(pair, copier, pieces, size_bytes, hashed=True))]
-    found["later"] = [
-        timed(lambda: snapshot(pair, copier, pieces, size_bytes, hashed=True)) for _ in range(1 + min(rounds, 6))
-    ]
+    for label in ("first", *["later"] * (1 + min(rounds, 6))):
+        faults, cpu_s = page_faults(), time.process_time()
+        found.setdefault(label, []).append(timed(lambda: snapshot(pair, copier, pieces, size_bytes, hashed=True)))
+        found.setdefault(f"{label}_cpu", []).append((time.process_time() - cpu_s) * 1e3)
+        found.setdefault(f"{label}_faults", []).append(page_faults() - faults)
     vault.drop(1)
     return found
 

@@ -1,7 +1,7 @@
 // Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
 //
-// The only file that sees Python. It converts, lets go of the GIL around everything that may block, and turns
-// errno into OSError; what things mean stands in the other files and in _native.pyi.
+// With module_snapshot.cpp the only file that sees Python. It converts, lets go of the GIL around everything that may
+// block, and turns errno into OSError; what things mean stands in the other files and in _native.pyi.
 #include <algorithm>
 #include <cerrno>
 #include <memory>
@@ -20,6 +20,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "glance.hpp"
+#include "module.hpp"
 #include "probes/alarm.hpp"
 #include "probes/probes.hpp"
 #include "process_copy.hpp"
@@ -33,29 +34,6 @@ using namespace nb::literals;
 namespace {
 
 using namespace resilient;
-
-constexpr std::int64_t ns_per_ms = 1'000'000;
-// A signal that comes just before the sleep does not end it, so a wait comes up for the handlers this often.
-constexpr std::int64_t slice_ns = 50 * ns_per_ms;
-constexpr std::int64_t timeout_ms_max = 1'000'000'000;
-
-// Runs wait(slice) without the GIL until done(result) or the time is over, and Python's signal handlers in between.
-template <typename Wait, typename Done>
-auto wait_in_slices(std::int64_t timeout_ms, Wait&& wait, Done&& done) {
-  if (timeout_ms < 0 || timeout_ms > timeout_ms_max) throw std::invalid_argument("timeout_ms must be 0..1000000000");
-  const std::int64_t end_ns = monotonic_ns() + timeout_ms * ns_per_ms;
-  std::int64_t left_ns = timeout_ms * ns_per_ms;
-  for (;;) {
-    auto result = [&] {
-      const nb::gil_scoped_release unlocked;
-      return wait(std::min(left_ns, slice_ns));
-    }();
-    if (done(result)) return result;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    left_ns = end_ns - monotonic_ns();
-    if (left_ns <= 0) return result;
-  }
-}
 
 class PyBoard {
  public:
@@ -349,6 +327,7 @@ NB_MODULE(_native, module) {
   nb::class_<Glance>(module, "Glance")
       .def(nb::init<const std::vector<std::pair<std::uint64_t, std::uint64_t>>&>(), "spans"_a)
       .def("changed", &Glance::changed);
+  bind_snapshot(module);
   module.def("read_process_memory", &copy_spans, "pid"_a, "spans"_a);
   module.def("prefer_huge_pages", &prefer_huge_pages, "address"_a, "size"_a);
   module.def("allow_readers", &allow_readers);

@@ -13,12 +13,16 @@
 Start it with ``resilient-run --nproc-per-node 4 train.py``. Importing this package imports no training framework.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from resilient_train._register import register_when_imported
 from resilient_train.errors import (
     CheckpointError,
     ConfigError,
     DeviceError,
+    HolderLostError,
     JobEnded,
+    MemoryLimitError,
     ProtocolError,
     ResilientError,
     StateError,
@@ -26,9 +30,12 @@ from resilient_train.errors import (
     TrainingInterrupted,
     TransferError,
     UsageError,
+    VaultError,
 )
-from resilient_train.session import Session, Step, resilient
 from resilient_train.waiting import standby_point
+
+if TYPE_CHECKING:
+    from resilient_train.session import Session, Step, resilient
 
 __version__ = "0.1.0"
 
@@ -36,7 +43,9 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DeviceError",
+    "HolderLostError",
     "JobEnded",
+    "MemoryLimitError",
     "ProtocolError",
     "ResilientError",
     "Session",
@@ -46,9 +55,22 @@ __all__ = [
     "TrainingInterrupted",
     "TransferError",
     "UsageError",
+    "VaultError",
     "__version__",
     "resilient",
     "standby_point",
 ]
+
+_OF_SESSION = ("Session", "Step", "resilient")
+
+
+def __getattr__(name: str) -> Any:
+    """The names that need numpy, when they are asked for: small processes of ours import this package too."""
+    if name in _OF_SESSION:
+        from resilient_train import session
+
+        return getattr(session, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 register_when_imported()

@@ -8,7 +8,10 @@ system call an OSError with its errno.
 from collections.abc import Sequence
 from typing import Literal
 
+from typing_extensions import Buffer
+
 BOARD_VERSION: int
+DIGEST_CHUNK_BYTES: int
 
 class Board:
     """Memory of the agent that outlives its ranks: one header page and one page per rank, in a sealed memfd.
@@ -263,6 +266,64 @@ class Glance:
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None: ...
     def changed(self) -> bool:
         """Whether they hold something else now. True the first time."""
+
+class Copier:
+    """Copies pieces of memory into an image, or out of one, on native threads, and hashes the image in the same pass.
+
+    A piece is (address, bytes, offset in the image). Pieces come by offset, don't overlap and lie inside the image,
+    else ValueError; nothing checks the addresses. `gather` and `scatter` return at once; one copy at a time, a second
+    is a RuntimeError. Until it is over the image stays exported (its mapping can't be closed), and `owner` alive.
+    Copies do not follow each other in any order, so a piece that changes meanwhile arrives torn.
+
+    The threads are started by the first copy, take no signal, and belong to the process: a fork has none, and gets its
+    own when it copies itself.
+    """
+
+    def __init__(self, threads: int = 2, *, nice: int = 0) -> None:
+        """`nice` (0..19) is added to the niceness of the threads, for copies behind other work."""
+    def gather(
+        self, image: Buffer, pieces: Sequence[tuple[int, int, int]], *, hashed: bool = True, owner: object = None
+    ) -> None:
+        """Pieces to image. All of the writable `image` is written, zeros where no piece is; it begins at a multiple
+        of 64 bytes (ValueError).
+        """
+    def scatter(
+        self, image: Buffer, pieces: Sequence[tuple[int, int, int]], *, hashed: bool = True, owner: object = None
+    ) -> None:
+        """Image to pieces. Without pieces the image is only hashed."""
+    def wait(self, timeout_ms: int) -> bool:
+        """Whether the copy is over within that time. Without the GIL; Python's signal handlers run meanwhile."""
+    @property
+    def done(self) -> bool:
+        """Whether the copy is over, or was aborted. RuntimeError if none was started in this process."""
+    def abort(self) -> None:
+        """Begin nothing new, and wait for what is under way (4 MiB for each thread). Nothing happens without a copy."""
+    def digests(self) -> bytes:
+        """xxh3_128 of each 4 MiB of the image (`DIGEST_CHUNK_BYTES`), 16 bytes each as xxhash gives them, joined.
+
+        RuntimeError unless the copy ran to its end, and hashed.
+        """
+
+class Word:
+    """64 bits of shared memory on which processes agree. Sequentially consistent. ValueError once it is closed."""
+
+    def __init__(self, buffer: Buffer, offset: int) -> None:
+        """At a multiple of 8 inside a writable buffer (else ValueError), which stays exported until `close`."""
+    @property
+    def value(self) -> int: ...
+    def exchange_if(self, expected: int, desired: int) -> bool:
+        """Store `desired` if the value is `expected`, in one step. False if it is not."""
+    def close(self) -> None:
+        """Let go of the buffer. Idempotent."""
+
+def populate(buffer: Buffer) -> None:
+    """Have the kernel back and map every page of a writable mapping now; what is in it stays. Without the GIL.
+
+    OSError if there are no pages to be had. Beyond a control group's limit the kernel kills a process instead.
+    """
+
+def limit_instructions(name: str) -> bool:
+    """Hash with "avx2", "sse2" or "portable" instructions from now on; False if this machine can't. For tests."""
 
 def classify_acl(code: int) -> str:
     """Kind of a code of the ACL runtime, by number; empty if it is no fault of the device."""

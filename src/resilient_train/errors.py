@@ -13,6 +13,9 @@
           +-- TransferError         the machine's: state did not arrive, or arrived with another digest
           +-- StorageError          the machine's: a checkpoint could not be written; older ones are untouched
           +-- CheckpointError       a file's: a checkpoint isn't whole, or not what its manifest says
+          +-- VaultError            the machine's: memory snapshots can't be kept, or are gone
+          |    +-- MemoryLimitError ... there is too little memory for them; nothing was allocated
+          |    +-- HolderLostError  ... the process that holds them is gone
           +-- DeviceError           the accelerator's: it does not do what a recovery tells it; the process ends
           +-- JobEnded              the job's: the agent ended the run; the text says why
 """
@@ -61,6 +64,20 @@ class CheckpointError(ResilientError):
         self.file = file
         """The file at fault, by its name in the checkpoint; "." for the directory itself."""
         self.reason = reason
+
+
+class VaultError(ResilientError):
+    """Snapshots in memory can't be kept, found or handed out. Training can go on without them."""
+
+
+class MemoryLimitError(VaultError):
+    """There is too little memory for a rank's snapshots; the text says how much is needed. Nothing was allocated."""
+
+
+class HolderLostError(VaultError):
+    """The process that holds this node's snapshots is gone. They live on in the processes that have mapped them: a new
+    holder can adopt them from there.
+    """
 
 
 class DeviceError(ResilientError):

@@ -6,13 +6,15 @@ same user or root may connect (``SO_PEERCRED``). Descriptors travel beside a fra
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -84,32 +86,45 @@ def short_path(path: str) -> Iterator[str]:
         os.close(descriptor)
 
 
-class Channel:
-    """The rank's (or operator's) end: blocking sends, and receives that also watch another descriptor.
+Received = TypeVar("Received")
 
-    One thread at a time. Raises JobEnded when the agent is gone.
+
+class Wire(Generic[Received]):
+    """One end of a connection: frames both ways, each with descriptors if need be. One thread at a time.
+
+    Raises what ``lost`` makes of a reason when the other end is gone.
     """
 
-    def __init__(self, path: str, timeout_s: float = 30.0) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(timeout_s)
-        with short_path(path) as short:
-            self._socket.connect(short)
-        self._socket.settimeout(None)
+    def __init__(
+        self,
+        endpoint: socket.socket,
+        decoder: msgspec.msgpack.Decoder[Received],
+        lost: Callable[[str], Exception],
+    ) -> None:
+        self._socket = endpoint
+        self._decoder = decoder
+        self._lost = lost
         self._frames = FrameBuffer()
-        self._ready: list[FromAgent] = []
+        self._ready: list[Received] = []
         self._descriptors: list[int] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
 
-    def send(self, message: FromRank) -> None:
-        """Sends one frame. Raises JobEnded if the agent is gone."""
-        try:
-            self._socket.sendall(encode(message))
-        except OSError as error:
-            raise JobEnded(f"the agent of this node is gone ({error})") from None
+    def fileno(self) -> int:
+        """Readable when ``receive`` has something to read."""
+        return self._socket.fileno()
 
-    def receive(self, timeout_s: float | None = None) -> FromAgent | None:
+    def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
+        """Sends one frame; descriptors go with its first byte, and stay the caller's."""
+        data = encode(message)
+        try:
+            if descriptors:
+                data = data[socket.send_fds(self._socket, [data[:1]], list(descriptors)) :]
+            self._socket.sendall(data)
+        except OSError as error:
+            raise self._lost(f"is gone ({error})") from None
+
+    def receive(self, timeout_s: float | None = None) -> Received | None:
         """The next frame, or None after ``timeout_s``."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ready:
@@ -118,6 +133,74 @@ class Channel:
                 return None
             self._read()
         return self._ready.pop(0)
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """The descriptors that came with the last frames, oldest first; the caller owns them."""
+        if len(self._descriptors) < count:
+            raise ProtocolError(f"expected {count} descriptors, got {len(self._descriptors)}")
+        taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        return taken
+
+    def _read(self) -> None:
+        try:
+            data, descriptors = _receive(self._socket)
+        except OSError as error:
+            raise self._lost(f"is gone ({error})") from None
+        self._descriptors += descriptors
+        if not data:
+            raise self._lost("closed the connection")
+        for body in self._frames.feed(data):
+            try:
+                self._ready.append(self._decoder.decode(body))
+            except _MALFORMED as error:
+                raise ProtocolError(f"not a frame of this protocol: {error}") from None
+
+    def close(self) -> None:
+        """Closes the connection; descriptors that nobody took are closed too."""
+        self._selector.close()
+        self._socket.close()
+        for descriptor in self._descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def _receive(endpoint: socket.socket) -> tuple[bytes, list[int]]:
+    """What is there to read, with its descriptors, which no program that this process starts inherits.
+
+    Not ``socket.recv_fds``: Python 3.11's does not pass its flags on.
+    """
+    room = socket.CMSG_LEN(_MAX_DESCRIPTORS * array.array("i").itemsize)
+    data, ancillary, _, _ = endpoint.recvmsg(1 << 18, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, packed in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(packed[: len(packed) - len(packed) % descriptors.itemsize])
+    return data, descriptors.tolist()
+
+
+def connect(path: str, timeout_s: float) -> socket.socket:
+    """A connection to the Unix socket at ``path``, blocking. Raises OSError if nobody listens there."""
+    endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        endpoint.settimeout(timeout_s)
+        with short_path(path) as short:
+            endpoint.connect(short)
+        endpoint.settimeout(None)
+    except OSError:
+        endpoint.close()
+        raise
+    return endpoint
+
+
+class Channel(Wire[FromAgent]):
+    """The rank's (or operator's) end: blocking sends, and receives that also watch another descriptor.
+
+    Raises JobEnded when the agent is gone.
+    """
+
+    def __init__(self, path: str, timeout_s: float = 30.0) -> None:
+        endpoint = connect(path, timeout_s)
+        super().__init__(endpoint, _from_agent, lambda reason: JobEnded(f"the agent of this node {reason}"))
 
     def put_back(self, frames: list[FromAgent]) -> None:
         """Frames that were received too early, to be received again before all others."""
@@ -133,32 +216,3 @@ class Channel:
         finally:
             self._selector.unregister(other)
         return any(key.fd == other for key, _ in events)
-
-    def take_descriptors(self, count: int) -> list[int]:
-        """The descriptors that came with the last frames, oldest first; the caller owns them."""
-        if len(self._descriptors) < count:
-            raise ProtocolError(f"expected {count} descriptors, got {len(self._descriptors)}")
-        taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
-        return taken
-
-    def _read(self) -> None:
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 18, _MAX_DESCRIPTORS)
-        except OSError as error:
-            raise JobEnded(f"the agent of this node is gone ({error})") from None
-        self._descriptors += descriptors
-        if not data:
-            raise JobEnded("the agent of this node closed the connection")
-        for body in self._frames.feed(data):
-            try:
-                self._ready.append(_from_agent.decode(body))
-            except _MALFORMED as error:
-                raise ProtocolError(f"not a frame of this protocol: {error}") from None
-
-    def close(self) -> None:
-        """Closes the connection; descriptors that nobody took are closed too."""
-        self._selector.close()
-        self._socket.close()
-        for descriptor in self._descriptors:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)

@@ -181,6 +181,7 @@ def test_descriptors(ends: tuple[Channel, socket.socket], tmp_path: Path) -> Non
     assert channel.receive() == m.Arena(1)
     (descriptor,) = channel.take_descriptors(1)
     assert os.read(descriptor, 100) == b"content"
+    assert not os.get_inheritable(descriptor)
     os.close(descriptor)
     with pytest.raises(ProtocolError, match="expected 1 descriptors, got 0"):
         channel.take_descriptors(1)

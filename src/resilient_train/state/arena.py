@@ -85,7 +85,7 @@ class Arena:
         _SLOT.pack_into(self._map, start, 0, 0, 0, b"")
         body = start + _SLOT_HEADER_BYTES
         self._map[body : body + len(payload)] = payload
-        digest = xxhash.xxh3_128_digest(payload)
+        digest = _digest(payload, commits)
         struct.pack_into("<QQ16s", self._map, start + 8, commits, len(payload), digest)
         struct.pack_into("<Q", self._map, start, sequence)
         self._sequence = sequence
@@ -153,12 +153,17 @@ class Arena:
         return sequence, commits, length, digest
 
     def _payload(self, slot: int) -> bytes | None:
-        _, _, length, digest = self._slot_header(slot)
+        _, commits, length, digest = self._slot_header(slot)
         if length > self.slot_bytes:
             return None
         body = self._slot_start(slot) + _SLOT_HEADER_BYTES
         payload = self._map[body : body + length]
-        return payload if xxhash.xxh3_128_digest(payload) == digest else None
+        return payload if _digest(payload, commits) == digest else None
+
+
+def _digest(payload: bytes, commits: int) -> bytes:
+    # The update is part of it: a header of which only this word is an older one's must not pass.
+    return xxhash.xxh3_128_digest(payload, seed=commits)
 
 
 def _total_bytes(slot_bytes: int, log_bytes: int) -> int:

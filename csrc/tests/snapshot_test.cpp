@@ -1,0 +1,237 @@
+// Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
+//
+// The copier, without Python. That the hash is XXH3 is for Python's tests to say, which have the library to compare
+// with; here, that it is the same however the bytes arrive, and that threads, forks and aborts do no harm.
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.hpp"
+#include "snapshot/copier.hpp"
+#include "snapshot/memory.hpp"
+#include "snapshot/xxh3.hpp"
+
+using namespace resilient;
+
+namespace {
+
+constexpr std::int64_t second_ns = 1'000'000'000;
+using Bytes = std::vector<std::uint8_t>;
+
+Bytes random_bytes(std::size_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  Bytes bytes(count);
+  for (std::uint8_t& each : bytes) each = static_cast<std::uint8_t>(random());
+  return bytes;
+}
+
+struct Image {
+  explicit Image(std::size_t count) : bytes(count) {
+    memory =
+        static_cast<std::byte*>(::mmap(nullptr, count + 1, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    CHECK(memory != MAP_FAILED);
+    std::memset(memory, 0xFF, count + 1);
+  }
+  ~Image() { ::munmap(memory, bytes + 1); }
+  Image(const Image&) = delete;
+  Image& operator=(const Image&) = delete;
+
+  std::byte* memory = nullptr;
+  std::size_t bytes;
+};
+
+// Pieces of odd sizes with gaps, their memory, and the image that they make.
+struct Layout {
+  Layout(std::size_t bytes, std::size_t piece_bytes_max, unsigned seed) : expected(bytes) {
+    std::mt19937 random(seed);
+    for (std::size_t at = random() % 3; at < bytes;) {
+      const std::size_t count = std::min<std::size_t>(1 + random() % piece_bytes_max, bytes - at);
+      sources.push_back(random_bytes(count, seed + static_cast<unsigned>(at)));
+      pieces.push_back({reinterpret_cast<std::uintptr_t>(sources.back().data()), count, at});
+      std::memcpy(expected.data() + at, sources.back().data(), count);
+      at += count + (random() % 4 == 0 ? random() % 100 : 0);
+    }
+  }
+
+  CopyJob job(const Image& image, Direction direction) const {
+    return {image.memory, image.bytes, pieces, direction, true};
+  }
+
+  std::vector<Bytes> sources;
+  std::vector<Piece> pieces;
+  Bytes expected;
+};
+
+std::vector<Digest> digests_of(const Bytes& image) {
+  std::vector<Digest> digests;
+  for (std::size_t at = 0; at < image.size(); at += digest_chunk_bytes) {
+    digests.push_back(xxh3_128(image.data() + at, std::min(digest_chunk_bytes, image.size() - at)));
+  }
+  return digests;
+}
+
+void finish(Copier& copier) {
+  CHECK(eventually([&] { return copier.wait(second_ns); }));
+}
+
+void test_pieces_in_blocks_hash_like_one() {
+  for (const std::size_t bytes : {241, 1024, 1025, 4096, 100'000}) {
+    const Bytes data = random_bytes(bytes, 7);
+    for (const char* name : {"portable", "sse2", "avx2"}) {
+      if (!limit_instructions(name)) continue;
+      const Digest whole = xxh3_128(data.data(), bytes);
+      for (std::size_t split = 0; split + xxh3_stripe_bytes <= bytes && split < bytes; split += xxh3_block_bytes) {
+        Xxh3Stream stream;
+        stream.add_blocks(data.data(), split);
+        CHECK(stream.finish(data.data() + split, bytes - split) == whole);
+      }
+      CHECK(limit_instructions("portable") && xxh3_128(data.data(), bytes) == whole);
+    }
+  }
+  CHECK(!limit_instructions("abacus"));
+  CHECK(limit_instructions("avx2") || limit_instructions("sse2") || limit_instructions("portable"));
+}
+
+void test_there_and_back() {
+  Copier copier(3, 0);
+  for (const std::size_t bytes : {1UL, 63UL, 240UL, 241UL, 16'384UL, 16'447UL, 16'448UL, 100'001UL, 4'194'304UL,
+                                  4'194'305UL, 4'194'368UL, 9'000'000UL}) {
+    for (const std::size_t piece_bytes_max : {1'000UL, 3'000'000UL}) {
+      Layout layout(bytes, piece_bytes_max, static_cast<unsigned>(bytes));
+      const Image image(bytes);
+      copier.start(layout.job(image, Direction::gather));
+      finish(copier);
+      CHECK(std::memcmp(image.memory, layout.expected.data(), bytes) == 0);
+      CHECK(image.memory[bytes] == std::byte{0xFF});
+      CHECK(copier.digests() == digests_of(layout.expected));
+      const std::vector<Bytes> before = layout.sources;
+      for (Bytes& each : layout.sources) std::fill(each.begin(), each.end(), std::uint8_t{0});
+      copier.start(layout.job(image, Direction::scatter));
+      finish(copier);
+      CHECK(layout.sources == before);
+      CHECK(copier.digests() == digests_of(layout.expected));
+    }
+  }
+}
+
+void test_refused_jobs() {
+  Copier copier(1, 0);
+  const Image image(4096);
+  const auto start = [&](std::vector<Piece> pieces, std::size_t shift = 0) {
+    copier.start({image.memory + shift, 4000, std::move(pieces), Direction::gather, true});
+  };
+  check_throws<std::invalid_argument>([&] { start({{1, 100, 3'901}}); });
+  check_throws<std::invalid_argument>([&] { start({{1, ~std::uint64_t{0}, 1}}); });
+  check_throws<std::invalid_argument>([&] { start({{1, 100, 0}, {1, 100, 99}}); });
+  check_throws<std::invalid_argument>([&] { start({{0, 1, 0}}); });
+  check_throws<std::invalid_argument>([&] { start({}, 8); });
+  check_throws<std::logic_error>([&] { (void)copier.wait(0); });
+  check_throws<std::logic_error>([&] { (void)copier.digests(); });
+  check_throws<std::invalid_argument>([] { Copier(0, 0); });
+  check_throws<std::invalid_argument>([] { Copier(1, 20); });
+  start({{0, 0, 0}});
+  finish(copier);
+  CHECK(copier.digests().size() == 1);
+}
+
+void test_one_at_a_time_and_abort() {
+  const Bytes source = random_bytes(16'000'000, 3);
+  const Image image(source.size());
+  const CopyJob job{image.memory,
+                    source.size(),
+                    {{reinterpret_cast<std::uintptr_t>(source.data()), source.size(), 0}},
+                    Direction::gather,
+                    true};
+  Copier copier(2, 5);
+  copier.abort();  // of nothing
+  int refused = 0;
+  for (int round = 0; round < 20; ++round) {
+    copier.start(job);
+    try {
+      copier.start(job);
+    } catch (const std::logic_error&) {
+      ++refused;
+    }
+    if (round % 2 == 0) {
+      copier.abort();
+      CHECK(copier.done());
+      std::memset(image.memory, round, 64);  // nobody else writes any more: ThreadSanitizer would say so
+    } else {
+      finish(copier);
+      CHECK(std::memcmp(image.memory, source.data(), source.size()) == 0);
+    }
+  }
+  CHECK(refused > 0);  // not each time: the first may be over already on a busy machine
+  copier.start(job);   // and is destroyed while it runs
+}
+
+// A fork gets threads of its own, in whatever state its parent's were.
+void test_forks() {
+  const Bytes source = random_bytes(9'000'000, 5);
+  const Image image(source.size());
+  const Image other(source.size());
+  const auto job_into = [&](const Image& target) {
+    return CopyJob{target.memory,
+                   source.size(),
+                   {{reinterpret_cast<std::uintptr_t>(source.data()), source.size(), 0}},
+                   Direction::gather,
+                   true};
+  };
+  auto copier = std::make_unique<Copier>(2, 0);
+  for (int round = 0; round < 5; ++round) {
+    copier->start(job_into(image));
+    const pid_t child = ::fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+      check_throws<std::logic_error>([&] { (void)copier->wait(0); });
+      copier->abort();
+#if !defined(__SANITIZE_THREAD__)  // which can't follow new threads in the fork of a process that has some
+      copier->start(job_into(other));
+      finish(*copier);
+      CHECK(copier->digests() == digests_of(source));
+      copier.reset();
+#endif
+      std::_Exit(0);
+    }
+    finish(*copier);
+    int status = 0;
+    CHECK(::waitpid(child, &status, 0) == child && status == 0);
+#if !defined(__SANITIZE_THREAD__)
+    CHECK(std::memcmp(other.memory, source.data(), source.size()) == 0);
+#endif
+  }
+}
+
+void test_populate() {
+  const Image image(5 * 4096 - 1);
+  std::memcpy(image.memory + 4096, "kept", 5);
+  populate(image.memory, image.bytes);
+  touch_pages(image.memory, image.bytes);
+  CHECK(std::strcmp(reinterpret_cast<char*>(image.memory) + 4096, "kept") == 0);
+  check_throws<std::system_error>([&] { populate(nullptr, 4096); });
+}
+
+}  // namespace
+
+int main() {
+  test_pieces_in_blocks_hash_like_one();
+  test_there_and_back();
+  test_refused_jobs();
+  test_one_at_a_time_and_abort();
+  test_forks();
+  test_populate();
+  std::puts("snapshot_test: all passed");
+  return 0;
+}

@@ -1,0 +1,210 @@
+"""How an agent, a rank or a command talks to the holder of its node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from resilient_train.errors import HolderLostError, MemoryLimitError, ProtocolError, VaultError
+from resilient_train.state.vault import frames
+from resilient_train.state.vault.record import Snapshot
+from resilient_train.state.vault.slots import Control, SlotPair
+from resilient_train.transport import Wire, connect, peer_is_trusted
+
+REPLY_TIMEOUT_S = 30.0
+_Answer = TypeVar("_Answer")
+_decoder: msgspec.msgpack.Decoder[frames.FromHolder] = msgspec.msgpack.Decoder(frames.FromHolder)
+
+
+def socket_path(run_dir: Path, node: int = 0) -> Path:
+    """Where the holder of a run's node listens."""
+    return run_dir / f"holder-{node}.sock"
+
+
+class Vault:
+    """A connection to the holder. One thread at a time. Pins are given back when it closes, or its process ends.
+
+    Every method raises HolderLostError when the holder is gone: start another one, and let it ``adopt`` what this
+    process and others have mapped.
+    """
+
+    def __init__(self, wire: Wire[frames.FromHolder]) -> None:
+        self._wire = wire
+        self._results: dict[int, frames.Result] = {}
+
+    @classmethod
+    def connect(cls, run_dir: Path, *, node: int = 0, member: bool = True, timeout_s: float = 10.0) -> Vault:
+        """Connects as a ``member``, for which the holder stays, or as a visitor.
+
+        Raises HolderLostError if there is no holder, VaultError if one of another user listens there.
+        """
+        path = socket_path(run_dir, node)
+        try:
+            endpoint = connect(str(path), timeout_s)
+        except OSError as error:
+            raise HolderLostError(f"no holder of memory snapshots listens at {path} ({error})") from None
+        if not peer_is_trusted(endpoint):
+            endpoint.close()
+            raise VaultError(f"the holder at {path} belongs to another user: its snapshots are not to be trusted")
+        vault = cls(Wire(endpoint, _decoder, lambda reason: HolderLostError(f"the holder at {path} {reason}")))
+        try:
+            vault._ask(frames.Enter(member), frames.Done)
+        except HolderLostError:  # it was just ending
+            vault.close()
+            raise
+        return vault
+
+    def reserve(self, rank: int, image_bytes: int) -> SlotPair:
+        """Slots of ``rank`` to write, for images of up to ``image_bytes``; ``prefault`` them before the first snapshot.
+
+        This process becomes the rank's writer: the one before it is dead. Slots that are large enough are handed out
+        again with what is in them; else new ones are made, and the old stay until a newer snapshot is complete. Raises
+        MemoryLimitError, before anything is allocated, if that would be too much.
+        """
+        reply = self._ask(frames.Reserve(rank, image_bytes), frames.Stores)
+        (pair,) = self._map(reply, 1, writes=True)
+        return pair
+
+    def open(self, rank: int) -> list[SlotPair]:
+        """All slots of ``rank``, to read, those with the newest snapshot first; the caller closes them."""
+        reply = self._ask(frames.Open(rank), frames.Stores)
+        return self._map(reply, len(reply.stores), writes=False)
+
+    @contextlib.contextmanager
+    def newest(self, rank: int, *, commits: int | None = None) -> Iterator[tuple[SlotPair, Snapshot] | None]:
+        """The newest complete snapshot of ``rank``, or the one at ``commits``, pinned inside the block; None: there is
+        none.
+
+        Its bytes are not verified: see ``SlotPair.verified``.
+        """
+        pairs = self.open(rank)
+        found: tuple[SlotPair, Snapshot] | None = None
+        try:
+            candidates = [(pair, snapshot) for pair in pairs for snapshot in pair.complete()]
+            for pair, snapshot in sorted(candidates, key=lambda each: -each[1].sequence):
+                if commits in (None, snapshot.commits) and self.pin(rank, snapshot.sequence):
+                    found = pair, snapshot
+                    break
+            yield found
+        finally:
+            if found:
+                with contextlib.suppress(HolderLostError):  # it took the pins along
+                    self.unpin(rank, found[1].sequence)
+            for pair in pairs:
+                pair.close()
+
+    def pin(self, rank: int, sequence: int) -> bool:
+        """Keeps a complete snapshot from being overwritten until ``unpin``. False: it is not there (any more)."""
+        try:
+            self._ask(frames.Pin(rank, sequence), frames.Done)
+        except _GoneError:
+            return False
+        return True
+
+    def unpin(self, rank: int, sequence: int) -> None:
+        """Takes one ``pin`` back."""
+        self._ask(frames.Unpin(rank, sequence), frames.Done)
+
+    def adopt(self, held: Control) -> None:
+        """Gives a new holder what this process has mapped. Nothing happens if it has it already."""
+        self._ask(frames.Adopt(), frames.Done, [held.fd])
+
+    def drop(self, rank: int) -> None:
+        """Holds nothing for ``rank`` any longer; its memory is free when nobody maps it."""
+        self._ask(frames.Drop(rank), frames.Done)
+
+    def inventory(self) -> frames.Inventory:
+        """All that is held, and by how many processes."""
+        return self._ask(frames.Ask(), frames.Inventory)
+
+    def submit(self, work: str, rank: int, sequence: int, argument: bytes = b"") -> int:
+        """Has the holder do ``work`` on a snapshot, which stays pinned for it, also if this process dies. Its number.
+
+        Raises VaultError if the snapshot is not there, or the holder does not know such work.
+        """
+        return self._ask(frames.Submit(work, rank, sequence, argument), frames.Accepted).number
+
+    def result(self, number: int, timeout_s: float | None = None) -> bytes | None:
+        """What the work with this number gave; None if it is not over after ``timeout_s``. Raises VaultError if it
+        failed.
+        """
+        while number not in self._results:
+            frame = self._wire.receive(timeout_s)
+            if frame is None:
+                return None
+            if not isinstance(frame, frames.Result):
+                raise ProtocolError(f"the holder sent {type(frame).__name__}, which nobody asked for")
+            self._results[frame.number] = frame
+        result = self._results.pop(number)
+        if result.error:
+            raise VaultError(result.error)
+        return result.value
+
+    def finish(self) -> None:
+        """The job is over for good: the holder need not wait for another agent."""
+        self._ask(frames.Finish(), frames.Done)
+
+    def fileno(self) -> int:
+        """Readable when a result is there, or the holder is gone."""
+        return self._wire.fileno()
+
+    def close(self) -> None:
+        """Leaves; what is mapped stays mapped."""
+        self._wire.close()
+
+    def _ask(self, request: msgspec.Struct, answer: type[_Answer], descriptors: Iterable[int] = ()) -> _Answer:
+        self._wire.send(request, tuple(descriptors))
+        while True:
+            reply = self._wire.receive(REPLY_TIMEOUT_S)
+            match reply:
+                case frames.Result():
+                    self._results[reply.number] = reply
+                    continue
+                case frames.Refused(cause="memory"):
+                    raise MemoryLimitError(reply.text)
+                case frames.Refused(cause="gone"):
+                    raise _GoneError(reply.text)
+                case frames.Refused():
+                    raise VaultError(reply.text)
+                case None:
+                    self.close()  # or a late answer would be taken for that to the next question
+                    raise HolderLostError(f"the holder did not answer within {REPLY_TIMEOUT_S:.0f} s")
+            if not isinstance(reply, answer):
+                raise ProtocolError(f"the holder answered {type(request).__name__} with {type(reply).__name__}")
+            return reply
+
+    def _map(self, reply: frames.Stores, count: int, *, writes: bool) -> list[SlotPair]:
+        if len(reply.stores) != count:
+            raise ProtocolError(f"the holder sent {len(reply.stores)} stores instead of {count}")
+        descriptors, pairs = self._wire.take_descriptors(count), list[SlotPair]()
+        try:
+            for fd in descriptors:
+                pairs.append(SlotPair(fd, writes=writes, sequence=reply.sequence))
+        except BaseException:
+            for pair in pairs:
+                pair.close()
+            for fd in descriptors[len(pairs) :]:
+                os.close(fd)
+            raise
+        return pairs
+
+
+class _GoneError(VaultError):
+    """There is no such snapshot."""
+
+
+def common_commits(stores: Iterable[frames.Store], world: int) -> list[int]:
+    """The updates at which *all* ranks 0..world-1 have a complete snapshot, newest first: a job can restore from
+    those.
+    """
+    held: dict[int, set[int]] = {rank: set() for rank in range(world)}
+    for store in stores:
+        held.setdefault(store.rank, set()).update(
+            snapshot.commits for snapshot in store.snapshots if snapshot.world == world
+        )
+    return sorted(set.intersection(*(held[rank] for rank in range(world))), reverse=True)

@@ -1,0 +1,149 @@
+"""The frames between the holder and its clients (agent, ranks, commands): msgspec structs, as in ``protocol/messages``.
+
+A client asks one thing at a time and gets one answer; only ``Result`` comes unasked, when work is done. Descriptors
+travel beside the frame that says how many they are.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from resilient_train.state.vault.record import Snapshot
+
+VERSION = 1
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Size = Annotated[int, msgspec.Meta(gt=0, le=1 << 44)]
+
+
+class Enter(msgspec.Struct, tag=True, frozen=True):
+    """First frame of a client. The holder lives as long as it has members; a visitor does not keep it alive. Done
+    answers: from then on a member can rely on it.
+    """
+
+    member: bool
+    version: int = VERSION
+
+
+class Reserve(msgspec.Struct, tag=True, frozen=True):
+    """The client is the writer of ``rank`` and wants slots for images of up to ``image_bytes``; Stores with one store
+    answers. What the rank has already is handed out again if it is large enough.
+    """
+
+    rank: _Rank
+    image_bytes: _Size
+
+
+class Open(msgspec.Struct, tag=True, frozen=True):
+    """Stores answers, with all that is held for ``rank``, newest first."""
+
+    rank: _Rank
+
+
+class Adopt(msgspec.Struct, tag=True, frozen=True):
+    """A store of which the client has a descriptor, which comes along: the holder before this one is dead. Done
+    answers.
+    """
+
+
+class Pin(msgspec.Struct, tag=True, frozen=True):
+    """The snapshot must stay until Unpin, or until the client is gone. Done answers, or Refused if it is not there."""
+
+    rank: _Rank
+    sequence: int
+
+
+class Unpin(msgspec.Struct, tag=True, frozen=True):
+    """Takes one Pin back. Done answers."""
+
+    rank: _Rank
+    sequence: int
+
+
+class Drop(msgspec.Struct, tag=True, frozen=True):
+    """Nothing is held for ``rank`` any more. Done answers. Memory is free when nobody maps it any longer."""
+
+    rank: _Rank
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """Inventory answers."""
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """Work on a snapshot (writing it to storage), which is pinned until the work is over. Accepted answers, or Refused;
+    Result follows. The work goes on when the client is gone.
+    """
+
+    work: str
+    rank: _Rank
+    sequence: int
+    argument: bytes
+
+
+class Finish(msgspec.Struct, tag=True, frozen=True):
+    """The job is over: when its members are gone and work is done, the holder ends without its grace time. Done
+    answers.
+    """
+
+
+class Store(msgspec.Struct, frozen=True):
+    """One pair of slots. ``snapshots`` are the complete ones, newest first; ``sequence`` the last that was begun."""
+
+    rank: int
+    identity: str
+    capacity_bytes: int
+    backed_bytes: int
+    sequence: int
+    snapshots: tuple[Snapshot, ...]
+
+
+class Stores(msgspec.Struct, tag=True, frozen=True):
+    """As many descriptors as stores come along. ``sequence``: the last that was begun in any store of the rank."""
+
+    stores: tuple[Store, ...]
+    sequence: int = 0
+
+
+class Inventory(msgspec.Struct, tag=True, frozen=True):
+    """All that is held, without descriptors; ``works``: submitted and not over."""
+
+    pid: int
+    stores: tuple[Store, ...]
+    members: int
+    works: int
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """It is so."""
+
+
+class Accepted(msgspec.Struct, tag=True, frozen=True):
+    """The work has this number; its Result will have it, too."""
+
+    number: int
+
+
+class Result(msgspec.Struct, tag=True, frozen=True):
+    """Work is over. ``error`` is empty when it went well."""
+
+    number: int
+    value: bytes
+    error: str
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """It can't be. ``cause`` is ``memory`` (the limit is too small), ``gone`` (no such snapshot), ``wrong`` (the
+    request).
+    """
+
+    cause: str
+    text: str
+
+
+ToHolder = Enter | Reserve | Open | Adopt | Pin | Unpin | Drop | Ask | Submit | Finish
+"""Every frame that the holder reads."""
+
+FromHolder = Stores | Inventory | Done | Accepted | Result | Refused
+"""Every frame that a client reads."""

@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class Bench:
         if given.goodput and key != BASELINE:
             rate = 1000 / result["undisturbed"]["step"]["mean_ms"]
             result["goodput"] = {}
-            for every in GOODPUT_EVERY_S:
+            for every in given.every_s:
                 found = goodput(system, self.trial(), 60 * given.goodput, every)
                 share = found["steps"] / (rate * found["seconds"])
                 result["goodput"][str(every)] = {**found, "share": round(share, 3)}
@@ -114,16 +115,15 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
     for model in dict.fromkeys(each["model"] for each in results):
         of_model = [each for each in results if each["model"] == model]
         plain = next((each for each in of_model if each["system"] == BASELINE), None)
-        rows = [row(each, plain) for each in of_model if each["system"] != BASELINE]
+        every_s = GOODPUT_EVERY_S if any("goodput" in each for each in of_model) else ()
+        rows = [row(each, plain, every_s) for each in of_model if each["system"] != BASELINE]
         first = f"{model}, {of_model[0]['ranks']} ranks; seconds, median (max)"
-        columns = (first, *COLUMNS)
-        if any("goodput" in each for each in of_model):
-            columns += tuple(f"a fault per {every} s" for every in GOODPUT_EVERY_S)
+        columns = (first, *COLUMNS, *(f"a fault per {every} s" for every in every_s))
         found.append(Table("kill -9 and SIGSTOP of one rank", columns, rows))
     return found
 
 
-def row(result: dict[str, Any], plain: dict[str, Any] | None) -> tuple[str, ...]:
+def row(result: dict[str, Any], plain: dict[str, Any] | None, every_s: Sequence[int]) -> tuple[str, ...]:
     def highest(name: str) -> str:
         kill = result.get("kill")
         if kill is None or all(each["survivors_ms"] is None for each in kill["faults"]):
@@ -142,7 +142,7 @@ def row(result: dict[str, Any], plain: dict[str, Any] | None) -> tuple[str, ...]
         *(cell(result, "stop", name) for name in ("all_ms", "survivors_ms")),
         f"{mean:.1f}",
         more,
-        *(f"{shares[str(every)]['share']:.0%}" for every in GOODPUT_EVERY_S if str(every) in shares),
+        *(f"{shares[str(every)]['share']:.1%}" if str(every) in shares else "-" for every in every_s),
     )
 
 
@@ -158,6 +158,7 @@ def arguments_of() -> argparse.Namespace:
         "--undisturbed-s", type=float, help="time in which steps are timed (default 15; 3 with --quick)"
     )
     parser.add_argument("--goodput", type=float, metavar="MINUTES", default=0, help="also: how far one comes in them")
+    parser.add_argument("--every-s", type=int, nargs="+", choices=GOODPUT_EVERY_S, default=list(GOODPUT_EVERY_S))
     parser.add_argument("--limit-s", type=int, default=900, help="longest time for a job")
     parser.add_argument("--venvs", type=Path, default=VENVS, help="where the peers are installed")
     parser.add_argument("--quick", action="store_true", help="a smoke run: numbers of no worth")

@@ -82,12 +82,23 @@ def start(command: list[str], **environ: str) -> Iterator[subprocess.Popen[str]]
                 stream.close()
 
 
-def read_events(run_dir: Path) -> list[dict[str, Any]]:
+def read_events(run_dir: Path, *, torn: bool = False) -> list[dict[str, Any]]:
+    """The run's events in the order of time. ``torn``: a line may be cut, its writer having been killed in the middle."""
     path = run_dir / "events.jsonl"
     if not path.exists():
         return []
-    events = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines()
+    events = [json.loads(line) for line in lines if not torn or whole(line)]
     return sorted(events, key=lambda event: event["time_ns"])
+
+
+def whole(line: str | bytes) -> bool:
+    """Whether this is all of a line of JSON."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def launch(

@@ -83,7 +83,7 @@ def start(command: list[str], **environ: str) -> Iterator[subprocess.Popen[str]]
 
 
 def read_events(run_dir: Path, *, torn: bool = False) -> list[dict[str, Any]]:
-    """The run's events in the order of time. ``torn``: a line may be cut, its writer having been killed in the middle."""
+    """The run's events in the order of time. ``torn``: a line may be cut, its writer having been killed in it."""
     path = run_dir / "events.jsonl"
     if not path.exists():
         return []

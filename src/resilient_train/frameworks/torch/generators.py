@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 import random
 import struct
 import sys
@@ -34,6 +33,7 @@ _TORCH_KEPT_BYTES = 24
 """... and the normal numbers that are kept from the draw before (a float, a double, with a flag each) behind them."""
 _TORCH_SEARCH_BYTES = 256
 
+_GENERATORS = 3
 _NumpyState = tuple[str, bytes, int, int, float]
 T = TypeVar("T")
 
@@ -57,10 +57,11 @@ _ENCODER = msgspec.msgpack.Encoder()
 class _Held(Generic[T]):
     """What a generator was when it was last asked, and whether it may be that still."""
 
-    __slots__ = ("glance", "of", "state")
+    __slots__ = ("glance", "of", "span", "state")
 
     def __init__(self, of: object, span: tuple[int, int] | None) -> None:
         self.of = of
+        self.span = span
         self.glance = Glance([span]) if span is not None else None
         self.state: T | None = None
 
@@ -73,10 +74,26 @@ class _Held(Generic[T]):
 
 
 class _Newest(NamedTuple):
-    """The parts that were read last, and the whole."""
+    """What was read last: the parts, the whole, and a glance at all three generators at once, of which two can be
+    exchanged.
+    """
 
     parts: tuple[bytes, float | None, _NumpyState, bytes]
     whole: bytes
+    of: tuple[object, object]
+    glance: Glance
+
+    def stands(self) -> bool:
+        """Whether nothing was drawn since. A normal number kept by NumPy may have been used up unseen."""
+        python, numpy = self.of
+        generator = _python_generator()
+        return (
+            generator is python
+            and generator.gauss_next is self.parts[1]
+            and np.random.get_bit_generator() is numpy  # type: ignore[attr-defined] # missing in NumPy's stub
+            and not self.parts[2][3]
+            and not self.glance.changed()
+        )
 
 
 _python_held: _Held[bytes] = _Held(None, None)
@@ -88,15 +105,21 @@ _newest: _Newest | None = None
 def random_state() -> bytes:
     """The states of Python's, NumPy's and torch's global generators; the same object while nothing was drawn."""
     global _newest
-    python, kept = _python_state()
-    numpy, torch_state = _numpy_state(), _torch_state()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
+    if _newest is not None and not on_cuda and _newest.stands():
+        return _newest.whole
+    parts = *_python_state(), _numpy_state(), _torch_state()
+    if on_cuda:
         cuda = [each.numpy().tobytes() for each in torch.cuda.get_rng_state_all()]
-        return _ENCODER.encode(_RandomState(python, kept, numpy, torch_state, cuda))
-    parts = python, kept, numpy, torch_state
-    if _newest is None or not all(map(operator.is_, parts, _newest.parts)):
-        _newest = _Newest(parts, _ENCODER.encode(_RandomState(*parts, [])))
-    return _newest.whole
+        return _ENCODER.encode(_RandomState(*parts, cuda))
+    whole = _ENCODER.encode(_RandomState(*parts, []))
+    of = _python_held.of, _numpy_held.of
+    spans = [each.span for each in (_python_held, _numpy_held, _torch_held) if each.span is not None]
+    if _newest is not None and _newest.of == of:
+        _newest = _newest._replace(parts=parts, whole=whole)
+    elif len(spans) == _GENERATORS:
+        _newest = _Newest(parts, whole, of, Glance(spans))
+    return whole
 
 
 def restore_random_state(state: bytes) -> None:

@@ -16,11 +16,13 @@ class Glance {
   // Whether they hold something else now; always so the first time. Whoever asks keeps the memory alive.
   bool changed();
 
- private:
   struct Seen {
     const std::byte* memory;
     std::vector<std::byte> held;
   };
+  const std::vector<Seen>& seen() const { return seen_; }
+
+ private:
   std::vector<Seen> seen_;
   bool looked_ = false;
 };

@@ -326,7 +326,12 @@ NB_MODULE(_native, module) {
   bind_probes(module);
   nb::class_<Glance>(module, "Glance")
       .def(nb::init<const std::vector<std::pair<std::uint64_t, std::uint64_t>>&>(), "spans"_a)
-      .def("changed", &Glance::changed);
+      .def("changed", &Glance::changed)
+      .def("seen", [](const Glance& self) {
+        nb::list contents;
+        for (const Glance::Seen& each : self.seen()) contents.append(nb::bytes(each.held.data(), each.held.size()));
+        return contents;
+      });
   bind_snapshot(module);
   module.def("read_process_memory", &copy_spans, "pid"_a, "spans"_a);
   module.def("prefer_huge_pages", &prefer_huge_pages, "address"_a, "size"_a);

@@ -266,6 +266,8 @@ class Glance:
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None: ...
     def changed(self) -> bool:
         """Whether they hold something else now. True the first time."""
+    def seen(self) -> list[bytes]:
+        """What each held at the last look."""
 
 class Copier:
     """Copies pieces of memory into an image, or out of one, on native threads, and hashes the image in the same pass.

@@ -201,11 +201,14 @@ class Framework(Protocol):
 
     # -- state
 
-    def rank_state(self) -> dict[str, Any]:
-        """What this rank alone has, now, beside its random numbers: buffers that are not synchronised, rank_extra."""
+    def rank_state(self) -> bytes:
+        """What this rank alone has, now, beside its random numbers: buffers that are not synchronised, rank_extra.
+
+        Empty if it has nothing. Raises StateError for values that can't be carried.
+        """
         ...
 
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+    def load_rank_state(self, state: bytes) -> None:
         """Puts back what ``rank_state`` returned, in this process or another."""
         ...
 

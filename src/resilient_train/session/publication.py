@@ -41,7 +41,7 @@ class Publication:
         """Publishes what this rank needs to start update ``commits`` with step ``number``, unless it is published."""
         engine, position = self._engine, self._cursor.position()
         own, random = engine.rank_state(), engine.random_state()
-        parts = None if own or position.own else (commits, number, random, position)
+        parts = None if position.own else (commits, number, random, position, own)
         if parts is not None and parts == self._newest:
             return
         payload = self._encoder.encode(
@@ -53,7 +53,7 @@ class Publication:
                 position.taken,
                 position.random,
                 engine.pack(position.own) if position.own else b"",
-                engine.pack(own) if own else b"",
+                own,
             )
         )
         if parts is not None or payload != self._newest:
@@ -68,7 +68,7 @@ class Publication:
             raise ProtocolError(f"what this rank had published can't be read: {error}") from None
         loader = self._engine.unpack(held.loader) if held.loader else None
         self._cursor.load(Position(held.epoch, held.taken, held.epoch_random, loader))
-        self._engine.load_rank_state(self._engine.unpack(held.rank) if held.rank else {})
+        self._engine.load_rank_state(held.rank)
         self._engine.restore_random_state(held.random)
         self._newest = None
         return held.number

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -48,9 +48,8 @@ class _Start(NamedTuple):
 
     random: bytes
     gradients: bool
-    buffers: dict[str, torch.Tensor]
+    ranks_own: bytes
     small: dict[str, Any]
-    extra: dict[str, Any]
 
 
 class TorchEngine:
@@ -192,13 +191,8 @@ class TorchEngine:
     def begin(self) -> None:
         self._works.clear()
         self._undo = None
-        buffers = self._ranks_own.buffers.changed()
         self._start = _Start(
-            random_state(),
-            torch.is_grad_enabled(),
-            {key: buffer.clone() for key, buffer in buffers.items()},
-            self._replicated.small_copy(),
-            self._ranks_own.extra_copy(),
+            random_state(), torch.is_grad_enabled(), self._ranks_own.packed(), self._replicated.small_copy()
         )
         self._buckets.record()
 
@@ -215,8 +209,7 @@ class TorchEngine:
             optimizer.zero_grad(set_to_none=True)
         for model in self._objects.models:
             model.zero_grad(set_to_none=True)
-        self._ranks_own.buffers.rollback(start.buffers)
-        self._ranks_own.restore_extra(start.extra)
+        self._ranks_own.rollback(start.ranks_own)
         self._replicated.restore_small(start.small)
         restore_random_state(start.random)
 
@@ -232,10 +225,10 @@ class TorchEngine:
 
     # -- state
 
-    def rank_state(self) -> dict[str, Any]:
-        return self._ranks_own.capture()
+    def rank_state(self) -> bytes:
+        return self._ranks_own.packed()
 
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+    def load_rank_state(self, state: bytes) -> None:
         self._ranks_own.restore(state)
 
     def pack(self, tree: Any) -> bytes:
@@ -330,11 +323,10 @@ class TorchEngine:
 
     def check_state(self) -> None:
         self._replicated.check()
-        pack(self._ranks_own.capture())
+        self._ranks_own.packed()
 
     def digests(self) -> tuple[str, str]:
-        own = pack(self._ranks_own.capture())
-        return self._replicated.core_digest(), digest(own + random_state(), [])
+        return self._replicated.core_digest(), digest(self._ranks_own.packed() + random_state(), [])
 
     def settle(self, manifest: bytes | None, commits: int) -> None:
         passes = _decode(manifest).passes if manifest is not None else None

@@ -80,7 +80,7 @@ class _Newest(NamedTuple):
 
     parts: tuple[bytes, float | None, _NumpyState, bytes]
     whole: bytes
-    of: tuple[object, object]
+    of: tuple[Any, object]
     glance: Glance
 
     def stands(self) -> bool:

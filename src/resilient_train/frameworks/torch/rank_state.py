@@ -6,12 +6,17 @@ that it changes for the first time (masks and tables never do; a replica's or th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, cast
 
+import msgspec
 import torch
 
-from resilient_train.frameworks.torch.replicated import copy_tree, restore_object, state_of
+from resilient_train._native import Glance
+from resilient_train.frameworks.torch.leaves import TENSORS, pack, span_of, unpack
+from resilient_train.frameworks.torch.replicated import restore_object, state_of
+from resilient_train.state.tree import flatten
 
 # Their kernels write the running statistics without telling the version counter.
 _SILENT_WRITERS = (torch.nn.modules.batchnorm._NormBase,)
@@ -71,31 +76,64 @@ class RankState:
     def __init__(self, models: tuple[torch.nn.Module, ...], extra: Mapping[str, Any]) -> None:
         self.buffers = Buffers(models)
         self._extra = extra
+        self._same: _SameBuffers | None = None
 
-    def capture(self) -> dict[str, Any]:
-        """The present state without the random numbers, empty if there is none; buffers are references, to be packed or
-        cloned before they change.
-        """
+    def packed(self) -> bytes:
+        """The present state without the random numbers, empty if there is none. Raises StateError."""
         buffers = self.buffers.changed()
         if not buffers and not self._extra:
-            return {}
-        return {"buffers": buffers, "extra": self.extra_states()}
+            return b""
+        if self._same is not None and self._same.are(buffers):
+            return self._same.packed()
+        if not self._extra and all(map(_lies_here, buffers.values())):
+            self._same = _SameBuffers(buffers)
+            return self._same.packed()
+        return pack({"buffers": buffers, "extra": {name: state_of(each) for name, each in self._extra.items()}})
 
-    def extra_states(self) -> dict[str, Any]:
-        """The states of what the user registered as each rank's own."""
-        return {name: state_of(each) for name, each in self._extra.items()}
+    def restore(self, state: bytes) -> None:
+        """Puts a packed state back, in this process or in another that built the same model. Raises ProtocolError."""
+        if state:
+            tree = unpack(state)
+            self.buffers.restore(tree["buffers"])
+            self._restore_extra(tree["extra"])
 
-    def extra_copy(self) -> dict[str, Any]:
-        """The same, to be kept."""
-        return copy_tree(self.extra_states()) if self._extra else {}
+    def rollback(self, state: bytes) -> None:
+        """Puts the state at the begin of a window back, in the process that has packed it then."""
+        tree = unpack(state) if state else {"buffers": {}, "extra": {}}
+        self.buffers.rollback(tree["buffers"])
+        self._restore_extra(tree["extra"])
 
-    def restore_extra(self, states: Mapping[str, Any]) -> None:
-        """The inverse of ``extra_states``."""
+    def _restore_extra(self, states: Mapping[str, Any]) -> None:
         for name, value in states.items():
             restore_object(self._extra[name], value)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Puts a captured state back, in this process or in another that built the same model."""
-        if state:
-            self.buffers.restore(state["buffers"])
-            self.restore_extra(state["extra"])
+
+class _SameBuffers:
+    """Packs the same buffers over and over, three times a step: they are described once, and while they stand still,
+    which a look at their memory tells, what was packed last is still true. (160 buffers: 40 us instead of 750.)
+    """
+
+    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = list(buffers.values())
+        self._places = [(each.data_ptr(), each.shape) for each in self._tensors]
+        self._description, _ = flatten({"buffers": buffers, "extra": {}}, TENSORS)
+        self._glance = Glance([span_of(each) for each in self._tensors])
+        self._packed = b""
+
+    def are(self, buffers: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are the buffers, where they were."""
+        return (
+            len(buffers) == len(self._tensors)
+            and all(map(operator.is_, buffers.values(), self._tensors))
+            and [(each.data_ptr(), each.shape) for each in self._tensors] == self._places
+        )
+
+    def packed(self) -> bytes:
+        """As ``leaves.pack`` does it."""
+        if self._glance.changed():
+            self._packed = msgspec.msgpack.encode((self._description, self._glance.seen()))
+        return self._packed
+
+
+def _lies_here(buffer: torch.Tensor) -> bool:
+    return buffer.device.type == "cpu" and buffer.is_contiguous() and buffer.numel() > 0

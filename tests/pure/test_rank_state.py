@@ -1,0 +1,140 @@
+"""What a rank alone has, packed: the same bytes whether it was looked at or taken apart, and never old ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402 - only where torch is
+
+from resilient_train.errors import ProtocolError  # noqa: E402
+from resilient_train.frameworks.torch import rank_state  # noqa: E402
+from resilient_train.frameworks.torch.leaves import pack, unpack  # noqa: E402
+from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def train(net: nn.Module, steps: int = 1) -> None:
+    for _ in range(steps):
+        net(torch.randn(6, 4))
+
+
+def plainly(state: RankState) -> bytes:
+    return pack({"buffers": state.buffers.changed(), "extra": {}})
+
+
+def test_the_bytes_are_those_of_the_slow_way() -> None:
+    net = model()
+    state = RankState((net,), {})
+    for _ in range(3):
+        train(net)
+        assert state.packed() == plainly(state)
+
+
+def test_while_nothing_changes_nothing_is_packed() -> None:
+    net = model()
+    state = RankState((net,), {})
+    train(net)
+    first = state.packed()
+    assert state.packed() is first
+    train(net)
+    assert state.packed() != first
+
+
+def test_batch_norms_silent_writes_are_seen() -> None:
+    """They don't tell the version counter."""
+    net = model()
+    state = RankState((net,), {})
+    seen = set()
+    for _ in range(4):
+        train(net)
+        seen.add(state.packed())
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("how", ["another object", "another place", "another buffer besides"])
+def test_buffers_that_are_exchanged_are_seen(how: str) -> None:
+    net: Any = model()
+    net[0].register_buffer("mask", torch.ones(3))
+    state = RankState((net,), {})
+    train(net)
+    before = state.packed()
+    if how == "another object":
+        net[1].running_mean = torch.full((4,), 7.0)
+    elif how == "another place":
+        net[1].running_mean.data = torch.full((4,), 7.0)
+    else:
+        net[0].mask.zero_()
+    assert state.packed() == plainly(state) != before
+
+
+def test_no_buffers_are_no_bytes() -> None:
+    assert RankState((nn.Linear(2, 2),), {}).packed() == b""
+
+
+def test_what_the_user_calls_its_own_comes_along() -> None:
+    counter, other = Counter(), Counter()
+    counter.value = 5
+    packed = RankState((model(),), {"counter": counter}).packed()
+    RankState((model(),), {"counter": other}).restore(packed)
+    assert other.value == 5
+
+
+def test_a_rollback_takes_first_changes_back() -> None:
+    net: Any = nn.Linear(4, 4)
+    net.register_buffer("mask", torch.ones(3))
+    state = RankState((net,), {})
+    begin = state.packed()
+    assert begin == b""
+    net.mask.zero_()
+    state.rollback(begin)
+    assert net.mask.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_rollback_brings_the_begin_of_the_window_back() -> None:
+    net = model()
+    state = RankState((net,), {})
+    train(net)
+    begin = state.packed()
+    train(net, 2)
+    assert state.packed() != begin
+    state.rollback(begin)
+    assert state.packed() == begin
+    assert torch.equal(unpack(begin)["buffers"]["0.1.running_mean"], net[1].running_mean)
+
+
+def test_a_buffer_on_a_device_or_in_pieces_goes_the_slow_way() -> None:
+    net: Any = nn.Linear(4, 4)
+    net.register_buffer("table", torch.arange(12.0).reshape(3, 4).t())
+    state = RankState((net,), {})
+    net.table.add_(1)
+    assert state.packed() == plainly(state)
+    assert state._same is None
+
+
+def test_foreign_bytes_are_refused() -> None:
+    with pytest.raises(ProtocolError):
+        RankState((model(),), {}).restore(b"\x93 no state")
+
+
+def test_what_the_module_looks_at_is_what_it_says() -> None:
+    """A buffer of size 0 lies nowhere."""
+    assert not rank_state._lies_here(torch.empty(0))

@@ -43,6 +43,10 @@ class Buffers:
         for key in self._live:
             del self._quiet[key]
 
+    def any(self) -> bool:
+        """Whether the models have buffers at all."""
+        return bool(self._all)
+
     def changed(self) -> dict[str, torch.Tensor]:
         """The buffers that are this rank's own, by key; not copied."""
         for key, (module, name, version, address) in list(self._quiet.items()):
@@ -77,9 +81,12 @@ class RankState:
         self.buffers = Buffers(models)
         self._extra = extra
         self._same: _SameBuffers | None = None
+        self._nothing = not extra and not self.buffers.any()
 
     def packed(self) -> bytes:
         """The present state without the random numbers, empty if there is none. Raises StateError."""
+        if self._nothing:
+            return b""
         buffers = self.buffers.changed()
         if not buffers and not self._extra:
             return b""

@@ -29,6 +29,8 @@ class AgentLink(msgspec.Struct, frozen=True):
     incarnation: int
     joining: bool
     run_dir: str
+    attempt: int = 0
+    """How often all ranks have been started again."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,6 +288,7 @@ def read_link(environ: Mapping[str, str] | None = None) -> AgentLink | None:
             incarnation=int(environ[PREFIX + "INCARNATION"]),
             joining=environ[PREFIX + "JOINING"] == "1",
             run_dir=environ[PREFIX + "RUN_DIR"],
+            attempt=int(environ.get(ATTEMPT, "0")),
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(

@@ -89,6 +89,14 @@ def test_missing_script(tmp_path: Path) -> None:
     assert "not_there.py" in run.err
 
 
+def test_all_start_again_when_one_is_lost_before_the_first_step(tmp_path: Path) -> None:
+    """The groups had been built: those of the second attempt must not look for the dead ones' addresses."""
+    run = launch(tmp_path / "run", "restarted.py", ranks=2)
+    assert run.code == 0, run.explain()
+    assert len(run.of("restart_all")) == 1, run.explain()
+    assert [(run.run_dir / f"attempt_of_rank{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
 def test_max_restarts_bounds_replacements(tmp_path: Path) -> None:
     plan = "kill rank=1 step=2 phase=COMPUTE; kill rank=0 step=4 phase=COMPUTE"
     flags = ("--max-restarts", "1", "--faults", plan)

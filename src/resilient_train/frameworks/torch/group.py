@@ -219,7 +219,8 @@ def create(options: Any, _backend_options: Any) -> ResilientGroup:
         options.timeout,
     )
     if not (link and link.joining) and waiting.stage is None:
-        group.adopt(group.build(0, 0, threading.Event()))
+        # torch 2.13 hands all attempts one store: without its number, a group finds the addresses of the dead one.
+        group.adopt(group.build(0, link.attempt if link else 0, threading.Event()))
     groups[group.group_name] = group
     return group
 

@@ -173,7 +173,16 @@ def test_without_an_agent_a_session_is_a_plain_loop(tmp_path: Path) -> None:
 def test_environment_is_torchruns(tmp_path: Path) -> None:
     """The variables that torchrun gives its workers, with the same values."""
     ours = launch(tmp_path / "run", "environment.py", ranks=2, flags=("--role", "worker"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--role", "worker"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--role",
+        "worker",
+    ]
     with start([*command, str(JOBS / "environment.py")]) as process:
         theirs, err = process.communicate(timeout=60)
     assert ours.code == process.returncode == 0, ours.explain() + err

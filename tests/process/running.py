@@ -92,7 +92,7 @@ def read_events(run_dir: Path, *, torn: bool = False) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: event["time_ns"])
 
 
-def whole(line: str | bytes) -> bool:
+def whole(line: str) -> bool:
     """Whether this is all of a line of JSON."""
     try:
         json.loads(line)

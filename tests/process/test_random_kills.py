@@ -6,18 +6,18 @@ wrong start. The seed decides who is hit and when, but not where in a step that 
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from running import JOBS, LAUNCHER, Reference, Run, read_events, start
-from running import whole as is_whole
+
+from resilient_train.launch.asking import Follower
+from resilient_train.observe.sinks import EVENTS_FILE
 
 RANKS = 3
 FULL = "FULL" in os.environ
@@ -36,27 +36,24 @@ class Story:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._offset = 0
+        self._follower = Follower(run_dir)
         self.pids: dict[int, int] = {}
         self.holders: set[int] = set(range(RANKS))
         """Who has held the whole state since the last recovery ended: one of them has to live."""
         self.standby = False
 
     def read_on(self) -> None:
-        path = self._run_dir / "events.jsonl"
-        data = path.read_bytes()[self._offset :] if path.exists() else b""
-        whole = data.rfind(b"\n") + 1
-        self._offset += whole
-        for line in filter(is_whole, data[:whole].splitlines()):
-            self._heard(json.loads(line))
-
-    def _heard(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "spawned":
-            self.pids[event["rank"]] = event["detail"]["pid"]
-        elif event["kind"] == "resumed":
-            self.holders = set(range(RANKS))
-        elif event["kind"] == "standby_ready":
-            self.standby = True
+        if not (self._run_dir / EVENTS_FILE).exists():
+            return
+        for event in self._follower.read():
+            if event.kind == "spawned":
+                pid = event.detail["pid"]
+                assert isinstance(pid, int)
+                self.pids[event.rank] = pid
+            elif event.kind == "resumed":
+                self.holders = set(range(RANKS))
+            elif event.kind == "standby_ready":
+                self.standby = True
 
     def committed(self, rank: int) -> int:
         """How many steps the rank's processes have recorded."""

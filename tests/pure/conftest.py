@@ -1,7 +1,7 @@
-"""Probes of look-alike libraries, each test with copies and a control memory of its own."""
+"""What several files test with: refused commands; probes of look-alike libraries, each with a control memory."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,26 @@ import pytest
 from pure.probe_rig import FILES, OFF, POLL_MS, Copy, Make
 from resilient_train._native import Probes
 from resilient_train.testing.fake_device import VARIABLE, FakeDevice, library
+
+
+@pytest.fixture
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[list[str], str], None]:
+    """Runs ``resilient-train`` in an empty directory: it must say ``words`` in one line, and end with exit code 2."""
+
+    def refused(arguments: list[str], words: str) -> None:
+        from resilient_train.launch.cli import main
+
+        monkeypatch.chdir(tmp_path)
+        assert main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("resilient-train: ")
+        assert err.count("\n") == 1
+        assert words in err
+
+    return refused
 
 
 @pytest.fixture

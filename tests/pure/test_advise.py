@@ -167,14 +167,8 @@ def test_the_file_of_ato(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ([*PLAIN, "--ato-path", "nowhere.json"], "nowhere.json can't be read: No such file"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("resilient-train: ")
-    assert err.count("\n") == 1
-    assert words in err
+def test_wrong_input_is_one_line_and_exit_code_2(arguments, words, refused) -> None:
+    refused(arguments, words)
 
 
 def test_a_run_that_does_not_tell(tmp_path: Path, capsys) -> None:

@@ -93,14 +93,8 @@ def agent(run):
         (["demo", "--faults", "kill rank=1 stepp=3"], "did you mean 'step'?"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("resilient-train: ")
-    assert err.count("\n") == 1
-    assert words in err
+def test_wrong_input_is_one_line_and_exit_code_2(arguments, words, refused):
+    refused(arguments, words)
 
 
 def test_demo_does_not_write_into_a_directory_in_use(run, capsys):

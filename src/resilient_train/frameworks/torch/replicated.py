@@ -98,11 +98,11 @@ class Replicated:
 
     def small_copy(self) -> dict[str, Any]:
         """A ``small_tree`` to be kept. Once a step: nearly all of it are plain settings, which need no copy."""
-        objects = self._objects
+        small = self.small_tree()
         return {
-            "scheduler": [copy_tree(state_of(scheduler)) for scheduler in objects.schedulers],
-            "scaler": copy_tree(state_of(objects.scaler)) if objects.scaler is not None else None,
-            "groups": [[_kept(_settings(group)) for group in o.param_groups] for o in objects.optimizers],
+            "scheduler": copy_tree(small["scheduler"]),
+            "scaler": copy_tree(small["scaler"]),
+            "groups": [[_kept(settings) for settings in groups] for groups in small["groups"]],
         }
 
     def restore_small(self, small: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ import xxhash
 
 from resilient_train._native import Copier, Word, populate
 from resilient_train.errors import ProtocolError, UsageError
+from resilient_train.state.digest import tree_digest
 from resilient_train.state.vault.record import COMMIT_BYTES, RECORD_BYTES, Snapshot, State, pack, unpack
 
 SLOTS = 2
@@ -284,7 +285,7 @@ class Draft:
 
 def image_digest(chunk_digests: bytes) -> bytes:
     """The digest of an image, from those of its chunks (``Copier.digests``)."""
-    return xxhash.xxh3_128_digest(chunk_digests)
+    return bytes.fromhex(tree_digest([chunk_digests]))
 
 
 def _page(slot: int) -> int:

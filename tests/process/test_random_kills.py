@@ -21,9 +21,12 @@ from resilient_train.observe.sinks import EVENTS_FILE
 
 RANKS = 3
 FULL = "FULL" in os.environ
-STEPS = 500 if FULL else 150
+STEPS = 400 if FULL else 140
+USUAL_STEPS = 40
+"""Before them nobody knows what is usual, and a stopped process gets seconds."""
 QUIET_STEPS = 40
 """At the end nobody is hit: a rank that is lost when the others' loops are over has another test."""
+MOST_STEPS_UNHURT = 20
 IN_A_ROW = 3
 """A rank that dies five times without a committed update in between ends the job, as it should."""
 LIMIT_S = 240
@@ -60,6 +63,10 @@ class Story:
         path = self._run_dir / f"samples_rank{rank}.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
+    def steps(self) -> int:
+        """The same of the rank that is ahead."""
+        return max(map(self.committed, range(RANKS)))
+
 
 class Bandit:
     """Hits ranks at random, so that nobody can say that the job had no chance."""
@@ -72,10 +79,14 @@ class Bandit:
         """Rank -> steps recorded when it was hit last, and how often it was hit since it had recorded more."""
         self.hits = 0
 
-    def wait_s(self) -> float:
-        """Mostly short: into the recovery from the hit before."""
-        usual = self._random.choice([0.0005, 0.002, 0.01, 0.05, 0.3, 0.6, 0.6]) * self._random.random() * 2
-        return usual + self._random.choice([0.0, 1.0])
+    def next_chance(self) -> tuple[int, float]:
+        """How many recorded steps, and seconds behind them, until the next hit.
+
+        Now and then none, and few: into the recovery from the hit before. Never many seconds: a fast job would get
+        away unhurt.
+        """
+        steps = self._random.randrange(1, MOST_STEPS_UNHURT) if self._random.random() < 0.7 else 0
+        return steps, self._random.choice([0.0005, 0.002, 0.01, 0.05]) * self._random.random() * 2
 
     def strike(self) -> None:
         for rank in self._random.sample(range(RANKS), self._random.choice([1, 1, 1, 2])):
@@ -100,13 +111,18 @@ class Bandit:
 
 
 def disturb(process: subprocess.Popen[str], story: Story, bandit: Bandit, deadline: float) -> None:
-    while process.poll() is None and not story.standby and time.monotonic() < deadline:
+    def goes_on() -> bool:
+        return process.poll() is None and time.monotonic() < deadline
+
+    while goes_on() and not story.standby:
         story.read_on()
         time.sleep(0.02)
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(bandit.wait_s())
-        if max(map(story.committed, range(RANKS))) > STEPS - QUIET_STEPS:
-            return
+    while goes_on() and story.steps() <= STEPS - QUIET_STEPS:
+        steps, seconds = bandit.next_chance()
+        until = min(story.steps() + steps, STEPS - QUIET_STEPS)
+        while goes_on() and story.steps() < until:
+            time.sleep(0.001)
+        time.sleep(seconds)
         bandit.strike()
 
 
@@ -117,7 +133,7 @@ def test_the_end_is_the_undisturbed_one(tmp_path: Path, undisturbed: Reference, 
     reference = undisturbed(ranks=RANKS, steps=STEPS)
     run_dir = tmp_path / "run"
     flags = ["--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), "--max-restarts", "100000"]
-    script = [str(JOBS / "train.py"), "--steps", str(STEPS), "--standby-at", "3"]
+    script = [str(JOBS / "train.py"), "--steps", str(STEPS), "--standby-at", str(USUAL_STEPS)]
     environ = {"RESILIENT_STANDBY": "2", "RESILIENT_STANDBY_DELAY_S": "0"}
     story = Story(run_dir)
     bandit = Bandit(story, seed, kinds.split())

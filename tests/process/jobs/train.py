@@ -196,7 +196,8 @@ class Job:
                 if asked.pace and not Path(asked.pace).exists():
                     time.sleep(0.15)
                 if step.number in asked.standby_at and step.done:
-                    self.wait_for_standby(asked.standby_at.index(step.number) + 1)
+                    with session.slow("waiting for a standby"):
+                        self.wait_for_standby(asked.standby_at.index(step.number) + 1)
                 if "slow" in self.variant and step.number == 5 and dist.get_rank() == 1:
                     with session.slow("evaluation"):
                         time.sleep(3)

@@ -58,6 +58,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a rank may stand still; 0: ten times the job's own usual step, and at least ``hang_floor_s``."""
     hang_floor_s: float = 60.0
     """See ``hang_timeout_s``."""
+    keep_checkpoints: int = 2
+    """How many checkpoints of ``save_every`` stay in the run directory."""
     tail_log_bytes: int = 4 << 20
     """Room, per rank, for the inputs of collectives that the loop calls after the update."""
     acl_library: str = ""

@@ -7,7 +7,8 @@ import numpy as np
 
 from resilient_train.state.checkpoint.draft import Draft
 from resilient_train.state.checkpoint.manifest import FileEntry, Kind
-from resilient_train.state.checkpoint.restore import Checkpoint, Target
+from resilient_train.state.checkpoint.restore import Checkpoint
+from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.image import ImagePlan, plan_image
 from resilient_train.state.sharding import Piece, whole
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from resilient_train._native import Board
+from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.transfer import Span
 from resilient_train.state.tree import Path
 
@@ -80,6 +81,28 @@ class Sources(NamedTuple):
     manifest: bytes
     digest: str
     spans: list[Span]
+    keep_alive: Any
+
+
+class Share(NamedTuple):
+    """Which part of its replica group's state a rank saves, and which shard of the checkpoint that is."""
+
+    part: int
+    parts: int
+    shard: int
+    shards: int
+
+
+class Image(NamedTuple):
+    """A rank's share of the replicated state, as it will lie in a checkpoint's shard (``state/image.py``)."""
+
+    total_bytes: int
+    pieces: list[tuple[int, int, int]]
+    """(address, bytes, offset in the image), by offset. What an update changes is not copied yet."""
+    tree: bytes
+    """The state without its tensors ..."""
+    names: tuple[str, ...]
+    """... and what these are called in the shards, in the order of their numbers in ``tree``."""
     keep_alive: Any
 
 
@@ -222,6 +245,22 @@ class Framework(Protocol):
 
     def sources(self) -> Sources:
         """The replicated state, for a replacement to copy."""
+        ...
+
+    def image(self, step: int, share: Share) -> Image:
+        """What to copy, until the next update begins, for a snapshot of the state from before ``step``."""
+        ...
+
+    def layout(self) -> bytes:
+        """What an undisturbed process has learnt in its first steps, and a new one needs for the same bits."""
+        ...
+
+    def restore_layout(self, layout: bytes, commits: int) -> None:
+        """Brings a new process to where an undisturbed one is before update ``commits``. Raises TransferError."""
+        ...
+
+    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
+        """Takes up a saved state: ``fill`` fills the tensors. Raises TransferError if the state isn't this model's."""
         ...
 
     def watch_device(self, board: Board, rank: int) -> None:

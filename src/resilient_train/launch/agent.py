@@ -25,6 +25,7 @@ from resilient_train.launch.logs import Logs
 from resilient_train.launch.lookout import LOOK_S, Lookout
 from resilient_train.launch.operators import Operators
 from resilient_train.launch.processes import Processes, RankProcess
+from resilient_train.launch.saves import Saves
 from resilient_train.launch.standby import Standby
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
@@ -67,6 +68,9 @@ class Agent:
         self._lookout = Lookout(self._board, self._controller, self._processes, job.settings)
         self._alarms = Alarms(self._board, self._controller)
         self._operators = Operators(self._board, self._controller, self._processes, self._note)
+        self._saves = Saves(job.run_dir, job.world_size, job.settings.keep_checkpoints, self._note)
+        self._source = self._saves.source()
+        self._controller.can_go_back = self._saves.can_go_back
         self._ending: EndJob | None = None
         self._ended = asyncio.Event()
         self._begun_ns = time.time_ns()
@@ -91,6 +95,7 @@ class Agent:
             self._standby.close()
             if self._ending is not None:
                 await self._stop_ranks()
+            await self._saves.finish(self._job.shutdown_timeout_s)
         finally:
             logs.cancel()
             self._standby.close()
@@ -219,7 +224,8 @@ class Agent:
         self._processes.current[rank].greeted = True
         self._board.set_identity(rank, self._controller.generation, hello.incarnation, hello.pid)
         connection.send(
-            m.Welcome(self._controller.generation, self._controller.attempt), [self._board.fd, self._arenas[rank].fd]
+            m.Welcome(self._controller.generation, self._controller.attempt, self._source),
+            [self._board.fd, self._arenas[rank].fd],
         )
         self._carry_out(self._controller.greeted(rank, hello.incarnation))
 
@@ -265,6 +271,13 @@ class Agent:
                 self._carry_out(controller.damaged(rank, incarnation, generation, text, self._standings()))
             case m.Finish(generation=generation):
                 self._carry_out(controller.finish(rank, incarnation, generation))
+            case m.OpenVault():
+                self._connections[rank].send(m.VaultOpened(self._saves.open(self._loop)))
+            case m.Captured():
+                self._saves.captured(rank, frame, controller.replicas.groups)
+            case m.Unrestorable(source=source, reason=text):
+                self._saves.refuse(source)
+                self._carry_out(controller.start_again(rank, incarnation, text))
             case m.Refused(text=text):
                 self._carry_out(controller.refuse(text))
             case _:
@@ -293,6 +306,8 @@ class Agent:
                 case Note(kind=kind, rank=rank, detail=detail):
                     self._note(kind, rank=rank, detail=detail)
                     self._tell(kind, rank, detail)
+                    if kind == "restart_all":
+                        self._source = self._saves.source()
                     if kind == "started" and self._job.policy.replace:
                         self._processes.stand_by(self._controller.attempt)
                 case EndJob():
@@ -363,7 +378,7 @@ class Agent:
                 f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
             )
         elif kind == "restart_all":
-            self._say(f"rank {rank} {detail['reason']} before the first step: all ranks start again")
+            self._say(f"{detail['reason']}: all ranks start again")
         elif kind == "fenced":
             self._say(f"recovery {generation}: rank {rank} did not answer in time and is killed")
         elif kind == "standby_off":

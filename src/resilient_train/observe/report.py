@@ -117,7 +117,7 @@ def _headline(run: Run) -> str:
 def _ending(run: Run) -> list[Line]:
     found = [Line(f"steps redone: {run.steps_redone}   committed steps lost: {run.commits_lost}")]
     if run.restarts:
-        found.append(Line(f"all ranks started again before the first step: {run.restarts} times", "yellow"))
+        found.append(Line(f"all ranks started again together: {run.restarts} times", "yellow"))
     if run.exit_code is not None and run.exit_code != 0:
         found.append(
             Line(f"the job ended with exit code {run.exit_code}: {run.end_reason or 'no reason given'}", "red")

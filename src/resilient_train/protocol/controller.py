@@ -14,7 +14,7 @@ Stages::
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
@@ -51,6 +51,8 @@ class Controller:
         self.attempt = 0
         self.restarts = 0
         self.aware = False
+        self.can_go_back: Callable[[], bool] = lambda: False
+        """Whether all ranks could start again from a saved state. Asked only where nothing else is left."""
         self.incarnations = [0] * world_size
         self.replicas = ReplicaTable(world_size)
         self.plan: Plan | None = None
@@ -112,7 +114,7 @@ class Controller:
         if not self._current(rank, incarnation) or self.stage in (Stage.ENDED, Stage.FINISHED):
             return []
         if self.stage is Stage.STARTING:
-            return self._restart_all(rank, reason, code)
+            return self._restart_all(rank, f"rank {rank} {reason} before the first step", code)
         self._evidence[rank] = standings[rank]
         self._note_progress(max(standing.commits for standing in standings))
         self._deaths[rank] = self._deaths.get(rank, 0) + 1
@@ -122,7 +124,7 @@ class Controller:
         # A replacement that has joined may have copied state by now; one that has not surely has none.
         self._unheard.add(rank)
         if any(self._unheard.issuperset(group) for group in self.replicas.groups):
-            return self._end(EXIT_UNRECOVERABLE, f"rank {rank} was lost ({reason}); {_NOBODY_LEFT}")
+            return self._go_back(rank, f"rank {rank} was lost ({reason}); {_NOBODY_LEFT}")
         self.restarts += 1
         self.incarnations[rank] += 1
         # The fork comes last: it takes the agent longer than all the rest, and the survivors have work to do meanwhile.
@@ -148,12 +150,29 @@ class Controller:
             *self._to_all(stop),
         ]
 
+    def start_again(self, rank: int, incarnation: int, reason: str) -> list[Command]:
+        """What the ranks were to start from is not usable; the agent knows another source, or none."""
+        if not self._current(rank, incarnation) or self.stage is not Stage.STARTING:
+            return []
+        return self._restart_all(rank, f"what was saved can't be taken up: {reason}", EXIT_UNRECOVERABLE)
+
+    def _go_back(self, rank: int, reason: str) -> list[Command]:
+        """The job's present state is lost. All ranks start again from a saved one, if there is any."""
+        if not self.can_go_back():
+            return self._end(EXIT_UNRECOVERABLE, reason)
+        self.stage = Stage.STARTING
+        self.plan = None
+        self._progress = 0
+        for memory in (self._joined, self._done, self._finished, self._evidence, self._deaths, self._unheard):
+            memory.clear()
+        return self._restart_all(rank, reason, EXIT_UNRECOVERABLE)
+
     def _restart_all(self, rank: int, reason: str, code: int) -> list[Command]:
         give_up = why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=0)
         if not self.aware and not self.policy.restart_on_error:
             give_up = "its script has no Session, or that is switched off (--max-restarts N would restart it)"
         if give_up:
-            return self._end(code, f"rank {rank} was lost before the first step ({reason}), and {give_up}")
+            return self._end(code, f"{reason}, and {give_up}")
         self.restarts += 1
         self.attempt += 1
         self._started.clear()
@@ -177,7 +196,7 @@ class Controller:
         if code == 0:
             return self._end(1, f"rank {rank} left with exit code 0 while the others were still training")
         if self.stage is Stage.STARTING and self.policy.restart_on_error:
-            return self._restart_all(rank, f"exited with code {code}", code)
+            return self._restart_all(rank, f"rank {rank} exited with code {code} before the first step", code)
         when = " after the training" if self.stage is Stage.FINISHED else ""
         return self._end(code if code > 0 else 128 - code, f"rank {rank} failed{when} with exit code {code}")
 
@@ -248,7 +267,7 @@ class Controller:
         copies = self.replicas.assign_sources(verdict.empty, verdict.holders)
         uncovered = sorted(set(verdict.empty) - set(copies))
         if uncovered:
-            return self._end(EXIT_UNRECOVERABLE, f"ranks {uncovered} have no state; {_NOBODY_LEFT}")
+            return self._go_back(uncovered[0], f"ranks {uncovered} have no state; {_NOBODY_LEFT}")
         self.plan = Plan(
             generation=self.generation,
             commits=verdict.commits,

@@ -5,7 +5,7 @@ Every frame that belongs to a recovery carries its generation; whoever speaks of
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,11 +22,46 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     version: int = PROTOCOL_VERSION
 
 
+class Source(msgspec.Struct, frozen=True):
+    """Where all ranks take their state from when they start: snapshots in ``memory``, or the checkpoint at ``path``."""
+
+    kind: Literal["memory", "storage"]
+    commits: int
+    path: str = ""
+
+
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """Answer to a rank's Hello. Two descriptors come with it: the board, and the rank's arena."""
 
     generation: int
     attempt: int
+    source: Source | None = None
+
+
+class OpenVault(msgspec.Struct, tag="open_vault", frozen=True):
+    """The rank will keep snapshots of its state: somebody must hold them. A VaultOpened frame answers."""
+
+
+class VaultOpened(msgspec.Struct, tag="vault_opened", frozen=True):
+    """There is a holder (``state/vault``), unless ``error`` says why not."""
+
+    error: str = ""
+
+
+class Captured(msgspec.Struct, tag="captured", frozen=True):
+    """This rank's snapshot from before update ``commits`` is complete. ``store``: it is to go to storage."""
+
+    commits: int
+    step: int
+    sequence: int
+    store: bool
+
+
+class Unrestorable(msgspec.Struct, tag="unrestorable", frozen=True):
+    """The source named in Welcome did not do, and why. The rank ends; all start again from the next one."""
+
+    source: Source
+    reason: str
 
 
 class Reserve(msgspec.Struct, tag="reserve", frozen=True):
@@ -224,10 +259,13 @@ FromRank = (
     | Done
     | Finish
     | Refused
+    | OpenVault
+    | Captured
+    | Unrestorable
     | Inject
     | Query
 )
 """Every frame that an agent reads."""
 
-FromAgent = Welcome | Arena | Stop | Plan | Offer | Pull | Resume | Finished | End | Reply
+FromAgent = Welcome | Arena | VaultOpened | Stop | Plan | Offer | Pull | Resume | Finished | End | Reply
 """Every frame that a rank or an operator reads."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from typing import NoReturn, TypeVar
 
 from resilient_train._native import Board
 from resilient_train.config import AgentLink
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError
 from resilient_train.protocol.messages import Arena as ArenaFrame
-from resilient_train.protocol.messages import Borrow, Hello, Refused, Reserve, Welcome
+from resilient_train.protocol.messages import Borrow, End, FromAgent, Hello, Refused, Reserve, Welcome
 from resilient_train.protocol.progress import Activity, progress_of
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.state.arena import Arena, ArenaFullError
 from resilient_train.transport import Channel
 
 _BARRIER_POLL_MS = 60_000
+_Frame = TypeVar("_Frame", bound=FromAgent)
 
 
 class Link:
@@ -30,6 +32,7 @@ class Link:
         if not isinstance(welcome, Welcome):
             raise ProtocolError(f"the agent answered {type(welcome).__name__} instead of Welcome")
         self.generation = welcome.generation
+        self.source = welcome.source
         self.attempt = welcome.attempt
         board, arena = self.channel.take_descriptors(2)
         self.board = Board.attach(board)
@@ -80,12 +83,24 @@ class Link:
         self.board.set_tail(self.rank, 0, 0)
 
     def _receive_arena(self) -> Arena:
+        self.expect(ArenaFrame)
+        return Arena(self.channel.take_descriptors(1)[0])
+
+    def expect(self, kind: type[_Frame]) -> _Frame:
+        """Waits for the agent's answer of that kind."""
         # Frames that arrive before the answer belong to whoever waits for them: they are put back in order.
         early = []
-        while not isinstance(frame := self.channel.receive(), ArenaFrame):
+        while not isinstance(frame := self.channel.receive(), kind):
             early.append(frame)
         self.channel.put_back([each for each in early if each is not None])
-        return Arena(self.channel.take_descriptors(1)[0])
+        return frame
+
+    def wait_for_the_end(self) -> NoReturn:
+        """The agent is about to end this process, or the job."""
+        while True:
+            frame = self.channel.receive()
+            if isinstance(frame, End):
+                raise SystemExit(frame.code or 1)
 
     def all_ready(self, commits: int, generation: int) -> bool:
         """Waits at the barrier of update ``commits``. True: all ranks are READY; False: a recovery is under way."""

@@ -34,6 +34,8 @@ class Publication:
         self._engine = engine
         self._cursor = cursor
         self._encoder = msgspec.msgpack.Encoder()
+        self.latest = b""
+        """What was published last."""
         self._newest: object = None
         """What was published last: its parts where they can be compared, or else the bytes."""
 
@@ -59,6 +61,7 @@ class Publication:
         if parts is not None or payload != self._newest:
             self._link.publish(commits, payload)
         self._newest = parts or payload
+        self.latest = payload
 
     def take_up(self, payload: bytes) -> int:
         """Puts a publication back, in this process. Returns the number of the step that comes next."""
@@ -71,4 +74,5 @@ class Publication:
         self._engine.load_rank_state(held.rank)
         self._engine.restore_random_state(held.random)
         self._newest = None
+        self.latest = payload
         return held.number

@@ -28,7 +28,7 @@ from resilient_train.observe.sinks import EVENTS_FILE, JsonLines
 from resilient_train.protocol.messages import Refused, Started
 from resilient_train.protocol.processor import Action, Processor
 from resilient_train.protocol.progress import Activity
-from resilient_train.protocol.standing import Phase
+from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.device import Device
 from resilient_train.session.injection import Injector
 from resilient_train.session.link import Link
@@ -37,7 +37,9 @@ from resilient_train.session.publication import Publication
 from resilient_train.session.pulse import Pulse
 from resilient_train.session.recovery import Recovery
 from resilient_train.session.rescue import Rescue
+from resilient_train.session.saving import Saving
 from resilient_train.session.step import Step
+from resilient_train.session.window import Window
 
 _PLACES = {Phase.UPDATING: Place.UPDATE, Phase.APPLIED: Place.TAIL}
 
@@ -65,6 +67,7 @@ class Runtime:
         self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
         plan = parse_plan(settings.faults)
         self._publication = Publication(self._link, engine, cursor)
+        self.saving = Saving(self._link, engine, self._publication, agent.run_dir, replicas, self._event)
         self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine, self._link.board)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
@@ -91,12 +94,7 @@ class Runtime:
         atexit.register(self._release)
         self._begun = False
         self._came_at = -1
-        self._number = 0
-        self._base = 0
-        self._attempt = 0
-        self._window: list[Kept] = []
-        self._stepped: set[int] = set()
-        self._scaled = False
+        self._window = Window()
         self._interrupted: BaseException | None = None
         self._due: Action | None = None
         self._step: Step | None = None
@@ -106,13 +104,13 @@ class Runtime:
     def steps(self, total: int, start: int) -> Iterator[Step]:
         """See ``Session.steps``."""
         if not self._begun:
-            self._number = self._base = start
+            self._window.begin_at(start)
             self._start()
         while True:
             self._settle_at_head()
             # The others may have left by a `break` that a new process comes too late for.
             over = self._came_at == self._processor.standing.commits and self._link.over_elsewhere(self._came_at)
-            if over or self._number >= total:
+            if over or self._window.number >= total:
                 self._finish()
                 return
             step = self._next_step()
@@ -127,7 +125,7 @@ class Runtime:
         """Meets the other ranks for the first time; a replacement meets them in the middle of a recovery."""
         self._begun = True
         allow_readers()
-        self._injector.listen(self._engine, lambda: self._number, lambda: self._processor.generation)
+        self._injector.listen(self._engine, lambda: self._window.number, lambda: self._processor.generation)
         self._pulse.open()
         self._engine.attach(self, self._link)
         self._engine.watch_device(self._link.board, self._link.rank)
@@ -137,16 +135,20 @@ class Runtime:
         if self._joining:
             self._due = self._recovery.take_part()
             return
+        if self._link.source is not None:
+            self._load_published(self.saving.restore(self._link.source))
+            self._processor.standing = Standing(self._link.source.commits, Phase.APPLIED)
         try:
             self._engine.check_state()
         except StateError as error:
             self._link.channel.send(Refused(str(error)))
             raise
-        self._publication.publish(0, self._number)
-        self._link.record(self._processor.standing, self._number)
+        self._publication.publish(self._processor.standing.commits, self._window.number)
+        self.saving.open()
+        self._link.record(self._processor.standing, self._window.number)
         digest, _ = self._engine.digests()
         self._watchdog.guard_sockets(self._engine.sockets())
-        self._recovery.meet(Started(digest, self._engine.group_names(), self._replicas, self._number))
+        self._recovery.meet(Started(digest, self._engine.group_names(), self._replicas, self._window.number))
 
     def _settle_at_head(self) -> None:
         """Between two steps: the tail is over, and whatever a recovery wants of this rank can be done now."""
@@ -156,12 +158,12 @@ class Runtime:
             if self._due is None:
                 self._due = self._after_error(error)
         elif self._processor.standing.phase is Phase.APPLIED and self._due is not Action.COPY:
-            self._injector.at("BETWEEN", "start", step=self._number)
-            self._link.record(self._processor.advance(Phase.COMPUTE), self._number)
+            self._injector.at("BETWEEN", "start", step=self._window.number)
+            self._link.record(self._processor.advance(Phase.COMPUTE), self._window.number)
         while True:
             if self._due is not None:
                 action, self._due = self._due, None
-                if self._recovery.settle(action, lambda: self._base, begun=bool(self._window)):
+                if self._recovery.settle(action, lambda: self._window.base, begun=bool(self._window.kept)):
                     self._resume(action)
                 else:
                     self._due = self._recovery.take_part()
@@ -172,13 +174,10 @@ class Runtime:
 
     def _resume(self, action: Action) -> None:
         if action is not Action.FINISH_TAIL and action is not Action.APPLY:
-            self._number = self._base
-            self._stepped.clear()
-            self._scaled = False
-            self._attempt = self._attempt + 1 if action is Action.REDO else 0
+            self._window.go_back(again=action is Action.REDO)
         if action is Action.COPY:
             self._came_at = self._processor.standing.commits
-            self._window.clear()
+            self._window.kept.clear()
             missing = self._engine.neutral_contributions()
             if missing:
                 self._event("tail_input_missing", detail={"collectives": missing})
@@ -190,29 +189,31 @@ class Runtime:
         return self._take_part()
 
     def _take_part(self) -> Action:
+        self.saving.fence()
         self._device.hear_alarms()
         return self._recovery.take_part()
 
     def _next_step(self) -> Step:
         commits = self._processor.standing.commits
-        place = self._number - self._base
+        place = self._window.number - self._window.base
         if place == 0:
-            if not self._window:
+            if not self._window.kept:
                 # A redone step's batch is drawn already: what was published before that still is where it starts.
-                self._publication.publish(commits, self._number)
+                self._publication.publish(commits, self._window.number)
+                self.saving.head(commits, self._window.number)
             self._pulse.begin()
-        if place == len(self._window):
+        if place == len(self._window.kept):
             self._pulse.at(Activity.LOADING)
             batch = self._cursor.next()
             self._pulse.at(Activity.TRAINING)
-            self._window.append(Kept(batch, self._engine.random_state() if place else None))
-        elif (drawn := self._window[place].random) is not None:
+            self._window.kept.append(Kept(batch, self._engine.random_state() if place else None))
+        elif (drawn := self._window.kept[place].random) is not None:
             # The batch is kept, so nothing is drawn for it; but drawing it had moved the random numbers.
             self._engine.restore_random_state(drawn)
-        batch = self._window[place].batch
+        batch = self._window.kept[place].batch
         if place == 0:
             self._engine.begin()
-        self._step = Step(self, self._number, batch.value, batch.epoch, self._attempt)
+        self._step = Step(self, self._window.number, batch.value, batch.epoch, self._window.attempt)
         return self._step
 
     def enter(self, step: Step) -> None:
@@ -229,7 +230,7 @@ class Runtime:
             except TrainingInterrupted as interrupted:
                 error = interrupted
         if error is None:
-            self._number = step.number + 1
+            self._window.number = step.number + 1
             return False
         if not isinstance(error, TrainingInterrupted) and not self._device.explains(error, self._processor):
             return False
@@ -243,7 +244,7 @@ class Runtime:
         phase = self._processor.standing.phase
         if phase is Phase.UPDATING:
             self._applied()  # not all optimizers had a turn in this step
-        elif phase is Phase.COMPUTE and (self._stepped or self._scaled):
+        elif phase is Phase.COMPUTE and (self._window.stepped or self._window.scaled):
             # `undo`: the whole body was one transaction; or the scaler refused the update, which is an update too.
             self._commit()
             self._applied()
@@ -257,11 +258,12 @@ class Runtime:
     def before_update(self, optimizer: Any) -> None:
         """The optimizer is about to write: interrupts are held from here to the head of the loop."""
         self._interrupt.disarm()
+        self.saving.fence()
         phase = self._processor.standing.phase
-        if not self._undo and (id(optimizer) in self._stepped or phase is Phase.APPLIED):
+        if not self._undo and (id(optimizer) in self._window.stepped or phase is Phase.APPLIED):
             raise UsageError(
-                f"optimizer.step() ran twice in step {self._number}; give each update its own `with step:`, or pass "
-                "Session(undo=True)"
+                f"optimizer.step() ran twice in step {self._window.number}; give each update its own `with step:`, or "
+                "pass Session(undo=True)"
             )
         if self._undo:
             self._engine.save_undo()
@@ -270,23 +272,24 @@ class Runtime:
 
     def after_update(self, optimizer: Any) -> None:
         """The optimizer has written."""
-        self._stepped.add(id(optimizer))
+        self._window.stepped.add(id(optimizer))
         if self._undo:
             self._interrupt.arm(self._processor.generation)
-        elif len(self._stepped) == self._optimizers:
+        elif len(self._window.stepped) == self._optimizers:
             self._applied()
 
     def after_scaler(self) -> None:
         """The scaler was updated; if no optimizer ran it had refused the update."""
-        self._scaled = True
+        self._window.scaled = True
 
     def _commit(self) -> None:
         """READY, the barrier, UPDATING. Raises TrainingInterrupted if the update is to be redone instead."""
-        number = self._number
+        number = self._window.number
         self._injector.at("READY", "before", step=number)
         if not self._engine.collectives_intact():
             raise TrainingInterrupted
         commits = self._processor.standing.commits
+        self.saving.fence()
         self._engine.gradients_ready(commits)
         self._publication.publish(commits + 1, number + 1)
         self._processor.advance(Phase.READY)
@@ -304,7 +307,7 @@ class Runtime:
         return self._due is Action.APPLY
 
     def _applied(self) -> None:
-        number = self._number
+        number = self._window.number
         self._engine.synchronize()
         self._injector.at("UPDATING", "end", step=number)
         standing = self._processor.advance(Phase.APPLIED)
@@ -312,11 +315,7 @@ class Runtime:
         self._link.reset_tail()
         self._pulse.begin()
         self._link.record(standing, number)
-        self._base = number + 1
-        self._window = []
-        self._attempt = 0
-        self._stepped.clear()
-        self._scaled = False
+        self._window.close(number)
         self._injector.at("APPLIED", "start", step=number)
 
     # -- the tail
@@ -338,7 +337,7 @@ class Runtime:
         return True
 
     def _load_published(self, payload: bytes) -> None:
-        self._number = self._base = self._publication.take_up(payload)
+        self._window.begin_at(self._publication.take_up(payload))
 
     def _on_stop(self, generation: int) -> None:
         self._arrived = generation
@@ -366,6 +365,7 @@ class Runtime:
         self._engine.detach()
         self._device.tell()
         self._rescue.close()
+        self.saving.close()
         self._pulse.close()
         self._watchdog.stop()
         self._sink.close()
@@ -374,6 +374,7 @@ class Runtime:
 
     def _finish(self) -> None:
         """All ranks come to the end of their loops before any leaves: a rank lost until then needs the others."""
+        self.saving.fence()
         self._pulse.at(Activity.FINISHED)
         while not self._finished:
             self._settle_at_head()
@@ -385,7 +386,7 @@ class Runtime:
         detail = {
             "params_digest": params,
             "rank_digest": own,
-            "steps": self._number,
+            "steps": self._window.number,
             "commits": self._processor.standing.commits,
             "redone": self._recovery.redone,
         }
@@ -393,5 +394,5 @@ class Runtime:
 
     def _event(self, kind: str, detail: dict[str, Any]) -> None:
         rank, incarnation, generation = self._link.rank, self._link.incarnation, self._processor.generation
-        where = {"rank": rank, "incarnation": incarnation, "generation": generation, "step": self._number}
+        where = {"rank": rank, "incarnation": incarnation, "generation": generation, "step": self._window.number}
         self._sink.write(now(kind, **where, detail=detail))

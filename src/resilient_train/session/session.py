@@ -116,6 +116,17 @@ class Session:
             yield Step(_PLAIN, self._number, batch.value, batch.epoch)
             self._number += 1
 
+    def save_every(self, *, steps: int) -> None:
+        """A checkpoint after every ``steps`` updates, under ``RUN/checkpoints``; to be called before ``steps()``.
+
+        The state is copied into memory that outlives this process, behind the next window's forward and backward
+        passes, and written from there to storage by another process. A job that is started again in the same run
+        directory goes on from the newest checkpoint; one that loses all its ranks at once, from memory. Without an
+        agent nothing is saved. Raises ConfigError for a number that can't be.
+        """
+        if self._runtime is not None:
+            self._runtime.saving.every(steps)
+
     def slow(self, what: str = "") -> AbstractContextManager[None]:
         """For what takes long on this rank while the others may wait for it: ``with session.slow("evaluation"):``.
 

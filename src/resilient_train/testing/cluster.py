@@ -363,7 +363,7 @@ def frame_key(frame: Any) -> Any:
 _copiers: dict[type, Callable[[Any], Any]] = {list: list.copy, dict: dict.copy, set: set.copy}
 _POLICY_ONLY = frozenset(("policy", "restarts", "_deaths", "_failures", "_failed_at", "_progress"))
 """Counters that decide nothing but when to give up, which no simulated job comes near."""
-_FIXED = frozenset(("world_size", "replicas", "aware", "attempt"))
+_FIXED = frozenset(("world_size", "replicas", "aware", "attempt", "can_go_back"))
 
 
 def copy_controller(controller: Controller) -> Controller:

@@ -190,6 +190,8 @@ class Job:
             state={"ema": self.ema},
             undo=bool(self.variant & {"gan", "undo"}),
         ) as session:
+            if asked.save:
+                session.save_every(steps=asked.save)
             for step in session.steps(asked.steps):
                 with step:
                     self.body(step)
@@ -213,6 +215,7 @@ if __name__ == "__main__":
     parser.add_argument("--variant", default="base")
     parser.add_argument("--between", action="store_true")
     parser.add_argument("--leave-at", type=int, default=-1, help="leave the loop behind this step")
+    parser.add_argument("--save", type=int, default=0, help="a checkpoint after every so many updates")
     parser.add_argument("--pace", default="", help="go slowly until this file exists")
     parser.add_argument("--standby-at", type=int, nargs="*", default=[], help="wait for a standby behind this step")
     arguments = parser.parse_args()

@@ -10,7 +10,8 @@ import torch
 
 from resilient_train.errors import ConfigError, StateError
 from resilient_train.frameworks.torch.leaves import TENSORS, dtype_of, span_of
-from resilient_train.state.checkpoint.restore import Checkpoint, Target
+from resilient_train.state.checkpoint.restore import Checkpoint
+from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.image import ImagePlan
 from resilient_train.state.sharding import ITEM_BYTES, Piece, Shape
 from resilient_train.state.transfer import Span, view

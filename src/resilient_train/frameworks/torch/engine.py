@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from resilient_train import config
 from resilient_train._native import Board
-from resilient_train.errors import ConfigError, TransferError, UsageError
-from resilient_train.frameworks.base import Conductor, Damage, Objects, Place, Sources, TailLog
+from resilient_train.errors import ConfigError, UsageError
+from resilient_train.frameworks.base import Conductor, Damage, Image, Objects, Place, Share, Sources, TailLog
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import Buckets, Pass
 from resilient_train.frameworks.torch.damage import assess, move
@@ -25,22 +25,17 @@ from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
 from resilient_train.frameworks.torch.escape import GuardedWork
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.group import POINT_TO_POINT, Built, ResilientGroup, escape, groups
+from resilient_train.frameworks.torch.layout import OfferTree, read_layout, read_offer
 from resilient_train.frameworks.torch.leaves import pack, unpack
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.replicated import Replicated, copy_tree
+from resilient_train.frameworks.torch.saved import Saved
 from resilient_train.frameworks.torch.tail import Tail
+from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.transfer import Span, chunks, digest, view
 
 _GROUP_CHUNK_BYTES = 16 << 20
 _DRAIN_S = 0.25
-
-
-class _Manifest(msgspec.Struct, array_like=True):
-    """What travels in an Offer: the state tree, where its bytes lie, and the passes that decided DDP's buckets."""
-
-    tree: bytes
-    spans: list[tuple[int, int]]
-    passes: list[list[Pass]]
 
 
 class _Start(NamedTuple):
@@ -65,6 +60,7 @@ class TorchEngine:
         self._objects = objects
         self._replicated = Replicated(objects)
         self._ranks_own = RankState(objects.models, objects.rank_extra)
+        self._saved = Saved(self._replicated)
         self._buckets = Buckets(objects.models)
         self._works: list[GuardedWork] = []
         self._handles: list[Any] = []
@@ -242,12 +238,12 @@ class TorchEngine:
 
     def sources(self) -> Sources:
         inner = self._replicated.sources()
-        manifest = _Manifest(inner.manifest, [(span.address, span.size) for span in inner.spans], self._buckets.passes)
+        manifest = OfferTree(inner.manifest, [(span.address, span.size) for span in inner.spans], self._buckets.passes)
         return Sources(msgspec.msgpack.encode(manifest), inner.digest, inner.spans, inner.keep_alive)
 
     def remote_spans(self, manifest: bytes) -> list[Span]:
         """Where the source's bytes lie in its own address space."""
-        return [Span(*pair) for pair in _decode(manifest).spans]
+        return [Span(*pair) for pair in read_offer(manifest).spans]
 
     def watch_device(self, board: Board, rank: int) -> None:
         self._errors.start(board, rank)
@@ -295,11 +291,11 @@ class TorchEngine:
         self._mark_safe()
         mine = {id(buffer) for buffer in self._ranks_own.buffers.changed().values()}
         own = {path for path, tensor in self._replicated.tensors().items() if id(tensor) in mine}
-        return self._replicated.mend(_decode(manifest).tree, fetch, digest, damage.replicated | own)
+        return self._replicated.mend(read_offer(manifest).tree, fetch, digest, damage.replicated | own)
 
     def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
         self._mark_safe()
-        return self._replicated.receive(_decode(manifest).tree, fetch, digest)
+        return self._replicated.receive(read_offer(manifest).tree, fetch, digest)
 
     def _mark_safe(self) -> None:
         if not self._device.repairs_memory:
@@ -329,13 +325,27 @@ class TorchEngine:
         return self._replicated.core_digest(), digest(self._ranks_own.packed() + random_state(), [])
 
     def settle(self, manifest: bytes | None, commits: int) -> None:
-        passes = _decode(manifest).passes if manifest is not None else None
+        self._settle(read_offer(manifest).passes if manifest is not None else None, commits)
+
+    def _settle(self, passes: list[list[Pass]] | None, commits: int) -> None:
         self.keep_collectives_home(True)
         try:
             self._buckets.restore(passes, commits)
         finally:
             self.keep_collectives_home(False)
         self._works.clear()
+
+    def image(self, step: int, share: Share) -> Image:
+        return self._saved.image(step, share)
+
+    def layout(self) -> bytes:
+        return msgspec.msgpack.encode(self._buckets.passes)
+
+    def restore_layout(self, layout: bytes, commits: int) -> None:
+        self._settle(read_layout(layout), commits)
+
+    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
+        self._saved.load(tree, names, fill)
 
     # -- the tail
 
@@ -375,13 +385,6 @@ class TorchEngine:
         """Calls ``call`` in the middle of each backward pass, some gradients being ready and some not."""
         parameters = [p for model in self._objects.models for p in model.parameters() if p.requires_grad]
         self._handles.append(parameters[len(parameters) // 2].register_post_accumulate_grad_hook(lambda _: call()))
-
-
-def _decode(manifest: bytes) -> _Manifest:
-    try:
-        return msgspec.msgpack.decode(manifest, type=_Manifest)
-    except msgspec.MsgspecError as error:
-        raise TransferError(f"the replica's offer can't be read: {error}") from None
 
 
 def _as_tensor(span: Span) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ import torch
 from resilient_train import _native
 from resilient_train.errors import ConfigError, TransferError
 from resilient_train.frameworks.base import Objects, Sources
+from resilient_train.frameworks.torch.checkpoint import piece_of
 from resilient_train.frameworks.torch.damage import move
 from resilient_train.frameworks.torch.leaves import TENSORS, dense, dtype_of, span_of
-from resilient_train.state.transfer import Span, digest
+from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.transfer import Span, digest, view
 from resilient_train.state.tree import Path, Slot, flatten, unflatten
 
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
@@ -175,6 +177,29 @@ class Replicated:
 
         Raises TransferError if the state doesn't fit this model, or arrived with another digest than ``expected``.
         """
+        tree, landing = self._land(manifest)
+        spans = [span_of(tensor.detach()) for tensor in landing]
+        with torch.no_grad():
+            fetch(spans)
+        arrived = digest(manifest, spans)
+        if arrived != expected:
+            raise TransferError(f"the replica's state arrived damaged: digest {arrived} instead of {expected}")
+        self._apply(tree)
+        return sum(span.size for span in spans)
+
+    def take_up(self, manifest: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
+        """Takes a saved state over; ``names`` are those of its tensors. Raises TransferError if it doesn't fit."""
+        tree, landing = self._land(manifest)
+        if len(names) != len(landing):
+            raise TransferError(f"the saved state has {len(landing)} tensors, and names for {len(names)}")
+        fill([
+            Target(piece_of(name, tensor), view(span_of(tensor.detach())))
+            for name, tensor in zip(names, landing, strict=True)
+        ])  # fmt: skip
+        self._apply(tree)
+
+    def _land(self, manifest: bytes) -> tuple[Any, list[torch.Tensor]]:
+        """The state's tree, and its tensors, to be filled: the model's own, and new ones. Raises TransferError."""
         own = {path: tensor for path, tensor in self._own_tensors().items() if tensor.is_contiguous()}
         landing: list[torch.Tensor] = []
 
@@ -192,15 +217,7 @@ class Replicated:
                 _native.prefer_huge_pages(*span_of(landing[-1]))
             return landing[-1]
 
-        tree = unflatten(manifest, TENSORS, place)
-        spans = [span_of(tensor.detach()) for tensor in landing]
-        with torch.no_grad():
-            fetch(spans)
-        arrived = digest(manifest, spans)
-        if arrived != expected:
-            raise TransferError(f"the replica's state arrived damaged: digest {arrived} instead of {expected}")
-        self._apply(tree)
-        return sum(span.size for span in spans)
+        return unflatten(manifest, TENSORS, place), landing
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Takes over a tree of this same process (an undo copy)."""

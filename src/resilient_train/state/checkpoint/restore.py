@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import xxhash
@@ -15,6 +15,7 @@ import xxhash
 from resilient_train.errors import CheckpointError, ConfigError
 from resilient_train.state.checkpoint.manifest import FileEntry, Manifest, TreeFile
 from resilient_train.state.checkpoint.reading import Folder, parts
+from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.checkpoint.verify import verify
 from resilient_train.state.digest import CHUNK_BYTES, tree_digest
 from resilient_train.state.image import Header
@@ -22,13 +23,6 @@ from resilient_train.state.sharding import ITEM_BYTES, Block, Piece, overlap, ru
 
 _VIEWS_PER_CALL = 512
 """Below IOV_MAX (1024)."""
-
-
-class Target(NamedTuple):
-    """Where a block of a tensor is wanted: ``memory`` is writable, row-major, and exactly as large as the block."""
-
-    piece: Piece
-    memory: memoryview
 
 
 class Checkpoint:
@@ -73,7 +67,7 @@ class Checkpoint:
             wanted.setdefault(target.piece.name, []).append(target)
         total = 0
         for entry, header in zip(self._parts.shards, self._headers, strict=True):
-            segments = list(_segments(header, wanted))
+            segments = list(segments_of(header, wanted))
             if not segments:
                 continue
             with self._folder.opened(entry.name) as (fd, size):
@@ -113,7 +107,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(Folder(path), report.manifest, report.headers)
 
 
-class _Segment:
+class Segment:
     """Bytes of a file that are wanted, and where they go: straight there, or through a scratch that is spread out."""
 
     def __init__(
@@ -126,7 +120,7 @@ class _Segment:
         self._block: Piece | None = None
 
     @classmethod
-    def through_scratch(cls, start: int, piece: Piece, spread: Sequence[tuple[Block, Target]]) -> _Segment:
+    def through_scratch(cls, start: int, piece: Piece, spread: Sequence[tuple[Block, Target]]) -> Segment:
         segment = cls(start, piece.size_bytes, None, spread)
         segment._block = piece
         return segment
@@ -158,7 +152,7 @@ def _slices(common: Block, piece: Piece) -> tuple[slice, ...]:
     )
 
 
-def _segments(header: Header, wanted: Mapping[str, Sequence[Target]]) -> Iterator[_Segment]:
+def segments_of(header: Header, wanted: Mapping[str, Sequence[Target]]) -> Iterator[Segment]:
     """What of one file is wanted, in the order of the file."""
     for piece, start in header.places:
         block = Block(piece.offsets, piece.shape)
@@ -176,12 +170,12 @@ def _segments(header: Header, wanted: Mapping[str, Sequence[Target]]) -> Iterato
         if len(spread) == 1 and here and there:
             size = math.prod(common.shape) * item
             memory = target.memory[there[0] * item : there[0] * item + size]
-            yield _Segment(start + here[0] * item, size, memory, ())
+            yield Segment(start + here[0] * item, size, memory, ())
         else:
-            yield _Segment.through_scratch(start, piece, spread)
+            yield Segment.through_scratch(start, piece, spread)
 
 
-def _read_whole(fd: int, entry: FileEntry, segments: Sequence[_Segment]) -> int:
+def _read_whole(fd: int, entry: FileEntry, segments: Sequence[Segment]) -> int:
     """Reads a file chunk by chunk, wanted bytes to their place and the rest into a buffer; compares the digest."""
     rest = memoryview(bytearray(min(CHUNK_BYTES, entry.size_bytes)))
     chunks: list[bytes] = []
@@ -212,7 +206,7 @@ def _read_whole(fd: int, entry: FileEntry, segments: Sequence[_Segment]) -> int:
     return entry.size_bytes
 
 
-def _read_wanted(fd: int, entry: FileEntry, segments: Sequence[_Segment]) -> int:
+def _read_wanted(fd: int, entry: FileEntry, segments: Sequence[Segment]) -> int:
     for segment in segments:
         for begin in range(segment.start, segment.end, CHUNK_BYTES):
             end = min(begin + CHUNK_BYTES, segment.end)

@@ -15,8 +15,8 @@ from resilient_train.state.vault.record import Snapshot
 class Order(NamedTuple):
     """One piece of work. The snapshot is pinned, and ``region`` mapped, until the work returns; keep no view of it.
 
-    ``region`` is read-only, begins at a multiple of 64 KiB and goes on to the next one behind the image, so that it can
-    be written as it is with O_DIRECT; only its first ``snapshot.image_bytes`` mean something.
+    ``region`` is all of its slot, read-only: it begins and ends at multiples of 64 KiB, so that the image in its first
+    ``snapshot.image_bytes`` can be written as it is with O_DIRECT; behind it lies the trailer (``trailer.py``).
     """
 
     snapshot: Snapshot
@@ -42,5 +42,5 @@ def perform(work: Work, store: slots.Control, snapshot: Snapshot, argument: byte
     """Runs ``work`` on a pinned snapshot. The image is mapped meanwhile only: the holder stays small."""
     with mmap.mmap(store.fd, store.size_bytes, prot=mmap.PROT_READ) as memory:
         start = slots.ALIGNMENT_BYTES + snapshot.slot * slots.stride_bytes(store.capacity_bytes)
-        with memoryview(memory) as whole, whole[start : start + slots.stride_bytes(snapshot.image_bytes)] as region:
+        with memoryview(memory) as whole, whole[start : start + slots.stride_bytes(store.capacity_bytes)] as region:
             return work(Order(snapshot, region, argument))

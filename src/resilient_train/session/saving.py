@@ -1,0 +1,236 @@
+"""A rank's part in saving: snapshots of its share of the state, in memory that outlives it; and their way back.
+
+A snapshot is begun at the head of a window and copied behind its forward and backward passes. What an update changes
+is whole again at the next fence: before the update, before a recovery, at the end. Which windows begin with one follows
+from the number of committed updates alone, so that all ranks take the same ones without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from resilient_train._native import Copier
+from resilient_train.errors import CheckpointError, ConfigError, ProtocolError, TransferError, VaultError
+from resilient_train.frameworks.base import Framework, Image, Share
+from resilient_train.protocol.messages import Captured, OpenVault, Source, Unrestorable, VaultOpened
+from resilient_train.session.link import Link
+from resilient_train.session.publication import Publication
+from resilient_train.state.checkpoint.held import HeldImage, fill_from
+from resilient_train.state.checkpoint.restore import read_checkpoint
+from resilient_train.state.sharding import shares
+from resilient_train.state.vault import trailer
+from resilient_train.state.vault.client import Vault
+from resilient_train.state.vault.slots import Draft, SlotPair, image_digest
+
+_COPY_TIMEOUT_MS = 600_000
+
+
+class _Own(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank needs besides the tensors: its publication, and what decided the layout of DDP's buckets.
+
+    Without the latter, DDP reduces the first step in another order, and with three or more ranks the bits differ.
+    """
+
+    published: bytes
+    layout: bytes
+
+
+class _Pending(NamedTuple):
+    """A snapshot whose copy is under way."""
+
+    draft: Draft
+    image: Image
+    commits: int
+    step: int
+    own: bytes
+
+
+class Saving:
+    """``event`` writes an event of this rank. Off until ``every`` says how often."""
+
+    def __init__(
+        self,
+        link: Link,
+        engine: Framework,
+        publication: Publication,
+        run_dir: str,
+        replicas: tuple[tuple[int, ...], ...],
+        event: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._link = link
+        self._engine = engine
+        self._publication = publication
+        self._run_dir = Path(run_dir)
+        self._groups = replicas or (tuple(range(link.world_size)),)
+        self._event = event
+        self._every = 0
+        self._vault: Vault | None = None
+        self._pair: SlotPair | None = None
+        self._copier = Copier()
+        self._pending: _Pending | None = None
+        self._newest = -1
+
+    def every(self, updates: int) -> None:
+        """A checkpoint after every so many updates. Raises ConfigError for a number that can't be."""
+        if updates < 1:
+            raise ConfigError(f"save_every(steps={updates}): it must be 1 or more")
+        self._every = updates
+
+    def open(self) -> None:
+        """The loop begins: somebody must hold the snapshots. Without, training goes on, and an event says why."""
+        if not self._every:
+            return
+        self._link.channel.send(OpenVault())
+        error = self._link.expect(VaultOpened).error
+        if not error:
+            try:
+                self._vault = Vault.connect(self._run_dir)
+            except VaultError as failure:
+                error = str(failure)
+        if error:
+            self._give_up(error)
+
+    def head(self, commits: int, step: int) -> None:
+        """A window begins, and all that it starts from is published: begins a snapshot if one is due."""
+        if self._vault is None or not commits or commits % self._every or commits == self._newest:
+            return
+        own = msgspec.msgpack.encode(_Own(self._publication.latest, self._engine.layout()))
+        image = self._engine.image(step, self._share())
+        try:
+            draft = self._room_for(image, own).begin()
+        except VaultError as error:
+            self._give_up(str(error))
+            return
+        if draft is None:
+            self._event("save_skipped", {"commits": commits, "reason": "the snapshot before last is still being read"})
+            return
+        self._copier.gather(draft.image[: image.total_bytes], image.pieces, owner=image.keep_alive)
+        self._pending = _Pending(draft, image, commits, step, own)
+        self._newest = commits
+
+    def fence(self) -> None:
+        """Waits until the snapshot that was begun is complete."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        draft, image = pending.draft, pending.image
+        if not self._copier.wait(_COPY_TIMEOUT_MS):
+            raise TransferError(f"copying {image.total_bytes} bytes within memory took over {_COPY_TIMEOUT_MS} ms")
+        chunks = self._copier.digests()
+        trailer.write(draft.image, image.total_bytes, _trailer_of(pending, chunks))
+        draft.commit(
+            commits=pending.commits,
+            step=pending.step,
+            image_bytes=image.total_bytes,
+            generation=self._link.generation,
+            world=self._link.world_size,
+            digest=image_digest(chunks),
+        )
+        self._link.channel.send(Captured(pending.commits, pending.step, draft.sequence, store=True))
+
+    def close(self) -> None:
+        """Lets go of the memory; the holder keeps it. Idempotent."""
+        if self._pending is not None:
+            self._copier.abort()
+            self._pending.draft.abandon()
+            self._pending = None
+        if self._pair is not None:
+            self._pair.close()
+            self._pair = None
+        if self._vault is not None:
+            self._vault.close()
+            self._vault = None
+
+    def restore(self, source: Source) -> bytes:
+        """Takes the saved state up; returns what this rank had published. Does not return if the source won't do:
+        all ranks start again from another one.
+        """
+        try:
+            own = self._from_memory(source) if source.kind == "memory" else self._from_storage(source)
+        except (CheckpointError, ConfigError, ProtocolError, TransferError, VaultError, OSError) as error:
+            self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}"))
+            self._link.wait_for_the_end()
+        self._engine.restore_layout(own.layout, source.commits)
+        self._newest = source.commits
+        self._event("restored", {"source": source.kind, "commits": source.commits, "path": source.path})
+        return own.published
+
+    def _from_storage(self, source: Source) -> _Own:
+        with read_checkpoint(Path(source.path)) as checkpoint:
+            if checkpoint.manifest.replica_groups != self._groups:
+                raise ConfigError(
+                    f"{source.path} was written by replica groups {checkpoint.manifest.replica_groups}, this job has "
+                    f"{self._groups}"
+                )
+            tree = checkpoint.tree(self._group())
+            own = checkpoint.rank_state(self._link.rank)
+            if own is None:
+                raise CheckpointError(source.path, f"lacks rank {self._link.rank}'s own state")
+            self._engine.load(tree.tree, tree.names, checkpoint.load)
+        return _unpacked(own)
+
+    def _from_memory(self, source: Source) -> _Own:
+        with contextlib.ExitStack() as stack:
+            vault = stack.enter_context(contextlib.closing(Vault.connect(self._run_dir)))
+            held = {
+                rank: stack.enter_context(self._held(vault, rank, source.commits))
+                for rank in self._groups[self._group()]
+            }
+            images = [image for image, _ in held.values()]
+            mine = held[self._link.rank][1]
+            self._engine.load(mine.tree, mine.names, lambda targets: fill_from(images, targets))
+        return _unpacked(mine.own)
+
+    @contextlib.contextmanager
+    def _held(self, vault: Vault, rank: int, commits: int) -> Iterator[tuple[HeldImage, trailer.Trailer]]:
+        with vault.newest(rank, commits=commits) as found:
+            if found is None:
+                raise VaultError(f"the snapshot of rank {rank} from before update {commits} is gone")
+            pair, snapshot = found
+            if not pair.verified(self._copier, snapshot, _COPY_TIMEOUT_MS):
+                raise VaultError(f"the snapshot of rank {rank} from before update {commits} is damaged")
+            with pair.region(snapshot.slot) as region, region[: snapshot.image_bytes] as image:
+                yield HeldImage(f"snapshot of rank {rank}", image), trailer.read(region, snapshot)
+
+    def _share(self) -> Share:
+        rank, world_size = self._link.rank, self._link.world_size
+        mine = next(each for each in shares(self._groups) if each.holders[0] == rank)
+        return Share(mine.part, mine.of, rank, world_size)
+
+    def _group(self) -> int:
+        return next(number for number, ranks in enumerate(self._groups) if self._link.rank in ranks)
+
+    def _room_for(self, image: Image, own: bytes) -> SlotPair:
+        assert self._vault is not None
+        size = len(image.tree) + len(own) + sum(map(len, image.names)) + 16 * (image.total_bytes >> 22) + 4096
+        needed = trailer.start_of(image.total_bytes) + size
+        if self._pair is None or self._pair.capacity_bytes < needed:
+            if self._pair is not None:
+                self._pair.close()
+            self._pair = self._vault.reserve(self._link.rank, trailer.room_bytes(image.total_bytes, size))
+            self._pair.prefault()
+        return self._pair
+
+    def _give_up(self, reason: str) -> None:
+        """Nothing can be saved, or no more; the training goes on without."""
+        self.close()
+        self._every = 0
+        self._event("save_off", {"reason": reason})
+
+
+def _unpacked(own: bytes) -> _Own:
+    try:
+        return msgspec.msgpack.decode(own, type=_Own)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"a rank's own state can't be read: {error}") from None
+
+
+def _trailer_of(pending: _Pending, chunks: bytes) -> bytes:
+    draft, image, commits, step, own = pending
+    held = trailer.Trailer(draft.sequence, commits, step, image.tree, image.names, own, chunks)
+    return msgspec.msgpack.encode(held)

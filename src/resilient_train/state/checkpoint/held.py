@@ -1,0 +1,40 @@
+"""Tensors out of shards that lie in memory, as ``restore.py`` takes them out of files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from resilient_train.errors import ConfigError
+from resilient_train.state.checkpoint.restore import Segment, segments_of
+from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.image import LENGTH, Header, header_length, parse_header
+
+
+class HeldImage:
+    """The image of one shard. ``name`` is for errors. Raises CheckpointError if it is none."""
+
+    def __init__(self, name: str, image: memoryview) -> None:
+        self.memory = image
+        length = header_length(name, bytes(image[: LENGTH.size]), len(image))
+        self.header: Header = parse_header(name, bytes(image[LENGTH.size : LENGTH.size + length]), len(image))
+
+
+def fill_from(images: Sequence[HeldImage], targets: Sequence[Target]) -> int:
+    """Fills the targets from the images, which together hold all of every tensor; returns the bytes copied.
+
+    Raises ConfigError for a tensor that is not there as it is wanted.
+    """
+    held = {place.piece.name: place.piece for image in images for place in image.header.places}
+    wanted: dict[str, list[Target]] = {}
+    for target in targets:
+        piece = held.get(target.piece.name)
+        if piece is None or (piece.dtype, piece.global_shape) != (target.piece.dtype, target.piece.global_shape):
+            raise ConfigError(f"the snapshots hold no {target.piece.name!r} of {target.piece.global_shape}")
+        wanted.setdefault(target.piece.name, []).append(target)
+    return sum(_copy(image, segment) for image in images for segment in segments_of(image.header, wanted))
+
+
+def _copy(image: HeldImage, segment: Segment) -> int:
+    segment.view(segment.start, segment.end)[:] = image.memory[segment.start : segment.end]
+    segment.finish()
+    return segment.end - segment.start

@@ -1,0 +1,77 @@
+"""What lies behind the image in a slot: all of a snapshot that is not a tensor, and the digests of the image's chunks.
+
+It begins at the next multiple of 4096: the image in front of it is written to storage as it is.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import xxhash
+
+from resilient_train.errors import ProtocolError
+from resilient_train.state.vault.record import Snapshot
+
+_BLOCK_BYTES = 4096
+_HEADER = struct.Struct("<Q16s")
+_DIGEST_BYTES = 16
+
+
+class Trailer(msgspec.Struct, frozen=True, array_like=True):
+    """``sequence`` and ``commits`` are the snapshot's: one that lags behind its record is found out."""
+
+    sequence: int
+    commits: int
+    step: int
+    tree: bytes
+    """The replicated state without its tensors ..."""
+    names: tuple[str, ...]
+    """... and their names by number."""
+    own: bytes
+    """What only this rank has, as it was published."""
+    chunks: bytes
+    """xxh3_128 of each 4 MiB of the image, joined."""
+
+    def chunk_digests(self) -> list[bytes]:
+        """One by one."""
+        return [self.chunks[at : at + _DIGEST_BYTES] for at in range(0, len(self.chunks), _DIGEST_BYTES)]
+
+
+def start_of(image_bytes: int) -> int:
+    """Where the trailer begins."""
+    return -(-image_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+def room_bytes(image_bytes: int, trailer_bytes: int) -> int:
+    """What a slot must hold. Twice the trailer's present size: positions and settings grow a little."""
+    return start_of(image_bytes) + _BLOCK_BYTES + 2 * trailer_bytes
+
+
+def write(region: memoryview, image_bytes: int, packed: bytes) -> None:
+    """Writes an encoded trailer behind the image. Raises ValueError if there is no room."""
+    start = start_of(image_bytes)
+    data = _HEADER.pack(len(packed), xxhash.xxh3_128_digest(packed)) + packed
+    if start + len(data) > len(region):
+        raise ValueError(f"a trailer of {len(data)} bytes behind an image of {image_bytes} in a slot of {len(region)}")
+    region[start : start + len(data)] = data
+
+
+def read(region: memoryview, snapshot: Snapshot) -> Trailer:
+    """The trailer of a snapshot, whose slot is ``region``. Raises ProtocolError if it is not whole, or another's."""
+    start = start_of(snapshot.image_bytes)
+    told = f"snapshot {snapshot.sequence} of rank {snapshot.rank}"
+    if start + _HEADER.size > len(region):
+        raise ProtocolError(f"{told} has no room for its trailer")
+    length, digest = _HEADER.unpack_from(region, start)
+    begin = start + _HEADER.size
+    packed = bytes(region[begin : begin + length]) if length <= len(region) - begin else b""
+    if xxhash.xxh3_128_digest(packed) != digest:
+        raise ProtocolError(f"{told} is damaged behind its image")
+    try:
+        trailer = msgspec.msgpack.decode(packed, type=Trailer)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"{told} can't be read: {error}") from None
+    if (trailer.sequence, trailer.commits) != (snapshot.sequence, snapshot.commits):
+        raise ProtocolError(f"{told} has the trailer of another one")
+    return trailer

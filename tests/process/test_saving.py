@@ -1,0 +1,119 @@
+"""State that outlives the processes: all ranks are lost, or the agent, or the holder too, and the training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
+
+from resilient_train.errors import HolderLostError
+from resilient_train.state.checkpoint.verify import verify
+from resilient_train.state.vault.client import Vault
+
+RANKS, STEPS, EVERY = 3, 14, 4
+# Three, because with two no order of additions shows.
+ARGUMENTS = ("train.py", "--steps", str(STEPS), "--save", str(EVERY))
+
+
+def wait_for(run_dir: Path, process: subprocess.Popen[str], kind: str, times: int = 1) -> None:
+    deadline = time.monotonic() + 60
+    while sum(event["kind"] == kind for event in read_events(run_dir)) < times:
+        assert time.monotonic() < deadline, f"no {kind} came"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
+def cut(run_dir: Path, after_saves: int = 2) -> None:
+    """Runs the job until so many checkpoints are there, and kills the launcher; its ranks die with it."""
+    command = [*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), str(JOBS / ARGUMENTS[0])]
+    with start([*command, *ARGUMENTS[1:], "--pace", str(run_dir / "never")]) as process:
+        wait_for(run_dir, process, "saved", after_saves)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+
+
+def end_holder(run_dir: Path) -> None:
+    try:
+        vault = Vault.connect(run_dir, member=False)
+    except HolderLostError:
+        return
+    pid = vault.inventory().pid
+    vault.close()
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path):
+    yield tmp_path / "run"
+    end_holder(tmp_path / "run")
+
+
+def go_on(run_dir: Path) -> Run:
+    return launch(run_dir, *ARGUMENTS, ranks=RANKS)
+
+
+def test_saving_changes_nothing(run_dir: Path, undisturbed: Reference) -> None:
+    run = go_on(run_dir)
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests()
+    saved = run.of("saved")
+    assert [event["detail"]["commits"] for event in saved] == [4, 8, 12]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_12", "step_8"]
+    assert verify(run_dir / "checkpoints" / "step_12").ok
+
+
+def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Reference) -> None:
+    command = [*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), str(JOBS / ARGUMENTS[0])]
+    pace = run_dir / "fast"
+    with start([*command, *ARGUMENTS[1:], "--pace", str(pace)]) as process:
+        wait_for(run_dir, process, "saved", 2)
+        pids = [event["detail"]["pid"] for event in read_events(run_dir) if event["kind"] == "spawned"]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        pace.touch()
+        out, err = process.communicate(timeout=100)
+    run = Run(run_dir, process.returncode, out, err, read_events(run_dir))
+    assert run.code == 0, run.explain()
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
+    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
+
+
+def test_another_launcher_goes_on_from_memory(run_dir: Path, undisturbed: Reference) -> None:
+    cut(run_dir)
+    run = go_on(run_dir)
+    assert run.code == 0, run.explain()
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
+    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
+
+
+def test_everything_lost_goes_on_from_storage(run_dir: Path, undisturbed: Reference) -> None:
+    cut(run_dir)
+    end_holder(run_dir)
+    run = go_on(run_dir)
+    assert run.code == 0, run.explain()
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
+    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
+
+
+def test_a_damaged_checkpoint_is_passed_over(run_dir: Path, undisturbed: Reference) -> None:
+    cut(run_dir)
+    end_holder(run_dir)
+    newest = max((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    shard = next(newest.glob("shard-0-*"))
+    with shard.open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-8, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+    run = go_on(run_dir)
+    assert run.code == 0, run.explain()
+    assert str(newest) in {event["detail"]["path"] for event in run.of("checkpoint_skipped")}
+    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, NamedTuple, Protocol
@@ -39,6 +40,8 @@ class _Save(NamedTuple):
     begun_ns: int
     works: set[int]
     """Numbers of the works that are not over."""
+    over: Callable[[str], None] | None = None
+    """Of an end-of-life checkpoint: is told how it ended."""
 
 
 class Saves:
@@ -54,6 +57,9 @@ class Saves:
         self._holder: Popen[bytes] | None = None
         self._captured: dict[int, dict[int, Captured]] = {}
         self._under_way: list[_Save] = []
+        self._last: Callable[[], None] | None = None
+        """The end-of-life checkpoint, waiting for the one before it."""
+        self._unsaved = False
         self._refused: set[Source] = set()
         self._told: set[Path] = set()
 
@@ -101,15 +107,41 @@ class Saves:
         if self._vault is None or self._under_way:
             self._note("save_skipped", detail={"step": first.step, "reason": "storage is still busy with the last one"})
             return
-        job = Flush(str(self._folder), first.step, first.commits, groups, {}, self._keep)
+        self._submit(Flush(str(self._folder), first.step, first.commits, groups, {}, self._keep, groups), ranks)
+
+    def store_last(
+        self,
+        captured: Mapping[int, Captured],
+        groups: tuple[tuple[int, ...], ...],
+        savers: tuple[tuple[int, ...], ...],
+        reason: str,
+        over: Callable[[str], None],
+    ) -> None:
+        """Writes the end-of-life checkpoint from the savers' snapshots. ``over`` is told, once, how that ended."""
+        first = next(iter(captured.values()))
+        job = Flush(
+            str(self._folder), first.step, first.commits, groups, {}, self._keep, savers, kind="ttp", reason=reason
+        )
+        self._last = lambda: self._submit(job, captured, over)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._last is not None and not self._under_way:
+            last, self._last = self._last, None
+            last()
+
+    def _submit(self, job: Flush, ranks: Mapping[int, Captured], over: Callable[[str], None] | None = None) -> None:
         works: set[int] = set()
+        save = _Save(job.step, job.commits, time.monotonic_ns(), works, over)
         try:
+            if self._vault is None:
+                raise HolderLostError("nobody holds the snapshots any more")
             for rank, frame in sorted(ranks.items()):
                 works.add(self._vault.submit(WORK, rank, frame.sequence, msgspec.msgpack.encode(job)))
         except VaultError as error:
-            self._failed(first.step, str(error))
+            self._failed(save, str(error))
         if works:
-            self._under_way.append(_Save(first.step, first.commits, time.monotonic_ns(), works))
+            self._under_way.append(save)
 
     def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
         """The holder has results, or is gone."""
@@ -134,7 +166,7 @@ class Saves:
                 raise
             except VaultError as error:
                 save.works.discard(number)
-                self._failed(save.step, str(error))
+                self._failed(save, str(error))
                 continue
             if value is None:
                 return
@@ -144,20 +176,27 @@ class Saves:
                 took_ns = time.monotonic_ns() - save.begun_ns
                 detail = {"step": save.step, "commits": save.commits, "path": flushed.path}
                 self._note("saved", detail={**detail, "bytes": flushed.size_bytes, "duration_ns": took_ns})
+                if save.over is not None:
+                    save.over(f"its state from after {save.commits} updates is saved: {flushed.path}")
         self._under_way.remove(save)
+        self._go_on()
 
-    def _failed(self, step: int, reason: str) -> None:
-        self._note("save_failed", detail={"step": step, "reason": reason})
+    def _failed(self, save: _Save, reason: str) -> None:
+        self._note("save_failed", detail={"step": save.step, "reason": reason})
+        if save.over is not None:
+            self._unsaved = True
+            save.over(f"its state could not be saved: {reason}")
 
     def _lost(self, loop: asyncio.AbstractEventLoop, reason: str) -> None:
         if self._vault is not None:
             loop.remove_reader(self._vault.fileno())
             self._vault.close()
             self._vault = None
-        for save in self._under_way:
-            self._failed(save.step, reason)
-        self._under_way.clear()
+        failed, self._under_way = self._under_way, []
+        for save in failed:
+            self._failed(save, reason)
         self._note("holder_lost", detail={"reason": reason})
+        self._go_on()
 
     def _in_memory(self) -> Source | None:
         try:
@@ -193,14 +232,18 @@ class Saves:
         return Source("storage", report.manifest.commits, str(report.path))
 
     async def finish(self, timeout_s: float) -> None:
-        """The job is over: waits for what is on its way to storage, and lets the holder go."""
+        """The job is over: waits for what is on its way to storage, and lets the holder go.
+
+        It stays where the job's last state is nowhere else: for whoever starts the job again, and for a while.
+        """
         deadline = time.monotonic() + timeout_s
         while self._under_way and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
             await asyncio.sleep(0.01)
         if self._vault is not None:
             asyncio.get_running_loop().remove_reader(self._vault.fileno())
             try:
-                self._vault.finish()
+                if not self._unsaved:
+                    self._vault.finish()
             except VaultError:
                 return  # it is gone already
             finally:

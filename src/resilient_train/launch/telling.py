@@ -15,6 +15,11 @@ def told(kind: str, rank: int, generation: int, took_ms: float, detail: dict[str
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
     elif kind == "leaving":
         yield f"{detail['reason']}: the state is saved, then the job ends"
+    elif kind == "save_last" and not detail["exact"]:
+        yield (
+            "no survivor stands at the start of an update: one finishes the step in which it was cut, and collectives "
+            "that it calls there give it its own values"
+        )
     elif kind == "restart_all":
         yield f"{detail['reason']}: all ranks start again"
     elif kind == "fenced":

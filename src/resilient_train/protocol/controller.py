@@ -171,7 +171,7 @@ class Controller:
         if not self._current(rank, incarnation):
             # The rank was taken for lost and replaced, but it had left by os._exit(code): a decision, not a fault.
             gone_by_itself = code > 0 and incarnation == self.incarnations[rank] - 1
-            return self._end(code, f"rank {rank} failed with exit code {code}") if gone_by_itself else []
+            return self._give_up(code, f"rank {rank} failed with exit code {code}") if gone_by_itself else []
         if self.stage is Stage.LEAVING:
             return self._gone(rank)
         if code < 0 and self.stage is not Stage.FINISHED:

@@ -14,6 +14,9 @@ from typing import NamedTuple
 from resilient_train.protocol.messages import Joined, SaveLast
 from resilient_train.protocol.standing import Phase
 
+_AT_HEAD = (Phase.COMPUTE, Phase.READY)
+"""The update has not begun: the state is what it was at the head of the window."""
+
 
 class Choice(NamedTuple):
     """``savers``: for each replica group the ranks that divide its state among themselves."""
@@ -26,12 +29,12 @@ class Choice(NamedTuple):
 
 def choose(joined: Mapping[int, Joined], groups: Sequence[Sequence[int]]) -> Choice | None:
     """The newest state of which each group has a living holder; an exact one if there is any. None: there is none."""
-    heads = {rank: each.commits for rank, each in joined.items() if each.holds and each.phase < Phase.UPDATING}
+    heads = {rank: each.commits for rank, each in joined.items() if each.holds and each.phase in _AT_HEAD}
     for commits in sorted(set(heads.values()), reverse=True):
         savers = tuple(tuple(rank for rank in group if heads.get(rank) == commits) for group in groups)
         if all(savers):
             return Choice(commits, savers, exact=True)
-    tails = {rank: each for rank, each in joined.items() if each.holds and each.phase is Phase.APPLIED}
+    tails = {rank: each for rank, each in joined.items() if each.holds and each.phase == Phase.APPLIED}
     for commits in sorted({each.commits for each in tails.values()}, reverse=True):
         here = {rank: each.tail_done for rank, each in tails.items() if each.commits == commits}
         savers = tuple(_at_head(group, heads, commits) or _furthest(group, here) for group in groups)

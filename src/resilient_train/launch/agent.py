@@ -99,6 +99,8 @@ class Agent:
             if self._ending is not None:
                 await self._stop_ranks()
             await self._saves.finish(self._job.shutdown_timeout_s)
+            if self._ending is not None and self._ending.code and (left := self._saves.left()):
+                self._say(f"started again with --run-dir {self._job.run_dir}, the job goes on from {left}")
         finally:
             logs.cancel()
             self._standby.close()

@@ -83,6 +83,15 @@ class Saves:
         found = [each for each in (memory, storage) if each is not None and each not in self._refused]
         return max(found, key=lambda each: each.commits, default=None)  # of equals the first: memory
 
+    def left(self) -> str:
+        """What a job that is started again in this run directory would go on from, for people; empty if nothing."""
+        memory = self._in_memory() if self._unsaved or self._vault is None else None
+        report = newest_complete(self._folder, digests=False).report
+        stored = report.manifest if report is not None else None
+        if memory is not None and (stored is None or memory.commits >= stored.commits):
+            return f"update {memory.commits} (in memory)"
+        return f"update {stored.commits} ({report.path})" if report is not None and stored is not None else ""
+
     def refuse(self, source: Source) -> None:
         """A rank could not take this source up."""
         self._refused.add(source)

@@ -91,8 +91,8 @@ class Controller:
         except ConfigError as error:
             return self.refuse(str(error))
         self.stage = Stage.RUNNING
-        detail: dict[str, object] = {"world_size": self.world_size, "step": message.step}
-        return [Note("started", detail=detail), *self._to_all(Resume(self.generation))]
+        note = Note("started", detail={"world_size": self.world_size, "step": message.step})
+        return [note, *self._to_all(Resume(self.generation))]
 
     def lost(
         self, rank: int, incarnation: int, reason: str, standings: Sequence[Standing], *, code: int = EXIT_UNRECOVERABLE
@@ -169,6 +169,8 @@ class Controller:
         if self.stage is Stage.ENDED:
             return []
         if not self._current(rank, incarnation):
+            if self.stage is Stage.LEAVING:
+                return []
             # The rank was taken for lost and replaced, but it had left by os._exit(code): a decision, not a fault.
             gone_by_itself = code > 0 and incarnation == self.incarnations[rank] - 1
             return self._give_up(code, f"rank {rank} failed with exit code {code}") if gone_by_itself else []
@@ -184,9 +186,8 @@ class Controller:
             return self._restart_all(rank, f"rank {rank} exited with code {code} before the first step", code)
         self._patience.reached(max((standing.commits for standing in standings), default=0))
         when = " after the training" if self.stage is Stage.FINISHED else ""
-        return self._give_up(
-            code if code > 0 else 128 - code, f"rank {rank} failed{when} with exit code {code}", lost=rank
-        )
+        status = code if code > 0 else 128 - code
+        return self._give_up(status, f"rank {rank} failed{when} with exit code {code}", lost=rank)
 
     def failed_collective(
         self, generation: int, detail: str, standings: Sequence[Standing] = (), *, culprit: int = -1
@@ -336,8 +337,7 @@ class Controller:
 
     def _gone(self, rank: int) -> list[Command]:
         """One more is lost while the survivors save: without it, if that is still possible."""
-        assert self.leaving is not None
-        if rank in self.leaving.gone:
+        if self.leaving is None or rank in self.leaving.gone:
             return []
         self.leaving.gone.add(rank)
         if any(self.leaving.gone.issuperset(group) for group in self.replicas.groups):
@@ -353,8 +353,7 @@ class Controller:
     def _save_last(self) -> list[Command]:
         """All survivors have joined: who saves what. Nobody, if no whole state is left."""
         leaving = self.leaving
-        assert leaving is not None
-        if len(self._joined) + len(leaving.gone) < self.world_size:
+        if leaving is None or len(self._joined) + len(leaving.gone) < self.world_size:
             return []
         choice = choose(self._joined, self.replicas.groups)
         if choice is None:

@@ -338,14 +338,15 @@ def death_watch_supported() -> bool:
     """Whether the kernel has futex_waitv."""
 
 def hear_terminate(board: Board, rank: int) -> bool:
-    """From now on a first SIGTERM to this process is only written down (`Board.asked`); a second one ends it.
+    """From now on a first SIGTERM or SIGUSR1 to this process is only written down (`Board.asked`).
 
-    So does one that comes after the agent has set the word, and any that a forked child gets. False if the signal
-    has another handler than the system's own; nothing is changed then. Takes effect whatever the main thread is at.
+    A second SIGTERM ends it, and so does one that comes after the agent has set the word, and any that a forked child
+    gets. A signal with another handler than the system's own keeps it; False if SIGTERM has one. Takes effect whatever
+    the main thread is at.
     """
 
 def leave_terminate() -> None:
-    """Give the signal back to the system. Idempotent."""
+    """Give the signals back to the system. Idempotent."""
 
 def read_process_memory(pid: int, spans: Sequence[tuple[int, int, int]]) -> None:
     """Copy (remote address, local address, bytes) spans out of another process, without the GIL, with several threads.

@@ -25,7 +25,7 @@ void on_terminate(int number) {
   }
   // The signal is blocked until this handler returns; then the system's own action ends the process.
   const int kept = errno;
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = SIG_DFL;
   sigaction(number, &action, nullptr);
   raise(number);
@@ -33,13 +33,13 @@ void on_terminate(int number) {
 }
 
 struct sigaction current(int number) {
-  struct sigaction action {};
+  struct sigaction action{};
   if (sigaction(number, nullptr, &action) != 0) throw std::system_error(errno, std::generic_category(), "sigaction");
   return action;
 }
 
 void set(int number, void (*handler)(int)) {
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = handler;
   action.sa_flags = SA_RESTART;
   sigemptyset(&action.sa_mask);

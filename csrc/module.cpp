@@ -1,6 +1,6 @@
 // Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
 //
-// With module_snapshot.cpp the only file that sees Python. It converts, lets go of the GIL around everything that may
+// With the other module*.cpp the only file that sees Python. It converts, lets go of the GIL around everything that may
 // block, and turns errno into OSError; what things mean stands in the other files and in _native.pyi.
 #include <algorithm>
 #include <cerrno>
@@ -35,22 +35,6 @@ using namespace nb::literals;
 namespace {
 
 using namespace resilient;
-
-class PyBoard {
- public:
-  explicit PyBoard(std::shared_ptr<Board> board) : board_(std::move(board)) {}
-
-  // A copy, so that the memory outlives a close() by another thread while this call runs.
-  std::shared_ptr<Board> use() const {
-    if (board_ == nullptr) throw std::invalid_argument("the board is closed");
-    return board_;
-  }
-  RankRecord& record(std::uint32_t rank) const { return use()->record(rank); }
-  void close() { board_ = nullptr; }
-
- private:
-  std::shared_ptr<Board> board_;
-};
 
 std::string wait_all(const PyBoard& self, std::uint32_t rank, std::uint64_t commits, std::uint32_t phase,
                      std::uint32_t generation, std::int64_t timeout_ms) {
@@ -136,14 +120,6 @@ void bind_record(nb::class_<PyBoard>& board) {
             return std::make_pair(load(record.tail_entered), load(record.tail_completed));
           },
           "rank"_a)
-      .def(
-          "set_collectives",
-          [](Self self, std::uint32_t rank, std::uint64_t entered) { store(self.record(rank).collectives, entered); },
-          "rank"_a, "entered"_a)
-      .def(
-          "set_activity",
-          [](Self self, std::uint32_t rank, std::uint32_t activity) { store(self.record(rank).activity, activity); },
-          "rank"_a, "activity"_a)
       .def(
           "progress",
           [](Self self, std::uint32_t rank) {
@@ -332,6 +308,7 @@ NB_MODULE(_native, module) {
   nb::set_leak_warnings(false);
   nb::register_exception_translator(translate_errno);
   bind_board(module);
+  bind_page(module);
   bind_threads(module);
   bind_findings(module);
   bind_probes(module);

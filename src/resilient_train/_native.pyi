@@ -16,8 +16,8 @@ DIGEST_CHUNK_BYTES: int
 class Board:
     """Memory of the agent that outlives its ranks: one header page and one page per rank, in a sealed memfd.
 
-    All stores and loads are sequentially consistent. The memory stays mapped as long as any call, DeathWatch
-    or Watchdog uses it; `close` only lets go of this object's share.
+    All stores and loads are sequentially consistent. The memory stays mapped as long as any call, Page,
+    DeathWatch or Watchdog uses it; `close` only lets go of this object's share.
     """
 
     @staticmethod
@@ -57,10 +57,6 @@ class Board:
         """Count what the user's body does after the update: parts entered and parts completed."""
     def tail(self, rank: int) -> tuple[int, int]:
         """(entered, completed)."""
-    def set_collectives(self, rank: int, entered: int) -> None:
-        """How many collectives that span the job the rank has entered in this window, or in this tail."""
-    def set_activity(self, rank: int, activity: int) -> None:
-        """What the rank is at (32 bits, `protocol/progress.py`)."""
     def progress(self, rank: int) -> tuple[int, int, int, int]:
         """(commits, phase, collectives entered, activity), read one after the other."""
     def alarms(self, rank: int) -> list[tuple[Literal["hccl", "acl", "nccl", "nvml"], str]]:
@@ -95,6 +91,36 @@ class Board:
         """
     def wait_stop(self, generation: int, timeout_ms: int) -> bool:
         """Wait for a stop newer than `generation`; True if there is one. Without the GIL."""
+
+class Page:
+    """Rank side: the rank's own page of a board, which it writes in each step; the memory stays mapped meanwhile.
+
+    Phases are those of `Board.set_standing`.
+    """
+
+    def __init__(self, board: Board, rank: int) -> None: ...
+    def write(self, commits: int, phase: int, step: int) -> None:
+        """`Board.set_standing`."""
+    def begin(self, commits: int, phase: int, step: int) -> None:
+        """`restart`, then `write`."""
+    def restart(self) -> None:
+        """A window or a tail begins, in which no collective was entered yet."""
+    def enter(self) -> None:
+        """One more collective that spans the job is entered."""
+    def set_activity(self, activity: int) -> None:
+        """What the rank is at (32 bits, `protocol/progress.py`)."""
+    def order(self) -> int:
+        """`Board.order`."""
+    def stop_raised(self, generation: int) -> bool:
+        """Whether a generation newer than this one was announced."""
+    def arrive(self, commits: int, phase: int, step: int) -> bool:
+        """`Board.arrive`."""
+    def cross(self, commits: int, phase: int, following: int, step: int, generation: int) -> bool:
+        """Wait, without a time limit, until every rank stands at (commits, phase) or beyond; then write `following`.
+
+        False, with nothing written: a stop newer than `generation`. Without the GIL if it has to wait; Python's
+        signal handlers run meanwhile, and what they raise comes out of here.
+        """
 
 class DeathWatch:
     """Agent side: one native thread that sleeps on the life words of the ranks of a board.

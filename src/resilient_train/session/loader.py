@@ -15,6 +15,9 @@ class Batch(NamedTuple):
     epoch: int
 
 
+_NONE = Batch(None, 0)
+
+
 class Kept(NamedTuple):
     """A batch of the open window, and the random state right after it was drawn (None: the window's start has it)."""
 
@@ -70,7 +73,7 @@ class Cursor:
     def next(self) -> Batch:
         """The next batch; a new epoch begins where one ends. Raises ConfigError for a loader that gives nothing."""
         if self._loader is None:
-            return Batch(None, 0)
+            return _NONE
         if self._iterator is None:
             self._begin_epoch()
         assert self._iterator is not None
@@ -87,8 +90,10 @@ class Cursor:
     def position(self) -> Position:
         """The position before the next batch."""
         inner = self._loader.state_dict() if self._stateful and self._index else None
-        generators = self._epoch_generators if self._index else [each.get_state() for each in self._generators]
-        own = {"inner": inner, "generators": generators} if inner is not None or generators else None
+        own = None
+        if inner is not None or self._generators:
+            generators = self._epoch_generators if self._index else [each.get_state() for each in self._generators]
+            own = {"inner": inner, "generators": generators}
         return Position(self._epoch, self._index, self._epoch_random, own)
 
     def load(self, position: Position) -> None:

@@ -81,12 +81,11 @@ class RankState:
         self.buffers = Buffers(models)
         self._extra = extra
         self._same: _SameBuffers | None = None
-        self._nothing = not extra and not self.buffers.any()
+        self.any = bool(extra) or self.buffers.any()
+        """Whether there is anything at all."""
 
     def packed(self) -> bytes:
         """The present state without the random numbers, empty if there is none. Raises StateError."""
-        if self._nothing:
-            return b""
         buffers = self.buffers.changed()
         if not buffers and not self._extra:
             return b""

@@ -8,6 +8,7 @@ from the number of committed updates alone, so that all ranks take the same ones
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from resilient_train._native import Copier
-from resilient_train.errors import CheckpointError, ConfigError, ProtocolError, TransferError, VaultError
+from resilient_train.errors import (
+    CheckpointError,
+    ConfigError,
+    HolderLostError,
+    ProtocolError,
+    TransferError,
+    VaultError,
+)
 from resilient_train.frameworks.base import Framework, Image, Share
 from resilient_train.protocol.messages import Captured, OpenVault, Source, Unrestorable, VaultOpened
 from resilient_train.session.link import Link
@@ -28,6 +36,8 @@ from resilient_train.state.vault.client import Vault
 from resilient_train.state.vault.slots import Draft, SlotPair, image_digest
 
 _COPY_TIMEOUT_MS = 600_000
+_REPLY_TIMEOUT_S = 2.0
+"""The training waits meanwhile: if the holder does not answer, this snapshot is not taken."""
 
 
 class _Own(msgspec.Struct, frozen=True, array_like=True):
@@ -81,31 +91,73 @@ class Saving:
             raise ConfigError(f"save_every(steps={updates}): it must be 1 or more")
         self._every = updates
 
-    def open(self) -> None:
-        """The loop begins: somebody must hold the snapshots. Without, training goes on, and an event says why."""
+    def open(self, commits: int) -> None:
+        """The loop begins, after so many updates. Snapshots of later ones are of a history that the job has left: they
+        must not be taken for its newest.
+        """
         if not self._every:
             return
-        self._link.channel.send(OpenVault())
-        error = self._link.expect(VaultOpened).error
-        if not error:
-            try:
-                self._vault = Vault.connect(self._run_dir)
-            except VaultError as failure:
-                error = str(failure)
-        if error:
-            self._give_up(error)
+        try:
+            vault = self._connected()
+            for pair in vault.open(self._link.rank) if vault is not None else ():
+                for snapshot in pair.complete():
+                    if snapshot.commits > commits:
+                        pair.discard(snapshot.sequence)
+                pair.close()
+        except HolderLostError as error:
+            self._event("save_skipped", {"commits": commits, "reason": str(error)})
 
     def head(self, commits: int, step: int) -> None:
         """A window begins, and all that it starts from is published: begins a snapshot if one is due."""
-        if self._vault is None or not commits or commits % self._every or commits == self._newest:
+        if not self._every or not commits or commits % self._every or commits == self._newest:
+            return
+        try:
+            self._begin(commits, step)
+        except HolderLostError as error:  # the next one will find another holder
+            self._event("save_skipped", {"commits": commits, "reason": str(error)})
+        except VaultError as error:
+            self._give_up(str(error))
+
+    def _connected(self) -> Vault | None:
+        """The holder: the one that there was, or a new one, which takes over what this rank has mapped.
+
+        None: there will be none, training goes on without. Raises HolderLostError if it is just gone.
+        """
+        if self._vault is not None:
+            try:
+                self._vault.hear()
+                return self._vault
+            except HolderLostError:
+                self._vault.close()
+                self._vault = None
+        self._link.channel.send(OpenVault())
+        error = self._link.expect(VaultOpened).error
+        if error:
+            self._give_up(error)
+            return None
+        vault = Vault.connect(self._run_dir, reply_timeout_s=_REPLY_TIMEOUT_S)
+        if self._pair is not None:
+            try:
+                vault.adopt(self._pair)
+            except HolderLostError:
+                vault.close()
+                raise
+        self._vault = vault
+        return vault
+
+    def _begin(self, commits: int, step: int) -> None:
+        vault = self._connected()
+        if vault is None:
             return
         own = msgspec.msgpack.encode(_Own(self._publication.latest, self._engine.layout()))
         image = self._engine.image(step, self._share())
-        try:
-            draft = self._room_for(image, own).begin()
-        except VaultError as error:
-            self._give_up(str(error))
-            return
+        pair = self._room_for(vault, image, own)
+        for held in pair.complete():
+            if held.commits == commits:  # a rank that took this one's place finds its snapshot
+                self._newest = commits
+                self._link.channel.send(Captured(commits, held.step, held.sequence, store=True))
+                return
+        draft = pair.begin()
         if draft is None:
             self._event("save_skipped", {"commits": commits, "reason": "the snapshot before last is still being read"})
             return
@@ -205,14 +257,14 @@ class Saving:
     def _group(self) -> int:
         return next(number for number, ranks in enumerate(self._groups) if self._link.rank in ranks)
 
-    def _room_for(self, image: Image, own: bytes) -> SlotPair:
-        assert self._vault is not None
+    def _room_for(self, vault: Vault, image: Image, own: bytes) -> SlotPair:
         size = len(image.tree) + len(own) + sum(map(len, image.names)) + 16 * (image.total_bytes >> 22) + 4096
         needed = trailer.start_of(image.total_bytes) + size
         if self._pair is None or self._pair.capacity_bytes < needed:
             if self._pair is not None:
                 self._pair.close()
-            self._pair = self._vault.reserve(self._link.rank, trailer.room_bytes(image.total_bytes, size))
+                self._pair = None
+            self._pair = vault.reserve(self._link.rank, trailer.room_bytes(image.total_bytes, size))
             self._pair.prefault()
         return self._pair
 
@@ -221,6 +273,7 @@ class Saving:
         self.close()
         self._every = 0
         self._event("save_off", {"reason": reason})
+        print(f"resilient_train: rank {self._link.rank} saves nothing any more: {reason}", file=sys.stderr, flush=True)
 
 
 def _unpacked(own: bytes) -> _Own:

@@ -67,7 +67,7 @@ class Saves:
         self._refused: set[Source] = set()
         self._told: set[Path] = set()
         self._troubles: set[str] = set()
-        """Kinds of trouble that the console was told, since the last checkpoint that went well."""
+        """Kinds of trouble that the console was told of: it hears the first of each, until saving is well again."""
 
     def open(self, loop: asyncio.AbstractEventLoop) -> str:
         """The ranks want to keep snapshots, and need a holder: the one that there is, or a new one if that is gone.
@@ -162,7 +162,7 @@ class Saves:
         took_ns = time.monotonic_ns() - save.begun_ns
         detail = {"step": save.step, "commits": save.commits, "path": flushed.path, "duration_ns": took_ns}
         self._note("saved", detail={**detail, "bytes": flushed.size_bytes})
-        if self._troubles:
+        if "save_failed" in self._troubles:
             self._troubles.clear()
             self._say(f"checkpoint of step {save.step}: written; saving is well again")
         if flushed.untidy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import mmap
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -59,4 +60,17 @@ def perform(work: Work, pinned: Sequence[Pinned], argument: bytes) -> bytes:
             stride = slots.stride_bytes(store.capacity_bytes)
             start = slots.ALIGNMENT_BYTES + snapshot.slot * stride
             parts.append(Part(snapshot, mapped.enter_context(whole[start : start + stride])))
-        return work(Order(tuple(parts), argument))
+        try:
+            return work(Order(tuple(parts), argument))
+        except Exception as error:
+            _forget_views(error)
+            raise
+
+
+def _forget_views(error: BaseException | None) -> None:
+    """The frames of an error's traceback keep views of the mapping, which could not be closed: that error would hide
+    this one.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

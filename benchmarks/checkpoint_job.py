@@ -60,9 +60,9 @@ class Bench:
         self.saving: Saving = session._runtime.saving
         saving_module.Captured = self.captured  # type: ignore[misc,assignment]
 
-    def captured(self, commits: int, step: int, sequence: int, *, store: bool) -> Captured:
+    def captured(self, commits: int, step: int, sequence: int, *, store: bool, last: int) -> Captured:
         """What a rank tells the agent: to write it to storage only if that is to be measured."""
-        return Captured(commits, step, sequence, store and self.storing)
+        return Captured(commits, step, sequence, store and self.storing, last)
 
     def run(self, count: int) -> None:
         for _ in range(count):
@@ -140,7 +140,7 @@ class Flusher:
 
     def begin(self) -> None:
         self.steps += 1
-        flush = Flush(str(self._folder), self.steps, self._newest.commits, ((0,),), {}, 1)
+        flush = Flush(str(self._folder), self.steps, self._newest.commits, ((0,),), {}, 1, ((0,),))
         self.number = self.vault.submit(WORK, [(0, self._newest.sequence)], msgspec.msgpack.encode(flush))
 
     def over(self, timeout_s: float) -> Flushed | None:

@@ -25,6 +25,7 @@
 #include "probes/probes.hpp"
 #include "process_copy.hpp"
 #include "record.hpp"
+#include "terminate.hpp"
 #include "watch.hpp"
 #include "watchdog.hpp"
 
@@ -169,6 +170,12 @@ void bind_record(nb::class_<PyBoard>& board) {
           },
           "rank"_a, "expected"_a, "desired"_a)
       .def(
+          "asked", [](Self self, std::uint32_t rank) { return load(self.record(rank).asked); }, "rank"_a)
+      .def(
+          "set_asked",
+          [](Self self, std::uint32_t rank, std::uint32_t number) { store(self.record(rank).asked, number); }, "rank"_a,
+          "number"_a)
+      .def(
           "stopped_generation",
           [](Self self, std::uint32_t rank) { return load(self.record(rank).stopped_generation); }, "rank"_a)
       .def("beats", [](Self self, std::uint32_t rank) { return load(self.record(rank).beats); }, "rank"_a);
@@ -211,6 +218,10 @@ void bind_threads(nb::module_& module) {
       .def("take", &DeathWatch::take)
       .def("close", &DeathWatch::close);
   module.def("death_watch_supported", &death_watch_supported);
+  module.def(
+      "hear_terminate", [](const PyBoard& board, std::uint32_t rank) { return hear_terminate(board.use(), rank); },
+      "board"_a, "rank"_a);
+  module.def("leave_terminate", &leave_terminate);
 
   nb::class_<Watchdog>(module, "Watchdog")
       .def(

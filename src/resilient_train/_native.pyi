@@ -75,6 +75,10 @@ class Board:
     def set_order(self, rank: int, order: int) -> None: ...
     def exchange_order(self, rank: int, expected: int, desired: int) -> bool:
         """`set_order`, if the word is as expected; in one step. False if it is not."""
+    def asked(self, rank: int) -> int:
+        """The signal by which somebody has asked the rank's process to end (`hear_terminate`); 0 if nobody has."""
+    def set_asked(self, rank: int, number: int) -> None:
+        """0: nobody has. Any other: the next SIGTERM ends the process."""
     def stopped_generation(self, rank: int) -> int:
         """Newest stop for which the rank's watchdog is done with the older descriptors."""
     def beats(self, rank: int) -> int:
@@ -332,6 +336,16 @@ def classify_acl(code: int) -> str:
 
 def death_watch_supported() -> bool:
     """Whether the kernel has futex_waitv."""
+
+def hear_terminate(board: Board, rank: int) -> bool:
+    """From now on a first SIGTERM to this process is only written down (`Board.asked`); a second one ends it.
+
+    So does one that comes after the agent has set the word, and any that a forked child gets. False if the signal
+    has another handler than the system's own; nothing is changed then. Takes effect whatever the main thread is at.
+    """
+
+def leave_terminate() -> None:
+    """Give the signal back to the system. Idempotent."""
 
 def read_process_memory(pid: int, spans: Sequence[tuple[int, int, int]]) -> None:
     """Copy (remote address, local address, bytes) spans out of another process, without the GIL, with several threads.

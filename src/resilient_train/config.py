@@ -58,6 +58,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a rank may stand still; 0: ten times the job's own usual step, and at least ``hang_floor_s``."""
     hang_floor_s: float = 60.0
     """See ``hang_timeout_s``."""
+    exit_grace_s: float = 25.0
+    """How long a job that was asked to end (SIGTERM, SIGUSR1, SIGHUP) may take to save its state."""
+    last_save_timeout_s: float = 600.0
+    """The same for a job that ends because a fault can't be repaired."""
     keep_checkpoints: int = 2
     """How many checkpoints of ``save_every`` stay in the run directory."""
     tail_log_bytes: int = 4 << 20
@@ -86,8 +90,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{PREFIX}TRANSFER={self.transfer!r}: unknown{nearest(self.transfer, known)}")
         if not 0 <= self.hang_timeout_s < float("inf"):
             raise ConfigError(f"{PREFIX}HANG_TIMEOUT_S must be a number of seconds from 0, not {self.hang_timeout_s}")
-        times = ("join_timeout_s", "verdict_timeout_s", "hang_floor_s", "standby_limit_s")
-        for name in (*times, "beat_ms", "grace_ms", "probe_ms"):
+        times = ("join_timeout_s", "verdict_timeout_s", "hang_floor_s", "standby_limit_s", "exit_grace_s")
+        for name in (*times, "last_save_timeout_s", "beat_ms", "grace_ms", "probe_ms"):
             if not getattr(self, name) > 0:  # also for nan
                 raise ConfigError(f"{PREFIX}{name.upper()} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.tail_log_bytes <= 1 << 40:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from running import Reference
-from saved import RANKS, STEPS, Job, end_holder, gone, holder_pid, job, wait, wrongs
+from watched_jobs import RANKS, STEPS, Job, end_holder, gone, holder_pid, job, wait, wrongs
 
 from resilient_train.state.vault.client import Vault
 

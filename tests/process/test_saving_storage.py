@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from running import Reference, Run, launch
-from saved import RANKS, STEPS, Job, end_holder, holder_pid, job, wrongs
+from watched_jobs import RANKS, STEPS, Job, end_holder, holder_pid, job, wrongs
 
 FULL = "FULL" in os.environ
 EVERY = 2

@@ -262,7 +262,7 @@ def test_a_damaged_rank_keeps_the_others_from_rolling_forward() -> None:
 
 
 def test_failed_collectives_in_a_row_end_the_job_but_not_over_its_life() -> None:
-    controller = running(policy=Policy(max_stuck=3))
+    controller = running(policy=Policy(max_stuck=3, save_last=False))
     for commits in range(1, 8):
         assert not of(controller.failed_collective(controller.generation, "flaky"), EndJob)
         recover(controller, -1, commits=commits)
@@ -275,7 +275,7 @@ def test_failed_collectives_in_a_row_end_the_job_but_not_over_its_life() -> None
 
 
 def test_repairs_are_bounded_within_a_window_of_updates() -> None:
-    controller = running(policy=Policy(max_repairs=3, repairs_window=10))
+    controller = running(policy=Policy(max_repairs=3, repairs_window=10, save_last=False))
     for commits in (1, 5, 9, 16, 20):
         standings = [Standing(commits, Phase.COMPUTE)] * 3
         assert not of(controller.failed_collective(controller.generation, "flaky", standings), EndJob)

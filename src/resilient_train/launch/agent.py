@@ -20,6 +20,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.events import Event
 from resilient_train.launch.alarms import Alarms
 from resilient_train.launch.connections import Connection, Listener
+from resilient_train.launch.departure import EXIT_SAVED, Departure
 from resilient_train.launch.job import Job
 from resilient_train.launch.logs import Logs
 from resilient_train.launch.lookout import LOOK_S, Lookout
@@ -27,6 +28,7 @@ from resilient_train.launch.operators import Operators
 from resilient_train.launch.processes import Processes, RankProcess
 from resilient_train.launch.saves import Saves
 from resilient_train.launch.standby import Standby
+from resilient_train.launch.telling import end_of, told
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
@@ -71,6 +73,7 @@ class Agent:
         self._saves = Saves(job.run_dir, job.world_size, job.settings.keep_checkpoints, self._note, self._say)
         self._source = self._saves.source()
         self._controller.can_go_back = self._saves.can_go_back
+        self._departure = Departure(self._board, self._controller, self._saves, self._arenas, job.settings)
         self._ending: EndJob | None = None
         self._ended = asyncio.Event()
         self._begun_ns = time.time_ns()
@@ -80,12 +83,12 @@ class Agent:
         """Runs the job to its end."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._on_bug)
+        self._departure.carry_out = self._carry_out
         listener = Listener(
             self._socket_path, self._on_frame, lambda text: self._note("foreign_frame", detail={"text": text})
         )
         self._loop.add_reader(self._deaths.fd, self._on_deaths)
-        for name in self._job.signals:
-            number = getattr(signal, name)
+        for number in {signal.SIGUSR1, *(getattr(signal, name) for name in self._job.signals)}:
             self._loop.add_signal_handler(number, self._on_signal, number)
         logs = self._loop.create_task(self._show_logs())
         self._loop.call_soon(self._look_out)
@@ -116,8 +119,7 @@ class Agent:
                 self._note("death_seen", rank=rank, time_ns=seen_ns, detail={"by": by})
                 process.reported = True
                 process.signal_group(signal.SIGKILL)  # its watchdog is gone: whatever is left must not train on
-                told = "died" if process.exit_code() is None else _told(process.exit_code())
-                reason = self._fenced.pop(process, told)
+                reason = self._fenced.pop(process, end_of(process.exit_code()))
                 self._carry_out(self._controller.lost(rank, process.incarnation, reason, self._standings()))
 
     def _on_exit(self, process: RankProcess) -> None:
@@ -145,7 +147,11 @@ class Agent:
         self._tell(kind, -1, detail)
 
     def _on_signal(self, number: int) -> None:
-        self._carry_out(self._controller.stop(128 + number, f"resilient-run got {signal.Signals(number).name}"))
+        told = f"resilient-run got {signal.Signals(number).name}"
+        if number in EXIT_SAVED:
+            self._carry_out(self._controller.leave(EXIT_SAVED[signal.Signals(number)], told))
+        else:
+            self._carry_out(self._controller.stop(128 + number, told))
 
     def _on_bug(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in a callback is a bug of ours. A job that nobody looks after any more must not go on."""
@@ -160,6 +166,7 @@ class Agent:
 
     def _look_out(self) -> None:
         self._alarms.look(self)
+        self._departure.look()
         if self._job.settings.hang:
             self._lookout.look(self)
         self._loop.call_later(LOOK_S, self._look_out)
@@ -273,6 +280,10 @@ class Agent:
                 self._carry_out(controller.finish(rank, incarnation, generation))
             case m.OpenVault():
                 self._connections[rank].send(m.VaultOpened(self._saves.open(self._loop)))
+            case m.Captured(last=generation) if generation >= 0:
+                self._departure.captured(rank, frame)
+            case m.Unsaved(generation=generation, reason=text):
+                self._departure.failed(generation, text)
             case m.Captured():
                 self._saves.captured(rank, frame, controller.replicas.groups)
             case m.Unrestorable(source=source, reason=text):
@@ -302,12 +313,14 @@ class Agent:
                         self._processes.current[rank].signal(signal.SIGKILL)
                 case Send(rank=rank, message=message):
                     if rank in self._connections:
-                        self._connections[rank].send(message)
+                        self._connections[rank].send(self._departure.completed(message))
                 case Note(kind=kind, rank=rank, detail=detail):
                     self._note(kind, rank=rank, detail=detail)
                     self._tell(kind, rank, detail)
                     if kind == "restart_all":
                         self._source = self._saves.source()
+                    if kind == "leaving":
+                        self._departure.begin()
                     if kind == "started" and self._job.policy.replace:
                         self._processes.stand_by(self._controller.attempt)
                 case EndJob():
@@ -326,6 +339,7 @@ class Agent:
         if stale is not None:
             stale.close()
         self._board.set_order(rank, orders.NOBODY)  # an order to its predecessor died with it
+        self._board.set_asked(rank, 0)
         try:
             process = self._processes.spawn(rank, command.incarnation, command.attempt, joining=command.joining)
         except OSError as error:
@@ -342,6 +356,7 @@ class Agent:
     async def _stop_ranks(self) -> None:
         """SIGTERM, time to go, SIGKILL."""
         for process in self._processes.living():
+            self._board.set_asked(process.rank, signal.SIGTERM)  # a rank that would only write it down ends now
             process.signal_group(signal.SIGTERM)
             process.signal(signal.SIGCONT)
         deadline = self._loop.time() + self._job.shutdown_timeout_s
@@ -367,31 +382,11 @@ class Agent:
         self._sink.write(Event(kind=kind, time_ns=time_ns or time.time_ns(), generation=generation, **fields))
 
     def _tell(self, kind: str, rank: int, detail: dict[str, Any]) -> None:
-        generation = self._controller.generation
         if kind == "fault":
             self._fault_ns = time.monotonic_ns()
-            lost = ", ".join(map(str, detail["lost"])) or "none"
-            self._say(f"recovery {generation}: {detail['reason']} (lost: {lost}); survivors keep their state")
-        elif kind == "resumed":
-            took_ms = (time.monotonic_ns() - self._fault_ns) / 1e6
-            self._say(
-                f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
-            )
-        elif kind == "restart_all":
-            self._say(f"{detail['reason']}: all ranks start again")
-        elif kind == "fenced":
-            self._say(f"recovery {generation}: rank {rank} did not answer in time and is killed")
-        elif kind == "standby_off":
-            self._say(f"replacements start cold, since nothing can stand by: {detail['reason']}")
-        elif kind == "standby_shallow":
-            how = "forked with their imports done" if detail["depth"] == "forked" else f"started {detail['depth']}"
-            self._say(f"replacements are only {how}, not {detail['asked']}: {detail['reason']}")
-        elif kind == "job_end" and detail["code"]:
-            self._say(f"the job ends: {detail['reason']}")
+        took_ms = (time.monotonic_ns() - self._fault_ns) / 1e6
+        for text in told(kind, rank, self._controller.generation, took_ms, detail):
+            self._say(text)
 
     def _say(self, text: str) -> None:
         self._logs.say(f"resilient-run: {text}")
-
-
-def _told(code: int | None) -> str:
-    return f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"

@@ -92,6 +92,7 @@ def make_job(argv: list[str]) -> Job | argparse.Namespace:
             replace=switches.arf,
             rebuild=switches.hcce,
             mend=switches.uce,
+            save_last=switches.ttp,
         ),
         settings=settings,
         role=launch.role,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, NamedTuple, Protocol
@@ -48,6 +48,8 @@ class _Save(NamedTuple):
     begun_ns: int
     number: int
     """Of the holder's work."""
+    over: Callable[[str], None] | None = None
+    """Of an end-of-life checkpoint: is told how it ended."""
 
 
 class Saves:
@@ -64,6 +66,9 @@ class Saves:
         self._holder: Popen[bytes] | None = None
         self._captured: dict[int, dict[int, Captured]] = {}
         self._under_way: _Save | None = None
+        self._last: Callable[[], None] | None = None
+        """The end-of-life checkpoint, waiting for the one before it."""
+        self._unsaved = False
         self._refused: set[Source] = set()
         self._told: set[Path] = set()
         self._troubles: set[str] = set()
@@ -121,19 +126,41 @@ class Saves:
             reason = f"storage is still busy with that of step {self._under_way.step}"
             self._trouble("save_skipped", first.step, reason)
             return
+        self._submit(Flush(str(self._folder), first.step, first.commits, groups, {}, self._keep, groups), ranks)
+
+    def store_last(
+        self,
+        captured: Mapping[int, Captured],
+        groups: tuple[tuple[int, ...], ...],
+        savers: tuple[tuple[int, ...], ...],
+        reason: str,
+        over: Callable[[str], None],
+    ) -> None:
+        """Writes the end-of-life checkpoint from the savers' snapshots. ``over`` is told, once, how that ended."""
+        first = next(iter(captured.values()))
+        job = Flush(
+            str(self._folder), first.step, first.commits, groups, {}, self._keep, savers, kind="ttp", reason=reason
+        )
+        self._last = lambda: self._submit(job, captured, over)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._last is not None and self._under_way is None:
+            last, self._last = self._last, None
+            last()
+
+    def _submit(self, job: Flush, ranks: Mapping[int, Captured], over: Callable[[str], None] | None = None) -> None:
+        save = _Save(job.step, job.commits, time.monotonic_ns(), 0, over)
         if self._vault is None:
-            self._trouble(
-                "save_failed", first.step, "the holder of the snapshots is gone; the next save starts another"
-            )
+            self._failed(save, "the snapshots' holder is gone; the next save starts another")
             return
-        job = Flush(str(self._folder), first.step, first.commits, groups, {}, self._keep)
         snapshots = [(rank, frame.sequence) for rank, frame in sorted(ranks.items())]
         try:
             number = self._vault.submit(WORK, snapshots, msgspec.msgpack.encode(job))
         except HolderLostError as error:  # if it is news: the event loop hears of it next
-            self._trouble("save_failed", first.step, str(error))
+            self._failed(save, str(error))
             return
-        self._under_way = _Save(first.step, first.commits, time.monotonic_ns(), number)
+        self._under_way = save._replace(number=number)
 
     def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
         """The holder has a result, or is gone."""
@@ -153,7 +180,8 @@ class Saves:
             raise
         except VaultError as error:
             self._under_way = None
-            self._trouble("save_failed", save.step, str(error))
+            self._failed(save, str(error))
+            self._go_on()
             return
         if value is None:
             return
@@ -167,6 +195,15 @@ class Saves:
             self._say(f"checkpoint of step {save.step}: written; saving is well again")
         if flushed.untidy:
             self._trouble("retention_failed", save.step, flushed.untidy)
+        if save.over is not None:
+            save.over(f"its state from after {save.commits} updates is saved: {flushed.path}")
+        self._go_on()
+
+    def _failed(self, save: _Save, reason: str) -> None:
+        self._trouble("save_failed", save.step, reason)
+        if save.over is not None:
+            self._unsaved = True
+            save.over(f"its state could not be saved: {reason}")
 
     def _trouble(self, kind: str, step: int, reason: str) -> None:
         self._note(kind, detail={"step": step, "reason": reason})
@@ -182,7 +219,8 @@ class Saves:
         self._note("holder_lost", detail={"reason": reason})
         save, self._under_way = self._under_way, None
         if save is not None:
-            self._trouble("save_failed", save.step, reason)
+            self._failed(save, reason)
+        self._go_on()
 
     def _in_memory(self) -> Source | None:
         # As a visitor: what the agent's own connection has sent already is not answered in between.
@@ -223,7 +261,10 @@ class Saves:
         return Source("storage", report.manifest.commits, str(report.path))
 
     async def finish(self, timeout_s: float) -> None:
-        """The job is over: waits for what is on its way to storage, and lets the holder go."""
+        """The job is over: waits for what is on its way to storage, and lets the holder go.
+
+        It stays where the job's last state is nowhere else: for whoever starts the job again, and for a while.
+        """
         deadline = time.monotonic() + timeout_s
         while self._under_way is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
             await asyncio.sleep(0.01)
@@ -232,7 +273,8 @@ class Saves:
         if self._vault is not None:
             asyncio.get_running_loop().remove_reader(self._vault.fileno())
             try:
-                self._vault.finish()
+                if not self._unsaved:
+                    self._vault.finish()
             except VaultError:
                 return  # it is gone already
             finally:

@@ -8,7 +8,7 @@ Stages::
     STARTING --all Started--> RUNNING --fault--> RECOVERING --all Done--> RUNNING --all Finish--> FINISHED
                                           ^          | fault: next generation
                                           +----------+
-    any --give up, user error--> ENDED
+    any --give up, user error--> LEAVING --saved, or there is nothing to save--> ENDED
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from collections.abc import Callable, Sequence
 
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
-from resilient_train.protocol.messages import End, Finished, Joined, Plan, Resume, Started, Stop
+from resilient_train.protocol.leaving import Leaving, choose
+from resilient_train.protocol.messages import End, Finished, Joined, Plan, Resume, SaveLast, Started, Stop
+from resilient_train.protocol.patience import Patience
 from resilient_train.protocol.policy import Policy, why_give_up
-from resilient_train.protocol.replicas import ReplicaTable
+from resilient_train.protocol.replicas import ReplicaTable, agreed
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.protocol.verdict import Account, decide
 
+_NOTHING_SAVED = "no living rank holds a whole state of each shard, so no end-of-life checkpoint could be written"
 _NOBODY_LEFT = "no living rank holds a replica of its state, so it cannot be rebuilt"
 EXIT_UNRECOVERABLE = 75
 """The job could not go on after a fault: EX_TEMPFAIL, "try again later", which schedulers may requeue."""
@@ -36,6 +39,7 @@ class Stage(enum.StrEnum):
     RUNNING = "RUNNING"
     RECOVERING = "RECOVERING"
     FINISHED = "FINISHED"
+    LEAVING = "LEAVING"
     ENDED = "ENDED"
 
 
@@ -56,16 +60,13 @@ class Controller:
         self.incarnations = [0] * world_size
         self.replicas = ReplicaTable(world_size)
         self.plan: Plan | None = None
+        self.leaving: Leaving | None = None
         self._started: dict[int, Started] = {}
         self._joined: dict[int, Joined] = {}
         self._done: set[int] = set()
         self._finished: set[int] = set()
         self._evidence: dict[int, Standing] = {}
-        self._deaths: dict[int, int] = {}
-        self._failures = 0
-        self._failed_at = -1
-        self._repairs: list[int] = []
-        self._progress = 0
+        self._patience = Patience(self.policy)
         self._unheard: set[int] = set()
 
     def launch(self) -> list[Command]:
@@ -86,26 +87,12 @@ class Controller:
         if len(self._started) < self.world_size:
             return []
         try:
-            self._check_start()
+            self.replicas = agreed(self._started)
         except ConfigError as error:
             return self.refuse(str(error))
         self.stage = Stage.RUNNING
         detail: dict[str, object] = {"world_size": self.world_size, "step": message.step}
         return [Note("started", detail=detail), *self._to_all(Resume(self.generation))]
-
-    def _check_start(self) -> None:
-        first = self._started[0]
-        odd = [rank for rank, start in self._started.items() if start.replicas != first.replicas]
-        if odd:
-            raise ConfigError(f"ranks {odd} gave other replica groups than rank 0")
-        self.replicas = ReplicaTable(self.world_size, first.replicas)
-        for group in self.replicas.groups:
-            digests = {self._started[rank].digest for rank in group}
-            if len(digests) > 1:
-                raise ConfigError(
-                    f"ranks {list(group)} are replicas of one another, but their model or optimizer state differs at "
-                    "the start: wrap the model in DistributedDataParallel, or broadcast it, before the first step"
-                )
 
     def lost(
         self, rank: int, incarnation: int, reason: str, standings: Sequence[Standing], *, code: int = EXIT_UNRECOVERABLE
@@ -115,12 +102,13 @@ class Controller:
             return []
         if self.stage is Stage.STARTING:
             return self._restart_all(rank, f"rank {rank} {reason} before the first step", code)
+        if self.stage is Stage.LEAVING:
+            return self._gone(rank)
         self._evidence[rank] = standings[rank]
-        self._note_progress(max(standing.commits for standing in standings))
-        self._deaths[rank] = self._deaths.get(rank, 0) + 1
-        give_up = why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=self._deaths[rank])
+        self._patience.reached(max(standing.commits for standing in standings))
+        give_up = why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=self._patience.died(rank))
         if give_up:
-            return self._end(code, f"rank {rank} was lost ({reason}), and {give_up}")
+            return self._give_up(code, f"rank {rank} was lost ({reason}), and {give_up}", lost=rank)
         # A replacement that has joined may have copied state by now; one that has not surely has none.
         self._unheard.add(rank)
         if any(self._unheard.issuperset(group) for group in self.replicas.groups):
@@ -131,12 +119,7 @@ class Controller:
         spawn = Spawn(rank, self.incarnations[rank], joining=True, attempt=self.attempt)
         return [*self._begin((rank,), f"rank {rank} {reason}"), spawn]
 
-    def _note_progress(self, furthest: int) -> None:
-        if furthest > self._progress:
-            self._progress = furthest
-            self._deaths.clear()
-
-    def _begin(self, lost: tuple[int, ...], reason: str) -> list[Command]:
+    def _begin(self, lost: tuple[int, ...], reason: str, *, kind: str = "fault") -> list[Command]:
         self.generation += 1
         self.stage = Stage.RECOVERING
         self.plan = None
@@ -146,7 +129,7 @@ class Controller:
         stop = Stop(self.generation, lost, reason)
         return [
             RaiseStop(self.generation),
-            Note("fault", rank=lost[0] if lost else -1, detail={"lost": list(lost), "reason": reason}),
+            Note(kind, rank=lost[0] if lost else -1, detail={"lost": list(lost), "reason": reason}),
             *self._to_all(stop),
         ]
 
@@ -162,8 +145,8 @@ class Controller:
             return self._end(EXIT_UNRECOVERABLE, reason)
         self.stage = Stage.STARTING
         self.plan = None
-        self._progress = 0
-        for memory in (self._joined, self._done, self._finished, self._evidence, self._deaths, self._unheard):
+        self._patience.start_again()
+        for memory in (self._joined, self._done, self._finished, self._evidence, self._unheard):
             memory.clear()
         return self._restart_all(rank, reason, EXIT_UNRECOVERABLE)
 
@@ -188,7 +171,9 @@ class Controller:
         if not self._current(rank, incarnation):
             # The rank was taken for lost and replaced, but it had left by os._exit(code): a decision, not a fault.
             gone_by_itself = code > 0 and incarnation == self.incarnations[rank] - 1
-            return self._end(code, f"rank {rank} failed with exit code {code}") if gone_by_itself else []
+            return self._give_up(code, f"rank {rank} failed with exit code {code}") if gone_by_itself else []
+        if self.stage is Stage.LEAVING:
+            return self._gone(rank)
         if code < 0 and self.stage is not Stage.FINISHED:
             return self.lost(rank, incarnation, f"was killed by signal {-code}", standings, code=128 - code)
         if code == 0 and self.stage in (Stage.STARTING, Stage.FINISHED):
@@ -197,8 +182,11 @@ class Controller:
             return self._end(1, f"rank {rank} left with exit code 0 while the others were still training")
         if self.stage is Stage.STARTING and self.policy.restart_on_error:
             return self._restart_all(rank, f"rank {rank} exited with code {code} before the first step", code)
+        self._patience.reached(max((standing.commits for standing in standings), default=0))
         when = " after the training" if self.stage is Stage.FINISHED else ""
-        return self._end(code if code > 0 else 128 - code, f"rank {rank} failed{when} with exit code {code}")
+        return self._give_up(
+            code if code > 0 else 128 - code, f"rank {rank} failed{when} with exit code {code}", lost=rank
+        )
 
     def failed_collective(
         self, generation: int, detail: str, standings: Sequence[Standing] = (), *, culprit: int = -1
@@ -212,11 +200,11 @@ class Controller:
             return []
         if not self.policy.rebuild and self.stage is Stage.RUNNING:
             off = "rebuilding process groups is switched off (MS_ENABLE_TFT has no HCCE:1)"
-            return self._end(EXIT_UNRECOVERABLE, f"a collective failed ({detail}), and {off}")
+            return self._give_up(EXIT_UNRECOVERABLE, f"a collective failed ({detail}), and {off}")
         if self._fails_again(standings):
             if culprit >= 0:
                 return self._fence(culprit, detail)
-            return self._end(EXIT_UNRECOVERABLE, f"collectives keep failing: {detail}")
+            return self._give_up(EXIT_UNRECOVERABLE, f"collectives keep failing: {detail}")
         return self._begin((), f"a collective failed: {detail}")
 
     def damaged(
@@ -238,25 +226,20 @@ class Controller:
         return [Note("fenced", rank=rank, detail={"reason": detail}), Kill(rank)]
 
     def _fails_again(self, standings: Sequence[Standing]) -> bool:
-        """One more failure that cost no process. True: too many, without a committed update in between or lately."""
-        self._note_progress(max((standing.commits for standing in standings), default=0))
-        self._failures = 1 if self._progress > self._failed_at else self._failures + 1
-        self._failed_at = self._progress
-        self._repairs = [commits for commits in self._repairs if commits > self._progress - self.policy.repairs_window]
-        self._repairs.append(self._progress)
-        return self._failures >= self.policy.max_stuck or len(self._repairs) > self.policy.max_repairs
+        self._patience.reached(max((standing.commits for standing in standings), default=0))
+        return self._patience.failed()
 
     def joined(self, rank: int, incarnation: int, message: Joined) -> list[Command]:
         """A rank takes part in the recovery. The last one to join triggers the plan."""
-        if not self._current(rank, incarnation) or self.stage is not Stage.RECOVERING:
+        if not self._current(rank, incarnation) or self.stage not in (Stage.RECOVERING, Stage.LEAVING):
             return []
-        if message.generation != self.generation:
+        if message.generation != self.generation or self._is_gone(rank):
             return []
         self._unheard.discard(rank)
         self._joined[rank] = message
-        if len(self._joined) < self.world_size:
-            return []
-        return self._agree()
+        if self.stage is Stage.LEAVING:
+            return self._save_last()
+        return self._agree() if len(self._joined) == self.world_size else []
 
     def _agree(self) -> list[Command]:
         accounts = {
@@ -276,6 +259,7 @@ class Controller:
             leader=verdict.leader,
             ghosts=tuple(verdict.empty),
             replaced=tuple(sorted(self._evidence)),
+            last=self.leaving is not None,
         )
         detail: dict[str, object] = {
             "commits": verdict.commits,
@@ -288,7 +272,7 @@ class Controller:
 
     def awaited(self) -> list[int]:
         """Survivors that a recovery waits for: they have heard of it, or should have, and have not joined."""
-        if self.stage is not Stage.RECOVERING or self.plan is not None:
+        if self.stage not in (Stage.RECOVERING, Stage.LEAVING) or self.plan is not None:
             return []
         return [rank for rank in range(self.world_size) if rank not in self._joined and rank not in self._unheard]
 
@@ -301,7 +285,7 @@ class Controller:
             return []
         self.stage = Stage.RUNNING
         self._evidence.clear()
-        self._note_progress(self.plan.commits)
+        self._patience.reached(self.plan.commits)
         return [Note("resumed", detail={"commits": self.plan.commits}), *self._to_all(Resume(self.generation))]
 
     def finish(self, rank: int, incarnation: int, generation: int) -> list[Command]:
@@ -316,15 +300,84 @@ class Controller:
 
     def expired(self, generation: int) -> list[Command]:
         """A recovery took too long: who has not done its part is fenced, and becomes lost when its death is seen."""
-        if generation != self.generation or self.stage is not Stage.RECOVERING:
+        if generation != self.generation or self.stage not in (Stage.RECOVERING, Stage.LEAVING):
             return []
         heard = self._done if self.plan is not None else set(self._joined)
-        silent = [rank for rank in range(self.world_size) if rank not in heard]
+        silent = [rank for rank in range(self.world_size) if rank not in heard and not self._is_gone(rank)]
         return [*(Note("fenced", rank=rank) for rank in silent), *(Kill(rank) for rank in silent)]
 
     def refuse(self, text: str) -> list[Command]:
         """The user's Session is wrong: end with exit code 2."""
         return self.stop(2, text)
+
+    def leave(self, code: int, reason: str) -> list[Command]:
+        """Somebody wants the job to end and its state to be saved. Asked twice: to end at once."""
+        if self.stage not in (Stage.RUNNING, Stage.RECOVERING) or self.leaving or not self.policy.save_last:
+            return self.stop(code, reason)
+        self.leaving = Leaving(code, reason, alone=False)
+        return self._begin((), reason, kind="leaving")
+
+    def _give_up(self, code: int, reason: str, *, lost: int = -1) -> list[Command]:
+        """Nothing brings the job back. Whoever lives saves the state, unless nothing was trained."""
+        living = [rank for rank in range(self.world_size) if rank != lost and rank not in self._unheard]
+        covered = all(set(living) & set(group) for group in self.replicas.groups)
+        trains = self.stage in (Stage.RUNNING, Stage.RECOVERING) and self._patience.furthest > 0
+        if not trains or not covered or not self.policy.save_last:
+            return self._end(code, reason)
+        first = self.leaving  # asked to leave, and then something went wrong: the answer stays what was asked for
+        self.leaving = Leaving(first.code if first else code, first.reason if first else reason, alone=True)
+        self.leaving.gone = {rank for rank in range(self.world_size) if rank not in living}
+        commands = self._begin((lost,) if lost >= 0 else (), reason, kind="leaving")
+        self.stage = Stage.LEAVING
+        return commands
+
+    def _gone(self, rank: int) -> list[Command]:
+        """One more is lost while the survivors save: without it, if that is still possible."""
+        assert self.leaving is not None
+        if rank in self.leaving.gone:
+            return []
+        self.leaving.gone.add(rank)
+        if any(self.leaving.gone.issuperset(group) for group in self.replicas.groups):
+            return self._end(
+                self.leaving.code, f"{self.leaving.reason}; then rank {rank} was lost, and {_NOTHING_SAVED}"
+            )
+        if self.leaving.choice is None:
+            self._joined.pop(rank, None)
+            return self._save_last()
+        commands = self._begin((rank,), f"rank {rank} was lost while the state was being saved", kind="leaving")
+        self.leaving.choice = None
+        self.stage = Stage.LEAVING
+        return commands
+
+    def _save_last(self) -> list[Command]:
+        """All survivors have joined: who saves what. Nobody, if no whole state is left."""
+        leaving = self.leaving
+        assert leaving is not None
+        if len(self._joined) + len(leaving.gone) < self.world_size:
+            return []
+        choice = choose(self._joined, self.replicas.groups)
+        if choice is None:
+            return self._end(leaving.code, f"{leaving.reason}; {_NOTHING_SAVED}")
+        orders = leaving.orders(self.generation, choice, self.world_size)
+        detail: dict[str, object] = {"commits": choice.commits, "savers": choice.savers, "exact": choice.exact}
+        return [Note("save_last", detail=detail), *(Send(rank, order) for rank, order in orders.items())]
+
+    def _is_gone(self, rank: int) -> bool:
+        return self.leaving is not None and rank in self.leaving.gone
+
+    def savers(self, generation: int) -> tuple[tuple[int, ...], ...]:
+        """Who writes the end-of-life checkpoint of ``generation``, by replica group; () if nobody does, or others."""
+        if self.leaving is None or generation != self.generation or self.stage is Stage.ENDED:
+            return ()
+        if self.leaving.alone:
+            return self.leaving.choice.savers if self.leaving.choice else ()
+        return self.replicas.groups
+
+    def saved_last(self, outcome: str) -> list[Command]:
+        """The end-of-life checkpoint is there, or it failed; ``outcome`` tells people."""
+        if self.leaving is None or self.stage is Stage.ENDED:
+            return []
+        return self._end(self.leaving.code, f"{self.leaving.reason}; {outcome}")
 
     def stop(self, code: int, reason: str) -> list[Command]:
         """The operator, or the machine, wants the job to end."""
@@ -342,5 +395,5 @@ class Controller:
         """Messages of a dead incarnation are dropped: they may arrive after the death that they were sent before."""
         return self.incarnations[rank] == incarnation
 
-    def _to_all(self, message: Stop | Plan | Resume | Finished | End) -> list[Send]:
+    def _to_all(self, message: Stop | Plan | SaveLast | Resume | Finished | End) -> list[Send]:
         return [Send(rank, message) for rank in range(self.world_size)]

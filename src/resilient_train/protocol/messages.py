@@ -55,6 +55,15 @@ class Captured(msgspec.Struct, tag="captured", frozen=True):
     step: int
     sequence: int
     store: bool
+    last: int = -1
+    """Not -1: it is the rank's part of the end-of-life checkpoint of this generation."""
+
+
+class Unsaved(msgspec.Struct, tag="unsaved", frozen=True):
+    """This rank can't do its part in the end-of-life checkpoint of ``generation``."""
+
+    generation: int
+    reason: str
 
 
 class Unrestorable(msgspec.Struct, tag="unrestorable", frozen=True):
@@ -143,6 +152,24 @@ class Plan(msgspec.Struct, tag="plan", frozen=True):
     leader: int = -1
     ghosts: tuple[int, ...] = ()
     replaced: tuple[int, ...] = ()
+    last: bool = False
+    """At the head of the next window all ranks save the state, and the job ends."""
+
+
+class SaveLast(msgspec.Struct, tag="save_last", frozen=True):
+    """In place of a Plan: the job ends, and ranks are gone. The state from before update ``commits`` is saved.
+
+    This rank writes ``part`` of ``parts`` of its replica group's state, as ``shard`` of ``shards``; -1: it has none.
+    ``others`` maps ranks that can't save to what they had published last: their own state.
+    """
+
+    generation: int
+    commits: int
+    part: int = -1
+    parts: int = 0
+    shard: int = -1
+    shards: int = 0
+    others: dict[int, bytes] = {}
 
 
 class Built(msgspec.Struct, tag="built", frozen=True):
@@ -261,11 +288,12 @@ FromRank = (
     | Refused
     | OpenVault
     | Captured
+    | Unsaved
     | Unrestorable
     | Inject
     | Query
 )
 """Every frame that an agent reads."""
 
-FromAgent = Welcome | Arena | VaultOpened | Stop | Plan | Offer | Pull | Resume | Finished | End | Reply
+FromAgent = Welcome | Arena | VaultOpened | Stop | Plan | SaveLast | Offer | Pull | Resume | Finished | End | Reply
 """Every frame that a rank or an operator reads."""

@@ -30,6 +30,8 @@ class Policy(msgspec.Struct, frozen=True):
     """False when the ``HCCE`` switch is off: a collective that failed although nobody died ends the job."""
     mend: bool = True
     """False when the ``UCE`` switch is off."""
+    save_last: bool = True
+    """False when the ``TTP`` switch is off: a job that has to end ends at once."""
 
 
 def why_give_up(policy: Policy, *, restarts: int, lost: int, stuck: int) -> str:

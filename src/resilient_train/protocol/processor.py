@@ -86,6 +86,11 @@ class Processor:
         return self.standing
 
     @property
+    def leaves(self) -> bool:
+        """Whether the job ends at the head of the plan's update."""
+        return self.plan is not None and self.plan.last
+
+    @property
     def sources_for(self) -> tuple[int, ...]:
         """The ranks that copy from this one under the present plan."""
         copies = self.plan.copies if self.plan else {}

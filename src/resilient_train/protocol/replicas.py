@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from resilient_train.errors import ConfigError
+from resilient_train.protocol.messages import Started
 
 
 class ReplicaTable:
@@ -47,3 +48,22 @@ class ReplicaTable:
                 load[source] = load.get(source, 0) + 1
                 sources[rank] = source
         return sources
+
+
+def agreed(started: Mapping[int, Started]) -> ReplicaTable:
+    """The replica groups of a job whose ranks have all come to their first step. Raises ConfigError if they differ, or
+    the replicas do.
+    """
+    first = started[0]
+    odd = [rank for rank, start in started.items() if start.replicas != first.replicas]
+    if odd:
+        raise ConfigError(f"ranks {odd} gave other replica groups than rank 0")
+    table = ReplicaTable(len(started), first.replicas)
+    for group in table.groups:
+        digests = {started[rank].digest for rank in group}
+        if len(digests) > 1:
+            raise ConfigError(
+                f"ranks {list(group)} are replicas of one another, but their model or optimizer state differs at the "
+                "start: wrap the model in DistributedDataParallel, or broadcast it, before the first step"
+            )
+    return table

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from resilient_train.config import Settings
@@ -30,19 +30,20 @@ from resilient_train.protocol.messages import (
     Plan,
     Pull,
     Resume,
+    SaveLast,
     Started,
     Stop,
     Trouble,
 )
 from resilient_train.protocol.processor import Action, Processor
-from resilient_train.protocol.standing import Phase, Standing, standing_of
+from resilient_train.protocol.standing import Phase
+from resilient_train.session.ghost import tail_entries
 from resilient_train.session.injection import Injector
 from resilient_train.session.link import Link
 from resilient_train.session.surrender import surrenders
 from resilient_train.state.transfer import Span, read_from
 
 NOTHING_DAMAGED = Damage(frozenset(), (), 0)
-_GHOST_POLL_S = 0.0002
 
 
 class Recovery:
@@ -66,6 +67,9 @@ class Recovery:
         self.disarm: Callable[[int], None] = lambda _: None
         self.guard: Callable[[list[tuple[int, int]]], None] = lambda _: None
         self.event: Callable[[str, dict[str, Any]], None] = lambda *_: None
+        self.save_last: Callable[[SaveLast], None] = lambda _: None
+        self.last: SaveLast | None = None
+        """What is to be saved once the tail is over."""
         self.redone = 0
         self._damaged = NOTHING_DAMAGED
 
@@ -132,6 +136,13 @@ class Recovery:
             joined = self._processor.join(generation, self._engine.group_names(), stopped_ns)
             self._link.channel.send(joined)
             plan = self._await_plan(generation)
+            if isinstance(plan, SaveLast):
+                if self._processor.standing.phase is Phase.APPLIED and plan.part >= 0:
+                    self._engine.keep_collectives_home(True)  # the rest of the tail: nobody is there to answer
+                    self.last = plan
+                    return Action.FINISH_TAIL
+                self._save_here(plan)
+                continue
             if plan is None:
                 continue
             action = self._processor.accept(plan)
@@ -156,12 +167,24 @@ class Recovery:
         while self._link.board.stopped_generation(self._link.rank) < generation and time.monotonic() < deadline:
             time.sleep(0.0001)
 
-    def _await_plan(self, generation: int) -> Plan | None:
+    def _save_here(self, order: SaveLast) -> None:
+        """The job ends; what this rank holds is whole, wherever in the step it was stopped. Returns if superseded."""
+        if order.part >= 0:
+            self._engine.rollback()
+            self.save_last(order)
+        self.await_the_end()
+
+    def await_the_end(self) -> None:
+        """Until the agent ends this process (SystemExit), or another recovery begins."""
+        while not isinstance(frame := self._receive(), Stop) or frame.generation <= self._processor.generation:
+            pass
+
+    def _await_plan(self, generation: int) -> Plan | SaveLast | None:
         while True:
             frame = self._receive()
             if isinstance(frame, Stop) and frame.generation > generation:
                 return None
-            if isinstance(frame, Plan) and frame.generation == generation:
+            if isinstance(frame, (Plan, SaveLast)) and frame.generation == generation:
                 return frame
 
     def _receive(self) -> FromAgent:
@@ -349,41 +372,9 @@ class Recovery:
 
     def _ghost(self, plan: Plan) -> bool:
         try:
-            self._engine.tail_ghost(plan.tail_from, self._tail_entries(plan))
+            self._engine.tail_ghost(plan.tail_from, tail_entries(self._link, plan))
         except (RuntimeError, ProtocolError) as error:
             if not self.wait_for_stop(f"standing in for rank {self._link.rank}: {error}"):
                 raise
             return False
         return not self._link.stop_raised(plan.generation)
-
-    def _tail_entries(self, plan: Plan) -> Iterator[tuple[bytes, bytes | None]]:
-        """The tail's collectives as its leader runs them, with the inputs that the dead rank had published."""
-        own = self._dead_entries(plan)
-        board, leader = self._link.board, plan.leader
-        arena = self._link.borrow(leader)
-        index = 0
-        tail = Standing(plan.commits, Phase.APPLIED)
-        try:
-            while not self._link.stop_raised(plan.generation):
-                standing = standing_of(board.standing(leader))
-                entered, _ = board.tail(leader)
-                if standing >= tail and index < entered:
-                    meta, _ = arena.log_entry(index)
-                    yield meta, own[index] if index < len(own) else None
-                    index += 1
-                elif standing > tail:
-                    return
-                else:
-                    time.sleep(_GHOST_POLL_S)
-        finally:
-            arena.close()
-
-    def _dead_entries(self, plan: Plan) -> list[bytes]:
-        """What the dead rank had published of this tail. It stays where it is: this process may die as well."""
-        rank = self._link.rank
-        standing = standing_of(self._link.board.standing(rank))
-        if standing.commits != plan.commits:
-            self._link.board.set_tail(rank, 0, 0)  # what is there belongs to an older tail
-        entered, _ = self._link.board.tail(rank)
-        self._link.arena.log_adopt(entered)
-        return [self._link.arena.log_entry(index)[1] for index in range(entered)]

@@ -18,25 +18,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from resilient_train import config
-from resilient_train._native import Watchdog, allow_readers
+from resilient_train._native import allow_readers
 from resilient_train.errors import JobEnded, StateError, TrainingInterrupted, UsageError
 from resilient_train.events import now
 from resilient_train.faults import parse_plan
 from resilient_train.frameworks.base import Framework, Objects, Place
-from resilient_train.interrupt import SIGNAL, Interrupt
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines
-from resilient_train.protocol.messages import Refused, Started
+from resilient_train.protocol.messages import Refused, SaveLast, Started
 from resilient_train.protocol.processor import Action, Processor
 from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.device import Device
+from resilient_train.session.guards import Guards
 from resilient_train.session.injection import Injector
 from resilient_train.session.link import Link
 from resilient_train.session.loader import Cursor, Kept
 from resilient_train.session.publication import Publication
 from resilient_train.session.pulse import Pulse
 from resilient_train.session.recovery import Recovery
-from resilient_train.session.rescue import Rescue
 from resilient_train.session.saving import Saving
 from resilient_train.session.step import Step
 from resilient_train.session.window import Window
@@ -75,24 +74,18 @@ class Runtime:
         self._processor = Processor(agent.rank, generation=-1 if agent.joining else generation, holds=not agent.joining)
         self._recovery = Recovery(self._link, engine, self._processor, settings, self._injector, self._load_published)
         self._device = Device(self._link, engine, self._recovery, self._event, mends=config.read_switches().uce)
-        self._watchdog = Watchdog(
-            self._link.board,
-            agent.rank,
-            beat_ms=settings.beat_ms,
-            grace_ms=settings.grace_ms,
-            signal_number=int(SIGNAL),
-        )
-        self._interrupt = Interrupt(self._watchdog)
-        self._arrived = generation
-        self._rescue = Rescue(self._link.board, generation, lambda g: self._arrived >= g, engine.release_waiters)
-        self._recovery.disarm = self._on_stop
+        self._guards = Guards(self._link, engine, settings)
+        self._interrupt = self._guards.interrupt
+        self._recovery.disarm = self._guards.on_stop
         self._recovery.event = self._event
-        self._recovery.guard = self._watchdog.guard_sockets
+        self._recovery.save_last = self._save_last
+        self._recovery.guard = self._guards.watchdog.guard_sockets
         self._joining = agent.joining
         self._released = False
         self._finished = False
         atexit.register(self._release)
         self._begun = False
+        self._total = 0
         self._came_at = -1
         self._window = Window()
         self._interrupted: BaseException | None = None
@@ -103,6 +96,7 @@ class Runtime:
 
     def steps(self, total: int, start: int) -> Iterator[Step]:
         """See ``Session.steps``."""
+        self._total = total
         if not self._begun:
             self._window.begin_at(start)
             self._start()
@@ -129,9 +123,7 @@ class Runtime:
         self._pulse.open()
         self._engine.attach(self, self._link)
         self._engine.watch_device(self._link.board, self._link.rank)
-        self._watchdog.start(self._link.generation)
-        self._rescue.start()
-        self._interrupt.install()
+        self._guards.start()
         if self._joining:
             self._due = self._recovery.take_part()
             return
@@ -147,7 +139,7 @@ class Runtime:
         self.saving.open(self._processor.standing.commits)
         self._link.record(self._processor.standing, self._window.number)
         digest, _ = self._engine.digests()
-        self._watchdog.guard_sockets(self._engine.sockets())
+        self._guards.watchdog.guard_sockets(self._engine.sockets())
         self._recovery.meet(Started(digest, self._engine.group_names(), self._replicas, self._window.number))
 
     def _settle_at_head(self) -> None:
@@ -163,14 +155,31 @@ class Runtime:
         while True:
             if self._due is not None:
                 action, self._due = self._due, None
-                if self._recovery.settle(action, lambda: self._window.base, begun=bool(self._window.kept)):
+                if self._recovery.last is not None:
+                    order, self._recovery.last = self._recovery.last, None
+                    self._end_saved(order)
+                    self._due = self._recovery.take_part()
+                elif self._recovery.settle(action, lambda: self._window.base, begun=bool(self._window.kept)):
                     self._resume(action)
+                    if self._processor.leaves and self._window.number < self._total:
+                        self._end_saved(None)
                 else:
                     self._due = self._recovery.take_part()
             elif self._link.stop_raised(self._processor.generation):
                 self._due = self._take_part()
             else:
                 return
+
+    def _end_saved(self, order: SaveLast | None) -> None:
+        """At the head of a window: saves its start, and ends with the job. Returns if another recovery begins first."""
+        if not self._window.kept:
+            self._publication.publish(self._processor.standing.commits, self._window.base)
+        self._save_last(order)
+        self._recovery.await_the_end()
+
+    def _save_last(self, order: SaveLast | None) -> None:
+        commits, generation = self._processor.standing.commits, self._processor.generation
+        self.saving.last(generation, commits, self._window.base, order)
 
     def _resume(self, action: Action) -> None:
         if action is not Action.FINISH_TAIL and action is not Action.APPLY:
@@ -339,11 +348,6 @@ class Runtime:
     def _load_published(self, payload: bytes) -> None:
         self._window.begin_at(self._publication.take_up(payload))
 
-    def _on_stop(self, generation: int) -> None:
-        self._arrived = generation
-        self._interrupt.disarm()
-        self._watchdog.acknowledge(generation)
-
     # -- the end
 
     def close(self, *, finish: bool) -> None:
@@ -360,14 +364,11 @@ class Runtime:
         if self._released:
             return
         self._released = True
-        self._interrupt.disarm()
-        self._interrupt.remove()
         self._engine.detach()
         self._device.tell()
-        self._rescue.close()
+        self._guards.close()
         self.saving.close()
         self._pulse.close()
-        self._watchdog.stop()
         self._sink.close()
         self._injector.close()
         self._link.close()

@@ -25,7 +25,15 @@ from resilient_train.errors import (
     VaultError,
 )
 from resilient_train.frameworks.base import Framework, Image, Share
-from resilient_train.protocol.messages import Captured, OpenVault, Source, Unrestorable, VaultOpened
+from resilient_train.protocol.messages import (
+    Captured,
+    OpenVault,
+    SaveLast,
+    Source,
+    Unrestorable,
+    Unsaved,
+    VaultOpened,
+)
 from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
 from resilient_train.state.checkpoint.held import HeldImage, fill_from
@@ -38,6 +46,7 @@ from resilient_train.state.vault.slots import Draft, SlotPair, image_digest
 _COPY_TIMEOUT_MS = 600_000
 _REPLY_TIMEOUT_S = 2.0
 """The training waits meanwhile: if the holder does not answer, this snapshot is not taken."""
+_SLOT_POLL_MS = 10
 
 
 class _Own(msgspec.Struct, frozen=True, array_like=True):
@@ -57,7 +66,9 @@ class _Pending(NamedTuple):
     image: Image
     commits: int
     step: int
-    own: bytes
+    own: dict[int, bytes]
+    last: int
+    """The generation in which the job ends; -1: it goes on."""
 
 
 class Saving:
@@ -98,14 +109,15 @@ class Saving:
         if not self._every:
             return
         try:
-            vault = self._connected()
-            for pair in vault.open(self._link.rank) if vault is not None else ():
+            for pair in self._connected().open(self._link.rank):
                 for snapshot in pair.complete():
                     if snapshot.commits > commits:
                         pair.discard(snapshot.sequence)
                 pair.close()
         except HolderLostError as error:
             self._event("save_skipped", {"commits": commits, "reason": str(error)})
+        except VaultError as error:
+            self._give_up(str(error))
 
     def head(self, commits: int, step: int) -> None:
         """A window begins, and all that it starts from is published: begins a snapshot if one is due."""
@@ -118,10 +130,10 @@ class Saving:
         except VaultError as error:
             self._give_up(str(error))
 
-    def _connected(self) -> Vault | None:
+    def _connected(self) -> Vault:
         """The holder: the one that there was, or a new one, which takes over what this rank has mapped.
 
-        None: there will be none, training goes on without. Raises HolderLostError if it is just gone.
+        Raises HolderLostError if it is just gone, VaultError if there will be none.
         """
         if self._vault is not None:
             try:
@@ -133,8 +145,7 @@ class Saving:
         self._link.channel.send(OpenVault())
         error = self._link.expect(VaultOpened).error
         if error:
-            self._give_up(error)
-            return None
+            raise VaultError(error)
         vault = Vault.connect(self._run_dir, reply_timeout_s=_REPLY_TIMEOUT_S)
         if self._pair is not None:
             try:
@@ -146,24 +157,56 @@ class Saving:
         return vault
 
     def _begin(self, commits: int, step: int) -> None:
-        vault = self._connected()
-        if vault is None:
-            return
-        own = msgspec.msgpack.encode(_Own(self._publication.latest, self._engine.layout()))
+        own = {self._link.rank: self._packed(self._publication.latest)}
         image = self._engine.image(step, self._share())
-        pair = self._room_for(vault, image, own)
+        pair = self._room_for(self._connected(), image, own)
         for held in pair.complete():
             if held.commits == commits:  # a rank that took this one's place finds its snapshot
                 self._newest = commits
-                self._link.channel.send(Captured(commits, held.step, held.sequence, store=True))
+                self._link.channel.send(Captured(commits, held.step, held.sequence, store=True, last=-1))
                 return
         draft = pair.begin()
         if draft is None:
             self._event("save_skipped", {"commits": commits, "reason": "the snapshot before last is still being read"})
             return
-        self._copier.gather(draft.image[: image.total_bytes], image.pieces, owner=image.keep_alive)
-        self._pending = _Pending(draft, image, commits, step, own)
+        self._gather(_Pending(draft, image, commits, step, own, last=-1))
         self._newest = commits
+
+    def last(self, generation: int, commits: int, step: int, order: SaveLast | None) -> None:
+        """The job ends: a snapshot of the state, which stands still, for the end-of-life checkpoint.
+
+        ``order`` says this rank's part where not all ranks are left. The agent is told if it can't be done.
+        """
+        try:
+            self._capture_last(generation, commits, step, order)
+        except (ProtocolError, TransferError, VaultError) as error:
+            self._link.channel.send(Unsaved(generation, f"rank {self._link.rank}: {error}"))
+
+    def _capture_last(self, generation: int, commits: int, step: int, order: SaveLast | None) -> None:
+        published = self._link.arena.published(commits)
+        if published is None:
+            raise ProtocolError(f"it had published nothing from which update {commits} starts")
+        own = {self._link.rank: self._packed(published)}
+        share = self._share()
+        if order is not None:
+            own |= {rank: self._packed(other) for rank, other in order.others.items()}
+            share = Share(order.part, order.parts, order.shard, order.shards)
+        image = self._engine.image(step, share)
+        pair = self._room_for(self._connected(), image, own)
+        while (draft := pair.begin()) is None:
+            # Storage still reads the snapshot before last. The agent ends this process when the time is over.
+            if self._link.board.wait_stop(generation, _SLOT_POLL_MS):
+                return
+        self._gather(_Pending(draft, image, commits, step, own, last=generation))
+        self.fence()
+
+    def _packed(self, published: bytes) -> bytes:
+        return msgspec.msgpack.encode(_Own(published, self._engine.layout()))
+
+    def _gather(self, pending: _Pending) -> None:
+        draft, image = pending.draft, pending.image
+        self._copier.gather(draft.image[: image.total_bytes], image.pieces, owner=image.keep_alive)
+        self._pending = pending
 
     def fence(self) -> None:
         """Waits until the snapshot that was begun is complete."""
@@ -183,7 +226,7 @@ class Saving:
             world=self._link.world_size,
             digest=image_digest(chunks),
         )
-        self._link.channel.send(Captured(pending.commits, pending.step, draft.sequence, store=True))
+        self._link.channel.send(Captured(pending.commits, pending.step, draft.sequence, store=True, last=pending.last))
 
     def close(self) -> None:
         """Lets go of the memory; the holder keeps it. Idempotent."""
@@ -236,7 +279,7 @@ class Saving:
             images = [image for image, _ in held.values()]
             mine = held[self._link.rank][1]
             self._engine.load(mine.tree, mine.names, lambda targets: fill_from(images, targets))
-        return _unpacked(mine.own)
+        return _unpacked(mine.own[self._link.rank])
 
     @contextlib.contextmanager
     def _held(self, vault: Vault, rank: int, commits: int) -> Iterator[tuple[HeldImage, trailer.Trailer]]:
@@ -257,8 +300,14 @@ class Saving:
     def _group(self) -> int:
         return next(number for number, ranks in enumerate(self._groups) if self._link.rank in ranks)
 
-    def _room_for(self, vault: Vault, image: Image, own: bytes) -> SlotPair:
-        size = len(image.tree) + len(own) + sum(map(len, image.names)) + 16 * (image.total_bytes >> 22) + 4096
+    def _room_for(self, vault: Vault, image: Image, own: dict[int, bytes]) -> SlotPair:
+        size = (
+            len(image.tree)
+            + sum(len(each) + 16 for each in own.values())
+            + sum(map(len, image.names))
+            + 16 * (image.total_bytes >> 22)
+            + 4096
+        )
         needed = trailer.start_of(image.total_bytes) + size
         if self._pair is None or self._pair.capacity_bytes < needed:
             if self._pair is not None:
@@ -284,6 +333,6 @@ def _unpacked(own: bytes) -> _Own:
 
 
 def _trailer_of(pending: _Pending, chunks: bytes) -> bytes:
-    draft, image, commits, step, own = pending
+    draft, image, commits, step, own, _ = pending
     held = trailer.Trailer(draft.sequence, commits, step, image.tree, image.names, own, chunks)
     return msgspec.msgpack.encode(held)

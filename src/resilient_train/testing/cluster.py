@@ -15,6 +15,7 @@ from resilient_train.errors import ProtocolError
 from resilient_train.protocol import messages as m
 from resilient_train.protocol.commands import Command, EndJob, Kill, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import Controller, Stage
+from resilient_train.protocol.patience import Patience
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.processor import Processor
 from resilient_train.protocol.replicas import ReplicaTable
@@ -360,8 +361,13 @@ def frame_key(frame: Any) -> Any:
     return (type(frame).__name__, *msgspec.structs.astuple(frame))
 
 
-_copiers: dict[type, Callable[[Any], Any]] = {list: list.copy, dict: dict.copy, set: set.copy}
-_POLICY_ONLY = frozenset(("policy", "restarts", "_deaths", "_failures", "_failed_at", "_progress"))
+_copiers: dict[type, Callable[[Any], Any]] = {
+    list: list.copy,
+    dict: dict.copy,
+    set: set.copy,
+    Patience: Patience.copy,
+}
+_POLICY_ONLY = frozenset(("policy", "restarts", "_patience"))
 """Counters that decide nothing but when to give up, which no simulated job comes near."""
 _FIXED = frozenset(("world_size", "replicas", "aware", "attempt", "can_go_back"))
 

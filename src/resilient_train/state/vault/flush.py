@@ -12,7 +12,7 @@ import msgspec
 
 from resilient_train.errors import ProtocolError, StorageError
 from resilient_train.state.checkpoint.draft import Draft
-from resilient_train.state.checkpoint.manifest import FileEntry
+from resilient_train.state.checkpoint.manifest import FileEntry, Kind, rank_name
 from resilient_train.state.checkpoint.retention import retain
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.work import Order, Part
@@ -31,6 +31,18 @@ class Flush(msgspec.Struct, frozen=True, array_like=True):
     libraries: dict[str, str]
     keep: int
     """Older checkpoints that stay."""
+    savers: tuple[tuple[int, ...], ...]
+    """By replica group, who has a part of its state. A shard's number is its rank, or the place in here at the end."""
+    kind: Kind = "periodic"
+    reason: str = "save_every"
+
+    def writers(self) -> list[int]:
+        """All savers, by group."""
+        return [rank for group in self.savers for rank in group]
+
+    def shard_of(self, rank: int) -> int:
+        """The number of the rank's shard."""
+        return rank if self.kind == "periodic" else self.writers().index(rank)
 
 
 class Flushed(msgspec.Struct, frozen=True, array_like=True):
@@ -53,16 +65,9 @@ def flush(order: Order) -> bytes:
             raise ProtocolError(f"rank {snapshot.rank}'s snapshot is from before update {snapshot.commits}, not "
                                 f"{job.commits}")  # fmt: skip
     files: list[FileEntry] = []
-    with Draft.begin(Path(job.folder), job.step) as draft:
+    with Draft.begin(Path(job.folder), job.step, job.kind) as draft:
         direct = [_add(draft, files, part, job) for part in order.parts]
-        path = draft.commit(
-            files,
-            commits=job.commits,
-            reason="save_every",
-            replica_groups=job.replica_groups,
-            shards=sum(map(len, job.replica_groups)),
-            libraries=job.libraries,
-        )
+        path = _commit(draft, files, job)
     untidy = ""
     try:
         retain(path.parent, job.keep, newest_step=job.step)
@@ -74,14 +79,28 @@ def flush(order: Order) -> bytes:
 def _add(draft: Draft, files: list[FileEntry], part: Part, job: Flush) -> bool:
     snapshot = part.snapshot
     held = trailer.read(part.region, snapshot)
-    groups = job.replica_groups
-    world_size = sum(map(len, groups))
-    written = draft.add_image(
-        snapshot.rank, world_size, part.region, snapshot.image_bytes, snapshot.rank, held.chunk_digests()
-    )
+    groups = job.savers
+    world_size = sum(map(len, job.replica_groups))
+    shard, shards = job.shard_of(snapshot.rank), len(job.writers())
+    written = draft.add_image(shard, shards, part.region, snapshot.image_bytes, snapshot.rank, held.chunk_digests())
     files.append(written.entry)
     group = next(number for number, ranks in enumerate(groups) if snapshot.rank in ranks)
     if snapshot.rank == groups[group][0]:
         files.append(draft.add_tree(group, len(groups), held.tree, held.names, snapshot.rank))
-    files.append(draft.add_rank(snapshot.rank, world_size, held.own))
+    files += [draft.add_rank(rank, world_size, own) for rank, own in held.own.items()]
     return written.direct
+
+
+def _commit(draft: Draft, files: list[FileEntry], job: Flush) -> Path:
+    ranks = [rank for group in job.replica_groups for rank in group]
+    names = {entry.name for entry in files}
+    return draft.commit(
+        files,
+        commits=job.commits,
+        reason=job.reason,
+        replica_groups=job.replica_groups,
+        shards=len(job.writers()),
+        libraries=job.libraries,
+        without_own_state=[rank for rank in ranks if rank_name(rank, len(ranks)) not in names],
+        read_back=job.kind == "ttp",
+    )

@@ -28,8 +28,8 @@ class Trailer(msgspec.Struct, frozen=True, array_like=True):
     """The replicated state without its tensors ..."""
     names: tuple[str, ...]
     """... and their names by number."""
-    own: bytes
-    """What only this rank has, as it was published."""
+    own: dict[int, bytes]
+    """What only one rank has, by rank: this rank's, and at the job's end that of ranks which can't save theirs."""
     chunks: bytes
     """xxh3_128 of each 4 MiB of the image, joined."""
 

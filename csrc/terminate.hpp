@@ -1,0 +1,21 @@
+// Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "record.hpp"
+
+namespace resilient {
+
+// A first SIGTERM to this process is written into the rank's record and does nothing else; the agent reads it there. A
+// second one ends the process, as does one that comes after the agent has written the word itself. Forked children are
+// ended by any. False, and nothing is changed, if the signal has another handler than the system's own.
+//
+// Written in C because the main thread may not run Python for minutes: it waits in a collective or in a driver.
+bool hear_terminate(std::shared_ptr<Board> board, std::uint32_t rank);
+
+// Back to the system's own. Does nothing if hear_terminate has not been called, or somebody else has the signal now.
+void leave_terminate();
+
+}  // namespace resilient

@@ -1,0 +1,104 @@
+"""The agent's part when a job has to end: has the ranks' last snapshots written to storage, within the time there is.
+
+Who saves what is the controller's decision (``protocol/leaving.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from resilient_train._native import Board
+from resilient_train.config import Settings
+from resilient_train.launch.saves import Saves
+from resilient_train.protocol.commands import Command
+from resilient_train.protocol.controller import EXIT_UNRECOVERABLE, Controller
+from resilient_train.protocol.messages import Captured, FromAgent, SaveLast
+from resilient_train.state.arena import Arena
+
+EXIT_SAVED = {
+    signal.SIGTERM: 128 + signal.SIGTERM,
+    signal.SIGHUP: 128 + signal.SIGHUP,
+    signal.SIGUSR1: EXIT_UNRECOVERABLE,
+}
+"""Signals that ask for a graceful end, and the job's exit code. SIGUSR1 is what Slurm sends before a time limit, and
+means that the job shall go on later (``sbatch --signal=B:USR1@60``).
+"""
+
+
+class Departure:
+    """``carry_out`` takes the controller's commands."""
+
+    def __init__(
+        self, board: Board, controller: Controller, saves: Saves, arenas: Sequence[Arena], settings: Settings
+    ) -> None:
+        self._board = board
+        self._controller = controller
+        self._saves = saves
+        self._arenas = arenas
+        self._settings = settings
+        self._captured: dict[int, Captured] = {}
+        self._generation = -1
+        self._timed = False
+        self.carry_out: Callable[[list[Command]], None] = lambda _: None
+
+    def look(self) -> None:
+        """A rank may have been asked to end (SIGTERM): then so is the job. Cheap: a load per rank."""
+        if self._controller.leaving is not None:
+            return
+        for rank in range(self._board.world_size):
+            number = self._board.asked(rank)
+            if number:
+                self._board.set_asked(rank, 0)
+                told = signal.Signals(number)
+                self.carry_out(
+                    self._controller.leave(EXIT_SAVED.get(told, 128 + number), f"rank {rank} got {told.name}")
+                )
+                return
+
+    def begin(self) -> None:
+        """The job is about to end: from now on the time runs."""
+        leaving = self._controller.leaving
+        assert leaving is not None
+        if not self._timed:
+            self._timed = True
+            limit_s = self._settings.last_save_timeout_s if leaving.alone else self._settings.exit_grace_s
+            name = "RESILIENT_LAST_SAVE_TIMEOUT_S" if leaving.alone else "RESILIENT_EXIT_GRACE_S"
+            late = f"its state could not be saved within {limit_s:g} s ({name})"
+            asyncio.get_running_loop().call_later(limit_s, lambda: self.carry_out(self._controller.saved_last(late)))
+
+    def completed(self, message: FromAgent) -> FromAgent:
+        """Puts into an order to save what the ranks that can't had published last."""
+        if not isinstance(message, SaveLast) or not message.others:
+            return message
+        found = {rank: self._arenas[rank].published(message.commits) for rank in message.others}
+        return msgspec.structs.replace(message, others={rank: own for rank, own in found.items() if own is not None})
+
+    def captured(self, rank: int, frame: Captured) -> None:
+        """A rank's last snapshot is complete. When all are, they go to storage."""
+        savers = self._controller.savers(frame.last)
+        if not savers:
+            return  # of a generation that is over
+        if frame.last != self._generation:
+            self._generation = frame.last
+            self._captured = {}
+        self._captured[rank] = frame
+        leaving = self._controller.leaving
+        assert leaving is not None
+        if set(self._captured) == {each for group in savers for each in group}:
+            groups = self._controller.replicas.groups
+            self._saves.store_last(
+                self._captured, groups, savers, leaving.reason, lambda text: self._over(frame.last, text)
+            )
+
+    def failed(self, generation: int, reason: str) -> None:
+        """A rank can't do its part."""
+        if self._controller.savers(generation):
+            self._over(generation, f"its state could not be saved: {reason}")
+
+    def _over(self, generation: int, outcome: str) -> None:
+        if generation == self._controller.generation:
+            self.carry_out(self._controller.saved_last(outcome))

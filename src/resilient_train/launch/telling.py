@@ -1,0 +1,40 @@
+"""What a person at the console is told of an event, in one line; events that concern nobody are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def told(kind: str, rank: int, generation: int, took_ms: float, detail: dict[str, Any]) -> Iterator[str]:
+    """The lines of one event. ``took_ms``: since the last fault."""
+    if kind == "fault":
+        lost = ", ".join(map(str, detail["lost"])) or "none"
+        yield f"recovery {generation}: {detail['reason']} (lost: {lost}); survivors keep their state"
+    elif kind == "resumed":
+        yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
+    elif kind == "leaving":
+        yield f"{detail['reason']}: the state is saved, then the job ends"
+    elif kind == "save_last" and not detail["exact"]:
+        yield (
+            "no survivor stands at the start of an update: one finishes the step in which it was cut, and collectives "
+            "that it calls there give it its own values"
+        )
+    elif kind == "restart_all":
+        yield f"{detail['reason']}: all ranks start again"
+    elif kind == "fenced":
+        yield f"recovery {generation}: rank {rank} did not answer in time and is killed"
+    elif kind == "standby_off":
+        yield f"replacements start cold, since nothing can stand by: {detail['reason']}"
+    elif kind == "standby_shallow":
+        how = "forked with their imports done" if detail["depth"] == "forked" else f"started {detail['depth']}"
+        yield f"replacements are only {how}, not {detail['asked']}: {detail['reason']}"
+    elif kind == "job_end" and detail["code"]:
+        yield f"the job ends: {detail['reason']}"
+
+
+def end_of(code: int | None) -> str:
+    """How a process ended, behind "rank N" on a line."""
+    if code is None:
+        return "died"
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"

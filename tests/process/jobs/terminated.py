@@ -1,0 +1,35 @@
+"""A process that hears SIGTERM natively. Prints what the board says; ``mode`` is what it is at meanwhile."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from resilient_train._native import Board, hear_terminate, leave_terminate
+
+mode = sys.argv[1]
+board = Board.create(2)
+if mode == "users":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print(hear_terminate(board, 1), flush=True)
+if mode == "left":
+    leave_terminate()
+    leave_terminate()
+if mode == "agents":
+    board.set_asked(1, signal.SIGTERM)
+if mode == "child":
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), board.asked(1), flush=True)
+    sys.exit()
+if mode == "forked":
+    print(subprocess.run(["sh", "-c", "kill -TERM $$"], check=False).returncode, board.asked(1), flush=True)
+    sys.exit()
+os.kill(os.getpid(), signal.SIGTERM)
+print(board.asked(0), board.asked(1), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("lives", flush=True)

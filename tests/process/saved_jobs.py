@@ -1,0 +1,61 @@
+"""Jobs that are cut, and started again in the same run directory: what the tests of saving have in common."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from running import JOBS, LAUNCHER, read_events
+
+from resilient_train.errors import HolderLostError
+from resilient_train.state.vault.client import Vault
+
+RANKS, STEPS = 3, 14
+"""Three, because with two no order of additions shows."""
+
+
+def command(run_dir: Path, *arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
+    job = [str(JOBS / "train.py"), "--steps", str(STEPS), *arguments]
+    return [*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *flags, *job]
+
+
+def wait_for(run_dir: Path, process: subprocess.Popen[str], kind: str, times: int = 1, **detail: Any) -> None:
+    """Until so many such events are written."""
+    deadline = time.monotonic() + 60
+    while sum(event["kind"] == kind and detail.items() <= event.items() for event in read_events(run_dir)) < times:
+        assert time.monotonic() < deadline, f"no {kind} came"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    """Until rank 0 has recorded this step."""
+    path = run_dir / "samples_rank0.jsonl"
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") <= step:
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.002)
+
+
+def pid_of(run_dir: Path, rank: int) -> int:
+    """The rank's present process."""
+    pids = [e["detail"]["pid"] for e in read_events(run_dir) if e["kind"] == "spawned" and e["rank"] == rank]
+    return int(pids[-1])
+
+
+def end_holder(run_dir: Path) -> None:
+    """The memory goes as well."""
+    try:
+        vault = Vault.connect(run_dir, member=False)
+    except HolderLostError:
+        return
+    pid = vault.inventory().pid
+    vault.close()
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)

@@ -1,0 +1,149 @@
+"""A job that has to end saves what it has, and the next one in its run directory goes on from there, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from running import Reference, Run, read_events, start
+from saved_jobs import RANKS, STEPS, command, end_holder, pid_of, wait_for, wait_for_step
+
+from resilient_train.state.checkpoint.verify import newest_complete, verify
+
+SWITCHES = {"RESILIENT_STANDBY": "0"}
+FULL = "FULL" in os.environ
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path):
+    yield tmp_path / "run"
+    end_holder(tmp_path / "run")
+
+
+def ended(process: subprocess.Popen[str], run_dir: Path) -> Run:
+    out, err = process.communicate(timeout=100)
+    return Run(run_dir, process.returncode, out, err, read_events(run_dir))
+
+
+def slow(run_dir: Path, *arguments: str) -> list[str]:
+    return command(run_dir, "--pace", str(run_dir / "never"), *arguments)
+
+
+def goes_on(run_dir: Path, undisturbed: Reference) -> None:
+    """Started again, the job ends as one that nobody has disturbed."""
+    end_holder(run_dir)
+    with start(command(run_dir), **SWITCHES) as process:
+        run = ended(process, run_dir)
+    assert run.code == 0, run.explain()
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
+    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
+
+
+def last(run_dir: Path) -> Path:
+    (path,) = (run_dir / "checkpoints").glob("ttp_saved_checkpoints-step_*")
+    assert verify(path).ok, verify(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "whom"),
+    [(signal.SIGUSR1, 75, "launcher"), (signal.SIGTERM, 143, "rank")],
+)
+def test_a_job_that_is_asked_to_end_saves_its_state(
+    run_dir: Path, undisturbed: Reference, number: int, code: int, whom: str
+) -> None:
+    with start(slow(run_dir), **SWITCHES) as process:
+        wait_for_step(run_dir, 4)
+        os.kill(process.pid if whom == "launcher" else pid_of(run_dir, 1), number)
+        run = ended(process, run_dir)
+    assert run.code == code, run.explain()
+    assert str(last(run_dir)) in run.err, "a person wants to know where"
+    goes_on(run_dir, undisturbed)
+
+
+@pytest.mark.parametrize("flags", [("--max-restarts", "0"), *[()] * FULL])
+def test_survivors_save_what_a_dead_rank_leaves(run_dir: Path, undisturbed: Reference, flags: tuple[str, ...]) -> None:
+    switches = SWITCHES if flags else {**SWITCHES, "MS_ENABLE_TFT": "{TTP:1,UCE:1,HCCE:1}"}
+    paced = command(run_dir, "--pace", str(run_dir / "never"), flags=flags)
+    with start(paced, **switches) as process:
+        wait_for_step(run_dir, 4)
+        os.kill(pid_of(run_dir, 1), signal.SIGKILL)
+        run = ended(process, run_dir)
+    assert run.code == 75, run.explain()
+    (choice,) = run.of("save_last")
+    assert 1 not in choice["detail"]["savers"][0]
+    last(run_dir)
+    if choice["detail"]["exact"]:
+        goes_on(run_dir, undisturbed)
+
+
+def test_survivors_that_were_cut_behind_the_update(run_dir: Path) -> None:
+    """The collectives there can't be completed without the dead; the state is whole all the same, and it is told."""
+    plan = ("--faults", "kill rank=1 step=5 phase=APPLIED")
+    with start(command(run_dir, flags=("--max-restarts", "0", *plan)), **SWITCHES) as process:
+        run = ended(process, run_dir)
+    assert run.code == 75, run.explain()
+    (choice,) = run.of("save_last")
+    assert choice["detail"]["commits"] == 6
+    assert not choice["detail"]["exact"]
+    assert "its own values" in run.err
+    assert last(run_dir).name.endswith("step_6")
+    end_holder(run_dir)
+    with start(command(run_dir), **SWITCHES) as process:
+        again = ended(process, run_dir)
+    assert again.code == 0, again.explain()
+    assert len({params for params, _ in again.digests().values()}) == 1
+
+
+def test_switched_off_it_ends_at_once(run_dir: Path) -> None:
+    with start(slow(run_dir), **SWITCHES, MS_ENABLE_TFT="{HCCE:1}") as process:
+        wait_for_step(run_dir, 4)
+        os.kill(process.pid, signal.SIGTERM)
+        run = ended(process, run_dir)
+    assert run.code == 143
+    assert not (run_dir / "checkpoints").exists()
+
+
+def test_asked_twice_it_ends_at_once(run_dir: Path) -> None:
+    with start(slow(run_dir), **SWITCHES) as process:
+        wait_for_step(run_dir, 4)
+        os.kill(pid_of(run_dir, 0), signal.SIGSTOP)  # it will not come to the head of a step
+        os.kill(process.pid, signal.SIGTERM)
+        wait_for(run_dir, process, "leaving")
+        os.kill(process.pid, signal.SIGTERM)
+        run = ended(process, run_dir)
+    assert run.code == 143, run.explain()
+    assert not (run_dir / "checkpoints").exists()
+
+
+def test_where_no_time_is_left_it_says_so(run_dir: Path) -> None:
+    with start(slow(run_dir), **SWITCHES, RESILIENT_EXIT_GRACE_S="0.5", RESILIENT_HANG="0") as process:
+        wait_for_step(run_dir, 4)
+        os.kill(pid_of(run_dir, 0), signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGTERM)
+        run = ended(process, run_dir)
+    assert run.code == 143, run.explain()
+    assert "RESILIENT_EXIT_GRACE_S" in run.err
+
+
+@pytest.mark.parametrize("seed", range(12 if FULL else 2))
+def test_asked_at_any_moment(run_dir: Path, undisturbed: Reference, seed: int) -> None:
+    """In a step, in a save, in a recovery: a complete checkpoint, and the bits of an undisturbed run."""
+    chance = random.Random(seed)
+    with start(slow(run_dir, "--save", "2"), **SWITCHES) as process:
+        wait_for_step(run_dir, 3 + chance.randrange(4))
+        if seed % 3:
+            os.kill(pid_of(run_dir, chance.randrange(RANKS)), signal.SIGKILL)
+        time.sleep(chance.random() * (0.3 if seed % 3 < 2 else 3))
+        os.kill(process.pid, signal.SIGTERM)
+        run = ended(process, run_dir)
+    assert run.code == 143, run.explain()
+    found = newest_complete(run_dir / "checkpoints")
+    assert found.report is not None
+    assert found.report.path == last(run_dir), run.explain()
+    goes_on(run_dir, undisturbed)

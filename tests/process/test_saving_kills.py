@@ -22,7 +22,7 @@ from resilient_train.state.vault.client import Vault
 FULL = "FULL" in os.environ
 QUIET_STEPS = 30
 """At the end nobody is hit."""
-STORY = ("holder", "rank", "holder and launcher", "ranks")
+STORY = ("holder", "rank", "holder and launcher")
 VICTIMS = (
     "holder",
     "holder",

@@ -110,7 +110,7 @@ def meet(trouble: Trouble, kind: str, reason: str, folder: Path, running: Job) -
     running.await_more("saved")
     with trouble(folder, running):
         seen = len(running.heard(kind))
-        running.await_more(kind, 2)
+        running.await_more(kind)
         assert any(reason in each["reason"] for each in running.heard(kind)[seen:]), running.heard(kind)[seen:]
         saved = [each["step"] for each in running.heard("saved")]
         assert not wrongs(folder, saved), f"{trouble.__name__}: the last good checkpoints did not stay"

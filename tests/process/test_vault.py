@@ -342,8 +342,9 @@ def test_work_on_a_snapshot_outlives_who_asked_for_it(rig: Rig, tmp_path: Path) 
     for commits in (1, 2):
         assert take(pair, commits)
     asked = rig.connect()
-    asked.submit("wait", 0, 1, bytes(pipe))
-    number = vault.submit("digest", 0, 2)
+    asked.submit("wait", [(0, 1)], bytes(pipe))
+    asked.inventory()  # the work was taken in by now
+    number = vault.submit("digest", [(0, 2)])
     assert vault.result(number, timeout_s=0) is None
     asked.close()
     assert not take(pair, 3)  # the work has it pinned
@@ -353,12 +354,12 @@ def test_work_on_a_snapshot_outlives_who_asked_for_it(rig: Rig, tmp_path: Path) 
     assert vault.result(number, TIMEOUT_S) == xxhash.xxh3_128_digest(content(0, 2))
     assert vault.inventory().works == 0
     with pytest.raises(VaultError, match=r"OSError: .*no room for snapshot 2"):
-        vault.result(vault.submit("fail", 0, 2), TIMEOUT_S)
+        vault.result(vault.submit("fail", [(0, 2)]), TIMEOUT_S)
     with pytest.raises(VaultError, match="knows no work 'flash', but"):
-        vault.submit("flash", 0, 2)
+        vault.result(vault.submit("flash", [(0, 2)]), TIMEOUT_S)
     with pytest.raises(VaultError, match="no complete snapshot 9"):
-        vault.submit("digest", 0, 9)
-    vault.submit("wait", 0, 2, bytes(pipe))
+        vault.result(vault.submit("digest", [(0, 2), (0, 9)]), TIMEOUT_S)
+    vault.submit("wait", [(0, 2)], bytes(pipe))
     vault.close()
     with pytest.raises(subprocess.TimeoutExpired):
         rig.holders[0].wait(0.2)

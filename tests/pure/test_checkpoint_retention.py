@@ -18,6 +18,22 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert retain(tmp_path, 2) == []
 
 
+def test_those_that_the_job_went_back_behind_neither_count_nor_go(tmp_path: Path) -> None:
+    for step in (2, 3, 4, 20, 30):
+        write(tmp_path, step)
+    assert [path.name for path in retain(tmp_path, 2, newest_step=4)] == ["step_2"]
+    assert names(tmp_path) == ["step_20", "step_3", "step_30", "step_4"]
+
+
+def test_what_was_refused_is_not_offered_again(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path, step)
+    report = newest_complete(tmp_path, refused=[tmp_path / "step_2"]).report
+    assert report is not None
+    assert report.path == tmp_path / "step_1"
+    assert newest_complete(tmp_path, refused=[tmp_path / "step_1", tmp_path / "step_2"]).report is None
+
+
 def test_a_broken_one_does_not_count(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         write(tmp_path, step)

@@ -34,8 +34,7 @@ from resilient_train.errors import ProtocolError
 from resilient_train.launch.holdings import Holdings, RefusedError, describe
 from resilient_train.state.vault import frames, slots
 from resilient_train.state.vault.client import socket_path
-from resilient_train.state.vault.record import Snapshot
-from resilient_train.state.vault.work import Work, load, perform
+from resilient_train.state.vault.work import Pinned, Work, load, perform
 from resilient_train.transport import Wire, peer_is_trusted, short_path
 
 GRACE_S = 60.0
@@ -66,23 +65,25 @@ class _Client:
 
 
 class _Errand:
-    """Work that was submitted. Owner of the pin of its snapshot."""
+    """Work that was submitted. Owner of the pins of its snapshots."""
 
-    def __init__(self, number: int, client: _Client, work: Work, argument: bytes) -> None:
-        self.number = number
+    def __init__(self, client: _Client, order: frames.Submit, work: Work) -> None:
         self.client = client
+        self.order = order
         self.work = work
-        self.argument = argument
-        self.result = frames.Result(number, b"", "")
+        self.pinned: list[Pinned] = []
+        self.result = frames.Result(order.number, b"", "")
 
-    def run(self, store: slots.Control, snapshot: Snapshot) -> None:
+    def run(self) -> None:
         try:
-            self.result = frames.Result(self.number, perform(self.work, store, snapshot, self.argument), "")
+            value = perform(self.work, self.pinned, self.order.argument)
         except Exception as error:  # a work's own failure is its client's to know; the holder goes on
-            text = (
-                f"work on snapshot {snapshot.sequence} of rank {snapshot.rank} failed: {type(error).__name__}: {error}"
-            )
-            self.result = frames.Result(self.number, b"", text)
+            self.fail(f"{self.order.work} failed: {type(error).__name__}: {error}")
+        else:
+            self.result = frames.Result(self.order.number, value, "")
+
+    def fail(self, reason: str) -> None:
+        self.result = frames.Result(self.order.number, b"", reason)
 
 
 class Holder:
@@ -104,9 +105,8 @@ class Holder:
         self._holdings = holdings or Holdings()
         self._clients: set[_Client] = set()
         self._alone_until_s: float | None = time.monotonic() + first_s
-        self._numbers = 0
         self._under_way = 0
-        self._errands: queue.SimpleQueue[tuple[_Errand, slots.Control, Snapshot]] = queue.SimpleQueue()
+        self._errands: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
         self._over: collections.deque[_Errand] = collections.deque()
         self._bell, self._bell_end = socket.socketpair()
         for end in (self._bell, self._bell_end):
@@ -182,6 +182,9 @@ class Holder:
             return
         if not client.entered:
             raise ProtocolError(f"the first frame was {type(frame).__name__} instead of Enter")
+        if isinstance(frame, frames.Submit):
+            self._submit(client, frame)
+            return
         try:
             reply, descriptors = self._handle(client, frame)
         except RefusedError as refused:
@@ -216,27 +219,31 @@ class Holder:
             case frames.Ask():
                 members = sum(each.member for each in self._clients)
                 return frames.Inventory(os.getpid(), held.describe(), members, self._under_way), []
-            case frames.Submit():
-                return self._submit(client, frame), []
             case frames.Finish():
                 self._finished = True
         return frames.Done(), []
 
-    def _submit(self, client: _Client, frame: frames.Submit) -> frames.Accepted:
-        work = self._works.get(frame.work)
+    def _submit(self, client: _Client, order: frames.Submit) -> None:
+        work = self._works.get(order.work)
         if work is None:
-            raise RefusedError("wrong", f"this holder knows no work {frame.work!r}, but {sorted(self._works)}")
-        self._numbers += 1
-        errand = _Errand(self._numbers, client, work, frame.argument)
-        store, snapshot = self._holdings.pin(errand, frame.rank, frame.sequence)
+            reason = f"this holder knows no work {order.work!r}, but {sorted(self._works)}"
+            client.wire.send(frames.Result(order.number, b"", reason))
+            return
+        errand = _Errand(client, order, work)
+        try:
+            for rank, sequence in order.snapshots:
+                errand.pinned.append(self._holdings.pin(errand, rank, sequence))
+        except RefusedError as refused:
+            self._holdings.release_all(errand)
+            client.wire.send(frames.Result(order.number, b"", refused.frame.text))
+            return
         self._under_way += 1
-        self._errands.put((errand, store, snapshot))
-        return frames.Accepted(errand.number)
+        self._errands.put(errand)
 
     def _work(self) -> None:
         while True:
-            errand, store, snapshot = self._errands.get()
-            errand.run(store, snapshot)
+            errand = self._errands.get()
+            errand.run()
             self._over.append(errand)
             with contextlib.suppress(BlockingIOError):  # full of rings already
                 self._bell_end.send(b"w")

@@ -13,14 +13,19 @@ from pathlib import Path
 
 from resilient_train.errors import HolderLostError
 from resilient_train.launch.holder import GRACE_S
-from resilient_train.state.vault.client import Vault
+from resilient_train.state.vault.client import REPLY_TIMEOUT_S, Vault
 
 _READY_TIMEOUT_S = 20.0
 _RETRY_S = 0.01
 
 
 def ensure_holder(
-    run_dir: Path, *, node: int = 0, grace_s: float = GRACE_S, works: Mapping[str, str] | None = None
+    run_dir: Path,
+    *,
+    node: int = 0,
+    grace_s: float = GRACE_S,
+    works: Mapping[str, str] | None = None,
+    reply_timeout_s: float = REPLY_TIMEOUT_S,
 ) -> tuple[Vault, subprocess.Popen[bytes] | None]:
     """A connection, as a member, to the holder of this run and node; and its process, if it had to be started.
 
@@ -31,10 +36,10 @@ def ensure_holder(
     deadline = time.monotonic() + _READY_TIMEOUT_S
     while True:
         with contextlib.suppress(HolderLostError):
-            return Vault.connect(run_dir, node=node), None
+            return Vault.connect(run_dir, node=node, reply_timeout_s=reply_timeout_s), None
         process = _start(run_dir, node, grace_s, works or {})
         if process is not None:
-            return Vault.connect(run_dir, node=node), process
+            return Vault.connect(run_dir, node=node, reply_timeout_s=reply_timeout_s), process
         if time.monotonic() > deadline:
             raise HolderLostError(f"no holder of memory snapshots came up; see {_log(run_dir, node)}")
         time.sleep(_RETRY_S)  # another one is just coming up, or just ending: it holds the lock, and does not listen

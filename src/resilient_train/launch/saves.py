@@ -7,6 +7,7 @@ storage; one that a rank has refused is not tried again.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from resilient_train.errors import HolderLostError, StorageError, VaultError
+from resilient_train.errors import ConfigError, HolderLostError, StorageError, VaultError
 from resilient_train.launch.holding import ensure_holder
 from resilient_train.protocol.messages import Captured, Source
 from resilient_train.state.checkpoint.retention import tidy
@@ -24,6 +25,13 @@ from resilient_train.state.vault.client import Vault, common_commits, socket_pat
 from resilient_train.state.vault.flush import PLACE, WORK, Flush, Flushed
 
 CHECKPOINTS = "checkpoints"
+_REPLY_TIMEOUT_S = 2.0
+"""The agent waits for the holder at the start of ranks only, and not for long: it has recoveries to carry out."""
+_TOLD = {
+    "save_failed": "not written",
+    "save_skipped": "skipped",
+    "retention_failed": "older ones could not be deleted",
+}
 
 
 class Teller(Protocol):
@@ -38,37 +46,44 @@ class _Save(NamedTuple):
     step: int
     commits: int
     begun_ns: int
-    works: set[int]
-    """Numbers of the works that are not over."""
+    number: int
+    """Of the holder's work."""
     over: Callable[[str], None] | None = None
     """Of an end-of-life checkpoint: is told how it ended."""
 
 
 class Saves:
-    """See the module's text. ``groups`` are the replica groups, known once the ranks have started."""
+    """See the module's text. ``say`` writes to the console: storage that fails is told there once, until it is well."""
 
-    def __init__(self, run_dir: Path, world_size: int, keep: int, note: Teller) -> None:
+    def __init__(self, run_dir: Path, world_size: int, keep: int, note: Teller, say: Callable[[str], None]) -> None:
         self._run_dir = run_dir
         self._folder = run_dir / CHECKPOINTS
         self._world_size = world_size
         self._keep = keep
         self._note = note
+        self._say = say
         self._vault: Vault | None = None
         self._holder: Popen[bytes] | None = None
         self._captured: dict[int, dict[int, Captured]] = {}
-        self._under_way: list[_Save] = []
+        self._under_way: _Save | None = None
         self._last: Callable[[], None] | None = None
         """The end-of-life checkpoint, waiting for the one before it."""
         self._unsaved = False
         self._refused: set[Source] = set()
         self._told: set[Path] = set()
+        self._troubles: set[str] = set()
+        """Kinds of trouble that the console was told of: it hears the first of each, until saving is well again."""
 
     def open(self, loop: asyncio.AbstractEventLoop) -> str:
-        """The ranks want to keep snapshots. Why they can't; empty if they can."""
+        """The ranks want to keep snapshots, and need a holder: the one that there is, or a new one if that is gone.
+
+        Returns why they can't; empty if they can.
+        """
+        self._hear(loop)
         if self._vault is not None:
             return ""
         try:
-            self._vault, process = ensure_holder(self._run_dir, works={WORK: PLACE})
+            self._vault, process = ensure_holder(self._run_dir, works={WORK: PLACE}, reply_timeout_s=_REPLY_TIMEOUT_S)
         except (VaultError, OSError) as error:
             return str(error)
         self._holder = process or self._holder
@@ -76,11 +91,14 @@ class Saves:
         return ""
 
     def source(self) -> Source | None:
-        """What all ranks are to start from: the newest state that is whole. None: from the script's own."""
-        if not self._folder.exists() and not socket_path(self._run_dir).exists():
+        """What all ranks are to start from: the newest state that is whole. None: from the script's own.
+
+        Raises ConfigError if there may be checkpoints, but the storage does not let us see.
+        """
+        if not os.path.lexists(self._folder) and not socket_path(self._run_dir).exists():
             return None
         memory, storage = self._in_memory(), self._on_storage()
-        found = [each for each in (memory, storage) if each is not None and each not in self._refused]
+        found = [each for each in (memory, storage) if each is not None]
         return max(found, key=lambda each: each.commits, default=None)  # of equals the first: memory
 
     def left(self) -> str:
@@ -113,8 +131,9 @@ class Saves:
 
     def _store(self, ranks: dict[int, Captured], groups: tuple[tuple[int, ...], ...]) -> None:
         first = ranks[0]
-        if self._vault is None or self._under_way:
-            self._note("save_skipped", detail={"step": first.step, "reason": "storage is still busy with the last one"})
+        if self._under_way is not None:
+            reason = f"storage is still busy with that of step {self._under_way.step}"
+            self._trouble("save_skipped", first.step, reason)
             return
         self._submit(Flush(str(self._folder), first.step, first.commits, groups, {}, self._keep, groups), ranks)
 
@@ -135,88 +154,91 @@ class Saves:
         self._go_on()
 
     def _go_on(self) -> None:
-        if self._last is not None and not self._under_way:
+        if self._last is not None and self._under_way is None:
             last, self._last = self._last, None
             last()
 
     def _submit(self, job: Flush, ranks: Mapping[int, Captured], over: Callable[[str], None] | None = None) -> None:
-        works: set[int] = set()
-        save = _Save(job.step, job.commits, time.monotonic_ns(), works, over)
+        save = _Save(job.step, job.commits, time.monotonic_ns(), 0, over)
+        if self._vault is None:
+            self._failed(save, "the snapshots' holder is gone; the next save starts another")
+            return
+        snapshots = [(rank, frame.sequence) for rank, frame in sorted(ranks.items())]
         try:
-            if self._vault is None:
-                raise HolderLostError("nobody holds the snapshots any more")
-            for rank, frame in sorted(ranks.items()):
-                works.add(self._vault.submit(WORK, rank, frame.sequence, msgspec.msgpack.encode(job)))
-        except VaultError as error:
+            number = self._vault.submit(WORK, snapshots, msgspec.msgpack.encode(job))
+        except HolderLostError as error:  # if it is news: the event loop hears of it next
             self._failed(save, str(error))
-        if works:
-            self._under_way.append(save)
+            return
+        self._under_way = save._replace(number=number)
 
     def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The holder has results, or is gone."""
-        for save in list(self._under_way):
-            try:
-                self._take_results(save)
-            except HolderLostError as error:
-                self._lost(loop, str(error))
-                return
-        if not self._under_way and self._vault is not None:
-            try:
-                self._vault.inventory()  # reads what has come; raises if it was the end
-            except HolderLostError as error:
-                self._lost(loop, str(error))
+        """The holder has a result, or is gone."""
+        if self._vault is None:
+            return
+        try:
+            self._vault.hear()
+            if self._under_way is not None:
+                self._take_result(self._vault, self._under_way)
+        except HolderLostError as error:
+            self._lost(loop, str(error))
 
-    def _take_results(self, save: _Save) -> None:
-        assert self._vault is not None
-        for number in sorted(save.works):
-            try:
-                value = self._vault.result(number, 0)
-            except HolderLostError:
-                raise
-            except VaultError as error:
-                save.works.discard(number)
-                self._failed(save, str(error))
-                continue
-            if value is None:
-                return
-            save.works.discard(number)
-            flushed = msgspec.msgpack.decode(value, type=Flushed)
-            if flushed.path:
-                took_ns = time.monotonic_ns() - save.begun_ns
-                detail = {"step": save.step, "commits": save.commits, "path": flushed.path}
-                self._note("saved", detail={**detail, "bytes": flushed.size_bytes, "duration_ns": took_ns})
-                if save.over is not None:
-                    save.over(f"its state from after {save.commits} updates is saved: {flushed.path}")
-        self._under_way.remove(save)
+    def _take_result(self, vault: Vault, save: _Save) -> None:
+        try:
+            value = vault.result(save.number, 0)
+        except HolderLostError:
+            raise
+        except VaultError as error:
+            self._under_way = None
+            self._failed(save, str(error))
+            self._go_on()
+            return
+        if value is None:
+            return
+        self._under_way = None
+        flushed = msgspec.msgpack.decode(value, type=Flushed)
+        took_ns = time.monotonic_ns() - save.begun_ns
+        detail = {"step": save.step, "commits": save.commits, "path": flushed.path, "duration_ns": took_ns}
+        self._note("saved", detail={**detail, "bytes": flushed.size_bytes})
+        if "save_failed" in self._troubles:
+            self._troubles.clear()
+            self._say(f"checkpoint of step {save.step}: written; saving is well again")
+        if flushed.untidy:
+            self._trouble("retention_failed", save.step, flushed.untidy)
+        if save.over is not None:
+            save.over(f"its state from after {save.commits} updates is saved: {flushed.path}")
         self._go_on()
 
     def _failed(self, save: _Save, reason: str) -> None:
-        self._note("save_failed", detail={"step": save.step, "reason": reason})
+        self._trouble("save_failed", save.step, reason)
         if save.over is not None:
             self._unsaved = True
             save.over(f"its state could not be saved: {reason}")
 
+    def _trouble(self, kind: str, step: int, reason: str) -> None:
+        self._note(kind, detail={"step": step, "reason": reason})
+        if kind not in self._troubles:
+            self._troubles.add(kind)
+            self._say(f"checkpoint of step {step}: {_TOLD[kind]}: {reason}. Training goes on")
+
     def _lost(self, loop: asyncio.AbstractEventLoop, reason: str) -> None:
-        if self._vault is not None:
-            loop.remove_reader(self._vault.fileno())
-            self._vault.close()
-            self._vault = None
-        failed, self._under_way = self._under_way, []
-        for save in failed:
-            self._failed(save, reason)
+        assert self._vault is not None
+        loop.remove_reader(self._vault.fileno())
+        self._vault.close()
+        self._vault = None
         self._note("holder_lost", detail={"reason": reason})
+        save, self._under_way = self._under_way, None
+        if save is not None:
+            self._failed(save, reason)
         self._go_on()
 
     def _in_memory(self) -> Source | None:
+        # As a visitor: what the agent's own connection has sent already is not answered in between.
         try:
-            if self._vault is not None:
-                stores = self._vault.inventory().stores
-            else:
-                vault = Vault.connect(self._run_dir, member=False)
-                try:
-                    stores = vault.inventory().stores
-                finally:
-                    vault.close()
+            vault = Vault.connect(self._run_dir, member=False, reply_timeout_s=_REPLY_TIMEOUT_S)
+            try:
+                stores = vault.inventory().stores
+            finally:
+                vault.close()
         except VaultError:
             return None
         commits = common_commits(stores, self._world_size)
@@ -224,13 +246,20 @@ class Saves:
         return usable[0] if usable else None
 
     def _on_storage(self) -> Source | None:
-        if not self._folder.exists():
+        if not os.path.lexists(self._folder):
             return None
         try:
             tidy(self._folder)
         except StorageError as error:
-            self._note("save_failed", detail={"step": -1, "reason": str(error)})
-        found = newest_complete(self._folder)
+            self._trouble("retention_failed", -1, str(error))
+        refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
+        try:
+            found = newest_complete(self._folder, refused=refused)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._folder} can't be read ({error}), and may hold checkpoints of this run: mend it, or choose "
+                "another --run-dir"
+            ) from None
         for path, reason in found.skipped:
             if path not in self._told:
                 self._told.add(path)
@@ -246,8 +275,10 @@ class Saves:
         It stays where the job's last state is nowhere else: for whoever starts the job again, and for a while.
         """
         deadline = time.monotonic() + timeout_s
-        while self._under_way and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
+        while self._under_way is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
             await asyncio.sleep(0.01)
+        if self._under_way is not None:
+            self._say(f"checkpoint of step {self._under_way.step}: storage is still busy with it; its writer goes on")
         if self._vault is not None:
             asyncio.get_running_loop().remove_reader(self._vault.fileno())
             try:

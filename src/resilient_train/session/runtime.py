@@ -135,7 +135,7 @@ class Runtime:
             self._link.channel.send(Refused(str(error)))
             raise
         self._publication.publish(self._processor.standing.commits, self._window.number)
-        self.saving.open()
+        self.saving.open(self._processor.standing.commits)
         self._link.record(self._processor.standing, self._window.number)
         digest, _ = self._engine.digests()
         self._guards.watchdog.guard_sockets(self._engine.sockets())

@@ -8,6 +8,7 @@ from the number of committed updates alone, so that all ranks take the same ones
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from resilient_train._native import Copier
-from resilient_train.errors import CheckpointError, ConfigError, ProtocolError, TransferError, VaultError
+from resilient_train.errors import (
+    CheckpointError,
+    ConfigError,
+    HolderLostError,
+    ProtocolError,
+    TransferError,
+    VaultError,
+)
 from resilient_train.frameworks.base import Framework, Image, Share
 from resilient_train.protocol.messages import (
     Captured,
@@ -36,6 +44,8 @@ from resilient_train.state.vault.client import Vault
 from resilient_train.state.vault.slots import Draft, SlotPair, image_digest
 
 _COPY_TIMEOUT_MS = 600_000
+_REPLY_TIMEOUT_S = 2.0
+"""The training waits meanwhile: if the holder does not answer, this snapshot is not taken."""
 _SLOT_POLL_MS = 10
 
 
@@ -92,33 +102,70 @@ class Saving:
             raise ConfigError(f"save_every(steps={updates}): it must be 1 or more")
         self._every = updates
 
-    def open(self) -> None:
-        """The loop begins: somebody must hold the snapshots. Without, training goes on, and an event says why."""
+    def open(self, commits: int) -> None:
+        """The loop begins, after so many updates. Snapshots of later ones are of a history that the job has left: they
+        must not be taken for its newest.
+        """
         if not self._every:
             return
         try:
-            self._connect()
+            for pair in self._connected().open(self._link.rank):
+                for snapshot in pair.complete():
+                    if snapshot.commits > commits:
+                        pair.discard(snapshot.sequence)
+                pair.close()
+        except HolderLostError as error:
+            self._event("save_skipped", {"commits": commits, "reason": str(error)})
         except VaultError as error:
             self._give_up(str(error))
 
-    def _connect(self) -> None:
+    def head(self, commits: int, step: int) -> None:
+        """A window begins, and all that it starts from is published: begins a snapshot if one is due."""
+        if not self._every or not commits or commits % self._every or commits == self._newest:
+            return
+        try:
+            self._begin(commits, step)
+        except HolderLostError as error:  # the next one will find another holder
+            self._event("save_skipped", {"commits": commits, "reason": str(error)})
+        except VaultError as error:
+            self._give_up(str(error))
+
+    def _connected(self) -> Vault:
+        """The holder: the one that there was, or a new one, which takes over what this rank has mapped.
+
+        Raises HolderLostError if it is just gone, VaultError if there will be none.
+        """
+        if self._vault is not None:
+            try:
+                self._vault.hear()
+                return self._vault
+            except HolderLostError:
+                self._vault.close()
+                self._vault = None
         self._link.channel.send(OpenVault())
         error = self._link.expect(VaultOpened).error
         if error:
             raise VaultError(error)
-        self._vault = Vault.connect(self._run_dir)
+        vault = Vault.connect(self._run_dir, reply_timeout_s=_REPLY_TIMEOUT_S)
+        if self._pair is not None:
+            try:
+                vault.adopt(self._pair)
+            except HolderLostError:
+                vault.close()
+                raise
+        self._vault = vault
+        return vault
 
-    def head(self, commits: int, step: int) -> None:
-        """A window begins, and all that it starts from is published: begins a snapshot if one is due."""
-        if self._vault is None or not commits or commits % self._every or commits == self._newest:
-            return
+    def _begin(self, commits: int, step: int) -> None:
         own = {self._link.rank: self._packed(self._publication.latest)}
         image = self._engine.image(step, self._share())
-        try:
-            draft = self._room_for(image, own).begin()
-        except VaultError as error:
-            self._give_up(str(error))
-            return
+        pair = self._room_for(self._connected(), image, own)
+        for held in pair.complete():
+            if held.commits == commits:  # a rank that took this one's place finds its snapshot
+                self._newest = commits
+                self._link.channel.send(Captured(commits, held.step, held.sequence, store=True, last=-1))
+                return
+        draft = pair.begin()
         if draft is None:
             self._event("save_skipped", {"commits": commits, "reason": "the snapshot before last is still being read"})
             return
@@ -139,15 +186,13 @@ class Saving:
         published = self._link.arena.published(commits)
         if published is None:
             raise ProtocolError(f"it had published nothing from which update {commits} starts")
-        if self._vault is None:
-            self._connect()
         own = {self._link.rank: self._packed(published)}
         share = self._share()
         if order is not None:
             own |= {rank: self._packed(other) for rank, other in order.others.items()}
             share = Share(order.part, order.parts, order.shard, order.shards)
         image = self._engine.image(step, share)
-        pair = self._room_for(image, own)
+        pair = self._room_for(self._connected(), image, own)
         while (draft := pair.begin()) is None:
             # Storage still reads the snapshot before last. The agent ends this process when the time is over.
             if self._link.board.wait_stop(generation, _SLOT_POLL_MS):
@@ -255,8 +300,7 @@ class Saving:
     def _group(self) -> int:
         return next(number for number, ranks in enumerate(self._groups) if self._link.rank in ranks)
 
-    def _room_for(self, image: Image, own: dict[int, bytes]) -> SlotPair:
-        assert self._vault is not None
+    def _room_for(self, vault: Vault, image: Image, own: dict[int, bytes]) -> SlotPair:
         size = (
             len(image.tree)
             + sum(len(each) + 16 for each in own.values())
@@ -268,7 +312,8 @@ class Saving:
         if self._pair is None or self._pair.capacity_bytes < needed:
             if self._pair is not None:
                 self._pair.close()
-            self._pair = self._vault.reserve(self._link.rank, trailer.room_bytes(image.total_bytes, size))
+                self._pair = None
+            self._pair = vault.reserve(self._link.rank, trailer.room_bytes(image.total_bytes, size))
             self._pair.prefault()
         return self._pair
 
@@ -277,6 +322,7 @@ class Saving:
         self.close()
         self._every = 0
         self._event("save_off", {"reason": reason})
+        print(f"resilient_train: rank {self._link.rank} saves nothing any more: {reason}", file=sys.stderr, flush=True)
 
 
 def _unpacked(own: bytes) -> _Own:

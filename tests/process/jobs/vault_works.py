@@ -9,9 +9,10 @@ from resilient_train.state.vault.work import Order
 
 
 def digest(order: Order) -> bytes:
-    assert len(order.region) % 65536 == 0
-    assert order.region.readonly
-    return xxhash.xxh3_128_digest(order.region[: order.snapshot.image_bytes])
+    (part,) = order.parts
+    assert len(part.region) % 65536 == 0
+    assert part.region.readonly
+    return xxhash.xxh3_128_digest(part.region[: part.snapshot.image_bytes])
 
 
 def wait(order: Order) -> bytes:
@@ -20,4 +21,4 @@ def wait(order: Order) -> bytes:
 
 
 def fail(order: Order) -> bytes:
-    raise OSError(28, f"no room for snapshot {order.snapshot.sequence}")
+    raise OSError(28, f"no room for snapshot {order.parts[0].snapshot.sequence}")

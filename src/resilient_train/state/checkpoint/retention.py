@@ -10,8 +10,11 @@ from resilient_train.state.checkpoint.manifest import GONE, REPLACED, TMP, parse
 from resilient_train.state.checkpoint.verify import candidates, verify
 
 
-def retain(folder: Path, keep: int) -> list[Path]:
+def retain(folder: Path, keep: int, *, newest_step: int | None = None) -> list[Path]:
     """Deletes the periodic checkpoints that are older than the newest ``keep`` complete ones; returns them.
+
+    Those of steps after ``newest_step``, the one just written, neither count nor go: the job went back behind them,
+    since they could not be taken up.
 
     Complete means here: all files are there with their sizes and headers (reading every byte after each save would cost
     as much as the save). End-of-life checkpoints are never deleted. Raises StorageError.
@@ -21,7 +24,7 @@ def retain(folder: Path, keep: int) -> list[Path]:
     complete = 0
     with storing(folder):
         for name, path in candidates(folder):
-            if name.kind != "periodic" or name.suffix:
+            if name.kind != "periodic" or name.suffix or (newest_step is not None and name.step > newest_step):
                 continue
             if complete == keep:
                 remove(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -165,10 +165,15 @@ def candidates(folder: Path) -> list[tuple[Name, Path]]:
     return named
 
 
-def newest_complete(folder: Path, *, digests: bool = True) -> Found:
-    """The newest checkpoint that ``verify`` has nothing to say against. Raises OSError if the folder can't be read."""
+def newest_complete(folder: Path, *, digests: bool = True, refused: Collection[Path] = ()) -> Found:
+    """The newest checkpoint that ``verify`` has nothing to say against, but none of ``refused``.
+
+    Raises OSError if the folder can't be read.
+    """
     skipped: list[tuple[Path, str]] = []
     for _, path in candidates(folder):
+        if path in refused:
+            continue
         report = verify(path, digests=digests)
         if report.ok:
             return Found(report, tuple(skipped))

@@ -17,6 +17,7 @@ from resilient_train.state.vault.slots import Control, SlotPair
 from resilient_train.transport import Wire, connect, peer_is_trusted
 
 REPLY_TIMEOUT_S = 30.0
+"""For who can wait. The holder answers at once, unless it was stopped or the machine is at its end."""
 _Answer = TypeVar("_Answer")
 _decoder: msgspec.msgpack.Decoder[frames.FromHolder] = msgspec.msgpack.Decoder(frames.FromHolder)
 
@@ -33,13 +34,24 @@ class Vault:
     process and others have mapped.
     """
 
-    def __init__(self, wire: Wire[frames.FromHolder]) -> None:
+    def __init__(self, wire: Wire[frames.FromHolder], reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
         self._wire = wire
+        self._reply_timeout_s = reply_timeout_s
+        self._submitted = 0
         self._results: dict[int, frames.Result] = {}
 
     @classmethod
-    def connect(cls, run_dir: Path, *, node: int = 0, member: bool = True, timeout_s: float = 10.0) -> Vault:
-        """Connects as a ``member``, for which the holder stays, or as a visitor.
+    def connect(
+        cls,
+        run_dir: Path,
+        *,
+        node: int = 0,
+        member: bool = True,
+        timeout_s: float = 10.0,
+        reply_timeout_s: float = REPLY_TIMEOUT_S,
+    ) -> Vault:
+        """Connects as a ``member``, for which the holder stays, or as a visitor. ``reply_timeout_s``: how long each
+        answer is waited for, this one too.
 
         Raises HolderLostError if there is no holder, VaultError if one of another user listens there.
         """
@@ -51,7 +63,8 @@ class Vault:
         if not peer_is_trusted(endpoint):
             endpoint.close()
             raise VaultError(f"the holder at {path} belongs to another user: its snapshots are not to be trusted")
-        vault = cls(Wire(endpoint, _decoder, lambda reason: HolderLostError(f"the holder at {path} {reason}")))
+        wire = Wire(endpoint, _decoder, lambda reason: HolderLostError(f"the holder at {path} {reason}"))
+        vault = cls(wire, reply_timeout_s)
         try:
             vault._ask(frames.Enter(member), frames.Done)
         except HolderLostError:  # it was just ending
@@ -122,28 +135,41 @@ class Vault:
         """All that is held, and by how many processes."""
         return self._ask(frames.Ask(), frames.Inventory)
 
-    def submit(self, work: str, rank: int, sequence: int, argument: bytes = b"") -> int:
-        """Has the holder do ``work`` on a snapshot, which stays pinned for it, also if this process dies. Its number.
+    def submit(self, work: str, snapshots: Iterable[tuple[int, int]], argument: bytes = b"") -> int:
+        """Has the holder do ``work`` on snapshots (rank, sequence). They stay pinned for it, even if this process dies.
 
-        Raises VaultError if the snapshot is not there, or the holder does not know such work.
+        Returns its number, and waits for nothing: a snapshot that is not there, or work that the holder does not know,
+        is a failure that ``result`` tells.
         """
-        return self._ask(frames.Submit(work, rank, sequence, argument), frames.Accepted).number
+        self._submitted += 1
+        self._wire.send(frames.Submit(self._submitted, work, tuple(snapshots), argument))
+        return self._submitted
 
     def result(self, number: int, timeout_s: float | None = None) -> bytes | None:
         """What the work with this number gave; None if it is not over after ``timeout_s``. Raises VaultError if it
-        failed.
+        failed, or was refused.
         """
         while number not in self._results:
-            frame = self._wire.receive(timeout_s)
-            if frame is None:
+            if not self._take_result(timeout_s):
                 return None
-            if not isinstance(frame, frames.Result):
-                raise ProtocolError(f"the holder sent {type(frame).__name__}, which nobody asked for")
-            self._results[frame.number] = frame
         result = self._results.pop(number)
         if result.error:
             raise VaultError(result.error)
         return result.value
+
+    def hear(self) -> None:
+        """Takes in what the holder has sent, without waiting. Raises HolderLostError if that was the last of it."""
+        while self._take_result(0):
+            pass
+
+    def _take_result(self, timeout_s: float | None) -> bool:
+        frame = self._wire.receive(timeout_s)
+        if frame is None:
+            return False
+        if not isinstance(frame, frames.Result):
+            raise ProtocolError(f"the holder sent {type(frame).__name__}, which nobody asked for")
+        self._results[frame.number] = frame
+        return True
 
     def finish(self) -> None:
         """The job is over for good: the holder need not wait for another agent."""
@@ -160,7 +186,7 @@ class Vault:
     def _ask(self, request: msgspec.Struct, answer: type[_Answer], descriptors: Iterable[int] = ()) -> _Answer:
         self._wire.send(request, tuple(descriptors))
         while True:
-            reply = self._wire.receive(REPLY_TIMEOUT_S)
+            reply = self._wire.receive(self._reply_timeout_s)
             match reply:
                 case frames.Result():
                     self._results[reply.number] = reply
@@ -173,7 +199,7 @@ class Vault:
                     raise VaultError(reply.text)
                 case None:
                     self.close()  # or a late answer would be taken for that to the next question
-                    raise HolderLostError(f"the holder did not answer within {REPLY_TIMEOUT_S:.0f} s")
+                    raise HolderLostError(f"the holder did not answer within {self._reply_timeout_s:.0f} s")
             if not isinstance(reply, answer):
                 raise ProtocolError(f"the holder answered {type(request).__name__} with {type(reply).__name__}")
             return reply

@@ -1,7 +1,7 @@
-"""From memory to storage: the holder's work (``work.py``), one call for each rank's snapshot.
+"""From memory to storage: the holder's work (``work.py``) that makes a checkpoint of all ranks' snapshots.
 
-The first call begins the checkpoint's draft, the last one commits it. All run in one thread of the holder, so that
-neither a rank's nor the agent's death cuts a checkpoint whose snapshots are complete.
+One call makes it all, so that neither a rank's nor the agent's death cuts a checkpoint whose snapshots are complete,
+and what storage has refused leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from pathlib import Path
 
 import msgspec
 
-from resilient_train.errors import StorageError
+from resilient_train.errors import ProtocolError, StorageError
 from resilient_train.state.checkpoint.draft import Draft
 from resilient_train.state.checkpoint.manifest import FileEntry, Kind, rank_name
 from resilient_train.state.checkpoint.retention import retain
 from resilient_train.state.vault import trailer
-from resilient_train.state.vault.work import Order
+from resilient_train.state.vault.work import Order, Part
 
 WORK = "flush"
 PLACE = f"{__name__}:flush"
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True):
-    """Which part of which checkpoint a snapshot is."""
+    """What checkpoint the snapshots are."""
 
     folder: str
     step: int
@@ -46,49 +46,43 @@ class Flush(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Flushed(msgspec.Struct, frozen=True, array_like=True):
-    """``path``: of the checkpoint, once it is complete."""
+    """``path``: of the checkpoint. ``direct``: whether the page cache was left out."""
 
     path: str
     size_bytes: int
     direct: bool
-
-
-_drafts: dict[tuple[str, Kind, int], tuple[Draft, list[FileEntry], set[int]]] = {}
-"""The checkpoints under way in this process: files written so far, and the ranks whose they are."""
+    untidy: str
+    """Why older ones could not be deleted; empty if they could."""
 
 
 def flush(order: Order) -> bytes:
-    """Writes one rank's files; raises StorageError, and takes the draft away, if storage fails."""
+    """Writes the checkpoint. Raises StorageError, and takes away what there is of it, if storage fails;
+    ProtocolError for snapshots that are not whole, or of another moment.
+    """
     job = msgspec.msgpack.decode(order.argument, type=Flush)
-    key = job.folder, job.kind, job.step
-    rank = order.snapshot.rank
-    if key not in _drafts:
-        _drafts[key] = Draft.begin(Path(job.folder), job.step, job.kind), [], set()
-    draft, files, ranks = _drafts[key]
+    for snapshot, _ in order.parts:
+        if snapshot.commits != job.commits:
+            raise ProtocolError(f"rank {snapshot.rank}'s snapshot is from before update {snapshot.commits}, not "
+                                f"{job.commits}")  # fmt: skip
+    files: list[FileEntry] = []
+    with Draft.begin(Path(job.folder), job.step, job.kind) as draft:
+        direct = [_add(draft, files, part, job) for part in order.parts]
+        path = _commit(draft, files, job)
+    untidy = ""
     try:
-        direct = _add(draft, files, order, job)
-        ranks.add(rank)
-        path = ""
-        if ranks == set(job.writers()):
-            path = str(_commit(draft, files, job))
-            del _drafts[key]
-            retain(Path(job.folder), job.keep)
-    except BaseException as error:
-        _drafts.pop(key, None)
-        draft.abandon()
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(f"{draft.path}: rank {rank}'s part can't be written: {error}") from error
-    return msgspec.msgpack.encode(Flushed(path, sum(each.size_bytes for each in files), direct))
+        retain(path.parent, job.keep, newest_step=job.step)
+    except StorageError as error:  # the checkpoint itself is complete
+        untidy = str(error)
+    return msgspec.msgpack.encode(Flushed(str(path), sum(each.size_bytes for each in files), all(direct), untidy))
 
 
-def _add(draft: Draft, files: list[FileEntry], order: Order, job: Flush) -> bool:
-    snapshot = order.snapshot
-    held = trailer.read(order.region, snapshot)
+def _add(draft: Draft, files: list[FileEntry], part: Part, job: Flush) -> bool:
+    snapshot = part.snapshot
+    held = trailer.read(part.region, snapshot)
     groups = job.savers
     world_size = sum(map(len, job.replica_groups))
     shard, shards = job.shard_of(snapshot.rank), len(job.writers())
-    written = draft.add_image(shard, shards, order.region, snapshot.image_bytes, snapshot.rank, held.chunk_digests())
+    written = draft.add_image(shard, shards, part.region, snapshot.image_bytes, snapshot.rank, held.chunk_digests())
     files.append(written.entry)
     group = next(number for number, ranks in enumerate(groups) if snapshot.rank in ranks)
     if snapshot.rank == groups[group][0]:

@@ -1,7 +1,7 @@
 """The frames between the holder and its clients (agent, ranks, commands): msgspec structs, as in ``protocol/messages``.
 
-A client asks one thing at a time and gets one answer; only ``Result`` comes unasked, when work is done. Descriptors
-travel beside the frame that says how many they are.
+A client asks one thing at a time and gets one answer; only ``Submit`` has none, and ``Result`` comes whenever work is
+done. Descriptors travel beside the frame that says how many they are.
 """
 
 from __future__ import annotations
@@ -72,13 +72,14 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """Work on a snapshot (writing it to storage), which is pinned until the work is over. Accepted answers, or Refused;
-    Result follows. The work goes on when the client is gone.
+    """Work on snapshots (writing them to storage): all of them are pinned, or none, until the work is over. ``number``
+    is the client's, for the Result that follows. The work goes on when the client is gone.
     """
 
+    number: int
     work: str
-    rank: _Rank
-    sequence: int
+    snapshots: tuple[tuple[_Rank, int], ...]
+    """Rank and sequence of each."""
     argument: bytes
 
 
@@ -119,14 +120,8 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     """It is so."""
 
 
-class Accepted(msgspec.Struct, tag=True, frozen=True):
-    """The work has this number; its Result will have it, too."""
-
-    number: int
-
-
 class Result(msgspec.Struct, tag=True, frozen=True):
-    """Work is over. ``error`` is empty when it went well."""
+    """Work is over, or was refused. ``error`` is empty when it went well."""
 
     number: int
     value: bytes
@@ -145,5 +140,5 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 ToHolder = Enter | Reserve | Open | Adopt | Pin | Unpin | Drop | Ask | Submit | Finish
 """Every frame that the holder reads."""
 
-FromHolder = Stores | Inventory | Done | Accepted | Result | Refused
+FromHolder = Stores | Inventory | Done | Result | Refused
 """Every frame that a client reads."""

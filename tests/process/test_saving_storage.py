@@ -1,0 +1,179 @@
+"""Storage that is full, failing, read-only, gone or slow while a job saves: it trains on, and keeps what it has.
+
+One job meets one trouble after the other. It goes slowly meanwhile, and then at full speed to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from running import Reference, Run, launch
+from watched_jobs import RANKS, STEPS, Job, end_holder, holder_pid, job, wrongs
+
+FULL = "FULL" in os.environ
+EVERY = 2
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "run"
+    end_holder(tmp_path / "run")
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *arguments: str) -> Iterator[None]:
+    folder.mkdir(parents=True)
+    done = subprocess.run(["mount", *arguments, folder], capture_output=True, text=True, check=False, timeout=10)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True, timeout=10)
+
+
+@contextlib.contextmanager
+def full(folder: Path, _: Job) -> Iterator[None]:
+    path = folder / "of another"
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    yield
+    path.unlink()
+
+
+@contextlib.contextmanager
+def read_only(folder: Path, _: Job) -> Iterator[None]:
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True, timeout=10)
+    yield
+    subprocess.run(["mount", "-o", "remount,rw", folder], check=True, timeout=10)
+
+
+@contextlib.contextmanager
+def limited(_: Path, running: Job) -> Iterator[None]:
+    pid, none = holder_pid(running.run_dir), resource.RLIM_INFINITY
+    # Behind EFBIG comes SIGXFSZ, which ends who does not ignore it.
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (16384, none))
+    yield
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (none, none))
+
+
+@contextlib.contextmanager
+def replaced(_: Path, running: Job) -> Iterator[None]:
+    link = running.run_dir / "checkpoints"
+    target = link.readlink()
+    link.unlink()
+    link.write_text("in the way")
+    yield
+    link.unlink()
+    link.symlink_to(target)
+
+
+@contextlib.contextmanager
+def stopped(_: Path, running: Job) -> Iterator[None]:
+    """As the holder is where a write does not come back, or memory is short."""
+    pid = holder_pid(running.run_dir)
+    os.kill(pid, signal.SIGSTOP)
+    yield
+    os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def frozen(folder: Path, _: Job) -> Iterator[None]:
+    """Every write waits, and so does whoever writes: ranks and launcher must not."""
+    subprocess.run(["fsfreeze", "-f", folder], check=True, timeout=10)
+    yield
+    subprocess.run(["fsfreeze", "-u", folder], check=True, timeout=10)
+
+
+Trouble = Callable[[Path, Job], AbstractContextManager[None]]
+TROUBLES: list[tuple[Trouble, str, str]] = [
+    (full, "save_failed", "ENOSPC"),
+    (read_only, "save_failed", "EROFS"),
+    (limited, "save_failed", "EFBIG"),
+    (replaced, "save_failed", "ENOTDIR"),
+    (stopped, "save_skipped", "busy"),
+]
+
+
+def meet(trouble: Trouble, kind: str, reason: str, folder: Path, running: Job) -> None:
+    """The job saves; it does not, and says why; it does again."""
+    running.await_more("saved")
+    with trouble(folder, running):
+        seen = len(running.heard(kind))
+        running.await_more(kind)
+        assert any(reason in each["reason"] for each in running.heard(kind)[seen:]), running.heard(kind)[seen:]
+        saved = [each["step"] for each in running.heard("saved")]
+        assert not wrongs(folder, saved), f"{trouble.__name__}: the last good checkpoints did not stay"
+        assert not list(folder.glob("*_tmp")) or kind == "save_skipped", f"{trouble.__name__}: half a checkpoint stays"
+    running.await_more("saved")
+
+
+def to_the_end(running: Job, reference: Reference) -> Run:
+    (running.run_dir / "fast").touch()
+    run = running.end()
+    assert run.code == 0, run.explain()
+    assert run.digests() == reference(ranks=RANKS, steps=STEPS).digests(), run.explain()
+    return run
+
+
+@contextlib.contextmanager
+def slow_job(run_dir: Path, folder: Path) -> Iterator[Job]:
+    """It saves into ``folder`` by way of a symbolic link, which can be replaced where a mount can't."""
+    run_dir.mkdir()
+    (run_dir / "checkpoints").symlink_to(folder)
+    try:
+        with job(run_dir, "--steps", str(STEPS), "--save", str(EVERY), "--pace", str(run_dir / "fast")) as running:
+            yield running
+    finally:
+        end_holder(run_dir)
+
+
+@pytest.mark.slow
+def test_one_trouble_after_the_other(run_dir: Path, tmp_path: Path, undisturbed: Reference) -> None:
+    folder = tmp_path / "small"
+    with mounted(folder, "-t", "tmpfs", "-o", "size=4m", "none"), slow_job(run_dir, folder) as running:
+        for trouble, kind, reason in TROUBLES:
+            meet(trouble, kind, reason, folder, running)
+        end_holder(run_dir)
+        running.await_more("holder_lost")
+        running.await_more("saved")  # another holder, another writer
+        run = to_the_end(running, undisturbed)
+        assert not wrongs(folder, [each["step"] for each in running.heard("saved")])
+    told = [line for line in run.err.splitlines() if "not written" in line]
+    names = [reason for _, kind, reason in TROUBLES if kind == "save_failed"]
+    assert all(name in line for name, line in zip(names, told, strict=False)), run.err
+    assert len(names) <= len(told) <= len(names) + 2, "once each; and what the holder was writing when it died"
+    assert run.err.count("still busy") == run.err.count("skipped") > 0, run.err
+
+
+@pytest.mark.skipif(not FULL, reason="FULL=1: needs loop devices")
+def test_frozen_disk(run_dir: Path, tmp_path: Path, undisturbed: Reference) -> None:
+    if not shutil.which("mkfs.ext4") or not shutil.which("fsfreeze"):
+        pytest.skip("no mkfs.ext4, no fsfreeze")
+    image, folder = tmp_path / "image", tmp_path / "folder"
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True, timeout=30)
+    with mounted(folder, "-o", "loop", str(image)), slow_job(run_dir, folder) as running:
+        meet(frozen, "save_skipped", "busy", folder, running)
+        to_the_end(running, undisturbed)
+        assert not wrongs(folder, [each["step"] for each in running.heard("saved")])
+
+
+def test_unreadable_checkpoints_are_not_trained_over(run_dir: Path) -> None:
+    run_dir.mkdir()
+    (run_dir / "checkpoints").write_text("in the way")
+    refused = launch(run_dir, "train.py", "--steps", "1", "--save", "1", ranks=1)
+    assert refused.code == 2, refused.explain()
+    assert "can't be read" in refused.err
+    assert "Traceback" not in refused.err

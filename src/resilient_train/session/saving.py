@@ -20,6 +20,7 @@ from resilient_train.frameworks.base import Framework, Image, Share
 from resilient_train.protocol.messages import (
     Captured,
     OpenVault,
+    Refused,
     SaveLast,
     Source,
     Unrestorable,
@@ -29,7 +30,7 @@ from resilient_train.protocol.messages import (
 from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
 from resilient_train.state.checkpoint.held import HeldImage, fill_from
-from resilient_train.state.checkpoint.restore import read_checkpoint
+from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint
 from resilient_train.state.sharding import shares
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.client import Vault
@@ -202,7 +203,11 @@ class Saving:
         """
         try:
             own = self._from_memory(source) if source.kind == "memory" else self._from_storage(source)
-        except (CheckpointError, ConfigError, ProtocolError, TransferError, VaultError, OSError) as error:
+        except ConfigError as error:
+            # The state is whole, and another job's. To begin anew beside it would be worse than to end.
+            self._link.channel.send(Refused(f"{error}. To begin anew, give another --run-dir"))
+            self._link.wait_for_the_end()
+        except (CheckpointError, ProtocolError, TransferError, VaultError, OSError) as error:
             self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}"))
             self._link.wait_for_the_end()
         self._engine.restore_layout(own.layout, source.commits)
@@ -212,17 +217,34 @@ class Saving:
 
     def _from_storage(self, source: Source) -> _Own:
         with read_checkpoint(Path(source.path)) as checkpoint:
-            if checkpoint.manifest.replica_groups != self._groups:
+            if len(checkpoint.manifest.replica_groups) != len(self._groups):
                 raise ConfigError(
-                    f"{source.path} was written by replica groups {checkpoint.manifest.replica_groups}, this job has "
-                    f"{self._groups}"
+                    f"{source.path} was written by {len(checkpoint.manifest.replica_groups)} replica groups, this job "
+                    f"has {len(self._groups)}: their number can't change (that of the ranks in them can)"
                 )
             tree = checkpoint.tree(self._group())
+            self._engine.load(tree.tree, tree.names, checkpoint.load)
+            if checkpoint.manifest.replica_groups != self._groups:
+                return self._from_another_world(checkpoint)
             own = checkpoint.rank_state(self._link.rank)
             if own is None:
                 raise CheckpointError(source.path, f"lacks rank {self._link.rank}'s own state")
-            self._engine.load(tree.tree, tree.names, checkpoint.load)
         return _unpacked(own)
+
+    def _from_another_world(self, checkpoint: Checkpoint) -> _Own:
+        """The part of a rank's own state, see ``resharding``. Raises CheckpointError."""
+        group, old = self._group(), checkpoint.manifest.replica_groups
+        place = self._groups[group].index(self._link.rank)
+        held = [(rank, own) for rank in old[group] if (own := checkpoint.rank_state(rank)) is not None]
+        if not held:
+            raise CheckpointError(str(checkpoint.path), f"lacks the own state of all ranks of group {group}")
+        mine = old[group][place] if place < len(old[group]) else -1
+        own = dict(held).get(mine)
+        first = _unpacked(held[0][1])
+        published, found = self._publication.elsewhere(own and _unpacked(own).published, first.published)
+        worlds = {"old_world_size": checkpoint.manifest.world_size, "world_size": self._link.world_size}
+        self._event("resharded", {**worlds, "own_state_of": mine if own else -1, **found})
+        return _Own(published, first.layout)
 
     def _from_memory(self, source: Source) -> _Own:
         with contextlib.ExitStack() as stack:

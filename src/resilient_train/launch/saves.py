@@ -47,12 +47,17 @@ class _Save(NamedTuple):
 class Saves:
     """See the module's text. ``groups`` are the replica groups, known once the ranks have started."""
 
-    def __init__(self, run_dir: Path, world_size: int, keep: int, note: Teller) -> None:
+    def __init__(
+        self, run_dir: Path, world_size: int, keep: int, note: Teller, settle: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """``settle`` is told of an update when all checkpoints up to it are over and done with, written or not."""
         self._run_dir = run_dir
         self._folder = run_dir / CHECKPOINTS
         self._world_size = world_size
         self._keep = keep
         self._note = note
+        self._settle = settle
+        self._newest_over = 0
         self._vault: Vault | None = None
         self._holder: Popen[bytes] | None = None
         self._captured: dict[int, dict[int, Captured]] = {}
@@ -77,6 +82,9 @@ class Saves:
 
     def source(self) -> Source | None:
         """What all ranks are to start from: the newest state that is whole. None: from the script's own."""
+        self._captured.clear()  # by ranks that are no more
+        self._newest_over = 0
+        self._settle(0)
         if not self._folder.exists() and not socket_path(self._run_dir).exists():
             return None
         memory, storage = self._in_memory(), self._on_storage()
@@ -110,11 +118,19 @@ class Saves:
             del self._captured[commits]  # of older ones some rank has skipped its part
         if all(each.store for each in ranks.values()):
             self._store(ranks, groups)
+        else:
+            self._over(frame.commits)
+
+    def _over(self, commits: int) -> None:
+        self._newest_over = max(self._newest_over, commits)
+        if not self._under_way:
+            self._settle(self._newest_over)
 
     def _store(self, ranks: dict[int, Captured], groups: tuple[tuple[int, ...], ...]) -> None:
         first = ranks[0]
         if self._vault is None or self._under_way:
             self._note("save_skipped", detail={"step": first.step, "reason": "storage is still busy with the last one"})
+            self._over(first.commits)
             return
         self._submit(Flush(str(self._folder), first.step, first.commits, groups, {}, self._keep, groups), ranks)
 
@@ -151,6 +167,8 @@ class Saves:
             self._failed(save, str(error))
         if works:
             self._under_way.append(save)
+        else:
+            self._over(job.commits)
 
     def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
         """The holder has results, or is gone."""
@@ -188,6 +206,7 @@ class Saves:
                 if save.over is not None:
                     save.over(f"its state from after {save.commits} updates is saved: {flushed.path}")
         self._under_way.remove(save)
+        self._over(save.commits)
         self._go_on()
 
     def _failed(self, save: _Save, reason: str) -> None:
@@ -204,6 +223,7 @@ class Saves:
         failed, self._under_way = self._under_way, []
         for save in failed:
             self._failed(save, reason)
+            self._over(save.commits)
         self._note("holder_lost", detail={"reason": reason})
         self._go_on()
 

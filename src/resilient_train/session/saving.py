@@ -1,19 +1,21 @@
 """A rank's part in saving: snapshots of its share of the state, in memory that outlives it; and their way back.
 
 A snapshot is begun at the head of a window and copied behind its forward and backward passes. What an update changes
-is whole again at the next fence: before the update, before a recovery, at the end. Which windows begin with one follows
-from the number of committed updates alone, so that all ranks take the same ones without a word.
+is whole again at the next fence: before the update, before a recovery, at the end. Which windows begin with one, the
+same on all ranks: see ``cadence.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from resilient_train import config
 from resilient_train._native import Copier
 from resilient_train.errors import CheckpointError, ConfigError, ProtocolError, TransferError, VaultError
 from resilient_train.frameworks.base import Framework, Image, Share
@@ -27,6 +29,8 @@ from resilient_train.protocol.messages import (
     Unsaved,
     VaultOpened,
 )
+from resilient_train.session.autosave import cadence_for
+from resilient_train.session.cadence import Cadence, Due, Wish
 from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
 from resilient_train.state.checkpoint.held import HeldImage, fill_from
@@ -58,6 +62,7 @@ class _Pending(NamedTuple):
     commits: int
     step: int
     own: dict[int, bytes]
+    store: bool
     last: int
     """The generation in which the job ends; -1: it goes on."""
 
@@ -80,25 +85,26 @@ class Saving:
         self._run_dir = Path(run_dir)
         self._groups = replicas or (tuple(range(link.world_size)),)
         self._event = event
-        self._every = 0
+        self._wish: Wish | None = None
+        self._cadence: Cadence | None = None
         self._vault: Vault | None = None
         self._pair: SlotPair | None = None
         self._copier = Copier()
         self._pending: _Pending | None = None
         self._newest = -1
 
-    def every(self, updates: int) -> None:
-        """A checkpoint after every so many updates. Raises ConfigError for a number that can't be."""
-        if updates < 1:
-            raise ConfigError(f"save_every(steps={updates}): it must be 1 or more")
-        self._every = updates
+    def every(self, wish: Wish) -> None:
+        """How often to save."""
+        self._wish = wish
 
     def open(self) -> None:
         """The loop begins: somebody must hold the snapshots. Without, training goes on, and an event says why."""
-        if not self._every:
+        asked = self._wish or (Wish(auto=True) if config.auto_save(config.read_switches()) else None)
+        if asked is None:
             return
         try:
             self._connect()
+            self._wish = asked
         except VaultError as error:
             self._give_up(str(error))
 
@@ -111,8 +117,23 @@ class Saving:
 
     def head(self, commits: int, step: int) -> None:
         """A window begins, and all that it starts from is published: begins a snapshot if one is due."""
-        if self._vault is None or not commits or commits % self._every or commits == self._newest:
+        if self._vault is None or self._wish is None:
             return
+        if self._cadence is None:
+            try:
+                self._cadence = cadence_for(self._wish, self._link, self._run_dir, self._event)
+            except (ConfigError, OSError) as error:
+                self._give_up(str(error))
+                return
+        cadence = self._cadence
+        due = cadence.head(commits)
+        if due is Due.NOTHING or commits == self._newest:
+            return
+        begun_s = time.monotonic()
+        self._begin(commits, step, store=due is Due.STORAGE)
+        cadence.waited(time.monotonic() - begun_s)
+
+    def _begin(self, commits: int, step: int, *, store: bool) -> None:
         own = {self._link.rank: self._packed(self._publication.latest)}
         image = self._engine.image(step, self._share())
         try:
@@ -122,8 +143,9 @@ class Saving:
             return
         if draft is None:
             self._event("save_skipped", {"commits": commits, "reason": "the snapshot before last is still being read"})
+            self._link.channel.send(Captured(commits, step, sequence=0, store=False))
             return
-        self._gather(_Pending(draft, image, commits, step, own, last=-1))
+        self._gather(_Pending(draft, image, commits, step, own, store, last=-1))
         self._newest = commits
 
     def last(self, generation: int, commits: int, step: int, order: SaveLast | None) -> None:
@@ -153,7 +175,7 @@ class Saving:
             # Storage still reads the snapshot before last. The agent ends this process when the time is over.
             if self._link.board.wait_stop(generation, _SLOT_POLL_MS):
                 return
-        self._gather(_Pending(draft, image, commits, step, own, last=generation))
+        self._gather(_Pending(draft, image, commits, step, own, store=True, last=generation))
         self.fence()
 
     def _packed(self, published: bytes) -> bytes:
@@ -168,6 +190,7 @@ class Saving:
         """Waits until the snapshot that was begun is complete."""
         if self._pending is None:
             return
+        begun_s = time.monotonic()
         pending, self._pending = self._pending, None
         draft, image = pending.draft, pending.image
         if not self._copier.wait(_COPY_TIMEOUT_MS):
@@ -182,7 +205,10 @@ class Saving:
             world=self._link.world_size,
             digest=image_digest(chunks),
         )
-        self._link.channel.send(Captured(pending.commits, pending.step, draft.sequence, store=True, last=pending.last))
+        captured = Captured(pending.commits, pending.step, draft.sequence, pending.store, pending.last)
+        self._link.channel.send(captured)
+        if self._cadence is not None:
+            self._cadence.waited(time.monotonic() - begun_s)
 
     def close(self) -> None:
         """Lets go of the memory; the holder keeps it. Idempotent."""
@@ -297,7 +323,7 @@ class Saving:
     def _give_up(self, reason: str) -> None:
         """Nothing can be saved, or no more; the training goes on without."""
         self.close()
-        self._every = 0
+        self._wish = None
         self._event("save_off", {"reason": reason})
 
 
@@ -309,6 +335,6 @@ def _unpacked(own: bytes) -> _Own:
 
 
 def _trailer_of(pending: _Pending, chunks: bytes) -> bytes:
-    draft, image, commits, step, own, _ = pending
+    draft, image, commits, step, own, _, _ = pending
     held = trailer.Trailer(draft.sequence, commits, step, image.tree, image.names, own, chunks)
     return msgspec.msgpack.encode(held)

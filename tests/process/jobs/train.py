@@ -203,7 +203,9 @@ class Job:
             state={"ema": self.ema},
             undo=bool(self.variant & {"gan", "undo"}),
         ) as session:
-            if asked.save:
+            if asked.save_mode:
+                session.save_every(**json.loads(asked.save_mode))
+            elif asked.save:
                 session.save_every(steps=asked.save)
             for step in session.steps(asked.steps):
                 if asked.show_start and step.attempt == 0 and self.records is not None:
@@ -232,6 +234,7 @@ if __name__ == "__main__":
     parser.add_argument("--between", action="store_true")
     parser.add_argument("--leave-at", type=int, default=-1, help="leave the loop behind this step")
     parser.add_argument("--save", type=int, default=0, help="a checkpoint after every so many updates")
+    parser.add_argument("--save-mode", default="", help="the arguments of save_every, in JSON")
     parser.add_argument("--show-start", action="store_true", help="write down what the loop begins with")
     parser.add_argument("--pace", default="", help="go slowly until this file exists")
     parser.add_argument("--standby-at", type=int, nargs="*", default=[], help="wait for a standby behind this step")

@@ -169,6 +169,17 @@ void bind_board(nb::module_& module) {
       .def_prop_ro("stop_generation", [](const PyBoard& self) { return load(self.use()->header().stop_generation); })
       .def("close", &PyBoard::close)
       .def(
+          "announce",
+          [](const PyBoard& self, std::uint64_t commits, std::uint32_t what) { self.use()->announce(commits, what); },
+          "commits"_a, "what"_a)
+      .def(
+          "announced", [](const PyBoard& self, std::uint64_t commits) { return self.use()->announced(commits); },
+          "commits"_a)
+      .def(
+          "settle", [](const PyBoard& self, std::uint64_t commits) { store(self.use()->header().settled, commits); },
+          "commits"_a)
+      .def_prop_ro("settled", [](const PyBoard& self) { return load(self.use()->header().settled); })
+      .def(
           "raise_stop", [](const PyBoard& self, std::uint32_t generation) { self.use()->raise_stop(generation); },
           "generation"_a)
       .def(

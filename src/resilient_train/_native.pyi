@@ -39,6 +39,15 @@ class Board:
         """Newest generation that was announced by `raise_stop`; 0 at first."""
     def close(self) -> None:
         """Let go; every later access raises ValueError. Idempotent."""
+    def announce(self, commits: int, what: int) -> None:
+        """Rank 0: what (0..3) all ranks do at the head of update `commits`. An even and an odd one are held."""
+    def announced(self, commits: int) -> int:
+        """What was announced for update `commits`; 0 if nothing was."""
+    def settle(self, commits: int) -> None:
+        """Agent: it is done with the checkpoint from before update `commits`, whether it was written or not."""
+    @property
+    def settled(self) -> int:
+        """The last word of `settle`; 0 at first."""
     def raise_stop(self, generation: int) -> None:
         """Announce a newer generation: wakes every watchdog and every waiter. ValueError unless it grows."""
     def set_standing(self, rank: int, commits: int, phase: int, step: int) -> None:

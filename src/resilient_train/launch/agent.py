@@ -70,7 +70,8 @@ class Agent:
         self._lookout = Lookout(self._board, self._controller, self._processes, job.settings)
         self._alarms = Alarms(self._board, self._controller)
         self._operators = Operators(self._board, self._controller, self._processes, self._note)
-        self._saves = Saves(job.run_dir, job.world_size, job.settings.keep_checkpoints, self._note, self._say)
+        keep = job.settings.keep_checkpoints
+        self._saves = Saves(job.run_dir, job.world_size, keep, self._note, self._say, self._board.settle)
         self._source = self._saves.source()
         self._controller.can_go_back = self._saves.can_go_back
         self._departure = Departure(self._board, self._controller, self._saves, self._arenas, job.settings)

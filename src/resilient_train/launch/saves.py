@@ -55,13 +55,24 @@ class _Save(NamedTuple):
 class Saves:
     """See the module's text. ``say`` writes to the console: storage that fails is told there once, until it is well."""
 
-    def __init__(self, run_dir: Path, world_size: int, keep: int, note: Teller, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        world_size: int,
+        keep: int,
+        note: Teller,
+        say: Callable[[str], None],
+        settle: Callable[[int], None],
+    ) -> None:
+        """``settle`` is told of an update when all checkpoints up to it are over and done with, written or not."""
         self._run_dir = run_dir
         self._folder = run_dir / CHECKPOINTS
         self._world_size = world_size
         self._keep = keep
         self._note = note
         self._say = say
+        self._settle = settle
+        self._newest_over = 0
         self._vault: Vault | None = None
         self._holder: Popen[bytes] | None = None
         self._captured: dict[int, dict[int, Captured]] = {}
@@ -95,6 +106,9 @@ class Saves:
 
         Raises ConfigError if there may be checkpoints, but the storage does not let us see.
         """
+        self._captured.clear()  # by ranks that are no more
+        self._newest_over = 0
+        self._settle(0)
         if not os.path.lexists(self._folder) and not socket_path(self._run_dir).exists():
             return None
         memory, storage = self._in_memory(), self._on_storage()
@@ -128,12 +142,20 @@ class Saves:
             del self._captured[commits]  # of older ones some rank has skipped its part
         if all(each.store for each in ranks.values()):
             self._store(ranks, groups)
+        else:
+            self._over(frame.commits)
+
+    def _over(self, commits: int) -> None:
+        self._newest_over = max(self._newest_over, commits)
+        if self._under_way is None:
+            self._settle(self._newest_over)
 
     def _store(self, ranks: dict[int, Captured], groups: tuple[tuple[int, ...], ...]) -> None:
         first = ranks[0]
         if self._under_way is not None:
             reason = f"storage is still busy with that of step {self._under_way.step}"
             self._trouble("save_skipped", first.step, reason)
+            self._over(first.commits)
             return
         self._submit(Flush(str(self._folder), first.step, first.commits, groups, {}, self._keep, groups), ranks)
 
@@ -162,12 +184,14 @@ class Saves:
         save = _Save(job.step, job.commits, time.monotonic_ns(), 0, over)
         if self._vault is None:
             self._failed(save, "the snapshots' holder is gone; the next save starts another")
+            self._over(job.commits)
             return
         snapshots = [(rank, frame.sequence) for rank, frame in sorted(ranks.items())]
         try:
             number = self._vault.submit(WORK, snapshots, msgspec.msgpack.encode(job))
         except HolderLostError as error:  # if it is news: the event loop hears of it next
             self._failed(save, str(error))
+            self._over(job.commits)
             return
         self._under_way = save._replace(number=number)
 
@@ -190,6 +214,7 @@ class Saves:
         except VaultError as error:
             self._under_way = None
             self._failed(save, str(error))
+            self._over(save.commits)
             self._go_on()
             return
         if value is None:
@@ -206,6 +231,7 @@ class Saves:
             self._trouble("retention_failed", save.step, flushed.untidy)
         if save.over is not None:
             save.over(f"its state from after {save.commits} updates is saved: {flushed.path}")
+        self._over(save.commits)
         self._go_on()
 
     def _failed(self, save: _Save, reason: str) -> None:
@@ -229,6 +255,7 @@ class Saves:
         save, self._under_way = self._under_way, None
         if save is not None:
             self._failed(save, reason)
+            self._over(save.commits)
         self._go_on()
 
     def _in_memory(self) -> Source | None:

@@ -123,6 +123,7 @@ class Runtime:
         self._engine.attach(self, self._link)
         self._engine.watch_device(self._link.board, self._link.rank)
         self._guards.start()
+        self.saving.open()
         if self._joining:
             self._due = self._recovery.take_part()
             return
@@ -135,7 +136,7 @@ class Runtime:
             self._link.channel.send(Refused(str(error)))
             raise
         self._publication.publish(self._processor.standing.commits, self._window.number)
-        self.saving.open(self._processor.standing.commits)
+        self.saving.begin_at(self._processor.standing.commits)
         self._link.record(self._processor.standing, self._window.number)
         digest, _ = self._engine.digests()
         self._guards.watchdog.guard_sockets(self._engine.sockets())

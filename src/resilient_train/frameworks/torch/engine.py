@@ -16,11 +16,11 @@ import torch.distributed as dist
 from resilient_train import config
 from resilient_train._native import Board
 from resilient_train.errors import ConfigError, UsageError
-from resilient_train.frameworks.base import Conductor, Damage, Image, Objects, Place, Share, Sources, TailLog
+from resilient_train.frameworks.base import Conductor, Damage, Image, Objects, Place, Share, Sources, Strides, TailLog
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import Buckets, Pass
 from resilient_train.frameworks.torch.damage import assess, move
-from resilient_train.frameworks.torch.data import fast_forward
+from resilient_train.frameworks.torch.data import fast_forward, strides
 from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
 from resilient_train.frameworks.torch.escape import GuardedWork
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
@@ -226,6 +226,9 @@ class TorchEngine:
     def load_rank_state(self, state: bytes) -> None:
         self._ranks_own.restore(state)
 
+    def adopt_rank_state(self, state: bytes) -> None:
+        self._ranks_own.adopt(state)
+
     def pack(self, tree: Any) -> bytes:
         return pack(tree)
 
@@ -373,8 +376,11 @@ class TorchEngine:
     def restore_random_state(self, state: bytes) -> None:
         restore_random_state(state)
 
-    def fast_forward(self, loader: Any, batches: int) -> Iterator[Any]:
-        return fast_forward(loader, batches)
+    def fast_forward(self, loader: Any, batches: int, samples: int) -> Iterator[Any]:
+        return fast_forward(loader, batches, samples)
+
+    def strides(self, loader: Any) -> Strides | None:
+        return strides(loader)
 
     def call_in_forward(self, call: Callable[[], None]) -> None:
         """Calls ``call`` in the middle of each forward pass (for fault injection)."""

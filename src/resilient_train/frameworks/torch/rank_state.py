@@ -103,6 +103,11 @@ class RankState:
             self.buffers.restore(tree["buffers"])
             self._restore_extra(tree["extra"])
 
+    def adopt(self, state: bytes) -> None:
+        """Takes up the buffers of another rank's packed state. What the user calls a rank's own stays as it is."""
+        if state:
+            self.buffers.restore(unpack(state)["buffers"])
+
     def rollback(self, state: bytes) -> None:
         """Puts the state at the begin of a window back, in the process that has packed it then."""
         tree = unpack(state) if state else {"buffers": {}, "extra": {}}

@@ -289,6 +289,8 @@ class Agent:
                 self._departure.failed(generation, text)
             case m.Captured():
                 self._saves.captured(rank, frame, controller.replicas.groups)
+            case m.Skipped():
+                self._saves.skipped(rank, frame, controller.replicas.groups)
             case m.Unrestorable(source=source, reason=text):
                 self._saves.refuse(source)
                 self._carry_out(controller.start_again(rank, incarnation, text))

@@ -18,7 +18,7 @@ import msgspec
 
 from resilient_train.errors import ConfigError, HolderLostError, StorageError, VaultError
 from resilient_train.launch.holding import ensure_holder
-from resilient_train.protocol.messages import Captured, Source
+from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.state.checkpoint.retention import tidy
 from resilient_train.state.checkpoint.verify import newest_complete
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
@@ -144,6 +144,11 @@ class Saves:
             self._store(ranks, groups)
         else:
             self._over(frame.commits)
+
+    def skipped(self, rank: int, frame: Skipped, groups: tuple[tuple[int, ...], ...]) -> None:
+        """A rank has no snapshot where one was due: there will be no checkpoint of that update."""
+        self._trouble("save_skipped", frame.step, frame.reason)
+        self.captured(rank, Captured(frame.commits, frame.step, sequence=0, store=False), groups)
 
     def _over(self, commits: int) -> None:
         self._newest_over = max(self._newest_over, commits)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -119,12 +119,13 @@ class Cadence:
         board: Board,
         rhythm: Rhythm | None,
         meter: Meter | None,
-        event: Callable[[str, dict[str, Any]], None],
+        skip: Callable[[int, str], None],
     ) -> None:
+        """``skip`` tells that what is due at an update is left out, and why."""
         self._board = board
         self._rhythm = rhythm
         self._meter = meter
-        self._event = event
+        self._skip = skip
         self._generation = board.stop_generation
         self._unsettled: list[int] = []
         """Before which updates the checkpoints were taken that are on their way to storage."""
@@ -152,8 +153,7 @@ class Cadence:
         # What only begins now may be over by then.
         if self._unsettled and self._unsettled[0] < upcoming - 1 and due is not Due.NOTHING:
             if due is Due.STORAGE and rhythm.strict:
-                reason = "storage is still busy with the last one"
-                self._event("save_skipped", {"commits": upcoming, "reason": reason})
+                self._skip(upcoming, "storage is still busy with the last one")
             # One of a rank's two slots is being read, for an unknown time. The other one takes one more snapshot; a
             # second one would have room on some ranks only, and leave none that all have.
             due = Due.NOTHING if self._meanwhile else Due.MEMORY

@@ -32,6 +32,7 @@ from resilient_train.protocol.messages import (
     OpenVault,
     Refused,
     SaveLast,
+    Skipped,
     Source,
     Unrestorable,
     Unsaved,
@@ -101,7 +102,7 @@ class Saving:
         self._pair: SlotPair | None = None
         self._copier = Copier()
         self._pending: _Pending | None = None
-        self._newest = -1
+        self._newest = self._step = -1
 
     def every(self, wish: Wish) -> None:
         """How often to save."""
@@ -134,7 +135,9 @@ class Saving:
         if self._wish is None:
             return
         try:
-            self._cadence = self._cadence or cadence_for(self._wish, self._link, self._run_dir, self._event)
+            self._step = step
+            if self._cadence is None:
+                self._cadence = cadence_for(self._wish, self._link, self._run_dir, self._event, self._leave_out)
             due = self._cadence.head(commits)
             if due is Due.NOTHING or commits == self._newest:
                 return
@@ -188,10 +191,13 @@ class Saving:
         self._gather(_Pending(draft, image, commits, step, own, store, last=-1))
         self._newest = commits
 
+    def _leave_out(self, commits: int, reason: str) -> None:
+        """No rank takes the snapshot that is due at the next window, which begins with the next step or a later one."""
+        self._skip(commits, self._step + 1, reason)
+
     def _skip(self, commits: int, step: int, reason: str) -> None:
         """This rank has no snapshot for that update, and nobody is to wait for it."""
-        self._event("save_skipped", {"commits": commits, "reason": reason})
-        self._link.channel.send(Captured(commits, step, sequence=0, store=False))
+        self._link.channel.send(Skipped(commits, step, f"rank {self._link.rank}: {reason}"))
 
     def last(self, generation: int, commits: int, step: int, order: SaveLast | None) -> None:
         """The job ends: a snapshot of the state, which stands still, for the end-of-life checkpoint.

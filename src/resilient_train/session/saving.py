@@ -299,11 +299,9 @@ class Saving:
                 )
             tree = checkpoint.tree(self._group())
             self._engine.load(tree.tree, tree.names, checkpoint.load)
-            if checkpoint.manifest.replica_groups != self._groups:
-                return self._from_another_world(checkpoint)
             own = checkpoint.rank_state(self._link.rank)
-            if own is None:
-                raise CheckpointError(source.path, f"lacks rank {self._link.rank}'s own state")
+            if checkpoint.manifest.replica_groups != self._groups or own is None:  # it may have died with the rank
+                return self._from_another_world(checkpoint)
         return _unpacked(own)
 
     def _from_another_world(self, checkpoint: Checkpoint) -> _Own:

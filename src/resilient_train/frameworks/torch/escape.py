@@ -25,20 +25,26 @@ _POLL_S = 0.0005
 class _Cut:
     """Stands for the value of a work that has none.
 
-    A future of torch's can be completed from Python with a value only. A waiter in Python gets ``error`` raised by the
+    A future of torch's can be completed from Python with a value only. A waiter in Python gets the error raised by the
     future; DDP's reducer, which waits in C++, looks for tensors in the value by pickling it, and gets it raised there.
+
+    Each waiter gets an error of its own. One that was raised holds on to the frames that it has passed, they to the
+    work, and the work, by way of C++, to this: Python would never find that cycle, and the group's threads would stay.
     """
 
     def __init__(self, error: BaseException) -> None:
-        self.error = error
+        self._kind, self._arguments = type(error), error.args
+
+    def error(self) -> BaseException:
+        return self._kind(*self._arguments)
 
     def __reduce__(self) -> NoReturn:
-        raise self.error
+        raise self.error()
 
 
 def _raise_cut(value: Any) -> None:
     if type(value) is _Cut:
-        raise value.error
+        raise value.error()
 
 
 class GuardedWork(dist.Work):

@@ -106,6 +106,38 @@ def test_of_a_run(tmp_path: Path, capsys) -> None:
     assert better["mtbf_s"] == guess(9).seen(0, 5 * 3600).mtbf_s
 
 
+def cost(t: float, stall_s: float, memory_stall_s: float | None = None):
+    return at(t, "save_cost", 0, stall_s=stall_s, memory_stall_s=memory_stall_s, latency_s=1.0)
+
+
+def test_a_run_that_has_saved_knows_what_a_save_costs(tmp_path: Path, capsys) -> None:
+    costs = [cost(600, 0.2, 0.02), cost(700, 9.0), cost(800, 0.3, 0.04)]
+    write(tmp_path, [*beginning(), *costs, at(5500, "session_end", 0, step=50), *normal_end(5500)])
+    arguments = ["advise", "--run-dir", str(tmp_path), "--mtbf-hours", "1"]
+    result = told(arguments, capsys)
+    assert result["stall_s"] == pytest.approx(0.3)
+    assert result["memory_steps"] is not None
+    assert result == told([*arguments, "--stall-s", "0.3", "--memory-stall-s", "0.03"], capsys) | {
+        "notes": result["notes"]
+    }
+    words = "a save costs 0.3 s of training, one in memory 0.03 s (medians of the run's own saves)"
+    assert words in "\n".join(result["notes"])
+    assert told([*arguments, "--memory-stall-s", "0.01"], capsys)["memory_steps"] < result["memory_steps"]
+    assert told([*arguments, "--stall-s", "0.3"], capsys)["memory_steps"] is None, (
+        "a flag: it alone says what saves cost"
+    )
+
+
+def test_going_back_is_a_failure(tmp_path: Path) -> None:
+    back = [at(2000, "restart_all", reason="all ranks are lost", attempt=1), at(2600, "started", step=0)]
+    write(tmp_path, [*beginning(), *back, at(5500, "session_end", 0, step=50), *normal_end(5500)])
+    advice = advise(Options(run_dir=tmp_path, stall_s=0.1))
+    assert advice.basis.rate == guess(3).seen(1, 5.0)
+    assert "1 fault in 5 s of training: 0 repaired without a checkpoint, 0 ended the run, after 1 all" in text(
+        Options(run_dir=tmp_path, stall_s=0.1)
+    )
+
+
 def test_older_runs_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for name, step in (("events-2", 10), ("events-10", 20)):
         write(tmp_path, [*beginning(), at(2500, "session_end", 0, step=step), at(2500, "finished")])

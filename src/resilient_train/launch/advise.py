@@ -73,11 +73,18 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 def advise(options: Options) -> Advice:
     """The advice. Raises ConfigError for what is missing, or can't be."""
+    history = _history(options.run_dir) if options.run_dir else None
+    by_run = options.stall_s is None
+    if by_run:
+        options = _as_measured(options, history)
     if options.stall_s is None:
-        raise ConfigError("advise: give --stall-s: the training time that one save costs, in seconds")
+        raise ConfigError(
+            "advise: give --stall-s: the training time that one save costs, in seconds; or --run-dir of a run that has "
+            "saved (save_every) and measured it"
+        )
     if options.present_steps is not None and options.present_steps < 1:
         raise ConfigError(f"advise: --present-steps must be 1 or more, not {options.present_steps}")
-    basis = _basis(options)
+    basis = _basis(options, history, by_run=by_run)
     whole = Tier(
         stall_s=options.stall_s,
         mtbf_s=basis.rate.mtbf_s,
@@ -108,8 +115,15 @@ def advise(options: Options) -> Advice:
     return Advice(basis=basis, storage=storage, steps=seldom, memory_steps=often, cost=cost, **present)
 
 
-def _basis(options: Options) -> Basis:
-    history = _history(options.run_dir) if options.run_dir else None
+def _as_measured(options: Options, history: History | None) -> Options:
+    """With what the run's saves cost, as far as no flag says it."""
+    if history is None or history.stall_s is None:
+        return options
+    memory_stall_s = history.memory_stall_s if options.memory_stall_s is None else options.memory_stall_s
+    return msgspec.structs.replace(options, stall_s=history.stall_s, memory_stall_s=memory_stall_s)
+
+
+def _basis(options: Options, history: History | None, *, by_run: bool) -> Basis:
     told = history or History()
     step_s = told.step_s if options.step_s is None else options.step_s
     if step_s is None:
@@ -129,10 +143,16 @@ def _basis(options: Options) -> Basis:
         ("expected", _about_guess(options, devices, expected)),
         *seen,
         ("so", f"one failure that needs the checkpoint in {_span(rate.mtbf_s)} ({weight})"),
-        ("measured", f"a save costs {_span(options.stall_s or 0.0)} of training, a step takes {_span(step_s)}"),
+        ("measured", f"{_about_saves(options, by_run=by_run)}, a step takes {_span(step_s)}"),
         ("restart", _about_restart(options, told)),
     ]
     return Basis(rate=rate, step_s=step_s, restart_s=restart_s, history=history, notes=tuple(notes))
+
+
+def _about_saves(options: Options, *, by_run: bool) -> str:
+    memory = "" if options.memory_stall_s is None else f", one in memory {_span(options.memory_stall_s)}"
+    source = " (medians of the run's own saves)" if by_run else ""
+    return f"a save costs {_span(options.stall_s or 0.0)} of training{memory}{source}"
 
 
 def _about_guess(options: Options, devices: int, expected: FailureRate) -> str:
@@ -160,7 +180,7 @@ def _seen(options: Options, told: History, step_s: float) -> tuple[int, float, i
         failures, during_s = options.failures, options.hours * _HOUR_S
         notes.append(("seen", f"{failures} in {_span(during_s)} (--failures, --hours)"))
     elif options.run_dir:
-        failures, during_s = told.ended, told.trained_s
+        failures, during_s = told.ended + told.gone_back, told.trained_s
         notes.append(("seen", f"{options.run_dir}: {_told(told)}"))
     path, trusted = _ato(options)
     if path:
@@ -184,10 +204,11 @@ def _ato(options: Options) -> tuple[Path | None, int]:
 
 
 def _told(history: History) -> str:
-    count = history.ended + history.repaired
+    count = history.ended + history.gone_back + history.repaired
     text = f"{count} {'fault' if count == 1 else 'faults'} in {_span(history.trained_s)} of training"
     if count:
         text += f": {history.repaired} repaired without a checkpoint, {history.ended} ended the run"
+        text += f", after {history.gone_back} all ranks went back to what was saved" if history.gone_back else ""
     return text + (f" ({history.injected} injected, not counted)" if history.injected else "")
 
 

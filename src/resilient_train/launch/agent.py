@@ -320,6 +320,8 @@ class Agent:
                     if rank in self._connections:
                         self._connections[rank].send(self._departure.completed(message))
                 case Note(kind=kind, rank=rank, detail=detail):
+                    if kind in {"restart_all", "job_end"}:  # what a report counts the lost updates from
+                        detail = {**detail, "commits": max(standing.commits for standing in self._standings())}
                     self._note(kind, rank=rank, detail=detail)
                     self._tell(kind, rank, detail)
                     if kind == "restart_all":

@@ -161,7 +161,9 @@ def report(run: RunDir, as_json: Json = False) -> int:
 @app.command()
 def advise(
     run_dir: Annotated[Path | None, typer.Option(help="A run: its failures, steps and starts are read.")] = None,
-    stall_s: Annotated[float | None, typer.Option(help="Training time that one save costs.")] = None,
+    stall_s: Annotated[
+        float | None, typer.Option(help="Training time that one save costs; default: the run's.")
+    ] = None,
     step_s: Annotated[float | None, typer.Option(help="Time of a step; default: the run's.")] = None,
     restart_s: Annotated[float | None, typer.Option(help="Time of a restart; default: the run's start.")] = None,
     latency_s: Annotated[float, typer.Option(help="From a save's stall until it is on storage.")] = 0.0,
@@ -174,7 +176,7 @@ def advise(
     hours: Annotated[float | None, typer.Option(help="Of training in which --failures were seen.")] = None,
     ato_path: Annotated[Path | None, typer.Option(help="File of MindSpore's ATO; default: MS_ENABLE_TFT's.")] = None,
     present_steps: Annotated[int | None, typer.Option(help="The interval whose cost is asked for.")] = None,
-    memory_stall_s: Annotated[float | None, typer.Option(help="Of a save in memory: two kinds of saves.")] = None,
+    memory_stall_s: Annotated[float | None, typer.Option(help="Of a save in memory; default: the run's.")] = None,
     memory_share: Annotated[float, typer.Option(help="Of those failures that a memory checkpoint does for.")] = 0.9,
     as_json: Json = False,
 ) -> int:

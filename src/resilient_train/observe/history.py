@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from resilient_train.events import Event
+from resilient_train.observe.fields import seconds_of
 from resilient_train.observe.sinks import EVENTS_FILE, read_events
 from resilient_train.observe.timeline import Outcome, Run, read_run
 from resilient_train.protocol.controller import EXIT_UNRECOVERABLE
@@ -45,6 +46,10 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """Mean time of a step, without recoveries, of the newest run that tells."""
     start_s: float | None = None
     """Median time from the launch to all ranks being at their first step: what a restart takes at least."""
+    stall_s: float | None = None
+    """Median training time that a save to storage cost, of the newest run that tells."""
+    memory_stall_s: float | None = None
+    """The same of a save in memory; None where the newest run with saves had none."""
 
     @property
     def by_storage(self) -> int:
@@ -69,6 +74,7 @@ def read_history(runs: Sequence[Sequence[Event]], running: Standing | None = Non
         failed = bool(found and found[-1].ended)
         found.append(_one(events, newest=newest, running=running if newest else None, failed=failed))
     starts = [each.start_s for each in found if each.start_s is not None]
+    saving = next((each for each in reversed(found) if each.stall_s is not None), History())
     return History(
         world_size=_newest([each.world_size for each in found]),
         trained_s=sum(each.trained_s for each in found),
@@ -79,6 +85,8 @@ def read_history(runs: Sequence[Sequence[Event]], running: Standing | None = Non
         injected=sum(each.injected for each in found),
         step_s=_newest([each.step_s for each in found]),
         start_s=statistics.median(starts) if starts else None,
+        stall_s=saving.stall_s,
+        memory_stall_s=saving.memory_stall_s,
     )
 
 
@@ -108,7 +116,15 @@ def _one(events: Sequence[Event], *, newest: bool, running: Standing | None, fai
         injected=len(survived) - repaired + int(ordered_end) + back.injected,
         step_s=_step_s(run, ordered, started, running),
         start_s=None if launched is None else max(0, begun - launched) / _NS_PER_S,
+        stall_s=_median(ordered, "stall_s"),
+        memory_stall_s=_median(ordered, "memory_stall_s"),
     )
+
+
+def _median(ordered: Sequence[Event], key: str) -> float | None:
+    """Of what the run's saves cost; None if none of them tells."""
+    costs = [cost for event in ordered if event.kind == "save_cost" and (cost := seconds_of(event, key)) is not None]
+    return statistics.median(costs) if costs else None
 
 
 class _Back(NamedTuple):

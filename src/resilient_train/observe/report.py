@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 import msgspec
 
+from resilient_train.observe.saved import Origin, Saved, Trouble
 from resilient_train.observe.timeline import Copy, Outcome, Recovery, Run, Span
 
 _BAR_WIDTH = 40
@@ -35,7 +36,25 @@ def as_dict(run: Run) -> dict[str, Any]:
         "restarts": run.restarts,
         "steps_redone": run.steps_redone,
         "committed_steps_lost": run.commits_lost,
+        "updates_lost": run.saved.updates_lost,
+        "saved": saved_as_dict(run.saved),
         "recoveries": [recovery_as_dict(recovery) for recovery in run.recoveries],
+    }
+
+
+def saved_as_dict(saved: Saved) -> dict[str, Any]:
+    """What was saved, restored and lost as a JSON-able object; times in seconds, unknown values None."""
+    return {
+        "written": len(saved.written),
+        "newest": msgspec.to_builtins(saved.written[-1]) if saved.written else None,
+        "median_s": saved.median_s,
+        "left_out": msgspec.to_builtins(saved.left_out),
+        "failed": msgspec.to_builtins(saved.failed),
+        "off": {str(rank): reason for rank, reason in saved.off.items()},
+        "passed_over": dict(saved.passed_over),
+        "begun_from": msgspec.to_builtins(saved.begun_from),
+        "ways_back": [msgspec.to_builtins(way) | {"updates_lost": way.updates_lost} for way in saved.ways_back],
+        "lost_at_end": saved.lost_at_end,
     }
 
 
@@ -66,7 +85,33 @@ def lines(run: Run) -> list[Line]:
     found = [Line(_headline(run), "bold")]
     for recovery in run.recoveries:
         found += [Line(""), *recovery_lines(recovery)]
+    about = saved_lines(run.saved)
+    found += [Line(""), *about] if about else []
     found += [Line(""), *_ending(run)]
+    return found
+
+
+def saved_lines(saved: Saved) -> list[Line]:
+    """What was saved, what from, and what was lost; nothing for a run without any of it."""
+    found = [Line(f"began from {_origin(saved.begun_from)}")] if saved.begun_from else []
+    found += [Line(f"passed over: {path}: {reason}", "yellow") for path, reason in saved.passed_over.items()]
+    if saved.written:
+        newest = saved.written[-1]
+        took = "" if saved.median_s is None else f" (median {saved.median_s:.3g} s)"
+        found.append(Line(f"checkpoints written: {len(saved.written)}{took}"))
+        place = f"step {_known(newest.step)}, after {_updates(newest.commits)}"
+        found.append(Line(f"  newest: {place}: {newest.path or '?'}"))
+    found += _troubled("left out", saved.left_out, "yellow") + _troubled("failed", saved.failed, "red")
+    found += [Line(f"rank {rank} took no more snapshots: {reason}", "yellow") for rank, reason in saved.off.items()]
+    for way in saved.ways_back:
+        back = f"from after {_updates(way.furthest)} to {_origin(way.origin)}"
+        lost = "an unknown number of updates" if way.updates_lost is None else _updates(way.updates_lost)
+        style = "" if way.updates_lost == 0 else "red"
+        found.append(Line(f"all ranks went back {back}; lost: {lost} ({way.reason})", style))
+    if saved.lost_at_end:
+        found.append(Line(f"at the job's end no checkpoint had the last {_updates(saved.lost_at_end)}", "red"))
+    elif saved.lost_at_end == 0:
+        found.append(Line("at the job's end no update was lost"))
     return found
 
 
@@ -115,7 +160,9 @@ def _headline(run: Run) -> str:
 
 
 def _ending(run: Run) -> list[Line]:
-    found = [Line(f"steps redone: {run.steps_redone}   committed steps lost: {run.commits_lost}")]
+    repaired = f"steps redone: {run.steps_redone}   committed steps lost: {run.commits_lost}"
+    lost = run.saved.updates_lost
+    found = [Line(f"{repaired} in recoveries, {lost} otherwise (see above)" if lost else repaired)]
     if run.restarts:
         found.append(Line(f"all ranks started again together: {run.restarts} times", "yellow"))
     if run.exit_code is not None and run.exit_code != 0:
@@ -130,6 +177,28 @@ def _ending(run: Run) -> list[Line]:
         text = f"parameters equal on all ranks, digest {run.digest}" if run.digest else _digests(run)
         found.append(Line(text, "" if run.digest else "yellow"))
     return found
+
+
+def _origin(origin: Origin | None) -> str:
+    if origin is None:
+        return "the beginning: nothing was saved"
+    path = f" ({origin.path})" if origin.path else ""
+    return f"{origin.source or 'an unknown source'}, after {_updates(origin.commits)}{path}"
+
+
+def _troubled(what: str, troubles: Sequence[Trouble], style: str) -> list[Line]:
+    if not troubles:
+        return []
+    last = troubles[-1]
+    return [Line(f"checkpoints {what}: {len(troubles)}; the last, of step {_known(last.step)}: {last.reason}", style)]
+
+
+def _updates(count: int | None) -> str:
+    return f"{_known(count)} update{'' if count == 1 else 's'}"
+
+
+def _known(number: int | None) -> str:
+    return "?" if number is None else str(number)
 
 
 def _digests(run: Run) -> str:

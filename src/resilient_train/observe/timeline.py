@@ -14,6 +14,8 @@ import msgspec
 
 from resilient_train.events import Event
 from resilient_train.faults import COST_NO_PROCESS
+from resilient_train.observe.fields import number_of, ranks_of, text_of
+from resilient_train.observe.saved import Saved, read_saved
 
 PHASES = ("DETECT", "STOP", "REPLACE", "AGREE", "REBUILD", "RESTORE", "RESUME")
 """Phases in the order in which they end. REPLACE overlaps STOP; DETECT lies before the recovery's start."""
@@ -107,7 +109,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None
     recoveries: tuple[Recovery, ...]
     restarts: int
-    """How often all ranks were started again before the first step."""
+    """How often all ranks were started again together: before the first step, or because their state was lost."""
+    saved: Saved
     finished: bool
     exit_code: int | None
     end_reason: str | None
@@ -140,14 +143,15 @@ def read_run(events: Iterable[Event]) -> Run:
     ends = [event for event in ordered if event.kind == "job_end"]
     sessions = [event for event in ordered if event.kind == "session_end"]
     return Run(
-        world_size=_number(starts[0], "world_size") if starts else None,
+        world_size=number_of(starts[0], "world_size") if starts else None,
         recoveries=tuple(recoveries(ordered)),
         restarts=sum(event.kind == "restart_all" for event in ordered),
+        saved=read_saved(ordered),
         finished=any(event.kind == "finished" for event in ordered),
-        exit_code=_number(ends[-1], "code") if ends else None,
-        end_reason=_text(ends[-1], "reason") if ends else None,
-        digests={event.rank: text for event in sessions if (text := _text(event, "params_digest"))},
-        rank_digests={event.rank: text for event in sessions if (text := _text(event, "rank_digest"))},
+        exit_code=number_of(ends[-1], "code") if ends else None,
+        end_reason=text_of(ends[-1], "reason") if ends else None,
+        digests={event.rank: text for event in sessions if (text := text_of(event, "params_digest"))},
+        rank_digests={event.rank: text for event in sessions if (text := text_of(event, "rank_digest"))},
     )
 
 
@@ -160,7 +164,7 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
     lost_at: dict[int, int] = {}
     for index, fault in enumerate(faults):
         following = faults[index + 1] if index + 1 < len(faults) else None
-        lost = _ranks(fault, "lost")
+        lost = ranks_of(fault, "lost")
         deaths = {rank: death for rank in lost if (death := _death(rank, fault, ordered, lost_at.get(rank, 0)))}
         newcomers |= set(lost)
         recovery = _recovery(fault, following, ordered, deaths, newcomers, faults[index - 1] if index else None)
@@ -195,21 +199,21 @@ def _recovery(
     joined = [event for event in inside if event.kind == "joined"]
     redone_by = tuple(sorted({event.rank for event in inside if event.kind == "done" and event.detail.get("redone")}))
     steps = [event.step for event in inside if event.kind == "done" and event.rank in redone_by and event.step >= 0]
-    commits = _number(plan, "commits") if plan else None
-    reached = max((_number(event, "commits") or 0 for event in joined), default=0)
+    commits = number_of(plan, "commits") if plan else None
+    reached = max((number_of(event, "commits") or 0 for event in joined), default=0)
     return Recovery(
         generation=fault.generation,
-        lost=_ranks(fault, "lost"),
-        reason=_text(fault, "reason") or "",
+        lost=ranks_of(fault, "lost"),
+        reason=text_of(fault, "reason") or "",
         outcome=outcome,
         fault_ns=begin_ns,
         end_ns=end_ns,
         spans=_spans(begin_ns, deaths, events, inside, newcomers),
-        seen_by={rank: _text(death, "by") or "unknown" for rank, death in deaths.items()},
+        seen_by={rank: text_of(death, "by") or "unknown" for rank, death in deaths.items()},
         injected=tuple(map(_as_injected, _injections(fault, deaths, before, events))),
         starts=_starts(fault.generation, events),
         copies=_copies(plan, inside),
-        rolled_forward=_ranks(plan, "rolled_forward") if plan else (),
+        rolled_forward=ranks_of(plan, "rolled_forward") if plan else (),
         redone_by=redone_by,
         redone_step=(min(steps) if steps else commits) if redone_by else None,
         fenced=tuple(sorted({event.rank for event in inside if event.kind == "fenced"})),
@@ -241,7 +245,7 @@ def _spans(
 ) -> tuple[Span, ...]:
     """Each phase whose two ends are known. One machine, one clock: a negative length is noise, and becomes 0."""
     joined = [event for event in inside if event.kind == "joined"]
-    stopped = [_number(e, "stopped_ns") or e.time_ns for e in joined if e.rank not in newcomers]
+    stopped = [number_of(e, "stopped_ns") or e.time_ns for e in joined if e.rank not in newcomers]
     replaced = [event.time_ns for event in joined if event.rank in newcomers]
     plan, built = _last(inside, "plan"), _last(inside, "built")
     done, resumed = _last(inside, "done"), _last(inside, "resumed")
@@ -299,13 +303,13 @@ def _injections(fault: Event, deaths: dict[int, Event], before: Event | None, ev
 
 
 def _as_injected(event: Event) -> Injected:
-    return Injected(event.rank, event.step, event.phase, _text(event, "kind") or "fault", _text(event, "at") or "")
+    return Injected(event.rank, event.step, event.phase, text_of(event, "kind") or "fault", text_of(event, "at") or "")
 
 
 def _starts(generation: int, events: Sequence[Event]) -> dict[int, str]:
     """Of all events: the agent may have started the process before it wrote ``fault``."""
     spawned = [event for event in events if event.kind == "spawned" and event.generation == generation]
-    return {event.rank: start for event in spawned if (start := _text(event, "start"))}
+    return {event.rank: start for event in spawned if (start := text_of(event, "start"))}
 
 
 def _copies(plan: Event | None, inside: Sequence[Event]) -> tuple[Copy, ...]:
@@ -318,14 +322,14 @@ def _copies(plan: Event | None, inside: Sequence[Event]) -> tuple[Copy, ...]:
     copies = {target: Copy(source, target) for target, source in sources.items()}
     for event in inside:
         if event.kind == "fetched":
-            source = _number(event, "source")
-            duration_ns = _number(event, "duration_ns")
+            source = number_of(event, "source")
+            duration_ns = number_of(event, "duration_ns")
             copies[event.rank] = Copy(
                 source=-1 if source is None else source,
                 target=event.rank,
-                size_bytes=_number(event, "bytes"),
+                size_bytes=number_of(event, "bytes"),
                 duration_ms=None if duration_ns is None else duration_ns / _NS_PER_MS,
-                way=_text(event, "way"),
+                way=text_of(event, "way"),
             )
     return tuple(copies[target] for target in sorted(copies))
 
@@ -336,18 +340,3 @@ def _last(events: Sequence[Event], kind: str) -> Event | None:
 
 def _time(event: Event | None) -> int | None:
     return event.time_ns if event else None
-
-
-def _number(event: Event, key: str) -> int | None:
-    value = event.detail.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _text(event: Event, key: str) -> str | None:
-    value = event.detail.get(key)
-    return value if isinstance(value, str) else None
-
-
-def _ranks(event: Event, key: str) -> tuple[int, ...]:
-    value = event.detail.get(key)
-    return tuple(rank for rank in value if isinstance(rank, int)) if isinstance(value, list) else ()

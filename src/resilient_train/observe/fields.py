@@ -1,0 +1,30 @@
+"""Typed reads of an event's ``detail``: what is missing, or of another type than ours, is unknown."""
+
+from __future__ import annotations
+
+from resilient_train.events import Event
+
+
+def number_of(event: Event, key: str) -> int | None:
+    """The whole number under ``key``; None if there is none."""
+    value = event.detail.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def seconds_of(event: Event, key: str) -> float | None:
+    """The time under ``key``; None if there is none, or none that can be."""
+    value = event.detail.get(key)
+    known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return float(value) if known else None
+
+
+def text_of(event: Event, key: str) -> str | None:
+    """The text under ``key``; None if there is none."""
+    value = event.detail.get(key)
+    return value if isinstance(value, str) else None
+
+
+def ranks_of(event: Event, key: str) -> tuple[int, ...]:
+    """The ranks under ``key``; () if there are none."""
+    value = event.detail.get(key)
+    return tuple(rank for rank in value if isinstance(rank, int)) if isinstance(value, list) else ()

@@ -20,7 +20,7 @@ from snapshot import ratio
 
 from resilient_train.child import sigterm_unwinds
 
-ROUNDS = {0.5: 12, 2.0: 10}
+ROUNDS = 10
 SECTIONS = ("copies", "take", "store", "share", "overlap", "restore")
 THREADS = {"idle core": 1, "saturated cores": 2}
 """Of the training; the machine of the figures has two cores."""
@@ -54,12 +54,12 @@ def told(values: list[float], to: list[float] | None = None, unit: str = "") -> 
 def taken(times: Times) -> list[Row]:
     middle = statistics.median(times["snapshot"])
     return [
-        ("snapshot, not overlapped, digests / streaming copy", told(times["snapshot"], times["stream"]), "1.35"),
-        ("... / torch.save with fsync", told(times["snapshot"], times["torch_save"]), "0.06"),
-        ("... / what dcp.async_save blocks", told(times["snapshot"], times["dcp_async_blocks"]), "0.35"),
+        ("snapshot, not overlapped, digests / streaming copy", told(times["snapshot"], times["stream"]), "<= 1.35"),
+        ("... / torch.save with fsync", told(times["snapshot"], times["torch_save"]), "<= 0.06"),
+        ("... / what dcp.async_save blocks", told(times["snapshot"], times["dcp_async_blocks"]), "<= 0.35"),
         ("... ms", told(times["snapshot"]), ""),
-        ("first of a job, with memory made / later", f"{times['first'][0] / middle:.3g}", "1.3"),
-        ("second of a job / later", f"{times['second'][0] / middle:.3g}", "1.3"),
+        ("first of a job, with memory made / later", f"{times['first'][0] / middle:.3g}", "<= 1.3"),
+        ("second of a job / later", f"{times['second'][0] / middle:.3g}", "<= 1.3"),
     ]
 
 
@@ -67,16 +67,16 @@ def stored(times: Times) -> list[Row]:
     gigabytes = times["image_bytes"][0] / 1e9
     per_gb = [each / gigabytes for each in times["flush_cpu_s"]]
     return [
-        ("durable flush / torch.save with fsync", told(times["flush"], times["torch_save"]), "0.4"),
+        ("durable flush / torch.save with fsync", told(times["flush"], times["torch_save"]), "<= 0.4"),
         ("... ms", told(times["flush"]), ""),
-        ("... CPU s per GB", told(per_gb), "0.1"),
+        ("... CPU s per GB", told(per_gb), "<= 0.1"),
         ("torch.save, CPU s per GB", told([each / gigabytes for each in times["torch_save_cpu_s"]]), ""),
     ]
 
 
 def share(times: Times, label: str) -> list[Row]:
     kept = [quiet / busy * 100 for quiet, busy in zip(times["quiet"], times["flushing"], strict=True)]
-    return [(f"training keeps, beside a flush that never ends; {label}", told(kept, unit=" %"), "97 %")]
+    return [(f"training keeps, beside a flush that never ends; {label}", told(kept, unit=" %"), ">= 97 %")]
 
 
 def overlapped(times: Times, label: str) -> list[Row]:
@@ -84,7 +84,9 @@ def overlapped(times: Times, label: str) -> list[Row]:
     rows = []
     for lane, name in names.items():
         lost = [(mine / off - 1) * 100 for mine, off in zip(times[lane], times["off"], strict=True)]
-        rows.append((f"throughput lost, {name}; {label}", told(lost, unit=" %"), "1 %" if label == "idle core" else ""))
+        rows.append(
+            (f"throughput lost, {name}; {label}", told(lost, unit=" %"), "<= 1 %" if label == "idle core" else "")
+        )
     window = times["forward_backward"][0]
     rows.append((f"forward and backward, ms; {label}", f"{window:.0f}", ""))
     return rows
@@ -92,20 +94,20 @@ def overlapped(times: Times, label: str) -> list[Row]:
 
 def restored(times: Times) -> list[Row]:
     return [
-        ("a Session's restore from memory, verified / memcpy", told(times["restore"], times["memcpy"]), "3.2"),
-        ("... / torch.load", told(times["restore"], times["torch_load"]), "0.1"),
+        ("a Session's restore from memory, verified / memcpy", told(times["restore"], times["memcpy"]), "<= 3.2"),
+        ("... / torch.load", told(times["restore"], times["torch_load"]), "<= 0.1"),
         ("... ms", told(times["restore"]), ""),
     ]
 
 
 def copies(result: dict[str, Any]) -> list[Row]:
     aims = {
-        "snapshot / streaming copy, 2 threads": "1.15",
-        "hashed / streaming copy, 2 threads": "1.35",
-        "first / later": "1.3",
-        "second / later": "1.3",
-        "restore / memcpy, 1 thread": "2.2",
-        "verified restore / memcpy, 1 thread": "3.2",
+        "snapshot / streaming copy, 2 threads": "<= 1.15",
+        "hashed / streaming copy, 2 threads": "<= 1.35",
+        "first / later": "<= 1.3",
+        "second / later": "<= 1.3",
+        "restore / memcpy, 1 thread": "<= 2.2",
+        "verified restore / memcpy, 1 thread": "<= 3.2",
     }
     rows = [
         (f"by itself: {name}", f"{each['median']:.3g} ({each['p25']:.3g} to {each['p75']:.3g}), n {each['n']}", aim)
@@ -113,46 +115,44 @@ def copies(result: dict[str, Any]) -> list[Row]:
         for each in [result["ratios"][name]]
     ]
     attach = result["restore_ms"]["attach"]
-    return [*rows, ("attach in a fresh process, ms", f"{attach['median']:.2f}, n {attach['n']}", "1")]
+    return [*rows, ("attach in a fresh process, ms", f"{attach['median']:.2f}, n {attach['n']}", "<= 1")]
 
 
-def measure(gigabytes: float, sections: list[str], rounds: int, fresh: int, batch: int) -> dict[str, Any]:
+def measure(section: str, gigabytes: float, rounds: int, fresh: int, batch: int) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of a section, and its samples by job."""
+    if section == "copies":
+        result = snapshot.measure(gigabytes, rounds, fresh)
+        return copies(result), {section: result}
+    if section not in {"share", "overlap"}:
+        times = job(section, gigabytes, rounds, 1, 1)
+        return {"take": taken, "store": stored, "restore": restored}[section](times), {section: times}
     rows: list[Row] = []
     samples: dict[str, Any] = {}
-    for section in sections:
-        if section == "copies":
-            samples[section] = snapshot.measure(gigabytes, rounds, fresh)
-            rows += copies(samples[section])
-        elif section in ("share", "overlap"):
-            for label, threads in THREADS.items():
-                times = job(section, gigabytes, rounds, threads, batch)
-                samples[f"{section}, {label}"] = times
-                rows += (share if section == "share" else overlapped)(times, label)
-        else:
-            samples[section] = job(section, gigabytes, rounds, 1, 1)
-            rows += {"take": taken, "store": stored, "restore": restored}[section](samples[section])
-    return {"gigabytes": gigabytes, "rows": rows, "samples": samples}
+    for label, threads in THREADS.items():
+        times = job(section, gigabytes, rounds, threads, batch)
+        rows += (share if section == "share" else overlapped)(times, label)
+        samples[f"{section}, {label}"] = times
+    return rows, samples
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=float, nargs="+", default=[0.5, 2.0], help="GB of state")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--batch", type=int, default=64, help="makes forward and backward longer than the copy")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    rounds, fresh = (2, 2) if arguments.quick else (arguments.rounds, snapshot.FRESH)
     results = []
     with sigterm_unwinds():
         for gigabytes in arguments.size:
-            rounds, fresh = (2, 2) if arguments.quick else (ROUNDS.get(gigabytes, 10), snapshot.FRESH)
-            results.append(measure(gigabytes, list(arguments.sections), rounds, fresh, arguments.batch))
-            show(
-                Table(
-                    f"{gigabytes} GB", ("", "median (quartiles)", "aim, at most (97 %: at least)"), results[-1]["rows"]
-                )
-            )
-            write_json(arguments.json, {"results": results})
+            for section in arguments.sections:
+                rows, samples = measure(section, gigabytes, rounds, fresh, arguments.batch)
+                results.append({"gigabytes": gigabytes, "section": section, "rows": rows, "samples": samples})
+                show(Table(f"{gigabytes} GB, {section}", ("", "median (quartiles)", "aim"), rows))
+                write_json(arguments.json, {"results": results})  # a later section may fail
 
 
 if __name__ == "__main__":

@@ -227,6 +227,7 @@ def measure(arguments: argparse.Namespace) -> Times:
     run_dir, folder, rounds = arguments.run_dir, arguments.out.parent / "files", arguments.rounds
     folder.mkdir(parents=True)
     torch.set_num_threads(arguments.threads)
+    torch.set_flush_denormal(True)  # they take many times as long, and a deep model's gradients come to them
     torch.manual_seed(0)
     layers = max(1, round(arguments.size_bytes / (BYTES_PER_PARAMETER * WIDTH * (WIDTH + 1))))
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))))

@@ -181,6 +181,15 @@ def test_no_replacement_left_while_the_job_leaves() -> None:
     assert end.code == 143, "the answer is to what was asked"
 
 
+def test_all_ranks_lost_while_the_job_leaves_nothing_starts_again() -> None:
+    controller = running(2)
+    controller.can_go_back = lambda: True
+    controller.leave(143, "it got SIGTERM")
+    controller.lost(0, 0, "died", AT_7[:2])
+    (end,) = of(controller.lost(1, 0, "died", AT_7[:2]), EndJob)
+    assert end.code == 143
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_it_ends_at_once_where_it_must(again: bool) -> None:
     controller = running(policy=None if again else Policy(save_last=False))

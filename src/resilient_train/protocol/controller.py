@@ -26,7 +26,6 @@ from resilient_train.protocol.replicas import ReplicaTable, agreed
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.protocol.verdict import Account, decide
 
-_NOTHING_SAVED = "no end-of-life checkpoint could be written"
 _NOBODY_LEFT = "no living rank holds a replica of its state, so it cannot be rebuilt"
 EXIT_UNRECOVERABLE = 75
 """The job could not go on after a fault: EX_TEMPFAIL, "try again later", which schedulers may requeue."""
@@ -141,8 +140,8 @@ class Controller:
 
     def _go_back(self, rank: int, reason: str) -> list[Command]:
         """The job's present state is lost. All ranks start again from a saved one, if there is any."""
-        if not self.can_go_back():
-            return self._end(EXIT_UNRECOVERABLE, reason)
+        if self.leaving is not None or not self.can_go_back():
+            return self._end(self.leaving.code if self.leaving else EXIT_UNRECOVERABLE, reason)
         self.stage = Stage.STARTING
         self.plan = None
         self._patience.start_again()
@@ -234,7 +233,7 @@ class Controller:
         """A rank takes part in the recovery. The last one to join triggers the plan."""
         if not self._current(rank, incarnation) or self.stage not in (Stage.RECOVERING, Stage.LEAVING):
             return []
-        if message.generation != self.generation or self._is_gone(rank):
+        if message.generation != self.generation or rank in self._left_out():
             return []
         self._unheard.discard(rank)
         self._joined[rank] = message
@@ -304,7 +303,7 @@ class Controller:
         if generation != self.generation or self.stage not in (Stage.RECOVERING, Stage.LEAVING):
             return []
         heard = self._done if self.plan is not None else set(self._joined)
-        silent = [rank for rank in range(self.world_size) if rank not in heard and not self._is_gone(rank)]
+        silent = [rank for rank in range(self.world_size) if rank not in heard | self._left_out()]
         return [*(Note("fenced", rank=rank) for rank in silent), *(Kill(rank) for rank in silent)]
 
     def refuse(self, text: str) -> list[Command]:
@@ -342,7 +341,7 @@ class Controller:
         self.leaving.gone.add(rank)
         if any(self.leaving.gone.issuperset(group) for group in self.replicas.groups):
             why = why_none({}, [group for group in self.replicas.groups if self.leaving.gone.issuperset(group)])
-            told = f"{self.leaving.reason}; then rank {rank} was lost, and {_NOTHING_SAVED}: {why}"
+            told = f"{self.leaving.reason}; then rank {rank} was lost, and {why}"
             return self._end(self.leaving.code, told)
         if self.leaving.choice is None:
             self._joined.pop(rank, None)
@@ -358,13 +357,13 @@ class Controller:
         choice = choose(self._joined, self.replicas.groups)
         if choice is None:
             why = why_none(self._joined, self.replicas.groups)
-            return self._end(leaving.code, f"{leaving.reason}; {_NOTHING_SAVED}: {why}")
+            return self._end(leaving.code, f"{leaving.reason}; {why}")
         orders = leaving.orders(self.generation, choice, self.world_size)
         detail: dict[str, object] = {"commits": choice.commits, "savers": choice.savers, "exact": choice.exact}
         return [Note("save_last", detail=detail), *(Send(rank, order) for rank, order in orders.items())]
 
-    def _is_gone(self, rank: int) -> bool:
-        return self.leaving is not None and rank in self.leaving.gone
+    def _left_out(self) -> set[int]:
+        return self.leaving.gone if self.leaving else set()
 
     def savers(self, generation: int) -> tuple[tuple[int, ...], ...]:
         """Who writes the end-of-life checkpoint of ``generation``, by replica group; () if nobody does, or others."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from resilient_train.protocol.messages import Joined, SaveLast
 from resilient_train.protocol.standing import Phase
 
+_NOTHING = "no end-of-life checkpoint could be written"
 _AT_HEAD = (Phase.COMPUTE, Phase.READY)
 """The update has not begun: the state is what it was at the head of the window."""
 
@@ -44,12 +45,12 @@ def choose(joined: Mapping[int, Joined], groups: Sequence[Sequence[int]]) -> Cho
 
 
 def why_none(joined: Mapping[int, Joined], groups: Sequence[Sequence[int]]) -> str:
-    """Why there is no ``Choice``: whose state is missing."""
+    """What to tell where there is no ``Choice``: whose state is missing."""
     whole = {rank for rank, each in joined.items() if each.holds}
     missing = [list(group) for group in groups if not whole & set(group)]
     if missing:
-        return f"no living rank holds a whole state of the replica groups {missing}"
-    return "the replica groups' survivors hold the state from before different updates"
+        return f"{_NOTHING}: no living rank holds a whole state of the replica groups {missing}"
+    return f"{_NOTHING}: the replica groups' survivors hold the state from before different updates"
 
 
 def _at_head(group: Sequence[int], heads: Mapping[int, int], commits: int) -> tuple[int, ...]:

@@ -361,12 +361,7 @@ def frame_key(frame: Any) -> Any:
     return (type(frame).__name__, *msgspec.structs.astuple(frame))
 
 
-_copiers: dict[type, Callable[[Any], Any]] = {
-    list: list.copy,
-    dict: dict.copy,
-    set: set.copy,
-    Patience: Patience.copy,
-}
+_copiers: dict[type, Callable[[Any], Any]] = {each: each.copy for each in (list, dict, set, Patience)}
 _POLICY_ONLY = frozenset(("policy", "restarts", "_patience"))
 """Counters that decide nothing but when to give up, which no simulated job comes near."""
 _FIXED = frozenset(("world_size", "replicas", "aware", "attempt", "can_go_back"))

@@ -14,8 +14,9 @@ def number_of(event: Event, key: str) -> int | None:
 def seconds_of(event: Event, key: str) -> float | None:
     """The time under ``key``; None if there is none, or none that can be."""
     value = event.detail.get(key)
-    known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
-    return float(value) if known else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if 0 <= value < float("inf") else None
 
 
 def text_of(event: Event, key: str) -> str | None:

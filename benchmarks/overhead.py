@@ -118,6 +118,7 @@ def parts(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "cpu_us_per_step": cpu,
         "calls_per_step": middle("calls_per_step"),
         "watch_us": round(statistics.median(each["watch_us"] for each in splits) * own(middle("calls_per_step")), 2),
+        "python_calls_per_step": statistics.median(each["python_calls_per_step"] for each in splits),
         "own_us": own(wall),
         "own_cpu_us": own(cpu),
         "barrier_us": summary([value for each in splits for value in each["barrier_us"]]),
@@ -179,6 +180,7 @@ def split_table(results: list[dict[str, Any]]) -> Table:
     ]
     rows.append(("= our own work", *(f"{each['own_cpu_us']:.1f} / {each['own_us']:.1f}" for each in splits)))
     rows.append(("  of it stop watches", *(f"about {each['watch_us']:.0f}" for each in splits)))
+    rows.append(("calls of Python functions", *(f"{each['python_calls_per_step']:.0f}" for each in splits)))
     for name, key in (("barrier, all ranks", "barrier_us"), ("barrier, last rank", "barrier_last_us")):
         rows.append((name, *(f"{each[key].get('median', 0):.1f}" for each in splits)))
     return Table("where it goes (own time, stop watches included)", columns, rows)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timers import watch_cost_us, watching
+from timers import python_calls, watch_cost_us, watching
 from torch.nn.parallel import DistributedDataParallel
 from workload import Work, make, train_once
 
@@ -84,8 +84,11 @@ def split(run: Run, blocks: int, steps: int, side: dist.ProcessGroup) -> dict[st
         for _ in range(blocks):
             dist.barrier(group=side)
             run(steps)
+    dist.barrier(group=side)
+    calls = python_calls(lambda: run(steps))
     count = blocks * steps
     return {
+        "python_calls_per_step": calls / steps,
         "us_per_step": {label: ns / 1e3 / count for label, ns in ledger.own_ns.items()},
         "cpu_us_per_step": {label: ns / 1e3 / count for label, ns in ledger.cpu_ns.items()},
         "calls_per_step": {label: calls / count for label, calls in ledger.calls.items()},
@@ -100,7 +103,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     split_blocks = arguments.split_blocks if arguments.lanes != "plain" else 0
     # Barriers between blocks, on a group of their own: on a resilient group they would be part of the loop's tail.
     side = dist.new_group(backend="gloo")
-    total = warm_up + (blocks + split_blocks) * steps
+    total = warm_up + (blocks + (split_blocks + 1 if split_blocks else 0)) * steps  # one to count calls in
     work = make(arguments.model)
     result: dict[str, Any] = {"parameters": work.size(), "rank": dist.get_rank(), "torch": torch.__version__}
     with contextlib.ExitStack() as stack:

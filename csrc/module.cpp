@@ -1,6 +1,6 @@
 // Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
 //
-// With module_snapshot.cpp the only file that sees Python. It converts, lets go of the GIL around everything that may
+// With the other module*.cpp the only file that sees Python. It converts, lets go of the GIL around everything that may
 // block, and turns errno into OSError; what things mean stands in the other files and in _native.pyi.
 #include <algorithm>
 #include <cerrno>
@@ -35,22 +35,6 @@ using namespace nb::literals;
 namespace {
 
 using namespace resilient;
-
-class PyBoard {
- public:
-  explicit PyBoard(std::shared_ptr<Board> board) : board_(std::move(board)) {}
-
-  // A copy, so that the memory outlives a close() by another thread while this call runs.
-  std::shared_ptr<Board> use() const {
-    if (board_ == nullptr) throw std::invalid_argument("the board is closed");
-    return board_;
-  }
-  RankRecord& record(std::uint32_t rank) const { return use()->record(rank); }
-  void close() { board_ = nullptr; }
-
- private:
-  std::shared_ptr<Board> board_;
-};
 
 std::string wait_all(const PyBoard& self, std::uint32_t rank, std::uint64_t commits, std::uint32_t phase,
                      std::uint32_t generation, std::int64_t timeout_ms) {
@@ -137,14 +121,6 @@ void bind_record(nb::class_<PyBoard>& board) {
           },
           "rank"_a)
       .def(
-          "set_collectives",
-          [](Self self, std::uint32_t rank, std::uint64_t entered) { store(self.record(rank).collectives, entered); },
-          "rank"_a, "entered"_a)
-      .def(
-          "set_activity",
-          [](Self self, std::uint32_t rank, std::uint32_t activity) { store(self.record(rank).activity, activity); },
-          "rank"_a, "activity"_a)
-      .def(
           "progress",
           [](Self self, std::uint32_t rank) {
             const RankRecord& record = self.record(rank);
@@ -192,6 +168,17 @@ void bind_board(nb::module_& module) {
       .def_prop_ro("world_size", [](const PyBoard& self) { return self.use()->world_size(); })
       .def_prop_ro("stop_generation", [](const PyBoard& self) { return load(self.use()->header().stop_generation); })
       .def("close", &PyBoard::close)
+      .def(
+          "announce",
+          [](const PyBoard& self, std::uint64_t commits, std::uint32_t what) { self.use()->announce(commits, what); },
+          "commits"_a, "what"_a)
+      .def(
+          "announced", [](const PyBoard& self, std::uint64_t commits) { return self.use()->announced(commits); },
+          "commits"_a)
+      .def(
+          "settle", [](const PyBoard& self, std::uint64_t commits) { store(self.use()->header().settled, commits); },
+          "commits"_a)
+      .def_prop_ro("settled", [](const PyBoard& self) { return load(self.use()->header().settled); })
       .def(
           "raise_stop", [](const PyBoard& self, std::uint32_t generation) { self.use()->raise_stop(generation); },
           "generation"_a)
@@ -332,6 +319,7 @@ NB_MODULE(_native, module) {
   nb::set_leak_warnings(false);
   nb::register_exception_translator(translate_errno);
   bind_board(module);
+  bind_page(module);
   bind_threads(module);
   bind_findings(module);
   bind_probes(module);

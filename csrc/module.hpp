@@ -1,11 +1,13 @@
 // Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
 //
-// Between module.cpp and module_snapshot.cpp, the only files that see Python.
+// Between the module*.cpp, the only files that see Python.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
+#include <utility>
 
 #include <nanobind/nanobind.h>
 
@@ -36,6 +38,23 @@ auto wait_in_slices(std::int64_t timeout_ms, Wait&& wait, Done&& done) {
   }
 }
 
+class PyBoard {
+ public:
+  explicit PyBoard(std::shared_ptr<Board> board) : board_(std::move(board)) {}
+
+  // A copy, so that the memory outlives a close() by another thread while this call runs.
+  std::shared_ptr<Board> use() const {
+    if (board_ == nullptr) throw std::invalid_argument("the board is closed");
+    return board_;
+  }
+  RankRecord& record(std::uint32_t rank) const { return use()->record(rank); }
+  void close() { board_ = nullptr; }
+
+ private:
+  std::shared_ptr<Board> board_;
+};
+
+void bind_page(nanobind::module_& module);
 void bind_snapshot(nanobind::module_& module);
 
 }  // namespace resilient

@@ -167,6 +167,17 @@ void Board::set_standing(std::uint32_t rank, std::uint64_t commits, std::uint32_
   store(mine.standing, standing);
 }
 
+void Board::announce(std::uint64_t commits, std::uint32_t what) {
+  if (commits > commits_max) throw std::invalid_argument("commits must be below 2**56");
+  if (what > announced_max) throw std::invalid_argument("0..3 can be announced, not " + std::to_string(what));
+  store(header().saves[commits % 2], commits << 2 | what);
+}
+
+std::uint32_t Board::announced(std::uint64_t commits) const {
+  const std::uint64_t word = load(header().saves[commits % 2]);
+  return word >> 2 == commits ? static_cast<std::uint32_t>(word & announced_max) : 0;
+}
+
 bool Board::all_reached(std::uint64_t target) const {
   for (std::uint32_t rank = 0; rank < world_size_; ++rank) {
     if (load(record(rank).standing) < target) return false;

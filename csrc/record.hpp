@@ -21,6 +21,7 @@ constexpr std::uint32_t board_version = 4;
 constexpr std::uint32_t world_size_max = 65'536;
 constexpr std::uint64_t commits_max = (std::uint64_t{1} << 56) - 1;
 constexpr std::uint32_t phase_max = 255;
+constexpr std::uint32_t announced_max = 3;
 
 struct Header {
   std::uint64_t magic;
@@ -28,6 +29,8 @@ struct Header {
   std::uint32_t world_size;
   std::uint32_t stop_generation;  // futex word of the watchdogs
   std::uint32_t bell;             // futex word of those who wait at the barrier
+  std::uint64_t saves[2];         // of even and of odd updates: update << 2 | what its window begins with, see announce
+  std::uint64_t settled;          // update whose checkpoint the agent is done with, written or not
 };
 
 // The word holds the thread id of the rank's watchdog; it is on that thread's robust list, so the kernel marks and
@@ -59,6 +62,7 @@ struct RankRecord {
 // Processes of different builds may map one board: the layout is a contract, a change needs a new version.
 static_assert(offsetof(Header, version) == 8 && offsetof(Header, world_size) == 12);
 static_assert(offsetof(Header, stop_generation) == 16 && offsetof(Header, bell) == 20);
+static_assert(offsetof(Header, saves) == 24 && offsetof(Header, settled) == 40);
 static_assert(offsetof(RankRecord, standing) == 0 && offsetof(RankRecord, step) == 8);
 static_assert(offsetof(RankRecord, phase_time_ns) == 16 && offsetof(RankRecord, generation) == 24);
 static_assert(offsetof(RankRecord, incarnation) == 28 && offsetof(RankRecord, pid) == 32);
@@ -114,6 +118,10 @@ class Board {
   void raise_stop(std::uint32_t generation);
   void set_standing(std::uint32_t rank, std::uint64_t commits, std::uint32_t phase, std::uint64_t step);
   bool arrive(std::uint32_t rank, std::uint64_t commits, std::uint32_t phase, std::uint64_t step);
+  // Rank 0 announces what all ranks do before update `commits` when it stands before the update before: a barrier lies
+  // between that and their look, and another one before the word is used again.
+  void announce(std::uint64_t commits, std::uint32_t what);
+  std::uint32_t announced(std::uint64_t commits) const;
   // Both return early (as a time-out) on a signal: the caller owns the deadline and runs the signal handlers.
   WaitResult wait_all(std::uint64_t target, std::uint32_t generation, std::int64_t timeout_ns);
   bool wait_stop(std::uint32_t generation, std::int64_t timeout_ns) const;

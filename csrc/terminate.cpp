@@ -12,6 +12,7 @@
 namespace resilient {
 namespace {
 
+constexpr int heard[] = {SIGTERM, SIGUSR1};
 std::atomic<std::uint32_t*> asked_word{nullptr};
 std::atomic<pid_t> owner{0};
 std::shared_ptr<Board> held;  // keeps the word mapped; only the thread that holds the GIL touches it
@@ -19,45 +20,49 @@ static_assert(std::atomic<std::uint32_t*>::is_always_lock_free && std::atomic<pi
 
 void on_terminate(int number) {
   std::uint32_t* word = asked_word.load();
-  if (word != nullptr && getpid() == owner.load() && exchange_if(*word, 0, static_cast<std::uint32_t>(number))) return;
+  if (word != nullptr && getpid() == owner.load()) {
+    if (exchange_if(*word, 0, static_cast<std::uint32_t>(number)) || number != SIGTERM) return;
+  }
   // The signal is blocked until this handler returns; then the system's own action ends the process.
   const int kept = errno;
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = SIG_DFL;
   sigaction(number, &action, nullptr);
   raise(number);
   errno = kept;
 }
 
-struct sigaction current() {
-  struct sigaction action {};
-  if (sigaction(SIGTERM, nullptr, &action) != 0) throw std::system_error(errno, std::generic_category(), "sigaction");
+struct sigaction current(int number) {
+  struct sigaction action{};
+  if (sigaction(number, nullptr, &action) != 0) throw std::system_error(errno, std::generic_category(), "sigaction");
   return action;
 }
 
-void set(void (*handler)(int)) {
-  struct sigaction action {};
+void set(int number, void (*handler)(int)) {
+  struct sigaction action{};
   action.sa_handler = handler;
   action.sa_flags = SA_RESTART;
   sigemptyset(&action.sa_mask);
-  if (sigaction(SIGTERM, &action, nullptr) != 0) throw std::system_error(errno, std::generic_category(), "sigaction");
+  if (sigaction(number, &action, nullptr) != 0) throw std::system_error(errno, std::generic_category(), "sigaction");
 }
 
 }  // namespace
 
 bool hear_terminate(std::shared_ptr<Board> board, std::uint32_t rank) {
-  const auto handler = current().sa_handler;
-  if (handler != SIG_DFL && handler != on_terminate) return false;
   asked_word.store(&board->record(rank).asked);
   owner.store(getpid());
   held = std::move(board);
-  set(on_terminate);
-  return true;
+  for (const int number : heard) {
+    if (current(number).sa_handler == SIG_DFL) set(number, on_terminate);
+  }
+  return current(SIGTERM).sa_handler == on_terminate;
 }
 
 void leave_terminate() {
   if (held == nullptr) return;
-  if (current().sa_handler == on_terminate) set(SIG_DFL);
+  for (const int number : heard) {
+    if (current(number).sa_handler == on_terminate) set(number, SIG_DFL);
+  }
   asked_word.store(nullptr);
   held.reset();
 }

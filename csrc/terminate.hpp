@@ -8,9 +8,10 @@
 
 namespace resilient {
 
-// A first SIGTERM to this process is written into the rank's record and does nothing else; the agent reads it there. A
-// second one ends the process, as does one that comes after the agent has written the word itself. Forked children are
-// ended by any. False, and nothing is changed, if the signal has another handler than the system's own.
+// A first SIGTERM or SIGUSR1 to this process is written into the rank's record and does nothing else; the agent reads
+// it there. A second SIGTERM ends the process, as does one that comes after the agent has written the word itself.
+// Forked children are ended by any. A signal with another handler than the system's own keeps it; false if SIGTERM has
+// one.
 //
 // Written in C because the main thread may not run Python for minutes: it waits in a collective or in a driver.
 bool hear_terminate(std::shared_ptr<Board> board, std::uint32_t rank);

@@ -16,8 +16,8 @@ DIGEST_CHUNK_BYTES: int
 class Board:
     """Memory of the agent that outlives its ranks: one header page and one page per rank, in a sealed memfd.
 
-    All stores and loads are sequentially consistent. The memory stays mapped as long as any call, DeathWatch
-    or Watchdog uses it; `close` only lets go of this object's share.
+    All stores and loads are sequentially consistent. The memory stays mapped as long as any call, Page,
+    DeathWatch or Watchdog uses it; `close` only lets go of this object's share.
     """
 
     @staticmethod
@@ -39,6 +39,15 @@ class Board:
         """Newest generation that was announced by `raise_stop`; 0 at first."""
     def close(self) -> None:
         """Let go; every later access raises ValueError. Idempotent."""
+    def announce(self, commits: int, what: int) -> None:
+        """Rank 0: what (0..3) all ranks do at the head of update `commits`. An even and an odd one are held."""
+    def announced(self, commits: int) -> int:
+        """What was announced for update `commits`; 0 if nothing was."""
+    def settle(self, commits: int) -> None:
+        """Agent: it is done with the checkpoint from before update `commits`, whether it was written or not."""
+    @property
+    def settled(self) -> int:
+        """The last word of `settle`; 0 at first."""
     def raise_stop(self, generation: int) -> None:
         """Announce a newer generation: wakes every watchdog and every waiter. ValueError unless it grows."""
     def set_standing(self, rank: int, commits: int, phase: int, step: int) -> None:
@@ -57,10 +66,6 @@ class Board:
         """Count what the user's body does after the update: parts entered and parts completed."""
     def tail(self, rank: int) -> tuple[int, int]:
         """(entered, completed)."""
-    def set_collectives(self, rank: int, entered: int) -> None:
-        """How many collectives that span the job the rank has entered in this window, or in this tail."""
-    def set_activity(self, rank: int, activity: int) -> None:
-        """What the rank is at (32 bits, `protocol/progress.py`)."""
     def progress(self, rank: int) -> tuple[int, int, int, int]:
         """(commits, phase, collectives entered, activity), read one after the other."""
     def alarms(self, rank: int) -> list[tuple[Literal["hccl", "acl", "nccl", "nvml"], str]]:
@@ -95,6 +100,36 @@ class Board:
         """
     def wait_stop(self, generation: int, timeout_ms: int) -> bool:
         """Wait for a stop newer than `generation`; True if there is one. Without the GIL."""
+
+class Page:
+    """Rank side: the rank's own page of a board, which it writes in each step; the memory stays mapped meanwhile.
+
+    Phases are those of `Board.set_standing`.
+    """
+
+    def __init__(self, board: Board, rank: int) -> None: ...
+    def write(self, commits: int, phase: int, step: int) -> None:
+        """`Board.set_standing`."""
+    def begin(self, commits: int, phase: int, step: int) -> None:
+        """`restart`, then `write`."""
+    def restart(self) -> None:
+        """A window or a tail begins, in which no collective was entered yet."""
+    def enter(self) -> None:
+        """One more collective that spans the job is entered."""
+    def set_activity(self, activity: int) -> None:
+        """What the rank is at (32 bits, `protocol/progress.py`)."""
+    def order(self) -> int:
+        """`Board.order`."""
+    def stop_raised(self, generation: int) -> bool:
+        """Whether a generation newer than this one was announced."""
+    def arrive(self, commits: int, phase: int, step: int) -> bool:
+        """`Board.arrive`."""
+    def cross(self, commits: int, phase: int, following: int, step: int, generation: int) -> bool:
+        """Wait, without a time limit, until every rank stands at (commits, phase) or beyond; then write `following`.
+
+        False, with nothing written: a stop newer than `generation`. Without the GIL if it has to wait; Python's
+        signal handlers run meanwhile, and what they raise comes out of here.
+        """
 
 class DeathWatch:
     """Agent side: one native thread that sleeps on the life words of the ranks of a board.
@@ -338,14 +373,15 @@ def death_watch_supported() -> bool:
     """Whether the kernel has futex_waitv."""
 
 def hear_terminate(board: Board, rank: int) -> bool:
-    """From now on a first SIGTERM to this process is only written down (`Board.asked`); a second one ends it.
+    """From now on a first SIGTERM or SIGUSR1 to this process is only written down (`Board.asked`).
 
-    So does one that comes after the agent has set the word, and any that a forked child gets. False if the signal
-    has another handler than the system's own; nothing is changed then. Takes effect whatever the main thread is at.
+    A second SIGTERM ends it, and so does one that comes after the agent has set the word, and any that a forked child
+    gets. A signal with another handler than the system's own keeps it; False if SIGTERM has one. Takes effect whatever
+    the main thread is at.
     """
 
 def leave_terminate() -> None:
-    """Give the signal back to the system. Idempotent."""
+    """Give the signals back to the system. Idempotent."""
 
 def read_process_memory(pid: int, spans: Sequence[tuple[int, int, int]]) -> None:
     """Copy (remote address, local address, bytes) spans out of another process, without the GIL, with several threads.

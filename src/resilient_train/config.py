@@ -184,7 +184,7 @@ def why_off(settings: Settings, switches: Switches) -> str:
     """Why a Session is a plain loop although an agent stands behind it; empty if it isn't."""
     if not settings.watchdog:
         return "the watchdog is switched off (RESILIENT_WATCHDOG or HCCL_ASYNC_ERROR_HANDLING is 0)"
-    if not any(getattr(switches, name.lower()) for name in SWITCHES):
+    if not any(getattr(switches, name.lower()) for name in SWITCHES) and auto_save(switches) is None:
         return "MS_ENABLE_TFT switches nothing on"
     return ""
 

@@ -48,7 +48,8 @@ class Interrupt:
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
-        self._armed = False
+        self.armed = False
+        """Whether there is something to disarm."""
         self.available = threading.current_thread() is threading.main_thread()
         self._previous: Any = None
         self._beneath = 0
@@ -68,18 +69,18 @@ class Interrupt:
     def arm(self, generation: int) -> None:
         """From now on a stop newer than ``generation`` interrupts this thread."""
         if self.available:
-            self._armed = True
+            self.armed = True
             self._watchdog.arm(generation)
 
     def disarm(self) -> None:
         """From now on nothing interrupts this thread."""
-        self._armed = False
+        self.armed = False
         self._watchdog.disarm()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if callable(self._previous):
             self._previous(signum, frame)
-        if not self._armed or frame is None or _on_top_unsafe(frame) or _whole_calls(frame) > self._beneath:
+        if not self.armed or frame is None or _on_top_unsafe(frame) or _whole_calls(frame) > self._beneath:
             return
         self.disarm()
         raise TrainingInterrupted

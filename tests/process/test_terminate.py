@@ -13,6 +13,7 @@ from running import JOBS
     ("mode", "code", "printed"),
     [
         ("plain", -15, ["True", "0 15"]),  # the second one ends it
+        ("usr1", -15, ["True", "0 10"]),
         ("agents", -15, ["True"]),  # the agent has had enough
         ("left", -15, ["True"]),
         ("users", 5, ["False"]),

@@ -28,7 +28,7 @@ def connection() -> Iterator[Connection]:
 def session(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has a Session; what guards a work of gloo's has tests of its own."""
     monkeypatch.setattr(group_module, "_watcher", SimpleNamespace())
-    monkeypatch.setattr(group_module, "escape", SimpleNamespace(guard=lambda work: work))
+    monkeypatch.setattr(group_module, "GuardedWork", lambda work, _live: work)
 
 
 def adopted(ours: socket.socket, inode: int) -> ResilientGroup:

@@ -66,9 +66,9 @@ class Stateful:
         self.place, self.resumed = state["place"], True
 
 
-def fast_forward(loader: Any, batches: int) -> Iterator[Any]:
+def fast_forward(loader: Any, batches: int, samples: int) -> Iterator[Any]:
     iterator = iter(loader)
-    next(itertools.islice(iterator, batches, batches), None)
+    next(itertools.islice(iterator, batches + samples, batches + samples), None)
     return iterator
 
 

@@ -55,6 +55,24 @@ def test_layout_is_the_documented_one(board: Board) -> None:
     assert os.fstat(board.fd).st_size == 4 * PAGE_BYTES
 
 
+def test_two_announcements_are_held(board: Board) -> None:
+    assert [board.announced(commits) for commits in range(4)] == [0, 0, 0, 0]
+    board.announce(7, 2)
+    board.announce(8, 1)
+    assert [board.announced(commits) for commits in range(6, 10)] == [0, 2, 1, 0]
+    board.announce(9, 3)
+    assert [board.announced(commits) for commits in range(6, 10)] == [0, 0, 1, 3]
+    board.announce(2**56 - 1, 3)
+    assert board.announced(2**56 - 1) == 3
+    for wrong in ((2**56, 1), (1, 4)):
+        with pytest.raises(ValueError, match=r"2\*\*56|0\.\.3"):
+            board.announce(*wrong)
+    assert board.settled == 0
+    board.settle(8)
+    assert board.settled == 8
+    assert struct.unpack_from("<QQQ", os.pread(board.fd, 48, 0), 24) == (8 << 2 | 1, (2**56 - 1) << 2 | 3, 8)
+
+
 def test_accessors_round_trip(board: Board) -> None:
     board.set_standing(2, 2**56 - 1, 255, 2**64 - 1)
     assert board.standing(2) == (2**56 - 1, 255)

@@ -106,6 +106,16 @@ class Image(NamedTuple):
     keep_alive: Any
 
 
+class Strides(NamedTuple):
+    """A loader whose ranks take every ``replicas``-th sample of an order that is the same in a job of any size."""
+
+    batch: int
+    """Samples in a batch of one rank."""
+    replicas: int
+    samples: int
+    """Of one rank in an epoch."""
+
+
 class Damage(NamedTuple):
     """Whose damaged memory was: which tensors owned it."""
 
@@ -235,6 +245,10 @@ class Framework(Protocol):
         """Puts back what ``rank_state`` returned, in this process or another."""
         ...
 
+    def adopt_rank_state(self, state: bytes) -> None:
+        """Takes up of another rank's ``rank_state`` what any rank may have: its buffers."""
+        ...
+
     def pack(self, tree: Any) -> bytes:
         """A tree of state as bytes. Raises StateError for values that can't be carried."""
         ...
@@ -356,6 +370,14 @@ class Framework(Protocol):
         """Puts a ``random_state`` back."""
         ...
 
-    def fast_forward(self, loader: Any, batches: int) -> Iterator[Any]:
-        """An iterator over ``loader`` that starts at batch ``batches``, without loading what it skips if possible."""
+    def fast_forward(self, loader: Any, batches: int, samples: int) -> Iterator[Any]:
+        """An iterator over ``loader`` that starts at batch ``batches``, without loading what it skips if possible.
+
+        Batches are counted behind this rank's first ``samples`` samples: above 0 only where ``strides`` knows the
+        loader.
+        """
+        ...
+
+    def strides(self, loader: Any) -> Strides | None:
+        """How the ranks divide an epoch among them; None where that can't be known from outside."""
         ...

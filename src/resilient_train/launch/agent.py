@@ -70,7 +70,8 @@ class Agent:
         self._lookout = Lookout(self._board, self._controller, self._processes, job.settings)
         self._alarms = Alarms(self._board, self._controller)
         self._operators = Operators(self._board, self._controller, self._processes, self._note)
-        self._saves = Saves(job.run_dir, job.world_size, job.settings.keep_checkpoints, self._note, self._say)
+        keep = job.settings.keep_checkpoints
+        self._saves = Saves(job.run_dir, job.world_size, keep, self._note, self._say, self._board.settle)
         self._source = self._saves.source()
         self._controller.can_go_back = self._saves.can_go_back
         self._departure = Departure(self._board, self._controller, self._saves, self._arenas, job.settings)
@@ -99,6 +100,8 @@ class Agent:
             if self._ending is not None:
                 await self._stop_ranks()
             await self._saves.finish(self._job.shutdown_timeout_s)
+            if self._ending is not None and self._ending.code and (left := self._saves.left()):
+                self._say(f"started again with --run-dir {self._job.run_dir}, the job goes on from {left}")
         finally:
             logs.cancel()
             self._standby.close()
@@ -286,6 +289,8 @@ class Agent:
                 self._departure.failed(generation, text)
             case m.Captured():
                 self._saves.captured(rank, frame, controller.replicas.groups)
+            case m.Skipped():
+                self._saves.skipped(rank, frame, controller.replicas.groups)
             case m.Unrestorable(source=source, reason=text):
                 self._saves.refuse(source)
                 self._carry_out(controller.start_again(rank, incarnation, text))

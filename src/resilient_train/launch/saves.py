@@ -18,7 +18,7 @@ import msgspec
 
 from resilient_train.errors import ConfigError, HolderLostError, StorageError, VaultError
 from resilient_train.launch.holding import ensure_holder
-from resilient_train.protocol.messages import Captured, Source
+from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.state.checkpoint.retention import tidy
 from resilient_train.state.checkpoint.verify import newest_complete
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
@@ -55,13 +55,24 @@ class _Save(NamedTuple):
 class Saves:
     """See the module's text. ``say`` writes to the console: storage that fails is told there once, until it is well."""
 
-    def __init__(self, run_dir: Path, world_size: int, keep: int, note: Teller, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        world_size: int,
+        keep: int,
+        note: Teller,
+        say: Callable[[str], None],
+        settle: Callable[[int], None],
+    ) -> None:
+        """``settle`` is told of an update when all checkpoints up to it are over and done with, written or not."""
         self._run_dir = run_dir
         self._folder = run_dir / CHECKPOINTS
         self._world_size = world_size
         self._keep = keep
         self._note = note
         self._say = say
+        self._settle = settle
+        self._newest_over = 0
         self._vault: Vault | None = None
         self._holder: Popen[bytes] | None = None
         self._captured: dict[int, dict[int, Captured]] = {}
@@ -95,11 +106,23 @@ class Saves:
 
         Raises ConfigError if there may be checkpoints, but the storage does not let us see.
         """
+        self._captured.clear()  # by ranks that are no more
+        self._newest_over = 0
+        self._settle(0)
         if not os.path.lexists(self._folder) and not socket_path(self._run_dir).exists():
             return None
         memory, storage = self._in_memory(), self._on_storage()
         found = [each for each in (memory, storage) if each is not None]
         return max(found, key=lambda each: each.commits, default=None)  # of equals the first: memory
+
+    def left(self) -> str:
+        """What a job that is started again in this run directory would go on from, for people; empty if nothing."""
+        memory = self._in_memory() if self._unsaved or self._vault is None else None
+        report = newest_complete(self._folder, digests=False).report
+        stored = report.manifest if report is not None else None
+        if memory is not None and (stored is None or memory.commits >= stored.commits):
+            return f"update {memory.commits} (in memory)"
+        return f"update {stored.commits} ({report.path})" if report is not None and stored is not None else ""
 
     def refuse(self, source: Source) -> None:
         """A rank could not take this source up."""
@@ -119,12 +142,25 @@ class Saves:
             del self._captured[commits]  # of older ones some rank has skipped its part
         if all(each.store for each in ranks.values()):
             self._store(ranks, groups)
+        else:
+            self._over(frame.commits)
+
+    def skipped(self, rank: int, frame: Skipped, groups: tuple[tuple[int, ...], ...]) -> None:
+        """A rank has no snapshot where one was due: there will be no checkpoint of that update."""
+        self._trouble("save_skipped", frame.step, frame.reason)
+        self.captured(rank, Captured(frame.commits, frame.step, sequence=0, store=False), groups)
+
+    def _over(self, commits: int) -> None:
+        self._newest_over = max(self._newest_over, commits)
+        if self._under_way is None:
+            self._settle(self._newest_over)
 
     def _store(self, ranks: dict[int, Captured], groups: tuple[tuple[int, ...], ...]) -> None:
         first = ranks[0]
         if self._under_way is not None:
             reason = f"storage is still busy with that of step {self._under_way.step}"
             self._trouble("save_skipped", first.step, reason)
+            self._over(first.commits)
             return
         self._submit(Flush(str(self._folder), first.step, first.commits, groups, {}, self._keep, groups), ranks)
 
@@ -153,12 +189,14 @@ class Saves:
         save = _Save(job.step, job.commits, time.monotonic_ns(), 0, over)
         if self._vault is None:
             self._failed(save, "the snapshots' holder is gone; the next save starts another")
+            self._over(job.commits)
             return
         snapshots = [(rank, frame.sequence) for rank, frame in sorted(ranks.items())]
         try:
             number = self._vault.submit(WORK, snapshots, msgspec.msgpack.encode(job))
         except HolderLostError as error:  # if it is news: the event loop hears of it next
             self._failed(save, str(error))
+            self._over(job.commits)
             return
         self._under_way = save._replace(number=number)
 
@@ -181,6 +219,7 @@ class Saves:
         except VaultError as error:
             self._under_way = None
             self._failed(save, str(error))
+            self._over(save.commits)
             self._go_on()
             return
         if value is None:
@@ -197,6 +236,7 @@ class Saves:
             self._trouble("retention_failed", save.step, flushed.untidy)
         if save.over is not None:
             save.over(f"its state from after {save.commits} updates is saved: {flushed.path}")
+        self._over(save.commits)
         self._go_on()
 
     def _failed(self, save: _Save, reason: str) -> None:
@@ -220,6 +260,7 @@ class Saves:
         save, self._under_way = self._under_way, None
         if save is not None:
             self._failed(save, reason)
+            self._over(save.commits)
         self._go_on()
 
     def _in_memory(self) -> Source | None:

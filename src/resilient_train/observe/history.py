@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from resilient_train.events import Event
+from resilient_train.observe.sinks import EVENTS_FILE, read_events
 from resilient_train.observe.timeline import Outcome, Run, read_run
 from resilient_train.protocol.controller import EXIT_UNRECOVERABLE
 
@@ -33,6 +35,10 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """Faults that the job survived: they cost no checkpoint."""
     ended: int = 0
     """Faults that ended a run: exit code 75, or no end at all, which is what a lost node or launcher leaves."""
+    gone_back: int = 0
+    """Faults after which all ranks of a run started again, from what was saved or from the beginning."""
+    by_memory: int = 0
+    """Of ``ended`` and ``gone_back``: after how many the job went on from snapshots in memory."""
     injected: int = 0
     """Faults of either kind that somebody had ordered. They say nothing of the machine, and are in no other number."""
     step_s: float | None = None
@@ -40,31 +46,50 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float | None = None
     """Median time from the launch to all ranks being at their first step: what a restart takes at least."""
 
+    @property
+    def by_storage(self) -> int:
+        """The others of them: only a checkpoint on storage could do."""
+        return self.ended + self.gone_back - self.by_memory
+
+
+def history_of(run_dir: Path, running: Standing | None = None) -> History:
+    """The history of all runs in a directory, that of a run without events being empty. Raises OSError."""
+    older = [path for path in run_dir.glob("events-*.jsonl") if path.stem.removeprefix("events-").isdecimal()]
+    older.sort(key=lambda path: int(path.stem.removeprefix("events-")))
+    newest = run_dir / EVENTS_FILE
+    runs = [read_events(path) for path in (*older, newest) if path.exists()]
+    return read_history(runs, running)
+
 
 def read_history(runs: Sequence[Sequence[Event]], running: Standing | None = None) -> History:
     """The history of the runs, oldest first, each the events of one. ``running``: of the newest one, if it runs now."""
-    found = [
-        _one(events, newest=index == len(runs) - 1, running=running if index == len(runs) - 1 else None)
-        for index, events in enumerate(runs)
-    ]
+    found = list[History]()
+    for index, events in enumerate(runs):
+        newest = index == len(runs) - 1
+        failed = bool(found and found[-1].ended)
+        found.append(_one(events, newest=newest, running=running if newest else None, failed=failed))
     starts = [each.start_s for each in found if each.start_s is not None]
     return History(
         world_size=_newest([each.world_size for each in found]),
         trained_s=sum(each.trained_s for each in found),
         repaired=sum(each.repaired for each in found),
         ended=sum(each.ended for each in found),
+        gone_back=sum(each.gone_back for each in found),
+        by_memory=sum(each.by_memory for each in found),
         injected=sum(each.injected for each in found),
         step_s=_newest([each.step_s for each in found]),
         start_s=statistics.median(starts) if starts else None,
     )
 
 
-def _one(events: Sequence[Event], *, newest: bool, running: Standing | None) -> History:
+def _one(events: Sequence[Event], *, newest: bool, running: Standing | None, failed: bool) -> History:
+    """Of one run. ``failed``: a fault had ended the run before."""
     run = read_run(events)
     ordered = sorted(events, key=lambda event: event.time_ns)
     started = next((event for event in ordered if event.kind == "started"), None)
+    back = _going_back(ordered, failed)
     if started is None:
-        return History(world_size=run.world_size)
+        return History(world_size=run.world_size, by_memory=back.by_memory)
     begun = started.time_ns
     launched = next((event.time_ns for event in ordered if event.kind == "run_start"), None)
     over = next((event.time_ns for event in ordered if event.kind in ("finished", "job_end")), None)
@@ -78,10 +103,42 @@ def _one(events: Sequence[Event], *, newest: bool, running: Standing | None) -> 
         trained_s=max(0, until - begun) / _NS_PER_S,
         repaired=repaired,
         ended=int(ended and not ordered_end),
-        injected=len(survived) - repaired + int(ordered_end),
+        gone_back=back.times,
+        by_memory=back.by_memory,
+        injected=len(survived) - repaired + int(ordered_end) + back.injected,
         step_s=_step_s(run, ordered, started, running),
         start_s=None if launched is None else max(0, begun - launched) / _NS_PER_S,
     )
+
+
+class _Back(NamedTuple):
+    """How often all ranks of a run started again after they had trained."""
+
+    times: int
+    by_memory: int
+    injected: int
+
+
+def _going_back(ordered: Sequence[Event], failed: bool) -> _Back:
+    times = by_memory = injected = 0
+    trained = ordered_fault = False
+    source: object = None
+    for event in ordered:
+        match event.kind:
+            case "injected":
+                ordered_fault = True
+            case "resumed":
+                ordered_fault = False
+            case "restored":
+                source = event.detail.get("source")
+            case "started":
+                by_memory += failed and source == "memory"
+                trained, failed, source = True, False, None
+            case "restart_all" if trained:  # else the way back itself has failed, and another one is tried
+                times += not ordered_fault
+                injected += ordered_fault
+                failed, trained, ordered_fault = not ordered_fault, False, False
+    return _Back(times, by_memory + (failed and source == "memory"), injected)
 
 
 def _injected_last(ordered: Sequence[Event]) -> bool:

@@ -18,15 +18,15 @@ from collections.abc import Callable, Sequence
 
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
-from resilient_train.protocol.leaving import Leaving, choose
-from resilient_train.protocol.messages import End, Finished, Joined, Plan, Resume, SaveLast, Started, Stop
+from resilient_train.protocol.leaving import Leaving, choose, why_none
+from resilient_train.protocol.messages import End, Finished, Joined, Plan, Resume, Started, Stop
 from resilient_train.protocol.patience import Patience
 from resilient_train.protocol.policy import Policy, why_give_up
 from resilient_train.protocol.replicas import ReplicaTable, agreed
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.protocol.verdict import Account, decide
 
-_NOTHING_SAVED = "no living rank holds a whole state of each shard, so no end-of-life checkpoint could be written"
+_NOTHING_SAVED = "no end-of-life checkpoint could be written"
 _NOBODY_LEFT = "no living rank holds a replica of its state, so it cannot be rebuilt"
 EXIT_UNRECOVERABLE = 75
 """The job could not go on after a fault: EX_TEMPFAIL, "try again later", which schedulers may requeue."""
@@ -91,8 +91,8 @@ class Controller:
         except ConfigError as error:
             return self.refuse(str(error))
         self.stage = Stage.RUNNING
-        detail: dict[str, object] = {"world_size": self.world_size, "step": message.step}
-        return [Note("started", detail=detail), *self._to_all(Resume(self.generation))]
+        note = Note("started", detail={"world_size": self.world_size, "step": message.step})
+        return [note, *self._to_all(Resume(self.generation))]
 
     def lost(
         self, rank: int, incarnation: int, reason: str, standings: Sequence[Standing], *, code: int = EXIT_UNRECOVERABLE
@@ -169,6 +169,8 @@ class Controller:
         if self.stage is Stage.ENDED:
             return []
         if not self._current(rank, incarnation):
+            if self.stage is Stage.LEAVING:
+                return []
             # The rank was taken for lost and replaced, but it had left by os._exit(code): a decision, not a fault.
             gone_by_itself = code > 0 and incarnation == self.incarnations[rank] - 1
             return self._give_up(code, f"rank {rank} failed with exit code {code}") if gone_by_itself else []
@@ -184,9 +186,8 @@ class Controller:
             return self._restart_all(rank, f"rank {rank} exited with code {code} before the first step", code)
         self._patience.reached(max((standing.commits for standing in standings), default=0))
         when = " after the training" if self.stage is Stage.FINISHED else ""
-        return self._give_up(
-            code if code > 0 else 128 - code, f"rank {rank} failed{when} with exit code {code}", lost=rank
-        )
+        status = code if code > 0 else 128 - code
+        return self._give_up(status, f"rank {rank} failed{when} with exit code {code}", lost=rank)
 
     def failed_collective(
         self, generation: int, detail: str, standings: Sequence[Standing] = (), *, culprit: int = -1
@@ -321,43 +322,43 @@ class Controller:
         """Nothing brings the job back. Whoever lives saves the state, unless nothing was trained."""
         living = [rank for rank in range(self.world_size) if rank != lost and rank not in self._unheard]
         covered = all(set(living) & set(group) for group in self.replicas.groups)
-        trains = self.stage in (Stage.RUNNING, Stage.RECOVERING) and self._patience.furthest > 0
-        if not trains or not covered or not self.policy.save_last:
+        trained = self.stage in (Stage.RUNNING, Stage.RECOVERING) and self._patience.furthest > 0
+        if not (trained and covered and self.policy.save_last):
             return self._end(code, reason)
         first = self.leaving  # asked to leave, and then something went wrong: the answer stays what was asked for
         self.leaving = Leaving(first.code if first else code, first.reason if first else reason, alone=True)
         self.leaving.gone = {rank for rank in range(self.world_size) if rank not in living}
-        commands = self._begin((lost,) if lost >= 0 else (), reason, kind="leaving")
+        return self._survive((lost,) if lost >= 0 else (), reason)
+
+    def _survive(self, lost: tuple[int, ...], reason: str) -> list[Command]:
+        commands = self._begin(lost, reason, kind="leaving")
         self.stage = Stage.LEAVING
         return commands
 
     def _gone(self, rank: int) -> list[Command]:
         """One more is lost while the survivors save: without it, if that is still possible."""
-        assert self.leaving is not None
-        if rank in self.leaving.gone:
+        if self.leaving is None or rank in self.leaving.gone:
             return []
         self.leaving.gone.add(rank)
         if any(self.leaving.gone.issuperset(group) for group in self.replicas.groups):
-            return self._end(
-                self.leaving.code, f"{self.leaving.reason}; then rank {rank} was lost, and {_NOTHING_SAVED}"
-            )
+            why = why_none({}, [group for group in self.replicas.groups if self.leaving.gone.issuperset(group)])
+            told = f"{self.leaving.reason}; then rank {rank} was lost, and {_NOTHING_SAVED}: {why}"
+            return self._end(self.leaving.code, told)
         if self.leaving.choice is None:
             self._joined.pop(rank, None)
             return self._save_last()
-        commands = self._begin((rank,), f"rank {rank} was lost while the state was being saved", kind="leaving")
         self.leaving.choice = None
-        self.stage = Stage.LEAVING
-        return commands
+        return self._survive((rank,), f"rank {rank} was lost while the state was being saved")
 
     def _save_last(self) -> list[Command]:
         """All survivors have joined: who saves what. Nobody, if no whole state is left."""
         leaving = self.leaving
-        assert leaving is not None
-        if len(self._joined) + len(leaving.gone) < self.world_size:
+        if leaving is None or len(self._joined) + len(leaving.gone) < self.world_size:
             return []
         choice = choose(self._joined, self.replicas.groups)
         if choice is None:
-            return self._end(leaving.code, f"{leaving.reason}; {_NOTHING_SAVED}")
+            why = why_none(self._joined, self.replicas.groups)
+            return self._end(leaving.code, f"{leaving.reason}; {_NOTHING_SAVED}: {why}")
         orders = leaving.orders(self.generation, choice, self.world_size)
         detail: dict[str, object] = {"commits": choice.commits, "savers": choice.savers, "exact": choice.exact}
         return [Note("save_last", detail=detail), *(Send(rank, order) for rank, order in orders.items())]
@@ -395,5 +396,5 @@ class Controller:
         """Messages of a dead incarnation are dropped: they may arrive after the death that they were sent before."""
         return self.incarnations[rank] == incarnation
 
-    def _to_all(self, message: Stop | Plan | SaveLast | Resume | Finished | End) -> list[Send]:
+    def _to_all(self, message: Stop | Plan | Resume | Finished | End) -> list[Send]:
         return [Send(rank, message) for rank in range(self.world_size)]

@@ -43,6 +43,15 @@ def choose(joined: Mapping[int, Joined], groups: Sequence[Sequence[int]]) -> Cho
     return None
 
 
+def why_none(joined: Mapping[int, Joined], groups: Sequence[Sequence[int]]) -> str:
+    """Why there is no ``Choice``: whose state is missing."""
+    whole = {rank for rank, each in joined.items() if each.holds}
+    missing = [list(group) for group in groups if not whole & set(group)]
+    if missing:
+        return f"no living rank holds a whole state of the replica groups {missing}"
+    return "the replica groups' survivors hold the state from before different updates"
+
+
 def _at_head(group: Sequence[int], heads: Mapping[int, int], commits: int) -> tuple[int, ...]:
     return tuple(rank for rank in group if heads.get(rank) == commits)
 

@@ -59,6 +59,14 @@ class Captured(msgspec.Struct, tag="captured", frozen=True):
     """Not -1: it is the rank's part of the end-of-life checkpoint of this generation."""
 
 
+class Skipped(msgspec.Struct, tag="skipped", frozen=True):
+    """A snapshot from before update ``commits`` was due, and this rank has none: nobody is to wait for it."""
+
+    commits: int
+    step: int
+    reason: str
+
+
 class Unsaved(msgspec.Struct, tag="unsaved", frozen=True):
     """This rank can't do its part in the end-of-life checkpoint of ``generation``."""
 
@@ -288,6 +296,7 @@ FromRank = (
     | Refused
     | OpenVault
     | Captured
+    | Skipped
     | Unsaved
     | Unrestorable
     | Inject

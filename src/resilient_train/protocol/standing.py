@@ -25,6 +25,10 @@ class Phase(enum.IntEnum):
     UPDATING = 3
 
 
+APPLIED, COMPUTE, READY, UPDATING = map(int, Phase)
+"""The phases for native calls, which take three times as long to read a member of an enumeration as a number."""
+
+
 class Standing(NamedTuple):
     """Tuples compare from the left, so ``a > b`` says that ``a`` is further."""
 

@@ -6,8 +6,6 @@ a step; ``Rescue`` frees what gloo has forgotten.
 
 from __future__ import annotations
 
-import signal
-
 from resilient_train._native import Watchdog, hear_terminate, leave_terminate
 from resilient_train.config import Settings
 from resilient_train.frameworks.base import Framework
@@ -33,12 +31,11 @@ class Guards:
         self._rescue = Rescue(link.board, link.generation, lambda g: self._arrived >= g, engine.release_waiters)
 
     def start(self) -> None:
-        """The rank takes part from now on. A SIGTERM handler of the user's own stays."""
+        """The rank takes part from now on. A handler that the script has for SIGTERM or SIGUSR1 stays."""
         self.watchdog.start(self._link.generation)
         self._rescue.start()
         self.interrupt.install()
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            hear_terminate(self._link.board, self._link.rank)
+        hear_terminate(self._link.board, self._link.rank)
 
     def on_stop(self, generation: int) -> None:
         """The training thread has noticed this stop."""

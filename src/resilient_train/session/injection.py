@@ -43,7 +43,10 @@ ACTS: dict[str, Act] = {
 
 
 class Injector:
-    """``at`` is called wherever a fault can be injected; each clause hits once."""
+    """``at`` is called wherever a fault can be injected; each clause hits once.
+
+    Where there are no ``clauses`` it need not be called, but for the begin of a step, if an order has come.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class Injector:
         engine: Framework,
         board: Board,
     ) -> None:
-        self._clauses = [each for each in plan if each.rank == rank and each.incarnation == incarnation]
+        self.clauses = [each for each in plan if each.rank == rank and each.incarnation == incarnation]
         self._rank = rank
         self._incarnation = incarnation
         self._sink = sink
@@ -73,14 +76,14 @@ class Injector:
         """This process is at ``place`` of ``phase``: a clause that says so hits it now."""
         if place == "start" and phase == "COMPUTE":
             self._look_for_order(step)
-        for clause in self._clauses:
+        for clause in self.clauses:
             if (clause.phase, clause.at) != (phase, place):
                 continue
             if clause.step not in (-1, step):
                 continue
             if clause.generation not in (-1, generation if generation >= 0 else self._generation()):
                 continue
-            self._clauses.remove(clause)
+            self.clauses.remove(clause)
             self._hit(clause, step)
             return
 
@@ -107,11 +110,11 @@ class Injector:
         if order is None:
             return
         if self._ordered is not None:
-            self._clauses = [each for each in self._clauses if each is not self._ordered[0]]
+            self.clauses = [each for each in self.clauses if each is not self._ordered[0]]
         phase, place = place_in_step(order.kind, order.target)
         clause = Injection(order.kind, self._rank, phase, place, step=step, target=order.target)
         self._ordered = clause, order
-        self._clauses.append(clause)
+        self.clauses.append(clause)
         if place in self._hooks:
             self._hooks.pop(place)()
 
@@ -121,7 +124,7 @@ class Injector:
         for place, hook in (("forward", engine.call_in_forward), ("backward", engine.call_in_backward)):
             self._hooks[place] = functools.partial(hook, self.caller("COMPUTE", place, step))
         for place in list(self._hooks):  # the others cost each pass a call, so they wait until an order needs them
-            if any(each.at == place for each in self._clauses):
+            if any(each.at == place for each in self.clauses):
                 self._hooks.pop(place)()
         self._board.set_order(self._rank, orders.LISTENING)
 

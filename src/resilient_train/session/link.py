@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from typing import NoReturn, TypeVar
 
-from resilient_train._native import Board
+from resilient_train._native import Board, Page
 from resilient_train.config import AgentLink
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError
 from resilient_train.protocol.messages import Arena as ArenaFrame
 from resilient_train.protocol.messages import Borrow, End, FromAgent, Hello, Refused, Reserve, Welcome
 from resilient_train.protocol.progress import Activity, progress_of
-from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.protocol.standing import Standing
 from resilient_train.state.arena import Arena, ArenaFullError
 from resilient_train.transport import Channel
 
-_BARRIER_POLL_MS = 60_000
 _Frame = TypeVar("_Frame", bound=FromAgent)
 
 
@@ -37,8 +36,10 @@ class Link:
         board, arena = self.channel.take_descriptors(2)
         self.board = Board.attach(board)
         os.close(board)
+        self.page = Page(self.board, link.rank)
         self.arena = Arena(arena)
-        self._tail_used = True
+        self.tail_used = True
+        """Since the last ``reset_tail``."""
         if self.board.world_size != link.world_size:
             raise ConfigError(f"WORLD_SIZE is {link.world_size}, but this job has {self.board.world_size} ranks")
 
@@ -58,7 +59,7 @@ class Link:
 
     def log(self, meta: bytes, data: bytes) -> bool:
         """Publishes the arguments of a collective of the tail; False if there is no room for them."""
-        self._tail_used = True
+        self.tail_used = True
         entered, completed = self.board.tail(self.rank)
         if not self.arena.log_append(meta, data):
             return False
@@ -71,14 +72,12 @@ class Link:
 
     def tail_completed(self, completed: int) -> None:
         """One more collective of the tail is done."""
-        self._tail_used = True
+        self.tail_used = True
         self.board.set_tail(self.rank, self.board.tail(self.rank)[0], completed)
 
     def reset_tail(self) -> None:
-        """An update was applied: its tail begins, with an empty log."""
-        if not self._tail_used:
-            return
-        self._tail_used = False
+        """An update was applied: its tail begins, with an empty log. Needed only where ``tail_used``."""
+        self.tail_used = False
         self.arena.log_reset()
         self.board.set_tail(self.rank, 0, 0)
 
@@ -102,20 +101,13 @@ class Link:
             if isinstance(frame, End):
                 raise SystemExit(frame.code or 1)
 
-    def all_ready(self, commits: int, generation: int) -> bool:
-        """Waits at the barrier of update ``commits``. True: all ranks are READY; False: a recovery is under way."""
-        while True:
-            outcome = self.board.wait_all(self.rank, commits, int(Phase.READY), generation, _BARRIER_POLL_MS)
-            if outcome != "timeout":
-                return outcome == "passed"
-
     def record(self, standing: Standing, step: int) -> None:
         """Writes this rank's step record."""
-        self.board.set_standing(self.rank, standing.commits, int(standing.phase), step)
+        self.page.write(standing.commits, standing.phase, step)
 
     def stop_raised(self, generation: int) -> bool:
         """Whether a recovery newer than ``generation`` is under way."""
-        return self.board.stop_generation > generation
+        return self.page.stop_raised(generation)
 
     def over_elsewhere(self, commits: int) -> bool:
         """Whether another rank has left its loop after that many updates."""

@@ -15,6 +15,9 @@ class Batch(NamedTuple):
     epoch: int
 
 
+_NONE = Batch(None, 0)
+
+
 class Kept(NamedTuple):
     """A batch of the open window, and the random state right after it was drawn (None: the window's start has it)."""
 
@@ -32,6 +35,8 @@ class Position(NamedTuple):
     taken: int
     random: bytes
     own: dict[str, Any] | None
+    skipped: int = 0
+    """Samples of this rank at the head of the pass that are left out: used already, in a world of another size."""
 
 
 class RandomNumbers(NamedTuple):
@@ -50,11 +55,11 @@ class Cursor:
     """
 
     def __init__(
-        self, loader: Any, fast_forward: Callable[[Any, int], Iterator[Any]], random_numbers: RandomNumbers
+        self, loader: Any, fast_forward: Callable[[Any, int, int], Iterator[Any]], random_numbers: RandomNumbers
     ) -> None:
         if loader is not None and not hasattr(loader, "__iter__"):
             raise ConfigError(f"loader is a {type(loader).__qualname__}, which can't be iterated over")
-        self._loader = loader
+        self.loader = loader
         self._fast_forward = fast_forward
         self._random = random_numbers
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
@@ -63,66 +68,70 @@ class Cursor:
         self._iterator: Iterator[Any] | None = None
         self._epoch = 0
         self._index = 0
+        self._skipped = 0
         self._epoch_random = b""
         self._generators = _generators_of(loader)
         self._epoch_generators: list[Any] = []
 
     def next(self) -> Batch:
         """The next batch; a new epoch begins where one ends. Raises ConfigError for a loader that gives nothing."""
-        if self._loader is None:
-            return Batch(None, 0)
+        if self.loader is None:
+            return _NONE
         if self._iterator is None:
             self._begin_epoch()
         assert self._iterator is not None
         try:
             value = next(self._iterator)
         except StopIteration:
-            if self._index == 0:
+            if self._index == 0 and not self._skipped:
                 raise ConfigError("the loader gave no batch in a whole epoch") from None
-            self._epoch, self._index, self._iterator = self._epoch + 1, 0, None
+            self._epoch, self._index, self._skipped, self._iterator = self._epoch + 1, 0, 0, None
             return self.next()
         self._index += 1
         return Batch(value, self._epoch)
 
     def position(self) -> Position:
         """The position before the next batch."""
-        inner = self._loader.state_dict() if self._stateful and self._index else None
-        generators = self._epoch_generators if self._index else [each.get_state() for each in self._generators]
-        own = {"inner": inner, "generators": generators} if inner is not None or generators else None
-        return Position(self._epoch, self._index, self._epoch_random, own)
+        inner = self.loader.state_dict() if self._stateful and self._index else None
+        own = None
+        if inner is not None or self._generators:
+            begun = self._index or self._skipped
+            generators = self._epoch_generators if begun else [each.get_state() for each in self._generators]
+            own = {"inner": inner, "generators": generators}
+        return Position(self._epoch, self._index, self._epoch_random, own, self._skipped)
 
     def load(self, position: Position) -> None:
         """Takes up a position. The global random state is left as it was."""
-        self._epoch, self._index, self._epoch_random, own = position
+        self._epoch, self._index, self._epoch_random, own, self._skipped = position
         self._iterator = None
         self._epoch_generators = own["generators"] if own else []
         for generator, value in zip(self._generators, self._epoch_generators, strict=True):
             generator.set_state(value)
-        if self._loader is None or self._index == 0:
+        if self.loader is None or (self._index == 0 and not self._skipped):
             return
         self._set_epoch()
         if self._stateful:
             assert own is not None, "a stateful loader's position without its state"
-            self._loader.load_state_dict(own["inner"])
-            self._iterator = iter(self._loader)
+            self.loader.load_state_dict(own["inner"])
+            self._iterator = iter(self.loader)
             return
         now = self._random.save()
         self._random.restore(self._epoch_random)
-        self._iterator = self._fast_forward(self._loader, self._index)
+        self._iterator = self._fast_forward(self.loader, self._index, self._skipped)
         self._random.restore(now)
 
     def _begin_epoch(self) -> None:
         self._set_epoch()
         self._epoch_random = self._random.save()
         self._epoch_generators = [each.get_state() for each in self._generators]
-        self._iterator = iter(self._loader)
+        self._iterator = iter(self.loader)
 
     def _set_epoch(self) -> None:
         """What the user's own loop would do: a DistributedSampler shuffles by epoch number."""
         for holder in (
-            self._loader,
-            getattr(self._loader, "sampler", None),
-            getattr(self._loader, "batch_sampler", None),
+            self.loader,
+            getattr(self.loader, "sampler", None),
+            getattr(self.loader, "batch_sampler", None),
         ):
             set_epoch = getattr(holder, "set_epoch", None)
             if callable(set_epoch):

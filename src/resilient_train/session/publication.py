@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from resilient_train.errors import ProtocolError
 from resilient_train.frameworks.base import Framework
 from resilient_train.session.link import Link
 from resilient_train.session.loader import Cursor, Position
-
-
-class _Published(msgspec.Struct, array_like=True):
-    """Before update ``commits``. Trees that may hold anything are packed by the engine; empty where there is none.
-
-    Random numbers and position are apart from them: they change at every step, and msgspec alone takes a microsecond.
-    """
-
-    commits: int
-    number: int
-    random: bytes
-    epoch: int
-    taken: int
-    epoch_random: bytes
-    loader: bytes
-    rank: bytes
+from resilient_train.session.published import Published, read
+from resilient_train.session.resharding import reshard
 
 
 class Publication:
@@ -33,6 +20,8 @@ class Publication:
         self._link = link
         self._engine = engine
         self._cursor = cursor
+        strides = engine.strides(cursor.loader)
+        self._strides = (strides.batch, strides.replicas) if strides else (0, 0)
         self._encoder = msgspec.msgpack.Encoder()
         self.latest = b""
         """What was published last."""
@@ -47,7 +36,7 @@ class Publication:
         if parts is not None and parts == self._newest:
             return
         payload = self._encoder.encode(
-            _Published(
+            Published(
                 commits,
                 number,
                 random,
@@ -56,6 +45,8 @@ class Publication:
                 position.random,
                 engine.pack(position.own) if position.own else b"",
                 own,
+                position.skipped,
+                *self._strides,
             )
         )
         if parts is not None or payload != self._newest:
@@ -65,14 +56,15 @@ class Publication:
 
     def take_up(self, payload: bytes) -> int:
         """Puts a publication back, in this process. Returns the number of the step that comes next."""
-        try:
-            held = msgspec.msgpack.decode(payload, type=_Published)
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"what this rank had published can't be read: {error}") from None
+        held = read(payload)
         loader = self._engine.unpack(held.loader) if held.loader else None
-        self._cursor.load(Position(held.epoch, held.taken, held.epoch_random, loader))
+        self._cursor.load(Position(held.epoch, held.taken, held.epoch_random, loader, held.skipped))
         self._engine.load_rank_state(held.rank)
         self._engine.restore_random_state(held.random)
         self._newest = None
         self.latest = payload
         return held.number
+
+    def elsewhere(self, own: bytes | None, first: bytes) -> tuple[bytes, dict[str, Any]]:
+        """What this rank goes on from in a world of another size, see ``resharding.reshard``."""
+        return reshard(self._engine, self._cursor, read(own) if own is not None else None, read(first))

@@ -28,7 +28,6 @@ class Pulse:
         self._tell = tell
         self._path = Path(run_dir) / STACKS_FOLDER / f"rank_{link.rank}.{link.incarnation}.txt"
         self._file: IO[str] | None = None
-        self._entered = 0
         self._activity = Activity.TRAINING
 
     def open(self) -> None:
@@ -48,20 +47,10 @@ class Pulse:
         if self._path.stat().st_size == 0:
             self._path.unlink()
 
-    def collective(self) -> None:
-        """One more collective that spans the job is entered."""
-        self._entered += 1
-        self._link.board.set_collectives(self._link.rank, self._entered)
-
-    def begin(self) -> None:
-        """A window or a tail begins."""
-        self._entered = 0
-        self._link.board.set_collectives(self._link.rank, 0)
-
     def at(self, activity: Activity) -> None:
         """What this rank is at from now on."""
         self._activity = activity
-        self._link.board.set_activity(self._link.rank, activity)
+        self._link.page.set_activity(activity)
 
     @contextlib.contextmanager
     def slow(self, what: str) -> Iterator[None]:

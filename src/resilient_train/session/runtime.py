@@ -25,9 +25,10 @@ from resilient_train.faults import parse_plan
 from resilient_train.frameworks.base import Framework, Objects, Place
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines
 from resilient_train.protocol.messages import Refused, SaveLast, Started
+from resilient_train.protocol.orders import LISTENING
 from resilient_train.protocol.processor import Action, Processor
 from resilient_train.protocol.progress import Activity
-from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.protocol.standing import APPLIED, COMPUTE, READY, UPDATING, Phase, Standing
 from resilient_train.session.device import Device
 from resilient_train.session.guards import Guards
 from resilient_train.session.injection import Injector
@@ -40,7 +41,7 @@ from resilient_train.session.saving import Saving
 from resilient_train.session.step import Step
 from resilient_train.session.window import Window
 
-_PLACES = {Phase.UPDATING: Place.UPDATE, Phase.APPLIED: Place.TAIL}
+_PLACES = (Place.TAIL, Place.STEP, Place.STEP, Place.UPDATE)  # by phase
 
 
 class Runtime:
@@ -62,11 +63,12 @@ class Runtime:
         self._replicas = replicas
         self._undo = undo
         self._link = Link(agent)
+        self._page = self._link.page
         settings = config.read_settings()
         self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
-        plan = parse_plan(settings.faults)
         self._publication = Publication(self._link, engine, cursor)
         self.saving = Saving(self._link, engine, self._publication, agent.run_dir, replicas, self._event)
+        plan = parse_plan(settings.faults)
         self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine, self._link.board)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
@@ -81,11 +83,8 @@ class Runtime:
         self._recovery.save_last = self._save_last
         self._recovery.guard = self._guards.watchdog.guard_sockets
         self._joining = agent.joining
-        self._released = False
-        self._finished = False
+        self._begun = self._finished = self._released = False
         atexit.register(self._release)
-        self._begun = False
-        self._total = 0
         self._came_at = -1
         self._window = Window()
         self._interrupted: BaseException | None = None
@@ -108,7 +107,7 @@ class Runtime:
                 self._finish()
                 return
             step = self._next_step()
-            if self._link.stop_raised(self._processor.generation):
+            if self._page.stop_raised(self._processor.generation):
                 continue
             yield step
             self._step = None
@@ -124,6 +123,7 @@ class Runtime:
         self._engine.attach(self, self._link)
         self._engine.watch_device(self._link.board, self._link.rank)
         self._guards.start()
+        self.saving.open()
         if self._joining:
             self._due = self._recovery.take_part()
             return
@@ -136,7 +136,7 @@ class Runtime:
             self._link.channel.send(Refused(str(error)))
             raise
         self._publication.publish(self._processor.standing.commits, self._window.number)
-        self.saving.open(self._processor.standing.commits)
+        self.saving.begin_at(self._processor.standing.commits)
         self._link.record(self._processor.standing, self._window.number)
         digest, _ = self._engine.digests()
         self._guards.watchdog.guard_sockets(self._engine.sockets())
@@ -150,8 +150,9 @@ class Runtime:
             if self._due is None:
                 self._due = self._after_error(error)
         elif self._processor.standing.phase is Phase.APPLIED and self._due is not Action.COPY:
-            self._injector.at("BETWEEN", "start", step=self._window.number)
-            self._link.record(self._processor.advance(Phase.COMPUTE), self._window.number)
+            if self._injector.clauses:
+                self._injector.at("BETWEEN", "start", step=self._window.number)
+            self._page.write(self._processor.advance(Phase.COMPUTE).commits, COMPUTE, self._window.number)
         while True:
             if self._due is not None:
                 action, self._due = self._due, None
@@ -165,7 +166,7 @@ class Runtime:
                         self._end_saved(None)
                 else:
                     self._due = self._recovery.take_part()
-            elif self._link.stop_raised(self._processor.generation):
+            elif self._page.stop_raised(self._processor.generation):
                 self._due = self._take_part()
             else:
                 return
@@ -178,8 +179,7 @@ class Runtime:
         self._recovery.await_the_end()
 
     def _save_last(self, order: SaveLast | None) -> None:
-        commits, generation = self._processor.standing.commits, self._processor.generation
-        self.saving.last(generation, commits, self._window.base, order)
+        self.saving.last(self._processor.generation, self._processor.standing.commits, self._window.base, order)
 
     def _resume(self, action: Action) -> None:
         if action is not Action.FINISH_TAIL and action is not Action.APPLY:
@@ -187,8 +187,7 @@ class Runtime:
         if action is Action.COPY:
             self._came_at = self._processor.standing.commits
             self._window.kept.clear()
-            missing = self._engine.neutral_contributions()
-            if missing:
+            if missing := self._engine.neutral_contributions():
                 self._event("tail_input_missing", detail={"collectives": missing})
 
     def _after_error(self, error: BaseException) -> Action:
@@ -210,7 +209,7 @@ class Runtime:
                 # A redone step's batch is drawn already: what was published before that still is where it starts.
                 self._publication.publish(commits, self._window.number)
                 self.saving.head(commits, self._window.number)
-            self._pulse.begin()
+            self._page.restart()
         if place == len(self._window.kept):
             self._pulse.at(Activity.LOADING)
             batch = self._cursor.next()
@@ -227,12 +226,14 @@ class Runtime:
 
     def enter(self, step: Step) -> None:
         """The body begins."""
-        self._injector.at("COMPUTE", "start", step=step.number)
+        if self._injector.clauses or self._page.order() != LISTENING:
+            self._injector.at("COMPUTE", "start", step=step.number)
         self._interrupt.arm(self._processor.generation)
 
     def leave(self, step: Step, error: BaseException | None) -> bool:
         """The body ended. True: the step will run again."""
-        self._interrupt.disarm()
+        if self._interrupt.armed:
+            self._interrupt.disarm()
         if error is None:
             try:
                 self._complete(step)
@@ -257,17 +258,14 @@ class Runtime:
             # `undo`: the whole body was one transaction; or the scaler refused the update, which is an update too.
             self._commit()
             self._applied()
-        elif phase is Phase.COMPUTE:
-            self._injector.at("COMPUTE", "end", step=step.number)
-        else:
-            self._injector.at("APPLIED", "end", step=step.number)
+        elif self._injector.clauses:
+            self._injector.at("COMPUTE" if phase is Phase.COMPUTE else "APPLIED", "end", step=step.number)
 
     # -- the update
 
     def before_update(self, optimizer: Any) -> None:
         """The optimizer is about to write: interrupts are held from here to the head of the loop."""
         self._interrupt.disarm()
-        self.saving.fence()
         phase = self._processor.standing.phase
         if not self._undo and (id(optimizer) in self._window.stepped or phase is Phase.APPLIED):
             raise UsageError(
@@ -275,6 +273,7 @@ class Runtime:
                 "pass Session(undo=True)"
             )
         if self._undo:
+            self.saving.fence()
             self._engine.save_undo()
         elif phase is Phase.COMPUTE:
             self._commit()
@@ -293,8 +292,9 @@ class Runtime:
 
     def _commit(self) -> None:
         """READY, the barrier, UPDATING. Raises TrainingInterrupted if the update is to be redone instead."""
-        number = self._window.number
-        self._injector.at("READY", "before", step=number)
+        number, injector = self._window.number, self._injector
+        if injector.clauses:
+            injector.at("READY", "before", step=number)
         if not self._engine.collectives_intact():
             raise TrainingInterrupted
         commits = self._processor.standing.commits
@@ -302,13 +302,16 @@ class Runtime:
         self._engine.gradients_ready(commits)
         self._publication.publish(commits + 1, number + 1)
         self._processor.advance(Phase.READY)
-        self._link.board.arrive(self._link.rank, commits, int(Phase.READY), number)
-        self._injector.at("READY", "barrier", step=number)
-        if self._link.all_ready(commits, self._processor.generation) or self._recover_at_barrier():
-            self._link.record(self._processor.advance(Phase.UPDATING), number)
-            self._injector.at("UPDATING", "start", step=number)
-            return
-        raise TrainingInterrupted
+        self._page.arrive(commits, READY, number)
+        if injector.clauses:
+            injector.at("READY", "barrier", step=number)
+        if not self._page.cross(commits, READY, UPDATING, number, self._processor.generation):
+            if not self._recover_at_barrier():
+                raise TrainingInterrupted
+            self._page.write(commits, UPDATING, number)
+        self._processor.advance(Phase.UPDATING)
+        if injector.clauses:
+            injector.at("UPDATING", "start", step=number)
 
     def _recover_at_barrier(self) -> bool:
         """Stopped in the barrier. True: everybody was READY after all, the update goes on from where it stands."""
@@ -318,22 +321,24 @@ class Runtime:
     def _applied(self) -> None:
         number = self._window.number
         self._engine.synchronize()
-        self._injector.at("UPDATING", "end", step=number)
-        standing = self._processor.advance(Phase.APPLIED)
+        if self._injector.clauses:
+            self._injector.at("UPDATING", "end", step=number)
+        commits, _ = self._processor.advance(Phase.APPLIED)
         self._engine.committed()
-        self._link.reset_tail()
-        self._pulse.begin()
-        self._link.record(standing, number)
+        if self._link.tail_used:
+            self._link.reset_tail()
+        self._page.begin(commits, APPLIED, number)
         self._window.close(number)
-        self._injector.at("APPLIED", "start", step=number)
+        if self._injector.clauses:
+            self._injector.at("APPLIED", "start", step=number)
 
     # -- the tail
 
     def collective(self, *, spans_job: bool) -> Place:
         """A collective is about to be entered."""
         if spans_job:
-            self._pulse.collective()
-        return _PLACES.get(self._processor.standing.phase, Place.STEP) if self._begun else Place.STEP
+            self._page.enter()
+        return _PLACES[self._processor.standing.phase] if self._begun else Place.STEP
 
     def survive(self, error: BaseException | None) -> bool:
         """A collective of the tail failed; see ``frameworks/torch/tail``."""
@@ -384,14 +389,9 @@ class Runtime:
             except JobEnded as error:
                 raise SystemExit(str(error)) from None
         params, own = self._engine.digests()
-        detail = {
-            "params_digest": params,
-            "rank_digest": own,
-            "steps": self._window.number,
-            "commits": self._processor.standing.commits,
-            "redone": self._recovery.redone,
-        }
-        self._event("session_end", detail=detail)
+        counted = {"commits": self._processor.standing.commits, "redone": self._recovery.redone}
+        digests = {"params_digest": params, "rank_digest": own}
+        self._event("session_end", detail={**digests, "steps": self._window.number, **counted})
 
     def _event(self, kind: str, detail: dict[str, Any]) -> None:
         rank, incarnation, generation = self._link.rank, self._link.incarnation, self._processor.generation

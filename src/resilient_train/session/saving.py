@@ -1,20 +1,22 @@
 """A rank's part in saving: snapshots of its share of the state, in memory that outlives it; and their way back.
 
 A snapshot is begun at the head of a window and copied behind its forward and backward passes. What an update changes
-is whole again at the next fence: before the update, before a recovery, at the end. Which windows begin with one follows
-from the number of committed updates alone, so that all ranks take the same ones without a word.
+is whole again at the next fence: before the update, before a recovery, at the end. Which windows begin with one, the
+same on all ranks: see ``cadence.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from resilient_train import config
 from resilient_train._native import Copier
 from resilient_train.errors import (
     CheckpointError,
@@ -28,16 +30,20 @@ from resilient_train.frameworks.base import Framework, Image, Share
 from resilient_train.protocol.messages import (
     Captured,
     OpenVault,
+    Refused,
     SaveLast,
+    Skipped,
     Source,
     Unrestorable,
     Unsaved,
     VaultOpened,
 )
+from resilient_train.session.autosave import cadence_for
+from resilient_train.session.cadence import Cadence, Due, Wish
 from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
 from resilient_train.state.checkpoint.held import HeldImage, fill_from
-from resilient_train.state.checkpoint.restore import read_checkpoint
+from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint
 from resilient_train.state.sharding import shares
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.client import Vault
@@ -67,6 +73,7 @@ class _Pending(NamedTuple):
     commits: int
     step: int
     own: dict[int, bytes]
+    store: bool
     last: int
     """The generation in which the job ends; -1: it goes on."""
 
@@ -89,24 +96,28 @@ class Saving:
         self._run_dir = Path(run_dir)
         self._groups = replicas or (tuple(range(link.world_size)),)
         self._event = event
-        self._every = 0
+        self._wish: Wish | None = None
+        self._cadence: Cadence | None = None
         self._vault: Vault | None = None
         self._pair: SlotPair | None = None
         self._copier = Copier()
         self._pending: _Pending | None = None
-        self._newest = -1
+        self._newest = self._step = -1
 
-    def every(self, updates: int) -> None:
-        """A checkpoint after every so many updates. Raises ConfigError for a number that can't be."""
-        if updates < 1:
-            raise ConfigError(f"save_every(steps={updates}): it must be 1 or more")
-        self._every = updates
+    def every(self, wish: Wish) -> None:
+        """How often to save."""
+        self._wish = wish
 
-    def open(self, commits: int) -> None:
-        """The loop begins, after so many updates. Snapshots of later ones are of a history that the job has left: they
-        must not be taken for its newest.
+    def open(self) -> None:
+        """The loop begins."""
+        auto = config.auto_save(config.read_switches())
+        self._wish = self._wish or (Wish(auto=True) if auto else None)
+
+    def begin_at(self, commits: int) -> None:
+        """The job begins after so many updates. Snapshots of later ones are of a history that it has left: they must
+        not be taken for its newest.
         """
-        if not self._every:
+        if self._wish is None:
             return
         try:
             for pair in self._connected().open(self._link.rank):
@@ -121,13 +132,21 @@ class Saving:
 
     def head(self, commits: int, step: int) -> None:
         """A window begins, and all that it starts from is published: begins a snapshot if one is due."""
-        if not self._every or not commits or commits % self._every or commits == self._newest:
+        if self._wish is None:
             return
         try:
-            self._begin(commits, step)
+            self._step = step
+            if self._cadence is None:
+                self._cadence = cadence_for(self._wish, self._link, self._run_dir, self._event, self._leave_out)
+            due = self._cadence.head(commits)
+            if due is Due.NOTHING or commits == self._newest:
+                return
+            begun_s = time.monotonic()
+            self._begin(commits, step, store=due is Due.STORAGE)
+            self._cadence.waited(time.monotonic() - begun_s)
         except HolderLostError as error:  # the next one will find another holder
-            self._event("save_skipped", {"commits": commits, "reason": str(error)})
-        except VaultError as error:
+            self._skip(commits, step, str(error))
+        except (VaultError, ConfigError, OSError) as error:
             self._give_up(str(error))
 
     def _connected(self) -> Vault:
@@ -156,21 +175,29 @@ class Saving:
         self._vault = vault
         return vault
 
-    def _begin(self, commits: int, step: int) -> None:
+    def _begin(self, commits: int, step: int, *, store: bool) -> None:
         own = {self._link.rank: self._packed(self._publication.latest)}
         image = self._engine.image(step, self._share())
         pair = self._room_for(self._connected(), image, own)
         for held in pair.complete():
             if held.commits == commits:  # a rank that took this one's place finds its snapshot
                 self._newest = commits
-                self._link.channel.send(Captured(commits, held.step, held.sequence, store=True, last=-1))
+                self._link.channel.send(Captured(commits, held.step, held.sequence, store))
                 return
         draft = pair.begin()
         if draft is None:
-            self._event("save_skipped", {"commits": commits, "reason": "the snapshot before last is still being read"})
+            self._skip(commits, step, "the snapshot before last is still being read")
             return
-        self._gather(_Pending(draft, image, commits, step, own, last=-1))
+        self._gather(_Pending(draft, image, commits, step, own, store, last=-1))
         self._newest = commits
+
+    def _leave_out(self, commits: int, reason: str) -> None:
+        """No rank takes the snapshot that is due at the next window, which begins with the next step or a later one."""
+        self._skip(commits, self._step + 1, reason)
+
+    def _skip(self, commits: int, step: int, reason: str) -> None:
+        """This rank has no snapshot for that update, and nobody is to wait for it."""
+        self._link.channel.send(Skipped(commits, step, f"rank {self._link.rank}: {reason}"))
 
     def last(self, generation: int, commits: int, step: int, order: SaveLast | None) -> None:
         """The job ends: a snapshot of the state, which stands still, for the end-of-life checkpoint.
@@ -197,7 +224,7 @@ class Saving:
             # Storage still reads the snapshot before last. The agent ends this process when the time is over.
             if self._link.board.wait_stop(generation, _SLOT_POLL_MS):
                 return
-        self._gather(_Pending(draft, image, commits, step, own, last=generation))
+        self._gather(_Pending(draft, image, commits, step, own, store=True, last=generation))
         self.fence()
 
     def _packed(self, published: bytes) -> bytes:
@@ -212,6 +239,7 @@ class Saving:
         """Waits until the snapshot that was begun is complete."""
         if self._pending is None:
             return
+        begun_s = time.monotonic()
         pending, self._pending = self._pending, None
         draft, image = pending.draft, pending.image
         if not self._copier.wait(_COPY_TIMEOUT_MS):
@@ -226,7 +254,10 @@ class Saving:
             world=self._link.world_size,
             digest=image_digest(chunks),
         )
-        self._link.channel.send(Captured(pending.commits, pending.step, draft.sequence, store=True, last=pending.last))
+        captured = Captured(pending.commits, pending.step, draft.sequence, pending.store, pending.last)
+        self._link.channel.send(captured)
+        if self._cadence is not None:
+            self._cadence.waited(time.monotonic() - begun_s)
 
     def close(self) -> None:
         """Lets go of the memory; the holder keeps it. Idempotent."""
@@ -247,7 +278,11 @@ class Saving:
         """
         try:
             own = self._from_memory(source) if source.kind == "memory" else self._from_storage(source)
-        except (CheckpointError, ConfigError, ProtocolError, TransferError, VaultError, OSError) as error:
+        except ConfigError as error:
+            # The state is whole, and another job's. To begin anew beside it would be worse than to end.
+            self._link.channel.send(Refused(f"{error}. To begin anew, give another --run-dir"))
+            self._link.wait_for_the_end()
+        except (CheckpointError, ProtocolError, TransferError, VaultError, OSError) as error:
             self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}"))
             self._link.wait_for_the_end()
         self._engine.restore_layout(own.layout, source.commits)
@@ -257,17 +292,32 @@ class Saving:
 
     def _from_storage(self, source: Source) -> _Own:
         with read_checkpoint(Path(source.path)) as checkpoint:
-            if checkpoint.manifest.replica_groups != self._groups:
+            if len(checkpoint.manifest.replica_groups) != len(self._groups):
                 raise ConfigError(
-                    f"{source.path} was written by replica groups {checkpoint.manifest.replica_groups}, this job has "
-                    f"{self._groups}"
+                    f"{source.path} was written by {len(checkpoint.manifest.replica_groups)} replica groups, this job "
+                    f"has {len(self._groups)}: their number can't change (that of the ranks in them can)"
                 )
             tree = checkpoint.tree(self._group())
-            own = checkpoint.rank_state(self._link.rank)
-            if own is None:
-                raise CheckpointError(source.path, f"lacks rank {self._link.rank}'s own state")
             self._engine.load(tree.tree, tree.names, checkpoint.load)
+            own = checkpoint.rank_state(self._link.rank)
+            if checkpoint.manifest.replica_groups != self._groups or own is None:  # it may have died with the rank
+                return self._from_another_world(checkpoint)
         return _unpacked(own)
+
+    def _from_another_world(self, checkpoint: Checkpoint) -> _Own:
+        """The part of a rank's own state, see ``resharding``. Raises CheckpointError."""
+        group, old = self._group(), checkpoint.manifest.replica_groups
+        place = self._groups[group].index(self._link.rank)
+        held = [(rank, own) for rank in old[group] if (own := checkpoint.rank_state(rank)) is not None]
+        if not held:
+            raise CheckpointError(str(checkpoint.path), f"lacks the own state of all ranks of group {group}")
+        mine = old[group][place] if place < len(old[group]) else -1
+        own = dict(held).get(mine)
+        first = _unpacked(held[0][1])
+        published, found = self._publication.elsewhere(own and _unpacked(own).published, first.published)
+        worlds = {"old_world_size": checkpoint.manifest.world_size, "world_size": self._link.world_size}
+        self._event("resharded", {**worlds, "own_state_of": mine if own else -1, **found})
+        return _Own(published, first.layout)
 
     def _from_memory(self, source: Source) -> _Own:
         with contextlib.ExitStack() as stack:
@@ -320,7 +370,7 @@ class Saving:
     def _give_up(self, reason: str) -> None:
         """Nothing can be saved, or no more; the training goes on without."""
         self.close()
-        self._every = 0
+        self._wish = None
         self._event("save_off", {"reason": reason})
         print(f"resilient_train: rank {self._link.rank} saves nothing any more: {reason}", file=sys.stderr, flush=True)
 
@@ -333,6 +383,6 @@ def _unpacked(own: bytes) -> _Own:
 
 
 def _trailer_of(pending: _Pending, chunks: bytes) -> bytes:
-    draft, image, commits, step, own, _ = pending
+    draft, image, commits, step, own, _, _ = pending
     held = trailer.Trailer(draft.sequence, commits, step, image.tree, image.names, own, chunks)
     return msgspec.msgpack.encode(held)

@@ -21,12 +21,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks import engine_for
 from resilient_train.frameworks.base import Framework, Objects
+from resilient_train.session.cadence import wish
 from resilient_train.session.link import refuse
 from resilient_train.session.loader import Cursor, RandomNumbers
 from resilient_train.session.runtime import Runtime
@@ -116,16 +117,26 @@ class Session:
             yield Step(_PLAIN, self._number, batch.value, batch.epoch)
             self._number += 1
 
-    def save_every(self, *, steps: int) -> None:
-        """A checkpoint after every ``steps`` updates, under ``RUN/checkpoints``; to be called before ``steps()``.
+    def save_every(
+        self,
+        mode: Literal["auto"] | None = None,
+        *,
+        steps: int | None = None,
+        seconds: float | None = None,
+        memory_steps: int | None = None,
+    ) -> None:
+        """Checkpoints under ``RUN/checkpoints``: after every ``steps`` updates, about every ``seconds``, or ``"auto"``:
+        as often as costs least, by what is measured. To be called before ``steps()``.
 
         The state is copied into memory that outlives this process, behind the next window's forward and backward
         passes, and written from there to storage by another process. A job that is started again in the same run
-        directory goes on from the newest checkpoint; one that loses all its ranks at once, from memory. Without an
-        agent nothing is saved. Raises ConfigError for a number that can't be.
+        directory goes on from the newest checkpoint; one that loses all its ranks at once, from memory.
+        ``memory_steps``, a divisor of ``steps``: snapshots that stay in memory in between. Without an agent nothing is
+        saved. Raises ConfigError unless exactly one of the three is given, and for a number that can't be.
         """
+        asked = wish(mode, steps, seconds, memory_steps)
         if self._runtime is not None:
-            self._runtime.saving.every(steps)
+            self._runtime.saving.every(asked)
 
     def slow(self, what: str = "") -> AbstractContextManager[None]:
         """For what takes long on this rank while the others may wait for it: ``with session.slow("evaluation"):``.

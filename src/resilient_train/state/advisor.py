@@ -77,6 +77,16 @@ class Advisor:
         self._restarts.append(restart_s)
         self._exposure_s += restart_s
 
+    def earlier(self, failures: int, exposure_s: float) -> None:
+        """What was seen in still earlier runs, where that is only known now."""
+        self._failures += failures
+        self._exposure_s += exposure_s
+
+    @property
+    def failures(self) -> int:
+        """How many have been seen, in this run and before."""
+        return self._failures
+
     @property
     def rate(self) -> FailureRate:
         """What is known of the failures now."""

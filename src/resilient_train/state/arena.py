@@ -26,6 +26,8 @@ and those of two updates are needed at a time."""
 _HEADER = struct.Struct("<QQQQ")
 _HEADER_BYTES = 4096
 _SLOT = struct.Struct("<QQQ16s")
+_SEQUENCE = struct.Struct("<Q")
+_BEHIND_SEQUENCE = struct.Struct("<QQ16s")
 _SLOT_HEADER_BYTES = 64
 _ENTRY = struct.Struct("<II")
 DEFAULT_SLOT_BYTES = 128 << 10
@@ -80,14 +82,14 @@ class Arena:
         """Publishes the state from which update ``commits`` can start. Raises ArenaFullError if it doesn't fit."""
         if len(payload) > self.slot_bytes:
             raise ArenaFullError(len(payload))
-        sequence = self._sequence + 1
-        start = self._slot_start(sequence % SLOTS)
-        _SLOT.pack_into(self._map, start, 0, 0, 0, b"")
+        sequence, memory, size = self._sequence + 1, self._map, len(payload)
+        start = _HEADER_BYTES + sequence % SLOTS * self._stride
+        _SEQUENCE.pack_into(memory, start, 0)
         body = start + _SLOT_HEADER_BYTES
-        self._map[body : body + len(payload)] = payload
-        digest = _digest(payload, commits)
-        struct.pack_into("<QQ16s", self._map, start + 8, commits, len(payload), digest)
-        struct.pack_into("<Q", self._map, start, sequence)
+        memory[body : body + size] = payload
+        digest = xxhash.xxh3_128_digest(payload, seed=commits)  # as _digest
+        _BEHIND_SEQUENCE.pack_into(memory, start + _SEQUENCE.size, commits, size, digest)
+        _SEQUENCE.pack_into(memory, start, sequence)
         self._sequence = sequence
 
     def published(self, commits: int) -> bytes | None:

@@ -21,6 +21,11 @@ TRUSTED_FAILURES = 10
 the same default. (There, no advice is given before.)"""
 
 
+MEMORY_SHARE = 0.9
+"""Of the failures that no replica repairs, how many a snapshot in the memory of the same node does for, where nobody
+knows better: all processes are gone far more often than the node."""
+
+
 class FailureRate(msgspec.Struct, frozen=True):
     """A Gamma distribution of the failures' rate: as if ``failures`` had been seen in ``exposure_s`` seconds.
 

@@ -7,6 +7,7 @@ clipping, a scheduler, an EMA and a logged all-reduce after the update. ``--vari
 
 import argparse
 import contextlib
+import hashlib
 import json
 import random
 import time
@@ -67,6 +68,11 @@ def wrap(model: nn.Module, variant: frozenset[str]) -> DistributedDataParallel:
     names = {"unused": "find_unused_parameters", "static": "static_graph", "view": "gradient_as_bucket_view"}
     flags = {flag: True for name, flag in names.items() if name in variant}
     return DistributedDataParallel(model, bucket_cap_mb=0.01, **flags)
+
+
+def digest_of(model: nn.Module) -> str:
+    parameters = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    return hashlib.sha256(b"".join(parameters)).hexdigest()
 
 
 def make_loader(variant: frozenset[str]) -> DataLoader:
@@ -180,6 +186,13 @@ class Job:
         while events.read_bytes().count(b'"standby_waits"' if waits else b'"standby_ready"') < (count if waits else 1):
             time.sleep(0.02)
 
+    def show_start(self, step: int) -> None:
+        """Writes with what parameters and random numbers this process begins to train."""
+        assert self.records is not None
+        told = {"step": step, "parameters": digest_of(self.model.module), "random": torch.get_rng_state().sum().item()}
+        with self.records.with_name(f"starts_rank{dist.get_rank()}.jsonl").open("a") as file:
+            file.write(json.dumps(told) + "\n")
+
     def run(self, asked: argparse.Namespace) -> None:
         with rt.Session(
             model=self.model,
@@ -190,9 +203,14 @@ class Job:
             state={"ema": self.ema},
             undo=bool(self.variant & {"gan", "undo"}),
         ) as session:
-            if asked.save:
+            if asked.save_mode:
+                session.save_every(**json.loads(asked.save_mode))
+            elif asked.save:
                 session.save_every(steps=asked.save)
             for step in session.steps(asked.steps):
+                if asked.show_start and step.attempt == 0 and self.records is not None:
+                    self.show_start(step.number)
+                    asked.show_start = False
                 with step:
                     self.body(step)
                 if asked.pace and not Path(asked.pace).exists():
@@ -216,6 +234,8 @@ if __name__ == "__main__":
     parser.add_argument("--between", action="store_true")
     parser.add_argument("--leave-at", type=int, default=-1, help="leave the loop behind this step")
     parser.add_argument("--save", type=int, default=0, help="a checkpoint after every so many updates")
+    parser.add_argument("--save-mode", default="", help="the arguments of save_every, in JSON")
+    parser.add_argument("--show-start", action="store_true", help="write down what the loop begins with")
     parser.add_argument("--pace", default="", help="go slowly until this file exists")
     parser.add_argument("--standby-at", type=int, nargs="*", default=[], help="wait for a standby behind this step")
     arguments = parser.parse_args()

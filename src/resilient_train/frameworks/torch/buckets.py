@@ -52,12 +52,12 @@ class Buckets:
         self.passes: list[list[Pass]] = [[] for _ in self._wrappers]
         self._open: list[list[list[int]]] = [[] for _ in self._wrappers]
         self._hooks: list[Any] = []
-        self._known = False
-        """All passes that decide are recorded: in nearly every step there is nothing to do."""
+        self.known = False
+        """All passes that decide are recorded: in nearly every step ``record`` and ``recorded`` have nothing to do."""
 
     def record(self) -> None:
         """An update begins: listens to its backward passes, unless all that matters is known. ``recorded`` ends it."""
-        if self._known:
+        if self.known:
             return
         self.forget()
         for wrapper, parameters, passes, heard in zip(
@@ -87,14 +87,14 @@ class Buckets:
 
     def recorded(self, update: int) -> None:
         """``update`` is about to be applied: its backward passes are over."""
-        if self._known:
+        if self.known:
             return
         self.forget()
         for wrapper, passes, heard in zip(self._wrappers, self.passes, self._open, strict=True):
             passes.extend(Pass(update, written) for written in heard if written)
             del passes[_deciding(wrapper) :]
             heard.clear()
-        self._known = self._complete()
+        self.known = self._complete()
 
     def _complete(self) -> bool:
         return all(
@@ -119,7 +119,7 @@ class Buckets:
                 raise TransferError(f"the replica has {len(passes)} DDP wrappers, this rank {len(self._wrappers)}")
             self.passes = passes
         self.passes = [[each for each in of_one if each.update < commits] for of_one in self.passes]
-        self._known = self._complete()
+        self.known = self._complete()
         for wrapper, parameters, of_one in zip(self._wrappers, self._parameters, self.passes, strict=True):
             wrapper.reducer._reset_state()  # also forgets that it has laid out anew, so a survivor rehearses as well
             if wrapper.static_graph:

@@ -6,17 +6,31 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from resilient_train.frameworks.base import Strides
 
 
-def fast_forward(loader: Any, batches: int) -> Iterator[Any]:
-    """An iterator over ``loader`` that starts at batch ``batches``.
+def strides(loader: Any) -> Strides | None:
+    """See ``frameworks/base.Framework``: known of a DataLoader with a DistributedSampler, both as torch made them."""
+    sampler = getattr(loader, "sampler", None)
+    plain = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
+    if not plain or not isinstance(sampler, DistributedSampler) or loader.batch_size is None:
+        return None
+    if type(sampler).__iter__ is not DistributedSampler.__iter__:
+        return None
+    return Strides(loader.batch_size, sampler.num_replicas, sampler.num_samples)
+
+
+def fast_forward(loader: Any, batches: int, samples: int = 0) -> Iterator[Any]:
+    """An iterator over ``loader`` that starts at batch ``batches``, counted behind the first ``samples`` samples.
 
     Must be called with the random state that the epoch began with: loader and sampler draw their seeds in here, in the
     order in which they draw them at the start of an epoch. Nothing else is drawn.
     """
-    if batches and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-        rest = _Rest(loader.batch_sampler, batches)
+    if (batches or samples) and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+        rest = _Rest(_behind(loader, samples), batches)
         iterator: Iterator[Any] = iter(_skipping(loader, rest))
         if rest.iterator is not None:
             rest.iterator.skip()
@@ -24,6 +38,28 @@ def fast_forward(loader: Any, batches: int) -> Iterator[Any]:
     iterator = iter(loader)
     _consume(iterator, batches)
     return iterator
+
+
+def _behind(loader: DataLoader[Any], samples: int) -> Any:
+    """The loader's batches without its sampler's first ``samples``."""
+    if not samples:
+        return loader.batch_sampler
+    assert loader.batch_size is not None, "samples are skipped only where the loader makes batches of them"
+    return BatchSampler(_Samples(loader.sampler, samples), loader.batch_size, loader.drop_last)
+
+
+class _Samples:
+    """A sampler without its first samples."""
+
+    def __init__(self, sampler: Any, skipped: int) -> None:
+        self._sampler = sampler
+        self._skipped = skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._sampler), self._skipped, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self._sampler) - self._skipped)
 
 
 class _Rest:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from resilient_train import config
 from resilient_train._native import Board
 from resilient_train.errors import ConfigError, UsageError
-from resilient_train.frameworks.base import Conductor, Damage, Image, Objects, Place, Share, Sources, TailLog
+from resilient_train.frameworks.base import Conductor, Damage, Image, Objects, Place, Share, Sources, Strides, TailLog
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import Buckets, Pass
 from resilient_train.frameworks.torch.damage import assess, move
-from resilient_train.frameworks.torch.data import fast_forward
+from resilient_train.frameworks.torch.data import fast_forward, strides
 from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
 from resilient_train.frameworks.torch.escape import GuardedWork
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
@@ -171,26 +171,25 @@ class TorchEngine:
         assert self._conductor is not None
         assert self._tail is not None
         place = self._conductor.collective(spans_job=group.spans_job and verb not in POINT_TO_POINT)
+        if place is Place.STEP:
+            work = group.run(verb, args, kwargs)
+            if isinstance(work, GuardedWork):
+                self._works.append(work)
+            return work
         if place is Place.TAIL:
             return self._tail.run(group, verb, args, kwargs)
-        if place is Place.UPDATE:
-            raise UsageError(
-                f"{verb} was called while the update of this step is only half done (one optimizer has written, "
-                "another has not, or an optimizer communicates by itself): pass Session(undo=True), so that such a "
-                "step can be redone"
-            )
-        work = group.run(verb, args, kwargs)
-        if isinstance(work, GuardedWork):
-            self._works.append(work)
-        return work
+        raise UsageError(
+            f"{verb} was called while the update of this step is only half done (one optimizer has written, another "
+            "has not, or an optimizer communicates by itself): pass Session(undo=True), so that such a step can be "
+            "redone"
+        )
 
     def begin(self) -> None:
         self._works.clear()
         self._undo = None
-        self._start = _Start(
-            random_state(), torch.is_grad_enabled(), self._ranks_own.packed(), self._replicated.small_copy()
-        )
-        self._buckets.record()
+        self._start = _Start(random_state(), torch.is_grad_enabled(), self.rank_state(), self._replicated.small_copy())
+        if not self._buckets.known:
+            self._buckets.record()
 
     def rollback(self) -> None:
         start = self._start
@@ -213,7 +212,7 @@ class TorchEngine:
         self._start = None
         self._undo = None
         if self._tail is not None:
-            self._tail.reset()
+            self._tail.completed = 0
 
     def save_undo(self) -> None:
         if self._undo is None:
@@ -222,10 +221,13 @@ class TorchEngine:
     # -- state
 
     def rank_state(self) -> bytes:
-        return self._ranks_own.packed()
+        return self._ranks_own.packed() if self._ranks_own.any else b""
 
     def load_rank_state(self, state: bytes) -> None:
         self._ranks_own.restore(state)
+
+    def adopt_rank_state(self, state: bytes) -> None:
+        self._ranks_own.adopt(state)
 
     def pack(self, tree: Any) -> bytes:
         return pack(tree)
@@ -234,7 +236,8 @@ class TorchEngine:
         return unpack(payload)
 
     def gradients_ready(self, update: int) -> None:
-        self._buckets.recorded(update)
+        if not self._buckets.known:
+            self._buckets.recorded(update)
 
     def sources(self) -> Sources:
         inner = self._replicated.sources()
@@ -373,8 +376,11 @@ class TorchEngine:
     def restore_random_state(self, state: bytes) -> None:
         restore_random_state(state)
 
-    def fast_forward(self, loader: Any, batches: int) -> Iterator[Any]:
-        return fast_forward(loader, batches)
+    def fast_forward(self, loader: Any, batches: int, samples: int) -> Iterator[Any]:
+        return fast_forward(loader, batches, samples)
+
+    def strides(self, loader: Any) -> Strides | None:
+        return strides(loader)
 
     def call_in_forward(self, call: Callable[[], None]) -> None:
         """Calls ``call`` in the middle of each forward pass (for fault injection)."""

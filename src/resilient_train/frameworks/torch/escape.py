@@ -6,14 +6,15 @@ group's whole time-out, half an hour by default. No signal and no ``abort()`` en
 
 So nobody waits on gloo itself. The caller of a collective gets a ``GuardedWork`` on a future of ours, which is
 completed by gloo's own future or, after a stop, by ``release``. The forgotten thread of gloo stays behind with its
-group.
+group. (Completing gloo's own future instead would need no callback, but gloo may be slow instead of forgetful: when its
+thread then completes that future once more, torch throws in it and the process ends.)
 """
 
 from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,53 +22,73 @@ import torch.distributed as dist
 _POLL_S = 0.0005
 
 
+class _Cut:
+    """Stands for the value of a work that has none.
+
+    A future of torch's can be completed from Python with a value only. A waiter in Python gets the error raised by the
+    future; DDP's reducer, which waits in C++, looks for tensors in the value by pickling it, and gets it raised there.
+
+    Each waiter gets an error of its own. One that was raised holds on to the frames that it has passed, they to the
+    work, and the work, by way of C++, to this: Python would never find that cycle, and the group's threads would stay.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._kind, self._arguments = type(error), error.args
+
+    def error(self) -> BaseException:
+        return self._kind(*self._arguments)
+
+    def __reduce__(self) -> NoReturn:
+        raise self.error()
+
+
+def _raise_cut(value: Any) -> None:
+    if type(value) is _Cut:
+        raise value.error()
+
+
 class GuardedWork(dist.Work):
     """A work whose ``wait`` and future end when the inner work ends, or when somebody lets the waiters go.
 
-    A future of torch's completes with a value only; an error has to be raised by a callback, behind a *gate*.
+    Several are made in each step: hence ``torch._C.Future``, which lacks nothing but the type hints of its subclass.
     """
 
     def __init__(self, inner: dist.Work, live: dict[int, GuardedWork]) -> None:
         super().__init__()
         self._inner = inner
         self._live = live
-        self._value: Any = None
-        self._error: BaseException | None = None
         self.succeeded = False
-        self._gate: torch.futures.Future[None] = torch.futures.Future()
-        self._outcome: torch.futures.Future[Any] = self._gate.then(self._open)
+        self._outcome: torch._C.Future[Any] = torch._C.Future([])
         live[id(self)] = self
         inner.get_future().add_done_callback(self._inner_ended)
 
-    def _open(self, _gate: torch.futures.Future[None]) -> Any:
-        value, self._value = self._value, None
-        if self._error is not None:
-            raise self._error
-        return value
-
     def _inner_ended(self, future: torch.futures.Future[Any]) -> None:
         try:
-            self._end(future.value(), None)
+            value = future.value()
         except RuntimeError as error:
-            self._end(None, error)
+            self._cut(error)
+            return
+        # Taking the work out of the dict decides, in one step under the GIL, who completes it.
+        if self._live.pop(id(self), None) is not None:
+            self.succeeded = True
+            self._outcome.set_result(value)
 
     def give_up(self) -> bool:
         """Lets the waiters go with an error. False: the work has ended already."""
-        return self._end(None, RuntimeError("the collective was given up: a recovery is under way"))
+        return self._cut(RuntimeError("the collective was given up: a recovery is under way"))
 
-    def _end(self, value: Any, error: BaseException | None) -> bool:
-        # Taking the work out of the dict decides, in one step under the GIL, who completes it.
+    def _cut(self, error: BaseException) -> bool:
         if self._live.pop(id(self), None) is None:
             return False
-        self._value, self._error, self.succeeded = value, error, error is None
-        self._gate.set_result(None)
+        self._outcome._set_unwrap_func(_raise_cut)
+        self._outcome.set_result(_Cut(error))
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - gloo's own time-out covers it
         self._outcome.wait()
         return True
 
-    def get_future(self) -> torch.futures.Future[Any]:
+    def get_future(self) -> Any:
         return self._outcome
 
     def is_completed(self) -> bool:
@@ -87,19 +108,16 @@ class Escape:
     """All works under way in this process."""
 
     def __init__(self) -> None:
-        self._live: dict[int, GuardedWork] = {}
-
-    def guard(self, inner: dist.Work) -> GuardedWork:
-        """The work, so that its waiters can be let go."""
-        return GuardedWork(inner, self._live)
+        self.live: dict[int, GuardedWork] = {}
+        """By id; a work takes itself out when it ends."""
 
     def drain(self, timeout_s: float) -> int:
         """Waits until no work is under way: until then gloo may write into gradients. Returns how many were let go."""
         deadline = time.monotonic() + timeout_s
-        while self._live and time.monotonic() < deadline:
+        while self.live and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return self.release()
 
     def release(self) -> int:
         """Lets all waiters go with an error. May be called on any thread. Returns how many there were."""
-        return sum(work.give_up() for work in list(self._live.values()))
+        return sum(work.give_up() for work in list(self.live.values()))

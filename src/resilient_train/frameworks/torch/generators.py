@@ -13,7 +13,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -73,52 +73,76 @@ class _Held(Generic[T]):
         return self.state
 
 
-class _Newest(NamedTuple):
-    """What was read last: the parts, the whole, and a glance at all three generators at once, of which two can be
-    exchanged.
+class _Newest:
+    """What was read last: the parts, the whole, and glances at all three generators, of which two can be exchanged, and
+    at these two alone.
     """
 
-    parts: tuple[bytes, float | None, _NumpyState, bytes]
-    whole: bytes
-    of: tuple[Any, object]
-    glance: Glance
+    __slots__ = ("glance", "numpy", "others", "parts", "python", "whole")
 
-    def stands(self) -> bool:
-        """Whether nothing was drawn since. A normal number kept by NumPy may have been used up unseen."""
-        python, numpy = self.of
-        generator = _python_generator()
-        return (
-            generator is python
-            and generator.gauss_next is self.parts[1]
-            and np.random.get_bit_generator() is numpy  # type: ignore[attr-defined] # missing in NumPy's stub
-            and not self.parts[2][3]
-            and not self.glance.changed()
-        )
+    def __init__(self, python: Any, numpy: object, spans: list[tuple[int, int]]) -> None:
+        self.python = python
+        self.numpy = numpy
+        self.glance = Glance(spans)
+        self.others = Glance(spans[:2])
+        self.parts: tuple[bytes, float | None, _NumpyState, bytes] = b"", None, ("", b"", 0, 0, 0.0), b""
+        self.whole = b""
+
+    def take(self, parts: tuple[bytes, float | None, _NumpyState, bytes], whole: bytes) -> None:
+        """These were read just now."""
+        self.parts = parts
+        self.whole = whole
+        self.glance.changed()
+        self.others.changed()
 
 
 _python_held: _Held[bytes] = _Held(None, None)
 _numpy_held: _Held[_NumpyState] = _Held(None, None)
 _torch_held: _Held[bytes] = _Held(None, None)
 _newest: _Newest | None = None
+_random: Any = random
+_get_bit_generator: Callable[[], object] = np.random.get_bit_generator  # type: ignore[attr-defined] # missing in NumPy's stub
 
 
 def random_state() -> bytes:
-    """The states of Python's, NumPy's and torch's global generators; the same object while nothing was drawn."""
+    """The states of Python's, NumPy's and torch's global generators; the same object while nothing was drawn.
+
+    Three times a step, and in many once with torch's moved (by dropout): those two cases go through no other function.
+    """
+    newest = _newest
+    if newest is None or torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+        return _read_all()
+    generator: Any = _random.getstate.__self__
+    numpy_kept = newest.parts[2][3]  # a normal number kept by NumPy may have been used up unseen
+    if (
+        numpy_kept
+        or generator is not newest.python
+        or generator.gauss_next is not newest.parts[1]
+        or _get_bit_generator() is not newest.numpy
+    ):
+        return _read_all()
+    if newest.glance.changed():
+        if newest.others.changed():
+            return _read_all()
+        python, kept, numpy, _ = newest.parts
+        newest.parts = python, kept, numpy, torch.get_rng_state().numpy().tobytes()
+        newest.whole = _ENCODER.encode((*newest.parts, ()))
+    return newest.whole
+
+
+def _read_all() -> bytes:
     global _newest
-    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
-    if _newest is not None and not on_cuda and _newest.stands():
-        return _newest.whole
     parts = *_python_state(), _numpy_state(), _torch_state()
-    if on_cuda:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
         cuda = [each.numpy().tobytes() for each in torch.cuda.get_rng_state_all()]
-        return _ENCODER.encode(_RandomState(*parts, cuda))
-    whole = _ENCODER.encode(_RandomState(*parts, []))
-    of = _python_held.of, _numpy_held.of
+        return _ENCODER.encode((*parts, cuda))
+    whole = _ENCODER.encode((*parts, ()))
     spans = [each.span for each in (_python_held, _numpy_held, _torch_held) if each.span is not None]
-    if _newest is not None and _newest.of == of:
-        _newest = _newest._replace(parts=parts, whole=whole)
-    elif len(spans) == _GENERATORS:
-        _newest = _Newest(parts, whole, of, Glance(spans))
+    python, numpy = _python_held.of, _numpy_held.of
+    if _newest is None or _newest.python is not python or _newest.numpy is not numpy:
+        _newest = _Newest(python, numpy, spans) if len(spans) == _GENERATORS else None
+    if _newest is not None:
+        _newest.take(parts, whole)
     return whole
 
 

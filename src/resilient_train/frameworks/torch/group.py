@@ -24,7 +24,7 @@ from resilient_train import waiting
 from resilient_train.config import read_link
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch import solo
-from resilient_train.frameworks.torch.escape import Escape
+from resilient_train.frameworks.torch.escape import Escape, GuardedWork
 from resilient_train.frameworks.torch.store import CancellableStore
 
 BACKEND = "resilient"
@@ -75,7 +75,7 @@ class ResilientGroup(dist.ProcessGroup):
         self._rank, self._size, self._name, self._desc = rank, size, name, "resilient"
         self.global_ranks = tuple(global_ranks) or tuple(range(size))
         self._store, self._timeout = store, timeout
-        self.spans_job = not groups or len(self.global_ranks) == next(iter(groups.values())).getSize()
+        self.spans_job = not groups or len(self.global_ranks) == next(iter(groups.values())).size()
         """The first group of a process is that of all ranks."""
         self.inner: dist.ProcessGroup | None = None
         self.sockets: list[tuple[int, int]] = []
@@ -139,16 +139,13 @@ class ResilientGroup(dist.ProcessGroup):
         """The process has become a rank, of a group that holds all ranks."""
         self._rank, self._nobody = rank, False
 
-    # -- what torch asks of a group; the C++ base keeps names only inside backends of its own
+    # -- what torch asks of a group; the C++ base has its size, but keeps names only inside backends of its own
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
         return waiting.stage.rank_asked() if self._nobody and waiting.stage is not None else self._rank
-
-    def getSize(self) -> int:  # noqa: N802 - torch's name
-        return self._size
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
         self._name = name
@@ -184,10 +181,10 @@ class ResilientGroup(dist.ProcessGroup):
         if self.inner is not None and not self.quiet:
             if _watcher is None or verb in POINT_TO_POINT:
                 return cast("dist.Work", getattr(self.inner, verb)(*args, **kwargs))
-            if self._hung_up or self._hangups.poll(0):
+            if self._hung_up or self._hangups.poll(0, 1):
                 # gloo would find out as well, but may forget a waiter over it (see escape.py): don't even begin.
                 raise RuntimeError(f"a peer of process group {self._name!r} has hung up")
-            return escape.guard(getattr(self.inner, verb)(*args, **kwargs))
+            return GuardedWork(getattr(self.inner, verb)(*args, **kwargs), escape.live)
         if self.solo or self.quiet:
             return solo.VERBS[verb](self._rank, self._size, *args)
         raise UsageError(f"process group {self._name!r} can't be used: {self._closed_why or 'it is not built'}")

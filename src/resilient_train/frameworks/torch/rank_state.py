@@ -81,12 +81,11 @@ class RankState:
         self.buffers = Buffers(models)
         self._extra = extra
         self._same: _SameBuffers | None = None
-        self._nothing = not extra and not self.buffers.any()
+        self.any = bool(extra) or self.buffers.any()
+        """Whether there is anything at all."""
 
     def packed(self) -> bytes:
         """The present state without the random numbers, empty if there is none. Raises StateError."""
-        if self._nothing:
-            return b""
         buffers = self.buffers.changed()
         if not buffers and not self._extra:
             return b""
@@ -103,6 +102,11 @@ class RankState:
             tree = unpack(state)
             self.buffers.restore(tree["buffers"])
             self._restore_extra(tree["extra"])
+
+    def adopt(self, state: bytes) -> None:
+        """Takes up the buffers of another rank's packed state. What the user calls a rank's own stays as it is."""
+        if state:
+            self.buffers.restore(unpack(state)["buffers"])
 
     def rollback(self, state: bytes) -> None:
         """Puts the state at the begin of a window back, in the process that has packed it then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,12 +56,34 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _kept(settings: dict[str, Any]) -> dict[str, Any]:
-    for key, value in settings.items():
-        kind = type(value)
-        if kind not in _PLAIN and not (kind is tuple and _PLAIN.issuperset(map(type, value))):
-            settings[key] = copy_tree(value)
-    return settings
+class _Settings:
+    """The settings of one group of an optimizer, to be kept from window to window.
+
+    ``copy`` is taken again only where a value is another object than before, or one that can be changed.
+    """
+
+    __slots__ = ("copy", "of", "plain", "values")
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.of = group
+        self.copy = _settings(group)
+        self.plain = True
+        for key, value in self.copy.items():
+            kind = type(value)
+            if kind not in _PLAIN and not (kind is tuple and _PLAIN.issuperset(map(type, value))):
+                self.copy[key] = copy_tree(value)
+                self.plain = False
+        self.values = list(group.values())
+
+    def same(self, group: dict[str, Any]) -> bool:
+        """Whether ``group`` says what it said when it was copied."""
+        return (
+            self.plain
+            and group is self.of
+            and len(group) == len(self.values)
+            and all(map(operator.is_, group.values(), self.values))
+            and group.keys() >= self.copy.keys()
+        )
 
 
 class Replicated:
@@ -68,6 +91,7 @@ class Replicated:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
+        self._kept: list[list[_Settings]] = [[] for _ in objects.optimizers]
         self._params = [[p for group in o.param_groups for p in group["params"]] for o in objects.optimizers]
         for name, thing in objects.extra.items():
             if not callable(getattr(thing, "load_state_dict", None)) and not callable(
@@ -100,11 +124,21 @@ class Replicated:
 
     def small_copy(self) -> dict[str, Any]:
         """A ``small_tree`` to be kept. Once a step: nearly all of it are plain settings, which need no copy."""
-        small = self.small_tree()
+        objects = self._objects
+        groups = []
+        for optimizer, kept in zip(objects.optimizers, self._kept, strict=True):
+            if len(kept) != len(optimizer.param_groups):
+                kept[:] = map(_Settings, optimizer.param_groups)
+            copies = []
+            for index, group in enumerate(optimizer.param_groups):
+                if not kept[index].same(group):
+                    kept[index] = _Settings(group)
+                copies.append(kept[index].copy)
+            groups.append(copies)
         return {
-            "scheduler": copy_tree(small["scheduler"]),
-            "scaler": copy_tree(small["scaler"]),
-            "groups": [[_kept(settings) for settings in groups] for groups in small["groups"]],
+            "scheduler": [copy_tree(state_of(each)) for each in objects.schedulers] if objects.schedulers else [],
+            "scaler": copy_tree(state_of(objects.scaler)) if objects.scaler is not None else None,
+            "groups": groups,
         }
 
     def restore_small(self, small: Mapping[str, Any]) -> None:

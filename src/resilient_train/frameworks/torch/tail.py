@@ -44,7 +44,7 @@ _FIELDS = ("rootRank", "rootTensor")
 
 
 class Tail:
-    """The tail of one rank. ``completed`` counts its collectives since the last update."""
+    """The tail of one rank. ``completed`` counts its collectives; to be set to 0 when an update was applied."""
 
     def __init__(
         self,
@@ -83,10 +83,6 @@ class Tail:
         self.completed += 1
         self._log.tail_completed(self.completed)
         return work
-
-    def reset(self) -> None:
-        """An update was applied."""
-        self.completed = 0
 
     def replay(self, start: int) -> None:
         """Takes part again in own collectives from ``start`` on; their results are known already."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from resilient_train.errors import ConfigError
+from resilient_train.errors import ConfigError, VaultError
 from resilient_train.state.checkpoint.restore import Segment, segments_of
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.image import LENGTH, Header, header_length, parse_header
+from resilient_train.state.sharding import Block, Piece, uncovered
 
 
 class HeldImage:
@@ -22,9 +23,17 @@ class HeldImage:
 def fill_from(images: Sequence[HeldImage], targets: Sequence[Target]) -> int:
     """Fills the targets from the images, which together hold all of every tensor; returns the bytes copied.
 
-    Raises ConfigError for a tensor that is not there as it is wanted.
+    Raises ConfigError for a tensor that is not there as it is wanted, VaultError if the images are not shares of one
+    whole: snapshots of the same update may have been divided among other ranks, at a job's end.
     """
-    held = {place.piece.name: place.piece for image in images for place in image.header.places}
+    pieces: dict[str, list[Piece]] = {}
+    for place in (place for image in images for place in image.header.places):
+        pieces.setdefault(place.piece.name, []).append(place.piece)
+    for name, parts in pieces.items():
+        why = uncovered(parts[0].global_shape, [Block(piece.offsets, piece.shape) for piece in parts])
+        if why:
+            raise VaultError(f"the snapshots do not hold tensor {name!r} whole: {why}")
+    held = {name: parts[0] for name, parts in pieces.items()}
     wanted: dict[str, list[Target]] = {}
     for target in targets:
         piece = held.get(target.piece.name)

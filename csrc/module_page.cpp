@@ -1,0 +1,83 @@
+// Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
+//
+// A rank's own page of the board, as its training thread writes it in every step. Python that runs once a step finds
+// nothing of itself in the caches: there a call costs microseconds, and a store natively beside another nothing.
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include <nanobind/nanobind.h>
+
+#include "module.hpp"
+#include "record.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using namespace resilient;
+
+class Page {
+ public:
+  Page(const PyBoard& board, std::uint32_t rank) : board_(board.use()), rank_(rank), record_(board_->record(rank)) {}
+
+  void write(std::uint64_t commits, std::uint32_t phase, std::uint64_t step) {
+    board_->set_standing(rank_, commits, phase, step);
+  }
+
+  void begin(std::uint64_t commits, std::uint32_t phase, std::uint64_t step) {
+    restart();
+    write(commits, phase, step);
+  }
+
+  void restart() { store(record_.collectives, 0); }
+  void enter() { increment(record_.collectives); }
+  void set_activity(std::uint32_t activity) { store(record_.activity, activity); }
+  std::uint32_t order() const { return load(record_.order); }
+  bool stop_raised(std::uint32_t generation) const { return load(board_->header().stop_generation) > generation; }
+
+  bool arrive(std::uint64_t commits, std::uint32_t phase, std::uint64_t step) {
+    return board_->arrive(rank_, commits, phase, step);
+  }
+
+  // True: passed, and `following` is written. False: a stop is raised. It waits for ever.
+  bool cross(std::uint64_t commits, std::uint32_t phase, std::uint32_t following, std::uint64_t step,
+             std::uint32_t generation) {
+    const std::uint64_t target = make_standing(commits, phase);
+    const auto look = [&](std::int64_t slice) { return board_->wait_all(target, generation, slice); };
+    const auto over = [](WaitResult each) { return each != WaitResult::timeout; };
+    WaitResult result{};
+    do {
+      result = wait_in_slices(timeout_ms_max, look, over);
+    } while (!over(result));
+    if (result == WaitResult::stopped) return false;
+    write(commits, following, step);
+    return true;
+  }
+
+ private:
+  std::shared_ptr<Board> board_;
+  std::uint32_t rank_;
+  RankRecord& record_;
+};
+
+}  // namespace
+
+namespace resilient {
+
+void bind_page(nb::module_& module) {
+  nb::class_<Page>(module, "Page")
+      .def(nb::init<const PyBoard&, std::uint32_t>(), "board"_a, "rank"_a)
+      .def("write", &Page::write, "commits"_a, "phase"_a, "step"_a)
+      .def("begin", &Page::begin, "commits"_a, "phase"_a, "step"_a)
+      .def("restart", &Page::restart)
+      .def("enter", &Page::enter)
+      .def("set_activity", &Page::set_activity, "activity"_a)
+      .def("order", &Page::order)
+      .def("stop_raised", &Page::stop_raised, "generation"_a)
+      .def("arrive", &Page::arrive, "commits"_a, "phase"_a, "step"_a)
+      .def("cross", &Page::cross, "commits"_a, "phase"_a, "following"_a, "step"_a, "generation"_a);
+}
+
+}  // namespace resilient

@@ -1,0 +1,36 @@
+"""The form in which a rank publishes its own state."""
+
+from __future__ import annotations
+
+import msgspec
+
+from resilient_train.errors import ProtocolError
+
+
+class Published(msgspec.Struct, array_like=True):
+    """Before update ``commits``. Trees that may hold anything are packed by the engine; empty where there is none.
+
+    Random numbers and position are apart from them: they change at every step, and msgspec alone takes a microsecond.
+    """
+
+    commits: int
+    number: int
+    random: bytes
+    epoch: int
+    taken: int
+    epoch_random: bytes
+    loader: bytes
+    rank: bytes
+    skipped: int = 0
+    batch: int = 0
+    """Samples in a rank's batch, and among how many ranks an epoch is divided: from them a world of another size finds
+    its place. 0 where that is not known."""
+    replicas: int = 0
+
+
+def read(payload: bytes) -> Published:
+    """The inverse of msgpack's encoding. Raises ProtocolError."""
+    try:
+        return msgspec.msgpack.decode(payload, type=Published)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"what this rank had published can't be read: {error}") from None

@@ -1,0 +1,82 @@
+"""What a rank goes on from when the job had another number of ranks at its last save.
+
+The replicated state is the same for any number. What each rank had of its own was that of the old ranks:
+
+* A rank whose place in its replica group was there before takes up its own: random numbers, buffers, ``rank_state``.
+* A new one takes the buffers of the group's first rank, and keeps the random numbers and ``rank_state`` that the script
+  has given it. What ranks had that are no more is dropped.
+* All go on at one place in the epoch, see ``_place``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from resilient_train.frameworks.base import Framework, Strides
+from resilient_train.session.loader import Cursor
+from resilient_train.session.published import Published
+
+
+class _Place(NamedTuple):
+    """Where the epoch goes on, and how it was found, for people."""
+
+    epoch: int
+    taken: int
+    skipped: int
+    found: dict[str, Any]
+
+
+def reshard(engine: Framework, cursor: Cursor, own: Published | None, first: Published) -> tuple[bytes, dict[str, Any]]:
+    """What this rank is to take up, and in words for the event how its place in the data was found.
+
+    ``own`` is what the rank of its place had published in the old world, None if there was none; ``first`` that of the
+    first rank of its group.
+    """
+    place = _place(engine, engine.strides(cursor.loader), first)
+    base = _newcomer(engine, first) if own is None else own
+    loader = base.loader if own is not None and not _keeps_place(engine, own) else _fresh(engine, cursor)
+    moved = msgspec.structs.replace(base, epoch=place.epoch, taken=place.taken, skipped=place.skipped, loader=loader)
+    return msgspec.msgpack.encode(moved), place.found
+
+
+def _place(engine: Framework, strides: Strides | None, first: Published) -> _Place:
+    """The same on all ranks, so that their epochs end together.
+
+    Where ranks divide one order among them (``Strides``), the old ones had used its first ``used`` samples. The new
+    ones go on behind as many of them as divide by their own number; the rest, fewer than there are ranks, is used
+    again, and none is left out. Batches may be of another size now.
+    """
+    if not first.taken and not first.skipped:
+        return _Place(first.epoch, 0, 0, {"loader": "an epoch began", "epoch": first.epoch})
+    if _keeps_place(engine, first):
+        told = "its own state can't be divided anew: the epoch begins again"
+        return _Place(first.epoch, 0, 0, {"loader": told, "epoch": first.epoch})
+    if strides is None or not first.replicas:
+        told = "each rank's own batches are counted: whether the ranks of now divide the data alike is not known"
+        return _Place(first.epoch, first.taken, first.skipped, {"loader": told, "epoch": first.epoch})
+    used = (first.skipped + first.taken * first.batch) * first.replicas
+    skipped = used // strides.replicas
+    again = used - skipped * strides.replicas
+    found = {"loader": "by samples", "epoch": first.epoch, "used": used, "used_again": again}
+    if skipped >= strides.samples:
+        return _Place(first.epoch + 1, 0, 0, {**found, "epoch": first.epoch + 1, "used_again": 0})
+    return _Place(first.epoch, 0, skipped, found)
+
+
+def _keeps_place(engine: Framework, published: Published) -> bool:
+    """Whether the loader itself had said where it was (a StatefulDataLoader in an epoch)."""
+    return bool(published.loader) and engine.unpack(published.loader)["inner"] is not None
+
+
+def _newcomer(engine: Framework, first: Published) -> Published:
+    engine.adopt_rank_state(first.rank)
+    random = engine.random_state()
+    return msgspec.structs.replace(first, random=random, epoch_random=random, rank=engine.rank_state())
+
+
+def _fresh(engine: Framework, cursor: Cursor) -> bytes:
+    """The loader as the script has made it."""
+    own = cursor.position().own
+    return engine.pack(own) if own else b""

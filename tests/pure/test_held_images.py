@@ -1,0 +1,64 @@
+"""Tensors out of snapshots in memory: whole, or not at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pure.checkpoint_rig import CUT, NAMES, NUMPY, WHOLE, image, pieces, value
+from resilient_train.errors import ConfigError, VaultError
+from resilient_train.state.checkpoint.held import HeldImage, fill_from
+from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.image import plan_image
+from resilient_train.state.sharding import whole
+
+STEP = 5
+
+
+def held(shard: int, shards: int) -> HeldImage:
+    plan = plan_image(pieces(shard, shards), shard, shards)
+    return HeldImage(f"share {shard}", image(plan, STEP)[: plan.total_bytes])
+
+
+def arrays() -> dict[str, np.ndarray]:
+    return {name: np.zeros(shape, NUMPY[dtype]) for name, (dtype, shape) in (CUT | WHOLE).items()}
+
+
+def targets(into: dict[str, np.ndarray]) -> list[Target]:
+    return [
+        Target(
+            whole(name, *(CUT | WHOLE)[name]),
+            memoryview(array.reshape(-1)).cast("B") if array.size else memoryview(b""),
+        )
+        for name, array in into.items()
+    ]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_shares_make_the_whole(shards: int) -> None:
+    into = arrays()
+    copied = fill_from([held(shard, shards) for shard in range(shards)], targets(into))
+    assert copied == sum(array.nbytes for array in into.values())
+    for name in NAMES:
+        np.testing.assert_array_equal(into[name], value(name, STEP))
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [(0, 3), (2, 3)],
+        # What survivors saved at a job's end was divided by two, the other ranks' snapshots of that update by four.
+        [(0, 4), (1, 4), (0, 2), (3, 4)],
+    ],
+)
+def test_shares_of_different_wholes_are_refused(shares: list[tuple[int, int]]) -> None:
+    into = arrays()
+    with pytest.raises(VaultError, match="whole"):
+        fill_from([held(*share) for share in shares], targets(into))
+    assert not any(array.any() for array in into.values())
+
+
+def test_another_models_tensor_is_refused() -> None:
+    wanted = [Target(whole("model.9.weight", "F32", (1,)), memoryview(bytearray(4)))]
+    with pytest.raises(ConfigError, match=r"model\.9\.weight"):
+        fill_from([held(0, 1)], wanted)

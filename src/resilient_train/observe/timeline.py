@@ -228,6 +228,10 @@ def _ending(
     resumed = _last(inside, "resumed")
     if resumed:
         return Outcome.RESUMED, resumed.time_ns
+    until_ns = following.time_ns if following else events[-1].time_ns + 1
+    for event in events:
+        if event.kind == "restart_all" and fault.time_ns <= event.time_ns < until_ns:
+            return Outcome.FAILED, event.time_ns
     if following:
         return Outcome.SUPERSEDED, following.time_ns
     ends = [event for event in events if event.kind == "job_end" and event.time_ns >= fault.time_ns]

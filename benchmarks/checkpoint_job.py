@@ -31,6 +31,7 @@ import resilient_train as rt
 from resilient_train._native import Copier
 from resilient_train.protocol.messages import Captured, Source
 from resilient_train.session import saving as saving_module
+from resilient_train.session.cadence import Wish
 from resilient_train.session.saving import Saving
 from resilient_train.state.vault.client import Vault
 from resilient_train.state.vault.flush import WORK, Flush, Flushed
@@ -60,7 +61,7 @@ class Bench:
         self.saving: Saving = session._runtime.saving
         saving_module.Captured = self.captured  # type: ignore[misc,assignment]
 
-    def captured(self, commits: int, step: int, sequence: int, *, store: bool, last: int) -> Captured:
+    def captured(self, commits: int, step: int, sequence: int, store: bool, last: int) -> Captured:
         """What a rank tells the agent: to write it to storage only if that is to be measured."""
         return Captured(commits, step, sequence, store and self.storing, last)
 
@@ -73,10 +74,15 @@ class Bench:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
+    def every(self, steps: int) -> None:
+        """As ``save_every(steps=)``, from the next window on; 0: no more."""
+        self.saving._wish = Wish(steps=steps) if steps else None
+        self.saving._cadence = None
+
     def snapshot(self) -> None:
         """The whole of it while the training thread waits: header, plan, copy with digests, trailer, record."""
         self.far += 1
-        self.saving._begin(self.far, 0)
+        self.saving._begin(self.far, 0, store=True)
         self.saving.fence()
 
     def state(self) -> dict[str, Any]:
@@ -201,9 +207,11 @@ def overlap(bench: Bench, rounds: int) -> Times:
     bench.snapshot()
     for number in range(rounds):
         for name in list(lanes)[:: 1 if number % 2 == 0 else -1]:
-            bench.saving._every, bench.storing = lanes[name]
+            steps, bench.storing = lanes[name]
+            bench.every(steps)
+            bench.run(1)  # announces what the next one begins with
             found[name].append(timed(lambda: bench.run(10)))
-            bench.saving._every = 0
+            bench.every(0)
             bench.run(1)  # fences what is under way
     return found
 

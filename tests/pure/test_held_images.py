@@ -6,18 +6,24 @@ import numpy as np
 import pytest
 
 from pure.checkpoint_rig import CUT, NAMES, NUMPY, WHOLE, image, pieces, value
+from resilient_train._native import Copier
 from resilient_train.errors import ConfigError, VaultError
 from resilient_train.state.checkpoint.held import HeldImage, fill_from
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.image import plan_image
 from resilient_train.state.sharding import whole
+from resilient_train.state.vault.slots import image_digest
 
 STEP = 5
 
 
 def held(shard: int, shards: int) -> HeldImage:
     plan = plan_image(pieces(shard, shards), shard, shards)
-    return HeldImage(f"share {shard}", image(plan, STEP)[: plan.total_bytes])
+    memory = image(plan, STEP)[: plan.total_bytes]
+    copier = Copier()
+    copier.scatter(memory, [])
+    assert copier.wait(10_000)
+    return HeldImage(f"share {shard}", memory, image_digest(copier.digests()))
 
 
 def arrays() -> dict[str, np.ndarray]:
@@ -37,7 +43,7 @@ def targets(into: dict[str, np.ndarray]) -> list[Target]:
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_shares_make_the_whole(shards: int) -> None:
     into = arrays()
-    copied = fill_from([held(shard, shards) for shard in range(shards)], targets(into))
+    copied = fill_from([held(shard, shards) for shard in range(shards)], targets(into), Copier())
     assert copied == sum(array.nbytes for array in into.values())
     for name in NAMES:
         np.testing.assert_array_equal(into[name], value(name, STEP))
@@ -54,11 +60,18 @@ def test_shares_make_the_whole(shards: int) -> None:
 def test_shares_of_different_wholes_are_refused(shares: list[tuple[int, int]]) -> None:
     into = arrays()
     with pytest.raises(VaultError, match="whole"):
-        fill_from([held(*share) for share in shares], targets(into))
+        fill_from([held(*share) for share in shares], targets(into), Copier())
     assert not any(array.any() for array in into.values())
+
+
+def test_a_damaged_share_is_refused() -> None:
+    share = held(1, 2)
+    share.memory[-1] ^= 1
+    with pytest.raises(VaultError, match="share 1 is damaged"):
+        fill_from([held(0, 2), share], targets(arrays()), Copier())
 
 
 def test_another_models_tensor_is_refused() -> None:
     wanted = [Target(whole("model.9.weight", "F32", (1,)), memoryview(bytearray(4)))]
     with pytest.raises(ConfigError, match=r"model\.9\.weight"):
-        fill_from([held(0, 1)], wanted)
+        fill_from([held(0, 1)], wanted, Copier())

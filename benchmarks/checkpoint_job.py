@@ -29,9 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
 from resilient_train._native import Copier
-from resilient_train.protocol.messages import Captured, Source
-from resilient_train.session import saving as saving_module
-from resilient_train.session.cadence import Wish
+from resilient_train.protocol.messages import Source
+from resilient_train.session.cadence import Due
 from resilient_train.session.saving import Saving
 from resilient_train.state.vault.client import Vault
 from resilient_train.state.vault.flush import WORK, Flush, Flushed
@@ -44,6 +43,20 @@ FAR = 1 << 40
 Times = dict[str, list[float]]
 
 
+class Lane:
+    """Says when to save in the place of a ``session/cadence.Cadence``."""
+
+    def __init__(self) -> None:
+        self.every = 0
+        self.due = Due.NOTHING
+
+    def head(self, commits: int) -> Due:
+        return self.due if self.every and commits % self.every == 0 else Due.NOTHING
+
+    def waited(self, duration_s: float) -> None:
+        """Of no interest."""
+
+
 class Bench:
     """A model in a Session, and what the sections measure it with."""
 
@@ -54,16 +67,12 @@ class Bench:
         generator = torch.Generator().manual_seed(1)
         self.inputs = torch.randn(batch, WIDTH, generator=generator)
         self.size_bytes = size_bytes
-        self.storing = False
         self.far = FAR
         self.forward_backward_ms: list[float] = []
         assert session._runtime is not None
         self.saving: Saving = session._runtime.saving
-        saving_module.Captured = self.captured  # type: ignore[misc,assignment]
-
-    def captured(self, commits: int, step: int, sequence: int, store: bool, last: int) -> Captured:
-        """What a rank tells the agent: to write it to storage only if that is to be measured."""
-        return Captured(commits, step, sequence, store and self.storing, last)
+        self.lane = Lane()
+        self.saving._cadence = self.lane  # type: ignore[assignment]
 
     def run(self, count: int) -> None:
         for _ in range(count):
@@ -82,7 +91,7 @@ class Bench:
     def snapshot(self) -> None:
         """The whole of it while the training thread waits: header, plan, copy with digests, trailer, record."""
         self.far += 1
-        self.saving._begin(self.far, 0, store=True)
+        self.saving._begin(self.far, 0, store=False)
         self.saving.fence()
 
     def state(self) -> dict[str, Any]:
@@ -202,16 +211,19 @@ def flush_share(bench: Bench, rounds: int, folder: Path, run_dir: Path) -> Times
 
 def overlap(bench: Bench, rounds: int) -> Times:
     """Blocks of ten steps in turn: no snapshots, in every step, in every tenth; the last two with storage too."""
-    lanes = {"off": (0, False), "every": (1, False), "tenth": (10, False), "tenth_stored": (10, True)}
+    lanes = {
+        "off": (0, Due.NOTHING),
+        "every": (1, Due.MEMORY),
+        "tenth": (10, Due.MEMORY),
+        "tenth_stored": (10, Due.STORAGE),
+    }
     found: Times = {name: [] for name in lanes}
     bench.snapshot()
     for number in range(rounds):
         for name in list(lanes)[:: 1 if number % 2 == 0 else -1]:
-            steps, bench.storing = lanes[name]
-            bench.every(steps)
-            bench.run(1)  # announces what the next one begins with
+            bench.lane.every, bench.lane.due = lanes[name]
             found[name].append(timed(lambda: bench.run(10)))
-            bench.every(0)
+            bench.lane.every = 0
             bench.run(1)  # fences what is under way
     return found
 

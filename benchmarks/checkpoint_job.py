@@ -83,11 +83,6 @@ class Bench:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def every(self, steps: int) -> None:
-        """As ``save_every(steps=)``, from the next window on; 0: no more."""
-        self.saving._wish = Wish(steps=steps) if steps else None
-        self.saving._cadence = None
-
     def snapshot(self) -> None:
         """The whole of it while the training thread waits: header, plan, copy with digests, trailer, record."""
         self.far += 1

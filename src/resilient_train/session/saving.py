@@ -46,6 +46,7 @@ from resilient_train.state.checkpoint.held import HeldImage, fill_from
 from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint
 from resilient_train.state.sharding import shares
 from resilient_train.state.vault import trailer
+from resilient_train.state.vault.backing import Backing
 from resilient_train.state.vault.client import Vault
 from resilient_train.state.vault.slots import Draft, SlotPair, image_digest
 
@@ -100,6 +101,7 @@ class Saving:
         self._cadence: Cadence | None = None
         self._vault: Vault | None = None
         self._pair: SlotPair | None = None
+        self._backing: Backing | None = None
         self._copier = Copier()
         self._pending: _Pending | None = None
         self._newest = self._step = -1
@@ -138,6 +140,8 @@ class Saving:
             self._step = step
             if self._cadence is None:
                 self._cadence = cadence_for(self._wish, self._link, self._run_dir, self._event, self._leave_out)
+            if self._pair is None and commits:  # the first update has made all there is to save
+                self._room_for(self._connected(), *self._described(step))
             due = self._cadence.head(commits)
             if due is Due.NOTHING or commits == self._newest:
                 return
@@ -176,8 +180,7 @@ class Saving:
         return vault
 
     def _begin(self, commits: int, step: int, *, store: bool) -> None:
-        own = {self._link.rank: self._packed(self._publication.latest)}
-        image = self._engine.image(step, self._share())
+        image, own = self._described(step)
         pair = self._room_for(self._connected(), image, own)
         for held in pair.complete():
             if held.commits == commits:  # a rank that took this one's place finds its snapshot
@@ -227,11 +230,16 @@ class Saving:
         self._gather(_Pending(draft, image, commits, step, own, store=True, last=generation))
         self.fence()
 
+    def _described(self, step: int) -> tuple[Image, dict[int, bytes]]:
+        return self._engine.image(step, self._share()), {self._link.rank: self._packed(self._publication.latest)}
+
     def _packed(self, published: bytes) -> bytes:
         return msgspec.msgpack.encode(_Own(published, self._engine.layout()))
 
     def _gather(self, pending: _Pending) -> None:
         draft, image = pending.draft, pending.image
+        if self._backing is not None:
+            self._backing.wait()
         self._copier.gather(draft.image[: image.total_bytes], image.pieces, owner=image.keep_alive)
         self._pending = pending
 
@@ -265,9 +273,7 @@ class Saving:
             self._copier.abort()
             self._pending.draft.abandon()
             self._pending = None
-        if self._pair is not None:
-            self._pair.close()
-            self._pair = None
+        self._let_go()
         if self._vault is not None:
             self._vault.close()
             self._vault = None
@@ -359,12 +365,18 @@ class Saving:
         )
         needed = trailer.start_of(image.total_bytes) + size
         if self._pair is None or self._pair.capacity_bytes < needed:
-            if self._pair is not None:
-                self._pair.close()
-                self._pair = None
+            self._let_go()
             self._pair = vault.reserve(self._link.rank, trailer.room_bytes(image.total_bytes, size))
-            self._pair.prefault()
+            self._backing = Backing(self._pair)
         return self._pair
+
+    def _let_go(self) -> None:
+        if self._backing is not None:
+            self._backing.close()
+            self._backing = None
+        if self._pair is not None:
+            self._pair.close()
+            self._pair = None
 
     def _give_up(self, reason: str) -> None:
         """Nothing can be saved, or no more; the training goes on without."""

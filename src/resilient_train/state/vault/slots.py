@@ -36,6 +36,7 @@ SLOTS = 2
 PAGE_BYTES = 4096
 ALIGNMENT_BYTES = 64 << 10
 CAPACITY_MAX_BYTES = 1 << 44
+_PREFAULT_BYTES = 64 << 20
 _USE_OFFSET = 256  # on a cache line of its own, also where lines are 128 bytes
 _CONTROL_BYTES = (1 + SLOTS) * PAGE_BYTES
 _MAGIC = 0x31303056544C5541
@@ -188,12 +189,17 @@ class SlotPair(Control):
             for use in self.uses:
                 use.release()
 
-    def prefault(self) -> None:
+    def prefault(self, going: Callable[[], bool] = lambda: True) -> None:
         """Has every page backed and mapped now, without the GIL, so that no snapshot waits for the kernel.
+
+        As long as ``going`` says so, which is asked in between. Raises OSError if there are no pages to be had.
 
         In the process that will write: pages come from the NUMA node of the core that asks for them first.
         """
-        populate(self._map)
+        with memoryview(self._map) as memory:
+            for start in range(0, len(memory), _PREFAULT_BYTES):
+                if going():
+                    populate(memory[start : start + _PREFAULT_BYTES])
 
     def image(self, snapshot: Snapshot) -> memoryview:
         """The bytes of a snapshot where they lie. They stay what they are as long as its slot is not overwritten."""

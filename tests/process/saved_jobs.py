@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 from running import JOBS, LAUNCHER, read_events
-
-from resilient_train.errors import HolderLostError
-from resilient_train.state.vault.client import Vault
 
 RANKS, STEPS = 3, 14
 """Three, because with two no order of additions shows."""
@@ -45,17 +40,3 @@ def pid_of(run_dir: Path, rank: int) -> int:
     """The rank's present process."""
     pids = [e["detail"]["pid"] for e in read_events(run_dir) if e["kind"] == "spawned" and e["rank"] == rank]
     return int(pids[-1])
-
-
-def end_holder(run_dir: Path) -> None:
-    """The memory goes as well."""
-    try:
-        vault = Vault.connect(run_dir, member=False)
-    except HolderLostError:
-        return
-    pid = vault.inventory().pid
-    vault.close()
-    os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)

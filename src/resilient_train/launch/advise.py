@@ -12,9 +12,9 @@ import msgspec
 from resilient_train import config
 from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.launch import asking
-from resilient_train.observe.history import History, Standing, read_history
+from resilient_train.observe.history import History, Standing, history_of
 from resilient_train.observe.report import Line
-from resilient_train.observe.sinks import EVENTS_FILE, read_events
+from resilient_train.observe.sinks import EVENTS_FILE
 from resilient_train.protocol.messages import Query
 from resilient_train.state.failures import DEVICE_MTBF_S, TRUSTED_FAILURES, FailureRate, guess, parse_ato_info
 from resilient_train.state.interval import Tier, best_steps, overhead
@@ -217,13 +217,11 @@ def _history(run_dir: Path) -> History:
     newest = run_dir / EVENTS_FILE
     if not newest.is_file():
         raise ConfigError(f"advise: {run_dir} has no {EVENTS_FILE}: give the run directory of a job (its --run-dir)")
-    older = [path for path in run_dir.glob("events-*.jsonl") if path.stem.removeprefix("events-").isdecimal()]
-    older.sort(key=lambda path: int(path.stem.removeprefix("events-")))
+    running = _standing(run_dir)
     try:
-        runs = [read_events(path) for path in (*older, newest)]
+        return history_of(run_dir, running)
     except OSError as error:
         raise ConfigError(f"advise: {error.filename} can't be read: {error.strerror or error}") from None
-    return read_history(runs, _standing(run_dir))
 
 
 def _standing(run_dir: Path) -> Standing | None:

@@ -20,7 +20,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.events import Event
 from resilient_train.launch.alarms import Alarms
 from resilient_train.launch.connections import Connection, Listener
-from resilient_train.launch.departure import EXIT_SAVED, Departure
+from resilient_train.launch.departure import Departure
 from resilient_train.launch.job import Job
 from resilient_train.launch.logs import Logs
 from resilient_train.launch.lookout import LOOK_S, Lookout
@@ -150,11 +150,7 @@ class Agent:
         self._tell(kind, -1, detail)
 
     def _on_signal(self, number: int) -> None:
-        told = f"resilient-run got {signal.Signals(number).name}"
-        if number in EXIT_SAVED:
-            self._carry_out(self._controller.leave(EXIT_SAVED[signal.Signals(number)], told))
-        else:
-            self._carry_out(self._controller.stop(128 + number, told))
+        self._departure.asked("resilient-run", number)
 
     def _on_bug(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in a callback is a bug of ours. A job that nobody looks after any more must not go on."""

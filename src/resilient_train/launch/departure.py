@@ -25,7 +25,7 @@ EXIT_SAVED = {
     signal.SIGUSR1: EXIT_UNRECOVERABLE,
 }
 """Signals that ask for a graceful end, and the job's exit code. SIGUSR1 is what Slurm sends before a time limit, and
-means that the job shall go on later (``sbatch --signal=B:USR1@60``).
+means that the job shall go on later (``sbatch --signal=USR1@120``).
 """
 
 
@@ -53,11 +53,16 @@ class Departure:
             number = self._board.asked(rank)
             if number:
                 self._board.set_asked(rank, 0)
-                told = signal.Signals(number)
-                self.carry_out(
-                    self._controller.leave(EXIT_SAVED.get(told, 128 + number), f"rank {rank} got {told.name}")
-                )
+                self.asked(f"rank {rank}", number)
                 return
+
+    def asked(self, whom: str, number: int) -> None:
+        """A signal came: the job leaves, or ends at once, as the signal wants it."""
+        told = signal.Signals(number)
+        if told in EXIT_SAVED:
+            self.carry_out(self._controller.leave(EXIT_SAVED[told], f"{whom} got {told.name}"))
+        else:
+            self.carry_out(self._controller.stop(128 + number, f"{whom} got {told.name}"))
 
     def begin(self) -> None:
         """The job is about to end: from now on the time runs."""

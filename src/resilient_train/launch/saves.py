@@ -20,7 +20,7 @@ from resilient_train.errors import ConfigError, HolderLostError, StorageError, V
 from resilient_train.launch.holding import ensure_holder
 from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.state.checkpoint.retention import tidy
-from resilient_train.state.checkpoint.verify import newest_complete
+from resilient_train.state.checkpoint.verify import Found, newest_complete
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK, Flush, Flushed
 
@@ -111,31 +111,23 @@ class Saves:
         self._settle(0)
         if not os.path.lexists(self._folder) and not socket_path(self._run_dir).exists():
             return None
-        memory, storage = self._in_memory(), self._on_storage()
-        found = [each for each in (memory, storage) if each is not None]
-        source = max(found, key=lambda each: each.commits, default=None)  # of equals the first: memory
+        source = _newest(self._in_memory(), self._on_storage())
         if source is not None:
-            self._say(f"all ranks go on from update {source.commits} ({source.path or 'in memory'})")
+            self._say(f"all ranks go on from {_described(source)}")
         return source
 
     def left(self) -> str:
         """What a job that is started again in this run directory would go on from, for people; empty if nothing."""
         memory = self._in_memory() if self._unsaved or self._vault is None else None
-        stored = self._stored()
-        newest = max(
-            (each for each in (memory, stored) if each is not None), key=lambda each: each.commits, default=None
-        )
-        return f"update {newest.commits} ({newest.path or 'in memory'})" if newest is not None else ""
+        newest = _newest(memory, self._stored())
+        return _described(newest) if newest is not None else ""
 
     def _stored(self) -> Source | None:
         """The newest checkpoint that looks whole, its bytes unread; None also where the storage does not let us see."""
         try:
-            report = newest_complete(self._folder, digests=False).report
+            return _source_of(newest_complete(self._folder, digests=False))
         except OSError:
             return None
-        if report is None or report.manifest is None:
-            return None
-        return Source("storage", report.manifest.commits, str(report.path))
 
     def refuse(self, source: Source) -> None:
         """A rank could not take this source up."""
@@ -202,14 +194,12 @@ class Saves:
         save = _Save(job.step, job.commits, time.monotonic_ns(), 0, over)
         if self._vault is None:
             self._failed(save, "the snapshots' holder is gone; the next save starts another")
-            self._over(job.commits)
             return
         snapshots = [(rank, frame.sequence) for rank, frame in sorted(ranks.items())]
         try:
             number = self._vault.submit(WORK, snapshots, msgspec.msgpack.encode(job))
         except HolderLostError as error:  # if it is news: the event loop hears of it next
             self._failed(save, str(error))
-            self._over(job.commits)
             return
         self._under_way = save._replace(number=number)
 
@@ -232,7 +222,6 @@ class Saves:
         except VaultError as error:
             self._under_way = None
             self._failed(save, str(error))
-            self._over(save.commits)
             self._go_on()
             return
         if value is None:
@@ -257,6 +246,7 @@ class Saves:
         if save.over is not None:
             self._unsaved = True
             save.over(f"its state could not be saved: {reason}")
+        self._over(save.commits)
 
     def _trouble(self, kind: str, step: int, reason: str) -> None:
         self._note(kind, detail={"step": step, "reason": reason})
@@ -273,7 +263,6 @@ class Saves:
         save, self._under_way = self._under_way, None
         if save is not None:
             self._failed(save, reason)
-            self._over(save.commits)
         self._go_on()
 
     def _in_memory(self) -> Source | None:
@@ -309,10 +298,7 @@ class Saves:
             if path not in self._told:
                 self._told.add(path)
                 self._note("checkpoint_skipped", detail={"path": str(path), "reason": reason})
-        report = found.report
-        if report is None or report.manifest is None:
-            return None
-        return Source("storage", report.manifest.commits, str(report.path))
+        return _source_of(found)
 
     async def finish(self, timeout_s: float) -> None:
         """The job is over: waits for what is on its way to storage, and lets the holder go.
@@ -334,3 +320,19 @@ class Saves:
             finally:
                 self._vault.close()
                 self._vault = None
+
+
+def _newest(memory: Source | None, stored: Source | None) -> Source | None:
+    found = [each for each in (memory, stored) if each is not None]
+    return max(found, key=lambda each: each.commits, default=None)  # of equals the first: memory
+
+
+def _described(source: Source) -> str:
+    return f"update {source.commits} ({source.path or 'in memory'})"
+
+
+def _source_of(found: Found) -> Source | None:
+    report = found.report
+    if report is None or report.manifest is None:
+        return None
+    return Source("storage", report.manifest.commits, str(report.path))

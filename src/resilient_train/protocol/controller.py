@@ -319,14 +319,14 @@ class Controller:
 
     def _give_up(self, code: int, reason: str, *, lost: int = -1) -> list[Command]:
         """Nothing brings the job back. Whoever lives saves the state, unless nothing was trained."""
-        living = [rank for rank in range(self.world_size) if rank != lost and rank not in self._unheard]
-        covered = all(set(living) & set(group) for group in self.replicas.groups)
+        gone = self._unheard | ({lost} if lost >= 0 else set())
+        covered = not any(gone.issuperset(group) for group in self.replicas.groups)
         trained = self.stage in (Stage.RUNNING, Stage.RECOVERING) and self._patience.furthest > 0
         if not (trained and covered and self.policy.save_last):
             return self._end(code, reason)
         first = self.leaving  # asked to leave, and then something went wrong: the answer stays what was asked for
         self.leaving = Leaving(first.code if first else code, first.reason if first else reason, alone=True)
-        self.leaving.gone = {rank for rank in range(self.world_size) if rank not in living}
+        self.leaving.gone = gone
         return self._survive((lost,) if lost >= 0 else (), reason)
 
     def _survive(self, lost: tuple[int, ...], reason: str) -> list[Command]:
@@ -339,9 +339,9 @@ class Controller:
         if self.leaving is None or rank in self.leaving.gone:
             return []
         self.leaving.gone.add(rank)
-        if any(self.leaving.gone.issuperset(group) for group in self.replicas.groups):
-            why = why_none({}, [group for group in self.replicas.groups if self.leaving.gone.issuperset(group)])
-            told = f"{self.leaving.reason}; then rank {rank} was lost, and {why}"
+        uncovered = [group for group in self.replicas.groups if self.leaving.gone.issuperset(group)]
+        if uncovered:
+            told = f"{self.leaving.reason}; then rank {rank} was lost, and {why_none({}, uncovered)}"
             return self._end(self.leaving.code, told)
         if self.leaving.choice is None:
             self._joined.pop(rank, None)

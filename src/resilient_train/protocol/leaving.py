@@ -32,7 +32,7 @@ def choose(joined: Mapping[int, Joined], groups: Sequence[Sequence[int]]) -> Cho
     """The newest state of which each group has a living holder; an exact one if there is any. None: there is none."""
     heads = {rank: each.commits for rank, each in joined.items() if each.holds and each.phase in _AT_HEAD}
     for commits in sorted(set(heads.values()), reverse=True):
-        savers = tuple(tuple(rank for rank in group if heads.get(rank) == commits) for group in groups)
+        savers = tuple(_at_head(group, heads, commits) for group in groups)
         if all(savers):
             return Choice(commits, savers, exact=True)
     tails = {rank: each for rank, each in joined.items() if each.holds and each.phase == Phase.APPLIED}

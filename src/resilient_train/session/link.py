@@ -97,9 +97,15 @@ class Link:
     def wait_for_the_end(self) -> NoReturn:
         """The agent is about to end this process, or the job."""
         while True:
-            frame = self.channel.receive()
-            if isinstance(frame, End):
-                raise SystemExit(frame.code or 1)
+            self.receive()
+
+    def receive(self) -> FromAgent:
+        """The agent's next frame. SystemExit: the job ends."""
+        frame = self.channel.receive()
+        assert frame is not None, "a receive without a time limit returned nothing"
+        if isinstance(frame, End):
+            leave(frame)
+        return frame
 
     def record(self, standing: Standing, step: int) -> None:
         """Writes this rank's step record."""
@@ -119,6 +125,11 @@ class Link:
         self.channel.close()
         self.arena.close()
         self.board.close()
+
+
+def leave(end: End) -> NoReturn:
+    """The agent has ended the job: this process goes, with the job's exit code."""
+    raise SystemExit(end.code or 1)
 
 
 def refuse(link: AgentLink, text: str) -> None:

@@ -39,7 +39,7 @@ from resilient_train.protocol.processor import Action, Processor
 from resilient_train.protocol.standing import Phase
 from resilient_train.session.ghost import tail_entries
 from resilient_train.session.injection import Injector
-from resilient_train.session.link import Link
+from resilient_train.session.link import Link, leave
 from resilient_train.session.surrender import surrenders
 from resilient_train.state.transfer import Span, read_from
 
@@ -78,14 +78,14 @@ class Recovery:
     def meet(self, started: Started) -> None:
         """Tells the agent that this rank is ready for its first step, and waits until all ranks are."""
         self._link.channel.send(started)
-        while not isinstance(self._receive(), Resume):
+        while not isinstance(self._link.receive(), Resume):
             pass
 
     def finish(self) -> bool:
         """Tells the agent that this rank's loop is over. True: all ranks' are. False: a recovery wants this rank."""
         self._link.channel.send(Finish(self._processor.generation))
         while True:
-            frame = self._receive()
+            frame = self._link.receive()
             if isinstance(frame, Finished):
                 return True
             if isinstance(frame, Stop) and frame.generation > self._processor.generation:
@@ -114,7 +114,7 @@ class Recovery:
         while not self._link.board.wait_stop(generation, 100):
             frame = self._link.channel.receive(timeout_s=0)
             if isinstance(frame, End):
-                self._leave(frame)
+                leave(frame)
             if time.monotonic() > deadline:
                 return False
         return True
@@ -176,26 +176,16 @@ class Recovery:
 
     def await_the_end(self) -> None:
         """Until the agent ends this process (SystemExit), or another recovery begins."""
-        while not isinstance(frame := self._receive(), Stop) or frame.generation <= self._processor.generation:
+        while not isinstance(frame := self._link.receive(), Stop) or frame.generation <= self._processor.generation:
             pass
 
     def _await_plan(self, generation: int) -> Plan | SaveLast | None:
         while True:
-            frame = self._receive()
+            frame = self._link.receive()
             if isinstance(frame, Stop) and frame.generation > generation:
                 return None
             if isinstance(frame, (Plan, SaveLast)) and frame.generation == generation:
                 return frame
-
-    def _receive(self) -> FromAgent:
-        frame = self._link.channel.receive()
-        assert frame is not None, "a receive without a time limit returned nothing"
-        if isinstance(frame, End):
-            self._leave(frame)
-        return frame
-
-    def _leave(self, end: End) -> None:
-        raise SystemExit(end.code or 1)
 
     def _rebuild(self, plan: Plan) -> bool:
         """Builds the groups on a helper thread, because the constructor listens to nobody. False: superseded."""
@@ -239,7 +229,7 @@ class Recovery:
         early: list[FromAgent] = []
         try:
             while not self._link.channel.wait_either(readable):
-                frame = self._receive()
+                frame = self._link.receive()
                 if isinstance(frame, Stop) and frame.generation > generation:
                     return False
                 early.append(frame)
@@ -308,7 +298,7 @@ class Recovery:
 
     def _await_resume(self, generation: int, sources: Sources | None) -> bool:
         while True:
-            frame = self._receive()
+            frame = self._link.receive()
             if isinstance(frame, Resume) and frame.generation == generation:
                 return True
             if isinstance(frame, Stop) and frame.generation > generation:
@@ -364,7 +354,7 @@ class Recovery:
 
     def _await_offer(self, generation: int) -> Offer | None:
         while True:
-            frame = self._receive()
+            frame = self._link.receive()
             if isinstance(frame, Stop) and frame.generation > generation:
                 return None
             if isinstance(frame, Offer) and frame.generation == generation:

@@ -319,6 +319,7 @@ NB_MODULE(_native, module) {
   nb::set_leak_warnings(false);
   nb::register_exception_translator(translate_errno);
   bind_board(module);
+  bind_foreign_threads(module);
   bind_page(module);
   bind_threads(module);
   bind_findings(module);

@@ -54,6 +54,7 @@ class PyBoard {
   std::shared_ptr<Board> board_;
 };
 
+void bind_foreign_threads(nanobind::module_& module);
 void bind_page(nanobind::module_& module);
 void bind_snapshot(nanobind::module_& module);
 

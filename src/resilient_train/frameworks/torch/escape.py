@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from resilient_train._native import keep_thread_state
+
 _POLL_S = 0.0005
 
 
@@ -63,6 +65,7 @@ class GuardedWork(dist.Work):
         inner.get_future().add_done_callback(self._inner_ended)
 
     def _inner_ended(self, future: torch.futures.Future[Any]) -> None:
+        keep_thread_state()  # gloo's thread comes here once for each collective
         try:
             value = future.value()
         except RuntimeError as error:

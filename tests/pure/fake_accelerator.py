@@ -1,4 +1,4 @@
-"""An accelerator that is as late as its streams allow: tensors on it are real, and nothing is done before somebody waits.
+"""An accelerator that is as late as its streams allow: its tensors are real, and nothing is done before somebody waits.
 
 ``DeviceTensor`` says that it lies on a device; its bytes lie here, in a tensor that only this file touches. What an
 operation would do is put into the queue of the thread's current stream. A stream that is *lazy* does it when an event
@@ -14,7 +14,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils import _pytree
@@ -159,7 +159,7 @@ class DeviceTensor(torch.Tensor):
     inner: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, machine: Machine, memory: _Memory) -> DeviceTensor:
+    def __new__(cls, inner: torch.Tensor, machine: Machine, memory: _Memory) -> Self:
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=DEVICE
         )

@@ -13,6 +13,7 @@ from resilient_train._native import DIGEST_CHUNK_BYTES, Copier  # noqa: E402
 from resilient_train.errors import MemoryLimitError, TransferError, VaultError  # noqa: E402
 from resilient_train.frameworks.base import Share  # noqa: E402
 from resilient_train.frameworks.torch import staging  # noqa: E402
+from resilient_train.frameworks.torch.staging import Staging  # noqa: E402
 from resilient_train.state.checkpoint.held import HeldImage, fill_from  # noqa: E402
 from resilient_train.state.vault.slots import image_digest  # noqa: E402
 
@@ -231,8 +232,12 @@ def test_a_snapshot_comes_back(order: dict[str, bool], buffers: int) -> None:
         for each in device.model.parameters():
             each.mul_(3)  # given to the device before, and perhaps not done yet
     restore(device, host)
+    for mine, theirs in zip(device.model.parameters(), host.model.parameters(), strict=True):
+        assert torch.equal(mine.detach().inner, theirs), "it is there, without any wait for the device"
     assert [each.detach().inner.data_ptr() for each in device.model.parameters()] == places, "DDP holds on to them"
-    assert [each._version for each in device.model.buffers()] == versions, "what is written to is taken for a rank's own"
+    assert [each._version for each in device.model.buffers()] == versions, (
+        "or they count as a rank's own"
+    )
     assert_same(device, host)
     for each in (device, host):
         each.update(0.25)
@@ -272,5 +277,27 @@ def test_a_snapshot_comes_back_without_pinned_memory() -> None:
     machine.pinned_limit = 0
     host, device = Trained(), Trained(machine, seed=5)
     host.update(0.5)
+    restore(device, host)
+    assert_same(device, host)
+
+
+def test_a_job_that_stays_on_the_host_pins_nothing() -> None:
+    unused = Staging(pinned=lambda _: pytest.fail("memory was pinned"))
+    host, other = Trained(), Trained(seed=5)
+    other.saved._replicated.staging = unused
+    host.update(0.5)
+    restore(other, host)
+    assert_same(other, host)
+    other.saved.image(STEP, WHOLE).begin(room(other.saved.image(STEP, WHOLE)), Copier()).finish()
+
+
+def test_a_device_that_fails_while_it_is_filled_is_told() -> None:
+    machine = Machine(**LAZY)
+    host, device = Trained(), Trained(machine, seed=5, buffers=2)
+    host.update(0.5)
+    machine.broken = True
+    with pytest.raises(RuntimeError, match="the device has failed"):
+        restore(device, host)
+    machine.broken = False
     restore(device, host)
     assert_same(device, host)

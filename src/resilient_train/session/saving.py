@@ -217,9 +217,11 @@ class Saving:
     ) -> Pending:
         if self._backing is not None:
             self._backing.wait()
+        memory = draft.image[: image.total_bytes]
         try:
-            capture = image.begin(draft.image[: image.total_bytes], self._copier)
+            capture = image.begin(memory, self._copier)
         except VaultError:
+            memory.release()  # the error's traceback would keep it, and the slots could not be closed
             draft.abandon()
             raise
         self._pending = Pending(draft, image, capture, commits, step, own, store, last)

@@ -113,6 +113,8 @@ class Staging:
         """Fills tensors from host memory, (tensor on a device, dense tensor of its dtype and shape); returns when it is
         there. Raises what the device raises.
         """
+        if not pairs:  # nothing is pinned in a job that stays on the host: it would set up the driver
+            return
         self._follow(target for target, _ in pairs)
         try:
             self._free.append(self._take())
@@ -120,6 +122,13 @@ class Staging:
             for target, source in pairs:
                 target.data.copy_(source)
             return
+        try:
+            self._upload(pairs)
+        except RuntimeError:
+            self.forget()
+            raise
+
+    def _upload(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         # Not `detach()`: its writes count as the tensor's, and a buffer that was written to is taken for a rank's own.
         targets = _windows(_bytes(target.data) for target, _ in pairs)
         sources = _windows(_bytes(source) for _, source in pairs)

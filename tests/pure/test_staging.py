@@ -235,9 +235,7 @@ def test_a_snapshot_comes_back(order: dict[str, bool], buffers: int) -> None:
     for mine, theirs in zip(device.model.parameters(), host.model.parameters(), strict=True):
         assert torch.equal(mine.detach().inner, theirs), "it is there, without any wait for the device"
     assert [each.detach().inner.data_ptr() for each in device.model.parameters()] == places, "DDP holds on to them"
-    assert [each._version for each in device.model.buffers()] == versions, (
-        "or they count as a rank's own"
-    )
+    assert [each._version for each in device.model.buffers()] == versions, "or they count as a rank's own"
     assert_same(device, host)
     for each in (device, host):
         each.update(0.25)

@@ -32,7 +32,7 @@ WIDTH = 1536
 
 
 class Job:
-    """A model of 28 million parameters on the device: with AdamW's moments eleven buffers and a piece."""
+    """A model of 28 million parameters on the device: with AdamW's moments ten buffers and a piece."""
 
     def __init__(self, seed: int, staging: Staging, *, fused: bool) -> None:
         torch.manual_seed(seed)
@@ -101,6 +101,7 @@ def test_a_snapshot_beside_a_training_step(pair: SlotPair, limit_bytes: int, *, 
         assert len(digests) == 16 * -(-image.total_bytes // DIGEST_CHUNK_BYTES)
         other = Job(2, staging, fused=fused)
         other.forward_backward()
+        other.update()
         load(other, image, memory, digests)
         assert_equal(other, expected)
         memory.release()

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from resilient_train._native import Board
+from resilient_train._native import Board, Copier
+from resilient_train.state.capture import Capture
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.transfer import Span
 from resilient_train.state.tree import Path
@@ -97,13 +98,14 @@ class Image(NamedTuple):
     """A rank's share of the replicated state, as it will lie in a checkpoint's shard (``state/image.py``)."""
 
     total_bytes: int
-    pieces: list[tuple[int, int, int]]
-    """(address, bytes, offset in the image), by offset. What an update changes is not copied yet."""
+    begin: Callable[[memoryview, Copier], Capture]
+    """Begins to copy into memory of that size. What an update changes is not copied before; all else is. Raises
+    MemoryLimitError, with nothing begun.
+    """
     tree: bytes
     """The state without its tensors ..."""
     names: tuple[str, ...]
     """... and what these are called in the shards, in the order of their numbers in ``tree``."""
-    keep_alive: Any
 
 
 class Strides(NamedTuple):

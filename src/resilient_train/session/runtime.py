@@ -197,7 +197,7 @@ class Runtime:
         return self._take_part()
 
     def _take_part(self) -> Action:
-        self.saving.fence()
+        self.saving.settle()
         self._device.hear_alarms()
         return self._recovery.take_part()
 
@@ -380,7 +380,7 @@ class Runtime:
 
     def _finish(self) -> None:
         """All ranks come to the end of their loops before any leaves: a rank lost until then needs the others."""
-        self.saving.fence()
+        self.saving.settle()
         self._pulse.at(Activity.FINISHED)
         while not self._finished:
             self._settle_at_head()

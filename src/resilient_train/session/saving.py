@@ -7,19 +7,17 @@ same on all ranks: see ``cadence.py``.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from resilient_train import config
 from resilient_train._native import Copier
 from resilient_train.errors import (
-    CheckpointError,
     ConfigError,
     HolderLostError,
     ProtocolError,
@@ -30,53 +28,27 @@ from resilient_train.frameworks.base import Framework, Image, Share
 from resilient_train.protocol.messages import (
     Captured,
     OpenVault,
-    Refused,
     SaveLast,
     Skipped,
     Source,
-    Unrestorable,
     Unsaved,
     VaultOpened,
 )
 from resilient_train.session.autosave import cadence_for
 from resilient_train.session.cadence import Cadence, Due, Wish
 from resilient_train.session.link import Link
+from resilient_train.session.pending import Pending
 from resilient_train.session.publication import Publication
-from resilient_train.state.checkpoint.held import HeldImage, fill_from
-from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint
+from resilient_train.session.restoring import Own, Restoring
 from resilient_train.state.sharding import shares
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.backing import Backing
 from resilient_train.state.vault.client import Vault
-from resilient_train.state.vault.slots import Draft, SlotPair, image_digest
+from resilient_train.state.vault.slots import Draft, SlotPair
 
-_COPY_TIMEOUT_MS = 600_000
 _REPLY_TIMEOUT_S = 2.0
 """The training waits meanwhile: if the holder does not answer, this snapshot is not taken."""
 _SLOT_POLL_MS = 10
-
-
-class _Own(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank needs besides the tensors: its publication, and what decided the layout of DDP's buckets.
-
-    Without the latter, DDP reduces the first step in another order, and with three or more ranks the bits differ.
-    """
-
-    published: bytes
-    layout: bytes
-
-
-class _Pending(NamedTuple):
-    """A snapshot whose copy is under way."""
-
-    draft: Draft
-    image: Image
-    commits: int
-    step: int
-    own: dict[int, bytes]
-    store: bool
-    last: int
-    """The generation in which the job ends; -1: it goes on."""
 
 
 class Saving:
@@ -102,8 +74,9 @@ class Saving:
         self._vault: Vault | None = None
         self._pair: SlotPair | None = None
         self._backing: Backing | None = None
+        self._restoring = Restoring(link, engine, publication, self._run_dir, self._groups, event)
         self._copier = Copier()
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._newest = self._step = -1
 
     def every(self, wish: Wish) -> None:
@@ -138,6 +111,8 @@ class Saving:
             return
         try:
             self._step = step
+            if self._pending is not None and self._pending.capture.done:
+                self.settle()
             if self._cadence is None:
                 self._cadence = cadence_for(self._wish, self._link, self._run_dir, self._event, self._leave_out)
             if self._pair is None and commits:  # the first update has made all there is to save
@@ -180,6 +155,7 @@ class Saving:
         return vault
 
     def _begin(self, commits: int, step: int, *, store: bool) -> None:
+        self.settle()
         image, own = self._described(step)
         pair = self._room_for(self._connected(), image, own)
         for held in pair.complete():
@@ -191,7 +167,7 @@ class Saving:
         if draft is None:
             self._skip(commits, step, "the snapshot before last is still being read")
             return
-        self._gather(_Pending(draft, image, commits, step, own, store, last=-1))
+        self._copy(draft, image, commits, step, own, store=store)
         self._newest = commits
 
     def _leave_out(self, commits: int, reason: str) -> None:
@@ -213,6 +189,7 @@ class Saving:
             self._link.channel.send(Unsaved(generation, f"rank {self._link.rank}: {error}"))
 
     def _capture_last(self, generation: int, commits: int, step: int, order: SaveLast | None) -> None:
+        self.settle()
         published = self._link.arena.published(commits)
         if published is None:
             raise ProtocolError(f"it had published nothing from which update {commits} starts")
@@ -227,133 +204,91 @@ class Saving:
             # Storage still reads the snapshot before last. The agent ends this process when the time is over.
             if self._link.board.wait_stop(generation, _SLOT_POLL_MS):
                 return
-        self._gather(_Pending(draft, image, commits, step, own, store=True, last=generation))
-        self.fence()
+        self._complete(self._copy(draft, image, commits, step, own, store=True, last=generation))
 
     def _described(self, step: int) -> tuple[Image, dict[int, bytes]]:
         return self._engine.image(step, self._share()), {self._link.rank: self._packed(self._publication.latest)}
 
     def _packed(self, published: bytes) -> bytes:
-        return msgspec.msgpack.encode(_Own(published, self._engine.layout()))
+        return msgspec.msgpack.encode(Own(published, self._engine.layout()))
 
-    def _gather(self, pending: _Pending) -> None:
-        draft, image = pending.draft, pending.image
+    def _copy(
+        self, draft: Draft, image: Image, commits: int, step: int, own: dict[int, bytes], *, store: bool, last: int = -1
+    ) -> Pending:
         if self._backing is not None:
             self._backing.wait()
-        self._copier.gather(draft.image[: image.total_bytes], image.pieces, owner=image.keep_alive)
-        self._pending = pending
+        memory = draft.image[: image.total_bytes]
+        try:
+            capture = image.begin(memory, self._copier)
+        except VaultError:
+            memory.release()  # the error's traceback would keep it, and the slots could not be closed
+            draft.abandon()
+            raise
+        self._pending = Pending(draft, image, capture, commits, step, own, store, last)
+        return self._pending
 
     def fence(self) -> None:
-        """Waits until the snapshot that was begun is complete."""
-        if self._pending is None:
+        """Waits until what the snapshot that was begun is a copy of may be overwritten; most often it is complete then.
+
+        Raises TransferError, and the snapshot is given up, if it can't be copied: its memory, or its device, fails.
+        """
+        pending = self._pending
+        if pending is None:
             return
         begun_s = time.monotonic()
-        pending, self._pending = self._pending, None
-        draft, image = pending.draft, pending.image
-        if not self._copier.wait(_COPY_TIMEOUT_MS):
-            raise TransferError(f"copying {image.total_bytes} bytes within memory took over {_COPY_TIMEOUT_MS} ms")
-        chunks = self._copier.digests()
-        trailer.write(draft.image, image.total_bytes, _trailer_of(pending, chunks))
-        draft.commit(
-            commits=pending.commits,
-            step=pending.step,
-            image_bytes=image.total_bytes,
-            generation=self._link.generation,
-            world=self._link.world_size,
-            digest=image_digest(chunks),
-        )
-        captured = Captured(pending.commits, pending.step, draft.sequence, pending.store, pending.last)
-        self._link.channel.send(captured)
+        try:
+            pending.capture.fence()
+            if pending.capture.done:
+                self._complete(pending)
+        except TransferError as error:
+            self._abandon()
+            self._skip(pending.commits, pending.step, str(error))
+            raise
         if self._cadence is not None:
             self._cadence.waited(time.monotonic() - begun_s)
 
+    def settle(self) -> None:
+        """Waits until the snapshot that was begun is complete. One that can't be is given up, and the agent told."""
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            self._complete(pending)
+        except TransferError as error:
+            self._skip(pending.commits, pending.step, str(error))
+
+    def _complete(self, pending: Pending) -> None:
+        try:
+            captured = pending.complete(self._link.generation, self._link.world_size)
+        except TransferError:
+            self._abandon()
+            raise
+        self._pending = None
+        self._link.channel.send(captured)
+
+    def _abandon(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.abandon()
+
     def close(self) -> None:
         """Lets go of the memory; the holder keeps it. Idempotent."""
-        if self._pending is not None:
-            self._copier.abort()
-            self._pending.draft.abandon()
-            self._pending = None
+        self._abandon()
         self._let_go()
         if self._vault is not None:
             self._vault.close()
             self._vault = None
 
     def restore(self, source: Source) -> bytes:
-        """Takes the saved state up; returns what this rank had published. Does not return if the source won't do:
-        all ranks start again from another one.
-        """
-        try:
-            own = self._from_memory(source) if source.kind == "memory" else self._from_storage(source)
-        except ConfigError as error:
-            # The state is whole, and another job's. To begin anew beside it would be worse than to end.
-            self._link.channel.send(Refused(f"{error}. To begin anew, give another --run-dir"))
-            self._link.wait_for_the_end()
-        except (CheckpointError, ProtocolError, TransferError, VaultError, OSError) as error:
-            self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}"))
-            self._link.wait_for_the_end()
-        self._engine.restore_layout(own.layout, source.commits)
+        """See ``Restoring.restore``."""
+        published = self._restoring.restore(source)
         self._newest = source.commits
-        self._event("restored", {"source": source.kind, "commits": source.commits, "path": source.path})
-        return own.published
-
-    def _from_storage(self, source: Source) -> _Own:
-        with read_checkpoint(Path(source.path)) as checkpoint:
-            if len(checkpoint.manifest.replica_groups) != len(self._groups):
-                raise ConfigError(
-                    f"{source.path} was written by {len(checkpoint.manifest.replica_groups)} replica groups, this job "
-                    f"has {len(self._groups)}: their number can't change (that of the ranks in them can)"
-                )
-            tree = checkpoint.tree(self._group())
-            self._engine.load(tree.tree, tree.names, checkpoint.load)
-            own = checkpoint.rank_state(self._link.rank)
-            if checkpoint.manifest.replica_groups != self._groups or own is None:  # it may have died with the rank
-                return self._from_another_world(checkpoint)
-        return _unpacked(own)
-
-    def _from_another_world(self, checkpoint: Checkpoint) -> _Own:
-        """The part of a rank's own state, see ``resharding``. Raises CheckpointError."""
-        group, old = self._group(), checkpoint.manifest.replica_groups
-        place = self._groups[group].index(self._link.rank)
-        held = [(rank, own) for rank in old[group] if (own := checkpoint.rank_state(rank)) is not None]
-        if not held:
-            raise CheckpointError(str(checkpoint.path), f"lacks the own state of all ranks of group {group}")
-        mine = old[group][place] if place < len(old[group]) else -1
-        own = dict(held).get(mine)
-        first = _unpacked(held[0][1])
-        published, found = self._publication.elsewhere(own and _unpacked(own).published, first.published)
-        worlds = {"old_world_size": checkpoint.manifest.world_size, "world_size": self._link.world_size}
-        self._event("resharded", {**worlds, "own_state_of": mine if own else -1, **found})
-        return _Own(published, first.layout)
-
-    def _from_memory(self, source: Source) -> _Own:
-        with contextlib.ExitStack() as stack:
-            vault = stack.enter_context(contextlib.closing(Vault.connect(self._run_dir)))
-            held = {
-                rank: stack.enter_context(self._held(vault, rank, source.commits))
-                for rank in self._groups[self._group()]
-            }
-            images = [image for image, _ in held.values()]
-            mine = held[self._link.rank][1]
-            self._engine.load(mine.tree, mine.names, lambda targets: fill_from(images, targets, self._copier))
-        return _unpacked(mine.own[self._link.rank])
-
-    @contextlib.contextmanager
-    def _held(self, vault: Vault, rank: int, commits: int) -> Iterator[tuple[HeldImage, trailer.Trailer]]:
-        with vault.newest(rank, commits=commits) as found:
-            if found is None:
-                raise VaultError(f"the snapshot of rank {rank} from before update {commits} is gone")
-            pair, snapshot = found
-            name = f"the snapshot of rank {rank} from before update {commits}"
-            with pair.region(snapshot.slot) as region, region[: snapshot.image_bytes] as image:
-                yield HeldImage(name, image, snapshot.digest), trailer.read(region, snapshot)
+        return published
 
     def _share(self) -> Share:
         rank, world_size = self._link.rank, self._link.world_size
         mine = next(each for each in shares(self._groups) if each.holders[0] == rank)
         return Share(mine.part, mine.of, rank, world_size)
-
-    def _group(self) -> int:
-        return next(number for number, ranks in enumerate(self._groups) if self._link.rank in ranks)
 
     def _room_for(self, vault: Vault, image: Image, own: dict[int, bytes]) -> SlotPair:
         size = (
@@ -384,16 +319,3 @@ class Saving:
         self._wish = None
         self._event("save_off", {"reason": reason})
         print(f"resilient_train: rank {self._link.rank} saves nothing any more: {reason}", file=sys.stderr, flush=True)
-
-
-def _unpacked(own: bytes) -> _Own:
-    try:
-        return msgspec.msgpack.decode(own, type=_Own)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"a rank's own state can't be read: {error}") from None
-
-
-def _trailer_of(pending: _Pending, chunks: bytes) -> bytes:
-    draft, image, commits, step, own, _, _ = pending
-    held = trailer.Trailer(draft.sequence, commits, step, image.tree, image.names, own, chunks)
-    return msgspec.msgpack.encode(held)

@@ -100,15 +100,21 @@ def copies(plan: ImagePlan, tensors: Mapping[str, torch.Tensor]) -> list[Copy]:
     """
     result = []
     for piece, start in plan.places:
-        held = piece_of(piece.name, tensors[piece.name])
         memory = span_of(local(tensors[piece.name]))
-        skipped, stride = 0, ITEM_BYTES[piece.dtype]
-        for axis in reversed(range(len(held.shape))):
-            skipped += (piece.offsets[axis] - held.offsets[axis]) * stride
-            stride *= held.shape[axis]
+        skipped = skipped_bytes(piece, tensors[piece.name])
         assert skipped + piece.size_bytes <= memory.size
         result.append(Copy(start, Span(memory.address + skipped, piece.size_bytes)))
     return result
+
+
+def skipped_bytes(piece: Piece, tensor: torch.Tensor) -> int:
+    """Where a piece of a tensor begins, in the tensor's memory on this rank."""
+    held = piece_of(piece.name, tensor)
+    skipped, stride = 0, ITEM_BYTES[piece.dtype]
+    for axis in reversed(range(len(held.shape))):
+        skipped += (piece.offsets[axis] - held.offsets[axis]) * stride
+        stride *= held.shape[axis]
+    return skipped
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], *, digests: bool = True) -> int:

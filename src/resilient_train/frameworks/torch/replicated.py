@@ -11,9 +11,10 @@ import torch
 from resilient_train import _native
 from resilient_train.errors import ConfigError, TransferError
 from resilient_train.frameworks.base import Objects, Sources
-from resilient_train.frameworks.torch.checkpoint import piece_of
+from resilient_train.frameworks.torch.checkpoint import local, piece_of
 from resilient_train.frameworks.torch.damage import move
 from resilient_train.frameworks.torch.leaves import TENSORS, dense, dtype_of, span_of
+from resilient_train.frameworks.torch.staging import Staging, on_host
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.transfer import Span, digest, view
 from resilient_train.state.tree import Path, Slot, flatten, unflatten
@@ -87,12 +88,16 @@ class _Settings:
 
 
 class Replicated:
-    """Describes, digests and takes over the replicated state of one rank."""
+    """Describes, digests and takes over the replicated state of one rank.
 
-    def __init__(self, objects: Objects) -> None:
+    ``staging``: the way to an accelerator.
+    """
+
+    def __init__(self, objects: Objects, staging: Staging | None = None) -> None:
         self._objects = objects
+        self.staging = staging or Staging()
         self._kept: list[list[_Settings]] = [[] for _ in objects.optimizers]
-        self._params = [[p for group in o.param_groups for p in group["params"]] for o in objects.optimizers]
+        self._params = [[(p, group) for group in o.param_groups for p in group["params"]] for o in objects.optimizers]
         for name, thing in objects.extra.items():
             if not callable(getattr(thing, "load_state_dict", None)) and not callable(
                 getattr(thing, "set_state", None)
@@ -155,7 +160,7 @@ class Replicated:
 
     def _optimizer_tree(self, index: int) -> dict[int, Any]:
         state = self._objects.optimizers[index].state
-        return {i: dict(state[p]) for i, p in enumerate(self._params[index]) if p in state}
+        return {i: dict(state[p]) for i, (p, _) in enumerate(self._params[index]) if p in state}
 
     def check(self) -> None:
         """Raises StateError if some of the state can't be carried to another process."""
@@ -211,31 +216,39 @@ class Replicated:
 
         Raises TransferError if the state doesn't fit this model, or arrived with another digest than ``expected``.
         """
-        tree, landing = self._land(manifest)
+        tree, landing, uploads = self._land(manifest)
         spans = [span_of(tensor.detach()) for tensor in landing]
         with torch.no_grad():
             fetch(spans)
         arrived = digest(manifest, spans)
         if arrived != expected:
             raise TransferError(f"the replica's state arrived damaged: digest {arrived} instead of {expected}")
+        self.staging.upload(uploads)
         self._apply(tree)
         return sum(span.size for span in spans)
 
     def take_up(self, manifest: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
-        """Takes a saved state over; ``names`` are those of its tensors. Raises TransferError if it doesn't fit."""
-        tree, landing = self._land(manifest)
+        """Takes a saved state over; ``names`` are those of its tensors. Raises TransferError if it doesn't fit.
+
+        What lies on an accelerator is written to when all has come whole, and not before.
+        """
+        tree, landing, uploads = self._land(manifest)
         if len(names) != len(landing):
             raise TransferError(f"the saved state has {len(landing)} tensors, and names for {len(names)}")
         fill([
             Target(piece_of(name, tensor), view(span_of(tensor.detach())))
             for name, tensor in zip(names, landing, strict=True)
         ])  # fmt: skip
+        self.staging.upload(uploads)
         self._apply(tree)
 
-    def _land(self, manifest: bytes) -> tuple[Any, list[torch.Tensor]]:
-        """The state's tree, and its tensors, to be filled: the model's own, and new ones. Raises TransferError."""
+    def _land(self, manifest: bytes) -> tuple[Any, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The state's tree, of the model's own tensors and new ones; for each the host memory to be filled; and what
+        ``upload`` then has to do. Raises TransferError.
+        """
         own = {path: tensor for path, tensor in self._own_tensors().items() if tensor.is_contiguous()}
         landing: list[torch.Tensor] = []
+        uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def place(path: Path, slot: Slot) -> torch.Tensor:
             mine = own.get(path)
@@ -244,14 +257,30 @@ class Replicated:
                 raise TransferError(
                     f"parameter {path[-1]!r} is {tuple(mine.shape)} here and {slot.shape} on the replica"
                 )
-            if fits and mine is not None and mine.device.type == "cpu":
+            if fits and mine is not None and on_host(mine):
                 landing.append(mine)
-            else:
-                landing.append(torch.empty(slot.shape, dtype=dtype_of(slot.dtype)))
-                _native.prefer_huge_pages(*span_of(landing[-1]))
-            return landing[-1]
+                return mine
+            host = torch.empty(slot.shape, dtype=dtype_of(slot.dtype))
+            _native.prefer_huge_pages(*span_of(host))
+            landing.append(host)
+            final = mine if fits else self._beside_parameter(path, slot)
+            if final is None:
+                return host
+            uploads.append((final, host))
+            return final
 
-        return unflatten(manifest, TENSORS, place), landing
+        return unflatten(manifest, TENSORS, place), landing, uploads
+
+    def _beside_parameter(self, path: Path, slot: Slot) -> torch.Tensor | None:
+        """New memory of a device for an optimizer's tensor; None if its place is in the host's."""
+        kind, index, number = path[:3] if len(path) > 3 else ("", 0, 0)
+        if kind != "optimizer" or number >= len(self._params[index]):
+            return None
+        parameter, group = self._params[index][number]
+        # As `Optimizer.load_state_dict` has it: step counts keep to the CPU, unless a kernel of the device reads them.
+        if on_host(parameter) or (path[3] == "step" and not (group.get("fused") or group.get("capturable"))):
+            return None
+        return local(parameter).new_empty(slot.shape, dtype=dtype_of(slot.dtype))
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Takes over a tree of this same process (an undo copy)."""
@@ -278,15 +307,7 @@ class Replicated:
             for index, optimizer in enumerate(self._objects.optimizers):
                 optimizer.state.clear()
                 for i, entry in tree["optimizer"][index].items():
-                    p = self._params[index][i]
-                    optimizer.state[p] = {key: _like(value, p) for key, value in entry.items()}
+                    optimizer.state[self._params[index][i][0]] = dict(entry)
         self.restore_small(tree["small"])
         for name, thing in self._objects.extra.items():
             restore_object(thing, tree["extra"][name])
-
-
-def _like(value: Any, parameter: torch.Tensor) -> Any:
-    """Moments live where their parameter does; a step count keeps to the CPU, as torch's optimizers have it."""
-    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
-        return value.to(parameter.device)
-    return value

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
+from resilient_train._native import Copier
 from resilient_train.frameworks.base import Image, Share
-from resilient_train.frameworks.torch.checkpoint import contents, copies, piece_of
-from resilient_train.frameworks.torch.leaves import dense
+from resilient_train.frameworks.torch.checkpoint import contents, copies, local, piece_of, skipped_bytes
 from resilient_train.frameworks.torch.replicated import Replicated
+from resilient_train.frameworks.torch.staging import Part, on_host
+from resilient_train.state.capture import Capture, HostCapture
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.image import ImagePlan, plan_image
 from resilient_train.state.sharding import Piece, divide
 
+_Begin = Callable[[memoryview, Copier], Capture]
 _BUFFERS = "buffers."
 """How the names of buffers begin: a forward pass writes them, so they are copied at once."""
 
@@ -29,13 +33,26 @@ class Saved:
     def image(self, step: int, share: Share) -> Image:
         """See ``frameworks/base.Framework``."""
         held = contents(self._replicated.tree())
-        tensors = {name: _still(name, tensor) for name, tensor in held.tensors.items()}
-        pieces = divide([piece_of(name, tensor) for name, tensor in tensors.items()], share.parts)[share.part]
+        pieces = divide([piece_of(name, tensor) for name, tensor in held.tensors.items()], share.parts)[share.part]
         plan = self._planned(share, pieces)
-        header = np.frombuffer(bytearray(plan.header(step)), dtype=np.uint8)
+        mine = [place.piece.name for place in plan.places]
+        tensors = {name: _still(name, held.tensors[name]) for name in mine}
+        begin = self._on_host if all(map(on_host, tensors.values())) else self._on_device
+        return Image(plan.total_bytes, begin(plan, plan.header(step), tensors), held.payload, tuple(held.tensors))
+
+    def _on_host(self, plan: ImagePlan, header: bytes, tensors: Mapping[str, torch.Tensor]) -> _Begin:
+        first = np.frombuffer(bytearray(header), dtype=np.uint8)
         copied = [(copy.source.address, copy.source.size, copy.start) for copy in copies(plan, tensors)]
-        places = [(header.ctypes.data, header.nbytes, 0), *(each for each in copied if each[1])]
-        return Image(plan.total_bytes, places, held.payload, tuple(held.tensors), (header, tensors))
+        places = [(first.ctypes.data, first.nbytes, 0), *(each for each in copied if each[1])]
+        return partial(HostCapture, places, (first, tensors))
+
+    def _on_device(self, plan: ImagePlan, header: bytes, tensors: Mapping[str, torch.Tensor]) -> _Begin:
+        first = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        parts = [Part(first, 0, len(first))]
+        for piece, _ in plan.places:
+            tensor = tensors[piece.name]
+            parts.append(Part(local(tensor), skipped_bytes(piece, tensor), piece.size_bytes))
+        return partial(self._replicated.staging.capture, parts)
 
     def _planned(self, share: Share, pieces: list[Piece]) -> ImagePlan:
         if self._plan is None or self._plan[:2] != (share, pieces):
@@ -48,5 +65,6 @@ class Saved:
 
 
 def _still(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in one piece in this process's memory; a copy of what changes before the next update."""
-    return tensor.detach().to("cpu", copy=True).contiguous() if name.startswith(_BUFFERS) else dense(tensor)
+    """The tensor's memory in one piece, where it lies; a copy of what changes before the next update."""
+    tensor = tensor.detach()
+    return tensor.clone(memory_format=torch.contiguous_format) if name.startswith(_BUFFERS) else tensor.contiguous()

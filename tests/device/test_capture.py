@@ -1,0 +1,137 @@
+"""The way of state on a real accelerator into a slot and back: a snapshot beside a training step, bit for bit.
+
+Nothing stands in for anything here, so it needs an NVIDIA GPU or an Ascend NPU (with torch_npu installed).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from resilient_train._native import DIGEST_CHUNK_BYTES, Copier  # noqa: E402
+from resilient_train.errors import VaultError  # noqa: E402
+from resilient_train.frameworks.base import Image, Objects, Share  # noqa: E402
+from resilient_train.frameworks.torch.replicated import Replicated  # noqa: E402
+from resilient_train.frameworks.torch.saved import Saved  # noqa: E402
+from resilient_train.frameworks.torch.staging import BUFFER_BYTES, Staging  # noqa: E402
+from resilient_train.state.checkpoint.held import HeldImage, fill_from  # noqa: E402
+from resilient_train.state.vault.slots import SlotPair, create, image_digest  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator here (cuda or npu)"),
+]
+WHOLE = Share(0, 1, 0, 1)
+WIDTH = 1536
+
+
+class Job:
+    """A model of 28 million parameters on the device: with AdamW's moments ten buffers and a piece."""
+
+    def __init__(self, seed: int, staging: Staging, *, fused: bool) -> None:
+        torch.manual_seed(seed)
+        self.device = torch.accelerator.current_accelerator()
+        layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU()]
+        layers += [each for _ in range(11) for each in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+        self.model = nn.Sequential(*layers).to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused)
+        self.replicated = Replicated(Objects((self.model,), (self.optimizer,)), staging)
+        self.saved = Saved(self.replicated)
+        self.draw = torch.Generator().manual_seed(seed)
+
+    def forward_backward(self) -> None:
+        batch = torch.randn(64, WIDTH, generator=self.draw).to(self.device)
+        self.model(batch).square().mean().backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def values(self) -> list[torch.Tensor]:
+        """All of the state, on the host."""
+        return [each.detach().cpu().clone() for each in self.replicated.tensors().values()]
+
+
+@pytest.fixture
+def pair() -> Iterator[SlotPair]:
+    pair = SlotPair(create(0, 512 << 20), writes=True)
+    yield pair
+    pair.close()
+
+
+def load(job: Job, image: Image, memory: memoryview, digests: bytes) -> None:
+    held = HeldImage("the snapshot", memory, image_digest(digests))
+    job.saved.load(image.tree, image.names, lambda targets: fill_from([held], targets, Copier()))
+
+
+def assert_equal(job: Job, expected: list[torch.Tensor]) -> None:
+    values = job.values()
+    assert len(values) == len(expected)
+    for mine, theirs in zip(values, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("limit_bytes", [2 * BUFFER_BYTES, 1 << 30])
+def test_a_snapshot_beside_a_training_step(pair: SlotPair, limit_bytes: int, *, fused: bool) -> None:
+    staging = Staging(limit_bytes)
+    job = Job(1, staging, fused=fused)
+    for _ in range(2):
+        job.forward_backward()
+        job.update()
+    for commits in range(4):  # from the second on the pinned memory is used again
+        expected = job.values() if commits % 2 else None
+        draft = pair.begin()
+        assert draft is not None
+        image = job.saved.image(commits, WHOLE)
+        memory = draft.image[: image.total_bytes]
+        capture = image.begin(memory, Copier())
+        if expected is None:  # nothing has waited for the device: the copies have to
+            expected = job.values()
+        job.forward_backward()
+        capture.fence()
+        job.update()
+        digests = capture.finish()
+        assert len(digests) == 16 * -(-image.total_bytes // DIGEST_CHUNK_BYTES)
+        other = Job(2, staging, fused=fused)
+        other.forward_backward()
+        other.update()
+        load(other, image, memory, digests)
+        assert_equal(other, expected)
+        memory.release()
+        draft.abandon()
+        for each in (job, other):
+            each.draw.manual_seed(commits)
+        load_present(job, other)
+        for each in (job, other):
+            each.forward_backward()
+            each.update()
+        assert_equal(other, job.values())
+
+
+def load_present(job: Job, other: Job) -> None:
+    """``other`` takes up what ``job`` is now."""
+    image = job.saved.image(0, WHOLE)
+    memory = memoryview(mmap.mmap(-1, image.total_bytes))
+    load(other, image, memory, image.begin(memory, Copier()).finish())
+
+
+def test_a_damaged_snapshot_touches_nothing() -> None:
+    staging = Staging()
+    job, other = Job(1, staging, fused=False), Job(2, staging, fused=False)
+    job.forward_backward()
+    job.update()
+    before = other.values()
+    image = job.saved.image(0, WHOLE)
+    memory = memoryview(mmap.mmap(-1, image.total_bytes))
+    digests = image.begin(memory, Copier()).finish()
+    memory[-1] ^= 1
+    with pytest.raises(VaultError, match="damaged"):
+        load(other, image, memory, digests)
+    assert_equal(other, before)

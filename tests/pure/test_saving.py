@@ -1,0 +1,195 @@
+"""A rank's snapshots between fence and record: what the agent is told, and what is left when one fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from pure.fake_accelerator import Machine  # noqa: E402
+from pure.staging_rig import TIMEOUT_S, LateCopier, Trained, trained_pair  # noqa: E402
+from resilient_train._native import DIGEST_CHUNK_BYTES, Board, Copier  # noqa: E402
+from resilient_train.errors import TransferError  # noqa: E402
+from resilient_train.frameworks.torch import staging  # noqa: E402
+from resilient_train.protocol.messages import Captured, OpenVault, Skipped, Unsaved, VaultOpened  # noqa: E402
+from resilient_train.session import saving as saving_module  # noqa: E402
+from resilient_train.session.cadence import Due, Wish  # noqa: E402
+from resilient_train.session.saving import Saving  # noqa: E402
+from resilient_train.state.vault.slots import SlotPair, create  # noqa: E402
+
+pytestmark = pytest.mark.torch
+RANK = 1
+"""Not 0: that one decides when, with what it measures."""
+
+
+class Rank:
+    """A Saving, with everything around it in this process: the agent's ear, the holder's slots, a board."""
+
+    def __init__(self, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copier = LateCopier()
+        self.heard: list[Any] = []
+        self.board = Board.create(2)
+        self.pair: SlotPair | None = None
+        vault = SimpleNamespace(reserve=self._reserve, hear=lambda: None, close=lambda: None)
+        monkeypatch.setattr(saving_module, "Copier", lambda: self.copier)
+        monkeypatch.setattr(saving_module.Vault, "connect", lambda *_, **__: vault)
+        link: Any = SimpleNamespace(
+            rank=RANK,
+            world_size=2,
+            generation=4,
+            board=self.board,
+            channel=SimpleNamespace(send=self.heard.append),
+            expect=lambda _: VaultOpened(""),
+            arena=SimpleNamespace(published=lambda _: b"published"),
+        )
+        engine: Any = SimpleNamespace(image=trained.saved.image, layout=lambda: b"")
+        publication: Any = SimpleNamespace(latest=b"published")
+        self.saving = Saving(link, engine, publication, "run", ((0, 1),), lambda *_: None)
+        self.saving.every(Wish(steps=1))
+
+    def _reserve(self, rank: int, size: int) -> SlotPair:
+        self.pair = SlotPair(create(rank, size), writes=True)
+        return self.pair
+
+    def head(self, commits: int, due: Due = Due.STORAGE) -> None:
+        self.board.announce(commits, due)
+        self.saving.head(commits, commits)
+
+    def told(self) -> list[Any]:
+        """What the agent has heard of snapshots since the last call."""
+        heard = [each for each in self.heard if not isinstance(each, OpenVault)]
+        self.heard.clear()
+        return heard
+
+    def snapshots(self) -> list[int]:
+        """The updates of the snapshots that are complete, and have their digest; newest first."""
+        assert self.pair is not None
+        found = self.pair.complete()
+        assert all(self.pair.verified(Copier(1), each, 10_000) for each in found)
+        return [each.commits for each in found]
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine(training_is_eager=True, side_is_eager=False)
+
+
+@pytest.fixture
+def trained(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    monkeypatch.setattr(staging, "BUFFER_BYTES", DIGEST_CHUNK_BYTES)
+    return trained_pair(machine)[0]
+
+
+@pytest.fixture
+def rank(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    rank = Rank(trained, monkeypatch)
+    yield rank
+    rank.copier.go.set()
+    rank.saving.close()
+
+
+def captured(commits: int, sequence: int) -> Captured:
+    return Captured(commits, commits, sequence, store=True)
+
+
+def test_a_snapshot_counts_when_it_is_in_its_slot(rank: Rank, trained: Trained) -> None:
+    rank.head(1)
+    rank.saving.fence()
+    trained.update(0.125)
+    assert (rank.told(), rank.snapshots()) == ([], []), "it is on the host, and not yet in the slot"
+    rank.head(2, Due.NOTHING)
+    assert (rank.told(), rank.snapshots()) == ([], []), "nor is it waited for"
+    rank.copier.go.set()
+    rank.saving.settle()
+    assert (rank.told(), rank.snapshots()) == ([captured(1, 1)], [1])
+
+
+def test_the_next_head_tells_of_it(rank: Rank) -> None:
+    rank.head(1)
+    rank.saving.fence()
+    rank.copier.go.set()
+    assert rank.saving._pending is not None
+    rank.saving._pending.capture._thread.join(TIMEOUT_S)
+    rank.head(2, Due.NOTHING)
+    assert (rank.told(), rank.snapshots()) == ([captured(1, 1)], [1])
+
+
+def test_the_next_snapshot_comes_behind_it(rank: Rank, trained: Trained) -> None:
+    rank.copier.go.set()
+    for commits in (1, 2, 3):
+        rank.head(commits)
+        rank.saving.fence()
+        trained.update(0.125)
+    rank.saving.settle()
+    assert rank.told() == [captured(1, 1), captured(2, 2), captured(3, 3)]
+    assert rank.snapshots() == [3, 2]
+
+
+def test_a_device_that_fails_leaves_the_snapshot_before(rank: Rank, machine: Machine) -> None:
+    rank.copier.go.set()
+    rank.head(1)
+    rank.saving.settle()
+    rank.told()
+    machine.broken = True
+    rank.head(2)
+    with pytest.raises(TransferError, match="the device has failed"):
+        rank.saving.fence()
+    rank.saving.fence()  # there is nothing under way any more
+    (skipped,) = rank.told()
+    assert isinstance(skipped, Skipped)
+    assert skipped.commits == 2
+    assert skipped.reason.startswith("rank 1: the state could not be copied off the device (DeviceError: ")
+    assert rank.snapshots() == [1]
+    machine.broken = False
+    rank.head(3)
+    rank.saving.settle()
+    assert (rank.told(), rank.snapshots()) == ([captured(3, 3)], [3, 1])
+
+
+def test_a_recovery_goes_on_without_the_snapshot_that_fails(rank: Rank, machine: Machine) -> None:
+    machine.broken = True
+    rank.head(1)
+    rank.saving.settle()
+    (skipped,) = rank.told()
+    assert isinstance(skipped, Skipped)
+    assert rank.snapshots() == []
+
+
+def test_the_last_one_is_waited_for(rank: Rank, machine: Machine) -> None:
+    rank.copier.go.set()
+    rank.head(1)
+    rank.saving.last(4, 1, 1, None)
+    assert rank.told() == [captured(1, 1), Captured(1, 1, 2, store=True, last=4)]
+    assert rank.snapshots() == [1, 1]
+    machine.broken = True
+    rank.saving.last(5, 1, 1, None)
+    (unsaved,) = rank.told()
+    assert isinstance(unsaved, Unsaved)
+    assert "the device has failed" in unsaved.reason
+    rank.saving.close()
+
+
+def test_without_pinned_memory_the_training_goes_on(
+    rank: Rank, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.pinned_limit = 0
+    rank.head(1)
+    assert "rank 1 saves nothing any more: 4194304 bytes of host memory could not be pinned" in capsys.readouterr().err
+    rank.saving.fence()
+
+
+def test_a_job_that_ends_early_leaves_no_half_of_it(rank: Rank) -> None:
+    rank.head(1)
+    rank.saving.fence()
+    assert rank.pair is not None
+    left = SlotPair(os.dup(rank.pair.fd), writes=False)
+    rank.copier.go.set()
+    rank.saving.close()
+    assert rank.told() == []
+    assert left.complete() == []
+    left.close()

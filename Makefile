@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.hpp csrc/probes/* csrc/snapshot/* csrc/fake/*)
-CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.c' -o -name '*.h')
+CXX_SOURCES = $(shell find csrc tests -name '*.cpp' -o -name '*.hpp' -o -name '*.c' -o -name '*.h')
 SANITIZERS := plain address thread
 # ThreadSanitizer of older compilers cannot place its memory under full address randomisation.
 FIXED_ADDRESSES := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)

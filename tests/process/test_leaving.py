@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from failing_storage import FailingStorage
 from running import Reference, Run, read_events, start
 from saved_jobs import RANKS, STEPS, command, pid_of, wait_for, wait_for_step
 from watched_jobs import end_holder
@@ -35,13 +36,14 @@ def slow(run_dir: Path, *arguments: str) -> list[str]:
     return command(run_dir, "--pace", str(run_dir / "never"), *arguments)
 
 
-def goes_on(run_dir: Path, undisturbed: Reference) -> None:
+def goes_on(run_dir: Path, undisturbed: Reference, source: str = "storage") -> None:
     """Started again, the job ends as one that nobody has disturbed."""
-    end_holder(run_dir)
+    if source == "storage":
+        end_holder(run_dir)
     with start(command(run_dir), **SWITCHES) as process:
         run = ended(process, run_dir)
     assert run.code == 0, run.explain()
-    assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
+    assert {event["detail"]["source"] for event in run.of("restored")} == {source}, run.explain()
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
 
 
@@ -99,6 +101,22 @@ def test_survivors_that_were_cut_behind_the_update(run_dir: Path) -> None:
         again = ended(process, run_dir)
     assert again.code == 0, again.explain()
     assert len({params for params, _ in again.digests().values()}) == 1
+
+
+@pytest.mark.skipif(not FULL, reason="FULL=1: ten seconds")
+def test_where_storage_fails_the_state_stays_in_memory(run_dir: Path, tmp_path: Path, undisturbed: Reference) -> None:
+    dying, folder = FailingStorage(tmp_path), run_dir / "checkpoints"
+    with dying.failing("write", folder / "*"), start(slow(run_dir), **SWITCHES, **dying.environ) as process:
+        wait_for_step(run_dir, 4)
+        os.kill(process.pid, signal.SIGTERM)
+        run = ended(process, run_dir)
+    assert run.code == 143, run.explain()
+    (failed,) = run.of("save_failed")
+    assert "EIO" in failed["detail"]["reason"]
+    assert "its state could not be saved" in run.err
+    assert "(in memory)" in run.err, "a person wants to know that there is not much time"
+    assert not list(folder.iterdir()), "half a checkpoint stays"
+    goes_on(run_dir, undisturbed, source="memory")
 
 
 def test_switched_off_it_ends_at_once(run_dir: Path) -> None:

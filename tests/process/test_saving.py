@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from running import Reference, Run, launch, read_events, start
 from saved_jobs import RANKS, STEPS, command, wait_for
-from watched_jobs import end_holder
+from watched_jobs import end_holder, gone, recorded, wait
 
 from resilient_train.state.checkpoint.verify import verify
 
@@ -56,11 +56,15 @@ def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Re
         pids = [event["detail"]["pid"] for event in read_events(run_dir) if event["kind"] == "spawned"]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+        wait(lambda: all(map(gone, pids)), "killed ranks live on")
+        trained = recorded(run_dir, RANKS)
         pace.touch()
         out, err = process.communicate(timeout=100)
     run = Run(run_dir, process.returncode, out, err, read_events(run_dir))
     assert run.code == 0, run.explain()
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
+    (back,) = run.of("restart_all")
+    assert trained <= back["detail"]["commits"] <= trained + 1, run.explain()
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
 
 

@@ -52,7 +52,8 @@ class Bandit:
 
     def strike(self, job: Job, victims: str) -> bool:
         """False: the job ended, or was about to, before that."""
-        job.await_more("started" if not job.pids else "saved")
+        # Without all of its ranks a job goes on from what was saved; where nothing was yet, it ends, and rightly so.
+        job.await_more("saved" if job.pids or "ranks" in victims else "started")
         until = committed(job) + self._random.randrange(6)
         wait(lambda: committed(job) >= until or not job.running(), "no steps were made")
         time.sleep(self._random.uniform(0, 0.03))

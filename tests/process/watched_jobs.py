@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -52,6 +53,12 @@ def gone(pid: int) -> bool:
         return True
 
 
+def recorded(run_dir: Path, ranks: int) -> int:
+    """Updates that the rank that is ahead has recorded. It may have made one more."""
+    paths = [run_dir / f"samples_rank{rank}.jsonl" for rank in range(ranks)]
+    return 1 + max(json.loads(path.read_text().splitlines()[-1])["step"] for path in paths)
+
+
 def wait(done: Callable[[], bool], failure: str, patience_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + patience_s
     while not done():
@@ -93,14 +100,14 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(run_dir: Path, *arguments: str) -> Iterator[Job]:
+def job(run_dir: Path, *arguments: str, **environ: str) -> Iterator[Job]:
     """``train.py`` with three ranks under resilient-run; at the end nothing of it is left but the holder."""
     flags = ["--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), "--max-restarts", "1000"]
     events = run_dir / EVENTS_FILE
     if events.exists():  # the launcher would do so too, but when it has started
         events.rename(run_dir / f"events-before-{time.monotonic_ns()}.jsonl")
     follower = Follower(run_dir)
-    with start([*LAUNCHER, *flags, str(JOBS / "train.py"), *arguments]) as process:
+    with start([*LAUNCHER, *flags, str(JOBS / "train.py"), *arguments], **environ) as process:
         yield Job(run_dir, process, follower)
 
 

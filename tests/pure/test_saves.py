@@ -7,12 +7,18 @@ from pathlib import Path
 import pytest
 
 from pure import checkpoint_rig
-from resilient_train.errors import ConfigError
 from resilient_train.launch.saves import CHECKPOINTS, Saves
+from resilient_train.protocol.messages import Source
 
 
 def saves(run_dir: Path) -> Saves:
     return Saves(run_dir, 2, 2, lambda *_, **__: None, lambda _: None, lambda _: None)
+
+
+def chosen(run_dir: Path) -> Source | None:
+    each = saves(run_dir)
+    assert not each.choose()
+    return each.source
 
 
 def test_nothing_was_saved(tmp_path: Path) -> None:
@@ -22,7 +28,7 @@ def test_nothing_was_saved(tmp_path: Path) -> None:
     (tmp_path / CHECKPOINTS / "step_4").mkdir()
     assert not saves(tmp_path).can_go_back(), "nor is half a checkpoint"
     assert saves(tmp_path).left() == ""
-    assert saves(tmp_path).source() is None
+    assert chosen(tmp_path) is None
 
 
 def test_the_newest_that_is_whole(tmp_path: Path) -> None:
@@ -30,15 +36,19 @@ def test_the_newest_that_is_whole(tmp_path: Path) -> None:
         checkpoint_rig.write(tmp_path / CHECKPOINTS, step)
     (tmp_path / CHECKPOINTS / "step_12").mkdir()
     assert saves(tmp_path).can_go_back()
-    source = saves(tmp_path).source()
+    source = chosen(tmp_path)
     assert source is not None
     assert Path(source.path).name == "step_8"
     assert source.path in saves(tmp_path).left()
 
 
-def test_storage_that_does_not_let_us_see(tmp_path: Path) -> None:
+def test_storage_that_does_not_let_us_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / CHECKPOINTS).write_text("in the way")
-    assert not saves(tmp_path).can_go_back(), "all ranks must not begin anew beside what is there"
-    assert saves(tmp_path).left() == ""
-    with pytest.raises(ConfigError, match="can't be read"):
-        saves(tmp_path).source()
+    blind = saves(tmp_path)
+    assert blind.left() == ""
+    assert blind.can_go_back(), "whoever tries hears why it is impossible"
+    assert "can't be read" in blind.choose(), "all ranks must not begin anew beside what is there"
+    assert blind.source is None
+    monkeypatch.setattr(blind, "_in_memory", lambda: Source("memory", 8))
+    assert not blind.choose(), "what is in memory is as new"
+    assert blind.source == Source("memory", 8)

@@ -33,7 +33,7 @@ from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
-from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.controller import EXIT_UNRECOVERABLE, Controller
 from resilient_train.protocol.hang import Finding, Verdict
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.session.pulse import STACKS_FOLDER
@@ -72,7 +72,9 @@ class Agent:
         self._operators = Operators(self._board, self._controller, self._processes, self._note)
         keep = job.settings.keep_checkpoints
         self._saves = Saves(job.run_dir, job.world_size, keep, self._note, self._say, self._board.settle)
-        self._source = self._saves.source()
+        if blind := self._saves.choose():
+            raise ConfigError(blind)
+        self._saves.tell_source()
         self._controller.can_go_back = self._saves.can_go_back
         self._departure = Departure(self._board, self._controller, self._saves, self._arenas, job.settings)
         self._ending: EndJob | None = None
@@ -230,7 +232,7 @@ class Agent:
         self._processes.current[rank].greeted = True
         self._board.set_identity(rank, self._controller.generation, hello.incarnation, hello.pid)
         connection.send(
-            m.Welcome(self._controller.generation, self._controller.attempt, self._source),
+            m.Welcome(self._controller.generation, self._controller.attempt, self._saves.source),
             [self._board.fd, self._arenas[rank].fd],
         )
         self._carry_out(self._controller.greeted(rank, hello.incarnation))
@@ -262,14 +264,8 @@ class Agent:
                 }
                 self._note("fetched", rank=rank, incarnation=incarnation, generation=frame.generation, detail=detail)
             case m.Done(generation=generation, redone=redone, step=step):
-                self._note(
-                    "done",
-                    rank=rank,
-                    incarnation=incarnation,
-                    generation=generation,
-                    step=step,
-                    detail={"redone": redone},
-                )
+                whose = {"rank": rank, "incarnation": incarnation, "step": step}
+                self._note("done", generation=generation, detail={"redone": redone}, **whose)
                 self._carry_out(controller.done(rank, incarnation, generation))
             case m.Trouble(generation=generation, detail=text):
                 self._loop.call_later(TROUBLE_GRACE_S, self._on_unexplained, generation, f"rank {rank}: {text}")
@@ -315,13 +311,17 @@ class Agent:
                 case Send(rank=rank, message=message):
                     if rank in self._connections:
                         self._connections[rank].send(self._departure.completed(message))
+                case Note(kind="restart_all", detail=detail) if blind := self._saves.choose():
+                    # What follows would start the ranks, anew beside what may be saved.
+                    self._carry_out(self._controller.stop(EXIT_UNRECOVERABLE, f"{detail['reason']}, and {blind}"))
+                    return
                 case Note(kind=kind, rank=rank, detail=detail):
                     if kind in {"restart_all", "job_end"}:  # what a report counts the lost updates from
                         detail = {**detail, "commits": max(standing.commits for standing in self._standings())}
                     self._note(kind, rank=rank, detail=detail)
                     self._tell(kind, rank, detail)
                     if kind == "restart_all":
-                        self._source = self._saves.source()
+                        self._saves.tell_source()
                     if kind == "leaving":
                         self._departure.begin()
                     if kind == "started" and self._job.policy.replace:

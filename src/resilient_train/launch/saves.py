@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from resilient_train.errors import ConfigError, HolderLostError, StorageError, VaultError
+from resilient_train.errors import HolderLostError, StorageError, VaultError
 from resilient_train.launch.holding import ensure_holder
 from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.state.checkpoint.retention import tidy
@@ -73,6 +73,8 @@ class Saves:
         self._say = say
         self._settle = settle
         self._newest_over = 0
+        self.source: Source | None = None
+        """What all ranks start from: the newest state that is whole. None: from the script's own."""
         self._vault: Vault | None = None
         self._holder: Popen[bytes] | None = None
         self._captured: dict[int, dict[int, Captured]] = {}
@@ -101,41 +103,59 @@ class Saves:
         loop.add_reader(self._vault.fileno(), self._hear, loop)
         return ""
 
-    def source(self) -> Source | None:
-        """What all ranks are to start from: the newest state that is whole. None: from the script's own.
-
-        Raises ConfigError if there may be checkpoints, but the storage does not let us see.
+    def choose(self) -> str:
+        """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
+        see, and nothing is in memory (snapshots there are as new as what was written of them).
         """
         self._captured.clear()  # by ranks that are no more
         self._newest_over = 0
         self._settle(0)
+        self.source = None
         if not os.path.lexists(self._folder) and not socket_path(self._run_dir).exists():
-            return None
-        source = _newest(self._in_memory(), self._on_storage())
-        if source is not None:
-            self._say(f"all ranks go on from {_described(source)}")
-        return source
+            return ""
+        memory = self._in_memory()
+        try:
+            self.source = _newest(memory, self._on_storage())
+        except OSError as error:
+            if memory is None:
+                return (
+                    f"{self._folder} can't be read ({error}), and may hold checkpoints of this run: mend it, or choose "
+                    "another --run-dir"
+                )
+            self._pass_over(self._folder, str(error))
+            self.source = memory
+        return ""
+
+    def tell_source(self) -> None:
+        """Tells people what the ranks begin with, if that is a saved state."""
+        if self.source is not None:
+            self._say(f"all ranks go on from {_described(self.source)}")
 
     def left(self) -> str:
         """What a job that is started again in this run directory would go on from, for people; empty if nothing."""
         memory = self._in_memory() if self._unsaved or self._vault is None else None
-        newest = _newest(memory, self._stored())
+        try:
+            newest = _newest(memory, self._stored())
+        except OSError:  # nothing is promised that we can't see
+            newest = memory
         return _described(newest) if newest is not None else ""
 
     def _stored(self) -> Source | None:
-        """The newest checkpoint that looks whole, its bytes unread; None also where the storage does not let us see."""
-        try:
-            return _source_of(newest_complete(self._folder, digests=False))
-        except OSError:
-            return None
+        """The newest checkpoint that looks whole, its bytes unread. Raises OSError."""
+        return _source_of(newest_complete(self._folder, digests=False))
 
     def refuse(self, source: Source) -> None:
         """A rank could not take this source up."""
         self._refused.add(source)
 
     def can_go_back(self) -> bool:
-        """Whether there is a source, as far as it can be told without reading it."""
-        return self._in_memory() is not None or self._stored() is not None
+        """Whether there is a source, as far as it can be told without reading it. Where the storage does not let us
+        see there may be one: ``choose`` says what is wrong, better than that there is nothing.
+        """
+        try:
+            return self._in_memory() is not None or self._stored() is not None
+        except OSError:
+            return True
 
     def captured(self, rank: int, frame: Captured, groups: tuple[tuple[int, ...], ...]) -> None:
         """A rank's snapshot is complete. The last one of all sends the checkpoint on its way."""
@@ -280,6 +300,7 @@ class Saves:
         return usable[0] if usable else None
 
     def _on_storage(self) -> Source | None:
+        """The newest complete checkpoint that no rank has refused. Raises OSError."""
         if not os.path.lexists(self._folder):
             return None
         try:
@@ -287,18 +308,15 @@ class Saves:
         except StorageError as error:
             self._trouble("retention_failed", -1, str(error))
         refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
-        try:
-            found = newest_complete(self._folder, refused=refused)
-        except OSError as error:
-            raise ConfigError(
-                f"{self._folder} can't be read ({error}), and may hold checkpoints of this run: mend it, or choose "
-                "another --run-dir"
-            ) from None
+        found = newest_complete(self._folder, refused=refused)
         for path, reason in found.skipped:
-            if path not in self._told:
-                self._told.add(path)
-                self._note("checkpoint_skipped", detail={"path": str(path), "reason": reason})
+            self._pass_over(path, reason)
         return _source_of(found)
+
+    def _pass_over(self, path: Path, reason: str) -> None:
+        if path not in self._told:
+            self._told.add(path)
+            self._note("checkpoint_skipped", detail={"path": str(path), "reason": reason})
 
     async def finish(self, timeout_s: float) -> None:
         """The job is over: waits for what is on its way to storage, and lets the holder go.

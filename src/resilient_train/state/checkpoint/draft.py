@@ -187,11 +187,14 @@ class Draft:
             final.rename(replaced)
         try:
             self.path.rename(final)
+            sync_folder(folder)
         except OSError:
+            with contextlib.suppress(OSError):
+                if os.path.lexists(final):  # whole, but it might not survive a power cut
+                    final.rename(self.path)
             with contextlib.suppress(OSError):  # it is found, and tidied up, under the other name too
                 replaced.rename(final)
             raise
-        sync_folder(folder)
         if os.path.lexists(replaced):
             remove(replaced)
         return final

@@ -1,0 +1,83 @@
+"""All ranks start again from the best state that is left; and not anew where the storage does not let us see any."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from failing_storage import FailingStorage
+from watched_jobs import RANKS, STEPS, Job, end_holder, gone, holder_pid, job, recorded, steps_of, wait
+
+FULL = "FULL" in os.environ
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "run"
+    end_holder(tmp_path / "run")
+
+
+def kill_ranks(running: Job) -> int:
+    """All at once. Returns how many updates they had recorded."""
+    running.heard("spawned")
+    pids = list(running.pids.values())
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait(lambda: all(map(gone, pids)), "killed ranks live on")
+    return recorded(running.run_dir, RANKS)
+
+
+def stop_holder(run_dir: Path) -> int:
+    """No checkpoint is committed from now on. Returns the holder's process id."""
+    pid = holder_pid(run_dir)
+    os.kill(pid, signal.SIGSTOP)
+    wait(lambda: "(stopped)" in Path(f"/proc/{pid}/status").read_text(), "the holder does not stop")
+    return pid
+
+
+def check_told(running: Job, newest: Path, trained: int, who_fails: str) -> None:
+    """Why it was not the newest checkpoint, and how far the job had come."""
+    backs = running.heard("restart_all")
+    assert all(trained <= back["commits"] <= trained + 1 for back in backs), (trained, backs)
+    if who_fails == "all":
+        (skipped,) = running.heard("checkpoint_skipped")
+        assert skipped["path"] == str(newest)
+        assert "Input/output error" in skipped["reason"]
+    else:
+        assert "Input/output error" in backs[-1]["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who_fails", ["all", *["ranks"] * FULL])
+def test_one_way_back_after_the_other(run_dir: Path, tmp_path: Path, who_fails: str) -> None:
+    """From storage that can't be read all over; from memory, where nothing of it can be read; then nothing is left."""
+    failing, folder = FailingStorage(tmp_path), run_dir / "checkpoints"
+    paced = ("--steps", str(STEPS), "--save", "2", "--pace", str(run_dir / "never"))
+    with job(run_dir, *paced, **failing.environ) as running:
+        running.await_more("saved", 3)
+        holder = stop_holder(run_dir)
+        older, newest = steps_of(folder)[-2:]
+        with failing.failing("read", folder / f"step_{newest}" / "shard-0-*", who_fails):
+            os.kill(holder, signal.SIGKILL)
+            trained = kill_ranks(running)
+            running.await_more("restored", RANKS)
+        assert {(each["source"], each["commits"]) for each in running.heard("restored")} == {("storage", older)}
+        check_told(running, folder / f"step_{newest}", trained, who_fails)
+
+        running.await_more("saved")  # by another holder
+        folder.rename(run_dir / "out of sight")
+        folder.write_text("in the way")
+        all_of_them = len(running.heard("spawned")) + 2 + RANKS  # two are replaced alone, and with the third all
+        kill_ranks(running)
+        wait(lambda: len(running.heard("spawned")) == all_of_them, "the ranks are not started again")
+        end_holder(run_dir)
+        os.kill(running.pids[0], signal.SIGKILL)
+        run = running.end()
+    assert run.code == 75, run.explain()
+    assert "all ranks go on from" in run.err.rpartition("(in memory)")[0].splitlines()[-1], run.err
+    (told,) = [line for line in run.err.splitlines() if "the job ends" in line]
+    assert f"rank 0 was killed by signal 9 before the first step, and {folder} can't be read" in told
+    assert "Traceback" not in run.err

@@ -1,8 +1,9 @@
-"""A rank's part in saving: snapshots of its share of the state, in memory that outlives it; and their way back.
+"""A rank's part in saving: snapshots of its share of the state, in memory that outlives it.
 
 A snapshot is begun at the head of a window and copied behind its forward and backward passes. What an update changes
 is whole again at the next fence: before the update, before a recovery, at the end. Which windows begin with one, the
-same on all ranks: see ``cadence.py``.
+same on all ranks: see ``cadence.py``. Which of its two slots a rank overwrites: ``kept.py``. The way back:
+``restoring.py``.
 """
 
 from __future__ import annotations
@@ -18,32 +19,15 @@ import msgspec
 
 from resilient_train import config
 from resilient_train._native import Copier
-from resilient_train.errors import (
-    CheckpointError,
-    ConfigError,
-    HolderLostError,
-    ProtocolError,
-    TransferError,
-    VaultError,
-)
+from resilient_train.errors import ConfigError, HolderLostError, ProtocolError, TransferError, VaultError
 from resilient_train.frameworks.base import Framework, Image, Share
-from resilient_train.protocol.messages import (
-    Captured,
-    OpenVault,
-    Refused,
-    SaveLast,
-    Skipped,
-    Source,
-    Unrestorable,
-    Unsaved,
-    VaultOpened,
-)
+from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Skipped, Source, Unsaved, VaultOpened
 from resilient_train.session.autosave import cadence_for
 from resilient_train.session.cadence import Cadence, Due, Wish
+from resilient_train.session.kept import Kept
 from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
-from resilient_train.state.checkpoint.held import HeldImage, fill_from
-from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint
+from resilient_train.session.restoring import Own, Restoring
 from resilient_train.state.sharding import shares
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.backing import Backing
@@ -54,16 +38,6 @@ _COPY_TIMEOUT_MS = 600_000
 _REPLY_TIMEOUT_S = 2.0
 """The training waits meanwhile: if the holder does not answer, this snapshot is not taken."""
 _SLOT_POLL_MS = 10
-
-
-class _Own(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank needs besides the tensors: its publication, and what decided the layout of DDP's buckets.
-
-    Without the latter, DDP reduces the first step in another order, and with three or more ranks the bits differ.
-    """
-
-    published: bytes
-    layout: bytes
 
 
 class _Pending(NamedTuple):
@@ -103,6 +77,8 @@ class Saving:
         self._pair: SlotPair | None = None
         self._backing: Backing | None = None
         self._copier = Copier()
+        self._kept = Kept(link.board, link.rank)
+        self._restoring = Restoring(link, engine, publication, self._run_dir, self._groups, self._copier, event)
         self._pending: _Pending | None = None
         self._newest = self._step = -1
 
@@ -116,18 +92,14 @@ class Saving:
         self._wish = self._wish or (Wish(auto=True) if auto else None)
 
     def begin_at(self, commits: int) -> None:
-        """The job begins after so many updates. Snapshots of later ones are of a history that it has left: they must
-        not be taken for its newest.
-        """
+        """The job begins after so many updates."""
         if self._wish is None:
             return
         try:
-            for pair in self._connected().open(self._link.rank):
-                for snapshot in pair.complete():
-                    if snapshot.commits > commits:
-                        pair.discard(snapshot.sequence)
-                pair.close()
+            with self._stores(self._connected()) as stores:
+                self._kept.begin_at(commits, stores)
         except HolderLostError as error:
+            self._kept.begin_at(commits, ())
             self._event("save_skipped", {"commits": commits, "reason": str(error)})
         except VaultError as error:
             self._give_up(str(error))
@@ -185,9 +157,10 @@ class Saving:
         for held in pair.complete():
             if held.commits == commits:  # a rank that took this one's place finds its snapshot
                 self._newest = commits
+                self._kept.found(commits)
                 self._link.channel.send(Captured(commits, held.step, held.sequence, store))
                 return
-        draft = pair.begin()
+        draft = self._kept.begin(pair)
         if draft is None:
             self._skip(commits, step, "the snapshot before last is still being read")
             return
@@ -223,7 +196,7 @@ class Saving:
             share = Share(order.part, order.parts, order.shard, order.shards)
         image = self._engine.image(step, share)
         pair = self._room_for(self._connected(), image, own)
-        while (draft := pair.begin()) is None:
+        while (draft := self._kept.begin(pair)) is None:
             # Storage still reads the snapshot before last. The agent ends this process when the time is over.
             if self._link.board.wait_stop(generation, _SLOT_POLL_MS):
                 return
@@ -234,7 +207,7 @@ class Saving:
         return self._engine.image(step, self._share()), {self._link.rank: self._packed(self._publication.latest)}
 
     def _packed(self, published: bytes) -> bytes:
-        return msgspec.msgpack.encode(_Own(published, self._engine.layout()))
+        return msgspec.msgpack.encode(Own(published, self._engine.layout()))
 
     def _gather(self, pending: _Pending) -> None:
         draft, image = pending.draft, pending.image
@@ -262,6 +235,7 @@ class Saving:
             world=self._link.world_size,
             digest=image_digest(chunks),
         )
+        self._kept.complete(pending.commits)
         captured = Captured(pending.commits, pending.step, draft.sequence, pending.store, pending.last)
         self._link.channel.send(captured)
         if self._cadence is not None:
@@ -282,78 +256,14 @@ class Saving:
         """Takes the saved state up; returns what this rank had published. Does not return if the source won't do:
         all ranks start again from another one.
         """
-        try:
-            own = self._from_memory(source) if source.kind == "memory" else self._from_storage(source)
-        except ConfigError as error:
-            # The state is whole, and another job's. To begin anew beside it would be worse than to end.
-            self._link.channel.send(Refused(f"{error}. To begin anew, give another --run-dir"))
-            self._link.wait_for_the_end()
-        except (CheckpointError, ProtocolError, TransferError, VaultError, OSError) as error:
-            self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}"))
-            self._link.wait_for_the_end()
-        self._engine.restore_layout(own.layout, source.commits)
+        published = self._restoring.take_up(source)
         self._newest = source.commits
-        self._event("restored", {"source": source.kind, "commits": source.commits, "path": source.path})
-        return own.published
-
-    def _from_storage(self, source: Source) -> _Own:
-        with read_checkpoint(Path(source.path)) as checkpoint:
-            if len(checkpoint.manifest.replica_groups) != len(self._groups):
-                raise ConfigError(
-                    f"{source.path} was written by {len(checkpoint.manifest.replica_groups)} replica groups, this job "
-                    f"has {len(self._groups)}: their number can't change (that of the ranks in them can)"
-                )
-            tree = checkpoint.tree(self._group())
-            self._engine.load(tree.tree, tree.names, checkpoint.load)
-            own = checkpoint.rank_state(self._link.rank)
-            if checkpoint.manifest.replica_groups != self._groups or own is None:  # it may have died with the rank
-                return self._from_another_world(checkpoint)
-        return _unpacked(own)
-
-    def _from_another_world(self, checkpoint: Checkpoint) -> _Own:
-        """The part of a rank's own state, see ``resharding``. Raises CheckpointError."""
-        group, old = self._group(), checkpoint.manifest.replica_groups
-        place = self._groups[group].index(self._link.rank)
-        held = [(rank, own) for rank in old[group] if (own := checkpoint.rank_state(rank)) is not None]
-        if not held:
-            raise CheckpointError(str(checkpoint.path), f"lacks the own state of all ranks of group {group}")
-        mine = old[group][place] if place < len(old[group]) else -1
-        own = dict(held).get(mine)
-        first = _unpacked(held[0][1])
-        published, found = self._publication.elsewhere(own and _unpacked(own).published, first.published)
-        worlds = {"old_world_size": checkpoint.manifest.world_size, "world_size": self._link.world_size}
-        self._event("resharded", {**worlds, "own_state_of": mine if own else -1, **found})
-        return _Own(published, first.layout)
-
-    def _from_memory(self, source: Source) -> _Own:
-        with contextlib.ExitStack() as stack:
-            vault = stack.enter_context(contextlib.closing(Vault.connect(self._run_dir)))
-            held = {
-                rank: stack.enter_context(self._held(vault, rank, source.commits))
-                for rank in self._groups[self._group()]
-            }
-            images = [image for image, _ in held.values()]
-            mine = held[self._link.rank][1]
-            self._engine.load(mine.tree, mine.names, lambda targets: fill_from(images, targets, self._copier))
-        return _unpacked(mine.own[self._link.rank])
-
-    @contextlib.contextmanager
-    def _held(self, vault: Vault, rank: int, commits: int) -> Iterator[tuple[HeldImage, trailer.Trailer]]:
-        with vault.newest(rank, commits=commits) as found:
-            if found is None:
-                raise VaultError(f"the snapshot of rank {rank} from before update {commits} is gone")
-            pair, snapshot = found
-            name = f"the snapshot of rank {rank} from before update {commits}"
-            with pair.region(snapshot.slot) as region, region[: snapshot.image_bytes] as image:
-                yield HeldImage(name, image, snapshot.digest), trailer.read(region, snapshot)
+        return published
 
     def _share(self) -> Share:
         rank, world_size = self._link.rank, self._link.world_size
         mine = next(each for each in shares(self._groups) if each.holders[0] == rank)
         return Share(mine.part, mine.of, rank, world_size)
-
-    def _group(self) -> int:
-        return next(number for number, ranks in enumerate(self._groups) if self._link.rank in ranks)
 
     def _room_for(self, vault: Vault, image: Image, own: dict[int, bytes]) -> SlotPair:
         size = (
@@ -364,11 +274,24 @@ class Saving:
             + 4096
         )
         needed = trailer.start_of(image.total_bytes) + size
+        if self._pair is None:
+            with self._stores(vault) as stores:
+                self._kept.lacks(stores)
         if self._pair is None or self._pair.capacity_bytes < needed:
             self._let_go()
             self._pair = vault.reserve(self._link.rank, trailer.room_bytes(image.total_bytes, size))
             self._backing = Backing(self._pair)
         return self._pair
+
+    @contextlib.contextmanager
+    def _stores(self, vault: Vault) -> Iterator[list[SlotPair]]:
+        """All that the holder has of this rank."""
+        stores = vault.open(self._link.rank)
+        try:
+            yield stores
+        finally:
+            for pair in stores:
+                pair.close()
 
     def _let_go(self) -> None:
         if self._backing is not None:
@@ -384,13 +307,6 @@ class Saving:
         self._wish = None
         self._event("save_off", {"reason": reason})
         print(f"resilient_train: rank {self._link.rank} saves nothing any more: {reason}", file=sys.stderr, flush=True)
-
-
-def _unpacked(own: bytes) -> _Own:
-    try:
-        return msgspec.msgpack.decode(own, type=_Own)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"a rank's own state can't be read: {error}") from None
 
 
 def _trailer_of(pending: _Pending, chunks: bytes) -> bytes:

@@ -1,0 +1,132 @@
+"""The way back of what ``saving.py`` has saved: a rank takes up its state, from memory or from storage."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from resilient_train._native import Copier
+from resilient_train.errors import CheckpointError, ConfigError, ProtocolError, TransferError, VaultError
+from resilient_train.frameworks.base import Framework
+from resilient_train.protocol.messages import Refused, Source, Unrestorable
+from resilient_train.session.link import Link
+from resilient_train.session.publication import Publication
+from resilient_train.state.checkpoint.held import HeldImage, fill_from
+from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint
+from resilient_train.state.vault import trailer
+from resilient_train.state.vault.client import Vault
+
+
+class Own(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank needs besides the tensors: its publication, and what decided the layout of DDP's buckets.
+
+    Without the latter, DDP reduces the first step in another order, and with three or more ranks the bits differ.
+    """
+
+    published: bytes
+    layout: bytes
+
+
+class Restoring:
+    """``event`` writes an event of this rank; ``groups`` are the job's replica groups."""
+
+    def __init__(
+        self,
+        link: Link,
+        engine: Framework,
+        publication: Publication,
+        run_dir: Path,
+        groups: tuple[tuple[int, ...], ...],
+        copier: Copier,
+        event: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._link = link
+        self._engine = engine
+        self._publication = publication
+        self._run_dir = run_dir
+        self._groups = groups
+        self._copier = copier
+        self._event = event
+
+    def take_up(self, source: Source) -> bytes:
+        """Takes the saved state up; returns what this rank had published. Does not return if the source won't do:
+        all ranks start again from another one.
+        """
+        try:
+            own = self._from_memory(source) if source.kind == "memory" else self._from_storage(source)
+        except ConfigError as error:
+            # The state is whole, and another job's. To begin anew beside it would be worse than to end.
+            self._link.channel.send(Refused(f"{error}. To begin anew, give another --run-dir"))
+            self._link.wait_for_the_end()
+        except (CheckpointError, ProtocolError, TransferError, VaultError, OSError) as error:
+            self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}"))
+            self._link.wait_for_the_end()
+        self._engine.restore_layout(own.layout, source.commits)
+        self._event("restored", {"source": source.kind, "commits": source.commits, "path": source.path})
+        return own.published
+
+    def _from_storage(self, source: Source) -> Own:
+        with read_checkpoint(Path(source.path)) as checkpoint:
+            if len(checkpoint.manifest.replica_groups) != len(self._groups):
+                raise ConfigError(
+                    f"{source.path} was written by {len(checkpoint.manifest.replica_groups)} replica groups, this job "
+                    f"has {len(self._groups)}: their number can't change (that of the ranks in them can)"
+                )
+            tree = checkpoint.tree(self._group())
+            self._engine.load(tree.tree, tree.names, checkpoint.load)
+            own = checkpoint.rank_state(self._link.rank)
+            if checkpoint.manifest.replica_groups != self._groups or own is None:  # it may have died with the rank
+                return self._from_another_world(checkpoint)
+        return unpacked(own)
+
+    def _from_another_world(self, checkpoint: Checkpoint) -> Own:
+        """The part of a rank's own state, see ``resharding``. Raises CheckpointError."""
+        group, old = self._group(), checkpoint.manifest.replica_groups
+        place = self._groups[group].index(self._link.rank)
+        held = [(rank, own) for rank in old[group] if (own := checkpoint.rank_state(rank)) is not None]
+        if not held:
+            raise CheckpointError(str(checkpoint.path), f"lacks the own state of all ranks of group {group}")
+        mine = old[group][place] if place < len(old[group]) else -1
+        own = dict(held).get(mine)
+        first = unpacked(held[0][1])
+        published, found = self._publication.elsewhere(own and unpacked(own).published, first.published)
+        worlds = {"old_world_size": checkpoint.manifest.world_size, "world_size": self._link.world_size}
+        self._event("resharded", {**worlds, "own_state_of": mine if own else -1, **found})
+        return Own(published, first.layout)
+
+    def _from_memory(self, source: Source) -> Own:
+        with contextlib.ExitStack() as stack:
+            vault = stack.enter_context(contextlib.closing(Vault.connect(self._run_dir)))
+            held = {
+                rank: stack.enter_context(self._held(vault, rank, source.commits))
+                for rank in self._groups[self._group()]
+            }
+            images = [image for image, _ in held.values()]
+            mine = held[self._link.rank][1]
+            self._engine.load(mine.tree, mine.names, lambda targets: fill_from(images, targets, self._copier))
+        return unpacked(mine.own[self._link.rank])
+
+    @contextlib.contextmanager
+    def _held(self, vault: Vault, rank: int, commits: int) -> Iterator[tuple[HeldImage, trailer.Trailer]]:
+        with vault.newest(rank, commits=commits) as found:
+            if found is None:
+                raise VaultError(f"the snapshot of rank {rank} from before update {commits} is gone")
+            pair, snapshot = found
+            name = f"the snapshot of rank {rank} from before update {commits}"
+            with pair.region(snapshot.slot) as region, region[: snapshot.image_bytes] as image:
+                yield HeldImage(name, image, snapshot.digest), trailer.read(region, snapshot)
+
+    def _group(self) -> int:
+        return next(number for number, ranks in enumerate(self._groups) if self._link.rank in ranks)
+
+
+def unpacked(own: bytes) -> Own:
+    """A rank's own state, as it was packed. Raises ProtocolError."""
+    try:
+        return msgspec.msgpack.decode(own, type=Own)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"a rank's own state can't be read: {error}") from None

@@ -152,6 +152,21 @@ void bind_record(nb::class_<PyBoard>& board) {
           [](Self self, std::uint32_t rank, std::uint32_t number) { store(self.record(rank).asked, number); }, "rank"_a,
           "number"_a)
       .def(
+          "kept",
+          [](Self self, std::uint32_t rank) {
+            const RankRecord& record = self.record(rank);
+            return std::make_pair(load(record.kept[0]), load(record.kept[1]));
+          },
+          "rank"_a)
+      .def(
+          "set_kept",
+          [](Self self, std::uint32_t rank, std::uint64_t first, std::uint64_t second) {
+            RankRecord& record = self.record(rank);
+            store(record.kept[0], first);
+            store(record.kept[1], second);
+          },
+          "rank"_a, "first"_a, "second"_a)
+      .def(
           "stopped_generation",
           [](Self self, std::uint32_t rank) { return load(self.record(rank).stopped_generation); }, "rank"_a)
       .def("beats", [](Self self, std::uint32_t rank) { return load(self.record(rank).beats); }, "rank"_a);

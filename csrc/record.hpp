@@ -17,7 +17,7 @@ namespace resilient {
 
 constexpr std::size_t page_bytes = 4096;                      // of the layout, not of the machine
 constexpr std::uint64_t board_magic = 0x3130'4452'414F'4252;  // "RBOARD01", little endian
-constexpr std::uint32_t board_version = 4;
+constexpr std::uint32_t board_version = 5;
 constexpr std::uint32_t world_size_max = 65'536;
 constexpr std::uint64_t commits_max = (std::uint64_t{1} << 56) - 1;
 constexpr std::uint32_t phase_max = 255;
@@ -57,6 +57,7 @@ struct RankRecord {
   std::uint32_t alarms;       // bits: what the rank's probes have found, see probes/alarm.hpp
   std::uint32_t order;        // a fault that an operator wants here: protocol/orders.py
   std::uint32_t asked;        // the signal by which somebody asked this process to end; the agent acts on it
+  std::uint64_t kept[2];      // updates from before which this rank holds a complete snapshot in memory; 0: none
 };
 
 // Processes of different builds may map one board: the layout is a contract, a change needs a new version.
@@ -70,7 +71,7 @@ static_assert(offsetof(RankRecord, stopped_generation) == 36 && offsetof(RankRec
 static_assert(offsetof(RankRecord, tail_entered) == 48 && offsetof(RankRecord, tail_completed) == 56);
 static_assert(offsetof(RankRecord, collectives) == 80 && offsetof(RankRecord, activity) == 88);
 static_assert(offsetof(RankRecord, alarms) == 92 && offsetof(RankRecord, order) == 96);
-static_assert(offsetof(RankRecord, asked) == 100);
+static_assert(offsetof(RankRecord, asked) == 100 && offsetof(RankRecord, kept) == 104);
 static_assert(offsetof(RankRecord, life) == 64 && offsetof(Life, node) == 0 && offsetof(Life, word) == 8);
 static_assert(sizeof(Header) <= page_bytes && sizeof(RankRecord) <= page_bytes);
 static_assert(std::is_trivial_v<Header> && std::is_trivial_v<RankRecord>);

@@ -84,6 +84,9 @@ class Board:
         """The signal by which somebody has asked the rank's process to end (`hear_terminate`); 0 if nobody has."""
     def set_asked(self, rank: int, number: int) -> None:
         """0: nobody has. Any other: the next SIGTERM ends the process."""
+    def kept(self, rank: int) -> tuple[int, int]:
+        """Updates from before which the rank holds a complete snapshot in memory; 0: none. Two separate words."""
+    def set_kept(self, rank: int, first: int, second: int) -> None: ...
     def stopped_generation(self, rank: int) -> int:
         """Newest stop for which the rank's watchdog is done with the older descriptors."""
     def beats(self, rank: int) -> int:

@@ -1,11 +1,13 @@
 """Small checkpoints without torch: two tensors cut by rows, some whole ones, values that tell name and step."""
 
 import mmap
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from resilient_train.state.checkpoint.draft import Draft
+from resilient_train.state.checkpoint.libraries import libraries_here
 from resilient_train.state.checkpoint.manifest import FileEntry, Kind
 from resilient_train.state.checkpoint.restore import Checkpoint
 from resilient_train.state.checkpoint.target import Target
@@ -66,7 +68,15 @@ def own(rank: int, step: int) -> bytes:
     return f"own state of rank {rank} at step {step}".encode()
 
 
-def write(folder: Path, step: int, *, shards: int = 2, kind: Kind = "periodic", read_back: bool = False) -> Path:
+def write(
+    folder: Path,
+    step: int,
+    *,
+    shards: int = 2,
+    kind: Kind = "periodic",
+    read_back: bool = False,
+    libraries: Mapping[str, str] | None = None,
+) -> Path:
     """A complete checkpoint of ``shards`` replica groups of one rank each."""
     with Draft.begin(folder, step, kind) as draft:
         entries = add_files(draft, step, shards)
@@ -76,7 +86,7 @@ def write(folder: Path, step: int, *, shards: int = 2, kind: Kind = "periodic", 
             reason="a test",
             replica_groups=[[rank] for rank in range(shards)],
             shards=shards,
-            libraries={"resilient_train": "0"},
+            libraries=libraries or libraries_here(),
             read_back=read_back,
         )
 

@@ -116,16 +116,35 @@ def test_a_run_that_has_saved_knows_what_a_save_costs(tmp_path: Path, capsys) ->
     arguments = ["advise", "--run-dir", str(tmp_path), "--mtbf-hours", "1"]
     result = told(arguments, capsys)
     assert result["stall_s"] == pytest.approx(0.3)
+    assert result["latency_s"] == pytest.approx(0.7), "of the second until it is on storage, 0.3 s are its stall"
     assert result["memory_steps"] is not None
-    assert result == told([*arguments, "--stall-s", "0.3", "--memory-stall-s", "0.03"], capsys) | {
-        "notes": result["notes"]
-    }
-    words = "a save costs 0.3 s of training, one in memory 0.03 s (medians of the run's own saves)"
+    by_flags = [*arguments, "--stall-s", "0.3", "--memory-stall-s", "0.03", "--latency-s", "0.7"]
+    assert result == told(by_flags, capsys) | {"notes": result["notes"]}
+    words = "a save costs 0.3 s of training, one in memory 0.03 s; it is on storage 0.7 s later (medians of the run's"
     assert words in "\n".join(result["notes"])
     assert told([*arguments, "--memory-stall-s", "0.01"], capsys)["memory_steps"] < result["memory_steps"]
     assert told([*arguments, "--stall-s", "0.3"], capsys)["memory_steps"] is None, (
         "a flag: it alone says what saves cost"
     )
+
+
+def test_no_interval_that_storage_can_not_carry(tmp_path: Path, capsys) -> None:
+    """Steps take 0.1 s, saves cost little and failures come often, but it takes 60 s until one is on storage."""
+    costs = [at(600, "save_cost", 0, stall_s=0.01, memory_stall_s=None, latency_s=60.01)]
+    write(tmp_path, [*beginning(), *costs, at(5500, "session_end", 0, step=50), *normal_end(5500)])
+    arguments = ["advise", "--run-dir", str(tmp_path), "--mtbf-hours", "1", "--step-s", "0.1"]
+    slow = told([*arguments, "--present-steps", "250"], capsys)
+    fast = told([*arguments, "--latency-s", "0"], capsys)
+    assert slow["steps"] == 600 > fast["steps"]
+    assert slow["cost"] > fast["cost"] + 60 / slow["mtbf_s"], "a failure loses what the checkpoint is late, too"
+    assert slow["kept_steps"] == 750, "of three, two are due while storage is busy"
+    job = Tier(stall_s=0.01, mtbf_s=slow["mtbf_s"], restart_s=slow["restart_s"], latency_s=60.0)
+    assert slow["present_cost"] == pytest.approx(overhead(75.0, job))
+    assert main([*arguments, "--present-steps", "250"]) == 0
+    assert "every 250 steps (25 s), of which storage carries one in 3 only: " in capsys.readouterr().out
+    two = told([*arguments, "--memory-stall-s", "0.001"], capsys)
+    assert two["memory_steps"] < 600 <= two["steps"]
+    assert told([*arguments, "--present-steps", "600"], capsys)["kept_steps"] == 600
 
 
 def test_going_back_is_a_failure(tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
 """``resilient-train verify``: 0 whole, 1 broken, and which file."""
 
 import json
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from pure.checkpoint_rig import write
 from resilient_train.launch.cli import main
+from resilient_train.state.checkpoint.libraries import libraries_here
 
 
 @pytest.fixture
@@ -72,3 +77,30 @@ def test_without_a_manifest(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     (told,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert told["problems"] == [{"file": "manifest.json", "reason": "is missing"}]
     assert "step" not in told
+
+
+def test_other_versions_are_told_and_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, 3, libraries={**libraries_here(), "torch": "1.0", "flax": "9"})
+    assert main(["verify", str(path)]) == 0
+    torch_here = version("torch")
+    assert capsys.readouterr().out.splitlines()[1] == (
+        f"{path}: written with flax 9 (here none), torch 1.0 (here {torch_here})"
+    )
+    assert main(["verify", "--json", str(path)]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert told["libraries"]["python"] == platform.python_version()
+    assert told["differences"] == [
+        {"library": "flax", "written_with": "9", "here": None},
+        {"library": "torch", "written_with": "1.0", "here": torch_here},
+    ]
+
+
+def test_versions_are_known_without_the_libraries() -> None:
+    """In a process of its own: this one has imported torch."""
+    program = (
+        "import sys; from resilient_train.launch import saves, verify; "
+        "from resilient_train.state.checkpoint.libraries import libraries_here; "
+        "print(*libraries_here()); assert 'torch' not in sys.modules"
+    )
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert made.stdout.split() == ["python", "resilient_train", "torch", "numpy"]

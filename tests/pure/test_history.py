@@ -88,13 +88,17 @@ def test_the_newest_run_that_tells_speaks_for_steps() -> None:
 
 def test_the_newest_run_that_saved_speaks_for_the_cost_of_saves() -> None:
     def saving(*costs: tuple[float, float | None]) -> list[Event]:
-        return [at(600, "save_cost", 0, stall_s=stall_s, memory_stall_s=memory_s) for stall_s, memory_s in costs]
+        return [
+            at(600, "save_cost", 0, stall_s=stall_s, memory_stall_s=memory_s, latency_s=10 * stall_s)
+            for stall_s, memory_s in costs
+        ]
 
     older, newer = [*beginning(), *saving((9.0, 1.0))], [*beginning(), *saving((0.2, None), (0.6, None), (0.3, None))]
     history = read_history([older, newer, beginning()])
     assert (history.stall_s, history.memory_stall_s) == (0.3, None), "a cost in memory of another run is another one"
-    odd = [*beginning(), at(600, "save_cost", 0, stall_s="long", memory_stall_s=-1)]
-    assert read_history([older, odd]).stall_s == 9.0
+    assert history.latency_s == 3.0
+    odd = [*beginning(), at(600, "save_cost", 0, stall_s="long", memory_stall_s=-1, latency_s=None)]
+    assert (read_history([older, odd]).stall_s, read_history([older, odd]).latency_s) == (9.0, 90.0)
 
 
 def test_hostile_events(tmp_path) -> None:

@@ -52,6 +52,9 @@ def test_layout_is_the_documented_one(board: Board) -> None:
     assert (standing, step) == (5 << 8 | 3, 77)
     assert abs(time.time_ns() - time_ns) < 60_000_000_000
     assert (generation, incarnation, pid, stopped, beats, entered, completed) == (4, 2, 999, 0, 0, 8, 7)
+    board.set_kept(1, 2**64 - 1, 30)
+    assert board.kept(1) == (2**64 - 1, 30)
+    assert struct.unpack_from("<QQ", os.pread(board.fd, PAGE_BYTES, 2 * PAGE_BYTES), 104) == (2**64 - 1, 30)
     assert os.fstat(board.fd).st_size == 4 * PAGE_BYTES
 
 

@@ -35,7 +35,7 @@ class Rank:
         self.heard: list[Any] = []
         self.board = Board.create(2)
         self.pair: SlotPair | None = None
-        vault = SimpleNamespace(reserve=self._reserve, hear=lambda: None, close=lambda: None)
+        vault = SimpleNamespace(reserve=self._reserve, open=lambda _: [], hear=lambda: None, close=lambda: None)
         monkeypatch.setattr(saving_module, "Copier", lambda: self.copier)
         monkeypatch.setattr(saving_module.Vault, "connect", lambda *_, **__: vault)
         link: Any = SimpleNamespace(
@@ -58,6 +58,7 @@ class Rank:
 
     def head(self, commits: int, due: Due = Due.STORAGE) -> None:
         self.board.announce(commits, due)
+        self.board.set_kept(1 - RANK, *self.board.kept(RANK))  # the other rank has what this one has
         self.saving.head(commits, commits)
 
     def told(self) -> list[Any]:
@@ -109,25 +110,44 @@ def test_a_snapshot_counts_when_it_is_in_its_slot(rank: Rank, trained: Trained) 
     assert (rank.told(), rank.snapshots()) == ([captured(1, 1)], [1])
 
 
-def test_the_next_head_tells_of_it(rank: Rank) -> None:
+def in_its_slot(rank: Rank) -> None:
+    assert rank.saving._pending is not None
+    rank.saving._pending.capture._thread.join(TIMEOUT_S)
+    assert rank.saving._pending.capture.done
+
+
+def test_the_next_fence_tells_of_it(rank: Rank) -> None:
+    """Before a barrier, that is: what a head tells, the ranks would hear at different times, and keep different ones."""
     rank.head(1)
     rank.saving.fence()
     rank.copier.go.set()
-    assert rank.saving._pending is not None
-    rank.saving._pending.capture._thread.join(TIMEOUT_S)
+    in_its_slot(rank)
     rank.head(2, Due.NOTHING)
+    assert (rank.told(), rank.snapshots()) == ([], [])
+    rank.saving.fence()
     assert (rank.told(), rank.snapshots()) == ([captured(1, 1)], [1])
 
 
-def test_the_next_snapshot_comes_behind_it(rank: Rank, trained: Trained) -> None:
+def test_the_next_snapshot_is_left_out_until_then(rank: Rank, trained: Trained) -> None:
     rank.copier.go.set()
     for commits in (1, 2, 3):
         rank.head(commits)
+        in_its_slot(rank)
         rank.saving.fence()
         trained.update(0.125)
-    rank.saving.settle()
     assert rank.told() == [captured(1, 1), captured(2, 2), captured(3, 3)]
     assert rank.snapshots() == [3, 2]
+    rank.copier.go.clear()
+    rank.head(4)
+    rank.saving.fence()
+    rank.copier.go.set()
+    in_its_slot(rank)
+    rank.head(5)
+    (skipped,) = rank.told()
+    assert isinstance(skipped, Skipped)
+    assert skipped.commits == 5
+    rank.saving.fence()
+    assert (rank.told(), rank.snapshots()) == ([captured(4, 4)], [4, 3])
 
 
 def test_a_device_that_fails_leaves_the_snapshot_before(rank: Rank, machine: Machine) -> None:
@@ -165,7 +185,7 @@ def test_the_last_one_is_waited_for(rank: Rank, machine: Machine) -> None:
     rank.head(1)
     rank.saving.last(4, 1, 1, None)
     assert rank.told() == [captured(1, 1), Captured(1, 1, 2, store=True, last=4)]
-    assert rank.snapshots() == [1, 1]
+    assert rank.snapshots() == [1], "in the place of the first, of which the other rank knew nothing"
     machine.broken = True
     rank.saving.last(5, 1, 1, None)
     (unsaved,) = rank.told()

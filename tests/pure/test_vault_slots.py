@@ -69,6 +69,24 @@ def test_snapshots_alternate_and_the_newest_is_never_overwritten(pair: SlotPair)
         assert [each.commits for each in pair.complete()] == [commits, commits - 1][: min(2, commits)]
 
 
+def test_the_snapshot_to_be_kept_is_not_overwritten_however_old_it_is(pair: SlotPair) -> None:
+    def taken(commits: int, keep: int) -> list[int]:
+        draft = pair.begin(keep)
+        assert draft is not None
+        commit(draft, commits, fill(draft, commits))
+        return [each.commits for each in pair.complete()]
+
+    assert taken(1, keep=0) == [1]
+    assert taken(2, keep=0) == [2], "one slot is enough while nothing is to be kept in here"
+    assert taken(3, keep=2) == [3, 2]
+    assert taken(4, keep=2) == [4, 2]
+    assert taken(5, keep=4) == [5, 4]
+    assert taken(6, keep=1) == [6, 4], "it lies elsewhere"
+    kept = pair.complete()[1]
+    assert pair.uses[1 - kept.slot].pin()
+    assert pair.begin(4) is None, "it is not overwritten instead of one that is pinned, either"
+
+
 class Killed(BaseException):
     pass
 

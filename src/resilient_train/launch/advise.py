@@ -16,8 +16,9 @@ from resilient_train.observe.history import History, Standing, history_of
 from resilient_train.observe.report import Line
 from resilient_train.observe.sinks import EVENTS_FILE
 from resilient_train.protocol.messages import Query
+from resilient_train.state.advisor import behind
 from resilient_train.state.failures import DEVICE_MTBF_S, TRUSTED_FAILURES, FailureRate, guess, parse_ato_info
-from resilient_train.state.interval import Tier, best_steps, overhead
+from resilient_train.state.interval import Tier, best_steps, fewest_steps, overhead
 from resilient_train.state.nested import Nested, nested_overhead, nested_steps
 
 _HOUR_S = 3600.0
@@ -33,7 +34,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float | None = None
     step_s: float | None = None
     restart_s: float | None = None
-    latency_s: float = 0.0
+    latency_s: float | None = None
     in_flight: int = 1
     detection_s: float = 0.0
     devices: int | None = None
@@ -67,6 +68,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     cost: float
     memory_steps: int | None = None
     present_steps: int | None = None
+    kept_steps: int | None = None
+    """How often the present interval saves in fact: a multiple of it where storage is slower."""
     present_cost: float | None = None
     """Of a checkpoint of one kind, for all failures."""
 
@@ -89,14 +92,14 @@ def advise(options: Options) -> Advice:
         stall_s=options.stall_s,
         mtbf_s=basis.rate.mtbf_s,
         restart_s=basis.restart_s,
-        latency_s=options.latency_s,
+        latency_s=options.latency_s or 0.0,
         in_flight=options.in_flight,
         detection_s=options.detection_s,
     )
-    present_cost = None
+    present: dict[str, Any] = {"present_steps": options.present_steps}
     if options.present_steps is not None:
-        present_cost = overhead(options.present_steps * basis.step_s, whole)
-    present: dict[str, Any] = {"present_steps": options.present_steps, "present_cost": present_cost}
+        present["kept_steps"] = _kept(options.present_steps, whole, basis.step_s)
+        present["present_cost"] = overhead(present["kept_steps"] * basis.step_s, whole)
     if options.memory_stall_s is None:
         steps = best_steps(whole, basis.step_s)
         cost = overhead(steps * basis.step_s, whole)
@@ -120,7 +123,15 @@ def _as_measured(options: Options, history: History | None) -> Options:
     if history is None or history.stall_s is None:
         return options
     memory_stall_s = history.memory_stall_s if options.memory_stall_s is None else options.memory_stall_s
-    return msgspec.structs.replace(options, stall_s=history.stall_s, memory_stall_s=memory_stall_s)
+    latency_s = options.latency_s
+    if latency_s is None and history.latency_s is not None:
+        latency_s = behind(history.stall_s, history.latency_s)
+    return msgspec.structs.replace(options, stall_s=history.stall_s, memory_stall_s=memory_stall_s, latency_s=latency_s)
+
+
+def _kept(present_steps: int, tier: Tier, step_s: float) -> int:
+    """A save that is due while storage is busy is left out, so the next is a whole interval later."""
+    return present_steps * fewest_steps(tier.carried_s, present_steps * step_s)
 
 
 def _basis(options: Options, history: History | None, *, by_run: bool) -> Basis:
@@ -152,7 +163,8 @@ def _basis(options: Options, history: History | None, *, by_run: bool) -> Basis:
 def _about_saves(options: Options, *, by_run: bool) -> str:
     memory = "" if options.memory_stall_s is None else f", one in memory {_span(options.memory_stall_s)}"
     source = " (medians of the run's own saves)" if by_run else ""
-    return f"a save costs {_span(options.stall_s or 0.0)} of training{memory}{source}"
+    latency = f"; it is on storage {_span(options.latency_s)} later" if options.latency_s else ""
+    return f"a save costs {_span(options.stall_s or 0.0)} of training{memory}{latency}{source}"
 
 
 def _about_guess(options: Options, devices: int, expected: FailureRate) -> str:
@@ -243,6 +255,7 @@ def as_dict(advice: Advice) -> dict[str, Any]:
         "cost": advice.cost,
         "memory_steps": advice.memory_steps,
         "present_steps": advice.present_steps,
+        "kept_steps": advice.kept_steps,
         "present_cost": advice.present_cost,
         "mtbf_s": basis.rate.mtbf_s,
         "stall_s": storage.stall_s,
@@ -268,6 +281,8 @@ def as_lines(advice: Advice) -> list[Line]:
     if advice.present_steps is not None and advice.present_cost is not None:
         alone = "to storage alone, " if advice.memory_steps is not None else ""
         present = alone + _every(advice.present_steps, step_s)
+        if advice.kept_steps != advice.present_steps:
+            present += f", of which storage carries one in {(advice.kept_steps or 0) // advice.present_steps} only"
         found.append(_about_present(advice.cost, advice.present_cost, present))
     return found
 

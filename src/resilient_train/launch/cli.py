@@ -166,7 +166,9 @@ def advise(
     ] = None,
     step_s: Annotated[float | None, typer.Option(help="Time of a step; default: the run's.")] = None,
     restart_s: Annotated[float | None, typer.Option(help="Time of a restart; default: the run's start.")] = None,
-    latency_s: Annotated[float, typer.Option(help="From a save's stall until it is on storage.")] = 0.0,
+    latency_s: Annotated[
+        float | None, typer.Option(help="From a save's stall until it is on storage; default: the run's.")
+    ] = None,
     in_flight: Annotated[int, typer.Option(help="How many saves may be on their way at once.")] = 1,
     detection_s: Annotated[float, typer.Option(help="From a fault until it is noticed.")] = 0.0,
     devices: Annotated[int | None, typer.Option(help="That the job trains on; default: the run's ranks.")] = None,

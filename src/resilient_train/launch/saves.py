@@ -19,6 +19,7 @@ import msgspec
 from resilient_train.errors import HolderLostError, StorageError, VaultError
 from resilient_train.launch.holding import ensure_holder
 from resilient_train.protocol.messages import Captured, Skipped, Source
+from resilient_train.state.checkpoint.libraries import libraries_here
 from resilient_train.state.checkpoint.retention import tidy
 from resilient_train.state.checkpoint.verify import Found, newest_complete
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
@@ -187,7 +188,7 @@ class Saves:
             self._trouble("save_skipped", first.step, reason)
             self._over(first.commits)
             return
-        self._submit(Flush(str(self._folder), first.step, first.commits, groups, {}, self._keep, groups), ranks)
+        self._submit(self._job(first, groups, groups), ranks)
 
     def store_last(
         self,
@@ -199,11 +200,12 @@ class Saves:
     ) -> None:
         """Writes the end-of-life checkpoint from the savers' snapshots. ``over`` is told, once, how that ended."""
         first = next(iter(captured.values()))
-        job = Flush(
-            str(self._folder), first.step, first.commits, groups, {}, self._keep, savers, kind="ttp", reason=reason
-        )
+        job = msgspec.structs.replace(self._job(first, groups, savers), kind="ttp", reason=reason)
         self._last = lambda: self._submit(job, captured, over)
         self._go_on()
+
+    def _job(self, of: Captured, groups: tuple[tuple[int, ...], ...], savers: tuple[tuple[int, ...], ...]) -> Flush:
+        return Flush(str(self._folder), of.step, of.commits, groups, libraries_here(), self._keep, savers)
 
     def _go_on(self) -> None:
         if self._last is not None and self._under_way is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from resilient_train.errors import ConfigError
 from resilient_train.observe.report import Line
+from resilient_train.state.checkpoint.libraries import differences
 from resilient_train.state.checkpoint.manifest import MANIFEST, parse_name
 from resilient_train.state.checkpoint.verify import Report, candidates, verify
 
@@ -42,11 +43,13 @@ def as_dict(found: list[Report]) -> dict[str, Any]:
 
 
 def _checkpoint(report: Report) -> dict[str, Any]:
-    fields = ("kind", "step", "commits", "reason", "world_size", "shards") if report.manifest else ()
+    made = report.manifest
+    fields = ("kind", "step", "commits", "reason", "world_size", "shards", "libraries") if made else ()
     return {
         "path": str(report.path),
         "ok": report.ok,
-        **{name: getattr(report.manifest, name) for name in fields},
+        **{name: getattr(made, name) for name in fields},
+        "differences": [each._asdict() for each in differences(made.libraries)] if made else [],
         "size_bytes": report.size_bytes,
         "problems": [problem._asdict() for problem in report.problems],
     }
@@ -60,6 +63,9 @@ def as_lines(found: list[Report]) -> list[Line]:
             made = report.manifest
             text = f"step {made.step}, {made.kind}, {made.world_size} ranks, {made.shards} shards"
             result.append(Line(f"{report.path}: complete ({text}, {report.size_bytes / 1e6:.1f} MB)"))
+        if report.manifest and (others := differences(report.manifest.libraries)):
+            told = ", ".join(f"{name} {made} (here {here or 'none'})" for name, made, here in others)
+            result.append(Line(f"{report.path}: written with {told}", "yellow"))
         result += [Line(f"{report.path}: {problem.file} {problem.reason}") for problem in report.problems]
     if len(found) > 1:
         newest = next((str(report.path) for report in found if report.ok), "none")

@@ -48,8 +48,10 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """Median time from the launch to all ranks being at their first step: what a restart takes at least."""
     stall_s: float | None = None
     """Median training time that a save to storage cost, of the newest run that tells."""
+    latency_s: float | None = None
+    """Median time from such a save's begin until it was on storage."""
     memory_stall_s: float | None = None
-    """The same of a save in memory; None where the newest run with saves had none."""
+    """The same as ``stall_s`` of a save in memory; None where the newest run with saves had none."""
 
     @property
     def by_storage(self) -> int:
@@ -86,6 +88,7 @@ def read_history(runs: Sequence[Sequence[Event]], running: Standing | None = Non
         step_s=_newest([each.step_s for each in found]),
         start_s=statistics.median(starts) if starts else None,
         stall_s=saving.stall_s,
+        latency_s=saving.latency_s,
         memory_stall_s=saving.memory_stall_s,
     )
 
@@ -117,6 +120,7 @@ def _one(events: Sequence[Event], *, newest: bool, running: Standing | None, fai
         step_s=_step_s(run, ordered, started, running),
         start_s=None if launched is None else max(0, begun - launched) / _NS_PER_S,
         stall_s=_median(ordered, "stall_s"),
+        latency_s=_median(ordered, "latency_s"),
         memory_stall_s=_median(ordered, "memory_stall_s"),
     )
 

@@ -154,8 +154,8 @@ class Cadence:
         if self._unsettled and self._unsettled[0] < upcoming - 1 and due is not Due.NOTHING:
             if due is Due.STORAGE and rhythm.strict:
                 self._skip(upcoming, "storage is still busy with the last one")
-            # One of a rank's two slots is being read, for an unknown time. The other one takes one more snapshot; a
-            # second one would have room on some ranks only, and leave none that all have.
+            # One of a rank's two slots is being read, for an unknown time. The other one takes one more snapshot, and
+            # then holds the newest that all have: a second one would find no room.
             due = Due.NOTHING if self._meanwhile else Due.MEMORY
         if due is Due.NOTHING:
             return

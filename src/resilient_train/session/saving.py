@@ -1,15 +1,17 @@
-"""A rank's part in saving: snapshots of its share of the state, in memory that outlives it; and their way back.
+"""A rank's part in saving: snapshots of its share of the state, in memory that outlives it.
 
 A snapshot is begun at the head of a window and copied behind its forward and backward passes. What an update changes
 is whole again at the next fence: before the update, before a recovery, at the end. Which windows begin with one, the
-same on all ranks: see ``cadence.py``.
+same on all ranks: see ``cadence.py``. Which of its two slots a rank overwrites: ``kept.py``. The way back:
+``restoring.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +19,12 @@ import msgspec
 
 from resilient_train import config
 from resilient_train._native import Copier
-from resilient_train.errors import (
-    ConfigError,
-    HolderLostError,
-    ProtocolError,
-    TransferError,
-    VaultError,
-)
+from resilient_train.errors import ConfigError, HolderLostError, ProtocolError, TransferError, VaultError
 from resilient_train.frameworks.base import Framework, Image, Share
-from resilient_train.protocol.messages import (
-    Captured,
-    OpenVault,
-    SaveLast,
-    Skipped,
-    Source,
-    Unsaved,
-    VaultOpened,
-)
+from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Skipped, Source, Unsaved, VaultOpened
 from resilient_train.session.autosave import cadence_for
 from resilient_train.session.cadence import Cadence, Due, Wish
+from resilient_train.session.kept import Kept
 from resilient_train.session.link import Link
 from resilient_train.session.pending import Pending
 from resilient_train.session.publication import Publication
@@ -76,6 +65,7 @@ class Saving:
         self._backing: Backing | None = None
         self._restoring = Restoring(link, engine, publication, self._run_dir, self._groups, event)
         self._copier = Copier()
+        self._kept = Kept(link.board, link.rank)
         self._pending: Pending | None = None
         self._newest = self._step = -1
 
@@ -89,18 +79,14 @@ class Saving:
         self._wish = self._wish or (Wish(auto=True) if auto else None)
 
     def begin_at(self, commits: int) -> None:
-        """The job begins after so many updates. Snapshots of later ones are of a history that it has left: they must
-        not be taken for its newest.
-        """
+        """The job begins after so many updates."""
         if self._wish is None:
             return
         try:
-            for pair in self._connected().open(self._link.rank):
-                for snapshot in pair.complete():
-                    if snapshot.commits > commits:
-                        pair.discard(snapshot.sequence)
-                pair.close()
+            with self._stores(self._connected()) as stores:
+                self._kept.begin_at(commits, stores)
         except HolderLostError as error:
+            self._kept.begin_at(commits, ())
             self._event("save_skipped", {"commits": commits, "reason": str(error)})
         except VaultError as error:
             self._give_up(str(error))
@@ -111,8 +97,6 @@ class Saving:
             return
         try:
             self._step = step
-            if self._pending is not None and self._pending.capture.done:
-                self.settle()
             if self._cadence is None:
                 self._cadence = cadence_for(self._wish, self._link, self._run_dir, self._event, self._leave_out)
             if self._pair is None and commits:  # the first update has made all there is to save
@@ -155,15 +139,18 @@ class Saving:
         return vault
 
     def _begin(self, commits: int, step: int, *, store: bool) -> None:
-        self.settle()
+        if self._pending is not None:  # named behind the barrier of its update, it would be too late: see ``kept.py``
+            self._skip(commits, step, "the snapshot before is still on its way from the device's buffers to its slot")
+            return
         image, own = self._described(step)
         pair = self._room_for(self._connected(), image, own)
         for held in pair.complete():
             if held.commits == commits:  # a rank that took this one's place finds its snapshot
                 self._newest = commits
+                self._kept.found(commits)
                 self._link.channel.send(Captured(commits, held.step, held.sequence, store))
                 return
-        draft = pair.begin()
+        draft = self._kept.begin(pair)
         if draft is None:
             self._skip(commits, step, "the snapshot before last is still being read")
             return
@@ -200,7 +187,7 @@ class Saving:
             share = Share(order.part, order.parts, order.shard, order.shards)
         image = self._engine.image(step, share)
         pair = self._room_for(self._connected(), image, own)
-        while (draft := pair.begin()) is None:
+        while (draft := self._kept.begin(pair)) is None:
             # Storage still reads the snapshot before last. The agent ends this process when the time is over.
             if self._link.board.wait_stop(generation, _SLOT_POLL_MS):
                 return
@@ -264,6 +251,7 @@ class Saving:
             self._abandon()
             raise
         self._pending = None
+        self._kept.complete(pending.commits)
         self._link.channel.send(captured)
 
     def _abandon(self) -> None:
@@ -299,11 +287,24 @@ class Saving:
             + 4096
         )
         needed = trailer.start_of(image.total_bytes) + size
+        if self._pair is None:
+            with self._stores(vault) as stores:
+                self._kept.lacks(stores)
         if self._pair is None or self._pair.capacity_bytes < needed:
             self._let_go()
             self._pair = vault.reserve(self._link.rank, trailer.room_bytes(image.total_bytes, size))
             self._backing = Backing(self._pair)
         return self._pair
+
+    @contextlib.contextmanager
+    def _stores(self, vault: Vault) -> Iterator[list[SlotPair]]:
+        """All that the holder has of this rank."""
+        stores = vault.open(self._link.rank)
+        try:
+            yield stores
+        finally:
+            for pair in stores:
+                pair.close()
 
     def _let_go(self) -> None:
         if self._backing is not None:

@@ -134,3 +134,13 @@ def lost_time(durations_s: Iterable[float], usual_s: float) -> float:
     the training is in there, also where the training did not wait.
     """
     return max(0.0, sum(duration_s - usual_s for duration_s in durations_s))
+
+
+def behind(stall_s: float, taken_s: float) -> float:
+    """``Tier.latency_s`` of a save that was on storage ``taken_s`` after its begin and cost ``stall_s`` of it.
+
+    The checkpoint is of the state at the save's begin. A cycle of ``interval_s + stall_s`` begins there, too: the next
+    save may not begin before this one has ended, so ``interval_s`` is at least what the stall leaves of ``taken_s``;
+    and by that much a failure finds the newest checkpoint older than the newest save.
+    """
+    return max(0.0, taken_s - stall_s)

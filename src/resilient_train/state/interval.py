@@ -32,7 +32,8 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
     restart_s: float = 0.0
     """From such a failure until training goes on from the checkpoint, without the work that is done again."""
     latency_s: float = 0.0
-    """From the end of a save's stall until the checkpoint can be restored from: the flush behind the training."""
+    """From the end of a save's stall until the checkpoint can be restored from: the flush behind the training. Of what
+    was measured from a save's begin on, see ``advisor.behind``."""
     in_flight: int = 1
     """How many saves may be on their way at once."""
     detection_s: float = 0.0
@@ -48,14 +49,19 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"in_flight must be 1 or more, not {self.in_flight}")
 
     @property
-    def shortest_s(self) -> float:
-        """The shortest interval that can be kept.
-
-        One bound is the queue's: of ``in_flight`` saves, the oldest must have ended when the next begins. The other is
-        slow detection's: when a fault is noticed, no more than one checkpoint, the newest, may be younger than it. (So
-        two must be kept.)
+    def carried_s(self) -> float:
+        """The shortest interval that storage can carry: of ``in_flight`` saves, the oldest must have ended when the
+        next begins.
         """
-        return max(self.latency_s / self.in_flight, self.detection_s)
+        return self.latency_s / self.in_flight
+
+    @property
+    def shortest_s(self) -> float:
+        """The shortest interval that can be kept: what storage can carry, and, where detection is slow, long enough
+        for no more than one checkpoint, the newest, to be younger than a fault when that is noticed. (So two must be
+        kept.)
+        """
+        return max(self.carried_s, self.detection_s)
 
     @property
     def lost_per_failure_s(self) -> float:

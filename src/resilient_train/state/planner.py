@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from resilient_train.state.advisor import FIRST_STEPS, WORTH, Advisor
+from resilient_train.state.advisor import FIRST_STEPS, WORTH, Advisor, behind
 from resilient_train.state.interval import Tier
 from resilient_train.state.nested import Nested, nested_overhead, nested_steps
 
@@ -42,9 +42,12 @@ class Planner:
         self.memory.save(stall_s)
 
     def stored(self, stall_s: float, latency_s: float) -> None:
-        """A save that went to storage, and what it cost all in all; what it would have cost in memory is taken off."""
+        """A save that went to storage ``latency_s`` after its begin, and what it cost all in all; what it would have
+        cost in memory is taken off.
+        """
         memory = self.memory.tier
-        self.storage.save(max(0.0, stall_s - memory.stall_s) if memory else stall_s, latency_s)
+        more_s = max(0.0, stall_s - memory.stall_s) if memory else stall_s
+        self.storage.save(more_s, behind(stall_s, latency_s))
 
     def tiers(self) -> tuple[Tier, Tier] | None:
         """What was measured of both; None before each of them has been."""

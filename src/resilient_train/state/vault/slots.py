@@ -7,8 +7,9 @@
     8192      slot 1: likewise
     65536     image of slot 0, then that of slot 1, each at a multiple of 64 KiB (the largest page size in use)
 
-A snapshot goes into the slot that does not hold the newest complete one: mark it WRITING, copy, fence, fields,
-COMPLETE. Whenever the writer is killed, the other slot is complete; so is this one, from the last store on.
+A snapshot goes into the slot that does not hold the one to be kept, the newest that all ranks have: mark it WRITING,
+copy, fence, fields, COMPLETE. Whenever the writer is killed, the other slot is complete; so is this one, from the last
+store on.
 
 The use word says who needs the image: bit 63 the writer, the low half the number of pins. One compare-and-exchange
 lets in either, so an image is never overwritten under a reader. The holder alone counts pins, and takes back those of
@@ -205,17 +206,18 @@ class SlotPair(Control):
         """The bytes of a snapshot where they lie. They stay what they are as long as its slot is not overwritten."""
         return self.region(snapshot.slot)[: snapshot.image_bytes]
 
-    def begin(self) -> Draft | None:
+    def begin(self, keep: int | None = None) -> Draft | None:
         """The slot for the next snapshot, whose image may be written from now on.
 
-        None if a reader has pinned it (then ``skipped`` grows): try again with the next snapshot.
+        ``keep``: the snapshot from before that update is not overwritten; where it lies elsewhere, only one slot is in
+        use, so that the holder drops no older store. None: the newest is not. Returns None if a reader has pinned the
+        slot (then ``skipped`` grows): try again with the next snapshot.
         """
         if not self._writes:
             raise UsageError(f"the snapshots of rank {self.rank} were opened for reading; reserve them to write")
         if self._draft and not self._draft.over:
             raise UsageError(f"snapshot {self._draft.sequence} of rank {self.rank} is neither committed nor abandoned")
-        complete = self.complete()
-        slot = 1 - complete[0].slot if complete else 0
+        slot = self._target(keep)
         if not self.uses[slot].claim():
             self.skipped += 1
             return None
@@ -224,6 +226,13 @@ class SlotPair(Control):
         self.write_record(slot, pack(State.WRITING, begun))
         self._draft = Draft(self, slot, self._sequence)
         return self._draft
+
+    def _target(self, keep: int | None) -> int:
+        complete = self.complete()
+        kept = next((each for each in complete if keep in (None, each.commits)), None)
+        if kept is not None:
+            return 1 - kept.slot
+        return complete[0].slot if complete else 0
 
     def newest(self) -> Snapshot | None:
         """The newest complete snapshot by its record; ``verified`` looks at its bytes, too."""

@@ -117,7 +117,7 @@ def in_its_slot(rank: Rank) -> None:
 
 
 def test_the_next_fence_tells_of_it(rank: Rank) -> None:
-    """Before a barrier, that is: what a head tells, the ranks would hear at different times, and keep different ones."""
+    """Before a barrier, that is: what a head tells, the ranks would hear at different times, and keep other ones."""
     rank.head(1)
     rank.saving.fence()
     rank.copier.go.set()

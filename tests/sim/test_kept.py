@@ -148,6 +148,7 @@ class Job:
     def __init__(self, seed: int, rule: type[Kept]) -> None:
         self.chance = random.Random(seed)
         self.rule = rule
+        self.dues = [self.chance.random() < 0.67 for _ in range(WINDOWS)]
         self.board = Board.create(self.chance.choice([1, 2, 3, 4]))
         self.holdings = Holdings(lambda: Room("memory", 1 << 40, 1 << 40))
         self.image_bytes = IMAGE_BYTES
@@ -166,7 +167,7 @@ class Job:
         self.tally = dict.fromkeys(("deaths", "restarts", "from_memory", "lost", "commons"), 0)
 
     def due(self, commits: int) -> bool:
-        return self.quiet or hash((commits, "due")) % 3 > 0
+        return self.quiet or self.dues[commits]
 
     def look(self) -> None:
         """The invariant: what all ranks have named stays, until all have named a newer one."""
@@ -221,7 +222,10 @@ class Job:
 
     def recovery(self, rank: int) -> Iterator[None]:
         if self.chance.random() < 0.1:
+            # With the holder: the next one forgets all pins, and what was on its way to storage does not arrive.
             self.gone |= set(self.board.kept(rank))
+            while self.flushed:
+                self.holdings.release_all(self.flushed.pop())
             self.holdings.drop(rank)
             self.tally["lost"] += 1
             self.newest = 0
@@ -290,12 +294,16 @@ class Job:
             process.taken = self.commits
             self.quiet = quiet
         self.gone.clear()
+        if self.commits > self.common():  # storage has a newer one: memory's is not needed any more
+            self.newest = 0
 
     def look_at(self, snapshots: list[Snapshot], rank: int) -> None:
         for snapshot in snapshots:
             store, _ = self.holdings.find(rank, snapshot.sequence)
-            with SlotPair(os.dup(store.fd), writes=False).image(snapshot) as image:
+            reader = SlotPair(os.dup(store.fd), writes=False)
+            with reader.image(snapshot) as image:
                 assert bytes(image) == picture(snapshot.commits)
+            reader.close()
 
     def close(self) -> None:
         for process in self.processes:

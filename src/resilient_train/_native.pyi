@@ -25,10 +25,7 @@ class Board:
         """Allocate a board (agent). Pass `fd` to the ranks by inheritance (`pass_fds`)."""
     @staticmethod
     def attach(fd: int) -> Board:
-        """Map an existing board (rank). The descriptor is duplicated; the caller keeps and closes its own.
-
-        ValueError when the file is not a board of this version, or could be shrunk under us.
-        """
+        """Map an existing board (rank). ValueError: none of this version, or one that could be shrunk under us."""
     @property
     def fd(self) -> int:
         """Descriptor of the memfd, closed with the board; close-on-exec."""
@@ -159,8 +156,7 @@ class DeathWatch:
         """End the thread. Idempotent; later calls raise ValueError."""
 
 class Watchdog:
-    """Rank side: a native thread that beats, hears the stop word, shuts sockets and interrupts the main
-    thread.
+    """Rank side: a native thread that beats, hears the stop word, shuts sockets and interrupts the main thread.
 
     In a forked child every method does nothing (`start` raises RuntimeError) and `armed` is False.
     """
@@ -174,9 +170,8 @@ class Watchdog:
     def guard_sockets(self, sockets: Sequence[tuple[int, int]]) -> None:
         """Replace the (descriptor, inode) list that the next stop shuts down.
 
-        A descriptor that is no socket, listens, or has another inode by then is left alone. A list given
-        after `Board.stopped_generation` has reached a stop is kept for the next one: look at the stop word
-        afterwards.
+        A descriptor that is no socket, listens, or has another inode by then is left alone. A list given after
+        `Board.stopped_generation` has reached a stop is kept for the next one: look at the stop word afterwards.
         """
     def arm(self, generation: int) -> None:
         """Allow interrupts for stops newer than `generation`; one that is pending comes within `beat_ms`."""
@@ -192,9 +187,7 @@ class Finding:
 
     @property
     def kind(self) -> Literal["UCE", "HCCE", "LINK", "DEVICE", "STOPPED", "DISABLED", "NOTICE"]:
-        """STOPPED is the echo of an abort or suspend, mostly our own; DISABLED: the probe has been given up; NOTICE
-        is for people.
-        """
+        """STOPPED is the echo of an abort, mostly our own; DISABLED: the probe was given up; NOTICE is for people."""
     @property
     def probe(self) -> str: ...
     @property
@@ -328,9 +321,7 @@ class Copier:
     def gather(
         self, image: Buffer, pieces: Sequence[tuple[int, int, int]], *, hashed: bool = True, owner: object = None
     ) -> None:
-        """Pieces to image. All of the writable `image` is written, zeros where no piece is; it begins at a multiple
-        of 64 bytes (ValueError).
-        """
+        """Pieces to image, zeros where no piece is. The image is writable, at a multiple of 64 bytes (ValueError)."""
     def scatter(
         self, image: Buffer, pieces: Sequence[tuple[int, int, int]], *, hashed: bool = True, owner: object = None
     ) -> None:
@@ -343,10 +334,7 @@ class Copier:
     def abort(self) -> None:
         """Begin nothing new, and wait for what is under way (4 MiB for each thread). Nothing happens without a copy."""
     def digests(self) -> bytes:
-        """xxh3_128 of each 4 MiB of the image (`DIGEST_CHUNK_BYTES`), 16 bytes each as xxhash gives them, joined.
-
-        RuntimeError unless the copy ran to its end, and hashed.
-        """
+        """xxh3_128 of each `DIGEST_CHUNK_BYTES` of the image, joined. RuntimeError unless it was hashed to its end."""
 
 class Word:
     """64 bits of shared memory on which processes agree. Sequentially consistent. ValueError once it is closed."""
@@ -386,8 +374,7 @@ def hear_terminate(board: Board, rank: int) -> bool:
     """From now on a first SIGTERM or SIGUSR1 to this process is only written down (`Board.asked`).
 
     A second SIGTERM ends it, and so does one that comes after the agent has set the word, and any that a forked child
-    gets. A signal with another handler than the system's own keeps it; False if SIGTERM has one. Takes effect whatever
-    the main thread is at.
+    gets. A signal with another handler than the system's own keeps it; False if SIGTERM has one.
     """
 
 def leave_terminate() -> None:
@@ -396,8 +383,7 @@ def leave_terminate() -> None:
 def read_process_memory(pid: int, spans: Sequence[tuple[int, int, int]]) -> None:
     """Copy (remote address, local address, bytes) spans out of another process, without the GIL, with several threads.
 
-    The local addresses must be writable memory of at least that size: nothing checks them. OSError on
-    failure; what was copied until then stays.
+    The local addresses must be writable memory: nothing checks them. OSError: what was copied until then stays.
     """
 
 def prefer_huge_pages(address: int, size: int) -> None:

@@ -33,7 +33,7 @@ if "FULL" in os.environ:  # every place with every rank: make test FULL=1, three
     WORLDS = [(ranks, first) for ranks in (2, 3, 4) for first in range(ranks)]
 
 
-VICTIMS = [(0, 1, 3), *([(1, 2)] if "FULL" in os.environ else [])]
+VICTIMS = [(0, 1, 3), (1, 2)]
 
 
 def kills(ranks: int, places: tuple[str, ...], first_rank: int, start: int = 2, every: int = 2) -> tuple[str, int]:
@@ -104,6 +104,7 @@ def test_kill_in_a_redone_step(tmp_path: Path, undisturbed: Reference, variant: 
     assert_identical(run, undisturbed(ranks=3, steps=9, variant=variant), ranks=3, recoveries=3)
 
 
+@pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1: 15 seconds")
 def test_kill_after_a_break(tmp_path: Path, undisturbed: Reference) -> None:
     """All ranks leave their loops early, and one is lost before it has told: the new one must not train on alone."""
     extra = ("--leave-at", "5")
@@ -140,6 +141,7 @@ def kill_at_once(run_dir: Path, victims: tuple[int, ...], ranks: int, after_step
         return Run(run_dir, process.returncode, out, err, read_events(run_dir))
 
 
+@pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1: half a minute each")
 @pytest.mark.parametrize("victims", VICTIMS, ids=str)
 def test_several_at_once(tmp_path: Path, undisturbed: Reference, victims: tuple[int, ...]) -> None:
     run = kill_at_once(tmp_path / "run", victims, ranks=4, after_step=4)

@@ -85,6 +85,7 @@ def test_survivors_save_what_a_dead_rank_leaves(run_dir: Path, undisturbed: Refe
         goes_on(run_dir, undisturbed)
 
 
+@pytest.mark.skipif(not FULL, reason="FULL=1: 15 seconds")
 def test_survivors_that_were_cut_behind_the_update(run_dir: Path) -> None:
     """The collectives there can't be completed without the dead; the state is whole all the same, and it is told."""
     plan = ("--faults", "kill rank=1 step=5 phase=APPLIED")

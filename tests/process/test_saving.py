@@ -68,6 +68,7 @@ def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Re
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
 
 
+@pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1: 15 seconds")
 def test_another_launcher_goes_on_from_memory(run_dir: Path, undisturbed: Reference) -> None:
     cut(run_dir)
     run = go_on(run_dir)
@@ -85,6 +86,7 @@ def test_everything_lost_goes_on_from_storage(run_dir: Path, undisturbed: Refere
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
 
 
+@pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1: 15 seconds")
 def test_a_damaged_checkpoint_is_passed_over(run_dir: Path, undisturbed: Reference) -> None:
     cut(run_dir)
     end_holder(run_dir)

@@ -17,7 +17,7 @@ from resilient_train.protocol.messages import Refused, Source
 from resilient_train.session.loader import Cursor, RandomNumbers
 from resilient_train.session.published import Published, read
 from resilient_train.session.resharding import reshard
-from resilient_train.session.saving import Saving
+from resilient_train.session.restoring import Restoring
 
 torch = pytest.importorskip("torch")
 
@@ -180,9 +180,9 @@ def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
         raise SystemExit(2)
 
     link = SimpleNamespace(rank=0, world_size=4, channel=SimpleNamespace(send=sent.append), wait_for_the_end=end)
-    saving = Saving(link, Engine(), None, str(tmp_path), ((0, 1), (2, 3)), lambda *_: None)
+    restoring = Restoring(link, Engine(), None, tmp_path, ((0, 1), (2, 3)), lambda *_: None)
     with pytest.raises(SystemExit):
-        saving.restore(Source("storage", 8, str(path)))
+        restoring.restore(Source("storage", 8, str(path)))
     (refused,) = sent
     assert isinstance(refused, Refused)
     assert "was written by 3 replica groups, this job has 2" in refused.text

@@ -11,12 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from overhead_job import plain_lane
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import GroupName
-from torch.nn.parallel import DistributedDataParallel
-from workload import make, train_once
+from workload import make
 
 from resilient_train._native import keep_thread_state
 from resilient_train.frameworks.torch.escape import Escape, GuardedWork
@@ -98,18 +97,6 @@ def _creator(lane: str) -> Callable[[Any, Any], HandingOn]:
     return lambda options, _backend_options: HandingOn(options, lane)
 
 
-def _trainer(model_name: str, group: dist.ProcessGroup) -> Callable[[int], None]:
-    work = make(model_name)
-    model = DistributedDataParallel(work.model, process_group=group)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            train_once(model, optimizer, work)
-
-    return run
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -121,10 +108,10 @@ def main() -> None:
     signal.alarm(given.limit_s)  # SIGALRM ends us even if whoever should do it is gone
     dist.init_process_group("gloo")
     side = dist.new_group(backend="gloo")
-    trainers = {name: _trainer(given.model, dist.new_group(backend="gloo")) for name in ("gloo", "gloo_again")}
+    trainers = {name: plain_lane(make(given.model), dist.new_group(backend="gloo")) for name in ("gloo", "gloo_again")}
     for lane in LANES:
         dist.Backend.register_backend(lane, _creator(lane), extended_api=True, devices=["cpu"])
-        trainers[lane] = _trainer(given.model, dist.new_group(backend=lane))
+        trainers[lane] = plain_lane(make(given.model), dist.new_group(backend=lane))
     for run in trainers.values():
         run(given.steps)
     names = list(trainers)

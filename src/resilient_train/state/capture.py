@@ -45,6 +45,7 @@ class HostCapture:
 
     def fence(self) -> None:
         if not self._copier.wait(COPY_TIMEOUT_MS):
+            self._copier.abort()
             raise TransferError(f"copying {self._bytes} bytes within memory took over {COPY_TIMEOUT_MS} ms")
 
     @property

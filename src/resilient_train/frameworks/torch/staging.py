@@ -22,7 +22,7 @@ import torch
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier
 from resilient_train.errors import MemoryLimitError, TransferError
 from resilient_train.frameworks.torch.leaves import span_of
-from resilient_train.state.capture import COPY_TIMEOUT_MS
+from resilient_train.state.capture import HostCapture
 
 BUFFER_BYTES = 8 * DIGEST_CHUNK_BYTES
 """Whole chunks of the image's digest, so that each buffer is hashed by itself."""
@@ -282,11 +282,8 @@ class StagedCapture:
             start = len(self._digests) * BUFFER_BYTES
             address = span_of(flight.buffer).address
             with self._memory[start : start + flight.size] as memory:
-                self._copier.gather(memory, [(address, flight.size, 0)], owner=flight.buffer)
-                if not self._copier.wait(COPY_TIMEOUT_MS):
-                    self._copier.abort()
-                    raise TransferError(f"copying {flight.size} bytes within memory took over {COPY_TIMEOUT_MS} ms")
-            self._digests.append(self._copier.digests())
+                copy = HostCapture([(address, flight.size, 0)], flight.buffer, memory, self._copier)
+                self._digests.append(copy.finish())
         self._staging.give_back(flight.buffer)
 
 

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 from resilient_train._native import Copier
 from resilient_train.errors import ConfigError, VaultError
+from resilient_train.state.capture import COPY_TIMEOUT_MS
 from resilient_train.state.checkpoint.restore import Segment, segments_of
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.image import LENGTH, Header, header_length, parse_header
 from resilient_train.state.sharding import Block, Piece, uncovered
 from resilient_train.state.vault.slots import image_digest
-
-_COPY_TIMEOUT_MS = 600_000
 
 
 class HeldImage:
@@ -59,9 +58,9 @@ def _copy(image: HeldImage, segments: Sequence[Segment], copier: Copier) -> int:
     views = [(segment.view(segment.start, segment.end), segment.start) for segment in segments]
     pieces = [(_address_of(view), view.nbytes, start) for view, start in views if view.nbytes]
     copier.scatter(image.memory, pieces, hashed=bool(image.digest), owner=views)
-    if not copier.wait(_COPY_TIMEOUT_MS):
+    if not copier.wait(COPY_TIMEOUT_MS):
         copier.abort()
-        raise VaultError(f"{image.name}: copying {image.memory.nbytes} bytes took over {_COPY_TIMEOUT_MS} ms")
+        raise VaultError(f"{image.name}: copying {image.memory.nbytes} bytes took over {COPY_TIMEOUT_MS} ms")
     if image.digest and image_digest(copier.digests()) != image.digest:
         raise VaultError(f"{image.name} is damaged: it has another digest than when it was taken")
     for segment in segments:

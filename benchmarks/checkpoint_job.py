@@ -233,7 +233,7 @@ def restore(bench: Bench, rounds: int, folder: Path) -> Times:
     found: Times = {"memcpy": [], "restore": [], "torch_load": []}
     for _ in range(rounds):
         found["memcpy"].append(timed(lambda: memcpy(address_of(target), address_of(source), size_bytes, 1)))
-        found["restore"].append(timed(lambda: bench.saving._from_memory(Source("memory", bench.far))))
+        found["restore"].append(timed(lambda: bench.saving._restoring._from_memory(Source("memory", bench.far))))
         found["torch_load"].append(timed(lambda: torch.load(folder / "torch.pt", weights_only=True)))
     return found
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -58,19 +59,29 @@ class PyCopier {
   void start(Direction direction, nb::handle image, const std::vector<PieceTuple>& pieces, bool hashed,
              nb::object owner) {
     auto buffer = std::make_unique<Buffer>(image, direction == Direction::gather);
-    CopyJob job{buffer->data(), buffer->bytes(), {}, direction, hashed};
-    job.pieces.reserve(pieces.size());
-    for (const auto& [address, bytes, offset] : pieces) job.pieces.push_back({address, bytes, offset});
-    copier_.start(std::move(job));
+    copier_.start({buffer->data(), buffer->bytes(), listed(pieces), direction, hashed});
     image_ = std::move(buffer);
     owner_ = std::move(owner);
   }
 
+  void read(int fd, std::uint64_t offset, std::uint64_t bytes, const std::vector<PieceTuple>& pieces, bool hashed,
+            nb::object owner) {
+    if (fd < 0) throw std::invalid_argument("a descriptor is not below 0, as " + std::to_string(fd) + " is");
+    copier_.start({nullptr, bytes, listed(pieces), Direction::scatter, hashed, fd, offset});
+    image_.reset();
+    owner_ = std::move(owner);
+  }
+
   bool wait(std::int64_t timeout_ms) {
-    const bool over = wait_in_slices(
-        timeout_ms, [this](std::int64_t slice) { return copier_.wait(slice); }, [](bool each) { return each; });
-    if (over) let_go();
-    return over;
+    try {
+      const bool over = wait_in_slices(
+          timeout_ms, [this](std::int64_t slice) { return copier_.wait(slice); }, [](bool each) { return each; });
+      if (over) let_go();
+      return over;
+    } catch (const std::system_error&) {
+      let_go();
+      throw;
+    }
   }
 
   void abort() {
@@ -89,6 +100,13 @@ class PyCopier {
   }
 
  private:
+  static std::vector<Piece> listed(const std::vector<PieceTuple>& tuples) {
+    std::vector<Piece> pieces;
+    pieces.reserve(tuples.size());
+    for (const auto& [address, bytes, offset] : tuples) pieces.push_back({address, bytes, offset});
+    return pieces;
+  }
+
   void let_go() {
     image_.reset();
     owner_.reset();
@@ -146,6 +164,8 @@ void bind_snapshot(nb::module_& module) {
       .def("gather", starter(Direction::gather), "image"_a, "pieces"_a, nb::kw_only(), "hashed"_a = true,
            "owner"_a = nb::none())
       .def("scatter", starter(Direction::scatter), "image"_a, "pieces"_a, nb::kw_only(), "hashed"_a = true,
+           "owner"_a = nb::none())
+      .def("read", &PyCopier::read, "fd"_a, "offset"_a, "size"_a, "pieces"_a, nb::kw_only(), "hashed"_a = true,
            "owner"_a = nb::none())
       .def("wait", &PyCopier::wait, "timeout_ms"_a)
       .def_prop_ro("done", &PyCopier::done)

@@ -4,10 +4,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cassert>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include <sys/resource.h>
@@ -24,7 +27,10 @@ constexpr std::size_t block_bytes = 16384;
 // Copied and hashed in turn: the copy waits for memory, the hash computes. In larger steps they hide each other less.
 constexpr std::size_t step_bytes = xxh3_block_bytes;
 constexpr std::size_t ahead_bytes = 4096;
+// Of a file at once: large enough to forget the call, and it still lies in the second cache when it is copied on.
+constexpr std::size_t read_bytes = 262144;
 static_assert(block_bytes % step_bytes == 0 && digest_chunk_bytes % block_bytes == 0);
+static_assert(read_bytes % step_bytes == 0 && digest_chunk_bytes % read_bytes == 0);
 constexpr std::size_t image_alignment = 64;
 
 std::uint8_t* pointer(std::uint64_t address) {
@@ -34,6 +40,9 @@ std::uint8_t* pointer(std::uint64_t address) {
 std::uint64_t end_of(const Piece& piece) { return piece.offset + piece.bytes; }
 
 void check(CopyJob& job) {
+  if (job.fd >= 0 && (job.direction != Direction::scatter || job.image != nullptr)) {
+    throw std::invalid_argument("a file is only copied out of");
+  }
   std::erase_if(job.pieces, [](const Piece& piece) { return piece.bytes == 0; });
   if (job.direction == Direction::gather && reinterpret_cast<std::uintptr_t>(job.image) % image_alignment != 0) {
     throw std::invalid_argument("an image to be written must begin at a multiple of 64 bytes");
@@ -54,24 +63,58 @@ void check(CopyJob& job) {
   }
 }
 
+void read_whole(int fd, std::uint64_t offset, std::uint8_t* to, std::size_t bytes) {
+  while (bytes > 0) {
+    const ssize_t count = ::pread(fd, to, bytes, static_cast<off_t>(offset));
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) throw std::system_error(count < 0 ? errno : ENODATA, std::generic_category(), "pread");
+    to += count;
+    offset += static_cast<std::uint64_t>(count);
+    bytes -= static_cast<std::size_t>(count);
+  }
+}
+
+std::size_t block_bytes_of(const CopyJob& job) { return job.fd < 0 ? block_bytes : read_bytes; }
+
+// What a thread works in: a block that is put together, or what it has read. Made by who starts the job: a thread that
+// allocates may hold the allocator's locks at the moment of a fork.
+class Scratch {
+ public:
+  void make_room_for(const CopyJob& job) {
+    const std::size_t lines = (block_bytes_of(job) + xxh3_stripe_bytes) / sizeof(Line);
+    if (lines_.size() < lines) lines_.resize(lines);
+  }
+  std::uint8_t* data() { return lines_.front().bytes; }
+
+ private:
+  struct alignas(64) Line {
+    std::uint8_t bytes[64];
+  };
+  std::vector<Line> lines_;
+};
+
 // One chunk of the image, block by block.
 class ChunkCopy {
  public:
-  ChunkCopy(const CopyJob& job, std::uint64_t begin)
-      : job_(job), begin_(begin), bytes_(std::min<std::uint64_t>(digest_chunk_bytes, job.image_bytes - begin)) {
+  ChunkCopy(const CopyJob& job, std::uint64_t begin, Scratch& scratch)
+      : job_(job),
+        begin_(begin),
+        bytes_(std::min<std::uint64_t>(digest_chunk_bytes, job.image_bytes - begin)),
+        scratch_(scratch.data()) {
     piece_ = std::upper_bound(job.pieces.begin(), job.pieces.end(), begin,
                               [](std::uint64_t at, const Piece& piece) { return at < end_of(piece); });
   }
 
   Digest run() {
     Digest digest{};
+    const std::size_t block_max = block_bytes_of(job_);
     for (std::uint64_t at = 0; at < bytes_;) {
       const std::uint64_t left = bytes_ - at;
       // The hash wants the last 64 bytes of a chunk in one piece: a shorter rest is part of the block before it.
-      const bool last = left < block_bytes + xxh3_stripe_bytes;
-      const std::size_t bytes = last ? left : block_bytes;
+      const bool last = left < block_max + xxh3_stripe_bytes;
+      const std::size_t bytes = last ? left : block_max;
       const bool gathers = job_.direction == Direction::gather;
-      const std::uint8_t* const block = gathers ? collect(begin_ + at, bytes) : image() + at;
+      const std::uint8_t* const block = gathers ? collect(begin_ + at, bytes) : held(at, bytes);
       for (std::size_t done = 0; done < bytes; done += step_bytes) {
         const std::size_t step = std::min(step_bytes, bytes - done);
         fetch_ahead(block + done);
@@ -99,6 +142,13 @@ class ChunkCopy {
 
   Digest finish(const std::uint8_t* block, std::size_t bytes) {
     return bytes_ <= xxh3_short_bytes_max ? xxh3_128(block, bytes) : stream_.finish(block, bytes);
+  }
+
+  // The bytes of an image that is copied out of, `at` bytes behind the chunk's begin.
+  const std::uint8_t* held(std::uint64_t at, std::size_t bytes) {
+    if (job_.fd < 0) return image() + at;
+    read_whole(job_.fd, job_.file_offset + begin_ + at, scratch_, bytes);
+    return scratch_;
   }
 
   // The bytes of the image at `offset` where they lie, if that is one place, else put together in the scratch block.
@@ -135,10 +185,10 @@ class ChunkCopy {
   const std::uint64_t bytes_;
   std::vector<Piece>::const_iterator piece_;  // the first that ends behind where we are
   Xxh3Stream stream_;
-  alignas(64) std::uint8_t scratch_[block_bytes + xxh3_stripe_bytes];
+  std::uint8_t* const scratch_;
 };
 
-enum class Outcome { none, running, complete, aborted };
+enum class Outcome { none, running, complete, aborted, failed };
 
 }  // namespace
 
@@ -154,22 +204,32 @@ struct Copier::Pool {
   unsigned working = 0;
   // Written while no thread is working only, so threads at work read them without the mutex.
   CopyJob job;
+  std::vector<Scratch> scratches;  // one for each thread
   std::vector<Digest> digests;
   std::uint64_t chunks = 0;
+  std::exception_ptr error;  // the first one; with Outcome::failed
   std::atomic<std::uint64_t> next_chunk{0};
 
   bool has_chunks() const { return outcome == Outcome::running && next_chunk.load() < chunks; }
 
-  void run_chunks() {
+  void run_chunks(Scratch& scratch) {
     for (;;) {
       const std::uint64_t index = next_chunk.fetch_add(1);
       if (index >= chunks) return;
-      const Digest digest = ChunkCopy(job, index * digest_chunk_bytes).run();
+      const Digest digest = ChunkCopy(job, index * digest_chunk_bytes, scratch).run();
       if (job.hashed) digests[index] = digest;
     }
   }
 
-  void work(int nice) {
+  // Under the mutex.
+  void fail(std::exception_ptr why) {
+    next_chunk = chunks;
+    if (outcome != Outcome::running) return;
+    outcome = Outcome::failed;
+    error = std::move(why);
+  }
+
+  void work(std::size_t number, int nice) {
     if (nice > 0) {
       // Of the thread alone, and downwards only, which is always allowed.
       const int result = ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), nice);
@@ -182,8 +242,14 @@ struct Copier::Pool {
       if (closing) return;
       ++working;
       lock.unlock();
-      run_chunks();
+      std::exception_ptr thrown;
+      try {
+        run_chunks(scratches[number]);
+      } catch (...) {
+        thrown = std::current_exception();
+      }
       lock.lock();
+      if (thrown) fail(std::move(thrown));
       if (--working == 0) {  // all chunks have been taken, and whoever took one is done
         if (outcome == Outcome::running) outcome = Outcome::complete;
         is_over.notify_all();
@@ -212,7 +278,9 @@ Copier::~Copier() {
 Copier::Pool& Copier::ready_pool() {
   if (pool_ == nullptr || pool_->pid != ::getpid()) pool_ = new Pool();
   while (pool_->threads.size() < threads_) {
-    pool_->threads.push_back(start_native_thread("rt-copy", [pool = pool_, nice = nice_] { pool->work(nice); }));
+    const std::size_t number = pool_->threads.size();
+    pool_->threads.push_back(
+        start_native_thread("rt-copy", [pool = pool_, number, nice = nice_] { pool->work(number, nice); }));
   }
   return *pool_;
 }
@@ -231,9 +299,12 @@ void Copier::start(CopyJob job) {
       throw std::logic_error("a copy is under way: wait for it, or abort it");
     }
     pool.job = std::move(job);
+    pool.scratches.resize(threads_);
+    for (Scratch& each : pool.scratches) each.make_room_for(pool.job);
     pool.chunks = (pool.job.image_bytes + digest_chunk_bytes - 1) / digest_chunk_bytes;
     pool.digests.assign(pool.job.hashed ? pool.chunks : 0, Digest{});
     pool.next_chunk = 0;
+    pool.error = nullptr;
     pool.outcome = pool.chunks > 0 ? Outcome::running : Outcome::complete;
   }
   pool.has_work.notify_all();
@@ -244,7 +315,9 @@ bool Copier::wait(std::int64_t timeout_ns) {
   std::unique_lock lock(pool.mutex);
   if (pool.outcome == Outcome::none) throw std::logic_error("no copy was started in this process");
   const auto over = [&pool] { return pool.outcome != Outcome::running && pool.working == 0; };
-  return pool.is_over.wait_for(lock, std::chrono::nanoseconds(timeout_ns), over);
+  if (!pool.is_over.wait_for(lock, std::chrono::nanoseconds(timeout_ns), over)) return false;
+  if (pool.outcome == Outcome::failed) std::rethrow_exception(pool.error);
+  return true;
 }
 
 bool Copier::done() const {

@@ -1,7 +1,8 @@
 // Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
 //
 // Copies pieces of memory into an image, or out of one, behind the caller's back, and hashes the image in the same
-// pass: a digest for every 4 MiB of it, made while the bytes are in the cache for the copy.
+// pass: a digest for every 4 MiB of it, made while the bytes are in the cache for the copy. An image to be copied out
+// of may also lie in a file: reading it costs less than mapping it, whose pages the kernel has to enter one by one.
 #pragma once
 
 #include <condition_variable>
@@ -33,6 +34,9 @@ struct CopyJob {
   std::vector<Piece> pieces;  // by offset, not overlapping, inside the image; gaps are zeros after a gather
   Direction direction = Direction::gather;
   bool hashed = true;
+  // Of a scatter alone, and `image` is null then: the file with the image, which begins at `file_offset`. Stays open.
+  int fd = -1;
+  std::uint64_t file_offset = 0;
 };
 
 // One job at a time, on threads of its own that take one chunk after the other. They are started by the first job and
@@ -47,7 +51,8 @@ class Copier {
 
   // Throws std::invalid_argument for a job that is not as said above, std::logic_error while another is under way.
   void start(CopyJob job);
-  // True if the job is over. False early, too, when woken for nothing. std::logic_error if there is none.
+  // True if the job is over. False early, too, when woken for nothing. std::logic_error if there is none;
+  // std::system_error if it is over because its file can't be read (ENODATA: it ends before the image does).
   bool wait(std::int64_t timeout_ns);
   bool done() const;
   // No new chunks; returns when those under way are copied (4 MiB each). What was copied until then stays.

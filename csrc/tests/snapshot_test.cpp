@@ -3,6 +3,7 @@
 // The copier, without Python. That the hash is XXH3 is for Python's tests to say, which have the library to compare
 // with; here, that it is the same however the bytes arrive, and that threads, forks and aborts do no harm.
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -10,6 +11,8 @@
 #include <memory>
 #include <random>
 #include <stdexcept>
+#include <system_error>
+#include <utility>
 #include <vector>
 
 #include <sys/mman.h>
@@ -49,6 +52,30 @@ struct Image {
 
   std::byte* memory = nullptr;
   std::size_t bytes;
+};
+
+// An image in a file, behind something else.
+struct File {
+  File(const Image& image, std::size_t before) : fd(::memfd_create("image", MFD_CLOEXEC)), start(before) {
+    CHECK(fd >= 0 && ::lseek(fd, static_cast<off_t>(before), SEEK_SET) >= 0);
+    bytes = image.bytes;
+    for (std::size_t done = 0; done < bytes;) {
+      const ssize_t count = ::write(fd, image.memory + done, bytes - done);
+      CHECK(count > 0);
+      done += static_cast<std::size_t>(count);
+    }
+  }
+  ~File() { ::close(fd); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  CopyJob job(std::vector<Piece> pieces) const {
+    return {nullptr, bytes, std::move(pieces), Direction::scatter, true, fd, start};
+  }
+
+  int fd;
+  std::size_t start;
+  std::size_t bytes = 0;
 };
 
 // Pieces of odd sizes with gaps, their memory, and the image that they make.
@@ -121,8 +148,47 @@ void test_there_and_back() {
       finish(copier);
       CHECK(layout.sources == before);
       CHECK(copier.digests() == digests_of(layout.expected));
+      for (Bytes& each : layout.sources) std::fill(each.begin(), each.end(), std::uint8_t{0});
+      const File file(image, 77);
+      copier.start(file.job(layout.pieces));
+      finish(copier);
+      CHECK(layout.sources == before);
+      CHECK(copier.digests() == digests_of(layout.expected));
     }
   }
+}
+
+// Fails in one thread while others read; the next job knows nothing of it.
+void test_a_file_that_ends_early() {
+  const Image image(40'000'000);
+  const File whole(image, 0);
+  CopyJob too_long = whole.job({});
+  too_long.image_bytes += 1;
+  CopyJob no_file = whole.job({});
+  no_file.fd = 1 << 20;
+  Copier copier(3, 0);
+  for (int round = 0; round < 5; ++round) {
+    for (const auto& [job, code] : {std::pair{too_long, ENODATA}, std::pair{no_file, EBADF}}) {
+      copier.start(job);
+      int found = 0;
+      try {
+        finish(copier);
+      } catch (const std::system_error& error) {
+        found = error.code().value();
+      }
+      CHECK(found == code && copier.done());
+      check_throws<std::logic_error>([&] { (void)copier.digests(); });
+    }
+    copier.start(whole.job({}));
+    finish(copier);
+    CHECK(copier.digests().size() == 10);
+  }
+  CopyJob both = whole.job({});
+  both.image = image.memory;
+  check_throws<std::invalid_argument>([&] { copier.start(both); });
+  CopyJob into_file = whole.job({});
+  into_file.direction = Direction::gather;
+  check_throws<std::invalid_argument>([&] { copier.start(into_file); });
 }
 
 void test_refused_jobs() {
@@ -228,6 +294,7 @@ void test_populate() {
 int main() {
   test_pieces_in_blocks_hash_like_one();
   test_there_and_back();
+  test_a_file_that_ends_early();
   test_refused_jobs();
   test_one_at_a_time_and_abort();
   test_forks();

@@ -6,7 +6,7 @@ system call an OSError with its errno.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from typing_extensions import Buffer
 
@@ -125,11 +125,7 @@ class Page:
     def arrive(self, commits: int, phase: int, step: int) -> bool:
         """`Board.arrive`."""
     def cross(self, commits: int, phase: int, following: int, step: int, generation: int) -> bool:
-        """Wait, without a time limit, until every rank stands at (commits, phase) or beyond; then write `following`.
-
-        False, with nothing written: a stop newer than `generation`. Without the GIL if it has to wait; Python's
-        signal handlers run meanwhile, and what they raise comes out of here.
-        """
+        """`wait_all` without a time limit, then write `following`; False, with nothing written: stopped."""
 
 class DeathWatch:
     """Agent side: one native thread that sleeps on the life words of the ranks of a board.
@@ -304,6 +300,8 @@ class Glance:
     def seen(self) -> list[bytes]:
         """What each held at the last look."""
 
+_Pieces: TypeAlias = Sequence[tuple[int, int, int]]
+
 class Copier:
     """Copies pieces of memory into an image, or out of one, on native threads, and hashes the image in the same pass.
 
@@ -312,22 +310,24 @@ class Copier:
     is a RuntimeError. Until it is over the image stays exported (its mapping can't be closed), and `owner` alive.
     Copies do not follow each other in any order, so a piece that changes meanwhile arrives torn.
 
-    The threads are started by the first copy, take no signal, and belong to the process: a fork has none, and gets its
-    own when it copies itself.
+    The threads are started by the first copy, and take no signal. A fork has none, and gets its own when it copies.
     """
 
     def __init__(self, threads: int = 2, *, nice: int = 0) -> None:
         """`nice` (0..19) is added to the niceness of the threads, for copies behind other work."""
-    def gather(
-        self, image: Buffer, pieces: Sequence[tuple[int, int, int]], *, hashed: bool = True, owner: object = None
-    ) -> None:
+    def gather(self, image: Buffer, pieces: _Pieces, *, hashed: bool = True, owner: object = None) -> None:
         """Pieces to image, zeros where no piece is. The image is writable, at a multiple of 64 bytes (ValueError)."""
-    def scatter(
-        self, image: Buffer, pieces: Sequence[tuple[int, int, int]], *, hashed: bool = True, owner: object = None
-    ) -> None:
+    def scatter(self, image: Buffer, pieces: _Pieces, *, hashed: bool = True, owner: object = None) -> None:
         """Image to pieces. Without pieces the image is only hashed."""
+    def read(
+        self, fd: int, offset: int, size: int, pieces: _Pieces, *, hashed: bool = True, owner: object = None
+    ) -> None:
+        """`scatter` of the image of `size` bytes at `offset` in a file. Keep it open until the copy is over."""
     def wait(self, timeout_ms: int) -> bool:
-        """Whether the copy is over within that time. Without the GIL; Python's signal handlers run meanwhile."""
+        """Whether the copy is over within that time. Without the GIL; Python's signal handlers run meanwhile.
+
+        OSError if the file can't be read; ENODATA: it ends before the image does.
+        """
     @property
     def done(self) -> bool:
         """Whether the copy is over, or was aborted. RuntimeError if none was started in this process."""
@@ -373,21 +373,21 @@ def keep_thread_state() -> None:
 def hear_terminate(board: Board, rank: int) -> bool:
     """From now on a first SIGTERM or SIGUSR1 to this process is only written down (`Board.asked`).
 
-    A second SIGTERM ends it, and so does one that comes after the agent has set the word, and any that a forked child
-    gets. A signal with another handler than the system's own keeps it; False if SIGTERM has one.
+    A second SIGTERM ends it, and so does one after the agent has set the word, and any that a forked child gets.
+    A signal with another handler than the system's own keeps it; False if SIGTERM has one.
     """
 
 def leave_terminate() -> None:
     """Give the signals back to the system. Idempotent."""
 
 def read_process_memory(pid: int, spans: Sequence[tuple[int, int, int]]) -> None:
-    """Copy (remote address, local address, bytes) spans out of another process, without the GIL, with several threads.
+    """Copy (remote address, local address, bytes) spans out of another process, on several threads, without the GIL.
 
-    The local addresses must be writable memory: nothing checks them. OSError: what was copied until then stays.
+    Nothing checks the local addresses. OSError: what was copied until then stays.
     """
 
 def prefer_huge_pages(address: int, size: int) -> None:
-    """Ask for huge pages behind these addresses, before they are written for the first time. Small spans: no effect."""
+    """Ask for huge pages there, before the memory is written for the first time. Small spans: no effect."""
 
 def allow_readers() -> None:
     """Let any process of this user read our memory, where Yama would forbid it."""

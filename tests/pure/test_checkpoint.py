@@ -26,11 +26,12 @@ from pure.checkpoint_rig import (
 )
 from resilient_train.errors import CheckpointError, ConfigError, StorageError
 from resilient_train.state import digest
-from resilient_train.state.checkpoint import restore
+from resilient_train.state.checkpoint import segments
 from resilient_train.state.checkpoint.draft import Draft
 from resilient_train.state.checkpoint.files import write_image
 from resilient_train.state.checkpoint.manifest import folder_name, parse_name
 from resilient_train.state.checkpoint.restore import read_checkpoint
+from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.checkpoint.verify import verify
 from resilient_train.state.image import plan_image
 from resilient_train.state.sharding import Piece, whole
@@ -84,10 +85,9 @@ def test_any_block_from_any_layout(data: st.DataObject, checkpoints: dict[int, P
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, Path]:
-    """Written and read with chunks so small that tensors lie across their borders."""
+    """Written in chunks, and read in batches of one, that are so small that tensors lie across their borders."""
     monkeypatch.setattr(digest, "CHUNK_BYTES", 40)
-    monkeypatch.setattr(restore, "CHUNK_BYTES", 40)
-    monkeypatch.setattr(restore, "_VIEWS_PER_CALL", 2)
+    monkeypatch.setattr(segments, "_BATCH_BYTES", 40)
     return {shards: write(tmp_path / str(shards), 9, shards=shards) for shards in range(1, 5)}
 
 
@@ -95,7 +95,7 @@ def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, 1, shards=4)
     with read_checkpoint(path) as checkpoint:
         first = pieces(0, 4)[0]
-        target = [restore.Target(first, memoryview(bytearray(first.size_bytes)))]
+        target = [Target(first, memoryview(bytearray(first.size_bytes)))]
         assert checkpoint.load(target, digests=False) == first.size_bytes
         assert checkpoint.load(target) == (path / "shard-0-of-4.safetensors").stat().st_size
 
@@ -128,7 +128,7 @@ def test_damage_is_seen_on_arrival(tmp_path: Path) -> None:
 def test_another_model(piece: Piece, words: str, tmp_path: Path) -> None:
     with read_checkpoint(write(tmp_path, 1)) as checkpoint:
         with pytest.raises(ConfigError, match=words):
-            checkpoint.load([restore.Target(piece, memoryview(bytearray(piece.size_bytes)))])
+            checkpoint.load([Target(piece, memoryview(bytearray(piece.size_bytes)))])
 
 
 def test_ranks_whose_own_state_is_lost(tmp_path: Path) -> None:

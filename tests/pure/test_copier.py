@@ -1,11 +1,13 @@
 """The copier: bytes and digests against what slices and the xxhash package say."""
 
 import ctypes
+import errno
 import gc
 import mmap
 import os
 import random
 import signal
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
@@ -70,11 +72,22 @@ def check(copier: Copier, parts: list[tuple[int, bytes]], slack: int = 0) -> Non
         for buffer in buffers:
             ctypes.memset(buffer, 0, len(buffer))
         copier.scatter(view, pieces)
-        assert copier.wait(TIMEOUT_MS)
-        assert copier.digests() == digests(image)
+        check_landed(copier, image, parts, buffers)
+    memory.close()
+    with tempfile.TemporaryFile() as file:
+        file.write(b"\xff" * (total % 5_000) + image)
+        file.flush()
+        for buffer in buffers:
+            ctypes.memset(buffer, 0, len(buffer))
+        copier.read(file.fileno(), total % 5_000, total, pieces, owner=buffers)
+        check_landed(copier, image, parts, buffers)
+
+
+def check_landed(copier: Copier, image: bytes, parts: list[tuple[int, bytes]], buffers: list[ctypes.Array]) -> None:
+    assert copier.wait(TIMEOUT_MS)
+    assert copier.digests() == digests(image)
     for buffer, (_, data) in zip(buffers, parts, strict=True):
         assert buffer.raw[: len(data)] == data
-    memory.close()
 
 
 @pytest.mark.parametrize("total", [*EDGES, *CHUNK_EDGES])
@@ -125,6 +138,48 @@ def test_what_is_refused() -> None:
         Copier(0)
     with pytest.raises(ValueError, match="nice"):
         Copier(nice=-1)
+
+
+def test_a_file_that_can_not_be_read(tmp_path: Path) -> None:
+    copier, data = Copier(), random.Random(1).randbytes(3 * DIGEST_CHUNK_BYTES)
+    (tmp_path / "short").write_bytes(data)
+    with (tmp_path / "short").open("r+b") as file:
+        copier.read(file.fileno(), 100, len(data), [])
+        for _ in range(2):  # it stays failed
+            with pytest.raises(OSError, match=os.strerror(errno.ENODATA)) as caught:
+                copier.wait(TIMEOUT_MS)
+            assert caught.value.errno == errno.ENODATA
+        assert copier.done
+        with pytest.raises(RuntimeError, match="not run to its end"):
+            copier.digests()
+        copier.abort()
+        copier.read(file.fileno(), 0, len(data), [])
+        assert copier.wait(TIMEOUT_MS)
+        assert copier.digests() == digests(data)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    copier.read(folder, 0, 10, [])
+    with pytest.raises(IsADirectoryError):
+        copier.wait(TIMEOUT_MS)
+    os.close(folder)
+    with pytest.raises(ValueError, match="descriptor"):
+        copier.read(-1, 0, 10, [])
+
+
+def test_the_owner_of_what_is_read_into_stays_until_then(tmp_path: Path) -> None:
+    class Owner:
+        pass
+
+    copier, owner = Copier(), Owner()
+    gone = weakref.ref(owner)
+    (tmp_path / "file").write_bytes(b"x")
+    with (tmp_path / "file").open("rb") as file:
+        copier.read(file.fileno(), 0, 2, [], owner=owner)
+        del owner
+        gc.collect()
+        assert gone() is not None
+        with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
+            copier.wait(TIMEOUT_MS)
+        assert gone() is None
 
 
 def test_the_image_and_its_owner_stay_until_the_copy_is_over() -> None:

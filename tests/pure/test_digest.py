@@ -1,12 +1,12 @@
 """The tree digest: the same from memory, from a file and from chunks that several hands have hashed."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from resilient_train.state import digest
 from resilient_train.state.digest import CHUNK_BYTES, chunk_digests, digest_of, file_digest, tree_digest
 
 
@@ -23,13 +23,14 @@ def test_known_values() -> None:
     assert digest_of(b"resilient") == tree_digest([xxhash.xxh3_128_digest(b"resilient")])
 
 
-@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128, 200])
-def test_of_a_file(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "CHUNK_BYTES", 64)
+@pytest.mark.parametrize("size", [0, 1, 4096, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 63])
+def test_of_a_file(size: int, tmp_path: Path) -> None:
     data = os.urandom(size)
     (tmp_path / "file").write_bytes(data)
     fd = os.open(tmp_path / "file", os.O_RDONLY)
-    assert file_digest(fd) == digest_of(data)
+    assert file_digest(fd, size) == digest_of(data)
+    with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
+        file_digest(fd, size + 1)
     os.close(fd)
 
 

@@ -26,7 +26,7 @@ def signatures(source: str) -> Signatures:
                 arguments = [*node.args.posonlyargs, *node.args.args]
                 names = [each.arg for each in arguments] + [f"*{each.arg}" for each in node.args.kwonlyargs]
                 found[prefix + node.name] = [name for name in names if name not in {"self", "arg"}]
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id[0] != "_":
                 found[prefix + node.target.id] = []
 
     visit(ast.parse(source).body, "")

@@ -1,6 +1,7 @@
 """Snapshots of state on an accelerator, and back, on a device that does everything as late, or as early, as it may."""
 
 import mmap
+import os
 import threading
 
 import pytest
@@ -216,8 +217,13 @@ def restore(into: Trained, host: Trained, *, damaged: bool = False) -> None:
     digest = image_digest(image.begin(memory, Copier()).finish())
     if damaged:
         memory[-1] ^= 1
-    held = HeldImage("the snapshot", memory, digest)
-    into.saved.load(image.tree, image.names, lambda targets: fill_from([held], targets, Copier()))
+    fd = os.memfd_create("snapshot")
+    try:
+        os.pwrite(fd, memory, 0)
+        held = HeldImage("the snapshot", fd, 0, image.total_bytes, digest)
+        into.saved.load(image.tree, image.names, lambda targets: fill_from([held], targets, Copier()))
+    finally:
+        os.close(fd)
 
 
 @ORDERS

@@ -115,8 +115,9 @@ class Restoring:
                 raise VaultError(f"the snapshot of rank {rank} from before update {commits} is gone")
             pair, snapshot = found
             name = f"the snapshot of rank {rank} from before update {commits}"
-            with pair.region(snapshot.slot) as region, region[: snapshot.image_bytes] as image:
-                yield HeldImage(name, image, snapshot.digest), trailer.read(region, snapshot)
+            image = HeldImage(name, pair.fd, pair.start_of(snapshot.slot), snapshot.image_bytes, snapshot.digest)
+            with pair.region(snapshot.slot) as region:
+                yield image, trailer.read(region, snapshot)
 
     def _group(self) -> int:
         return next(number for number, ranks in enumerate(self._groups) if self._link.rank in ranks)

@@ -1,14 +1,13 @@
-"""Tensors out of shards that lie in memory, as ``restore.py`` takes them out of files."""
+"""Tensors out of shards that lie in memory, as ``restore.py`` takes them out of a checkpoint."""
 
 from __future__ import annotations
 
-import ctypes
+import os
 from collections.abc import Sequence
 
 from resilient_train._native import Copier
 from resilient_train.errors import ConfigError, VaultError
-from resilient_train.state.capture import COPY_TIMEOUT_MS
-from resilient_train.state.checkpoint.restore import Segment, segments_of
+from resilient_train.state.checkpoint.segments import Segment, read_whole, segments_of
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.image import LENGTH, Header, header_length, parse_header
 from resilient_train.state.sharding import Block, Piece, uncovered
@@ -16,17 +15,19 @@ from resilient_train.state.vault.slots import image_digest
 
 
 class HeldImage:
-    """The image of one shard, and its digest (``slots.image_digest``; empty: it has none). ``name`` is for errors.
+    """The image of one shard, which ends ``size_bytes`` behind ``start`` of an open memfd; ``name`` is for errors.
 
-    Raises CheckpointError if it is none.
+    ``digest``: as ``slots.image_digest``; empty: it has none. Raises CheckpointError if it is no image.
     """
 
-    def __init__(self, name: str, image: memoryview, digest: bytes = b"") -> None:
+    def __init__(self, name: str, fd: int, start: int, size_bytes: int, digest: bytes = b"") -> None:
         self.name = name
-        self.memory = image
+        self.fd = fd
+        self.start = start
+        self.size_bytes = size_bytes
         self.digest = digest
-        length = header_length(name, bytes(image[: LENGTH.size]), len(image))
-        self.header: Header = parse_header(name, bytes(image[LENGTH.size : LENGTH.size + length]), len(image))
+        length = header_length(name, os.pread(fd, LENGTH.size, start), size_bytes)
+        self.header: Header = parse_header(name, os.pread(fd, length, start + LENGTH.size), size_bytes)
 
 
 def fill_from(images: Sequence[HeldImage], targets: Sequence[Target], copier: Copier) -> int:
@@ -55,18 +56,10 @@ def fill_from(images: Sequence[HeldImage], targets: Sequence[Target], copier: Co
 
 
 def _copy(image: HeldImage, segments: Sequence[Segment], copier: Copier) -> int:
-    views = [(segment.view(segment.start, segment.end), segment.start) for segment in segments]
-    pieces = [(_address_of(view), view.nbytes, start) for view, start in views if view.nbytes]
-    copier.scatter(image.memory, pieces, hashed=bool(image.digest), owner=views)
-    if not copier.wait(COPY_TIMEOUT_MS):
-        copier.abort()
-        raise VaultError(f"{image.name}: copying {image.memory.nbytes} bytes took over {COPY_TIMEOUT_MS} ms")
-    if image.digest and image_digest(copier.digests()) != image.digest:
+    try:
+        chunks = read_whole(image.fd, image.start, image.size_bytes, segments, copier)
+    except OSError as error:
+        raise VaultError(f"{image.name} can't be read: {error}") from None
+    if image.digest and image_digest(chunks) != image.digest:
         raise VaultError(f"{image.name} is damaged: it has another digest than when it was taken")
-    for segment in segments:
-        segment.finish()
-    return sum(size for _, size, _ in pieces)
-
-
-def _address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return sum(segment.end - segment.start for segment in segments)

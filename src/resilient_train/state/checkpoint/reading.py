@@ -91,7 +91,7 @@ class Folder:
         """Reads the whole file, and compares."""
         with self.opened(entry.name) as (fd, size):
             _same_size(entry, size)
-            found = file_digest(fd)
+            found = file_digest(fd, size)
         if found != entry.digest:
             raise CheckpointError(entry.name, f"is damaged: its digest is {found}, not {entry.digest}")
 

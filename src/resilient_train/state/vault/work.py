@@ -58,7 +58,7 @@ def perform(work: Work, pinned: Sequence[Pinned], argument: bytes) -> bytes:
             memory = mapped.enter_context(mmap.mmap(store.fd, store.size_bytes, prot=mmap.PROT_READ))
             whole = mapped.enter_context(memoryview(memory))
             stride = slots.stride_bytes(store.capacity_bytes)
-            start = slots.ALIGNMENT_BYTES + snapshot.slot * stride
+            start = store.start_of(snapshot.slot)
             parts.append(Part(snapshot, mapped.enter_context(whole[start : start + stride])))
         try:
             return work(Order(tuple(parts), argument))

@@ -17,10 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from resilient_train.errors import ConfigError  # noqa: E402
 from resilient_train.frameworks.torch.checkpoint import (  # noqa: E402
     contents,
-    copies,
     load_tensors,
     load_tree,
     local,
+    memory_of,
     names_of,
     piece_of,
 )
@@ -65,7 +65,8 @@ def fill(
     plan = plan_image(pieces, shard, shards)
     slot = memoryview(mmap.mmap(-1, plan.capacity_bytes))
     slot[: plan.data_start] = plan.header(STEP)
-    for start, source in copies(plan, held):
+    for piece, start in plan.places:
+        source = memory_of(piece, held[piece.name])
         slot[start : start + source.size] = bytes(view(source)) if source.size else b""
     return plan, slot
 

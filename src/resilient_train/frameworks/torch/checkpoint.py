@@ -12,7 +12,6 @@ from resilient_train.errors import ConfigError, StateError
 from resilient_train.frameworks.torch.leaves import TENSORS, dtype_of, span_of
 from resilient_train.state.checkpoint.restore import Checkpoint
 from resilient_train.state.checkpoint.target import Target
-from resilient_train.state.image import ImagePlan
 from resilient_train.state.sharding import ITEM_BYTES, Piece, Shape
 from resilient_train.state.transfer import Span, view
 from resilient_train.state.tree import Path, Slot, flatten, unflatten
@@ -86,25 +85,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-class Copy(NamedTuple):
-    """Bytes of a tensor, and where in the image they belong."""
+def memory_of(piece: Piece, tensor: torch.Tensor) -> Span:
+    """Where the bytes of a piece lie; the tensor lies dense in this process.
 
-    start: int
-    source: Span
-
-
-def copies(plan: ImagePlan, tensors: Mapping[str, torch.Tensor]) -> list[Copy]:
-    """What is to be copied into an image of ``plan``, behind its header. The tensors lie dense in this process.
-
-    A piece of the plan is what ``piece_of`` says of its tensor, or what ``divide`` has cut from that.
+    The piece is what ``piece_of`` says of the tensor, or what ``divide`` has cut from that.
     """
-    result = []
-    for piece, start in plan.places:
-        memory = span_of(local(tensors[piece.name]))
-        skipped = skipped_bytes(piece, tensors[piece.name])
-        assert skipped + piece.size_bytes <= memory.size
-        result.append(Copy(start, Span(memory.address + skipped, piece.size_bytes)))
-    return result
+    memory = span_of(local(tensor))
+    skipped = skipped_bytes(piece, tensor)
+    assert skipped + piece.size_bytes <= memory.size
+    return Span(memory.address + skipped, piece.size_bytes)
 
 
 def skipped_bytes(piece: Piece, tensor: torch.Tensor) -> int:

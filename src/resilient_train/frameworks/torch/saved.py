@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from resilient_train._native import Copier
 from resilient_train.frameworks.base import Image, Share
-from resilient_train.frameworks.torch.checkpoint import contents, copies, local, piece_of, skipped_bytes
+from resilient_train.frameworks.torch.checkpoint import contents, local, memory_of, piece_of, skipped_bytes
 from resilient_train.frameworks.torch.replicated import Replicated
 from resilient_train.frameworks.torch.staging import Part, on_host
 from resilient_train.state.capture import Capture, HostCapture
@@ -19,8 +20,22 @@ from resilient_train.state.image import ImagePlan, plan_image
 from resilient_train.state.sharding import Piece, divide
 
 _Begin = Callable[[memoryview, Copier], Capture]
+_Place = tuple[int, int, int]
+"""Address, bytes, offset in the image."""
 _BUFFERS = "buffers."
 """How the names of buffers begin: a forward pass writes them, so they are copied at once."""
+
+
+class _Layout(NamedTuple):
+    """Where all is copied from and to. It holds as long as the tensors look the same."""
+
+    looks: list[tuple[Any, ...]]
+    share: Share
+    plan: ImagePlan
+    places: list[_Place]
+    """Of the tensors that are copied where they lie, by offset; of the others something, at ..."""
+    others: list[tuple[int, Piece]]
+    """... these indices."""
 
 
 class Saved:
@@ -29,32 +44,61 @@ class Saved:
     def __init__(self, replicated: Replicated) -> None:
         self._replicated = replicated
         self._plan: tuple[Share, list[Piece], ImagePlan] | None = None
+        self._layout: _Layout | None = None
 
     def image(self, step: int, share: Share) -> Image:
         """See ``frameworks/base.Framework``."""
         held = contents(self._replicated.tree())
-        pieces = divide([piece_of(name, tensor) for name, tensor in held.tensors.items()], share.parts)[share.part]
-        plan = self._planned(share, pieces)
-        mine = [place.piece.name for place in plan.places]
-        tensors = {name: _still(name, held.tensors[name]) for name in mine}
-        begin = self._on_host if all(map(on_host, tensors.values())) else self._on_device
-        return Image(plan.total_bytes, begin(plan, plan.header(step), tensors), held.payload, tuple(held.tensors))
+        tensors = held.tensors
+        if all(map(on_host, tensors.values())):
+            layout = self._laid_out(share, tensors)
+            plan = layout.plan
+            begin = self._on_host(layout, plan.header(step), tensors)
+        else:
+            plan = self._planned(share, tensors)
+            begin = self._on_device(plan, plan.header(step), tensors)
+        return Image(plan.total_bytes, begin, held.payload, tuple(tensors))
 
-    def _on_host(self, plan: ImagePlan, header: bytes, tensors: Mapping[str, torch.Tensor]) -> _Begin:
+    def _on_host(self, layout: _Layout, header: bytes, tensors: Mapping[str, torch.Tensor]) -> _Begin:
         first = np.frombuffer(bytearray(header), dtype=np.uint8)
-        copied = [(copy.source.address, copy.source.size, copy.start) for copy in copies(plan, tensors)]
-        places = [(first.ctypes.data, first.nbytes, 0), *(each for each in copied if each[1])]
-        return partial(HostCapture, places, (first, tensors))
+        places, copies = list(layout.places), []
+        for index, piece in layout.others:
+            copies.append(_still(piece.name, tensors[piece.name]))
+            span = memory_of(piece, copies[-1])
+            places[index] = (span.address, span.size, places[index][2])
+        return partial(HostCapture, [(first.ctypes.data, first.nbytes, 0), *places], (first, tensors, copies))
 
     def _on_device(self, plan: ImagePlan, header: bytes, tensors: Mapping[str, torch.Tensor]) -> _Begin:
         first = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         parts = [Part(first, 0, len(first))]
         for piece, _ in plan.places:
-            tensor = tensors[piece.name]
+            tensor = _still(piece.name, tensors[piece.name])
             parts.append(Part(local(tensor), skipped_bytes(piece, tensor), piece.size_bytes))
         return partial(self._replicated.staging.capture, parts)
 
-    def _planned(self, share: Share, pieces: list[Piece]) -> ImagePlan:
+    def _laid_out(self, share: Share, tensors: Mapping[str, torch.Tensor]) -> _Layout:
+        """Most of what a snapshot asks of each tensor is the same each time, and this is time of the training."""
+        looks = [(name, *_look(tensor)) for name, tensor in tensors.items()]
+        known = self._layout
+        if known is not None and (known.looks, known.share) == (looks, share):
+            return known
+        plan = self._planned(share, tensors)
+        places: list[_Place] = []
+        others: list[tuple[int, Piece]] = []
+        for piece, start in plan.places:
+            tensor = tensors[piece.name]
+            if not piece.size_bytes:
+                continue
+            if _is_still(piece.name, tensor):
+                places.append((*memory_of(piece, tensor), start))
+            else:
+                others.append((len(places), piece))
+                places.append((0, 0, start))
+        self._layout = _Layout(looks, share, plan, places, others)
+        return self._layout
+
+    def _planned(self, share: Share, tensors: Mapping[str, torch.Tensor]) -> ImagePlan:
+        pieces = divide([piece_of(name, tensor) for name, tensor in tensors.items()], share.parts)[share.part]
         if self._plan is None or self._plan[:2] != (share, pieces):
             self._plan = share, pieces, plan_image(pieces, share.shard, share.shards)
         return self._plan[2]
@@ -62,6 +106,18 @@ class Saved:
     def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
         """See ``frameworks/base.Framework``."""
         self._replicated.take_up(tree, names, fill)
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What decides where a tensor's bytes lie. Another one that looks the same is copied the same."""
+    if hasattr(tensor, "__create_chunk_list__"):  # a DTensor: asking it takes as long as to lay it out again
+        return (object(),)
+    return tensor.dtype, tensor.shape, tensor.data_ptr(), tensor.is_contiguous()
+
+
+def _is_still(name: str, tensor: torch.Tensor) -> bool:
+    """Whether it can be copied where it lies until the next update."""
+    return tensor.is_contiguous() and not name.startswith(_BUFFERS)
 
 
 def _still(name: str, tensor: torch.Tensor) -> torch.Tensor:

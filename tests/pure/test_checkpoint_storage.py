@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pure.checkpoint_rig import image, names, pieces, write
+from pure.checkpoint_rig import add_files, image, names, pieces, write
 from resilient_train.errors import StorageError
 from resilient_train.state.checkpoint.draft import Draft
+from resilient_train.state.checkpoint.libraries import libraries_here
 from resilient_train.state.checkpoint.retention import retain, tidy
 from resilient_train.state.checkpoint.verify import newest_complete, verify
 from resilient_train.state.image import plan_image
@@ -66,7 +67,7 @@ def test_every_call_may_fail(number: int, tmp_path: Path) -> None:
         assert verify(folder / "step_1").ok, at
 
 
-@pytest.mark.parametrize(("call", "times"), [("rename", 3), ("fsync", 12)])
+@pytest.mark.parametrize(("call", "times"), [("rename", 2), ("fsync", 12)])
 def test_a_replacement_that_fails_loses_nothing(tmp_path: Path, call: str, times: int) -> None:
     """The renames and syncs of a second checkpoint of the same step, each failing in turn."""
     for at in range(1, times + 1):
@@ -81,6 +82,23 @@ def test_a_replacement_that_fails_loses_nothing(tmp_path: Path, call: str, times
         tidy(folder)
         assert newest_complete(folder).report is not None
         assert verify(folder / "step_1").ok
+
+
+@pytest.mark.parametrize(("call", "at"), [("rename", 3), ("unlink", 1), ("rmdir", 1)])
+def test_one_that_is_replaced_and_can_not_be_deleted(tmp_path: Path, call: str, at: int) -> None:
+    """The new one is in place: its save has not failed."""
+    write(tmp_path, 1, shards=2)
+    with pytest.MonkeyPatch.context() as patch, Draft.begin(tmp_path, 1) as draft:
+        files = add_files(draft, 1, 3)
+        Failing(patch, errno.EIO, at, calls=(call,))
+        draft.commit(files, commits=1, reason="", replica_groups=[[0], [1], [2]], shards=3, libraries=libraries_here())
+    assert "EIO" in draft.untidy
+    assert len(names(tmp_path)) == 2
+    found = newest_complete(tmp_path).report
+    assert found is not None
+    assert (found.path.name, found.manifest.shards) == ("step_1", 3)
+    tidy(tmp_path)
+    assert names(tmp_path) == ["step_1"]
 
 
 def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

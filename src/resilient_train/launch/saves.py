@@ -270,11 +270,13 @@ class Saves:
             save.over(f"its state could not be saved: {reason}")
         self._over(save.commits)
 
-    def _trouble(self, kind: str, step: int, reason: str) -> None:
-        self._note(kind, detail={"step": step, "reason": reason})
+    def _trouble(self, kind: str, step: int | None, reason: str) -> None:
+        """``step``: of the checkpoint that it is about; None: of none."""
+        self._note(kind, detail={"reason": reason} if step is None else {"step": step, "reason": reason})
         if kind not in self._troubles:
             self._troubles.add(kind)
-            self._say(f"checkpoint of step {step}: {_TOLD[kind]}: {reason}. Training goes on")
+            subject = "checkpoints" if step is None else f"checkpoint of step {step}"
+            self._say(f"{subject}: {_TOLD[kind]}: {reason}. Training goes on")
 
     def _lost(self, loop: asyncio.AbstractEventLoop, reason: str) -> None:
         assert self._vault is not None
@@ -308,7 +310,7 @@ class Saves:
         try:
             tidy(self._folder)
         except StorageError as error:
-            self._trouble("retention_failed", -1, str(error))
+            self._trouble("retention_failed", None, str(error))
         refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
         found = newest_complete(self._folder, refused=refused)
         for path, reason in found.skipped:

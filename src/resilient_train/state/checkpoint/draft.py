@@ -66,6 +66,8 @@ class Draft:
         assert name is not None
         self.kind: Kind = name.kind
         self.step = name.step
+        self.untidy = ""
+        """After ``commit``: why the checkpoint that this one replaces could not be deleted."""
         self._fd = fd
         self._owner = owner
 
@@ -147,7 +149,8 @@ class Draft:
 
         ``files``: all entries, those of other processes too. ``read_back``: everything is read and compared first;
         raises CheckpointError, and takes the draft away, if it is not what was written. A checkpoint of the same kind
-        and step that is there already makes room once this one is in place.
+        and step that is there already makes room once this one is in place; if it can't be deleted, ``untidy`` says
+        why, and ``tidy`` tries again.
         """
         assert self._owner
         manifest = Manifest(
@@ -172,11 +175,18 @@ class Draft:
                 self.abandon()
                 report.raise_if_broken()
         with self._storing(""):
-            final = self._rename()
+            final, replaced = self._rename()
+        if os.path.lexists(replaced):
+            try:
+                with storing(replaced):
+                    remove(replaced)
+            except StorageError as error:  # this checkpoint is complete
+                self.untidy = str(error)
         self.close()
         return final
 
-    def _rename(self) -> Path:
+    def _rename(self) -> tuple[Path, Path]:
+        """Returns where the checkpoint is now, and where the one that it replaces would be."""
         folder = self.path.parent
         final = folder / self.path.name.removesuffix(TMP)
         replaced = folder / (final.name + REPLACED)
@@ -195,9 +205,7 @@ class Draft:
             with contextlib.suppress(OSError):  # it is found, and tidied up, under the other name too
                 replaced.rename(final)
             raise
-        if os.path.lexists(replaced):
-            remove(replaced)
-        return final
+        return final, replaced
 
     def abandon(self) -> None:
         """Takes the draft away. Raises nothing, for it follows a failure that is told; ``tidy`` finds what is left."""

@@ -68,7 +68,7 @@ def flush(order: Order) -> bytes:
     with Draft.begin(Path(job.folder), job.step, job.kind) as draft:
         direct = [_add(draft, files, part, job) for part in order.parts]
         path = _commit(draft, files, job)
-    untidy = ""
+    untidy = draft.untidy
     try:
         retain(path.parent, job.keep, newest_step=job.step)
     except StorageError as error:  # the checkpoint itself is complete

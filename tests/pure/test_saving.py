@@ -14,11 +14,12 @@ torch = pytest.importorskip("torch")
 from pure.fake_accelerator import Machine  # noqa: E402
 from pure.staging_rig import TIMEOUT_S, LateCopier, Trained, trained_pair  # noqa: E402
 from resilient_train._native import DIGEST_CHUNK_BYTES, Board, Copier  # noqa: E402
-from resilient_train.errors import TransferError  # noqa: E402
+from resilient_train.errors import MemoryLimitError, TransferError  # noqa: E402
 from resilient_train.frameworks.torch import staging  # noqa: E402
 from resilient_train.protocol.messages import Captured, OpenVault, Skipped, Unsaved, VaultOpened  # noqa: E402
 from resilient_train.session import saving as saving_module  # noqa: E402
 from resilient_train.session.cadence import Due, Wish  # noqa: E402
+from resilient_train.session.kept import OFF  # noqa: E402
 from resilient_train.session.saving import Saving  # noqa: E402
 from resilient_train.state.vault.slots import SlotPair, create  # noqa: E402
 
@@ -35,6 +36,7 @@ class Rank:
         self.heard: list[Any] = []
         self.board = Board.create(2)
         self.pair: SlotPair | None = None
+        self.lacking = ""
         vault = SimpleNamespace(reserve=self._reserve, open=lambda _: [], hear=lambda: None, close=lambda: None)
         monkeypatch.setattr(saving_module, "Copier", lambda: self.copier)
         monkeypatch.setattr(saving_module.Vault, "connect", lambda *_, **__: vault)
@@ -49,10 +51,13 @@ class Rank:
         )
         engine: Any = SimpleNamespace(image=trained.saved.image, layout=lambda: b"")
         publication: Any = SimpleNamespace(latest=b"published")
-        self.saving = Saving(link, engine, publication, "run", ((0, 1),), lambda *_: None)
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.saving = Saving(link, engine, publication, "run", ((0, 1),), lambda *event: self.events.append(event))
         self.saving.every(Wish(steps=1))
 
     def _reserve(self, rank: int, size: int) -> SlotPair:
+        if self.lacking:
+            raise MemoryLimitError(self.lacking)
         self.pair = SlotPair(create(rank, size), writes=True)
         return self.pair
 
@@ -213,3 +218,40 @@ def test_a_job_that_ends_early_leaves_no_half_of_it(rank: Rank) -> None:
     assert rank.told() == []
     assert left.complete() == []
     left.close()
+
+
+def test_a_rank_without_memory_leaves_off(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
+    rank.copier.go.set()
+    rank.head(1)
+    in_its_slot(rank)
+    rank.saving.fence()
+    assert rank.told() == [captured(1, 1)]
+    assert rank.pair is not None
+    rank.pair.capacity_bytes = 0  # the state has grown
+    rank.lacking = "900 MB are missing"
+    rank.head(2)
+    assert rank.told() == [Skipped(2, 2, "rank 1: 900 MB are missing")], "nobody is to wait for it"
+    assert rank.events == [("save_off", {"reason": "900 MB are missing"})]
+    assert "rank 1 saves nothing any more: 900 MB are missing" in capsys.readouterr().err
+    assert rank.board.kept(RANK) == (1, OFF), "what all ranks hold stays"
+    rank.head(3)
+    assert rank.told() == []
+
+
+def test_the_others_leave_off_when_the_next_snapshot_is_due(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
+    rank.copier.go.set()
+    rank.head(1)
+    in_its_slot(rank)
+    rank.saving.fence()
+    assert rank.told() == [captured(1, 1)]
+    rank.board.set_kept(1 - RANK, 1, OFF)
+    rank.saving.head(2, 2)
+    assert rank.events == [], "none was due"
+    rank.board.announce(3, Due.STORAGE)
+    rank.saving.head(3, 3)
+    (kind, detail), *more = rank.events
+    assert (kind, detail["follows"], more) == ("save_off", 1 - RANK, [])
+    assert "rank 0 takes no snapshots any more" in detail["reason"]
+    assert capsys.readouterr().err == "", "once for a job is enough"
+    assert rank.board.kept(RANK) == (1, OFF)
+    assert rank.told() == []

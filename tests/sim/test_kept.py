@@ -14,7 +14,7 @@ from typing import Any
 
 from resilient_train._native import Board
 from resilient_train.launch.holdings import Holdings, RefusedError
-from resilient_train.session.kept import Kept
+from resilient_train.session.kept import OFF, Kept
 from resilient_train.state.vault.client import common_commits
 from resilient_train.state.vault.record import Snapshot
 from resilient_train.state.vault.room import Room
@@ -95,6 +95,7 @@ class Process:
         self.pair: Slots | None = None
         self.pending: tuple[Draft, int] | None = None
         self.taken = -1
+        self.off = False
 
     def window(self, commits: int) -> Iterator[None]:
         """One window: head, fence, and then it is at the barrier."""
@@ -104,8 +105,13 @@ class Process:
             self.reserve()
         yield
         skipped = not self.job.quiet and self.job.chance.random() < 0.2
-        if self.job.due(commits) and commits != self.taken and not skipped:
-            self.begin(commits)
+        if not self.off and self.job.due(commits) and commits != self.taken and not skipped:
+            if self.kept.left_off() is not None or (not self.job.quiet and self.job.chance.random() < 0.005):
+                self.kept.leave_off()
+                self.off = True
+                self.job.tally["off"] += 1
+            else:
+                self.begin(commits)
         yield
         self.fence()
 
@@ -164,7 +170,7 @@ class Job:
         self.gone: set[int] = set()
         """What ranks had named that have lost their memory."""
         self.quiet = False
-        self.tally = dict.fromkeys(("deaths", "restarts", "from_memory", "lost", "commons"), 0)
+        self.tally = dict.fromkeys(("deaths", "restarts", "from_memory", "lost", "commons", "off"), 0)
 
     def due(self, commits: int) -> bool:
         return self.quiet or self.dues[commits]
@@ -172,7 +178,7 @@ class Job:
     def look(self) -> None:
         """The invariant: what all ranks have named stays, until all have named a newer one."""
         named = (self.board.kept(rank) for rank in range(self.board.world_size))
-        newest = max(set.intersection(*map(set, named)) - self.gone, default=0)
+        newest = max(set.intersection(*map(set, named)) - self.gone - {OFF}, default=0)
         self.tally["commons"] += newest > self.newest
         self.newest = max(newest, self.newest)
         if self.common() < self.newest:
@@ -268,7 +274,10 @@ class Job:
             self.let_go()
         for _ in range(2):
             self.window()
-        assert self.newest == self.commits - 1, "a snapshot that all have taken is what they go on from"
+        if any(process.off for process in self.processes):
+            assert all(process.off for process in self.processes), "the others find it when the next is due"
+        else:
+            assert self.newest == self.commits - 1, "a snapshot that all have taken is what they go on from"
 
     def window(self) -> None:
         self.windows = {each.rank: each.window(self.commits) for each in self.processes}
@@ -339,6 +348,7 @@ def test_there_is_always_a_snapshot_that_all_ranks_hold() -> None:
     assert total["from_memory"] > SEEDS / 8
     assert total["lost"] > SEEDS / 20
     assert total["commons"] > 2 * SEEDS
+    assert total["off"] > SEEDS / 4
 
 
 def test_ranks_that_keep_their_own_newest_lose_it() -> None:

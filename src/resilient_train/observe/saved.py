@@ -97,7 +97,11 @@ def read_saved(ordered: Sequence[Event]) -> Saved:
         written=tuple(map(_as_written, written)),
         left_out=_troubles(ordered, "save_skipped"),
         failed=_troubles(ordered, "save_failed"),
-        off={event.rank: _reason(event) for event in ordered if event.kind == "save_off"},
+        off={
+            event.rank: _reason(event)
+            for event in ordered
+            if event.kind == "save_off" and number_of(event, "follows") is None
+        },
         passed_over={
             path: _reason(event)
             for event in ordered

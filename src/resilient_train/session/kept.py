@@ -19,6 +19,8 @@ from resilient_train.state.vault.slots import Control, Draft, SlotPair
 
 _NONE = 0
 """Before the first update there is nothing worth keeping."""
+OFF = (1 << 64) - 1
+"""In the place of a second snapshot: this rank takes none any more."""
 
 
 class Kept:
@@ -31,7 +33,7 @@ class Kept:
 
     def newest(self) -> int:
         """The newest update from before which all ranks hold a snapshot; 0 if there is none."""
-        named = (set(self._board.kept(rank)) for rank in range(self._board.world_size))
+        named = (set(self._board.kept(rank)) - {OFF} for rank in range(self._board.world_size))
         return max(set.intersection(*named), default=_NONE)
 
     def begin(self, pair: SlotPair) -> Draft | None:
@@ -70,6 +72,15 @@ class Kept:
                 elif snapshot.commits == commits and snapshot.world == self._board.world_size:
                     kept = commits
         self._board.set_kept(self._rank, kept, _NONE)
+
+    def leave_off(self) -> None:
+        """This rank takes no snapshots any more. What it holds together with all others stays."""
+        self._board.set_kept(self._rank, self.newest(), OFF)
+
+    def left_off(self) -> int | None:
+        """A rank that takes no snapshots any more: those of the others are good for nothing. None: there is none."""
+        ranks = range(self._board.world_size)
+        return next((rank for rank in ranks if self._board.kept(rank)[1] == OFF), None)
 
     def _name(self, commits: int) -> None:
         """In place of what is not kept."""

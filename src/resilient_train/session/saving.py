@@ -95,21 +95,30 @@ class Saving:
         """A window begins, and all that it starts from is published: begins a snapshot if one is due."""
         if self._wish is None:
             return
+        due = Due.NOTHING
         try:
             self._step = step
             if self._cadence is None:
                 self._cadence = cadence_for(self._wish, self._link, self._run_dir, self._event, self._leave_out)
+            due = self._cadence.head(commits)
             if self._pair is None and commits:  # the first update has made all there is to save
                 self._room_for(self._connected(), *self._described(step))
-            due = self._cadence.head(commits)
             if due is Due.NOTHING or commits == self._newest:
+                return
+            off = self._kept.left_off()
+            if off is not None:
+                reason = f"rank {off} takes no snapshots any more, and without its part there is no checkpoint"
+                self._leave_off({"reason": reason, "follows": off})
                 return
             begun_s = time.monotonic()
             self._begin(commits, step, store=due is Due.STORAGE)
             self._cadence.waited(time.monotonic() - begun_s)
         except HolderLostError as error:  # the next one will find another holder
-            self._skip(commits, step, str(error))
+            if due is not Due.NOTHING:
+                self._skip(commits, step, str(error))
         except (VaultError, ConfigError, OSError) as error:
+            if due is not Due.NOTHING:
+                self._skip(commits, step, str(error))
             self._give_up(str(error))
 
     def _connected(self) -> Vault:
@@ -315,8 +324,12 @@ class Saving:
             self._pair = None
 
     def _give_up(self, reason: str) -> None:
-        """Nothing can be saved, or no more; the training goes on without."""
+        """Nothing can be saved, or no more; the training goes on without. The other ranks leave off with the next."""
+        self._leave_off({"reason": reason})
+        print(f"resilient_train: rank {self._link.rank} saves nothing any more: {reason}", file=sys.stderr, flush=True)
+
+    def _leave_off(self, detail: dict[str, Any]) -> None:
         self.close()
         self._wish = None
-        self._event("save_off", {"reason": reason})
-        print(f"resilient_train: rank {self._link.rank} saves nothing any more: {reason}", file=sys.stderr, flush=True)
+        self._kept.leave_off()
+        self._event("save_off", detail)

@@ -49,6 +49,18 @@ def test_saving_changes_nothing(run_dir: Path, undisturbed: Reference) -> None:
     assert all(verify(run_dir / "checkpoints" / name).ok for name in kept)
 
 
+def test_one_rank_without_memory_for_snapshots(run_dir: Path, undisturbed: Reference) -> None:
+    arguments = ("--steps", str(STEPS), "--variant", "poor", *SAVING)
+    run = launch(run_dir, "train.py", *arguments, ranks=RANKS, **SWITCHES)
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests()
+    off = {event["rank"]: event["detail"] for event in run.of("save_off")}
+    assert off[1] == {"reason": "900 MB are missing"}
+    assert {rank: "follows" in detail for rank, detail in off.items()} == {0: True, 1: False, 2: True}
+    assert run.err.count("saves nothing any more") == 1, run.err
+    assert not run.of("saved") + run.of("save_skipped"), run.explain()
+
+
 def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Reference) -> None:
     pace = run_dir / "fast"
     with start(command(run_dir, *SAVING, "--pace", str(pace)), **SWITCHES) as process:

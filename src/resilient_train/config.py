@@ -66,6 +66,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How many checkpoints of ``save_every`` stay in the run directory."""
     tail_log_bytes: int = 4 << 20
     """Room, per rank, for the inputs of collectives that the loop calls after the update."""
+    pinned_bytes: int = 1 << 30
+    """Host memory, per rank, through which state on an accelerator is copied; at least 64 MiB are."""
     acl_library: str = ""
     """The ACL runtime that is asked for errors; empty: ``libascendcl.so`` where torch_npu is in use."""
     nvml_library: str = ""
@@ -96,6 +98,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{PREFIX}{name.upper()} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.tail_log_bytes <= 1 << 40:
             raise ConfigError(f"{PREFIX}TAIL_LOG_BYTES must be from 0 to 2^40, not {self.tail_log_bytes}")
+        if not 0 <= self.pinned_bytes <= 1 << 40:
+            raise ConfigError(f"{PREFIX}PINNED_BYTES must be from 0 to 2^40, not {self.pinned_bytes}")
         if self.standby < 0:
             raise ConfigError(f"{PREFIX}STANDBY must be 0 or more, not {self.standby}")
         if self.standby_depth not in DEPTHS:

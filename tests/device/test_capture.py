@@ -123,7 +123,7 @@ def load_present(job: Job, other: Job) -> None:
 
 
 def test_a_damaged_snapshot_touches_nothing() -> None:
-    staging = Staging()
+    staging = Staging(1 << 30)
     job, other = Job(1, staging, fused=False), Job(2, staging, fused=False)
     job.forward_backward()
     job.update()

@@ -12,8 +12,9 @@ from pure.fake_accelerator import DEVICE, DeviceTensor, Machine  # noqa: E402
 from pure.staging_rig import STEP, TIMEOUT_S, WHOLE, LateCopier, Trained, host_image, room, trained_pair  # noqa: E402
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier  # noqa: E402
 from resilient_train.errors import MemoryLimitError, TransferError, VaultError  # noqa: E402
-from resilient_train.frameworks.base import Share  # noqa: E402
+from resilient_train.frameworks.base import Objects, Share  # noqa: E402
 from resilient_train.frameworks.torch import staging  # noqa: E402
+from resilient_train.frameworks.torch.replicated import Replicated  # noqa: E402
 from resilient_train.frameworks.torch.staging import Staging  # noqa: E402
 from resilient_train.state.checkpoint.held import HeldImage, fill_from  # noqa: E402
 from resilient_train.state.vault.slots import image_digest  # noqa: E402
@@ -286,7 +287,7 @@ def test_a_snapshot_comes_back_without_pinned_memory() -> None:
 
 
 def test_a_job_that_stays_on_the_host_pins_nothing() -> None:
-    unused = Staging(pinned=lambda _: pytest.fail("memory was pinned"))
+    unused = Staging(1 << 30, pinned=lambda _: pytest.fail("memory was pinned"))
     host, other = Trained(), Trained(seed=5)
     other.saved._replicated.staging = unused
     host.update(0.5)
@@ -305,3 +306,9 @@ def test_a_device_that_fails_while_it_is_filled_is_told() -> None:
     machine.broken = False
     restore(device, host)
     assert_same(device, host)
+
+
+@pytest.mark.parametrize(("asked", "made"), [(0, 2), (5, 5)])
+def test_the_setting_is_how_much_may_be_pinned(asked: int, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESILIENT_PINNED_BYTES", str(asked * staging.BUFFER_BYTES + 1))
+    assert Replicated(Objects((), ())).staging._most == made

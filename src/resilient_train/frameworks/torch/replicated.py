@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from resilient_train import _native
+from resilient_train import _native, config
 from resilient_train.errors import ConfigError, TransferError
 from resilient_train.frameworks.base import Objects, Sources
 from resilient_train.frameworks.torch.checkpoint import local, piece_of
@@ -95,7 +95,7 @@ class Replicated:
 
     def __init__(self, objects: Objects, staging: Staging | None = None) -> None:
         self._objects = objects
-        self.staging = staging or Staging()
+        self.staging = staging or Staging(config.read_settings().pinned_bytes)
         self._kept: list[list[_Settings]] = [[] for _ in objects.optimizers]
         self._params = [[(p, group) for group in o.param_groups for p in group["params"]] for o in objects.optimizers]
         for name, thing in objects.extra.items():

@@ -26,7 +26,6 @@ from resilient_train.state.capture import HostCapture
 
 BUFFER_BYTES = 8 * DIGEST_CHUNK_BYTES
 """Whole chunks of the image's digest, so that each buffer is hashed by itself."""
-LIMIT_BYTES = 1 << 30
 _Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]
 """(target, source), bytes each."""
 _Events = dict[torch.device, Any]
@@ -88,7 +87,7 @@ class Staging:
 
     def __init__(
         self,
-        limit_bytes: int = LIMIT_BYTES,
+        limit_bytes: int,
         module_of: Callable[[torch.device], Any] = torch.get_device_module,
         pinned: Callable[[int], torch.Tensor] = _pinned,
     ) -> None:

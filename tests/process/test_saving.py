@@ -49,6 +49,7 @@ def test_saving_changes_nothing(run_dir: Path, undisturbed: Reference) -> None:
     assert all(verify(run_dir / "checkpoints" / name).ok for name in kept)
 
 
+@pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1: 15 seconds")
 def test_one_rank_without_memory_for_snapshots(run_dir: Path, undisturbed: Reference) -> None:
     arguments = ("--steps", str(STEPS), "--variant", "poor", *SAVING)
     run = launch(run_dir, "train.py", *arguments, ranks=RANKS, **SWITCHES)

@@ -220,12 +220,16 @@ def test_a_job_that_ends_early_leaves_no_half_of_it(rank: Rank) -> None:
     left.close()
 
 
-def test_a_rank_without_memory_leaves_off(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
+def take_the_first(rank: Rank) -> None:
     rank.copier.go.set()
     rank.head(1)
     in_its_slot(rank)
     rank.saving.fence()
     assert rank.told() == [captured(1, 1)]
+
+
+def test_a_rank_without_memory_leaves_off(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
+    take_the_first(rank)
     assert rank.pair is not None
     rank.pair.capacity_bytes = 0  # the state has grown
     rank.lacking = "900 MB are missing"
@@ -239,11 +243,7 @@ def test_a_rank_without_memory_leaves_off(rank: Rank, capsys: pytest.CaptureFixt
 
 
 def test_the_others_leave_off_when_the_next_snapshot_is_due(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
-    rank.copier.go.set()
-    rank.head(1)
-    in_its_slot(rank)
-    rank.saving.fence()
-    assert rank.told() == [captured(1, 1)]
+    take_the_first(rank)
     rank.board.set_kept(1 - RANK, 1, OFF)
     rank.saving.head(2, 2)
     assert rank.events == [], "none was due"

@@ -113,13 +113,11 @@ class Saving:
             begun_s = time.monotonic()
             self._begin(commits, step, store=due is Due.STORAGE)
             self._cadence.waited(time.monotonic() - begun_s)
-        except HolderLostError as error:  # the next one will find another holder
-            if due is not Due.NOTHING:
-                self._skip(commits, step, str(error))
         except (VaultError, ConfigError, OSError) as error:
             if due is not Due.NOTHING:
                 self._skip(commits, step, str(error))
-            self._give_up(str(error))
+            if not isinstance(error, HolderLostError):  # the next snapshot will find another holder
+                self._give_up(str(error))
 
     def _connected(self) -> Vault:
         """The holder: the one that there was, or a new one, which takes over what this rank has mapped.

@@ -121,6 +121,6 @@ def _is_still(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _still(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory in one piece, where it lies; a copy of what changes before the next update."""
+    """The tensor itself where ``_is_still``, else a copy of it in one piece."""
     tensor = tensor.detach()
-    return tensor.clone(memory_format=torch.contiguous_format) if name.startswith(_BUFFERS) else tensor.contiguous()
+    return tensor if _is_still(name, tensor) else tensor.clone(memory_format=torch.contiguous_format)

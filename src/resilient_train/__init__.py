@@ -32,7 +32,7 @@ from resilient_train.errors import (
     UsageError,
     VaultError,
 )
-from resilient_train.waiting import standby_point
+from resilient_train.standby import standby_point
 
 if TYPE_CHECKING:
     from resilient_train.session import Session, Step, resilient

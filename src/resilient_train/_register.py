@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from resilient_train import config, waiting
+from resilient_train import config, standby
 
 _TARGET = "torch.distributed"
 _BACKEND = "resilient"
@@ -43,10 +43,7 @@ def _register(distributed: Any) -> None:
 
     distributed.Backend.register_backend(_BACKEND, create, extended_api=True, devices=["cpu"])
     if _for_forks or config.read_link() is not None:
-        settings = config.read_settings()
-        gloo = settings.wrap_backend and not config.why_off(settings, config.read_switches())
-        if _for_forks or gloo:
-            _wrap(distributed, gloo=gloo)
+        _wrap(distributed)
 
 
 def wrap_for_forks() -> None:
@@ -58,21 +55,27 @@ def wrap_for_forks() -> None:
     _for_forks = True
 
 
-def _wrap(distributed: Any, *, gloo: bool) -> None:
+def _wrap(distributed: Any) -> None:
     original = distributed.init_process_group
 
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        serves = waiting.stage is not None or config.read_link() is not None
-        chosen = _BACKEND if gloo and serves and backend in (None, "gloo") else backend
-        build = functools.partial(original, chosen, *args, **kwargs)
-        if waiting.stage is None:
-            return build()
-        given = len(args) >= _RANK_PLACE or kwargs.get("rank", -1) != -1
-        return waiting.stage.at_group(build, late=chosen == _BACKEND and not given)
+        chosen = _BACKEND if backend in (None, "gloo") and _is_ours() else backend
+        if standby.stage is not None and chosen == _BACKEND and not config.init_barrier_wanted():
+            given = len(args) >= _RANK_PLACE or kwargs.get("rank", -1) != -1
+            if not given:
+                kwargs["rank"] = 0  # until it is known; a group of ours can learn it later
+        return original(chosen, *args, **kwargs)
 
     distributed.init_process_group = init_process_group
     distributed.distributed_c10d.init_process_group = init_process_group
+
+
+def _is_ours() -> bool:
+    """Whether a group that is made now is to be one that can be rebuilt."""
+    if standby.stage is not None:
+        return standby.stage.wraps
+    return config.read_link() is not None and config.wraps_backend()
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -16,7 +16,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.faults import nearest, parse_plan
 
 PREFIX = "RESILIENT_"
-DEPTHS = ("forked", "idle", "built")
+DEPTHS = ("forked", "built")
 """How far a standby can be, each further than the one before."""
 
 
@@ -75,14 +75,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     probe_ms: int = 50
     """Interval at which the device's libraries are asked for errors."""
     standby: int = 1
-    """Processes that stand by with their imports done. One is forked for as many ranks as are lost; 0: none."""
+    """Forks that stand by to become a rank; any more are made when they are needed. 0: nothing is forked, all processes
+    start cold."""
     standby_depth: str = "forked"
-    """How far they are: ``forked`` has done its imports, ``idle`` waits in ``init_process_group``, ``built`` in
-    ``standby_point``."""
-    standby_delay_s: float = 2.0
-    """How long the job trains first; then the imports take half of a core for some seconds. 0: at once, a whole one."""
+    """How far they are: ``forked`` has its imports done, ``built`` has run the script up to ``standby_point``."""
     standby_limit_s: float = 600.0
-    """How long a standby may take from the script's first line to where it waits (depths ``idle`` and ``built``)."""
+    """How long a standby may take from the script's first line to where it waits (depth ``built``)."""
     transfer: str = "auto"
     """How state reaches a replacement: ``memory`` (same host), ``group`` (over the process group), ``auto``."""
 
@@ -105,8 +103,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if self.standby_depth not in DEPTHS:
             hint = nearest(self.standby_depth, DEPTHS)
             raise ConfigError(f"{PREFIX}STANDBY_DEPTH={self.standby_depth!r}: unknown{hint}; write {', '.join(DEPTHS)}")
-        if not 0 <= self.standby_delay_s < float("inf"):
-            raise ConfigError(f"{PREFIX}STANDBY_DELAY_S must be a number of seconds from 0, not {self.standby_delay_s}")
         parse_plan(self.faults)
 
 
@@ -319,6 +315,32 @@ def own_rank() -> int:
 def init_barrier_wanted() -> bool:
     """Whether torch's ``init_process_group`` ends with a barrier of its own."""
     return os.environ.get("TORCH_DIST_INIT_BARRIER", "0") not in ("", "0")
+
+
+_THREADS = "OMP_NUM_THREADS"
+
+
+def wraps_backend() -> bool:
+    """Whether ``init_process_group()`` without a backend, or with gloo, makes a group that can be rebuilt."""
+    settings = read_settings()
+    return settings.wrap_backend and not why_off(settings, read_switches())
+
+
+def set_threads(ranks: str) -> bool:
+    """One OpenMP thread for each of several ranks, as torchrun sets it, unless the user has said how many.
+
+    Here it is set before torch and numpy are imported, which look at it only then: ranks are forks of this process.
+    Returns whether it was set here.
+    """
+    if ranks == "1" or _THREADS in os.environ:
+        return False
+    os.environ[_THREADS] = "1"
+    return True
+
+
+def unset_threads() -> None:
+    """It is one rank after all: the number of its threads is nobody's business but its own."""
+    del os.environ[_THREADS]
 
 
 def environ_copy() -> dict[str, str]:

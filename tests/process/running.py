@@ -5,14 +5,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from served import LAUNCHER, popen
+
 JOBS = Path(__file__).parent / "jobs"
-LAUNCHER = [sys.executable, "-m", "resilient_train.launch.run"]
 
 
 @dataclass
@@ -55,21 +55,9 @@ Reference = Callable[..., Run]
 
 
 @contextlib.contextmanager
-def start(command: list[str], **environ: str) -> Iterator[subprocess.Popen[str]]:
-    """The command in a session of its own; at the end nothing of it is left.
-
-    Without a standby, unless ``environ`` says otherwise: in jobs as short as these, chance would decide whether a
-    replacement is forked or starts cold.
-    """
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("RESILIENT_", "MS_"))}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**clean, "OMP_NUM_THREADS": "1", "RESILIENT_STANDBY": "0", **environ},
-    )
+def start(command: list[str], *, new: bool = False, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """The command in a session of its own; at the end nothing of it is left. See ``served.popen``."""
+    process = popen(command, environ, new=new)
     try:
         yield process
     finally:

@@ -55,7 +55,8 @@ def check_told(running: Job, newest: Path, trained: int, who_fails: str) -> None
 def test_one_way_back_after_the_other(run_dir: Path, tmp_path: Path, who_fails: str) -> None:
     """From storage that can't be read all over; from memory, where nothing of it can be read; then nothing is left."""
     failing, folder = FailingStorage(tmp_path), run_dir / "checkpoints"
-    paced = ("--steps", str(STEPS), "--save", "2", "--pace", str(run_dir / "never"))
+    hold = tmp_path / "hold"
+    paced = ("--steps", str(STEPS), "--save", "2", "--pace", str(run_dir / "never"), "--hold", str(hold))
     with job(run_dir, *paced, **failing.environ) as running:
         running.await_more("saved", 3)
         holder = stop_holder(run_dir)
@@ -70,10 +71,12 @@ def test_one_way_back_after_the_other(run_dir: Path, tmp_path: Path, who_fails: 
         running.await_more("saved")  # by another holder
         folder.rename(run_dir / "out of sight")
         folder.write_text("in the way")
-        all_of_them = len(running.heard("spawned")) + 2 + RANKS  # two are replaced alone, and with the third all
+        hold.touch()
+        backs = len(running.heard("restart_all"))
         kill_ranks(running)
-        wait(lambda: len(running.heard("spawned")) == all_of_them, "the ranks are not started again")
+        wait(lambda: len(running.heard("restart_all")) > backs, "the ranks are not started again")
         end_holder(run_dir)
+        wait(running.began_again, "no rank was started")
         os.kill(running.pids[0], signal.SIGKILL)
         run = running.end()
     assert run.code == 75, run.explain()

@@ -52,12 +52,9 @@ def kills(ranks: int, places: tuple[str, ...], first_rank: int, start: int = 2, 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("ranks", "first_rank"), WORLDS)
 def test_kill_at_every_phase(tmp_path: Path, undisturbed: Reference, ranks: int, first_rank: int) -> None:
-    """The replacements are forked, which is what users have; in most other tests they start cold."""
-    plan, steps = kills(ranks, PLACES, first_rank, start=5)
+    plan, steps = kills(ranks, PLACES, first_rank)
     reference = undisturbed(ranks=ranks, steps=steps)
-    arguments = ("train.py", "--steps", str(steps), "--standby-at", "3")
-    environ = {"RESILIENT_STANDBY": "2", "RESILIENT_STANDBY_DELAY_S": "0"}
-    run = launch(tmp_path / "run", *arguments, ranks=ranks, flags=("--faults", plan), timeout_s=220, **environ)
+    run = launch(tmp_path / "run", "train.py", "--steps", str(steps), ranks=ranks, flags=("--faults", plan))
     assert len(run.of("injected")) == len(PLACES), run.explain()
     assert {each["detail"]["start"] for each in run.of("spawned")[ranks:]} == {"forked"}
     assert_identical(run, reference, ranks=ranks, recoveries=len(PLACES))

@@ -17,7 +17,6 @@ from watched_jobs import end_holder
 
 from resilient_train.state.checkpoint.verify import newest_complete, verify
 
-SWITCHES = {"RESILIENT_STANDBY": "0"}
 FULL = "FULL" in os.environ
 
 
@@ -40,7 +39,7 @@ def goes_on(run_dir: Path, undisturbed: Reference, source: str = "storage") -> N
     """Started again, the job ends as one that nobody has disturbed."""
     if source == "storage":
         end_holder(run_dir)
-    with start(command(run_dir), **SWITCHES) as process:
+    with start(command(run_dir)) as process:
         run = ended(process, run_dir)
     assert run.code == 0, run.explain()
     assert {event["detail"]["source"] for event in run.of("restored")} == {source}, run.explain()
@@ -60,7 +59,7 @@ def last(run_dir: Path) -> Path:
 def test_a_job_that_is_asked_to_end_saves_its_state(
     run_dir: Path, undisturbed: Reference, number: int, code: int, whom: str
 ) -> None:
-    with start(slow(run_dir), **SWITCHES) as process:
+    with start(slow(run_dir)) as process:
         wait_for_step(run_dir, 4)
         os.kill(process.pid if whom == "launcher" else pid_of(run_dir, 1), number)
         run = ended(process, run_dir)
@@ -71,7 +70,7 @@ def test_a_job_that_is_asked_to_end_saves_its_state(
 
 @pytest.mark.parametrize("flags", [("--max-restarts", "0"), *[()] * FULL])
 def test_survivors_save_what_a_dead_rank_leaves(run_dir: Path, undisturbed: Reference, flags: tuple[str, ...]) -> None:
-    switches = SWITCHES if flags else {**SWITCHES, "MS_ENABLE_TFT": "{TTP:1,UCE:1,HCCE:1}"}
+    switches = {} if flags else {"MS_ENABLE_TFT": "{TTP:1,UCE:1,HCCE:1}"}
     paced = command(run_dir, "--pace", str(run_dir / "never"), flags=flags)
     with start(paced, **switches) as process:
         wait_for_step(run_dir, 4)
@@ -89,7 +88,7 @@ def test_survivors_save_what_a_dead_rank_leaves(run_dir: Path, undisturbed: Refe
 def test_survivors_that_were_cut_behind_the_update(run_dir: Path) -> None:
     """The collectives there can't be completed without the dead; the state is whole all the same, and it is told."""
     plan = ("--faults", "kill rank=1 step=5 phase=APPLIED")
-    with start(command(run_dir, flags=("--max-restarts", "0", *plan)), **SWITCHES) as process:
+    with start(command(run_dir, flags=("--max-restarts", "0", *plan))) as process:
         run = ended(process, run_dir)
     assert run.code == 75, run.explain()
     (choice,) = run.of("save_last")
@@ -98,7 +97,7 @@ def test_survivors_that_were_cut_behind_the_update(run_dir: Path) -> None:
     assert "its own values" in run.err
     assert last(run_dir).name.endswith("step_6")
     end_holder(run_dir)
-    with start(command(run_dir), **SWITCHES) as process:
+    with start(command(run_dir)) as process:
         again = ended(process, run_dir)
     assert again.code == 0, again.explain()
     assert len({params for params, _ in again.digests().values()}) == 1
@@ -107,7 +106,7 @@ def test_survivors_that_were_cut_behind_the_update(run_dir: Path) -> None:
 @pytest.mark.skipif(not FULL, reason="FULL=1: ten seconds")
 def test_where_storage_fails_the_state_stays_in_memory(run_dir: Path, tmp_path: Path, undisturbed: Reference) -> None:
     dying, folder = FailingStorage(tmp_path), run_dir / "checkpoints"
-    with dying.failing("write", folder / "*"), start(slow(run_dir), **SWITCHES, **dying.environ) as process:
+    with dying.failing("write", folder / "*"), start(slow(run_dir), **dying.environ) as process:
         wait_for_step(run_dir, 4)
         os.kill(process.pid, signal.SIGTERM)
         run = ended(process, run_dir)
@@ -121,7 +120,7 @@ def test_where_storage_fails_the_state_stays_in_memory(run_dir: Path, tmp_path: 
 
 
 def test_switched_off_it_ends_at_once(run_dir: Path) -> None:
-    with start(slow(run_dir), **SWITCHES, MS_ENABLE_TFT="{HCCE:1}") as process:
+    with start(slow(run_dir), MS_ENABLE_TFT="{HCCE:1}") as process:
         wait_for_step(run_dir, 4)
         os.kill(process.pid, signal.SIGTERM)
         run = ended(process, run_dir)
@@ -130,7 +129,7 @@ def test_switched_off_it_ends_at_once(run_dir: Path) -> None:
 
 
 def test_asked_twice_it_ends_at_once(run_dir: Path) -> None:
-    with start(slow(run_dir), **SWITCHES) as process:
+    with start(slow(run_dir)) as process:
         wait_for_step(run_dir, 4)
         os.kill(pid_of(run_dir, 0), signal.SIGSTOP)  # it will not come to the head of a step
         os.kill(process.pid, signal.SIGTERM)
@@ -142,7 +141,7 @@ def test_asked_twice_it_ends_at_once(run_dir: Path) -> None:
 
 
 def test_where_no_time_is_left_it_says_so(run_dir: Path) -> None:
-    with start(slow(run_dir), **SWITCHES, RESILIENT_EXIT_GRACE_S="0.5", RESILIENT_HANG="0") as process:
+    with start(slow(run_dir), RESILIENT_EXIT_GRACE_S="0.5", RESILIENT_HANG="0") as process:
         wait_for_step(run_dir, 4)
         os.kill(pid_of(run_dir, 0), signal.SIGSTOP)
         os.kill(process.pid, signal.SIGTERM)
@@ -156,7 +155,7 @@ def test_where_no_time_is_left_it_says_so(run_dir: Path) -> None:
 def test_asked_at_any_moment(run_dir: Path, undisturbed: Reference, seed: int) -> None:
     """In a step, in a save, in a recovery: a complete checkpoint, and the bits of an undisturbed run."""
     chance = random.Random(seed)
-    with start(slow(run_dir, "--save", "2"), **SWITCHES) as process:
+    with start(slow(run_dir, "--save", "2")) as process:
         wait_for_step(run_dir, 3 + chance.randrange(4))
         if seed % 3:
             os.kill(pid_of(run_dir, chance.randrange(RANKS)), signal.SIGKILL)

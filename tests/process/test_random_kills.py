@@ -133,12 +133,11 @@ def test_the_end_is_the_undisturbed_one(tmp_path: Path, undisturbed: Reference, 
     reference = undisturbed(ranks=RANKS, steps=STEPS)
     run_dir = tmp_path / "run"
     flags = ["--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), "--max-restarts", "100000"]
-    script = [str(JOBS / "train.py"), "--steps", str(STEPS), "--standby-at", str(USUAL_STEPS)]
-    environ = {"RESILIENT_STANDBY": "2", "RESILIENT_STANDBY_DELAY_S": "0"}
+    script = [str(JOBS / "train.py"), "--steps", str(STEPS)]
     story = Story(run_dir)
     bandit = Bandit(story, seed, kinds.split())
     deadline = time.monotonic() + LIMIT_S
-    with start([*LAUNCHER, *flags, *script], **environ) as process:
+    with start([*LAUNCHER, *flags, *script]) as process:
         disturb(process, story, bandit, deadline)
         try:
             out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))

@@ -14,13 +14,11 @@ from watched_jobs import end_holder, gone, recorded, wait
 from resilient_train.state.checkpoint.verify import verify
 
 SAVING = ("--save", "4")
-SWITCHES = {"RESILIENT_STANDBY": "0"}
-"""Nobody is replaced alone here; a standby's imports would only take the machine's time."""
 
 
 def cut(run_dir: Path, after_saves: int = 2) -> None:
     """Runs the job until so many checkpoints are there, and kills the launcher; its ranks die with it."""
-    with start(command(run_dir, *SAVING, "--pace", str(run_dir / "never")), **SWITCHES) as process:
+    with start(command(run_dir, *SAVING, "--pace", str(run_dir / "never"))) as process:
         wait_for(run_dir, process, "saved", after_saves)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=30)
@@ -33,7 +31,7 @@ def run_dir(tmp_path: Path):
 
 
 def go_on(run_dir: Path) -> Run:
-    return launch(run_dir, "train.py", "--steps", str(STEPS), *SAVING, ranks=RANKS, **SWITCHES)
+    return launch(run_dir, "train.py", "--steps", str(STEPS), *SAVING, ranks=RANKS)
 
 
 def test_saving_changes_nothing(run_dir: Path, undisturbed: Reference) -> None:
@@ -52,7 +50,7 @@ def test_saving_changes_nothing(run_dir: Path, undisturbed: Reference) -> None:
 @pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1: 15 seconds")
 def test_one_rank_without_memory_for_snapshots(run_dir: Path, undisturbed: Reference) -> None:
     arguments = ("--steps", str(STEPS), "--variant", "poor", *SAVING)
-    run = launch(run_dir, "train.py", *arguments, ranks=RANKS, **SWITCHES)
+    run = launch(run_dir, "train.py", *arguments, ranks=RANKS)
     assert run.code == 0, run.explain()
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests()
     off = {event["rank"]: event["detail"] for event in run.of("save_off")}
@@ -64,7 +62,7 @@ def test_one_rank_without_memory_for_snapshots(run_dir: Path, undisturbed: Refer
 
 def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Reference) -> None:
     pace = run_dir / "fast"
-    with start(command(run_dir, *SAVING, "--pace", str(pace)), **SWITCHES) as process:
+    with start(command(run_dir, *SAVING, "--pace", str(pace))) as process:
         wait_for(run_dir, process, "saved", 2)
         pids = [event["detail"]["pid"] for event in read_events(run_dir) if event["kind"] == "spawned"]
         for pid in pids:

@@ -80,7 +80,9 @@ class Job:
         """The details of all events of this kind."""
         if (self.run_dir / EVENTS_FILE).exists():
             for event in self._follower.read():
-                self._heard.setdefault(event.kind, []).append({**event.detail, "rank": event.rank})
+                self._heard.setdefault(event.kind, []).append(
+                    {**event.detail, "rank": event.rank, "time_ns": event.time_ns}
+                )
                 if event.kind == "spawned":
                     self.pids[event.rank] = int(str(event.detail["pid"]))
         return self._heard.get(kind, [])
@@ -89,6 +91,11 @@ class Job:
         """Until so many more events of this kind have come."""
         count = len(self.heard(kind)) + more
         wait(lambda: len(self.heard(kind)) >= count or not self.running(), f"no {kind} came")
+
+    def began_again(self) -> bool:
+        """Whether all ranks were started since the last time that all had to be."""
+        last = max((each["time_ns"] for each in self.heard("restart_all")), default=0)
+        return all(any(s["rank"] == r and s["time_ns"] > last for s in self.heard("spawned")) for r in self.pids)
 
     def running(self) -> bool:
         return self.process.poll() is None

@@ -41,7 +41,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 class StandbySpy:
-    """Remembers which environments a nursery would get."""
+    """Remembers which environments the zygote gets."""
 
     def begin(self, environs: list[dict[str, str]]) -> None:
         self.environs = environs
@@ -65,7 +65,7 @@ def environs(run_dir: Path, max_restarts: int) -> list[dict[str, str]]:
     )
     spy = StandbySpy()
     started = Processes(job, NoLogs(), spy, run_dir / "socket", 1)
-    started.stand_by(0)
+    started.begin()
     first = started._environ(0, 0, 0, joining=False)
     return [first, started._environ(1, 3, 0, joining=True), started._environ(0, 1, 2, joining=False), *spy.environs]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from resilient_train.child import LAUNCHER_LOG, check_unused, clean_environ, launched, log_tail
+from resilient_train.child import LAUNCHER_LOG, check_unused, launched, log_tail
 from resilient_train.demo.plot import LEGEND, draw
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
@@ -116,10 +116,8 @@ def _train(options: Options, name: str, faults: str, progress: Progress) -> Ende
     arguments = ["--nproc-per-node", str(options.ranks)]
     arguments += ["--faults", faults] if faults else []
     arguments += ["-m", JOB, "--steps", str(options.steps)]
-    # At once, although it disturbs: the whole run is shorter than the time after which a standby is usually made.
-    environ = {**clean_environ(), "RESILIENT_STANDBY": "1" if faults else "0", "RESILIENT_STANDBY_DELAY_S": "0"}
     begin = time.monotonic()
-    with launched(run_dir, arguments, environ) as process:
+    with launched(run_dir, arguments) as process:
         exit_code = _follow(process, name, run_dir, options.steps, progress)
     events = _events(run_dir)
     if events:

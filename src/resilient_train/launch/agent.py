@@ -21,13 +21,14 @@ from resilient_train.events import Event
 from resilient_train.launch.alarms import Alarms
 from resilient_train.launch.connections import Connection, Listener
 from resilient_train.launch.departure import Departure
+from resilient_train.launch.fork.pool import Pool
+from resilient_train.launch.fork.zygote import Root
 from resilient_train.launch.job import Job
 from resilient_train.launch.logs import Logs
 from resilient_train.launch.lookout import LOOK_S, Lookout
 from resilient_train.launch.operators import Operators
 from resilient_train.launch.processes import Processes, RankProcess
 from resilient_train.launch.saves import Saves
-from resilient_train.launch.standby import Standby
 from resilient_train.launch.telling import end_of, told
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
@@ -47,9 +48,9 @@ seen within milliseconds; but a rank that leaves with an error of the user's tak
 
 
 class Agent:
-    """``run`` returns the job's exit code."""
+    """``run`` returns the job's exit code. ``root``: what ranks are forked from, or why they can't be."""
 
-    def __init__(self, job: Job, sink: Sink) -> None:
+    def __init__(self, job: Job, sink: Sink, root: Root | str) -> None:
         self._job = job
         self._sink = sink
         self._controller = Controller(job.world_size, job.policy)
@@ -62,10 +63,12 @@ class Agent:
         except dist.DistError as error:
             raise ConfigError(f"the store can't listen on {job.host}:{job.port}: {error}") from None
         self._socket_path = job.run_dir / "agent-0.sock"
-        self._standby = Standby(job.command, job.log_dir, job.settings, self._on_standby)
-        self._processes = Processes(job, self._logs, self._standby, self._socket_path, self._store.port)
+        self._pool = Pool(root, job.command, job.settings, self._on_standby)
+        self._processes = Processes(job, self._logs, self._pool, self._socket_path, self._store.port)
         self._connections: dict[int, Connection] = {}
         self._reaping: set[RankProcess] = set()
+        self._unborn: dict[int, Spawn] = {}
+        """Ranks whose process is asked for, and not there yet."""
         self._fenced: dict[RankProcess, str] = {}
         self._lookout = Lookout(self._board, self._controller, self._processes, job.settings)
         self._alarms = Alarms(self._board, self._controller)
@@ -96,9 +99,10 @@ class Agent:
         logs = self._loop.create_task(self._show_logs())
         self._loop.call_soon(self._look_out)
         try:
+            self._processes.begin()
             self._carry_out(self._controller.launch())
             await self._ended.wait()
-            self._standby.close()
+            self._pool.close()
             if self._ending is not None:
                 await self._stop_ranks()
             await self._saves.finish(self._job.shutdown_timeout_s)
@@ -106,7 +110,7 @@ class Agent:
                 self._say(f"started again with --run-dir {self._job.run_dir}, the job goes on from {left}")
         finally:
             logs.cancel()
-            self._standby.close()
+            self._pool.close()
             self._kill_ranks()
             self._logs.finish()
             listener.close()
@@ -144,7 +148,7 @@ class Agent:
         if reason:
             self._carry_out(self._controller.lost(process.rank, process.incarnation, reason, self._standings()))
         self._carry_out(self._controller.exited(process.rank, process.incarnation, code, self._standings()))
-        if not self._reaping and self._ending is None:
+        if not self._reaping and not self._unborn and self._ending is None:
             self._ended.set()
 
     def _on_standby(self, kind: str, detail: dict[str, Any]) -> None:
@@ -305,6 +309,10 @@ class Agent:
                     self._loop.call_later(self._job.settings.join_timeout_s, self._expire, generation)
                 case Spawn():
                     self._spawn(command)
+                case Kill(rank=rank) if rank in self._unborn:
+                    unborn = self._unborn.pop(rank)
+                    told = "was not started in time"
+                    self._carry_out(self._controller.lost(rank, unborn.incarnation, told, self._standings()))
                 case Kill(rank=rank):
                     if rank in self._processes.current:
                         self._processes.current[rank].signal(signal.SIGKILL)
@@ -325,7 +333,7 @@ class Agent:
                     if kind == "leaving":
                         self._departure.begin()
                     if kind == "started" and self._job.policy.replace:
-                        self._processes.stand_by(self._controller.attempt)
+                        self._processes.train(self._controller.attempt)
                 case EndJob():
                     if self._ending is None:
                         self._ending = command
@@ -343,11 +351,23 @@ class Agent:
             stale.close()
         self._board.set_order(rank, orders.NOBODY)  # an order to its predecessor died with it
         self._board.set_asked(rank, 0)
-        try:
-            process = self._processes.spawn(rank, command.incarnation, command.attempt, joining=command.joining)
-        except OSError as error:
-            self._carry_out([EndJob(2, f"rank {rank} can't be started: {error}")])
+        self._unborn[rank] = command
+        self._processes.start(
+            rank,
+            command.incarnation,
+            command.attempt,
+            joining=command.joining,
+            started=lambda process: self._on_started(command, process),
+            wanted=lambda: self._unborn.get(rank) is command and self._ending is None,
+        )
+
+    def _on_started(self, command: Spawn, process: RankProcess | OSError) -> None:
+        rank = command.rank
+        del self._unborn[rank]
+        if isinstance(process, OSError):
+            self._carry_out([EndJob(2, f"rank {rank} can't be started: {process}")])
             return
+        self._processes.current[rank] = process
         self._reaping.add(process)
         self._loop.add_reader(process.pidfd, self._on_exit, process)
         detail = {"pid": process.pid, "joining": command.joining, "start": process.start}

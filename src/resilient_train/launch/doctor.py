@@ -43,11 +43,10 @@ _WORKS = {
 }
 
 
-_NURSERY = "a process with the imports done stands by (some 220 MiB), and spares are forked from it"
+_ZYGOTE = "ranks are forks of a process with their imports done (some 220 MiB), and so is what stands by"
 _DEPTHS = {
-    "forked": f"{_NURSERY} (some 2 MiB each)",
-    "idle": f"{_NURSERY}; each has what the script holds at init_process_group (from 15 MiB on)",
-    "built": f"{_NURSERY}; each has the model, and what else the script holds at standby_point (from 25 MiB on)",
+    "forked": f"{_ZYGOTE} (some 2 MiB)",
+    "built": f"{_ZYGOTE}, which has the model, and what else the script holds at standby_point (from 25 MiB on)",
 }
 
 
@@ -280,7 +279,7 @@ def _switches(facts: Facts) -> Iterator[Finding]:
             text = f"{each.depth}{state}: {each.own_bytes / (1 << 20):.1f} MiB of its own (process {each.pid})"
             yield Finding(Grade.OK, "standby now", text)
     elif facts.switches.arf:
-        text = "off (RESILIENT_STANDBY): a replacement starts Python and imports torch first, some 2 s"
+        text = "off (RESILIENT_STANDBY): every process starts Python and imports torch first, some 2 s"
         yield Finding(Grade.NOTE, "standby", text)
     idle = [name.upper() for name in _WITHOUT_EFFECT if getattr(facts.switches, name)]
     if idle and facts.switches_set:

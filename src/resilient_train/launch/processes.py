@@ -8,24 +8,39 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from resilient_train import config
+from resilient_train import _native, config
 from resilient_train.launch import caches
+from resilient_train.launch.fork.live import cold
+from resilient_train.launch.fork.pool import Pool, Waiting
 from resilient_train.launch.job import Job
 from resilient_train.launch.logs import Logs, Streams
-from resilient_train.launch.standby import Child, Standby, die_with_agent
 from resilient_train.protocol.hang import RunState
 
 _LOCAL_RANK_MACRO = "${local_rank}"
 
 
+class Child(Protocol):
+    """A process that this one has to reap."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        ...
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        ...
+
+
 class RankProcess:
     """One incarnation of a rank. ``pidfd`` becomes readable when the process has ended.
 
-    ``start`` is "cold" for a new interpreter, and how far it was, "forked" and beyond, for a fork of the nursery.
+    ``start`` is "cold" for a new interpreter, "forked" for a fork of the zygote, "built" for one that had run the
+    script up to its standby point.
     """
 
     def __init__(self, rank: int, incarnation: int, child: Child, *, start: str) -> None:
@@ -69,52 +84,82 @@ class RankProcess:
 class Processes:
     """The living and the not yet reaped processes of a node."""
 
-    def __init__(self, job: Job, logs: Logs, standby: Standby, socket_path: Path, port: int) -> None:
+    def __init__(self, job: Job, logs: Logs, pool: Pool, socket_path: Path, port: int) -> None:
         self._job = job
         self._logs = logs
-        self._standby = standby
+        self._pool = pool
         self._socket_path = socket_path
         self._port = port
         # Without restarts nothing is compiled twice: then the user's own places are as good.
         self._caches = caches.given(job.run_dir, config.environ_copy()) if job.policy.max_restarts > 0 else {}
         self.current: dict[int, RankProcess] = {}
 
-    def spawn(self, rank: int, incarnation: int, attempt: int, *, joining: bool) -> RankProcess:
-        """Starts a process for ``rank``. Raises OSError if the command can't be run."""
-        streams = self._logs.open(rank, incarnation)
+    def begin(self) -> None:
+        """The job starts: has the zygote made."""
+        self._pool.begin([self._environ(rank, 0, 0, joining=False) for rank in range(self._job.world_size)])
+
+    def start(
+        self,
+        rank: int,
+        incarnation: int,
+        attempt: int,
+        *,
+        joining: bool,
+        started: Callable[[RankProcess | OSError], None],
+        wanted: Callable[[], bool],
+    ) -> None:
+        """Starts a process for ``rank``. ``started`` gets it, now or soon, or why the command can't be run.
+
+        Nothing is started if ``wanted()`` is not true any more by then.
+        """
         command = tuple(part.replace(_LOCAL_RANK_MACRO, str(rank)) for part in self._job.command)
         environ = self._environ(rank, incarnation, attempt, joining=joining)
+
+        def begin(waiting: Waiting | None) -> None:
+            try:
+                process = self._begin(rank, incarnation, command, environ, waiting)
+            except OSError as error:
+                started(error)
+            else:
+                started(process)
+
+        before = self.current.get(rank)
+        if before is not None and before.start != "cold" and not before.greeted:
+            begin(None)  # a fork that ended before its Session came about is not tried twice
+        else:
+            self._pool.take(environ, begin, wanted)
+
+    def _begin(
+        self, rank: int, incarnation: int, command: tuple[str, ...], environ: dict[str, str], waiting: Waiting | None
+    ) -> RankProcess:
+        streams = self._logs.open(rank, incarnation)
         try:
-            before = self.current.get(rank)
-            unborn = before is not None and before.start != "cold" and not before.greeted
-            # A fork that ended before its Session came about is not tried twice.
-            forked = self._standby.become(command, environ, streams) if joining and not unborn else None
-            child = forked or _start_cold(command, environ, streams)
+            if waiting is not None and self._pool.give_life(waiting, command, environ, streams):
+                child: Child = waiting.child
+                start = waiting.child.start
+            else:
+                child, start = _start_cold(command, environ, streams), "cold"
         finally:
             os.close(streams.out)
             os.close(streams.err)
-        process = RankProcess(rank, incarnation, child, start=forked.start if forked else "cold")
-        self.current[rank] = process
-        return process
+        return RankProcess(rank, incarnation, child, start=start)
 
-    def stand_by(self, attempt: int) -> None:
-        """The ranks train: from now on there may be a process that replacements are forked from."""
-        self._standby.begin([self._environ(rank, 0, attempt, joining=True) for rank in range(self._job.world_size)])
+    def train(self, attempt: int) -> None:
+        """The ranks train."""
+        self._pool.train(str(attempt))
 
     def standbys(self) -> list[dict[str, Any]]:
         """The processes that stand by, for an operator."""
-        return self._standby.describe()
+        return self._pool.describe()
 
     def reap_strays(self, pids: Collection[int]) -> None:
-        """Lets go of ended processes that are neither these ranks' nor the nursery: a rank's orphans come to us."""
+        """Lets go of ended processes that are not these ranks': a rank's orphans come to us."""
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if ended.si_pid in self._standby.pids():
-                    self._standby.bury(ended.si_pid)
-                    return
                 if ended.si_pid in pids:
                     return  # whoever waits for it will come first; strays behind it, at the next call
-                os.waitpid(ended.si_pid, 0)
+                if not self._pool.reap(ended.si_pid):
+                    os.waitpid(ended.si_pid, 0)
 
     def _environ(self, rank: int, incarnation: int, attempt: int, *, joining: bool) -> dict[str, str]:
         job, world = self._job, str(self._job.world_size)
@@ -164,11 +209,16 @@ class Processes:
 
 def _start_cold(command: tuple[str, ...], environ: dict[str, str], streams: Streams) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        command,
+        cold(command),
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=streams.out,
         stderr=streams.err,
         start_new_session=True,
-        preexec_fn=die_with_agent,  # noqa: PLW1509 - one prctl; the agent runs no Python thread
+        preexec_fn=_die_with_agent,  # noqa: PLW1509 - one prctl; the agent runs no Python thread
     )
+
+
+def _die_with_agent() -> None:
+    """For a new process, before it runs anything."""
+    _native.die_with_parent(signal.SIGKILL)

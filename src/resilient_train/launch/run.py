@@ -11,13 +11,14 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
-from resilient_train import config
+from resilient_train import _register, config
 from resilient_train.errors import ConfigError
 from resilient_train.events import now
 from resilient_train.faults import parse_plan
 from resilient_train.launch.console import Console
+from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.job import Job
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.protocol.policy import DEFAULT_MAX_RESTARTS, Policy
@@ -43,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--standby-depth",
         "--standby_depth",
-        help="how far it is: forked (imports done), idle (in init_process_group), built (in rt.standby_point)",
+        help="how far it is: forked (imports done), built (it has run the script up to rt.standby_point)",
     )
     return parser
 
@@ -140,11 +141,16 @@ def _std(setting: Any, rank: int) -> int:
     return int(setting.get(rank, 0) if isinstance(setting, dict) else setting)
 
 
-def main(argv: list[str] | None = None) -> NoReturn:
-    """Entry point of ``resilient-run``."""
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of ``resilient-run``. Returns in the ranks that are forked from this process, else exits."""
     argv = sys.argv[1:] if argv is None else argv
+    _register.wrap_for_forks()
+    guessed = config.set_threads(_ranks_wanted(argv))
+    environ = config.environ_copy()
     try:
         job = make_job(argv)
+        if guessed and isinstance(job, Job) and job.world_size == 1:
+            config.unset_threads()
     except ConfigError as error:
         print(f"resilient-run: {error}", file=sys.stderr)
         sys.exit(2)
@@ -157,7 +163,30 @@ def main(argv: list[str] | None = None) -> NoReturn:
         )
         torchrun.run(job)  # type: ignore[no-untyped-call] # torch's
         sys.exit(0)
-    sys.exit(run_job(job, argv))
+    root = _start_root(job, environ)
+    if isinstance(root, Born):
+        root.begin()  # nothing of ours may catch what the script raises
+        return
+    sys.exit(run_job(job, argv, root))
+
+
+def _ranks_wanted(argv: list[str]) -> str:
+    """The value of ``--nproc-per-node``, found before there is a parser: it decides with what torch is imported."""
+    for here, after in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = here.partition("=")
+        if name.startswith("--nproc"):
+            return value if equals else after
+    return config.environ_copy().get("PET_NPROC_PER_NODE", "1")
+
+
+def _start_root(job: Job, environ: dict[str, str]) -> Root | Born | str:
+    if not job.settings.standby:
+        return "switched off (--standby 0)"
+    try:
+        job.log_dir.mkdir(parents=True, exist_ok=True)
+        return start_root(job.log_dir / "standby.log", environ)
+    except OSError as error:
+        return str(error)
 
 
 def _set_aside(events: Path) -> None:
@@ -185,7 +214,7 @@ def _without_effect() -> list[str]:
     return texts
 
 
-def run_job(job: Job, argv: list[str]) -> int:
+def run_job(job: Job, argv: list[str], root: Root | str) -> int:
     """Runs a job of one node; returns its exit code."""
     from resilient_train.launch.agent import Agent
     from resilient_train.observe.trace import write_trace
@@ -204,7 +233,7 @@ def run_job(job: Job, argv: list[str]) -> int:
     sink.write(now("run_start", detail={"world_size": job.world_size, "argv": argv, "pid": os.getpid()}))
 
     async def serve() -> int:
-        return await Agent(job, sink).run()
+        return await Agent(job, sink, root).run()
 
     try:
         code = asyncio.run(serve())

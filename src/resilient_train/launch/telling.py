@@ -27,10 +27,9 @@ def told(kind: str, rank: int, generation: int, took_ms: float, detail: dict[str
     elif kind == "fenced":
         yield f"recovery {generation}: rank {rank} did not answer in time and is killed"
     elif kind == "standby_off":
-        yield f"replacements start cold, since nothing can stand by: {detail['reason']}"
+        yield f"all processes start cold, since they can't be forked: {detail['reason']}"
     elif kind == "standby_shallow":
-        how = "forked with their imports done" if detail["depth"] == "forked" else f"started {detail['depth']}"
-        yield f"replacements are only {how}, not {detail['asked']}: {detail['reason']}"
+        yield f"replacements are only forked with their imports done, not {detail['asked']}: {detail['reason']}"
     elif kind == "job_end" and detail["code"]:
         yield f"the job ends: {detail['reason']}"
 

@@ -32,6 +32,7 @@ from resilient_train.session.link import refuse
 from resilient_train.session.loader import Cursor, RandomNumbers
 from resilient_train.session.runtime import Runtime
 from resilient_train.session.step import Step
+from resilient_train.standby import standby_point
 
 R = TypeVar("R")
 
@@ -67,6 +68,7 @@ class Session:
         undo: bool = False,
     ) -> None:
         global _open
+        standby_point()
         objects = Objects(
             _several(model), _several(optimizer), _several(scheduler), scaler, dict(state or {}), dict(rank_state or {})
         )

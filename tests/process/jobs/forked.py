@@ -1,4 +1,4 @@
-"""Says what a process can find out about itself, to be compared between a new interpreter and a fork of the nursery."""
+"""Says what a process can find out about itself, to be compared between a new interpreter and a fork of the zygote."""
 
 import atexit
 import ctypes
@@ -99,6 +99,12 @@ elif mode == "interrupt":
 elif mode == "abort":
     print("before", end="")
     os.abort()
+elif mode == "spawn":
+    import multiprocessing
+
+    if __name__ == "__main__":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(pool.map(abs, [-1]), __file__, sys.argv)
 elif mode == "sleep":
     print("asleep")
     time.sleep(600)

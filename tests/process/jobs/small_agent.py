@@ -1,21 +1,29 @@
-"""An agent in little, for tests/process/test_standby.py: runs commands cold and forked, and says how they ended.
+"""An agent in little, for tests/process/test_fork.py: runs commands in three ways, and says how they ended.
 
-``small_agent.py FOLDER``; one JSON object on stdout. Afterwards a fork, a spare and a nursery run on: the test looks at
-what becomes of them.
+``small_agent.py FOLDER``; one JSON object on stdout. Afterwards a rank, a spare, the zygote and the root run on: the
+test looks at what becomes of them.
 """
 
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from resilient_train.config import Settings
-from resilient_train.launch.logs import Streams
-from resilient_train.launch.processes import _start_cold
-from resilient_train.launch.standby import Standby
+from resilient_train import _register
+
+_register.wrap_for_forks()  # as the launcher does, before torch is imported
+
+from torch.distributed import run as _torchrun  # noqa: E402, F401
+
+from resilient_train.config import Settings, environ_copy  # noqa: E402
+from resilient_train.launch.fork import pool  # noqa: E402
+from resilient_train.launch.fork.zygote import Born, start_root  # noqa: E402
+from resilient_train.launch.logs import Streams  # noqa: E402
+from resilient_train.launch.processes import _start_cold  # noqa: E402
 
 SCRIPT = str(Path(__file__).with_name("forked.py"))
 CASES = {
@@ -31,19 +39,18 @@ CASES = {
     "exit none": (SCRIPT, "exit", "none"),
     "interrupt": (SCRIPT, "interrupt"),
     "abort": (SCRIPT, "abort"),
+    "spawn": (SCRIPT, "spawn"),
 }
+WAYS = ("plain", "cold", "forked")
 
 
 class Little:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, root) -> None:
         self.folder = folder
         self.events: list[tuple[str, dict]] = []
-        self.environ = {**os.environ, "RANK": "0", "PYTHONPATH": str(Path(SCRIPT).parent)}
-        command = (sys.executable, "-u", SCRIPT)
-        self.standby = Standby(command, folder, Settings(standby_delay_s=0.0), self.note)
-
-    def note(self, kind: str, detail: dict) -> None:
-        self.events.append((kind, detail))
+        self.environ = {**os.environ, "RANK": "0"}
+        self.command = (sys.executable, "-u", SCRIPT)
+        self.pool = pool.Pool(root, self.command, Settings(), lambda *event: self.events.append(event))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():  # noqa: ASYNC110 - a process ends without telling this loop
@@ -53,53 +60,69 @@ class Little:
         return sum(each == kind for each, _ in self.events)
 
     def stocked(self) -> bool:
-        """The nursery, and a spare beside it."""
-        return len(self.standby.pids()) == 2
+        """The root, the zygote, and a spare beside them."""
+        return len(self.pool.processes()) == 3
+
+    def take(self, more: dict[str, str]):
+        """What can become a rank; None: nothing; a future: soon."""
+        given = asyncio.get_running_loop().create_future()
+        self.pool.take({**self.environ, **more}, given.set_result, lambda: True)
+        return given
 
     async def run(self, name: str, way: str, arguments: tuple[str, ...], **more: str) -> dict:
-        child, paths = self.start(name, way, arguments, more)
+        child, paths = await self.start(name, way, arguments, more)
         await self.until(lambda: child.poll() is not None)
         out, err = (path.read_text() for path in paths)
         return {"code": child.poll(), "out": out, "err": err}
 
-    def start(self, name: str, way: str, arguments: tuple[str, ...], more: dict[str, str]):
+    async def start(self, name: str, way: str, arguments: tuple[str, ...], more: dict[str, str]):
         paths = [self.folder / f"{name}.{way}.{suffix}" for suffix in ("out", "err")]
         streams = Streams(*(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC) for path in paths))
         command, environ = (sys.executable, "-u", *arguments), {**self.environ, **more}
-        if way == "cold":
+        if way == "plain":
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": streams.out, "stderr": streams.err}
+            child = subprocess.Popen(command, env=environ, start_new_session=True, **pipes)  # noqa: ASYNC220
+        elif way == "cold":
             child = _start_cold(command, environ, streams)
         else:
-            child = self.standby.become(command, environ, streams)
+            waiting = await self.take(more)
+            assert waiting is not None, self.events
+            assert self.pool.give_life(waiting, command, environ, streams)
+            child = waiting.child
         for each in streams:
             os.close(each)
         return child, paths
 
 
-async def main(folder: Path) -> None:
-    little = Little(folder)
-    little.standby.begin([little.environ])
-    await little.until(lambda: little.count("standby_ready") == 1)
+async def main(folder: Path, root) -> None:
+    little = Little(folder, root)
+    little.pool.begin([little.environ])
     told = {}
     for name, arguments in CASES.items():
-        # Side by side: the interpreter and torch take their second either way.
-        ways = [little.run(name, way, arguments, RANK="3") for way in ("cold", "forked")]
-        told[name] = dict(zip(("cold", "forked"), await asyncio.gather(*ways), strict=True))
+        ways = [little.run(name, way, arguments, RANK="3") for way in WAYS]
+        told[name] = dict(zip(WAYS, await asyncio.gather(*ways), strict=True))
     again = await little.run("again", "forked", CASES["tell"], RANK="3")
     await little.until(little.stocked)
-    begun = time.monotonic()
-    other = little.start("other", "forked", (SCRIPT, "tell"), {"OMP_NUM_THREADS": "7"})[0]
-    nursery = next(detail["pid"] for kind, detail in little.events if kind == "standby_ready")
-    os.kill(nursery, 9)
+    other = (await little.take({"OMP_NUM_THREADS": "7"})) is None
+    zygote = next(each["pid"] for each in little.pool.describe() if each["depth"] == "zygote")
+    os.kill(zygote, 9)
     await little.until(lambda: little.count("standby_lost") == 1)
-    spare = little.start("spare", "forked", (SCRIPT, "sleep"), {})[0]
-    none = little.start("none", "forked", (SCRIPT, "sleep"), {})[0]
+    begun = time.monotonic()
+    spare, _ = await little.start("spare", "forked", (SCRIPT, "sleep"), {})
+    none = await little.take({})
     refused_s = time.monotonic() - begun
     await little.until(little.stocked)
-    left = [spare.pid, *little.standby.pids()] if spare else []
-    result = {"told": told, "again": again, "other": other is None, "none": none is None}
+    left = [spare.pid, *(each.child.pid for each in little.pool.processes())]
+    result = {"told": told, "again": again, "other": other, "none": none is None}
     print(json.dumps({**result, "refused_s": refused_s, "left": left, "events": little.events}), flush=True)
     await asyncio.sleep(600)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    place = Path(sys.argv[1])
+    pool._PAUSE_S = 0.05
+    first = start_root(place / "standby.log", environ_copy())
+    if isinstance(first, Born):
+        first.begin()
+    else:
+        asyncio.run(main(place, first))

@@ -98,8 +98,10 @@ def make_loader(variant: frozenset[str]) -> DataLoader:
 
 
 class Job:
-    def __init__(self, variant: frozenset[str]) -> None:
+    def __init__(self, variant: frozenset[str], hold: str) -> None:
         self.variant = variant
+        while hold and Path(hold).exists():
+            time.sleep(0.01)
         torch.manual_seed(0)
         self.model = wrap(build(variant), variant)
         self.ema = build(variant)
@@ -247,7 +249,8 @@ if __name__ == "__main__":
     parser.add_argument("--show-start", action="store_true", help="write down what the loop begins with")
     parser.add_argument("--pace", default="", help="go slowly until this file exists")
     parser.add_argument("--standby-at", type=int, nargs="*", default=[], help="wait for a standby behind this step")
+    parser.add_argument("--hold", default="", help="do not begin while this file exists")
     arguments = parser.parse_args()
     dist.init_process_group("resilient")
-    Job(frozenset(arguments.variant.split("+"))).run(arguments)
+    Job(frozenset(arguments.variant.split("+")), arguments.hold).run(arguments)
     dist.destroy_process_group()

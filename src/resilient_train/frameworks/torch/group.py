@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import GroupName
 
-from resilient_train import waiting
+from resilient_train import standby
 from resilient_train.config import read_link
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch import solo
@@ -81,7 +81,7 @@ class ResilientGroup(dist.ProcessGroup):
         self.sockets: list[tuple[int, int]] = []
         self.solo = True
         self.quiet = False
-        self._nobody = waiting.stage is not None
+        self._nobody = standby.stage is not None
         """It has no rank yet: what it was made with is only assumed."""
         self._hangups = select.epoll()
         self._hung_up = False
@@ -145,7 +145,7 @@ class ResilientGroup(dist.ProcessGroup):
         return BACKEND
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
-        return waiting.stage.rank_asked() if self._nobody and waiting.stage is not None else self._rank
+        return standby.stage.rank_asked() if self._nobody and standby.stage is not None else self._rank
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
         self._name = name
@@ -206,7 +206,7 @@ for _verb in VERBS:
 
 def create(options: Any, _backend_options: Any) -> ResilientGroup:
     """Torch calls this for ``init_process_group("resilient")`` and ``new_group``."""
-    link = read_link() if waiting.stage is None else None
+    link = read_link() if standby.stage is None else None
     group = ResilientGroup(
         options.store,
         options.group_rank,
@@ -215,7 +215,7 @@ def create(options: Any, _backend_options: Any) -> ResilientGroup:
         list(options.global_ranks_in_group),
         options.timeout,
     )
-    if not (link and link.joining) and waiting.stage is None:
+    if not (link and link.joining) and standby.stage is None:
         # torch 2.13 hands all attempts one store: without its number, a group finds the addresses of the dead one.
         group.adopt(group.build(0, link.attempt if link else 0, threading.Event()))
     groups[group.group_name] = group

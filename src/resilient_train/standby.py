@@ -1,23 +1,25 @@
 """Where a process that runs the user's script, and is no rank yet, waits to become one.
 
-A rank waits nowhere: ``stage`` is None in it. In a standby (``launch/rehearsal.py``) it is what its agent told it.
+A rank waits nowhere: ``stage`` is None in it. In a standby (``launch/fork/ahead.py``) it is what its agent told it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
+
+NAME = "rt.standby_point()"
 
 
 class Stage(Protocol):
-    """A process without a rank, between the script's first line and the point where it waits."""
+    """A process without a rank, between the script's first line and the point where it waits.
 
-    def at_group(self, build: Callable[..., Any], *, late: bool) -> Any:
-        """``init_process_group`` was called; ``build`` makes the group. ``late``: one that can learn its rank later."""
-        ...
+    ``wraps``: see ``config.wraps_backend``. Who asks for it there would be taken for the script.
+    """
+
+    wraps: bool
 
     def at_point(self) -> None:
-        """``standby_point`` was called."""
+        """``standby_point`` was called, or a Session was made without it."""
         ...
 
     def rank_asked(self) -> int:
@@ -39,7 +41,8 @@ def standby_point() -> None:
 
     With ``resilient-run --standby-depth built`` a standby builds what stands above this line (model, DDP wrapper,
     optimizer) and waits in it until a rank is lost. Nothing above it may depend on the rank: the sampler, the loader
-    and the ``Session`` belong below. ``docs/how-to/standbys.md`` says what else counts.
+    and the ``Session`` belong below. Whatever else the script does above it is done once more for each standby, while
+    the job runs. Without a call of this the Session is the point. See ``docs/how-to/standbys.md``.
     """
     if stage is not None:
         stage.at_point()

@@ -1,4 +1,4 @@
-"""What a standby may import before it knows which rank it becomes: found in the script's text, without running it.
+"""What the zygote may import, which knows no rank: found in the script's text, without running it.
 
 Two kinds of script are left alone: one that sets environment variables, for a library that is imported already has read
 them; and, for its own imports, one that changes where modules are looked for. The user's own modules are read for
@@ -24,11 +24,13 @@ _LATE_PREFIXES = ("GLOO_", "NCCL_", "WANDB_", "RESILIENT_")
 _CHANGES = frozenset({"setdefault", "update", "pop", "popitem", "clear", "__setitem__", "__delitem__"})
 _SETTERS = frozenset({"putenv", "unsetenv", "load_dotenv"})
 _PATH_CHANGES = frozenset({"insert", "__setitem__", "reverse", "sort"})
+_EARLY = frozenset({"__main__", "encodings", "sitecustomize", "usercustomize"})
+_OF_ONE_PROCESS = frozenset({"mpi4py", "horovod", "pycuda", "torch_xla"})
 _FILES_MAX = 200
 """Files of the user's that are read; what lies behind them is imported after the fork."""
 
 
-class Import(msgspec.Struct, frozen=True):
+class Wanted(msgspec.Struct, frozen=True):
     """``import module``, or ``from module import names``."""
 
     module: str
@@ -51,14 +53,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return os.path.dirname(os.path.realpath(self.script))  # noqa: PTH120 - as Python itself does
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ImportPlan(msgspec.Struct, frozen=True, kw_only=True):
     """``refusal``: why no standby can stand in for this script; empty if one can."""
 
-    imports: tuple[Import, ...] = ()
+    imports: tuple[Wanted, ...] = ()
     refusal: str = ""
 
 
-def scan(target: Target, folder: str) -> Plan:
+def scan(target: Target, folder: str) -> ImportPlan:
     """The installed modules that the script, and the user's modules (in ``folder``) that it imports, import at their
     top.
     """
@@ -67,7 +69,7 @@ def scan(target: Target, folder: str) -> Plan:
     if target.module and first and first[-1].name == "__init__.py":
         first.append(first[-1].with_name("__main__.py"))
     waiting, seen = first, set(first)
-    found: dict[Import, None] = {}
+    found: dict[Wanted, None] = {}
     moved = False
     while waiting and len(seen) <= _FILES_MAX:
         path = waiting.pop(0)
@@ -77,7 +79,7 @@ def scan(target: Target, folder: str) -> Plan:
             continue  # the rank itself will say what is wrong with it
         where = _sets_environment(tree)
         if where:
-            return Plan(refusal=f"{path}:{where} sets environment variables, which libraries read when imported")
+            return ImportPlan(refusal=f"{path}:{where} sets environment variables, which libraries read when imported")
         moved = moved or _moves_path(tree)
         for each in _top_imports(tree):
             top = each.module.partition(".")[0]
@@ -87,19 +89,29 @@ def scan(target: Target, folder: str) -> Plan:
                 waiting += fresh
             elif _is_installed(top):
                 found[each] = None
-    return Plan(imports=() if moved else tuple(found))
+    return ImportPlan(imports=() if moved else tuple(found))
 
 
-def hidden(folder: str, loaded: Sequence[str]) -> str:
-    """A module among those loaded in whose place a rank would find a file of the user's in ``folder``; or empty."""
+def hidden(folder: str) -> str:
+    """A file of the user's in ``folder`` that ``python SCRIPT`` would find in place of a module that this process has
+    imported; or empty. What every interpreter imports before it looks there can't be hidden.
+    """
     if not folder:
         return ""
-    for top in sorted({name.partition(".")[0] for name in loaded}):
-        spec = _spec(top, [folder])
+    for top in sorted({name.partition(".")[0] for name in tuple(sys.modules)} - _EARLY):
         module = sys.modules.get(top)
+        own = getattr(module, "__spec__", None)
+        if own is None or own.origin in ("frozen", "built-in"):
+            continue
+        spec = _spec(top, [folder])
         if spec is not None and spec.origin != getattr(module, "__file__", None):
             return f"{spec.origin} hides the module {top!r}"
     return ""
+
+
+def foreign_to_forks(module: str) -> bool:
+    """Whether a module sets up, when it is imported, what belongs to one process; such are left to the forks."""
+    return module.partition(".")[0] in _OF_ONE_PROCESS
 
 
 def _spec(name: str, search: Sequence[str]) -> ModuleSpec | None:
@@ -125,7 +137,7 @@ def _is_installed(top: str) -> bool:
     return any(Path(spec.origin).is_relative_to(place) for place in places)
 
 
-def _local_files(each: Import, folder: str) -> Iterator[Path]:
+def _local_files(each: Wanted, folder: str) -> Iterator[Path]:
     yield from _files(each.module, [folder])
     for name in each.names:
         yield from _files(f"{each.module}.{name}", [folder])
@@ -146,13 +158,13 @@ def _files(module: str, search: Sequence[str]) -> Iterator[Path]:
             return
 
 
-def _top_imports(tree: ast.Module) -> Iterator[Import]:
+def _top_imports(tree: ast.Module) -> Iterator[Wanted]:
     for node in tree.body:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name)
+                yield Wanted(alias.name)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level and node.module != "__future__":
-            yield Import(node.module, tuple(alias.name for alias in node.names if alias.name != "*"))
+            yield Wanted(node.module, tuple(alias.name for alias in node.names if alias.name != "*"))
 
 
 def _is_named(node: ast.expr, name: str) -> bool:

@@ -1,0 +1,94 @@
+"""The test server: a process that has imported torch and the launcher once, and forks a launcher for each job.
+
+``server.py DESCRIPTOR``: a Unix socket to the tests (``served.Served``). A launcher that is forked from here has what
+a new ``python -m resilient_train.launch.run`` has, but for the seconds that the imports take. It ends when the socket
+is closed, and takes what it has started along.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from resilient_train import _native, _register
+
+LAUNCHER = "resilient_train.launch.run"
+
+
+def import_all() -> None:
+    _register.wrap_for_forks()
+    from resilient_train.launch.fork.zygote import ALWAYS
+
+    for name in (LAUNCHER, "resilient_train.launch.agent", "torch.distributed.run", "asyncio", *ALWAYS):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def serve(channel: socket.socket) -> dict | None:
+    """Returns the request in the fork that is to carry it out, None when the tests are over."""
+    living: set[int] = set()
+    while True:
+        data, streams, _, _ = socket.recv_fds(channel, 1 << 20, 3)
+        if not data:
+            for pid in living:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            return None
+        request = json.loads(data)
+        if "reap" in request:
+            pid = request["reap"]
+            living.discard(pid)
+            channel.send(json.dumps(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            channel.close()
+            for source, target in zip(streams, (0, 1, 2), strict=True):
+                os.dup2(source, target)
+                os.close(source)
+            os.setsid()
+            return request
+        for each in streams:
+            os.close(each)
+        living.add(pid)
+        channel.send(json.dumps(pid).encode())
+
+
+def launch(request: dict) -> None:
+    """In the fork: what ``python -m`` would do. Returns, or raises, in the ranks only."""
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    os.chdir(request["cwd"])
+    module = sys.modules[LAUNCHER]
+    sys.path[0] = request["cwd"]
+    sys.argv[:] = [module.__file__, *request["arguments"]]
+    own, code = os.getpid(), 0
+    try:
+        module.main()
+    except SystemExit as end:
+        if os.getpid() != own:
+            raise
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    if os.getpid() == own:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)  # what an interpreter does at its end takes half a second
+
+
+if __name__ == "__main__":
+    _native.die_with_parent(signal.SIGKILL)
+    ours = socket.socket(fileno=int(sys.argv[1]))
+    import_all()
+    assert len(list(Path("/proc/self/task").iterdir())) == 1
+    asked = serve(ours)
+    if asked is not None:
+        launch(asked)

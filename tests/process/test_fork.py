@@ -1,0 +1,252 @@
+"""Ranks that are forked from a process with its imports done, or that have run the script ahead: nobody can tell, and
+nothing is left behind.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from identity import assert_identical
+from running import JOBS, LAUNCHER, Reference, launch, read_events, start
+
+WAYS = ("plain", "cold", "forked")
+
+
+def starts(events: list[dict[str, Any]]) -> list[str]:
+    return [event["detail"]["start"] for event in events if event["kind"] == "spawned"]
+
+
+@pytest.mark.parametrize(("variant", "threads"), [("base", "1"), ("workers+two", "2"), ("stateful+view", "1")])
+def test_the_bits_of_forked_ranks(tmp_path: Path, variant: str, threads: str) -> None:
+    """They are those of new interpreters, with one thread and with two, which give other bits."""
+    plan = "kill rank=1 step=5 phase=COMPUTE at=backward; kill rank=0 step=8 phase=UPDATING"
+    arguments = ("train.py", "--steps", "12", "--variant", variant)
+    run = launch(tmp_path / "run", *arguments, ranks=3, flags=("--faults", plan), OMP_NUM_THREADS=threads)
+    cold = launch(tmp_path / "cold", *arguments, ranks=3, flags=("--standby", "0"), OMP_NUM_THREADS=threads)
+    assert_identical(run, cold, ranks=3, recoveries=2)
+    assert starts(run.events) == ["forked"] * 5, run.explain()
+    assert starts(cold.events) == ["cold"] * 3
+    assert run.of("standby_lost") == run.of("standby_off") == cold.of("standby_off") == []
+    assert "start cold" not in run.err + cold.err
+
+
+@pytest.mark.parametrize("variant", ["base", "stateful+view"])
+def test_the_bits_of_ranks_that_ran_the_script_ahead(tmp_path: Path, undisturbed: Reference, variant: str) -> None:
+    plan = "kill rank=1 step=5 phase=COMPUTE at=backward; kill rank=0 step=8 phase=UPDATING"
+    arguments = ("train.py", "--steps", "12", "--variant", variant, "--standby-at", "3", "7")
+    environ = {"RESILIENT_STANDBY_DEPTH": "built"}
+    run = launch(tmp_path / "run", *arguments, ranks=3, flags=("--faults", plan), **environ)
+    assert_identical(run, undisturbed(ranks=3, variant=variant, steps=12), ranks=3, recoveries=2)
+    assert starts(run.events) == ["forked"] * 3 + ["built"] * 2, run.explain()
+    assert run.of("standby_lost") == run.of("standby_off") == run.of("standby_shallow") == []
+    assert {event["detail"]["depth"] for event in run.of("standby_waits")} == {"built"}
+
+
+def said(script: str, folder: Path, **environ: str) -> dict[str, Any]:
+    """What that agent of ``jobs/`` says; then it is killed, and ``stayed`` tells which of its processes outlived it."""
+    with start([sys.executable, str(JOBS / script), str(folder)], **environ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()
+        result: dict[str, Any] = json.loads(line)
+        left = [psutil.Process(pid) for pid in result["left"]]
+        process.kill()
+        result["stayed"] = [each.pid for each in psutil.wait_procs(left, timeout=10)[1]]
+    return result
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return said("small_agent.py", tmp_path_factory.mktemp("small"), OMP_NUM_THREADS="2", PYTHONPATH=str(JOBS))
+
+
+def test_a_script_can_not_tell(told: dict[str, Any]) -> None:
+    for name in ("tell", "module"):
+        plain, cold, forked = (json.loads(told["told"][name][way]["out"].splitlines()[0]) for way in WAYS)
+        for found in (plain, cold, forked):
+            found["same"].pop("parent" if found is plain else "", None)
+        assert cold["same"].pop("wrapped"), "init_process_group is ours before the script takes it by its name"
+        assert forked["same"].pop("wrapped")
+        plain["same"].pop("wrapped")
+        assert forked["same"] == cold["same"], name
+        for found in (plain, cold):  # what the agent's own start sees to
+            found["same"].pop("parent", None)
+            found["same"].pop("death_signal")
+        assert cold["same"] == plain["same"], name
+    again = json.loads(told["again"]["out"].splitlines()[0])
+    first = json.loads(told["told"]["tell"]["forked"]["out"].splitlines()[0])
+    assert all(one != other for one, other in zip(first["own"], again["own"], strict=True)), "the same random numbers"
+
+
+def test_it_ends_as_it_would(told: dict[str, Any]) -> None:
+    """Exit codes, tracebacks, hooks, what is written at the end."""
+    for name, ways in told["told"].items():
+        plain = ways["plain"]
+        for way in WAYS[1:]:
+            assert ways[way]["code"] == plain["code"], (name, way)
+            assert ways[way]["err"] == plain["err"], (name, way)
+            lines = slice(name in ("tell", "module"), None)
+            assert ways[way]["out"].splitlines()[lines] == plain["out"].splitlines()[lines], (name, way)
+    codes = {name: ways["forked"]["code"] for name, ways in told["told"].items()}
+    assert (codes["raise"], codes["exit number"], codes["exit none"]) == (1, 7, 0)
+    assert (codes["interrupt"], codes["abort"]) == (-signal.SIGINT, -signal.SIGABRT)
+    assert "in <module>" in told["told"]["raise"]["forked"]["err"]
+
+
+def test_what_is_odd_is_started_cold(told: dict[str, Any]) -> None:
+    assert told["other"], "a variable that libraries read was different"
+    assert told["none"], "the zygote was dead, and its last spare taken"
+    assert told["refused_s"] < 1
+    kinds = [kind for kind, _ in told["events"]]
+    assert kinds == ["standby_ready", "standby_lost", "standby_ready"], "it was not started again"
+
+
+def test_nothing_outlives_the_agent(told: dict[str, Any]) -> None:
+    assert len(told["left"]) == 4, "a rank, a spare, the zygote and the root"
+    assert told["stayed"] == []
+
+
+VARIABLES = {
+    "get": "uses RANK",
+    "getenv": "uses LOCAL_RANK",
+    "contains": "uses RANK",
+    "copy": "takes all environment variables",
+    "bytes": "uses RANK",
+    "set": "uses RANK",
+    "library": "uses LOCAL_RANK",
+    "suppressed": "uses LOCAL_RANK",
+    "child reads": "uses RANK",
+}
+DEEDS = {
+    "child lives": "while processes run that the script has started",
+    "raise": "raised KeyError before it came to rt.standby_point(): 'missing'",
+    "exit": "ended (exit code 3) before it came to",
+    "die": "a spare ended on its way through the script, as 2 did before it",
+    "slow": "took longer than 1.5 s (RESILIENT_STANDBY_LIMIT_S)",
+}
+OF_THE_GROUP = {
+    "rank": "asks for the rank before rt.standby_point(): move it behind",
+    "sampler": "asks for the rank",
+    "new group": "asks for the rank",
+    "objects": "asks for the rank",
+    "raise": "raised KeyError before it came to rt.standby_point()",
+    "get": "uses RANK before rt.standby_point(): move it behind",
+}
+NAMES_NO_LINE = ("raise", "exit", "die", "slow", "end")
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return said("early_agent.py", tmp_path_factory.mktemp("ahead"))
+
+
+def test_a_script_that_needs_its_rank_is_found_out(ahead: dict[str, Any]) -> None:
+    """It never gets a wrong one, and the user is told what to move."""
+    expected = {f"{what}@group": text for what, text in (VARIABLES | DEEDS).items()}
+    expected |= {f"{what}@point": text for what, text in OF_THE_GROUP.items()}
+    expected |= {"end": "before it came to rt.standby_point()"}
+    assert ahead["odd"].keys() == expected.keys()
+    for case, text in expected.items():
+        kind, detail = ahead["odd"][case][-1]
+        assert kind == "standby_shallow", case
+        assert text in detail["reason"], case
+        assert (detail["asked"], detail["depth"]) == ("built", "forked"), case
+        assert ("early.py:" in detail["reason"]) == (not case.startswith(NAMES_NO_LINE)), case
+
+
+def test_who_ran_the_script_ahead_is_the_rank(ahead: dict[str, Any]) -> None:
+    for case, life in ahead["lives"].items():
+        assert life["start"] == "built", case
+        assert life["code"] == (case == "raise as a rank"), (case, life)
+        line, end = life["out"].splitlines()  # and no banner: that is in standby.log
+        told = json.loads(line)
+        assert told.pop("set") == ("WARN" if case == "set another@group" else None)
+        assert told == {
+            "rank": [2, 2, 2, "2"],
+            "sampler": 2,
+            "size": 3,
+            "environ": "_Environ",
+            "hook": "[rank2]",
+            "sockets": 1,
+        }, case
+        assert end == "the end"
+        lines = life["err"].splitlines()
+        assert all(each.startswith("[rank2]: ") for each in lines), life
+        assert bool(lines) == (case == "raise as a rank")
+
+
+def test_spares_in_the_script_come_and_go(ahead: dict[str, Any]) -> None:
+    assert ahead["after a death"] == ["standby_waits", "standby_lost", "standby_waits"]
+    described = [(each["depth"], each["ready"]) for each in ahead["described"]]
+    assert described == [("root", True), ("zygote", True), ("built", True)]
+    _, zygote, spare = (each["own_bytes"] for each in ahead["described"])
+    assert zygote > 30 << 20 > spare > 1 << 20
+    assert ahead["of another attempt"] == "forked", "its store was that of ranks which are gone"
+    assert len(ahead["left"]) >= 3, "the root, the zygote, and a spare on its way"
+    assert ahead["stayed"] == []
+
+
+VICTIMS = [(victim, "forked") for victim in ("root", "zygote", "spare", "agent", "rank")]
+VICTIMS += [("spare", "built"), ("agent", "built"), ("rank", "built")]
+
+
+@pytest.mark.parametrize(("victim", "depth"), VICTIMS)
+def test_whatever_is_killed_nothing_is_left(tmp_path: Path, victim: str, depth: str) -> None:
+    run_dir = tmp_path / "run"
+    script = [str(JOBS / "train.py"), "--steps", "200" if victim != "agent" else "100000", "--standby-at", "3"]
+    command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), *script]
+    with start(command, RESILIENT_STANDBY_DEPTH=depth) as process:
+        family = wait_for_family(process.pid, run_dir, depth)
+        ranks = [e["detail"]["pid"] for e in read_events(run_dir) if e["kind"] == "spawned"]
+        zygote = next(e["detail"]["pid"] for e in read_events(run_dir) if e["kind"] == "standby_ready")
+        root = min(each.pid for each in family)
+        (spare,) = (each.pid for each in family if each.pid not in (root, zygote, *ranks))
+        victims = {"root": root, "zygote": zygote, "spare": spare, "agent": process.pid, "rank": ranks[1]}
+        os.kill(victims[victim], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == (-9 if victim == "agent" else 0), err
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+        expected = ["forked", "forked", depth] if victim == "rank" else ["forked", "forked"]
+        assert starts(read_events(run_dir)) == expected
+
+
+def wait_for_family(pid: int, run_dir: Path, depth: str) -> list[psutil.Process]:
+    """The launcher's processes when all are there: root, zygote, two ranks and a spare that waits."""
+    deadline = time.monotonic() + 60
+    waits = "standby_waits" if depth != "forked" else "started"
+    while True:
+        family = psutil.Process(pid).children(recursive=True)
+        if any(e["kind"] == waits for e in read_events(run_dir, torn=True)) and len(family) == 5:
+            return family
+        assert time.monotonic() < deadline, family
+        time.sleep(0.02)
+
+
+NO_FORKS = {
+    "import os\nos.environ['MKL_NUM_THREADS'] = '1'\n": "script.py:2 sets environment variables",
+    "import queue\nassert queue.mine\n": "queue.py hides the module 'queue'",
+    "import tomllib\nassert tomllib.mine\n": "",
+}
+
+
+@pytest.mark.parametrize("text", NO_FORKS, ids=["environ", "hidden", "fine"])
+def test_a_script_that_can_not_be_forked_starts_cold(tmp_path: Path, text: str) -> None:
+    """It runs as under ``python``, and the user is told why once."""
+    for name in ("queue", "tomllib"):
+        if f"import {name}" in text:
+            (tmp_path / f"{name}.py").write_text("mine = True\n")
+    (tmp_path / "script.py").write_text(f"{text}print('ran')\n")
+    command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), str(tmp_path / "script.py")]
+    with start(command) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "ran\nran\n"), err
+    told = NO_FORKS[text]
+    assert starts(read_events(tmp_path / "run")) == ["cold" if told else "forked"] * 2
+    assert told in err
+    assert err.count("start cold") == bool(told)

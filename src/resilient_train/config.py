@@ -29,6 +29,8 @@ class AgentLink(msgspec.Struct, frozen=True):
     incarnation: int
     joining: bool
     run_dir: str
+    token: str = ""
+    """By which this agent knows its own ranks."""
     attempt: int = 0
     """How often all ranks have been started again."""
 
@@ -265,6 +267,7 @@ _LINK_VARIABLES = (
     PREFIX + "AGENT",
     PREFIX + "INCARNATION",
     PREFIX + "JOINING",
+    PREFIX + "TOKEN",
 )
 
 
@@ -275,6 +278,7 @@ def link_environ(link: AgentLink) -> dict[str, str]:
         PREFIX + "INCARNATION": str(link.incarnation),
         PREFIX + "JOINING": "1" if link.joining else "0",
         PREFIX + "RUN_DIR": link.run_dir,
+        PREFIX + "TOKEN": link.token,
         "RANK": str(link.rank),
         "WORLD_SIZE": str(link.world_size),
     }
@@ -294,6 +298,7 @@ def read_link(environ: Mapping[str, str] | None = None) -> AgentLink | None:
             incarnation=int(environ[PREFIX + "INCARNATION"]),
             joining=environ[PREFIX + "JOINING"] == "1",
             run_dir=environ[PREFIX + "RUN_DIR"],
+            token=environ[PREFIX + "TOKEN"],
             attempt=int(environ.get(ATTEMPT, "0")),
         )
     except (KeyError, ValueError) as error:

@@ -49,6 +49,6 @@ def test_storage_that_does_not_let_us_see(tmp_path: Path, monkeypatch: pytest.Mo
     assert blind.can_go_back(), "whoever tries hears why it is impossible"
     assert "can't be read" in blind.choose(), "all ranks must not begin anew beside what is there"
     assert blind.source is None
-    monkeypatch.setattr(blind, "_in_memory", lambda: Source("memory", 8))
+    monkeypatch.setattr(blind, "_held", lambda: Source("memory", 8))
     assert not blind.choose(), "what is in memory is as new"
     assert blind.source == Source("memory", 8)

@@ -18,6 +18,9 @@ WORLDS = [
     pytest.param(Layout(2, (1, 0)), Faults(damages=1), id="2-ranks-2-updates-1-damage"),
     pytest.param(Layout(2, (0,)), Faults(kills=1, damages=1), id="2-ranks-1-kill-1-damage"),
     pytest.param(Layout(2, (1,)), Faults(glitches=1, damages=1), id="2-ranks-1-glitch-1-damage"),
+    pytest.param(Layout(2, (1,)), Faults(hangs=1), id="2-ranks-1-hang"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, fences=1), id="2-ranks-1-kill-1-late-recovery"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, hangs=1), id="2-ranks-1-kill-1-hang"),
     pytest.param(Layout(3, (0,)), Faults(kills=1), id="3-ranks-1-update-1-kill", marks=pytest.mark.slow),
 ]
 DEEP_WORLDS = [
@@ -27,6 +30,8 @@ DEEP_WORLDS = [
     (Layout(2, (1, 1)), Faults(kills=1, cuts=1, glitches=1)),
     (Layout(2, (0,)), Faults(kills=3)),
     (Layout(3, (1,)), Faults(kills=1)),
+    (Layout(2, (0,)), Faults(kills=1, hangs=1, fences=1)),
+    (Layout(3, (0,)), Faults(hangs=1)),
 ]
 
 

@@ -1,12 +1,12 @@
 """A checker that cannot fail checks nothing: wrong parts are put in, and must be caught."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import pytest
 
 from resilient_train.protocol import controller as controller_module
 from resilient_train.protocol import verdict
-from resilient_train.protocol.commands import Command
+from resilient_train.protocol.commands import Command, Kill
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.messages import Joined, Plan
 from resilient_train.protocol.processor import Action, Processor
@@ -172,3 +172,17 @@ def test_a_ghost_that_forgets_the_log_before_it_is_written_anew() -> None:
     assert die_twice_in_a_tail(Driver()).controller.generation == 2
     with pytest.raises(ViolationError, match="another result"):
         die_twice_in_a_tail(Driver(ghost_resets_log=True))
+
+
+class KillsTheLast(Controller):
+    """As the time-out of a recovery once did: whoever is silent is killed, whatever it holds."""
+
+    def fence(self, ranks: Collection[int], reason: str, standings: Sequence[Standing] = ()) -> list[Command]:
+        return [Kill(rank, reason) for rank in ranks] if self.stage in ("RUNNING", "RECOVERING") else []
+
+
+@pytest.mark.parametrize("faults", [Faults(hangs=1), Faults(kills=1, fences=1)])
+def test_a_controller_that_kills_the_last_holder(faults: Faults) -> None:
+    assert "alone had the state" in caught(Driver(controller=KillsTheLast), layout=PURE, faults=faults)
+    with pytest.raises(Counterexample, match="alone had the state"):
+        explore(Layout(2, (0,)), faults, Driver(controller=KillsTheLast, two_witnesses=False))

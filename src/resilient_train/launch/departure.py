@@ -73,7 +73,9 @@ class Departure:
             limit_s = self._settings.last_save_timeout_s if leaving.alone else self._settings.exit_grace_s
             name = "RESILIENT_LAST_SAVE_TIMEOUT_S" if leaving.alone else "RESILIENT_EXIT_GRACE_S"
             late = f"its state could not be saved within {limit_s:g} s ({name})"
-            asyncio.get_running_loop().call_later(limit_s, lambda: self.carry_out(self._controller.saved_last(late)))
+            loop = asyncio.get_running_loop()
+            loop.call_later(limit_s / 2, lambda: self.carry_out(self._controller.hurry()))
+            loop.call_later(limit_s, lambda: self.carry_out(self._controller.saved_last(late)))
 
     def completed(self, message: FromAgent) -> FromAgent:
         """Puts into an order to save what the ranks that can't had published last."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import signal
+import stat
 import sys
 import time
+import traceback
 import uuid
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from resilient_train import _register, config
 from resilient_train.errors import ConfigError
 from resilient_train.events import now
 from resilient_train.faults import parse_plan
+from resilient_train.launch.claim import Claim
 from resilient_train.launch.console import Console
 from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.job import Job
@@ -163,11 +165,40 @@ def main(argv: list[str] | None = None) -> None:
         )
         torchrun.run(job)  # type: ignore[no-untyped-call] # torch's
         sys.exit(0)
+    claim = _enter_run_dir(job)
     root = _start_root(job, environ)
     if isinstance(root, Born):
         root.begin()  # nothing of ours may catch what the script raises
         return
-    sys.exit(run_job(job, argv, root))
+    code = run_job(job, argv, root)
+    claim.close()
+    sys.exit(code)
+
+
+def _enter_run_dir(job: Job) -> Claim:
+    """Makes the run directory, for this user alone, and takes it. Exits with 2 if that can't be."""
+    try:
+        job.run_dir.parent.mkdir(parents=True, exist_ok=True)
+        job.run_dir.mkdir(mode=0o700, exist_ok=True)
+        claim = Claim(job.run_dir)
+    except ConfigError as error:
+        print(f"resilient-run: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"resilient-run: the run directory can't be written: {error}", file=sys.stderr)
+        sys.exit(2)
+    if not claim.locked:
+        print(
+            f"resilient-run: the file system of {job.run_dir} knows no locks: take care that no launcher on another "
+            "machine uses it at the same time",
+            file=sys.stderr,
+        )
+    if job.run_dir.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        print(
+            f"resilient-run: others may write in {job.run_dir}, and so take the job over: `chmod go-w {job.run_dir}`",
+            file=sys.stderr,
+        )
+    return claim
 
 
 def _ranks_wanted(argv: list[str]) -> str:
@@ -216,17 +247,16 @@ def _without_effect() -> list[str]:
 
 def run_job(job: Job, argv: list[str], root: Root | str) -> int:
     """Runs a job of one node; returns its exit code."""
-    from resilient_train.launch.agent import Agent
+    from resilient_train.launch.agent import EXIT_BUG, Agent
     from resilient_train.observe.trace import write_trace
 
-    try:
-        job.run_dir.mkdir(parents=True, exist_ok=True)
-        _set_aside(job.run_dir / EVENTS_FILE)
-        sink = JsonLines(job.run_dir / EVENTS_FILE)
-    except OSError as error:
-        print(f"resilient-run: the run directory can't be written: {error}", file=sys.stderr)
-        return 2
     console = Console(sys.stderr.fileno())
+    try:
+        _set_aside(job.run_dir / EVENTS_FILE)
+    except OSError as error:
+        console.say(f"resilient-run: the run directory can't be written: {error}")
+        return 2
+    sink = JsonLines(job.run_dir / EVENTS_FILE)
     console.say(f"resilient-run: {job.world_size} ranks, run directory {job.run_dir}")
     for text in _without_effect():
         console.say(f"resilient-run: {text}")
@@ -240,9 +270,15 @@ def run_job(job: Job, argv: list[str], root: Root | str) -> int:
     except ConfigError as error:
         console.say(f"resilient-run: {error}")
         return 2
+    except Exception as error:
+        console.say("".join(traceback.format_exception(error)))
+        console.say(f"resilient-run: the job ends: internal error of the agent: {error!r} (please report it)")
+        code = EXIT_BUG
     sink.close()
-    with contextlib.suppress(OSError):
+    try:
         write_trace(read_events(job.run_dir / EVENTS_FILE), job.run_dir / "trace.json")
+    except Exception as error:  # it only tells: the job is over, and its exit code is known
+        console.say(f"resilient-run: trace.json is not written: {error!r}")
     if code == 128 + signal.SIGINT:
         console.say("resilient-run: interrupted")
     return code

@@ -1,7 +1,8 @@
 """The agent's part in saving: has snapshots that all ranks hold written to storage, and knows what to start again from.
 
 The work is the holder's (``state/vault``): it goes on if this process dies. Sources are tried in the order memory,
-storage; one that a rank has refused is not tried again.
+storage; one that a rank has refused is not tried again. The holder of a source is held on to until the job is over: the
+ranks may take long to come for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from resilient_train.errors import HolderLostError, StorageError, VaultError
-from resilient_train.launch.holding import ensure_holder
+from resilient_train.launch.holding import find_holder
 from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.state.checkpoint.libraries import libraries_here
 from resilient_train.state.checkpoint.retention import tidy
@@ -76,6 +77,9 @@ class Saves:
         self._newest_over = 0
         self.source: Source | None = None
         """What all ranks start from: the newest state that is whole. None: from the script's own."""
+        self._wanted = False
+        """The ranks keep snapshots, or would."""
+        self._opening = asyncio.Lock()
         self._vault: Vault | None = None
         self._holder: Popen[bytes] | None = None
         self._captured: dict[int, dict[int, Captured]] = {}
@@ -88,21 +92,28 @@ class Saves:
         self._troubles: set[str] = set()
         """Kinds of trouble that the console was told of: it hears the first of each, until saving is well again."""
 
-    def open(self, loop: asyncio.AbstractEventLoop) -> str:
+    async def open(self) -> str:
         """The ranks want to keep snapshots, and need a holder: the one that there is, or a new one if that is gone.
 
         Returns why they can't; empty if they can.
         """
-        self._hear(loop)
-        if self._vault is not None:
+        self._wanted = True
+        async with self._opening:
+            self._hear()
+            if self._vault is not None:
+                return ""
+            try:
+                vault, process = await find_holder(self._run_dir, works={WORK: PLACE}, reply_timeout_s=_REPLY_TIMEOUT_S)
+            except (VaultError, OSError) as error:
+                return str(error)
+            self._holder = process or self._holder
+            self._keep_to(vault)
             return ""
-        try:
-            self._vault, process = ensure_holder(self._run_dir, works={WORK: PLACE}, reply_timeout_s=_REPLY_TIMEOUT_S)
-        except (VaultError, OSError) as error:
-            return str(error)
-        self._holder = process or self._holder
-        loop.add_reader(self._vault.fileno(), self._hear, loop)
-        return ""
+
+    def _keep_to(self, vault: Vault) -> None:
+        """This process is a member from now on, so that the holder stays."""
+        self._vault = vault
+        asyncio.get_running_loop().add_reader(vault.fileno(), self._hear)
 
     def choose(self) -> str:
         """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
@@ -114,7 +125,7 @@ class Saves:
         self.source = None
         if not os.path.lexists(self._folder) and not socket_path(self._run_dir).exists():
             return ""
-        memory = self._in_memory()
+        memory = self._held()
         try:
             self.source = _newest(memory, self._on_storage())
         except OSError as error:
@@ -128,9 +139,11 @@ class Saves:
         return ""
 
     def tell_source(self) -> None:
-        """Tells people what the ranks begin with, if that is a saved state."""
+        """Tells people what the ranks begin with, if that is a saved state, or should be one."""
         if self.source is not None:
             self._say(f"all ranks go on from {_described(self.source)}")
+        elif self._wanted:
+            self._say("nothing is saved yet: all ranks begin anew")
 
     def left(self) -> str:
         """What a job that is started again in this run directory would go on from, for people; empty if nothing."""
@@ -150,11 +163,12 @@ class Saves:
         self._refused.add(source)
 
     def can_go_back(self) -> bool:
-        """Whether there is a source, as far as it can be told without reading it. Where the storage does not let us
-        see there may be one: ``choose`` says what is wrong, better than that there is nothing.
+        """Whether there is a source, as far as it can be told without reading it. Where the storage does not let us see
+        there may be one: ``choose`` says what is wrong, better than that there is nothing. A job that saves, and has
+        come to its end before the first time, loses nothing by beginning anew.
         """
         try:
-            return self._in_memory() is not None or self._stored() is not None
+            return self._wanted or self._in_memory() is not None or self._stored() is not None
         except OSError:
             return True
 
@@ -225,7 +239,7 @@ class Saves:
             return
         self._under_way = save._replace(number=number)
 
-    def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _hear(self) -> None:
         """The holder has a result, or is gone."""
         if self._vault is None:
             return
@@ -234,7 +248,7 @@ class Saves:
             if self._under_way is not None:
                 self._take_result(self._vault, self._under_way)
         except HolderLostError as error:
-            self._lost(loop, str(error))
+            self._lost(str(error))
 
     def _take_result(self, vault: Vault, save: _Save) -> None:
         try:
@@ -278,16 +292,30 @@ class Saves:
             subject = "checkpoints" if step is None else f"checkpoint of step {step}"
             self._say(f"{subject}: {_TOLD[kind]}: {reason}. Training goes on")
 
-    def _lost(self, loop: asyncio.AbstractEventLoop, reason: str) -> None:
+    def _let_go(self) -> None:
         assert self._vault is not None
-        loop.remove_reader(self._vault.fileno())
+        asyncio.get_running_loop().remove_reader(self._vault.fileno())
         self._vault.close()
         self._vault = None
+
+    def _lost(self, reason: str) -> None:
+        self._let_go()
         self._note("holder_lost", detail={"reason": reason})
         save, self._under_way = self._under_way, None
         if save is not None:
             self._failed(save, reason)
         self._go_on()
+
+    def _held(self) -> Source | None:
+        """``_in_memory``, with a holder that stays until the ranks have come for it."""
+        if self._in_memory() is None:
+            return None
+        if self._vault is None:
+            try:
+                self._keep_to(Vault.connect(self._run_dir, reply_timeout_s=_REPLY_TIMEOUT_S))
+            except VaultError:
+                return None
+        return self._in_memory()
 
     def _in_memory(self) -> Source | None:
         # As a visitor: what the agent's own connection has sent already is not answered in between.
@@ -322,7 +350,7 @@ class Saves:
             self._told.add(path)
             self._note("checkpoint_skipped", detail={"path": str(path), "reason": reason})
 
-    async def finish(self, timeout_s: float) -> None:
+    async def finish(self, timeout_s: float, *, failed: bool) -> None:
         """The job is over: waits for what is on its way to storage, and lets the holder go.
 
         It stays where the job's last state is nowhere else: for whoever starts the job again, and for a while.
@@ -333,15 +361,21 @@ class Saves:
         if self._under_way is not None:
             self._say(f"checkpoint of step {self._under_way.step}: storage is still busy with it; its writer goes on")
         if self._vault is not None:
-            asyncio.get_running_loop().remove_reader(self._vault.fileno())
             try:
-                if not self._unsaved:
+                if not (self._unsaved or (failed and self._memory_is_newest())):
                     self._vault.finish()
             except VaultError:
                 return  # it is gone already
             finally:
-                self._vault.close()
-                self._vault = None
+                self._let_go()
+
+    def _memory_is_newest(self) -> bool:
+        memory = self._in_memory()
+        try:
+            stored = self._stored()
+        except OSError:
+            stored = None
+        return memory is not None and (stored is None or stored.commits < memory.commits)
 
 
 def _newest(memory: Source | None, stored: Source | None) -> Source | None:

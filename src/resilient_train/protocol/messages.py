@@ -9,17 +9,21 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """First frame on every connection. ``role`` is ``rank`` or ``operator`` (a command line tool)."""
+    """First frame on every connection. ``role`` is ``rank`` or ``operator`` (a command line tool).
+
+    ``token`` is a rank's: what its agent has given to its processes, and no other agent knows.
+    """
 
     role: str
     rank: int = -1
     incarnation: int = -1
     pid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     version: int = PROTOCOL_VERSION
+    token: str = ""
 
 
 class Source(msgspec.Struct, frozen=True):

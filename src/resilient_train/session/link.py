@@ -9,7 +9,7 @@ from resilient_train._native import Board, Page
 from resilient_train.config import AgentLink
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError
 from resilient_train.protocol.messages import Arena as ArenaFrame
-from resilient_train.protocol.messages import Borrow, End, FromAgent, Hello, Refused, Reserve, Welcome
+from resilient_train.protocol.messages import Borrow, End, FromAgent, Hello, Refused, Reply, Reserve, Welcome
 from resilient_train.protocol.progress import Activity, progress_of
 from resilient_train.protocol.standing import Standing
 from resilient_train.state.arena import Arena, ArenaFullError
@@ -26,8 +26,12 @@ class Link:
         self.world_size = link.world_size
         self.incarnation = link.incarnation
         self.channel = Channel(link.socket)
-        self.channel.send(Hello("rank", link.rank, link.incarnation, os.getpid()))
+        self.channel.send(_hello(link))
         welcome = self.channel.receive(timeout_s=60)
+        if isinstance(welcome, Reply):
+            raise ConfigError(welcome.error)
+        if isinstance(welcome, End):
+            leave(welcome)
         if not isinstance(welcome, Welcome):
             raise ProtocolError(f"the agent answered {type(welcome).__name__} instead of Welcome")
         self.generation = welcome.generation
@@ -49,7 +53,9 @@ class Link:
             self.arena.publish(commits, payload)
         except ArenaFullError as full:
             self.channel.send(Reserve(full.needed_bytes * 2))
-            self.arena = self._receive_arena()
+            larger = self._receive_arena()
+            self.arena.close()
+            self.arena = larger
             self.arena.publish(commits, payload)
 
     def borrow(self, rank: int) -> Arena:
@@ -88,10 +94,10 @@ class Link:
     def expect(self, kind: type[_Frame]) -> _Frame:
         """Waits for the agent's answer of that kind."""
         # Frames that arrive before the answer belong to whoever waits for them: they are put back in order.
-        early = []
-        while not isinstance(frame := self.channel.receive(), kind):
+        early: list[FromAgent] = []
+        while not isinstance(frame := self.receive(), kind):
             early.append(frame)
-        self.channel.put_back([each for each in early if each is not None])
+        self.channel.put_back(early)
         return frame
 
     def wait_for_the_end(self) -> NoReturn:
@@ -127,6 +133,10 @@ class Link:
         self.board.close()
 
 
+def _hello(link: AgentLink) -> Hello:
+    return Hello("rank", link.rank, link.incarnation, os.getpid(), token=link.token)
+
+
 def leave(end: End) -> NoReturn:
     """The agent has ended the job: this process goes, with the job's exit code."""
     raise SystemExit(end.code or 1)
@@ -136,7 +146,7 @@ def refuse(link: AgentLink, text: str) -> None:
     """Tells the agent that the user's Session is wrong, so that the job ends with exit code 2 and this text."""
     try:
         channel = Channel(link.socket)
-        channel.send(Hello("rank", link.rank, link.incarnation, os.getpid()))
+        channel.send(_hello(link))
         channel.send(Refused(text))
         channel.close()
     except (OSError, JobEnded):

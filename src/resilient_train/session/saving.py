@@ -9,7 +9,6 @@ same on all ranks: see ``cadence.py``. Which of its two slots a rank overwrites:
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from resilient_train import config
 from resilient_train._native import Copier
 from resilient_train.errors import ConfigError, HolderLostError, ProtocolError, TransferError, VaultError
 from resilient_train.frameworks.base import Framework, Image, Share
+from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Skipped, Source, Unsaved, VaultOpened
 from resilient_train.session.autosave import cadence_for
 from resilient_train.session.cadence import Cadence, Due, Wish
@@ -324,7 +324,7 @@ class Saving:
     def _give_up(self, reason: str) -> None:
         """Nothing can be saved, or no more; the training goes on without. The other ranks leave off with the next."""
         self._leave_off({"reason": reason})
-        print(f"resilient_train: rank {self._link.rank} saves nothing any more: {reason}", file=sys.stderr, flush=True)
+        say_aside(f"rank {self._link.rank} saves nothing any more: {reason}")
 
     def _leave_off(self, detail: dict[str, Any]) -> None:
         self.close()

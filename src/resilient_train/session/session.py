@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -27,6 +26,7 @@ from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks import engine_for
 from resilient_train.frameworks.base import Framework, Objects
+from resilient_train.observe.sinks import say_aside
 from resilient_train.session.cadence import wish
 from resilient_train.session.link import refuse
 from resilient_train.session.loader import Cursor, RandomNumbers
@@ -100,7 +100,7 @@ class Session:
                 refuse(link, str(error))
             raise
         if self._runtime is None and config.is_first_rank():
-            print(f"resilient_train: {off}: the Session is a plain loop", file=sys.stderr)
+            say_aside(f"{off}: the Session is a plain loop")
         _open = self
 
     def steps(self, total: int, *, start: int = 0) -> Iterator[Step]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from resilient_train.errors import DeviceError
+from resilient_train.observe.sinks import say_aside
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +36,7 @@ def surrenders(part: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, 
             return part(self, *args, **kwargs)
         except DeviceError as error:
             self.event("device_failed", {"error": str(error)})
-            print(f"resilient_train: {error}", file=sys.stderr, flush=True)
+            say_aside(str(error))
             os.kill(os.getpid(), signal.SIGKILL)
             raise
 

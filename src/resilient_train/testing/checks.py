@@ -53,6 +53,27 @@ def check_plan(world: World, plan: Plan) -> None:
         require(world.shard[target] == world.shard[source], f"rank {target} is to copy the shard of rank {source}")
 
 
+def check_kill(world: World, rank: int) -> None:
+    """The controller is about to have this rank killed: not with the last copy of its shard, as far as it can know."""
+    victim = world.ranks[rank]
+    if not (victim.alive and victim.processor.holds):
+        return
+    unseen = {pair[0] for pair in {*world.unseen, *world.unreaped} - world.fenced}
+    others = [each for each in world.ranks if world.shard[each.rank] == world.shard[rank] and each.rank != rank]
+    counted = [each for each in others if each.rank in unseen or _seems_to_hold(world, each)]
+    require(bool(counted), f"rank {rank} was killed, which alone had the state of its shard")
+
+
+def _seems_to_hold(world: World, rank: SimRank) -> bool:
+    """It has the state, or has lost it and could not say so yet."""
+    processor = rank.processor
+    if processor.holds or not rank.alive:
+        return rank.alive
+    on_its_way = any(key[0] == rank.rank for key in world.up)
+    trained = processor.generation >= 0
+    return trained and (processor.generation < world.controller.generation or on_its_way)
+
+
 def check_end(world: World) -> None:
     """The job may be given up only if some shard is in no living rank any more."""
     assert world.ended is not None

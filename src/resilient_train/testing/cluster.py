@@ -15,6 +15,7 @@ from resilient_train.errors import ProtocolError
 from resilient_train.protocol import messages as m
 from resilient_train.protocol.commands import Command, EndJob, Kill, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import Controller, Stage
+from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.patience import Patience
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.processor import Processor
@@ -46,7 +47,9 @@ class Faults(NamedTuple):
     damages: int = 0
     """A rank's memory loses data in the middle of a step (UCE)."""
     fences: int = 0
-    """A recovery takes too long: the controller kills who is silent."""
+    """A phase of a recovery takes too long. Whoever is silent may only be slow."""
+    hangs: int = 0
+    """Some ranks are taken for hung, rightly or not, in a step or in a recovery."""
 
 
 class Driver(NamedTuple):
@@ -62,7 +65,9 @@ class Driver(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One transition: of a rank, of the agent, or a fault. ``about`` is the rank (or a complaint's place)."""
+    """One transition: of a rank, of the agent, or a fault. ``about`` is the rank (or a complaint's place; for "hang" a
+    bit for each rank that is named).
+    """
 
     actor: str
     about: int
@@ -107,6 +112,8 @@ class World:
         self.troubles: tuple[m.Trouble, ...] = ()
         self.unseen: tuple[tuple[int, int], ...] = ()
         self.unreaped: tuple[tuple[int, int], ...] = ()
+        self.fenced: frozenset[tuple[int, int]] = frozenset()
+        """(rank, incarnation) that the controller has had killed: it knows of these deaths before it sees them."""
         self.tail_results: dict[tuple[int, int], int] = {}
         self.high_water = 0
         self.resumed_generation = 0
@@ -150,6 +157,8 @@ class World:
             found += [Move("fault", rank.rank, "damage") for rank in alive if rank.at in (At.COMPUTE, At.REDUCED)]
         if self.budget.fences and self.controller.stage is Stage.RECOVERING:
             found.append(Move("fault", 0, "fence"))
+        if self.budget.hangs and self.controller.stage in (Stage.RUNNING, Stage.RECOVERING):
+            found += [Move("fault", members, "hang") for members in range(1, 1 << self.layout.world_size)]
         return found
 
     def step(self, move: Move) -> None:
@@ -166,13 +175,18 @@ class World:
         checks.check(self)
 
     def _fault(self, move: Move) -> None:
-        name = {"kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "fence": "fences"}[move.name]
+        name = "glitches" if move.name == "glitch" else f"{move.name}s"
         self.budget = self.budget._replace(**{name: getattr(self.budget, name) - 1})
         if move.name == "kill":
             self.kill(move.about)
         elif move.name == "fence":
             self.controller = copy_controller(self.controller)
-            self.carry_out(self.controller.expired(self.controller.generation))
+            everybody = range(self.layout.world_size)
+            self.carry_out(self.controller.expired(self.controller.generation, self.standings, 1.0, everybody))
+        elif move.name == "hang":
+            self.controller = copy_controller(self.controller)
+            named = [rank for rank in range(self.layout.world_size) if move.about >> rank & 1]
+            self.carry_out(self.controller.fence(named, "hung", self.standings))
         elif move.name == "damage":
             self.writable(move.about).lose_data(self)
         else:
@@ -248,7 +262,9 @@ class World:
                 case Spawn():
                     self._spawn(command)
                 case Kill(rank=rank):
+                    checks.check_kill(self, rank)
                     self.kill(rank)
+                    self.fenced |= {(rank, self.ranks[rank].incarnation)}
                 case EndJob():
                     self.ended = command
                     checks.check_end(self)
@@ -361,10 +377,10 @@ def frame_key(frame: Any) -> Any:
     return (type(frame).__name__, *msgspec.structs.astuple(frame))
 
 
-_copiers: dict[type, Callable[[Any], Any]] = {each: each.copy for each in (list, dict, set, Patience)}
+_copiers: dict[type, Callable[[Any], Any]] = {each: each.copy for each in (list, dict, set, Patience, Holders)}
 _POLICY_ONLY = frozenset(("policy", "restarts", "_patience"))
 """Counters that decide nothing but when to give up, which no simulated job comes near."""
-_FIXED = frozenset(("world_size", "replicas", "aware", "attempt", "can_go_back"))
+_FIXED = frozenset(("world_size", "replicas", "aware", "attempt", "can_go_back", "uses_us"))
 
 
 def copy_controller(controller: Controller) -> Controller:
@@ -393,5 +409,7 @@ def _hashable(value: Any) -> Any:
             return tuple(value)
         case msgspec.Struct():
             return frame_key(value)
+        case Holders():
+            return value.key()
         case _:
             return value

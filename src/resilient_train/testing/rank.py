@@ -210,6 +210,7 @@ class SimRank(Stepping):
             self.at = At.AWAIT_OFFER
             return
         known = world.logs[self.rank] if world.standings[self.rank].commits == plan.commits else ()
+        self.grads = ()  # it was cut in its update, say: those are no entries of a log
         if world.driver.ghost_resets_log:
             self.grads, known = known, ()  # the entries live in this process only, until they are written anew
         world.logs[self.rank] = known

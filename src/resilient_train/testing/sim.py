@@ -59,6 +59,7 @@ def draw_faults(rng: random.Random) -> Faults:
         glitches=rng.choice((0, 0, 1, 2)),
         damages=rng.choice((0, 0, 1, 2)),
         fences=rng.choice((0, 0, 0, 1)),
+        hangs=rng.choice((0, 0, 1, 2)),
     )
 
 

@@ -8,7 +8,6 @@ is accepted for a while, and those who are connected notice nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 from collections import deque
@@ -88,12 +87,15 @@ class Connection(Generic[Received]):
         if self.closed:
             return
         data = memoryview(encode(message))
+        rest = data if self._outgoing else data[self._write(data, descriptors) :]
+        if not rest:
+            return
         try:
-            rest = data if self._outgoing else data[self._write(data, descriptors) :]
-            if rest:
-                self._put_off(rest, [os.dup(each) for each in descriptors if len(rest) == len(data)])
+            copies = [os.dup(each) for each in descriptors if len(rest) == len(data)]
         except OSError as error:
-            self._gone(str(error))
+            self._gone(f"what it asked for can't be sent: {error}")
+        else:
+            self._put_off(rest, copies)
 
     def _put_off(self, rest: memoryview, descriptors: list[int]) -> None:
         self._outgoing.append((rest, descriptors))
@@ -104,29 +106,35 @@ class Connection(Generic[Received]):
             self._loop.add_writer(self._socket, self._flush)
 
     def _flush(self) -> None:
-        try:
-            while self._outgoing:
-                rest, descriptors = self._outgoing.popleft()
-                sent = self._write(rest, descriptors)
-                self._waiting_bytes -= sent
-                if sent:
-                    _close(descriptors)
-                if sent < len(rest):
-                    self._outgoing.appendleft((rest[sent:], [] if sent else descriptors))
-                    return
-        except OSError as error:
-            self._gone(str(error))
-            return
-        self._loop.remove_writer(self._socket)
+        while self._outgoing and not self.closed:
+            rest, descriptors = self._outgoing.popleft()
+            sent = self._write(rest, descriptors)
+            self._waiting_bytes -= sent
+            if sent:
+                _close(descriptors)
+            if sent < len(rest):
+                self._outgoing.appendleft((rest[sent:], [] if sent else descriptors))
+                return
+        if not self.closed:
+            self._loop.remove_writer(self._socket)
 
     def _write(self, data: memoryview, descriptors: Sequence[int]) -> int:
-        """How much the socket takes now; descriptors go with its first byte."""
+        """How much the socket takes now; descriptors go with its first byte. All, where the peer has hung up: that is
+        read next.
+        """
         sent = 0
-        with contextlib.suppress(BlockingIOError):
+        try:
             if descriptors:
                 sent = socket.send_fds(self._socket, [data[:1]], list(descriptors))
             while sent < len(data):
                 sent += self._socket.send(data[sent : sent + _CHUNK_BYTES])
+        except BlockingIOError:
+            return sent
+        except (BrokenPipeError, ConnectionResetError):
+            return len(data)
+        except OSError as error:
+            self._gone(f"nothing can be sent to it: {error}")
+            return len(data)
         return sent
 
     def receive(self) -> list[Received] | None:

@@ -39,6 +39,7 @@ from resilient_train.session.pulse import Pulse
 from resilient_train.session.recovery import Recovery
 from resilient_train.session.saving import Saving
 from resilient_train.session.step import Step
+from resilient_train.session.surrender import lost_worker, surrender
 from resilient_train.session.window import Window
 
 _PLACES = (Place.TAIL, Place.STEP, Place.STEP, Place.UPDATE)  # by phase
@@ -212,7 +213,11 @@ class Runtime:
             self._page.restart()
         if place == len(self._window.kept):
             self._pulse.at(Activity.LOADING)
-            batch = self._cursor.next()
+            try:
+                batch = self._cursor.next()
+            except Exception as error:
+                self.outlive(error)
+                raise
             self._pulse.at(Activity.TRAINING)
             self._window.kept.append(Kept(batch, self._engine.random_state() if place else None))
         elif (drawn := self._window.kept[place].random) is not None:
@@ -243,12 +248,19 @@ class Runtime:
             self._window.number = step.number + 1
             return False
         if not isinstance(error, TrainingInterrupted) and not self._device.explains(error, self._processor):
+            self.outlive(error)
             return False
         self._interrupted = error
         # What stands behind the `with` runs now although the step will run again: its collectives must not hang, nor
         # fail.
         self._engine.keep_collectives_home(True)
         return True
+
+    def outlive(self, error: BaseException | None) -> None:
+        """The script is about to fail with this. Where it is not to blame, this process ends in a way that is repaired.
+        """
+        if worker := lost_worker(error):
+            surrender(self._event, "worker_lost", f"rank {self._link.rank} has lost a worker, and is replaced: {worker}")
 
     def _complete(self, step: Step) -> None:
         phase = self._processor.standing.phase

@@ -162,6 +162,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._runtime is not None:
+            self._runtime.outlive(error)
         self._end(finish=error is None)
 
     def _end(self, *, finish: bool) -> None:

@@ -1,6 +1,8 @@
-"""The end of a rank whose accelerator does not do what it is told: the next strategy is a new process (ARF).
+"""The end of a rank that can't go on, and whose script is not to blame: the next strategy is a new process (ARF).
 
-It ends by a signal, because an exit code would say that the user's script had failed, which ends the job.
+That is so where its accelerator does not do what it is told, and where one of its data loader's workers was killed (as a
+rule because memory ran out: the kernel chose the worker, and could as well have chosen the rank). It ends by a signal,
+because an exit code would say that the user's script had failed, which ends the job.
 """
 
 from __future__ import annotations
@@ -9,35 +11,55 @@ import functools
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 from resilient_train.errors import DeviceError
 from resilient_train.observe.sinks import say_aside
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_KILLED = "is killed by signal"
+"""Of a worker, says torch (DataLoader.cpp), which raises RuntimeError wherever the training thread is at that moment."""
+
+Event = Callable[[str, dict[str, Any]], None]
 
 
 class Reporter(Protocol):
     """Whose methods may surrender."""
 
-    event: Callable[[str, dict[str, Any]], None]
+    event: Event
 
 
 S = TypeVar("S", bound=Reporter)
 
 
+def surrender(event: Event, kind: str, reason: str) -> NoReturn:
+    """Ends this process, after an event and a line on stderr that say why."""
+    event(kind, {"error": reason})
+    say_aside(reason)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it lives on")
+
+
 def surrenders(part: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method in which a DeviceError ends the process, after an event and a line on stderr that say why."""
+    """A method in which a DeviceError ends the process."""
 
     @functools.wraps(part)
     def with_surrender(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return part(self, *args, **kwargs)
         except DeviceError as error:
-            self.event("device_failed", {"error": str(error)})
-            say_aside(str(error))
-            os.kill(os.getpid(), signal.SIGKILL)
-            raise
+            surrender(self.event, "device_failed", str(error))
 
     return with_surrender
+
+
+def lost_worker(error: BaseException | None) -> str:
+    """What torch says of a data loader's worker that was killed, if ``error`` comes of that; else empty."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker") and _KILLED in str(error):
+            return str(error).strip()
+        error = error.__cause__ or error.__context__
+    return ""

@@ -140,10 +140,30 @@ def test_asked_twice_it_ends_at_once(run_dir: Path) -> None:
     assert not (run_dir / "checkpoints").exists()
 
 
+def test_who_is_late_is_left_out(run_dir: Path, tmp_path: Path, undisturbed: Reference) -> None:
+    """Asked to end in a recovery whose replacement does not come: the survivors have all that there is to save."""
+    hold = tmp_path / "hold"
+    with start(slow(run_dir, "--hold", str(hold)), RESILIENT_EXIT_GRACE_S="8") as process:
+        wait_for_step(run_dir, 4)
+        hold.touch()
+        os.kill(pid_of(run_dir, 1), signal.SIGKILL)
+        wait_for(run_dir, process, "fault")
+        os.kill(process.pid, signal.SIGTERM)
+        run = ended(process, run_dir)
+    assert run.code == 143, run.explain()
+    assert "rank 1 has not come in half of the time" in run.explain()
+    (choice,) = run.of("save_last")
+    assert choice["detail"]["savers"] == [[0, 2]]
+    assert str(last(run_dir)) in run.err
+    if choice["detail"]["exact"]:
+        goes_on(run_dir, undisturbed)
+
+
 def test_where_no_time_is_left_it_says_so(run_dir: Path) -> None:
     with start(slow(run_dir), RESILIENT_EXIT_GRACE_S="0.5", RESILIENT_HANG="0") as process:
         wait_for_step(run_dir, 4)
-        os.kill(pid_of(run_dir, 0), signal.SIGSTOP)
+        for rank in range(RANKS):
+            os.kill(pid_of(run_dir, rank), signal.SIGSTOP)
         os.kill(process.pid, signal.SIGTERM)
         run = ended(process, run_dir)
     assert run.code == 143, run.explain()

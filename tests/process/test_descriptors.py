@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from identity import assert_identical
-from running import LAUNCHER, Reference, Run, launch, read_events, start
+from running import LAUNCHER, Reference, Run, read_events, start
 from saved_jobs import RANKS, STEPS, command, pid_of, wait_for, wait_for_step
 from test_vault import TIMEOUT_S, Rig, eventually, newest, rig, take  # noqa: F401 - a fixture
 
@@ -29,7 +29,7 @@ SOFT = 100
 def allowed(pid: int, more: int) -> Iterator[None]:
     """The process may have so many descriptors more than it has now."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    now = max(int(name) for name in os.listdir(f"/proc/{pid}/fd")) + 1
+    now = max(int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()) + 1
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (now + more, before[1]))
     try:
         yield

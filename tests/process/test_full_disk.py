@@ -1,5 +1,5 @@
-"""Nothing that only tells may end a job: events, logs, stacks, the holder's own words, where the disk is full or the run
-directory was tidied away.
+"""Nothing that only tells may end a job: events, logs, stacks, the holder's own words, where the disk is full or the
+run directory was tidied away.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_a_holder_that_can_not_speak_holds_on(rig: Rig) -> None:  # noqa: F811
         stranger = rig.connect(member=False)
         stranger._wire._socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert newest(vault) == 7
-    assert os.readlink(f"/proc/{rig.holders[0].pid}/fd/2") == "/dev/full"
+    assert Path(f"/proc/{rig.holders[0].pid}/fd/2").readlink() == Path("/dev/full")
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def learnt(folder: Path) -> set[str]:
 
 
 def disturbed(run_dir: Path, out: Path, disturb: Callable[[list[int]], None], *arguments: str) -> str:
-    """The job comes to its end with 0, whatever ``disturb`` does, which gets the ranks' processes. Returns its words."""
+    """The job ends with 0, whatever ``disturb`` does, which gets the ranks' processes. Returns what it has said."""
     out.mkdir(exist_ok=True)
     script = [str(JOBS / "quiet.py"), str(out), *arguments]
     with start([*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *script]) as process:
@@ -110,7 +110,7 @@ def ranks_of(launcher: int, run_dir: Path) -> list[int]:
     found = {}
     for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            path = os.readlink(descriptor)
+            path = str(descriptor.readlink())
             if "/rank_" in path and path.endswith("0.out"):
                 found[path] = int(pid)
     assert len(found) == RANKS, (found, run_dir)

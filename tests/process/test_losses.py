@@ -1,5 +1,5 @@
-"""What a job must not be lost for: a worker that was killed, a death before the first step, nothing saved yet, a process
-that can't be killed. And what is no death: a script that leaves by itself.
+"""What a job must not be lost for: a worker that was killed, a death before the first step, nothing saved yet, a
+process that can't be killed. And what is no death: a script that leaves by itself.
 """
 
 from __future__ import annotations

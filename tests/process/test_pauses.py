@@ -1,4 +1,4 @@
-"""Ranks that are paused and go on: together, nobody is to blame; some of them, they are replaced, but never the last."""
+"""Ranks that are paused: all together, nobody is to blame; some of them, they are replaced, but never the last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two launchers with one run directory (a requeue, a wrapper that tries again): the second leaves, the first trains on."""
+"""Two launchers with one run directory (a requeue, a wrapper that tries again): the second leaves."""
 
 from __future__ import annotations
 

@@ -101,13 +101,19 @@ class Client:
         assert await self.receive() == Hello()
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.005)
 
 
-def served(tmp_path: Path, server: Echo, story: Callable[[Listener[Frame], Path], Awaitable[None]], **limits: int) -> None:
+def served(
+    tmp_path: Path, server: Echo, story: Callable[[Listener[Frame], Path], Awaitable[None]], **limits: int
+) -> None:
     async def tell() -> None:
         path = tmp_path / "socket"
         listener = Listener(path, server, listen(path), limits.get("connections_max", 1000))
@@ -213,18 +219,18 @@ def test_descriptors_wait_with_their_frame(tmp_path: Path) -> None:
         await client.send(Give(4 << 20))
         await client.send(Give(8, descriptor=True))
         await asyncio.sleep(0.1)  # the first fills the socket; the second waits behind it
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_files()
         client.socket.setblocking(True)
         client.socket.settimeout(PATIENCE_S)
         got: list[int] = []
         rest = (4 << 20) + 8
         while rest > 0 or not got:
-            data, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, client.socket, 1 << 16, 4)
+            data, come, _, _ = await asyncio.to_thread(socket.recv_fds, client.socket, 1 << 16, 4)
             rest -= len(data)
-            got += descriptors
+            got += come
         assert os.read(got[0], 100) == b"it came"
         os.close(got[0])
-        await until(lambda: len(os.listdir("/proc/self/fd")) < before)  # no copy is left behind
+        await until(lambda: open_files() < before)  # no copy is left behind
 
     served(tmp_path, Echo(), story)
 
@@ -270,11 +276,11 @@ def test_descriptors_that_nobody_asked_for_are_closed(tmp_path: Path) -> None:
     async def story(_: Listener[Frame], path: Path) -> None:
         client = Client(path)
         await client.greet()
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_files()
         for _ in range(50):
             socket.send_fds(client.socket, [encode(Give(1))], [0, 1, 2])
             await client.receive()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_files() == before
 
     served(tmp_path, Echo(), story)
 
@@ -284,9 +290,9 @@ def test_a_socket_that_was_tidied_away_is_made_anew(tmp_path: Path) -> None:
         first = Client(path)
         await first.greet()
         listener.restore()
-        path.unlink()
+        path.unlink()  # noqa: ASYNC240
         listener.restore()
-        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.stat().st_mode & 0o777 == 0o600  # noqa: ASYNC240
         await Client(path).greet()
         await first.send(Give(1))
         assert await first.receive() == Data(bytes(1))

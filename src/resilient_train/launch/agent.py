@@ -184,8 +184,10 @@ class Agent:
         end = EndJob(EXIT_BUG, f"internal error of the agent: {error!r} (please report it)")
         try:
             self._carry_out(self._controller.stop(end.code, end.reason))
-        finally:  # whatever it is that can't be carried out
-            self._carry_out([end])
+        finally:
+            if self._ending is None:  # the mistake is in how that is carried out
+                self._say(f"the job ends: {end.reason}")
+                self._carry_out([end])
 
     def _begin_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """In the background. An exception that ends it is a bug of ours, like one in a callback."""

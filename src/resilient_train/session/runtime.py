@@ -257,10 +257,10 @@ class Runtime:
         return True
 
     def outlive(self, error: BaseException | None) -> None:
-        """The script is about to fail with this. Where it is not to blame, this process ends in a way that is repaired.
-        """
+        """The script is about to fail with this. If it is not to blame, this process ends in a way that is repaired."""
         if worker := lost_worker(error):
-            surrender(self._event, "worker_lost", f"rank {self._link.rank} has lost a worker, and is replaced: {worker}")
+            told = f"rank {self._link.rank} has lost a worker, and is replaced: {worker}"
+            surrender(self._event, "worker_lost", told)
 
     def _complete(self, step: Step) -> None:
         phase = self._processor.standing.phase

@@ -1,8 +1,8 @@
 """The end of a rank that can't go on, and whose script is not to blame: the next strategy is a new process (ARF).
 
-That is so where its accelerator does not do what it is told, and where one of its data loader's workers was killed (as a
-rule because memory ran out: the kernel chose the worker, and could as well have chosen the rank). It ends by a signal,
-because an exit code would say that the user's script had failed, which ends the job.
+That is so where its accelerator does not do what it is told, and where one of its data loader's workers was killed (as
+a rule because memory ran out: the kernel chose the worker, and could as well have chosen the rank). It ends by a
+signal, because an exit code would say that the user's script had failed, which ends the job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from resilient_train.observe.sinks import say_aside
 P = ParamSpec("P")
 R = TypeVar("R")
 _KILLED = "is killed by signal"
-"""Of a worker, says torch (DataLoader.cpp), which raises RuntimeError wherever the training thread is at that moment."""
+"""Of a worker, says torch (DataLoader.cpp), which raises RuntimeError wherever the training thread is at that moment.
+"""
 
 Event = Callable[[str, dict[str, Any]], None]
 

@@ -93,6 +93,8 @@ class Agent:
         self._departure = Departure(self._board, self._controller, self._saves, self._arenas, job.settings)
         self._ending: EndJob | None = None
         self._ended = asyncio.Event()
+        self._choosing = False
+        """All ranks are to be started, and it is not known yet from what."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._fault_ns = 0
 
@@ -101,9 +103,6 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._on_bug)
         self._departure.carry_out = self._carry_out
-        if blind := self._saves.choose():
-            raise ConfigError(blind)
-        self._saves.tell_source()
         try:
             connections_max = 4 * self._job.world_size + 256
             self._listener = Listener(self._socket_path, self._admission, listen(self._socket_path), connections_max)
@@ -116,14 +115,14 @@ class Agent:
         self._loop.call_soon(self._look_out)
         try:
             self._processes.begin()
-            self._carry_out(self._controller.launch())
+            self._begin_task(self._start_all(self._controller.launch()))
             await self._ended.wait()
             self._pool.close()
             if self._ending is not None:
                 await self._stop_ranks()
             failed = self._ending is not None and self._ending.code != 0
             await self._saves.finish(self._job.shutdown_timeout_s, failed=failed)
-            if self._ending is not None and self._ending.code and (left := self._saves.left()):
+            if self._ending is not None and self._ending.code and (left := await self._saves.left()):
                 self._say(f"started again with --run-dir {self._job.run_dir}, the job goes on from {left}")
         finally:
             logs.cancel()
@@ -167,7 +166,7 @@ class Agent:
         self._carry_out(self._controller.exited(process.rank, process.incarnation, code, self._standings()))
         # Predecessors that can't be killed are not waited for.
         present = [each for each in self._reaping if each is self._processes.current.get(each.rank)]
-        if not present and not self._unborn and self._ending is None:
+        if not present and not self._unborn and not self._choosing and self._ending is None:
             self._ended.set()
 
     def _on_standby(self, kind: str, detail: dict[str, Any]) -> None:
@@ -362,17 +361,15 @@ class Agent:
                 case Send(rank=rank, message=message):
                     if rank in self._admission.connections:
                         self._admission.connections[rank].send(self._departure.completed(message))
-                case Note(kind="restart_all", detail=detail) if blind := self._saves.choose():
-                    # What follows would start the ranks, anew beside what may be saved.
-                    self._carry_out(self._controller.stop(EXIT_UNRECOVERABLE, f"{detail['reason']}, and {blind}"))
+                case Note(kind="restart_all"):
+                    self._kill_ranks_for_good()
+                    self._begin_task(self._start_all(commands[commands.index(command) + 1 :], command))
                     return
                 case Note(kind=kind, rank=rank, detail=detail):
-                    if kind in {"restart_all", "job_end"}:  # what a report counts the lost updates from
-                        detail = {**detail, "commits": max(standing.commits for standing in self._standings())}
+                    if kind == "job_end":
+                        detail = self._with_commits(detail)
                     self._note(kind, rank=rank, detail=detail)
                     self._tell(kind, detail)
-                    if kind == "restart_all":
-                        self._saves.tell_source()
                     if kind == "leaving":
                         self._departure.begin()
                     if kind == "started" and self._job.policy.replace:
@@ -381,6 +378,37 @@ class Agent:
                     if self._ending is None:
                         self._ending = command
                         self._ended.set()
+
+    async def _start_all(self, spawns: list[Command], again: Note | None = None) -> None:
+        """Starts all ranks, when it is known from what. ``again``: why they are started once more."""
+        self._choosing = True
+        blind = await self._saves.choose(needed=again is not None and bool(again.detail["state_lost"]))
+        self._choosing = False
+        if self._ending is not None:
+            return
+        if blind and again is not None:  # they must not begin anew beside what may be saved
+            self._carry_out(self._controller.stop(EXIT_UNRECOVERABLE, f"{again.detail['reason']}, and {blind}"))
+            return
+        if blind:
+            self._carry_out(self._controller.refuse(blind))
+            return
+        if again is not None:
+            detail = self._with_commits(again.detail)
+            self._note(again.kind, rank=again.rank, detail=detail)
+            self._tell(again.kind, detail)
+        self._saves.tell_source()
+        self._carry_out(spawns)
+
+    def _with_commits(self, detail: dict[str, object]) -> dict[str, object]:
+        """What a report counts the lost updates from."""
+        return {**detail, "commits": max(standing.commits for standing in self._standings())}
+
+    def _kill_ranks_for_good(self) -> None:
+        """They will be started anew: nothing that they do or say counts any more."""
+        self._unborn.clear()
+        for process in self._reaping:
+            process.reported = True
+            process.signal_group(signal.SIGKILL)
 
     def _spawn(self, command: Spawn) -> None:
         rank = command.rank

@@ -8,6 +8,7 @@ ranks may take long to come for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,18 +18,20 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from resilient_train.errors import HolderLostError, StorageError, VaultError
+from resilient_train.errors import HolderLostError, VaultError
 from resilient_train.launch.holding import find_holder
+from resilient_train.launch.stored import find_stored
 from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.state.checkpoint.libraries import libraries_here
-from resilient_train.state.checkpoint.retention import tidy
-from resilient_train.state.checkpoint.verify import Found, newest_complete
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK, Flush, Flushed
 
 CHECKPOINTS = "checkpoints"
 _REPLY_TIMEOUT_S = 2.0
 """The agent waits for the holder at the start of ranks only, and not for long: it has recoveries to carry out."""
+_SLOW_S = 30.0
+_SEE_S = 10.0
+"""At the end of a job it is told what is left, if storage says so within this time."""
 _TOLD = {
     "save_failed": "not written",
     "save_skipped": "skipped",
@@ -88,7 +91,7 @@ class Saves:
         """The end-of-life checkpoint, waiting for the one before it."""
         self._unsaved = False
         self._refused: set[Source] = set()
-        self._told: set[Path] = set()
+        self._told: set[str] = set()
         self._troubles: set[str] = set()
         """Kinds of trouble that the console was told of: it hears the first of each, until saving is well again."""
 
@@ -115,62 +118,68 @@ class Saves:
         self._vault = vault
         asyncio.get_running_loop().add_reader(vault.fileno(), self._hear)
 
-    def choose(self) -> str:
+    async def choose(self, *, needed: bool = False) -> str:
         """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
-        see, and nothing is in memory (snapshots there are as new as what was written of them).
+        see, and nothing is in memory (snapshots there are as new as what was written of them). ``needed``: or there is
+        nothing, and the ranks have lost a state that was meant to be kept by themselves alone.
         """
         self._captured.clear()  # by ranks that are no more
         self._newest_over = 0
         self._settle(0)
         self.source = None
-        if not os.path.lexists(self._folder) and not socket_path(self._run_dir).exists():
-            return ""
-        memory = self._held()
-        try:
-            self.source = _newest(memory, self._on_storage())
-        except OSError as error:
-            if memory is None:
-                return (
-                    f"{self._folder} can't be read ({error}), and may hold checkpoints of this run: mend it, or choose "
-                    "another --run-dir"
-                )
-            self._pass_over(self._folder, str(error))
-            self.source = memory
-        return ""
+        memory = self._held() if socket_path(self._run_dir).exists() else None
+        refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
+        slow = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_slow)
+        stored = await find_stored(self._folder, refused, bytes_too=True)
+        slow.cancel()
+        if stored.unreadable and memory is None:
+            return (
+                f"{self._folder} can't be read ({stored.unreadable}), and may hold checkpoints of this run: mend it, "
+                "or choose another --run-dir"
+            )
+        if stored.untidy:
+            self._trouble("retention_failed", None, stored.untidy)
+        if stored.unreadable:
+            self._pass_over(str(self._folder), stored.unreadable)
+        for path, reason in stored.skipped:
+            self._pass_over(path, reason)
+        self.source = _newest(memory, stored.source)
+        return "nothing is saved" if needed and self.source is None and not self._wanted else ""
+
+    def _tell_slow(self) -> None:
+        self._say(f"the checkpoints in {self._folder} are still being read")
 
     def tell_source(self) -> None:
         """Tells people what the ranks begin with, if that is a saved state, or should be one."""
         if self.source is not None:
             self._say(f"all ranks go on from {_described(self.source)}")
         elif self._wanted:
-            self._say("nothing is saved yet: all ranks begin anew")
+            self._say("there is no saved state to go on from: all ranks begin anew")
 
-    def left(self) -> str:
-        """What a job that is started again in this run directory would go on from, for people; empty if nothing."""
+    async def left(self) -> str:
+        """What a job that is started again in this run directory would go on from, for people; empty if nothing is seen
+        to be there.
+        """
         memory = self._in_memory() if self._unsaved or self._vault is None else None
-        try:
-            newest = _newest(memory, self._stored())
-        except OSError:  # nothing is promised that we can't see
-            newest = memory
+        newest = _newest(memory, await self._seen_on_storage())
         return _described(newest) if newest is not None else ""
 
-    def _stored(self) -> Source | None:
-        """The newest checkpoint that looks whole, its bytes unread. Raises OSError."""
-        return _source_of(newest_complete(self._folder, digests=False))
+    async def _seen_on_storage(self) -> Source | None:
+        """The newest checkpoint that looks whole, its bytes unread; None also where storage does not answer soon."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SEE_S):
+                return (await find_stored(self._folder, bytes_too=False)).source
+        return None
 
     def refuse(self, source: Source) -> None:
         """A rank could not take this source up."""
         self._refused.add(source)
 
     def can_go_back(self) -> bool:
-        """Whether there is a source, as far as it can be told without reading it. Where the storage does not let us see
-        there may be one: ``choose`` says what is wrong, better than that there is nothing. A job that saves, and has
-        come to its end before the first time, loses nothing by beginning anew.
+        """Whether there may be a source; ``choose`` knows. A job that saves, and has come to its end before the first
+        time, loses nothing by beginning anew.
         """
-        try:
-            return self._wanted or self._in_memory() is not None or self._stored() is not None
-        except OSError:
-            return True
+        return self._wanted or self._in_memory() is not None or os.path.lexists(self._folder)
 
     def captured(self, rank: int, frame: Captured, groups: tuple[tuple[int, ...], ...]) -> None:
         """A rank's snapshot is complete. The last one of all sends the checkpoint on its way."""
@@ -312,7 +321,9 @@ class Saves:
             return None
         if self._vault is None:
             try:
-                self._keep_to(Vault.connect(self._run_dir, reply_timeout_s=_REPLY_TIMEOUT_S))
+                self._keep_to(
+                    Vault.connect(self._run_dir, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S)
+                )
             except VaultError:
                 return None
         return self._in_memory()
@@ -320,7 +331,9 @@ class Saves:
     def _in_memory(self) -> Source | None:
         # As a visitor: what the agent's own connection has sent already is not answered in between.
         try:
-            vault = Vault.connect(self._run_dir, member=False, reply_timeout_s=_REPLY_TIMEOUT_S)
+            vault = Vault.connect(
+                self._run_dir, member=False, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S
+            )
             try:
                 stores = vault.inventory().stores
             finally:
@@ -331,24 +344,10 @@ class Saves:
         usable = [Source("memory", each) for each in commits if Source("memory", each) not in self._refused]
         return usable[0] if usable else None
 
-    def _on_storage(self) -> Source | None:
-        """The newest complete checkpoint that no rank has refused. Raises OSError."""
-        if not os.path.lexists(self._folder):
-            return None
-        try:
-            tidy(self._folder)
-        except StorageError as error:
-            self._trouble("retention_failed", None, str(error))
-        refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
-        found = newest_complete(self._folder, refused=refused)
-        for path, reason in found.skipped:
-            self._pass_over(path, reason)
-        return _source_of(found)
-
-    def _pass_over(self, path: Path, reason: str) -> None:
+    def _pass_over(self, path: str, reason: str) -> None:
         if path not in self._told:
             self._told.add(path)
-            self._note("checkpoint_skipped", detail={"path": str(path), "reason": reason})
+            self._note("checkpoint_skipped", detail={"path": path, "reason": reason})
 
     async def finish(self, timeout_s: float, *, failed: bool) -> None:
         """The job is over: waits for what is on its way to storage, and lets the holder go.
@@ -362,19 +361,15 @@ class Saves:
             self._say(f"checkpoint of step {self._under_way.step}: storage is still busy with it; its writer goes on")
         if self._vault is not None:
             try:
-                if not (self._unsaved or (failed and self._memory_is_newest())):
+                if not (self._unsaved or (failed and await self._memory_is_newest())):
                     self._vault.finish()
             except VaultError:
                 return  # it is gone already
             finally:
                 self._let_go()
 
-    def _memory_is_newest(self) -> bool:
-        memory = self._in_memory()
-        try:
-            stored = self._stored()
-        except OSError:
-            stored = None
+    async def _memory_is_newest(self) -> bool:
+        memory, stored = self._in_memory(), await self._seen_on_storage()
         return memory is not None and (stored is None or stored.commits < memory.commits)
 
 
@@ -385,10 +380,3 @@ def _newest(memory: Source | None, stored: Source | None) -> Source | None:
 
 def _described(source: Source) -> str:
     return f"update {source.commits} ({source.path or 'in memory'})"
-
-
-def _source_of(found: Found) -> Source | None:
-    report = found.report
-    if report is None or report.manifest is None:
-        return None
-    return Source("storage", report.manifest.commits, str(report.path))

@@ -152,9 +152,9 @@ class Controller:
         self._patience.start_again()
         for memory in (self._joined, self._done, self._finished, self._evidence):
             memory.clear()
-        return self._restart_all(rank, reason, EXIT_UNRECOVERABLE)
+        return self._restart_all(rank, reason, EXIT_UNRECOVERABLE, state_lost=True)
 
-    def _restart_all(self, rank: int, reason: str, code: int) -> list[Command]:
+    def _restart_all(self, rank: int, reason: str, code: int, *, state_lost: bool = False) -> list[Command]:
         give_up = why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=0)
         if not (self.policy.restart_on_error or self.aware or self.uses_us()):
             give_up = "its script has no Session, or that is switched off (--max-restarts N would restart it)"
@@ -164,7 +164,8 @@ class Controller:
         self.attempt += 1
         self._started.clear()
         self.incarnations = [incarnation + 1 for incarnation in self.incarnations]
-        note = Note("restart_all", rank=rank, detail={"reason": reason, "attempt": self.attempt})
+        detail = {"reason": reason, "attempt": self.attempt, "state_lost": state_lost}
+        note = Note("restart_all", rank=rank, detail=detail)
         spawns = [Spawn(r, self.incarnations[r], joining=False, attempt=self.attempt) for r in range(self.world_size)]
         return [note, *spawns]
 

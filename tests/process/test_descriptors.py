@@ -71,6 +71,17 @@ def test_a_job_with_few_descriptors_comes_to_its_end(tmp_path: Path, undisturbed
     assert_identical(run, undisturbed(ranks=RANKS, steps=STEPS), ranks=RANKS, recoveries=2)
 
 
+def test_a_job_that_can_not_begin_says_so(tmp_path: Path) -> None:
+    """Too few for good: there are no more to be raised to."""
+    limited = ["bash", "-c", 'ulimit -n 30; exec "$@"', "x"]
+    with start([*limited, *command(tmp_path / "run")]) as process:
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 2, err
+    (end,) = [line for line in err.splitlines() if line.startswith("resilient-run: the job ends")]
+    assert "can't be started: [Errno 24] Too many open files" in end
+    assert len(err.splitlines()) < 10, err
+
+
 @pytest.mark.timeout(120)
 def test_an_agent_without_descriptors_goes_on(tmp_path: Path, undisturbed: Reference) -> None:
     """Nobody can connect, and no process be started, until there are some again."""

@@ -51,6 +51,7 @@ LOG_POLL_S = 0.05
 _SHORT_OF = frozenset((errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM))
 """Descriptors, processes or memory: there may be some again soon."""
 _SHORT_S = 1.0
+_TRIES = 10
 _UNKILLABLE_S = 10.0
 """A process that was killed and has not ended by then waits in the kernel for something that does not come (storage
 that is gone). It never runs a line of its program again, so it is as good as dead.
@@ -429,7 +430,7 @@ class Agent:
         self._unborn[rank] = command
         self._start(command)
 
-    def _start(self, command: Spawn) -> None:
+    def _start(self, command: Spawn, tries: int = 1) -> None:
         if not self._is_wanted(command):
             return
         self._processes.start(
@@ -437,17 +438,17 @@ class Agent:
             command.incarnation,
             command.attempt,
             joining=command.joining,
-            started=lambda process: self._on_started(command, process),
+            started=lambda process: self._on_started(command, process, tries),
             wanted=lambda: self._is_wanted(command),
         )
 
     def _is_wanted(self, command: Spawn) -> bool:
         return self._unborn.get(command.rank) is command and self._ending is None
 
-    def _on_started(self, command: Spawn, process: RankProcess | OSError) -> None:
+    def _on_started(self, command: Spawn, process: RankProcess | OSError, tries: int) -> None:
         rank = command.rank
         if isinstance(process, OSError):
-            self._on_no_process(command, process)
+            self._on_no_process(command, process, tries)
             return
         del self._unborn[rank]
         self._processes.current[rank] = process
@@ -456,13 +457,15 @@ class Agent:
         detail = {"pid": process.pid, "joining": command.joining, "start": process.start}
         self._note("spawned", rank=rank, incarnation=command.incarnation, detail=detail)
 
-    def _on_no_process(self, command: Spawn, error: OSError) -> None:
-        if error.errno not in _SHORT_OF:
+    def _on_no_process(self, command: Spawn, error: OSError, tries: int) -> None:
+        """Where it takes a lost one's place, the recovery's own limit says how long it is tried."""
+        if error.errno not in _SHORT_OF or (tries >= _TRIES and not command.joining):
             del self._unborn[command.rank]
             self._carry_out(self._controller.stop(2, f"rank {command.rank} can't be started: {error}"))
             return
-        self._say(f"rank {command.rank} can't be started now ({error}): tried again in {_SHORT_S:g} s")
-        self._loop.call_later(_SHORT_S, self._start, command)
+        if tries == 1:
+            self._say(f"rank {command.rank} can't be started now ({error}): it is tried again")
+        self._loop.call_later(_SHORT_S, self._start, command, tries + 1)
 
     def _kill(self, process: RankProcess, reason: str) -> None:
         self._fenced[process] = reason

@@ -97,8 +97,9 @@ class Logs:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
+            nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             self.say(f"resilient-run: what rank {rank} says on {name} is lost: {path}: {error}")
-            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            return nothing
         if (rank, name) not in self._job.quiet:
             prefix = self._prefix(rank) if (rank, name) in self._job.prefixed else b""
             with contextlib.suppress(OSError):  # it is in the file all the same

@@ -61,7 +61,8 @@ def launched(
     run_dir: Path, arguments: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """``resilient-run --run-dir RUN_DIR ARGUMENTS`` as a child, see ``running``. Its log is ``LAUNCHER_LOG``."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, exist_ok=True)
     command = [sys.executable, "-c", _LAUNCH, "--run-dir", str(run_dir), *arguments]
     with running(command, run_dir / LAUNCHER_LOG, clean_environ() if environ is None else environ) as process:
         yield process

@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     wrap_backend: bool = True
     """Under our agent, ``init_process_group()`` without a backend, or with gloo, makes a group that can be rebuilt."""
     join_timeout_s: float = 600.0
-    """How long a recovery waits for a rank before that rank is given up for lost."""
+    """How long each phase of a recovery may take: until all ranks have joined, and from then to its end."""
     verdict_timeout_s: float = 60.0
     """How long a rank whose collective failed waits for the agent to say why, before it raises the error itself."""
     watchdog: bool = True

@@ -135,3 +135,18 @@ def test_collectives_that_keep_failing_end_the_job(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "train.py", "--steps", "9", ranks=2, flags=("--faults", plan))
     assert run.code == 75, run.explain()
     assert "collectives keep failing" in run.err
+
+
+@pytest.mark.timeout(120)
+def test_a_recovery_that_does_not_end_is_begun_anew_before_anybody_is_killed(
+    tmp_path: Path, undisturbed: Reference
+) -> None:
+    """One rank never comes out of it: it alone is killed, since it does not come when all are asked again."""
+    plan = "kill rank=1 step=5 phase=COMPUTE at=backward; loop rank=2 phase=RESTORE at=end generation=1"
+    limits = {"RESILIENT_JOIN_TIMEOUT_S": "4", "RESILIENT_HANG_TIMEOUT_S": "2"}
+    run = launch(tmp_path / "run", "train.py", "--steps", "9", ranks=3, flags=("--faults", plan), **limits)
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=3, steps=9).digests(), run.explain()
+    assert [event["rank"] for event in run.of("spawned")] == [0, 1, 2, 1, 2], run.explain()
+    assert [event["rank"] for event in run.of("fenced")] == [2]
+    assert "ranks [2] did not come to the start of update 5 within 4 s" in run.err

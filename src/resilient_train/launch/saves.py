@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ import msgspec
 
 from resilient_train.errors import HolderLostError, VaultError
 from resilient_train.launch.holding import find_holder
-from resilient_train.launch.stored import find_stored
+from resilient_train.launch.stored import find_stored, is_there
 from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.state.checkpoint.libraries import libraries_here
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
@@ -179,7 +178,7 @@ class Saves:
         """Whether there may be a source; ``choose`` knows. A job that saves, and has come to its end before the first
         time, loses nothing by beginning anew.
         """
-        return self._wanted or self._in_memory() is not None or os.path.lexists(self._folder)
+        return self._wanted or self._in_memory() is not None or is_there(self._folder)
 
     def captured(self, rank: int, frame: Captured, groups: tuple[tuple[int, ...], ...]) -> None:
         """A rank's snapshot is complete. The last one of all sends the checkpoint on its way."""

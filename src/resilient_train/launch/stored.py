@@ -31,12 +31,17 @@ async def find_stored(folder: Path, refused: Collection[Path] = (), *, bytes_too
     """``bytes_too``: leftovers are taken away, and only a checkpoint whose bytes are right is whole. That takes as long
     as to read it.
     """
-    if not os.path.lexists(folder):  # as a rule when a job begins: not worth a process
+    if not is_there(folder):  # as a rule when a job begins: not worth a process
         return Stored()
     try:
         return msgspec.msgpack.decode(await aside(lambda: _look(folder, refused, bytes_too)), type=Stored)
     except OSError as error:
         return Stored(unreadable=str(error))
+
+
+def is_there(folder: Path) -> bool:
+    """Whether anything lies there, which may be worth a look."""
+    return os.path.lexists(folder)
 
 
 def _look(folder: Path, refused: Collection[Path], bytes_too: bool) -> bytes:

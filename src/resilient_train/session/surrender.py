@@ -11,7 +11,7 @@ import functools
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from resilient_train.errors import DeviceError
 from resilient_train.observe.sinks import say_aside
@@ -34,12 +34,11 @@ class Reporter(Protocol):
 S = TypeVar("S", bound=Reporter)
 
 
-def surrender(event: Event, kind: str, reason: str) -> NoReturn:
+def surrender(event: Event, kind: str, reason: str) -> None:
     """Ends this process, after an event and a line on stderr that say why."""
     event(kind, {"error": reason})
     say_aside(reason)
     os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("it lives on")
 
 
 def surrenders(part: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -51,6 +50,7 @@ def surrenders(part: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, 
             return part(self, *args, **kwargs)
         except DeviceError as error:
             surrender(self.event, "device_failed", str(error))
+            raise
 
     return with_surrender
 

@@ -1,7 +1,6 @@
 """Every way to write a loop that the Session promises to repair, each with kills in its awkward places."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -32,15 +31,15 @@ LOOPS = [
     ("scaler", IN_BODY_ONLY),
     ("static", FROM_THE_START),
 ]
-if "FULL" in os.environ:  # each difference alone, to tell which one is to blame
-    alone = ("accumulate", "view", "two", "stateful", "before", "shuffle", "unused", "workers", "static")
-    LOOPS += [(variant, EVERYWHERE) for variant in alone]
-    LOOPS += [
-        ("undo", IN_BODY_ONLY),
-        ("accumulate+static", FROM_THE_START),
-        ("base", FROM_THE_START),
-        ("view", FROM_THE_START),
-    ]
+ALONE = ("accumulate", "view", "two", "stateful", "before", "shuffle", "unused", "workers", "static")
+"""Each difference alone, to tell which one is to blame."""
+LOOPS += [pytest.param(variant, EVERYWHERE, marks=pytest.mark.long) for variant in ALONE]
+LOOPS += [
+    ("undo", IN_BODY_ONLY),
+    ("accumulate+static", FROM_THE_START),
+    ("base", FROM_THE_START),
+    ("view", FROM_THE_START),
+]
 
 
 @pytest.mark.timeout(180)

@@ -12,6 +12,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from resilient_train._native import Board
 from resilient_train.launch.holdings import Holdings, RefusedError
 from resilient_train.session.kept import OFF, Kept
@@ -20,7 +22,7 @@ from resilient_train.state.vault.record import Snapshot
 from resilient_train.state.vault.room import Room
 from resilient_train.state.vault.slots import Draft, SlotPair
 
-SEEDS = 3000 if "FULL" in os.environ else 40
+MANY = [40, pytest.param(3_000, marks=pytest.mark.long)]
 WINDOWS = 16
 IMAGE_BYTES = 64
 
@@ -334,29 +336,33 @@ def run(seed: int, rule: type[Kept] = Kept) -> dict[str, int]:
         job.close()
 
 
-def test_there_is_always_a_snapshot_that_all_ranks_hold() -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seeds", MANY)
+def test_there_is_always_a_snapshot_that_all_ranks_hold(seeds: int) -> None:
     tallies: list[dict[str, Any]] = []
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         try:
             tallies.append(run(seed))
         except AssertionError as error:
             raise AssertionError(f"run({seed}): {error}") from error
     total = {name: sum(each[name] for each in tallies) for name in tallies[0]}
     print(total)
-    assert total["deaths"] > SEEDS
-    assert total["restarts"] > SEEDS / 4
-    assert total["from_memory"] > SEEDS / 8
-    assert total["lost"] > SEEDS / 20
-    assert total["commons"] > 2 * SEEDS
-    assert total["off"] > SEEDS / 4
+    assert total["deaths"] > seeds
+    assert total["restarts"] > seeds / 4
+    assert total["from_memory"] > seeds / 8
+    assert total["lost"] > seeds / 20
+    assert total["commons"] > 2 * seeds
+    assert total["off"] > seeds / 4
 
 
-def test_ranks_that_keep_their_own_newest_lose_it() -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seeds", MANY)
+def test_ranks_that_keep_their_own_newest_lose_it(seeds: int) -> None:
     """The control."""
     lost = 0
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         try:
             run(seed, NewestKept)
         except LostError:
             lost += 1
-    assert lost > SEEDS / 4
+    assert lost > seeds / 4

@@ -79,4 +79,5 @@ def test_a_logged_value_is_the_same_on_all_ranks(tmp_path: Path) -> None:
             record = json.loads(line)
             means.setdefault(record["step"], set()).add(record["mean"])
     assert all(len(values) == 1 for values in means.values()), means
-    assert [event["rank"] for event in run.of("tail_input_missing")] == [1]
+    missing = [event["detail"] for event in run.of("tail_input_missing")]
+    assert missing == [{"collective": "allreduce", "of": 1}, {"collective": "allgather", "of": 1}]

@@ -16,7 +16,7 @@ import pytest
 
 from resilient_train._native import Board
 from resilient_train.launch.holdings import Holdings, RefusedError
-from resilient_train.session.kept import OFF, Kept
+from resilient_train.session.snapshot_names import OFF, SnapshotNames
 from resilient_train.state.vault.client import common_commits
 from resilient_train.state.vault.record import Snapshot
 from resilient_train.state.vault.room import Room
@@ -65,7 +65,7 @@ class Slots(SlotPair):
 
 
 class Words:
-    """The board, as ``rank`` sees it."""
+    """The words of the board, as ``rank`` sees them."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank, self.world_size = job, rank, job.board.world_size
@@ -74,13 +74,13 @@ class Words:
         self.job.moment(self.rank)
         return self.job.board.kept(rank)
 
-    def set_kept(self, rank: int, first: int, second: int) -> None:
+    def set_kept(self, first: int, second: int) -> None:
         self.job.moment(self.rank)
-        self.job.board.set_kept(rank, first, second)
+        self.job.board.set_kept(self.rank, first, second)
         self.job.moment(self.rank)
 
 
-class NewestKept(Kept):
+class NewestKept(SnapshotNames):
     """The control: each rank for itself keeps its own newest."""
 
     def begin(self, pair: SlotPair) -> Draft | None:
@@ -93,7 +93,7 @@ class Process:
     def __init__(self, job: Job, rank: int) -> None:
         self.job = job
         self.rank = rank
-        self.kept = job.rule(Words(job, rank), rank)  # type: ignore[arg-type]
+        self.kept = job.rule(Words(job, rank))  # type: ignore[arg-type]
         self.pair: Slots | None = None
         self.pending: tuple[Draft, int] | None = None
         self.taken = -1
@@ -153,7 +153,7 @@ class Process:
 
 
 class Job:
-    def __init__(self, seed: int, rule: type[Kept]) -> None:
+    def __init__(self, seed: int, rule: type[SnapshotNames]) -> None:
         self.chance = random.Random(seed)
         self.rule = rule
         self.dues = [self.chance.random() < 0.67 for _ in range(WINDOWS)]
@@ -327,7 +327,7 @@ def picture(commits: int) -> bytes:
     return bytes([commits % 256]) * IMAGE_BYTES
 
 
-def run(seed: int, rule: type[Kept] = Kept) -> dict[str, int]:
+def run(seed: int, rule: type[SnapshotNames] = SnapshotNames) -> dict[str, int]:
     job = Job(seed, rule)
     try:
         job.train()

@@ -1,26 +1,21 @@
 """Ranks that hang without dying: the culprit is named, killed and replaced; the run ends as if nothing had happened."""
 
 import itertools
-import os
 from pathlib import Path
 
 import pytest
 from identity import assert_identical
 from running import Reference, Run, launch
 
-STOPS: tuple[str, ...] = ("phase=COMPUTE at=backward", "phase=READY at=barrier")
-LOOPS: tuple[str, ...] = ("phase=COMPUTE at=forward", "phase=APPLIED at=start")
-if "FULL" in os.environ:
-    STOPS += (
-        "phase=BETWEEN",
-        "phase=UPDATING at=start",
-        "phase=COMPUTE at=start",
-        "phase=READY at=before",
-        "phase=UPDATING at=end",
-        "phase=APPLIED at=end",
-    )
-    LOOPS += ("phase=UPDATING at=end", "phase=COMPUTE at=backward", "phase=APPLIED at=end", "phase=BETWEEN")
-WORLDS = (2, 3, 4) if "FULL" in os.environ else (3,)
+STOPS = (
+    *("phase=COMPUTE at=backward", "phase=READY at=barrier", "phase=BETWEEN", "phase=UPDATING at=start"),
+    *("phase=COMPUTE at=start", "phase=READY at=before", "phase=UPDATING at=end", "phase=APPLIED at=end"),
+)
+LOOPS = (
+    *("phase=COMPUTE at=forward", "phase=APPLIED at=start", "phase=UPDATING at=end", "phase=COMPUTE at=backward"),
+    *("phase=APPLIED at=end", "phase=BETWEEN"),
+)
+WORLDS = [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))]
 FAST = {"RESILIENT_HANG_TIMEOUT_S": "1.5"}
 
 
@@ -64,7 +59,7 @@ def test_endless_loop_that_holds_the_gil(tmp_path: Path, undisturbed: Reference)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("variant", "words"),
-    [("stuck", "waits for its batch"), *([("skip", "has entered")] if "FULL" in os.environ else [])],
+    [("stuck", "waits for its batch"), ("skip", "has entered")],
 )
 def test_culprit_is_named(tmp_path: Path, undisturbed: Reference, variant: str, words: str) -> None:
     """A rank that leaves a collective out, and one whose loader does not come back."""

@@ -105,7 +105,7 @@ def test_a_recovery() -> None:
     controller = running()
     controller.lost(1, 0, "died", COMPUTE_0)
     (plan, *others) = sent(recover(controller, 1), Plan)
-    assert plan == Plan(1, 0, {1: 0}, -1, -1, (1,), (1,))
+    assert plan == Plan(1, 0, {1: 0}, (), (1,))
     assert others == [plan] * 2
     assert sent(finish_recovery(controller), Resume) == [Resume(1)] * 3
     assert controller.stage is Stage.RUNNING
@@ -338,7 +338,7 @@ def test_damaged_memory_is_a_fault_that_costs_no_process() -> None:
     join(controller, 0)
     join(controller, 1, holds=False)
     plan = sent(join(controller, 2), Plan)[0]
-    assert (plan.commits, plan.copies, plan.ghosts, plan.replaced) == (0, {1: 0}, (1,), ())
+    assert (plan.commits, plan.copies, plan.finishers, plan.replaced) == (0, {1: 0}, (), ())
 
 
 def test_memory_that_is_damaged_again_and_again_costs_the_process() -> None:

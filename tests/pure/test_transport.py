@@ -145,11 +145,11 @@ def test_channel_both_ways(ends: tuple[Channel, socket.socket]) -> None:
     assert channel.receive(timeout_s=0) is None
     channel.send(m.Query())
     assert decode_from_rank(bodies(agent.recv(1000))[0]) == m.Query()
-    agent.sendall(encode(m.Resume(1)) + encode(m.Stop(2, (1,), "died")) + encode(m.Plan(2, 5, {1: 0}, 1, 0, (1,))))
+    agent.sendall(encode(m.Resume(1)) + encode(m.Stop(2, (1,), "died")) + encode(m.Plan(2, 5, {1: 0}, (0,), (1,))))
     assert [channel.receive() for _ in range(3)] == [
         m.Resume(1),
         m.Stop(2, (1,), "died"),
-        m.Plan(2, 5, {1: 0}, 1, 0, (1,)),
+        m.Plan(2, 5, {1: 0}, (0,), (1,)),
     ]
 
 

@@ -1,13 +1,9 @@
-"""Every interleaving of small worlds. ``SIM_DEEP=1`` adds worlds that take minutes."""
-
-import os
+"""Every interleaving of small worlds."""
 
 import pytest
 
 from resilient_train.testing.cluster import Faults, Layout
 from resilient_train.testing.explore import explore
-
-DEEP = bool(os.environ.get("SIM_DEEP"))
 
 WORLDS = [
     pytest.param(Layout(2, (1, 0)), Faults(kills=1), id="2-ranks-2-updates-1-kill"),
@@ -46,7 +42,7 @@ def test_every_interleaving_is_safe_and_ends(layout: Layout, faults: Faults) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not DEEP, reason="minutes; set SIM_DEEP=1")
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "faults"), DEEP_WORLDS)
 def test_every_interleaving_of_a_larger_world(layout: Layout, faults: Faults) -> None:
     assert explore(layout, faults).complete

@@ -314,10 +314,10 @@ class Agent:
                     "way": frame.way,
                 }
                 self._note("fetched", rank=rank, incarnation=incarnation, generation=frame.generation, detail=detail)
-            case m.Done(generation=generation, redone=redone, step=step):
+            case m.Done(generation=generation, redone=redone, step=step, over=over):
                 whose = {"rank": rank, "incarnation": incarnation, "step": step}
                 self._note("done", generation=generation, detail={"redone": redone}, **whose)
-                self._carry_out(controller.done(rank, incarnation, generation))
+                self._carry_out(controller.done(rank, incarnation, generation, over=over))
             case m.Trouble(generation=generation, detail=text):
                 self._loop.call_later(TROUBLE_GRACE_S, self._on_unexplained, generation, f"rank {rank}: {text}")
             case m.Damaged(generation=generation, detail=text):

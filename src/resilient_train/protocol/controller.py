@@ -72,6 +72,8 @@ class Controller:
         self._evidence: dict[int, Standing] = {}
         self._patience = Patience(self.policy)
         self._holders = Holders(self.replicas.groups)
+        self._over = False
+        """Some rank's loop has ended, see ``messages.Resume``."""
 
     def launch(self) -> list[Command]:
         """The job begins: every rank is started."""
@@ -129,6 +131,7 @@ class Controller:
         self.plan = None
         self._joined.clear()
         self._done.clear()
+        self._over = False
         self._finished.clear()
         stop = Stop(self.generation, lost, reason)
         return [
@@ -272,9 +275,7 @@ class Controller:
         return self._agree() if len(self._joined) == self.world_size else []
 
     def _agree(self) -> list[Command]:
-        accounts = {
-            rank: Account(standing_of((j.commits, j.phase)), j.holds, j.tail_done) for rank, j in self._joined.items()
-        }
+        accounts = {rank: Account(standing_of((j.commits, j.phase)), j.holds) for rank, j in self._joined.items()}
         groups = {j.groups for j in self._joined.values()}
         verdict = decide(accounts, self._evidence)
         copies = self.replicas.assign_sources(verdict.empty, verdict.holders)
@@ -285,9 +286,7 @@ class Controller:
             generation=self.generation,
             commits=verdict.commits,
             copies=copies,
-            tail_from=verdict.tail_from,
-            leader=verdict.leader,
-            ghosts=tuple(verdict.empty),
+            finishers=tuple(verdict.finishers),
             replaced=tuple(sorted(self._evidence)),
             last=self.leaving is not None,
         )
@@ -307,18 +306,22 @@ class Controller:
         others = self._holders.absent.union(self._joined, self._left_out())
         return [rank for rank in range(self.world_size) if rank not in others]
 
-    def done(self, rank: int, incarnation: int, generation: int) -> list[Command]:
-        """A rank stands where the plan wants it. The last one lets everybody go."""
+    def done(self, rank: int, incarnation: int, generation: int, *, over: bool = False) -> list[Command]:
+        """A rank stands where the plan wants it. The last one lets everybody go. ``over``: see ``messages.Done``."""
         if not self._current(rank, incarnation) or generation != self.generation or self.plan is None:
             return []
         self._done.add(rank)
         self._holders.done(rank)
+        self._over = self._over or over
         if len(self._done) < self.world_size or self.stage is not Stage.RECOVERING:
             return []
         self.stage = Stage.RUNNING
         self._evidence.clear()
         self._patience.reached(self.plan.commits)
-        return [Note("resumed", detail={"commits": self.plan.commits}), *self._to_all(Resume(self.generation))]
+        return [
+            Note("resumed", detail={"commits": self.plan.commits}),
+            *self._to_all(Resume(self.generation, self._over)),
+        ]
 
     def finish(self, rank: int, incarnation: int, generation: int) -> list[Command]:
         """A rank's loop is over. The last one lets everybody leave."""

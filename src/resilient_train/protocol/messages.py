@@ -149,20 +149,17 @@ class Joined(msgspec.Struct, tag="joined", frozen=True):
 
 
 class Plan(msgspec.Struct, tag="plan", frozen=True):
-    """What everyone does in the recovery of ``generation``; each rank derives its own part, see ``processor``.
+    """What everyone does in the recovery of ``generation``; each rank derives its own part, see ``rank``.
 
     All ranks go on from the start of update ``commits``. ``copies`` maps a rank without usable state to the replica it
-    copies from. Where a tail must be finished first, ``tail_from`` is the first collective of it that some rank lacks
-    (else -1), ``leader`` a rank that will run all that follow, and ``ghosts`` the ranks that take part without having
-    run the tail's code. ``replaced`` are the ranks whose process is another one than at the last Resume.
+    copies from. ``finishers`` are the ranks that run the tail before that update, or what is left of it. ``replaced``
+    are the ranks whose process is another one than at the last Resume.
     """
 
     generation: int
     commits: int
     copies: dict[int, int]
-    tail_from: int = -1
-    leader: int = -1
-    ghosts: tuple[int, ...] = ()
+    finishers: tuple[int, ...] = ()
     replaced: tuple[int, ...] = ()
     last: bool = False
     """At the head of the next window all ranks save the state, and the job ends."""
@@ -220,11 +217,12 @@ class Fetched(msgspec.Struct, tag="fetched", frozen=True):
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):
-    """This rank stands at the start of the plan's update and waits for Resume."""
+    """This rank stands at the start of the plan's update and waits for Resume. ``over``: its loop has ended."""
 
     generation: int
     redone: bool
     step: int
+    over: bool = False
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
@@ -236,9 +234,10 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
 
 
 class Resume(msgspec.Struct, tag="resume", frozen=True):
-    """Everyone is done: train."""
+    """Everyone is done: train. ``over``: a loop has ended, by a ``break`` that who copied its state did not see."""
 
     generation: int
+    over: bool = False
 
 
 class Finish(msgspec.Struct, tag="finish", frozen=True):

@@ -18,7 +18,7 @@ class Batch(NamedTuple):
 _NONE = Batch(None, 0)
 
 
-class Kept(NamedTuple):
+class Drawn(NamedTuple):
     """A batch of the open window, and the random state right after it was drawn (None: the window's start has it)."""
 
     batch: Batch

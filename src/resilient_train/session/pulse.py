@@ -58,7 +58,7 @@ class Pulse:
     def at(self, activity: Activity) -> None:
         """What this rank is at from now on."""
         self._activity = activity
-        self._link.page.set_activity(activity)
+        self._link.peers.set_activity(activity)
 
     @contextlib.contextmanager
     def slow(self, what: str) -> Iterator[None]:

@@ -13,8 +13,8 @@ import torch.distributed as dist  # noqa: E402 - only where torch is
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402 - likewise
 
 from resilient_train.frameworks.torch import group as group_module  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.escape import Escape, GuardedWork  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.group import ResilientGroup  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.works import GuardedWork, Works  # noqa: E402 - likewise
 
 GIVEN_UP = "the collective was given up"
 
@@ -47,46 +47,46 @@ def inner() -> Inner:
 
 
 @pytest.fixture
-def escape() -> Escape:
-    return Escape()
+def works() -> Works:
+    return Works()
 
 
 @pytest.fixture
-def work(inner: Inner, escape: Escape) -> GuardedWork:
-    return GuardedWork(inner, escape.live)  # type: ignore[arg-type] # as far as a guard knows it
+def work(inner: Inner, works: Works) -> GuardedWork:
+    return GuardedWork(inner, works.live)  # type: ignore[arg-type] # as far as a guard knows it
 
 
-def test_a_work_that_ends(work: GuardedWork, inner: Inner, escape: Escape) -> None:
+def test_a_work_that_ends(work: GuardedWork, inner: Inner, works: Works) -> None:
     assert not work.is_completed()
     inner.end()
     assert work.wait()
     assert work.succeeded
     assert work.get_future().value() is inner.value
-    assert not escape.live
-    assert escape.release() == 0
+    assert not works.live
+    assert works.release() == 0
 
 
-def test_a_work_that_fails(work: GuardedWork, inner: Inner, escape: Escape) -> None:
+def test_a_work_that_fails(work: GuardedWork, inner: Inner, works: Works) -> None:
     inner.end(RuntimeError("Connection closed by peer"))
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         work.wait()
     assert work.is_completed()
     assert not work.succeeded
-    assert not escape.live
+    assert not works.live
 
 
-def test_waiters_are_let_go(work: GuardedWork, escape: Escape) -> None:
+def test_waiters_are_let_go(work: GuardedWork, works: Works) -> None:
     behind = work.get_future().then(lambda future: future.value()[0])
-    assert escape.release() == 1
+    assert works.release() == 1
     for wait in (work.wait, work.get_future().wait, work.get_future().value, behind.wait):
         with pytest.raises(RuntimeError, match=GIVEN_UP):
             wait()
     assert not work.succeeded
 
 
-def test_a_work_that_ends_after_it_was_given_up(work: GuardedWork, inner: Inner, escape: Escape) -> None:
+def test_a_work_that_ends_after_it_was_given_up(work: GuardedWork, inner: Inner, works: Works) -> None:
     """Completing a future of torch's a second time would end the process, on gloo's thread."""
-    escape.release()
+    works.release()
     inner.end()
     with pytest.raises(RuntimeError, match=GIVEN_UP):
         work.wait()
@@ -102,8 +102,8 @@ class Forgetful:
     def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
         work = group.run(verb, args, kwargs)
         if self.forgets:
-            work = GuardedWork(Inner(), group_module.escape.live)  # type: ignore[arg-type] # as far as a guard knows it
-            group_module.escape.release()
+            work = GuardedWork(Inner(), group_module.works.live)  # type: ignore[arg-type] # as far as a guard knows it
+            group_module.works.release()
         return work
 
 

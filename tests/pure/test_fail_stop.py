@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from resilient_train.session.surrender import lost_worker
+from resilient_train.session.fail_stop import lost_worker
 
 KILLED = "DataLoader worker (pid 4711) is killed by signal: Killed. "
 

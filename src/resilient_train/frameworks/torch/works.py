@@ -56,13 +56,15 @@ class GuardedWork(dist.Work):
     """
 
     def __init__(self, inner: dist.Work, live: dict[int, GuardedWork]) -> None:
+        """Raises RuntimeError if the inner work has no future."""
         super().__init__()
+        future = inner.get_future()
         self._inner = inner
         self._live = live
         self.succeeded = False
         self._outcome: torch._C.Future[Any] = torch._C.Future([])
         live[id(self)] = self
-        inner.get_future().add_done_callback(self._inner_ended)
+        future.add_done_callback(self._inner_ended)
 
     def _inner_ended(self, future: torch.futures.Future[Any]) -> None:
         keep_thread_state()  # gloo's thread comes here once for each collective
@@ -107,7 +109,7 @@ class GuardedWork(dist.Work):
         self.wait()
 
 
-class Escape:
+class Works:
     """All works under way in this process."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from resilient_train._native import Board
+from resilient_train.session.peers import Peers
 from resilient_train.state.vault.slots import Control, Draft, SlotPair
 
 _NONE = 0
@@ -23,17 +23,16 @@ OFF = (1 << 64) - 1
 """In the place of a second snapshot: this rank takes none any more."""
 
 
-class Kept:
+class SnapshotNames:
     """What this rank names, and what it finds that all do."""
 
-    def __init__(self, board: Board, rank: int) -> None:
-        self._board = board
-        self._rank = rank
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._keep = _NONE
 
     def newest(self) -> int:
         """The newest update from before which all ranks hold a snapshot; 0 if there is none."""
-        named = (set(self._board.kept(rank)) - {OFF} for rank in range(self._board.world_size))
+        named = (set(self._peers.kept(rank)) - {OFF} for rank in range(self._peers.world_size))
         return max(set.intersection(*named), default=_NONE)
 
     def begin(self, pair: SlotPair) -> Draft | None:
@@ -50,15 +49,15 @@ class Kept:
 
     def found(self, commits: int) -> None:
         """The one that is due was complete already: its writer was killed before it could name it."""
-        if commits not in self._board.kept(self._rank):
+        if commits not in self._peers.kept(self._peers.rank):
             self._keep = self.newest()
             self._name(commits)
 
     def lacks(self, stores: Iterable[Control]) -> None:
         """A process takes a dead one's place, whose memory may have been lost with it: ``stores`` is what is left."""
         held = {snapshot.commits for pair in stores for snapshot in pair.complete()}
-        first, second = (each if each in held else _NONE for each in self._board.kept(self._rank))
-        self._board.set_kept(self._rank, first, second)
+        first, second = (each if each in held else _NONE for each in self._peers.kept(self._peers.rank))
+        self._peers.set_kept(first, second)
 
     def begin_at(self, commits: int, stores: Iterable[Control]) -> None:
         """The whole job begins after so many updates. Snapshots of later ones are of a history that it has left, and
@@ -69,23 +68,23 @@ class Kept:
             for snapshot in pair.complete():
                 if snapshot.commits > commits:
                     pair.discard(snapshot.sequence)
-                elif snapshot.commits == commits and snapshot.world == self._board.world_size:
+                elif snapshot.commits == commits and snapshot.world == self._peers.world_size:
                     kept = commits
-        self._board.set_kept(self._rank, kept, _NONE)
+        self._peers.set_kept(kept, _NONE)
 
     def leave_off(self) -> None:
         """This rank takes no snapshots any more. What it holds together with all others stays."""
-        self._board.set_kept(self._rank, self.newest(), OFF)
+        self._peers.set_kept(self.newest(), OFF)
 
     def left_off(self) -> int | None:
         """A rank that takes no snapshots any more: those of the others are good for nothing. None: there is none."""
-        ranks = range(self._board.world_size)
-        return next((rank for rank in ranks if self._board.kept(rank)[1] == OFF), None)
+        ranks = range(self._peers.world_size)
+        return next((rank for rank in ranks if self._peers.kept(rank)[1] == OFF), None)
 
     def _name(self, commits: int) -> None:
         """In place of what is not kept."""
-        first, second = self._board.kept(self._rank)
+        first, second = self._peers.kept(self._peers.rank)
         if first == self._keep != _NONE:
-            self._board.set_kept(self._rank, first, commits)
+            self._peers.set_kept(first, commits)
         else:
-            self._board.set_kept(self._rank, commits, second)
+            self._peers.set_kept(commits, second)

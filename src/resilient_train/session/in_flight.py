@@ -11,7 +11,7 @@ from resilient_train.state.vault import trailer
 from resilient_train.state.vault.slots import Draft, image_digest
 
 
-class Pending(msgspec.Struct, frozen=True):
+class SnapshotInFlight(msgspec.Struct, frozen=True):
     """The state from before update ``commits``, on its way into the slot of ``draft``. Made by ``begin``."""
 
     draft: Draft

@@ -7,52 +7,23 @@ signal, because an exit code would say that the user's script had failed, which 
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
 
-from resilient_train.errors import DeviceError
 from resilient_train.observe.sinks import say_aside
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _KILLED = "is killed by signal"
 """Of a worker, says torch (DataLoader.cpp), which raises RuntimeError wherever the training thread is at that moment.
 """
 
-Event = Callable[[str, dict[str, Any]], None]
 
-
-class Reporter(Protocol):
-    """Whose methods may surrender."""
-
-    event: Event
-
-
-S = TypeVar("S", bound=Reporter)
-
-
-def surrender(event: Event, kind: str, reason: str) -> None:
+def fail_stop(tell: Callable[[str, dict[str, Any]], None], kind: str, reason: str) -> None:
     """Ends this process, after an event and a line on stderr that say why."""
-    event(kind, {"error": reason})
+    tell(kind, {"error": reason})
     say_aside(reason)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def surrenders(part: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method in which a DeviceError ends the process."""
-
-    @functools.wraps(part)
-    def with_surrender(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return part(self, *args, **kwargs)
-        except DeviceError as error:
-            surrender(self.event, "device_failed", str(error))
-            raise
-
-    return with_surrender
 
 
 def lost_worker(error: BaseException | None) -> str:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from resilient_train import config
 from resilient_train._native import Board
-from resilient_train.errors import ConfigError, UsageError
+from resilient_train.errors import UsageError
 from resilient_train.frameworks.base import Conductor, Damage, Image, Objects, Place, Share, Sources, Strides, TailLog
+from resilient_train.frameworks.torch import admission
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import Buckets, Pass
 from resilient_train.frameworks.torch.damage import assess, move
@@ -30,6 +31,7 @@ from resilient_train.frameworks.torch.leaves import pack, unpack
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.replicated import Replicated, copy_tree
 from resilient_train.frameworks.torch.saved import Saved
+from resilient_train.frameworks.torch.steps import Steps
 from resilient_train.frameworks.torch.tail import Tail
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.transfer import Span, chunks, digest, view
@@ -51,13 +53,9 @@ class TorchEngine:
     """See ``frameworks/base.Framework``."""
 
     def __init__(self, objects: Objects) -> None:
-        for model in objects.models:
-            if not isinstance(model, torch.nn.Module):
-                raise ConfigError(f"model: {type(model).__qualname__} is no torch.nn.Module")
-        for optimizer in objects.optimizers:
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise ConfigError(f"optimizer: {type(optimizer).__qualname__} is no torch.optim.Optimizer")
+        admission.check(objects)
         self._objects = objects
+        self._steps = Steps(objects)
         self._replicated = Replicated(objects)
         self._ranks_own = RankState(objects.models, objects.rank_extra)
         self._saved = Saved(self._replicated)
@@ -141,9 +139,7 @@ class TorchEngine:
     def attach(self, conductor: Conductor, log: TailLog) -> None:
         self._conductor = conductor
         self._tail = Tail(conductor, log, groups, self._neutral.append)
-        for optimizer in self._objects.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(lambda o, _args, _kwargs: conductor.before_update(o)))
-            self._handles.append(optimizer.register_step_post_hook(lambda o, _args, _kwargs: conductor.after_update(o)))
+        self._steps.attach(conductor)
         scaler = self._objects.scaler
         if scaler is not None:
             update = scaler.update
@@ -159,6 +155,7 @@ class TorchEngine:
         self._errors.stop()
         group_module.watch(None)
         group_module.wait_for_droppers(_DRAIN_S)
+        self._steps.detach()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -170,6 +167,7 @@ class TorchEngine:
         """A collective is called; see ``group.Watcher``."""
         assert self._conductor is not None
         assert self._tail is not None
+        self._steps.check_collective(verb)
         place = self._conductor.collective(spans_job=group.spans_job and verb not in POINT_TO_POINT)
         if place is Place.STEP:
             work = group.run(verb, args, kwargs)
@@ -179,13 +177,14 @@ class TorchEngine:
         if place is Place.TAIL:
             return self._tail.run(group, verb, args, kwargs)
         raise UsageError(
-            f"{verb} was called while the update of this step is only half done (one optimizer has written, another "
-            "has not, or an optimizer communicates by itself): pass Session(undo=True), so that such a step can be "
-            "redone"
+            f"{verb} was called while the update of this step is only half done (one optimizer has written and another "
+            "has not, or a closure that was given to optimizer.step() communicates): pass Session(undo=True), so that "
+            "such a step can be redone"
         )
 
     def begin(self) -> None:
         self._works.clear()
+        self._steps.begin()
         self._undo = None
         self._start = _Start(random_state(), torch.is_grad_enabled(), self.rank_state(), self._replicated.small_copy())
         if not self._buckets.known:
@@ -193,6 +192,7 @@ class TorchEngine:
 
     def rollback(self) -> None:
         start = self._start
+        self._steps.begin()
         if start is None:
             return
         if self._undo is not None:

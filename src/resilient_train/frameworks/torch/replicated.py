@@ -11,9 +11,9 @@ import torch
 from resilient_train import _native, config
 from resilient_train.errors import ConfigError, TransferError
 from resilient_train.frameworks.base import Objects, Sources
-from resilient_train.frameworks.torch.checkpoint import local, piece_of
+from resilient_train.frameworks.torch.checkpoint import piece_of
 from resilient_train.frameworks.torch.damage import move
-from resilient_train.frameworks.torch.leaves import TENSORS, dense, dtype_of, span_of
+from resilient_train.frameworks.torch.leaves import TENSORS, dense, dtype_of, local, span_of
 from resilient_train.frameworks.torch.staging import Staging, on_host
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.transfer import Span, digest, view

@@ -11,7 +11,8 @@ import torch
 
 from resilient_train._native import Copier
 from resilient_train.frameworks.base import Image, Share
-from resilient_train.frameworks.torch.checkpoint import contents, local, memory_of, piece_of, skipped_bytes
+from resilient_train.frameworks.torch.checkpoint import contents, memory_of, piece_of, skipped_bytes
+from resilient_train.frameworks.torch.leaves import is_sharded, local
 from resilient_train.frameworks.torch.replicated import Replicated
 from resilient_train.frameworks.torch.staging import Part, on_host
 from resilient_train.state.capture import Capture, HostCapture
@@ -110,7 +111,7 @@ class Saved:
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What decides where a tensor's bytes lie. Another one that looks the same is copied the same."""
-    if hasattr(tensor, "__create_chunk_list__"):  # a DTensor: asking it takes as long as to lay it out again
+    if is_sharded(tensor):  # asking it takes as long as to lay it out again
         return (object(),)
     return tensor.dtype, tensor.shape, tensor.data_ptr(), tensor.is_contiguous()
 

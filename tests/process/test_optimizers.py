@@ -1,4 +1,4 @@
-"""Every kind of optimizer ends a kill with the bits of an undisturbed run, or is refused before it can end otherwise."""
+"""Every kind of optimizer ends a kill with the bits of an undisturbed run, or is refused before it ends otherwise."""
 
 from pathlib import Path
 

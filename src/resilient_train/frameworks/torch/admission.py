@@ -81,7 +81,7 @@ def _check_optimizer(optimizer: Any) -> None:
     beside = sorted(set(optimizer.state_dict()) - {"state", "param_groups"})
     if beside:
         raise ConfigError(
-            f"optimizer: {_name(optimizer)} keeps {', '.join(map(repr, beside))} beside its `state` and `param_groups`, "
+            f"optimizer: {_name(optimizer)} keeps {', '.join(map(repr, beside))} beside `state` and `param_groups`, "
             "where a new process would not be given it: keep it in `state`"
         )
 

@@ -1,4 +1,4 @@
-"""Sees every optimizer of this process step: the registered ones for the Session, all others for what they may break."""
+"""Sees every optimizer of this process step: the registered ones for the Session, others for what they may break."""
 
 from __future__ import annotations
 

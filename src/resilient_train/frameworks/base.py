@@ -222,6 +222,16 @@ class Framework(Protocol):
         """The update is applied: nothing before it can be rolled back, and the tail's log starts anew."""
         ...
 
+    def changed_unasked(self) -> str:
+        """The name of a parameter that has changed since ``begin`` without an update; empty if none was seen. A look at
+        a few words, other ones for each window.
+        """
+        ...
+
+    def without_optimizer(self) -> list[str]:
+        """The names of parameters that want to be trained, and are in no registered optimizer."""
+        ...
+
     def gradients_ready(self, update: int) -> None:
         """All backward passes of ``update`` are over; the first ones decide the layout of DDP's buckets."""
         ...
@@ -264,7 +274,10 @@ class Framework(Protocol):
         ...
 
     def image(self, step: int, share: Share) -> Image:
-        """What to copy, until the next update begins, for a snapshot of the state from before ``step``."""
+        """What to copy, until the next update begins, for a snapshot of the state from before ``step``.
+
+        Raises LayoutError for a state that no new process could take up.
+        """
         ...
 
     def layout(self) -> bytes:
@@ -276,7 +289,7 @@ class Framework(Protocol):
         ...
 
     def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
-        """Takes up a saved state: ``fill`` fills the tensors. Raises TransferError if the state isn't this model's."""
+        """Takes up a saved state: ``fill`` fills the tensors. Raises LayoutError if the state isn't this model's."""
         ...
 
     def watch_device(self, board: Board, rank: int) -> None:
@@ -314,7 +327,9 @@ class Framework(Protocol):
         ...
 
     def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
-        """Takes over a replica's state: ``fetch`` fills the local spans. Returns bytes. Raises TransferError."""
+        """Takes over a replica's state: ``fetch`` fills the local spans. Returns bytes. Raises TransferError, a
+        LayoutError where the replica has another model.
+        """
         ...
 
     def remote_spans(self, manifest: bytes) -> list[Span]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from resilient_train.config import Settings
-from resilient_train.errors import DeviceError, ProtocolError, TransferError
+from resilient_train.errors import DeviceError, LayoutError, ProtocolError, TransferError
 from resilient_train.frameworks.base import Damage, Framework, Sources
 from resilient_train.protocol.messages import (
     Built,
@@ -29,6 +29,7 @@ from resilient_train.protocol.messages import (
     Offer,
     Plan,
     Pull,
+    Refused,
     Resume,
     SaveLast,
     Started,
@@ -322,6 +323,12 @@ class Recovery:
         begun_ns = time.monotonic_ns()
         try:
             size, way = self._receive_state(offer)
+        except LayoutError as error:  # no other source, and no second try, would do
+            told = (
+                f"rank {self._link.rank} can't be replaced from rank {offer.source}, whose state does not fit: {error}"
+            )
+            self._link.channel.send(Refused(told))
+            self._link.wait_for_the_end()
         except (TransferError, RuntimeError, OSError) as error:
             # The source may have died under the copy: then a newer generation names another one.
             if self.wait_for_stop(f"copying state: {error}"):

@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 
 from resilient_train._native import Copier
-from resilient_train.errors import CheckpointError, ConfigError, ProtocolError, TransferError, VaultError
+from resilient_train.errors import (
+    CheckpointError,
+    ConfigError,
+    LayoutError,
+    ProtocolError,
+    TransferError,
+    VaultError,
+)
 from resilient_train.frameworks.base import Framework
 from resilient_train.protocol.messages import Refused, Source, Unrestorable
 from resilient_train.session.link import Link
@@ -56,9 +63,12 @@ class Restoring:
         """
         try:
             own = self._from_memory(source) if source.kind == "memory" else self._from_storage(source)
-        except ConfigError as error:
+        except (ConfigError, LayoutError) as error:
             # The state is whole, and another job's. To begin anew beside it would be worse than to end.
-            self._link.channel.send(Refused(f"{error}. To begin anew, give another --run-dir"))
+            told = (
+                f"the state saved in {self._run_dir} can't be taken up: {error}. To begin anew, give another --run-dir"
+            )
+            self._link.channel.send(Refused(told))
             self._link.wait_for_the_end()
         except (CheckpointError, ProtocolError, TransferError, VaultError, OSError) as error:
             self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}"))

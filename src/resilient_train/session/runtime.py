@@ -31,6 +31,7 @@ from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.standing import APPLIED, COMPUTE, READY, UPDATING, Phase, Standing
 from resilient_train.session.device import Device
 from resilient_train.session.guards import Guards
+from resilient_train.session.idle import Idle
 from resilient_train.session.injection import Injector
 from resilient_train.session.link import Link
 from resilient_train.session.loader import Cursor, Kept
@@ -83,6 +84,9 @@ class Runtime:
         self._recovery.save_last = self._save_last
         self._recovery.guard = self._guards.watchdog.guard_sockets
         self._joining = agent.joining
+        self._idle = Idle(engine, self._event, tells=agent.rank == 0)
+        if not agent.joining:
+            self._idle.tell_untrained()
         self._begun = self._finished = self._released = False
         atexit.register(self._release)
         self._came_at = -1
@@ -258,8 +262,11 @@ class Runtime:
             # `undo`: the whole body was one transaction; or the scaler refused the update, which is an update too.
             self._commit()
             self._applied()
-        elif self._injector.clauses:
-            self._injector.at("COMPUTE" if phase is Phase.COMPUTE else "APPLIED", "end", step=step.number)
+        else:
+            if phase is Phase.COMPUTE:
+                self._idle.body_ended(step.number, self._window.base)
+            if self._injector.clauses:
+                self._injector.at("COMPUTE" if phase is Phase.COMPUTE else "APPLIED", "end", step=step.number)
 
     # -- the update
 

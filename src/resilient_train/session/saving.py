@@ -19,7 +19,14 @@ import msgspec
 
 from resilient_train import config
 from resilient_train._native import Copier
-from resilient_train.errors import ConfigError, HolderLostError, ProtocolError, TransferError, VaultError
+from resilient_train.errors import (
+    ConfigError,
+    HolderLostError,
+    LayoutError,
+    ProtocolError,
+    TransferError,
+    VaultError,
+)
 from resilient_train.frameworks.base import Framework, Image, Share
 from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Skipped, Source, Unsaved, VaultOpened
 from resilient_train.session.autosave import cadence_for
@@ -113,7 +120,7 @@ class Saving:
             begun_s = time.monotonic()
             self._begin(commits, step, store=due is Due.STORAGE)
             self._cadence.waited(time.monotonic() - begun_s)
-        except (VaultError, ConfigError, OSError) as error:
+        except (VaultError, ConfigError, LayoutError, OSError) as error:
             if due is not Due.NOTHING:
                 self._skip(commits, step, str(error))
             if not isinstance(error, HolderLostError):  # the next snapshot will find another holder

@@ -13,6 +13,7 @@ import torch
 
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.base import Objects
+from resilient_train.frameworks.torch.grouping import parameters_of
 from resilient_train.frameworks.torch.leaves import is_sharded
 
 _SHARDING = ("FullyShardedDataParallel", "FSDPModule")
@@ -44,6 +45,13 @@ def stranger(optimizer: torch.optim.Optimizer, registered: set[int]) -> str | No
                     "model, so its value could not be given to a new process"
                 )
     return None
+
+
+def without_optimizer(objects: Objects) -> list[str]:
+    """The names of trained parameters that no registered optimizer updates."""
+    theirs = {id(parameter) for optimizer in objects.optimizers for parameter in parameters_of(optimizer)}
+    named = (each for model in objects.models for each in model.named_parameters())
+    return [name for name, parameter in named if parameter.requires_grad and id(parameter) not in theirs]
 
 
 def _check_model(model: Any) -> None:

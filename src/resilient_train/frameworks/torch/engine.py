@@ -30,6 +30,7 @@ from resilient_train.frameworks.torch.layout import OfferTree, read_layout, read
 from resilient_train.frameworks.torch.leaves import pack, unpack
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.replicated import Replicated, copy_tree
+from resilient_train.frameworks.torch.samples import Samples
 from resilient_train.frameworks.torch.saved import Saved
 from resilient_train.frameworks.torch.steps import Steps
 from resilient_train.frameworks.torch.tail import Tail
@@ -56,9 +57,11 @@ class TorchEngine:
         admission.check(objects)
         self._objects = objects
         self._steps = Steps(objects)
+        self._samples = Samples(objects.models)
         self._replicated = Replicated(objects)
         self._ranks_own = RankState(objects.models, objects.rank_extra)
         self._saved = Saved(self._replicated)
+        self._checked_plans = 0
         self._buckets = Buckets(objects.models)
         self._works: list[GuardedWork] = []
         self._handles: list[Any] = []
@@ -185,6 +188,7 @@ class TorchEngine:
     def begin(self) -> None:
         self._works.clear()
         self._steps.begin()
+        self._samples.take()
         self._undo = None
         self._start = _Start(random_state(), torch.is_grad_enabled(), self.rank_state(), self._replicated.small_copy())
         if not self._buckets.known:
@@ -213,6 +217,12 @@ class TorchEngine:
         self._undo = None
         if self._tail is not None:
             self._tail.completed = 0
+
+    def changed_unasked(self) -> str:
+        return self._samples.changed()
+
+    def without_optimizer(self) -> list[str]:
+        return admission.without_optimizer(self._objects)
 
     def save_undo(self) -> None:
         if self._undo is None:
@@ -339,7 +349,11 @@ class TorchEngine:
         self._works.clear()
 
     def image(self, step: int, share: Share) -> Image:
-        return self._saved.image(step, share)
+        image = self._saved.image(step, share)
+        if self._saved.plans != self._checked_plans:
+            self._replicated.check_unchanged()
+            self._checked_plans = self._saved.plans
+        return image
 
     def layout(self) -> bytes:
         return msgspec.msgpack.encode(self._buckets.passes)

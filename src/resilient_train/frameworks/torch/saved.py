@@ -45,6 +45,8 @@ class Saved:
     def __init__(self, replicated: Replicated) -> None:
         self._replicated = replicated
         self._plan: tuple[Share, list[Piece], ImagePlan] | None = None
+        self.plans = 0
+        """So many times the state's layout was another one than before."""
         self._layout: _Layout | None = None
 
     def image(self, step: int, share: Share) -> Image:
@@ -101,6 +103,7 @@ class Saved:
     def _planned(self, share: Share, tensors: Mapping[str, torch.Tensor]) -> ImagePlan:
         pieces = divide([piece_of(name, tensor) for name, tensor in tensors.items()], share.parts)[share.part]
         if self._plan is None or self._plan[:2] != (share, pieces):
+            self.plans += 1
             self._plan = share, pieces, plan_image(pieces, share.shard, share.shards)
         return self._plan[2]
 

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.base import Conductor, Objects
+from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
 
 
 class Steps:
@@ -21,7 +22,8 @@ class Steps:
     def __init__(self, objects: Objects) -> None:
         self._optimizers = objects.optimizers
         self._models = objects.models
-        self._registered = {id(optimizer) for optimizer in objects.optimizers}
+        self._registered = {id(optimizer): _sizes(optimizer) for optimizer in objects.optimizers}
+        """With the sizes of their groups when these were looked at."""
         self._harmless: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Optimizers of other models, and how many groups they had when that was found."""
         self._handles: list[Any] = []
@@ -33,6 +35,7 @@ class Steps:
 
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if optimizer not in self._running:
+                self._check_groups(optimizer)
                 conductor.before_update(optimizer)
             self._running.append(optimizer)
             closures = any(map(callable, args[1:])) or any(map(callable, kwargs.values()))
@@ -68,6 +71,15 @@ class Steps:
                 "in no replica; use one that only writes to its own rank's parameters (undo=True does not help here)"
             )
 
+    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        sizes = _sizes(optimizer)
+        if sizes == self._registered[id(optimizer)]:
+            return
+        strange = stranger(optimizer, {id(each) for model in self._models for each in model.parameters()})
+        if strange is not None:
+            raise UsageError(f"{type(optimizer).__qualname__} {strange}: {HOW_TO_REGISTER}")
+        self._registered[id(optimizer)] = sizes
+
     def _with_closures(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         own = tuple(self._users(each) if callable(each) else each for each in args[1:])
         return (args[0], *own), {key: self._users(each) if callable(each) else each for key, each in kwargs.items()}
@@ -100,3 +112,7 @@ class Steps:
                         "that steps, Session(optimizer=...)"
                     )
         self._harmless[optimizer] = groups
+
+
+def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]

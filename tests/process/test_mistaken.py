@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from running import launch
+from running import Run, launch
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,69 @@ def test_a_parameter_that_nobody_trains_is_told_once(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "mistaken.py", "forgotten", "5", ranks=2, flags=plan)
     assert run.code == 0, run.explain()
     assert run.err.count("in no registered optimizer: 1 ('module.0.weight'); ") == 1
+
+
+def sentence_of(run: Run) -> str:
+    """What the console is told of the end: one line, once."""
+    assert run.code == 2, run.explain()
+    (told,) = [line for line in run.err.splitlines() if line.startswith("resilient-run: the job ends: ")]
+    assert len(run.of("replicas_differ")) == 1, run.explain()
+    assert run.of("session_end") == []
+    assert "Traceback" not in run.err
+    return told
+
+
+def test_gradients_that_nobody_averages_are_found_at_the_first_update(tmp_path: Path) -> None:
+    told = sentence_of(launch(tmp_path / "run", "mistaken.py", "no-ddp", "25", ranks=2))
+    assert "ranks [0, 1] are to hold the same bits, but after update 1 'model.0.0.weight' differs between" in told
+    assert "each rank applies gradients of its own: wrap the model in DistributedDataParallel" in told
+
+
+def drift(run_dir: Path, *arguments: str, faults: str = "") -> Run:
+    """Rank 1 of 3 goes wrong after 1,031 updates: behind 1,024, and long before the next power of two."""
+    flags = ("--faults", faults) if faults else ()
+    return launch(run_dir, "mistaken.py", "drift", *arguments, "--at", "1030", ranks=3, flags=flags)
+
+
+def test_a_replica_that_drifts_is_found_before_a_checkpoint_is_written(tmp_path: Path) -> None:
+    run = drift(tmp_path / "run", "1100", "--save", "350")
+    assert "after update 1050 'model.0.module.2.bias' differs on rank 1: something has changed it" in sentence_of(run)
+    assert [each["detail"]["commits"] for each in run.of("saved")] in ([350, 700], [700], [350]), "none of it"
+    assert not (run.run_dir / "checkpoints" / "step_1050").exists()
+
+
+def test_a_replica_that_drifts_is_found_before_anybody_trains_on_what_it_gives(tmp_path: Path) -> None:
+    run = drift(tmp_path / "run", "1100", faults="kill rank=2 step=1040 phase=COMPUTE")
+    assert "after update 1040 'model.0.module.2.bias' differs" in sentence_of(run)
+    assert len(run.of("fault")) == len(run.of("resumed")) == 1
+
+
+def test_a_replica_that_drifts_is_found_at_the_end(tmp_path: Path) -> None:
+    run = drift(tmp_path / "run", "1040")
+    assert "after update 1040 'model.0.module.2.bias' differs on rank 1" in sentence_of(run)
+
+
+@pytest.mark.parametrize("victims", [(), (2,)])
+def test_a_replica_that_drifts_is_found_when_the_job_is_told_to_end(tmp_path: Path, victims: tuple[int, ...]) -> None:
+    """Also by survivors that save what they hold, each a part of it."""
+    plan = "; ".join(f"kill rank={rank} step=1036 phase=COMPUTE" for rank in victims)
+    flags = ("--max-restarts", "0", "--faults", plan) if victims else ()
+    arguments = ("mistaken.py", "drift", "1100", "--at", "1030", "--leave-at", "1036")
+    run = launch(tmp_path / "run", *arguments, ranks=3, flags=flags)
+    assert run.code == 2, run.explain()
+    assert run.of("saved") == []
+    assert "are to hold the same bits" in run.err
+
+
+VARIANTS = ("base", "scaler", "gan", "undo", "accumulate", "two", "unused", "static", "shuffle", "before")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_loop_that_is_right_is_suspected(tmp_path: Path, variant: str) -> None:
+    """With comparisons behind 1, 2, 4 and 8 updates, at checkpoints, after a recovery and at the end."""
+    arguments = ("train.py", "--steps", "18", "--variant", variant, "--save-mode", '{"steps": 3, "memory_steps": 1}')
+    run = launch(tmp_path / "run", *arguments, ranks=3, flags=("--faults", "kill rank=1 step=10 phase=COMPUTE"))
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 1
+    assert run.of("saved"), run.explain()
+    assert "same bits" not in (run.run_dir / "events.jsonl").read_text(), run.explain()

@@ -59,8 +59,8 @@ def test_a_model_that_grew_is_final_and_told_once(tmp_path: Path) -> None:
     assert len(run.of("fault")) == 1, run.explain()
     told = [line for line in run.err.splitlines() if line.startswith("resilient-run: the job ends")]
     assert len(told) == 1
-    assert "rank 1 can't be replaced from rank 0, whose state does not fit: parameter 'module.3.bias'" in told[0]
-    assert run.err.count("saves nothing any more: the model has changed since Session(): '0.module.3.bias'") >= 1
+    assert "rank 1 can't be replaced from rank 0, whose state does not fit: parameter 'module.3.weight'" in told[0]
+    assert run.err.count("saves nothing any more: the model has changed since Session(): '0.module.3.weight'") >= 1
     assert [each["detail"]["commits"] for each in run.of("saved")] == [3, 6], "from before it grew"
     assert "the job goes on from update 6" in run.err
     again = launch(tmp_path / "run", *arguments, ranks=2, flags=("--faults", ""))

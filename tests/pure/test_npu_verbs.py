@@ -184,7 +184,7 @@ def test_damage_that_only_the_check_finds() -> None:
         for phase in phases:
             processor.advance(phase)
         engine: Any = SimpleNamespace(confirm=lambda _: everything)
-        made = Recovery(SimpleNamespace(rank=0), engine, processor, None, None, None)
+        made = Recovery(SimpleNamespace(rank=0), engine, processor, None, None, None, None)
         made.event = lambda kind, detail: events.append(f"{kind}: {detail['tensors']}")
         return made
 

@@ -136,6 +136,14 @@ class Damage(NamedTuple):
         return [*sorted(".".join(map(str, path)) for path in self.replicated), *self.own]
 
 
+class Fingerprint(Protocol):
+    """A digest that is being made on other threads; what it is of must stay as it is until it is there."""
+
+    def digest(self) -> str:
+        """Waits for it: hexadecimal digits."""
+        ...
+
+
 class Framework(Protocol):
     """See the methods. Everything runs in the training thread unless said otherwise."""
 
@@ -350,6 +358,22 @@ class Framework(Protocol):
 
     def digests(self) -> tuple[str, str]:
         """Digests of parameters with optimizer state, and of this rank's own state."""
+        ...
+
+    def fingerprint(self) -> Fingerprint:
+        """Begins the first of the ``digests``: equal on all ranks of a replica group, and nowhere else by chance."""
+        ...
+
+    def on_host(self) -> bool:
+        """Whether the state lies in the host's memory, which other threads read beside the training."""
+        ...
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What that digest covers: (name, digest) of each tensor and each value."""
+        ...
+
+    def averages(self) -> bool:
+        """Whether the models are wrapped by what averages gradients among replicas."""
         ...
 
     def settle(self, manifest: bytes | None, commits: int) -> None:

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
+from resilient_train.protocol.disagreement import sentence
 from resilient_train.protocol.leaving import Leaving, choose, why_none
-from resilient_train.protocol.messages import End, Finished, Joined, Plan, Resume, Started, Stop
+from resilient_train.protocol.messages import Differs, End, Finished, Joined, Plan, Resume, Started, Stop
 from resilient_train.protocol.patience import Patience
 from resilient_train.protocol.policy import Policy, why_give_up
 from resilient_train.protocol.replicas import ReplicaTable, agreed
@@ -67,6 +68,7 @@ class Controller:
         self._evidence: dict[int, Standing] = {}
         self._patience = Patience(self.policy)
         self._unheard: set[int] = set()
+        self._differing: dict[int, Differs] = {}
 
     def launch(self) -> list[Command]:
         """The job begins: every rank is started."""
@@ -305,6 +307,21 @@ class Controller:
         heard = self._done if self.plan is not None else set(self._joined)
         silent = [rank for rank in range(self.world_size) if rank not in heard | self._left_out()]
         return [*(Note("fenced", rank=rank) for rank in silent), *(Kill(rank) for rank in silent)]
+
+    def differs(self, rank: int, incarnation: int, message: Differs) -> list[Command]:
+        """A rank does not hold what its replicas hold. When all of them have said what they do hold, the job ends."""
+        if not self._current(rank, incarnation) or self.stage is Stage.ENDED:
+            return []
+        self._differing[rank] = message
+        return self.disagreed() if self._differing.keys() >= set(self.replicas.peers(rank)) else []
+
+    def disagreed(self) -> list[Command]:
+        """Replicas differ, and who has not said by now what it holds will not."""
+        if self.stage is Stage.ENDED:
+            return []
+        group = self.replicas.peers(next(iter(self._differing)))
+        text = sentence(group, self._differing)
+        return [Note("replicas_differ", detail={"ranks": list(group), "reason": text}), *self.stop(2, text)]
 
     def refuse(self, text: str) -> list[Command]:
         """The user's Session is wrong: end with exit code 2."""

@@ -38,6 +38,7 @@ from resilient_train.protocol.messages import (
 )
 from resilient_train.protocol.processor import Action, Processor
 from resilient_train.protocol.standing import Phase
+from resilient_train.session.comparison import Comparison
 from resilient_train.session.ghost import tail_entries
 from resilient_train.session.injection import Injector
 from resilient_train.session.link import Link, leave
@@ -58,6 +59,7 @@ class Recovery:
         settings: Settings,
         injector: Injector,
         load_published: Callable[[bytes], None],
+        comparison: Comparison,
     ) -> None:
         self._link = link
         self._engine = engine
@@ -65,6 +67,7 @@ class Recovery:
         self._settings = settings
         self._injector = injector
         self._load_published = load_published
+        self._comparison = comparison
         self.disarm: Callable[[int], None] = lambda _: None
         self.guard: Callable[[list[tuple[int, int]]], None] = lambda _: None
         self.event: Callable[[str, dict[str, Any]], None] = lambda *_: None
@@ -281,10 +284,18 @@ class Recovery:
             self._load_published(payload)
         self._link.record(self._processor.settle(), step())
         sources = self._offer(plan)  # first of all: others wait for it
+        if action is Action.COPY:
+            self._comparison.forget()
+        else:
+            self._comparison.write(plan.commits)
         self._engine.settle(manifest, plan.commits)
         self._injector.at("RESTORE", "end", generation=plan.generation)
         self._link.channel.send(Done(plan.generation, action is Action.REDO and begun, step()))
-        return self._await_resume(plan.generation, sources)
+        if not self._await_resume(plan.generation, sources):
+            return False
+        self._comparison.begin_at(plan.commits)
+        self._comparison.look()
+        return True
 
     def _offer(self, plan: Plan) -> Sources | None:
         """Describes this rank's state to each rank that is to copy it. Held unchanged until Resume."""

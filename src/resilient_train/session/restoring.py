@@ -20,6 +20,7 @@ from resilient_train.errors import (
 )
 from resilient_train.frameworks.base import Framework
 from resilient_train.protocol.messages import Refused, Source, Unrestorable
+from resilient_train.protocol.replicas import alike
 from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
 from resilient_train.state.checkpoint.held import HeldImage, fill_from
@@ -113,6 +114,10 @@ class Restoring:
                 rank: stack.enter_context(self._held(vault, rank, source.commits))
                 for rank in self._groups[self._group()]
             }
+            if not alike(each.fingerprint for _, each in held.values()):
+                raise VaultError(
+                    f"the snapshots from before update {source.commits} are parts of replicas that differed"
+                )
             images = [image for image, _ in held.values()]
             mine = held[self._link.rank][1]
             self._engine.load(mine.tree, mine.names, lambda targets: fill_from(images, targets, Copier()))

@@ -29,6 +29,7 @@ from resilient_train.protocol.orders import LISTENING
 from resilient_train.protocol.processor import Action, Processor
 from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.standing import APPLIED, COMPUTE, READY, UPDATING, Phase, Standing
+from resilient_train.session.comparison import Comparison
 from resilient_train.session.device import Device
 from resilient_train.session.guards import Guards
 from resilient_train.session.idle import Idle
@@ -68,14 +69,20 @@ class Runtime:
         settings = config.read_settings()
         self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
         self._publication = Publication(self._link, engine, cursor)
-        self.saving = Saving(self._link, engine, self._publication, agent.run_dir, replicas, self._event)
+        groups = replicas or (tuple(range(self._link.world_size)),)
+        self._comparison = Comparison(self._link, engine, groups)
+        self.saving = Saving(
+            self._link, engine, self._publication, agent.run_dir, groups, self._event, self._comparison
+        )
         plan = parse_plan(settings.faults)
         self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine, self._link.board)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
         generation = self._link.generation
         self._processor = Processor(agent.rank, generation=-1 if agent.joining else generation, holds=not agent.joining)
-        self._recovery = Recovery(self._link, engine, self._processor, settings, self._injector, self._load_published)
+        self._recovery = Recovery(
+            self._link, engine, self._processor, settings, self._injector, self._load_published, self._comparison
+        )
         self._device = Device(self._link, engine, self._recovery, self._event, mends=config.read_switches().uce)
         self._guards = Guards(self._link, engine, settings)
         self._interrupt = self._guards.interrupt
@@ -141,6 +148,7 @@ class Runtime:
             raise
         self._publication.publish(self._processor.standing.commits, self._window.number)
         self.saving.begin_at(self._processor.standing.commits)
+        self._comparison.begin_at(self._processor.standing.commits)
         self._link.record(self._processor.standing, self._window.number)
         digest, _ = self._engine.digests()
         self._guards.watchdog.guard_sockets(self._engine.sockets())
@@ -213,6 +221,7 @@ class Runtime:
                 # A redone step's batch is drawn already: what was published before that still is where it starts.
                 self._publication.publish(commits, self._window.number)
                 self.saving.head(commits, self._window.number)
+                self._comparison.head(commits)
             self._page.restart()
         if place == len(self._window.kept):
             self._pulse.at(Activity.LOADING)
@@ -317,6 +326,7 @@ class Runtime:
                 raise TrainingInterrupted
             self._page.write(commits, UPDATING, number)
         self._processor.advance(Phase.UPDATING)
+        self._comparison.look()
         if injector.clauses:
             injector.at("UPDATING", "start", step=number)
 
@@ -391,11 +401,13 @@ class Runtime:
         self._pulse.at(Activity.FINISHED)
         while not self._finished:
             self._settle_at_head()
+            params, own = self._engine.digests()
+            self._comparison.write(self._processor.standing.commits, params)
             try:
                 self._finished = self._recovery.finish()
             except JobEnded as error:
                 raise SystemExit(str(error)) from None
-        params, own = self._engine.digests()
+        self._comparison.look()
         counted = {"commits": self._processor.standing.commits, "redone": self._recovery.redone}
         digests = {"params_digest": params, "rank_digest": own}
         self._event("session_end", detail={**digests, "steps": self._window.number, **counted})

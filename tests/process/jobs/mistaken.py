@@ -6,6 +6,8 @@ rank 1 changes a parameter by itself, after the update.
 """
 
 import argparse
+import os
+import signal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ parser.add_argument("mode")
 parser.add_argument("steps", type=int)
 parser.add_argument("--at", type=int, default=-1)
 parser.add_argument("--save", type=int, default=0)
+parser.add_argument("--leave-at", type=int, default=-1, help="where rank 0 is asked to end")
 asked = parser.parse_args()
 mode = asked.mode
 
@@ -43,6 +46,8 @@ with rt.Session(model=model, optimizer=registered) as session:
             elif mode != "never":
                 optimizer.step()
             optimizer.zero_grad()
+            if rank == 0 and step.number == asked.leave_at and step.attempt == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
             if mode == "drift" and rank == 1 and step.number == asked.at:
                 core[2].bias.data[1] += 1e-3
 dist.destroy_process_group()

@@ -16,10 +16,21 @@ import torch.distributed as dist
 from resilient_train import config
 from resilient_train._native import Board
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.base import Conductor, Damage, Image, Objects, Place, Share, Sources, Strides, TailLog
+from resilient_train.frameworks.base import (
+    Conductor,
+    Damage,
+    Fingerprint,
+    Image,
+    Objects,
+    Place,
+    Share,
+    Sources,
+    Strides,
+    TailLog,
+)
 from resilient_train.frameworks.torch import admission
 from resilient_train.frameworks.torch import group as group_module
-from resilient_train.frameworks.torch.buckets import Buckets, Pass
+from resilient_train.frameworks.torch.buckets import Buckets, Pass, wrappers_in
 from resilient_train.frameworks.torch.damage import assess, move
 from resilient_train.frameworks.torch.data import fast_forward, strides
 from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
@@ -336,6 +347,18 @@ class TorchEngine:
 
     def digests(self) -> tuple[str, str]:
         return self._replicated.core_digest(), digest(self._ranks_own.packed() + random_state(), [])
+
+    def fingerprint(self) -> Fingerprint:
+        return self._replicated.fingerprint()
+
+    def on_host(self) -> bool:
+        return self._replicated.on_host()
+
+    def rows(self) -> list[tuple[str, str]]:
+        return self._replicated.rows()
+
+    def averages(self) -> bool:
+        return all(wrappers_in((model,)) for model in self._objects.models)
 
     def settle(self, manifest: bytes | None, commits: int) -> None:
         self._settle(read_offer(manifest).passes if manifest is not None else None, commits)

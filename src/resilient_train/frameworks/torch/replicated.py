@@ -15,6 +15,7 @@ from resilient_train.frameworks.torch import fitting
 from resilient_train.frameworks.torch.checkpoint import piece_of
 from resilient_train.frameworks.torch.damage import move
 from resilient_train.frameworks.torch.entries import entries_of, put_entries
+from resilient_train.frameworks.torch.fingerprint import Fingerprint, rows_of
 from resilient_train.frameworks.torch.grouping import described, found, groups_of, places, regroup
 from resilient_train.frameworks.torch.leaves import TENSORS, dense, dtype_of, local, span_of
 from resilient_train.frameworks.torch.staging import Staging, on_host
@@ -99,6 +100,8 @@ class Replicated:
     def __init__(self, objects: Objects, staging: Staging | None = None) -> None:
         self._objects = objects
         self.staging = staging or Staging(config.read_settings().pinned_bytes)
+        self._copier = _native.Copier()
+        self._fingerprint: Fingerprint | None = None
         self._built = fitting.layout_of(objects.models)
         self._kept: list[list[_Settings]] = [[] for _ in objects.optimizers]
         for name, thing in objects.extra.items():
@@ -187,9 +190,22 @@ class Replicated:
 
     def core_digest(self) -> str:
         """Digest of parameters and optimizer state."""
-        payload, tensors = flatten(self.tree(core=True), TENSORS)
-        kept = [dense(tensor) for tensor in tensors.values()]
-        return digest(payload, [span_of(tensor) for tensor in kept])
+        return self.fingerprint().digest()
+
+    def fingerprint(self) -> Fingerprint:
+        """Begins to make ``core_digest``, on other threads."""
+        if self._fingerprint is not None:
+            self._fingerprint.digest()
+        self._fingerprint = Fingerprint(self.tree(core=True), self._copier)
+        return self._fingerprint
+
+    def on_host(self) -> bool:
+        """Whether the parameters lie in the host's memory."""
+        return all(on_host(parameter) for model in self._objects.models for parameter in model.parameters())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What ``core_digest`` covers, by name, each with its own digest."""
+        return rows_of(self.tree(core=True))
 
     def tensors(self) -> dict[Path, torch.Tensor]:
         """All tensors of the state by path."""

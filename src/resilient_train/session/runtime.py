@@ -243,6 +243,10 @@ class Runtime:
             self._injector.at("COMPUTE", "start", step=step.number)
         self._interrupt.arm(self._processor.generation)
 
+    def before_its_update(self) -> bool:
+        """Whether a step is under way that a redo would run again."""
+        return self._step is not None and self._processor.standing.phase is Phase.COMPUTE
+
     def leave(self, step: Step, error: BaseException | None) -> bool:
         """The body ended. True: the step will run again."""
         if self._interrupt.armed:

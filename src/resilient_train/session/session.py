@@ -28,6 +28,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.frameworks import engine_for
 from resilient_train.frameworks.base import Framework, Objects
 from resilient_train.session.cadence import wish
+from resilient_train.session.carried import Carried, check_places, watch
 from resilient_train.session.link import refuse
 from resilient_train.session.loader import Cursor, RandomNumbers
 from resilient_train.session.runtime import Runtime
@@ -88,6 +89,7 @@ class Session:
                 raise ConfigError(  # noqa: TRY301 - likewise
                     "this process has had its Session: under resilient-run a job has one Session, one loop"
                 )
+            check_places(objects.extra)
             engine = engine_for(objects)
             self._cursor = _cursor(loader, engine)
             if link is not None:
@@ -95,6 +97,7 @@ class Session:
                 if problem:
                     raise ConfigError(problem)  # noqa: TRY301 - likewise
                 self._runtime = Runtime(link, engine, self._cursor, objects, tuple(map(tuple, replicas)), undo=undo)
+                self._watch_carried(objects, self._runtime)
         except ConfigError as error:
             if link is not None:
                 refuse(link, str(error))
@@ -102,6 +105,12 @@ class Session:
         if self._runtime is None and config.is_first_rank():
             print(f"resilient_train: {off}: the Session is a plain loop", file=sys.stderr)
         _open = self
+
+    def _watch_carried(self, objects: Objects, runtime: Runtime) -> None:
+        for each in objects.rank_extra.values():
+            if isinstance(each, Carried):
+                each.registered(runtime.before_its_update)
+        watch(on=True)
 
     def steps(self, total: int, *, start: int = 0) -> Iterator[Step]:
         """The steps from ``start`` to ``total`` - 1, each to be used as ``with step:``.
@@ -171,6 +180,7 @@ class Session:
             _ended = True
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
+            watch(on=False)
             runtime.close(finish=finish)
 
 

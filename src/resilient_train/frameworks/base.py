@@ -373,7 +373,7 @@ class Framework(Protocol):
         ...
 
     def averages(self) -> bool:
-        """Whether the models are wrapped by what averages gradients among replicas."""
+        """Whether the models that are trained are wrapped by what averages gradients among replicas."""
         ...
 
     def settle(self, manifest: bytes | None, commits: int) -> None:

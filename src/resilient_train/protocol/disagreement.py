@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from resilient_train.protocol.messages import Differs
 
 _UNAVERAGED = "each rank applies gradients of its own: wrap the model in DistributedDataParallel"
-_ALONE = "something has changed it on one rank alone, or a machine computes wrongly"
+_ALONE = "something has changed it on one rank alone, or a machine computes otherwise"
 
 
 def sentence(group: Sequence[int], told: Mapping[int, Differs]) -> str:

@@ -358,7 +358,8 @@ class TorchEngine:
         return self._replicated.rows()
 
     def averages(self) -> bool:
-        return all(wrappers_in((model,)) for model in self._objects.models)
+        trained = (model for model in self._objects.models if any(p.requires_grad for p in model.parameters()))
+        return all(wrappers_in((model,)) for model in trained)
 
     def settle(self, manifest: bytes | None, commits: int) -> None:
         self._settle(read_offer(manifest).passes if manifest is not None else None, commits)

@@ -4,7 +4,7 @@ import pytest
 
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import EXIT_UNRECOVERABLE, Controller, Stage
-from resilient_train.protocol.messages import Finished, Joined, Plan, Resume, Started, Stop
+from resilient_train.protocol.messages import Differs, Finished, Joined, Plan, Resume, Started, Stop
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.standing import Phase, Standing
 
@@ -429,3 +429,32 @@ def test_stop_ends_once() -> None:
 def test_every_fault_is_noted() -> None:
     commands = running().lost(1, 0, "died", COMPUTE_0)
     assert Note("fault", rank=1, detail={"lost": [1], "reason": "rank 1 died"}) in commands
+
+
+def differs(controller: Controller, rank: int, held: str) -> list[Command]:
+    return controller.differs(rank, controller.incarnations[rank], Differs(5, [("w", held)], averages=True))
+
+
+@pytest.mark.parametrize("stage", [Stage.RUNNING, Stage.FINISHED])
+def test_replicas_that_differ_end_the_job_when_all_have_said_what_they_hold(stage: Stage) -> None:
+    controller = running(4, replicas=((0, 2), (1, 3)))
+    if stage is Stage.FINISHED:
+        for rank in range(4):
+            controller.finish(rank, 0, 0)
+    assert controller.differs(0, 7, Differs(5, [], averages=True)) == [], "not of this incarnation"
+    assert differs(controller, 0, "1") == []
+    commands = differs(controller, 2, "2")
+    (note, *_), (end,) = of(commands, Note), of(commands, EndJob)
+    assert (note.kind, note.detail["ranks"]) == ("replicas_differ", [0, 2])
+    assert end.code == 2
+    assert "'w' differs between ranks [0] and [2]" in end.reason
+    assert differs(controller, 0, "1") == controller.disagreed() == []
+
+
+def test_replicas_that_differ_are_not_waited_for_in_vain() -> None:
+    controller = running(3)
+    assert differs(controller, 1, "2") == []
+    assert differs(controller, 0, "1") == []
+    (end,) = of(controller.disagreed(), EndJob)
+    assert end.code == 2
+    assert "'w' differs between ranks [0] and [1]" in end.reason

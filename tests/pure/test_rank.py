@@ -56,10 +56,10 @@ def test_what_a_healthy_step_does() -> None:
         *("Arm", "Return"),
         *("Disarm", "CheckCollectives"),
         *("SnapshotFence", "LearnLayout", "Publish", "Arrive", "Cross"),
-        *("SetMode", "Return"),
+        *("Compare", "SetMode", "Return"),
         *("Synchronize", "Committed", "ResetLog", "Record", "SetMode", "Return"),
         "Return",
-        *("Record", "SetMode", "Publish", "SnapshotBegin", "Draw", "Mark", "ReturnStep"),
+        *("Record", "SetMode", "Publish", "SnapshotBegin", "ShowState", "Draw", "Mark", "ReturnStep"),
     ]
     assert (rank.number, rank.standing) == (1, (1, Phase.COMPUTE))
 
@@ -284,8 +284,8 @@ def test_nobody_explains_a_failed_collective() -> None:
 
 def test_the_loop_ends_together() -> None:
     rank = rank_after(*AT_HEAD, on.Enter(), on.Exit())
-    assert names(rank.on(on.Over())) == ["SendFinish", "AwaitFinished"]
-    assert names(rank.on(Finished())) == ["ReturnEnd"]
+    assert names(rank.on(on.Over())) == ["ShowState", "SendFinish", "AwaitFinished"]
+    assert names(rank.on(Finished())) == ["Compare", "ReturnEnd"]
     assert names(rank.on(on.Next(9))) == ["ReturnEnd"]
 
 
@@ -300,7 +300,7 @@ def test_who_comes_after_a_break_ends_too() -> None:
 def test_the_last_snapshot() -> None:
     last = Plan(1, 0, {}, last=True)
     rank = rank_after(*recovering(last, *IN_BODY, on.Exit("interrupted"), STOP), on.Ok())
-    assert names(rank.on(Resume(1))) == ["SetMode", "Save"]
+    assert names(rank.on(Resume(1))) == ["Compare", "SetMode", "Save"]
     assert isinstance(rank.state, Save)
     assert names(rank.on(on.Stopped())) == ["Quiesce"], "a fault in it is a recovery like any other"
 

@@ -19,6 +19,7 @@ from resilient_train.frameworks.torch import staging  # noqa: E402
 from resilient_train.protocol.messages import Captured, OpenVault, Skipped, Unsaved, VaultOpened  # noqa: E402
 from resilient_train.session import saving as saving_module  # noqa: E402
 from resilient_train.session.cadence import Due, Wish  # noqa: E402
+from resilient_train.session.comparison import Comparison, fingerprint  # noqa: E402
 from resilient_train.session.peers import Peers  # noqa: E402
 from resilient_train.session.saving import Saving  # noqa: E402
 from resilient_train.session.snapshot_names import OFF  # noqa: E402
@@ -26,6 +27,7 @@ from resilient_train.state.arena import Arena  # noqa: E402
 from resilient_train.state.vault.slots import SlotPair, create  # noqa: E402
 
 pytestmark = pytest.mark.torch
+DIGEST = "5" * 32
 RANK = 1
 """Not 0: that one decides when, with what it measures."""
 
@@ -56,10 +58,17 @@ class Rank:
             channel=SimpleNamespace(send=self.heard.append),
             expect=lambda _: VaultOpened(""),
         )
-        engine: Any = SimpleNamespace(image=trained.saved.image, layout=lambda: b"")
+        made = SimpleNamespace(digest=lambda: DIGEST)
+        engine: Any = SimpleNamespace(
+            image=trained.saved.image, layout=lambda: b"", fingerprint=lambda: made, on_host=lambda: True
+        )
         publication: Any = SimpleNamespace(latest=b"published")
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.saving = Saving(link, engine, publication, "run", ((0, 1),), lambda *event: self.events.append(event))
+        groups = ((0, 1),)
+        comparison = Comparison(link, engine, groups)
+        self.saving = Saving(
+            link, engine, publication, "run", groups, lambda *event: self.events.append(event), comparison
+        )
         self.saving.every(Wish(steps=1))
 
     def _reserve(self, rank: int, size: int) -> SlotPair:
@@ -106,8 +115,8 @@ def rank(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     rank.saving.close()
 
 
-def captured(commits: int, sequence: int) -> Captured:
-    return Captured(commits, commits, sequence, store=True)
+def captured(commits: int, sequence: int, last: int = -1) -> Captured:
+    return Captured(commits, commits, sequence, store=True, last=last, fingerprint=fingerprint(DIGEST))
 
 
 def test_a_snapshot_counts_when_it_is_in_its_slot(rank: Rank, trained: Trained) -> None:
@@ -195,7 +204,7 @@ def test_the_last_one_is_waited_for(rank: Rank, machine: Machine) -> None:
     rank.copier.go.set()
     rank.head(1)
     rank.saving.last(4, 1, 1, None)
-    assert rank.told() == [captured(1, 1), Captured(1, 1, 2, store=True, last=4)]
+    assert rank.told() == [captured(1, 1), captured(1, 2, last=4)]
     assert rank.snapshots() == [1], "in the place of the first, of which the other rank knew nothing"
     machine.broken = True
     rank.saving.last(5, 1, 1, None)

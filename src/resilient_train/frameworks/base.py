@@ -155,6 +155,14 @@ class Damage(NamedTuple):
         return [*sorted(".".join(map(str, path)) for path in self.replicated), *self.own]
 
 
+class Fingerprint(Protocol):
+    """A digest that is being made on other threads; what it is of must stay as it is until it is there."""
+
+    def digest(self) -> str:
+        """Waits for it: hexadecimal digits."""
+        ...
+
+
 class Framework(Protocol):
     """See the methods. Everything runs in the training thread unless said otherwise."""
 
@@ -245,6 +253,16 @@ class Framework(Protocol):
         """The update is applied, the ``commits``-th: nothing before it can be rolled back, and its tail begins."""
         ...
 
+    def changed_unasked(self) -> str:
+        """The name of a parameter that has changed since ``begin`` without an update; empty if none was seen. A look at
+        a few words, other ones for each window.
+        """
+        ...
+
+    def without_optimizer(self) -> list[str]:
+        """The names of parameters that want to be trained, and are in no registered optimizer."""
+        ...
+
     def gradients_ready(self, update: int) -> None:
         """All backward passes of ``update`` are over; the first ones decide the layout of DDP's buckets."""
         ...
@@ -287,7 +305,10 @@ class Framework(Protocol):
         ...
 
     def image(self, step: int, share: Share) -> Image:
-        """What to copy, until the next update begins, for a snapshot of the state from before ``step``."""
+        """What to copy, until the next update begins, for a snapshot of the state from before ``step``.
+
+        Raises LayoutError for a state that no new process could take up.
+        """
         ...
 
     def layout(self) -> bytes:
@@ -299,7 +320,7 @@ class Framework(Protocol):
         ...
 
     def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
-        """Takes up a saved state: ``fill`` fills the tensors. Raises TransferError if the state isn't this model's."""
+        """Takes up a saved state: ``fill`` fills the tensors. Raises LayoutError if the state isn't this model's."""
         ...
 
     def watch_device(self, board: Board, rank: int) -> None:
@@ -337,7 +358,9 @@ class Framework(Protocol):
         ...
 
     def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
-        """Takes over a replica's state: ``fetch`` fills the local spans. Returns bytes. Raises TransferError."""
+        """Takes over a replica's state: ``fetch`` fills the local spans. Returns bytes. Raises TransferError, a
+        LayoutError where the replica has another model.
+        """
         ...
 
     def remote_spans(self, manifest: bytes) -> list[Span]:
@@ -358,6 +381,22 @@ class Framework(Protocol):
 
     def digests(self) -> tuple[str, str]:
         """Digests of parameters with optimizer state, and of this rank's own state."""
+        ...
+
+    def fingerprint(self) -> Fingerprint:
+        """Begins the first of the ``digests``: equal on all ranks of a replica group, and nowhere else by chance."""
+        ...
+
+    def on_host(self) -> bool:
+        """Whether the state lies in the host's memory, which other threads read beside the training."""
+        ...
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What that digest covers: (name, digest) of each tensor and each value."""
+        ...
+
+    def averages(self) -> bool:
+        """Whether the models that are trained are wrapped by what averages gradients among replicas."""
         ...
 
     def settle(self, manifest: bytes | None, commits: int) -> None:

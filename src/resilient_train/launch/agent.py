@@ -61,6 +61,9 @@ TROUBLE_GRACE_S = 1.0
 seen within milliseconds; but a rank that leaves with an error of the user's takes a while to exit: 0.2 s was too short.
 """
 
+DIFFER_GRACE_S = 2.0
+"""How long a rank whose replicas differ is heard alone, before the job ends without what the others would have said."""
+
 
 class Agent:
     """``run`` returns the job's exit code. ``root``: what ranks are forked from, or why they can't be."""
@@ -324,6 +327,9 @@ class Agent:
                 self._carry_out(controller.damaged(rank, incarnation, generation, text, self._standings()))
             case m.Finish(generation=generation):
                 self._carry_out(controller.finish(rank, incarnation, generation))
+            case m.Differs():
+                self._loop.call_later(DIFFER_GRACE_S, lambda: self._carry_out(controller.disagreed()))
+                self._carry_out(controller.differs(rank, incarnation, frame))
             case m.Captured(last=generation) if generation >= 0:
                 self._departure.captured(rank, frame)
             case m.Unsaved(generation=generation, reason=text):

@@ -21,6 +21,7 @@ from resilient_train.errors import HolderLostError, VaultError
 from resilient_train.launch.holding import find_holder
 from resilient_train.launch.stored import find_stored, is_there
 from resilient_train.protocol.messages import Captured, Skipped, Source
+from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.checkpoint.libraries import libraries_here
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK, Flush, Flushed
@@ -188,7 +189,11 @@ class Saves:
             return
         for commits in [each for each in self._captured if each <= frame.commits]:
             del self._captured[commits]  # of older ones some rank has skipped its part
-        if all(each.store for each in ranks.values()):
+        differing = disagreeing(groups, {each: captured.fingerprint for each, captured in ranks.items()})
+        if differing:  # the ranks themselves find out behind their next barrier, and end the job
+            reason = f"ranks {differing} are to hold the same bits, and don't"
+            self._note("save_skipped", detail={"step": frame.step, "reason": reason})
+        elif all(each.store for each in ranks.values()):
             self._store(ranks, groups)
         else:
             self._over(frame.commits)

@@ -18,9 +18,10 @@ from collections.abc import Callable, Collection, Sequence
 
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
+from resilient_train.protocol.disagreement import sentence
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.leaving import Leaving, choose, why_none
-from resilient_train.protocol.messages import End, Finished, Joined, Plan, Resume, Started, Stop
+from resilient_train.protocol.messages import Differs, End, Finished, Joined, Plan, Resume, Started, Stop
 from resilient_train.protocol.patience import Patience
 from resilient_train.protocol.policy import Policy, why_give_up
 from resilient_train.protocol.replicas import ReplicaTable, agreed
@@ -74,6 +75,7 @@ class Controller:
         self._holders = Holders(self.replicas.groups)
         self._over = False
         """Some rank's loop has ended, see ``messages.Resume``."""
+        self._differing: dict[int, Differs] = {}
 
     def launch(self) -> list[Command]:
         """The job begins: every rank is started."""
@@ -356,6 +358,21 @@ class Controller:
         if self.stage is Stage.LEAVING or not holding or holding.issubset(stopped) or holding < silent:
             return commands
         return self._go_back(min(holding), f"ranks {sorted(holding)} {late}; {_NOBODY_LEFT}")
+
+    def differs(self, rank: int, incarnation: int, message: Differs) -> list[Command]:
+        """A rank does not hold what its replicas hold. When all of them have said what they do hold, the job ends."""
+        if not self._current(rank, incarnation) or self.stage is Stage.ENDED:
+            return []
+        self._differing[rank] = message
+        return self.disagreed() if self._differing.keys() >= set(self.replicas.peers(rank)) else []
+
+    def disagreed(self) -> list[Command]:
+        """Replicas differ, and who has not said by now what it holds will not."""
+        if self.stage is Stage.ENDED:
+            return []
+        group = self.replicas.peers(next(iter(self._differing)))
+        text = sentence(group, self._differing)
+        return [Note("replicas_differ", detail={"ranks": list(group), "reason": text}), *self.stop(2, text)]
 
     def refuse(self, text: str) -> list[Command]:
         """The user's Session is wrong: end with exit code 2."""

@@ -61,6 +61,8 @@ class Captured(msgspec.Struct, tag="captured", frozen=True):
     store: bool
     last: int = -1
     """Not -1: it is the rank's part of the end-of-life checkpoint of this generation."""
+    fingerprint: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Of the parameters and optimizer state that the rank holds, all of them; 0: not known, or nobody has the same."""
 
 
 class Skipped(msgspec.Struct, tag="skipped", frozen=True):
@@ -233,6 +235,18 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
     reason: str
 
 
+class Differs(msgspec.Struct, tag="differs", frozen=True):
+    """The rank has found that its replicas do not hold what it holds before update ``commits``. It waits for the end.
+
+    ``rows`` are (name, digest) of all tensors and values that replicas have in common; ``averages``: the rank's models
+    are wrapped by something that averages their gradients. The one large frame: it is sent once, as the job's last.
+    """
+
+    commits: int
+    rows: list[tuple[str, str]]
+    averages: bool
+
+
 class Resume(msgspec.Struct, tag="resume", frozen=True):
     """Everyone is done: train. ``over``: a loop has ended, by a ``break`` that who copied its state did not see."""
 
@@ -297,6 +311,7 @@ FromRank = (
     | Done
     | Finish
     | Refused
+    | Differs
     | OpenVault
     | Captured
     | Skipped

@@ -170,6 +170,7 @@ _RECORD, _ARRIVE, _RESET_LOG = do.Record(), do.Arrive(), do.ResetLog()
 _PUBLISH, _PUBLISH_AHEAD = do.Publish(ahead=False), do.Publish(ahead=True)
 _ARM, _DISARM, _MARK, _DRAW, _ROLLBACK = do.Arm(), do.Disarm(), do.Mark(), do.Draw(), do.Rollback()
 _SNAPSHOT_BEGIN, _SNAPSHOT_FENCE = do.SnapshotBegin(), do.SnapshotFence()
+_COMPARE, _CHECK_UNCHANGED = do.Compare(), do.CheckUnchanged()
 _MODE = {mode: do.SetMode(mode) for mode in do.Mode}
 _CHECK, _CROSS, _AWAIT_STOP = do.CheckCollectives(), do.Cross(), do.AwaitStop()
 _RETURN, _AGAIN, _STEP, _CUT = do.Return(value=False), do.Return(value=True), do.ReturnStep(), do.Cut()
@@ -180,14 +181,14 @@ _VERIFY = {at: Verify(at) for at in At}
 _BARRIER = {at: Barrier(at) for at in At}
 
 # What nearly every step does, made once.
-_HEAD_NEW = (_PUBLISH, _SNAPSHOT_BEGIN, _DRAW, _MARK, _STEP)
+_HEAD_NEW = (_PUBLISH, _SNAPSHOT_BEGIN, do.ShowState("head"), _DRAW, _MARK, _STEP)
 _HEAD_AGAIN = (_DRAW, _MARK, _STEP)
 _HEAD_WITHIN = (_DRAW, _STEP)
 _HEAD_AFTER_TAIL = (_RECORD, _MODE[do.Mode.DIRECT], *_HEAD_NEW)
 _ENTER = (_ARM, _RETURN)
 _VERIFYING = (_DISARM, _CHECK)
 _READY = (_SNAPSHOT_FENCE, _LEARN, _PUBLISH_AHEAD, _ARRIVE, _CROSS)
-_UPDATING = (_MODE[do.Mode.UPDATE], _RETURN)
+_UPDATING = (_COMPARE, _MODE[do.Mode.UPDATE], _RETURN)
 _APPLIED = (_SYNCHRONIZE, _COMMITTED, _RESET_LOG, _RECORD, _MODE[do.Mode.LOG], _RETURN)
 _JUST_RETURN = (_RETURN,)
 
@@ -223,6 +224,11 @@ class Rank:
         self.scaled = False
         self.over = False
         """The loop is over, or would be: the others' are."""
+
+    @property
+    def redoable(self) -> bool:
+        """Whether a fault would run the user's code again that runs now."""
+        return isinstance(self.state, (Body, Drain))
 
     @property
     def number(self) -> int:
@@ -330,7 +336,7 @@ def _verified(rank: Rank, state: Verify, event: on.Ok) -> Effects:
 def _crossed(rank: Rank, state: Barrier, _: on.Ok) -> Effects:
     rank.standing = Standing(rank.standing.commits, Phase.UPDATING)
     if state.at is At.EXIT:
-        return _applied(rank, None)
+        return (_COMPARE, *_applied(rank, None))
     rank.state = _UPDATE
     return _UPDATING
 
@@ -370,7 +376,7 @@ def _exit(rank: Rank, _: Body, event: on.Exit) -> Effects:
             return _VERIFYING
         rank.state = _OPEN
         rank.place += 1
-        return (_DISARM, _RETURN)
+        return (_DISARM, _CHECK_UNCHANGED, _RETURN)
     if event.how in ("error", "leaves"):
         rank.state = _OPEN
         return (_DISARM, _RETURN)
@@ -450,7 +456,7 @@ def _head(rank: Rank, *, stopped: bool) -> Effects:
     if rank.over or rank.number >= rank.total:
         rank.over = True
         rank.state = Finish()
-        return (do.SendFinish(), do.AwaitFinished())
+        return (do.ShowState("end"), do.SendFinish(), do.AwaitFinished())
     rank.state = _OPEN
     new, first = rank.drawn == 0, rank.place == 0
     rank.drawn = max(rank.drawn, rank.place + 1)
@@ -602,7 +608,7 @@ def _built(rank: Rank, state: Build, _: on.Ok) -> Effects:
         return (do.Exchange(plan), _AGAIN)
     if rank.intact and rank.standing == Standing(plan.commits - 1, Phase.READY):
         if at is At.EXIT:
-            return _applied(rank, plan)
+            return (_COMPARE, *_applied(rank, plan))
         rank.standing = Standing(plan.commits - 1, Phase.UPDATING)
         rank.state = Update(plan)
         return (_RECORD, *_UPDATING)
@@ -648,7 +654,8 @@ def _target(rank: Rank, plan: Plan, *, copied: bool, redone: bool) -> Effects:
     rank.state = Target(plan, copied)
     targets = tuple(target for target, source in sorted(plan.copies.items()) if source == rank.me)
     offer = (do.Offer(targets),) if targets else ()  # first of all: others wait for it
-    done = (do.RebuildReducer(copied), do.SendDone(redone), do.AwaitResume())
+    shown = do.ShowState("copied" if copied else "target")
+    done = (shown, do.RebuildReducer(copied), do.SendDone(redone), do.AwaitResume())
     return (_RECORD, *offer, *done)
 
 
@@ -666,12 +673,12 @@ def _served(_: Rank, __: Target, ___: on.Ok) -> Effects:
 def _resumed(rank: Rank, state: Target, resume: Resume) -> Effects:
     # The others may have left by a `break` in a body whose update this rank has copied instead.
     rank.over = rank.over or (resume.over and state.copied)
-    direct = _MODE[do.Mode.DIRECT]
+    direct = (do.Compare(resumed=True), _MODE[do.Mode.DIRECT])
     if state.plan.last and not rank.over and rank.number < rank.total:
         rank.state = Save(At.HEAD)
         publish = () if rank.drawn else (_PUBLISH,)
-        return (direct, *publish, do.Save(None))
-    return (direct, *_head(rank, stopped=False))
+        return (*direct, *publish, do.Save(None))
+    return (*direct, *_head(rank, stopped=False))
 
 
 # -- the end
@@ -680,7 +687,7 @@ def _resumed(rank: Rank, state: Target, resume: Resume) -> Effects:
 @_row(Finish, Finished)
 def _finished(rank: Rank, _: Finish, __: Finished) -> Effects:
     rank.state = _LEFT
-    return (do.ReturnEnd(),)
+    return (_COMPARE, do.ReturnEnd())
 
 
 @_row((Setup, Left), on.Over)

@@ -8,6 +8,7 @@ them ends with one that waits (its outcome is the machine's next event) or with 
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
 
@@ -92,6 +93,28 @@ class Offer(Effect, frozen=True):
 
 class SnapshotBegin(Effect, frozen=True):
     """Begins a snapshot, if one is due."""
+
+
+class ShowState(Effect, frozen=True):
+    """Says to the replicas what this rank holds, for their ``Compare``: a word that is read behind the next barrier.
+
+    At the head of the loop only where a comparison is due; a copy says nothing that its source does not.
+    """
+
+    where: Literal["head", "target", "copied", "end"]
+
+
+class Compare(Effect, frozen=True):
+    """Behind a barrier, if a comparison was due in front of it: ends the job if replicas hold different things.
+
+    ``resumed``: the barrier was that of a recovery, with which the rhythm of the comparisons begins anew.
+    """
+
+    resumed: bool = False
+
+
+class CheckUnchanged(Effect, frozen=True):
+    """A body is over without an update: UsageError if parameters have changed all the same."""
 
 
 class SnapshotFence(Effect, frozen=True):

@@ -15,7 +15,15 @@ from typing import Any, NoReturn
 
 from resilient_train import config
 from resilient_train._native import allow_readers
-from resilient_train.errors import DeviceError, JobEnded, StateError, TrainingInterrupted, TransferError, UsageError
+from resilient_train.errors import (
+    DeviceError,
+    JobEnded,
+    LayoutError,
+    StateError,
+    TrainingInterrupted,
+    TransferError,
+    UsageError,
+)
 from resilient_train.events import now
 from resilient_train.faults import parse_plan
 from resilient_train.frameworks.base import Framework, Objects
@@ -25,10 +33,12 @@ from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.rank import Rank
+from resilient_train.session.comparison import Comparison
 from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.explain import Explainer
 from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.handover import Handover
+from resilient_train.session.idle import Idle
 from resilient_train.session.injection import Injector
 from resilient_train.session.link import Link, leave
 from resilient_train.session.loader import Cursor, Drawn
@@ -70,7 +80,12 @@ class Driver:
         )
         self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
         self._publication = Publication(self._link, engine, cursor)
-        self.saving = Saving(self._link, engine, self._publication, agent.run_dir, replicas, self._event)
+        groups = replicas or (tuple(range(agent.world_size)),)
+        self._comparison = Comparison(self._link, engine, groups)
+        self.saving = Saving(
+            self._link, engine, self._publication, agent.run_dir, groups, self._event, self._comparison
+        )
+        self._idle = Idle(engine, self._event, tells=agent.rank == 0)
         plan = parse_plan(settings.faults)
         self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine, self._peers)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
@@ -90,6 +105,8 @@ class Driver:
         self._redone = 0
         self._begun = self._told_end = self._released = False
         self._quiet_since_ns = 0
+        self._digests = ("", "")
+        """Of the state with which this rank has come to its end."""
         self._perform = self._performers()
         atexit.register(self._release)
 
@@ -131,6 +148,8 @@ class Driver:
                 self._link.channel.send(m.Refused(str(error)))
                 raise
             self.saving.begin_at(commits)
+            self._comparison.begin_at(commits)
+            self._idle.tell_untrained()
         step: Step | None = self._drive(on.Begin(total, start, commits))
         return step
 
@@ -242,6 +261,9 @@ class Driver:
             do.Offer: lambda effect: self._handover.offer(self._rank.generation, effect.targets),
             do.SnapshotBegin: lambda _: self.saving.head(self._rank.standing.commits, self._rank.number),
             do.SnapshotFence: lambda _: self.saving.fence(),
+            do.ShowState: self._show_state,
+            do.Compare: self._compare,
+            do.CheckUnchanged: lambda _: self._idle.body_ended(self._number, self._rank.base),
             do.Arm: lambda _: self._watch.interrupt.arm(self._rank.generation),
             do.Disarm: lambda _: self._watch.interrupt.disarm(),
             do.SetMode: lambda effect: self._engine.set_mode(effect.mode),
@@ -318,6 +340,24 @@ class Driver:
         self.saving.wait()
         self._pulse.at(Activity.FINISHED)
         self._link.channel.send(m.Finish(self._rank.generation))
+
+    def _show_state(self, effect: do.ShowState) -> None:
+        commits, comparison = self._rank.standing.commits, self._comparison
+        match effect.where:
+            case "head":
+                comparison.head(commits)
+            case "target":
+                comparison.write(commits)
+            case "copied":
+                comparison.forget()
+            case "end":
+                self._digests = self._engine.digests()
+                comparison.write(commits, self._digests[0])
+
+    def _compare(self, effect: do.Compare) -> None:
+        if effect.resumed:
+            self._comparison.begin_at(self._rank.standing.commits)
+        self._comparison.look()
 
     # -- what nobody else sees
 
@@ -437,6 +477,12 @@ class Driver:
         published = self._peers.published(effect.plan.commits)
         try:
             return on.Ok(self._handover.take(effect.plan, offer, published, self._publication.take_up))
+        except LayoutError as error:  # no other source, and no second try, would do
+            told = (
+                f"rank {self._link.rank} can't be replaced from rank {offer.source}, whose state does not fit: {error}"
+            )
+            self._link.channel.send(m.Refused(told))
+            self._link.wait_for_the_end()
         except (TransferError, RuntimeError, OSError) as error:
             self._error = error
             return on.Failed(f"copying state: {error}")
@@ -479,6 +525,10 @@ class Driver:
         fail_stop(self._event, "device_failed", str(error))
         raise error
 
+    def before_its_update(self) -> bool:
+        """Whether the code that runs would run again after a fault."""
+        return self._rank.redoable
+
     def outlive(self, error: BaseException | None) -> None:
         """The script is about to fail with this. If it is not to blame, this process ends in a way that is repaired."""
         if worker := lost_worker(error):
@@ -490,7 +540,7 @@ class Driver:
         if self._told_end or not self._begun:
             return
         self._told_end = True
-        params, own = self._engine.digests()
+        params, own = self._digests
         detail = {"params_digest": params, "rank_digest": own, "steps": self._rank.number}
         self._event("session_end", {**detail, "commits": self._rank.standing.commits, "redone": self._redone})
 

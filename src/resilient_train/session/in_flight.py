@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from resilient_train.frameworks.base import Image
@@ -23,12 +25,17 @@ class SnapshotInFlight(msgspec.Struct, frozen=True):
     store: bool
     last: int
     """The generation in which the job ends; -1: it goes on."""
+    fingerprint: Callable[[], int]
+    """Of what the rank has in common with its replicas; waits until it is known. 0: it will not be."""
 
     def complete(self, generation: int, world_size: int) -> Captured:
         """Waits for the copy, then commits: from there on this is the newest. Raises TransferError: it can't be."""
         draft, image = self.draft, self.image
         chunks = self.capture.finish()
-        held = trailer.Trailer(draft.sequence, self.commits, self.step, image.tree, image.names, self.own, chunks)
+        fingerprint = self.fingerprint()
+        held = trailer.Trailer(
+            draft.sequence, self.commits, self.step, image.tree, image.names, self.own, chunks, fingerprint
+        )
         trailer.write(draft.image, image.total_bytes, msgspec.msgpack.encode(held))
         draft.commit(
             commits=self.commits,
@@ -38,9 +45,10 @@ class SnapshotInFlight(msgspec.Struct, frozen=True):
             world=world_size,
             digest=image_digest(chunks),
         )
-        return Captured(self.commits, self.step, draft.sequence, self.store, self.last)
+        return Captured(self.commits, self.step, draft.sequence, self.store, self.last, fingerprint)
 
     def abandon(self) -> None:
         """Gives it up. The slot stays incomplete until the next one."""
+        self.fingerprint()
         self.capture.abort()
         self.draft.abandon()

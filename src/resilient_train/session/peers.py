@@ -231,6 +231,14 @@ class Peers:
         """The same of this rank."""
         self._board.set_kept(self.rank, first, second)
 
+    def fingerprint(self, rank: int, commits: int) -> int:
+        """What the rank has written of its replicated state from before update ``commits``; 0: nothing."""
+        return self._board.fingerprint(rank, commits)
+
+    def set_fingerprint(self, commits: int, held: int) -> None:
+        """The same of this rank. An even and an odd update are held."""
+        self._board.set_fingerprint(self.rank, commits, held)
+
     def set_order(self, order: int) -> None:
         """The word by which an operator orders a fault here."""
         self._board.set_order(self.rank, order)

@@ -18,12 +18,20 @@ import msgspec
 
 from resilient_train import config
 from resilient_train._native import Copier
-from resilient_train.errors import ConfigError, HolderLostError, ProtocolError, TransferError, VaultError
+from resilient_train.errors import (
+    ConfigError,
+    HolderLostError,
+    LayoutError,
+    ProtocolError,
+    TransferError,
+    VaultError,
+)
 from resilient_train.frameworks.base import Framework, Image, Share
 from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Skipped, Source, Unsaved, VaultOpened
 from resilient_train.session.autosave import cadence_for
 from resilient_train.session.cadence import Cadence, Due, Wish
+from resilient_train.session.comparison import Comparison, fingerprint
 from resilient_train.session.in_flight import SnapshotInFlight
 from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
@@ -49,14 +57,16 @@ class Saving:
         engine: Framework,
         publication: Publication,
         run_dir: str,
-        replicas: tuple[tuple[int, ...], ...],
+        groups: tuple[tuple[int, ...], ...],
         event: Callable[[str, dict[str, Any]], None],
+        comparison: Comparison,
     ) -> None:
+        self._comparison = comparison
         self._link = link
         self._engine = engine
         self._publication = publication
         self._run_dir = Path(run_dir)
-        self._groups = replicas or (tuple(range(link.world_size)),)
+        self._groups = groups
         self._event = event
         self._wish: Wish | None = None
         self._cadence: Cadence | None = None
@@ -113,7 +123,7 @@ class Saving:
             begun_s = time.monotonic()
             self._begin(commits, step, store=due is Due.STORAGE)
             self._cadence.waited(time.monotonic() - begun_s)
-        except (VaultError, ConfigError, OSError) as error:
+        except (VaultError, ConfigError, LayoutError, OSError) as error:
             if due is not Due.NOTHING:
                 self._skip(commits, step, str(error))
             if not isinstance(error, HolderLostError):  # the next snapshot will find another holder
@@ -157,14 +167,27 @@ class Saving:
             if held.commits == commits:  # a rank that took this one's place finds its snapshot
                 self._newest = commits
                 self._names.found(commits)
-                self._link.channel.send(Captured(commits, held.step, held.sequence, store))
+                known = self._comparison.write(commits) if store else 0
+                self._link.channel.send(Captured(commits, held.step, held.sequence, store, fingerprint=known))
                 return
         draft = self._names.begin(pair)
         if draft is None:
             self._skip(commits, step, "the snapshot before last is still being read")
             return
-        self._copy(draft, image, commits, step, own, store=store)
+        self._copy(draft, image, commits, step, own, store=store, known=self._known(commits, store=store))
         self._newest = commits
+
+    def _known(self, commits: int, *, store: bool) -> Callable[[], int]:
+        """What goes to storage is compared before the update, so it is known now. What stays in memory is compared by
+        whoever takes it up: the fingerprint is made beside the copy, where that costs the training thread little.
+        """
+        if store:
+            held = self._comparison.write(commits)
+            return lambda: held
+        if self._comparison.alone or not self._engine.on_host():
+            return lambda: 0
+        made = self._engine.fingerprint()
+        return lambda: fingerprint(made.digest())
 
     def _leave_out(self, commits: int, reason: str) -> None:
         """No rank takes the snapshot that is due at the next window, which begins with the next step or a later one."""
@@ -200,7 +223,8 @@ class Saving:
             # Storage still reads the snapshot before last. The agent ends this process when the time is over.
             if self._link.peers.wait_stop(generation, _SLOT_POLL_MS):
                 return
-        self._complete(self._copy(draft, image, commits, step, own, store=True, last=generation))
+        known = self._known(commits, store=True)
+        self._complete(self._copy(draft, image, commits, step, own, store=True, known=known, last=generation))
 
     def _described(self, step: int) -> tuple[Image, dict[int, bytes]]:
         return self._engine.image(step, self._share()), {self._link.rank: self._packed(self._publication.latest)}
@@ -209,7 +233,16 @@ class Saving:
         return msgspec.msgpack.encode(Own(published, self._engine.layout()))
 
     def _copy(
-        self, draft: Draft, image: Image, commits: int, step: int, own: dict[int, bytes], *, store: bool, last: int = -1
+        self,
+        draft: Draft,
+        image: Image,
+        commits: int,
+        step: int,
+        own: dict[int, bytes],
+        *,
+        store: bool,
+        known: Callable[[], int],
+        last: int = -1,
     ) -> SnapshotInFlight:
         if self._backing is not None:
             self._backing.wait()
@@ -220,7 +253,7 @@ class Saving:
             memory.release()  # the error's traceback would keep it, and the slots could not be closed
             draft.abandon()
             raise
-        self._in_flight = SnapshotInFlight(draft, image, capture, commits, step, own, store, last)
+        self._in_flight = SnapshotInFlight(draft, image, capture, commits, step, own, store, last, known)
         return self._in_flight
 
     def fence(self) -> None:
@@ -233,6 +266,7 @@ class Saving:
             return
         begun_s = time.monotonic()
         try:
+            flying.fingerprint()
             flying.capture.fence()
             if flying.capture.done:
                 self._complete(flying)

@@ -28,6 +28,7 @@ from resilient_train.frameworks import engine_for
 from resilient_train.frameworks.base import Framework, Objects
 from resilient_train.observe.sinks import say_aside
 from resilient_train.session.cadence import wish
+from resilient_train.session.carried import Carried, check_places, watch
 from resilient_train.session.driver import Driver
 from resilient_train.session.link import refuse
 from resilient_train.session.loader import Cursor, RandomNumbers
@@ -88,6 +89,7 @@ class Session:
                 raise ConfigError(  # noqa: TRY301 - likewise
                     "this process has had its Session: under resilient-run a job has one Session, one loop"
                 )
+            check_places(objects.extra)
             engine = engine_for(objects)
             self._cursor = _cursor(loader, engine)
             if link is not None:
@@ -95,6 +97,7 @@ class Session:
                 if problem:
                     raise ConfigError(problem)  # noqa: TRY301 - likewise
                 self._driver = Driver(link, engine, self._cursor, objects, tuple(map(tuple, replicas)), undo=undo)
+                self._watch_carried(objects, self._driver)
         except ConfigError as error:
             if link is not None:
                 refuse(link, str(error))
@@ -102,6 +105,12 @@ class Session:
         if self._driver is None and config.is_first_rank():
             say_aside(f"{off}: the Session is a plain loop")
         _open = self
+
+    def _watch_carried(self, objects: Objects, driver: Driver) -> None:
+        for each in objects.rank_extra.values():
+            if isinstance(each, Carried):
+                each.registered(driver.before_its_update)
+        watch(on=True)
 
     def steps(self, total: int, *, start: int = 0) -> Iterator[Step]:
         """The steps from ``start`` to ``total`` - 1, each to be used as ``with step:``.
@@ -173,6 +182,7 @@ class Session:
             _ended = True
         driver, self._driver = self._driver, None
         if driver is not None:
+            watch(on=False)
             driver.close(finish=finish)
 
 

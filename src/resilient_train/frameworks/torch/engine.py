@@ -15,10 +15,21 @@ import torch.distributed as dist
 
 from resilient_train import config
 from resilient_train._native import Board
-from resilient_train.errors import ConfigError, UsageError
-from resilient_train.frameworks.base import Conductor, Damage, Image, Objects, Peers, Share, Sources, Strides
+from resilient_train.errors import UsageError
+from resilient_train.frameworks.base import (
+    Conductor,
+    Damage,
+    Fingerprint,
+    Image,
+    Objects,
+    Peers,
+    Share,
+    Sources,
+    Strides,
+)
+from resilient_train.frameworks.torch import admission
 from resilient_train.frameworks.torch import group as group_module
-from resilient_train.frameworks.torch.buckets import Buckets, Pass
+from resilient_train.frameworks.torch.buckets import Buckets, Pass, wrappers_in
 from resilient_train.frameworks.torch.damage import assess, move
 from resilient_train.frameworks.torch.data import fast_forward, strides
 from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
@@ -28,7 +39,9 @@ from resilient_train.frameworks.torch.layout import OfferTree, read_layout, read
 from resilient_train.frameworks.torch.leaves import pack, unpack
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.replicated import Replicated, copy_tree
+from resilient_train.frameworks.torch.samples import Samples
 from resilient_train.frameworks.torch.saved import Saved
+from resilient_train.frameworks.torch.steps import Steps
 from resilient_train.frameworks.torch.tail import Tail
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT
 from resilient_train.frameworks.torch.works import GuardedWork
@@ -53,16 +66,14 @@ class TorchEngine:
     """See ``frameworks/base.Framework``."""
 
     def __init__(self, objects: Objects) -> None:
-        for model in objects.models:
-            if not isinstance(model, torch.nn.Module):
-                raise ConfigError(f"model: {type(model).__qualname__} is no torch.nn.Module")
-        for optimizer in objects.optimizers:
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise ConfigError(f"optimizer: {type(optimizer).__qualname__} is no torch.optim.Optimizer")
+        admission.check(objects)
         self._objects = objects
+        self._steps = Steps(objects)
+        self._samples = Samples(objects.models)
         self._replicated = Replicated(objects)
         self._ranks_own = RankState(objects.models, objects.rank_extra)
         self._saved = Saved(self._replicated)
+        self._checked_plans = 0
         self._buckets = Buckets(objects.models)
         self._works: list[GuardedWork] = []
         self._handles: list[Any] = []
@@ -149,9 +160,7 @@ class TorchEngine:
     def attach(self, conductor: Conductor, peers: Peers) -> None:
         self._peers = peers
         self._tail = Tail(conductor, peers)
-        for optimizer in self._objects.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(lambda o, _args, _kwargs: conductor.before_update(o)))
-            self._handles.append(optimizer.register_step_post_hook(lambda o, _args, _kwargs: conductor.after_update(o)))
+        self._steps.attach(conductor)
         scaler = self._objects.scaler
         if scaler is not None:
             update = scaler.update
@@ -167,6 +176,7 @@ class TorchEngine:
         self._errors.stop()
         group_module.watch(None)
         group_module.wait_for_droppers(_DRAIN_S)
+        self._steps.detach()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -178,6 +188,7 @@ class TorchEngine:
         """A collective is called; see ``group.Watcher``."""
         assert self._peers is not None
         assert self._tail is not None
+        self._steps.check_collective(verb)
         mode = self._mode
         if mode is Mode.LOOPBACK:
             return group.run_alone(verb, args)
@@ -193,13 +204,15 @@ class TorchEngine:
         if mode is not Mode.UPDATE:
             return self._tail.call(group, verb, args, kwargs)
         raise UsageError(
-            f"{verb} was called while the update of this step is only half done (one optimizer has written, another "
-            "has not, or an optimizer communicates by itself): pass Session(undo=True), so that such a step can be "
-            "redone"
+            f"{verb} was called while the update of this step is only half done (one optimizer has written and another "
+            "has not, or a closure that was given to optimizer.step() communicates): pass Session(undo=True), so that "
+            "such a step can be redone"
         )
 
     def begin(self) -> None:
         self._works.clear()
+        self._steps.begin()
+        self._samples.take()
         self._undo = None
         self._start = _Start(random_state(), torch.is_grad_enabled(), self.rank_state(), self._replicated.small_copy())
         if not self._buckets.known:
@@ -207,6 +220,7 @@ class TorchEngine:
 
     def rollback(self) -> None:
         start = self._start
+        self._steps.begin()
         if start is None:
             return
         if self._undo is not None:
@@ -227,6 +241,12 @@ class TorchEngine:
         self._undo = None
         if self._tail is not None:
             self._tail.begin(commits)
+
+    def changed_unasked(self) -> str:
+        return self._samples.changed()
+
+    def without_optimizer(self) -> list[str]:
+        return admission.without_optimizer(self._objects)
 
     def save_undo(self) -> None:
         if self._undo is None:
@@ -341,6 +361,19 @@ class TorchEngine:
     def digests(self) -> tuple[str, str]:
         return self._replicated.core_digest(), digest(self._ranks_own.packed() + random_state(), [])
 
+    def fingerprint(self) -> Fingerprint:
+        return self._replicated.fingerprint()
+
+    def on_host(self) -> bool:
+        return self._replicated.on_host()
+
+    def rows(self) -> list[tuple[str, str]]:
+        return self._replicated.rows()
+
+    def averages(self) -> bool:
+        trained = (model for model in self._objects.models if any(p.requires_grad for p in model.parameters()))
+        return all(wrappers_in((model,)) for model in trained)
+
     def settle(self, manifest: bytes | None, commits: int) -> None:
         self._settle(read_offer(manifest).passes if manifest is not None else None, commits)
 
@@ -353,7 +386,11 @@ class TorchEngine:
         self._works.clear()
 
     def image(self, step: int, share: Share) -> Image:
-        return self._saved.image(step, share)
+        image = self._saved.image(step, share)
+        if self._saved.plans != self._checked_plans:
+            self._replicated.check_unchanged()
+            self._checked_plans = self._saved.plans
+        return image
 
     def layout(self) -> bytes:
         return msgspec.msgpack.encode(self._buckets.passes)

@@ -67,7 +67,7 @@ def test_all_lost_before_the_first_snapshot_begin_anew(run_dir: Path, undisturbe
         run = ended(process, run_dir)
     assert run.code == 0, run.explain()
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
-    assert "nothing is saved yet: all ranks begin anew" in run.err
+    assert "there is no saved state to go on from: all ranks begin anew" in run.err
 
 
 def test_all_lost_without_saves_end_the_job(run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""A whole cluster in one thread with virtual time: the production controller and processors under random schedules.
+"""A whole cluster in one thread with virtual time: the production controller and rank machines under random schedules.
 
 ``simulate(seed)`` draws a job, a schedule and faults from the seed and runs the job to its end, checking every state. A
 failure is repeated, transition by transition, with ``python -m resilient_train.testing.sim --seed N --trace``.

@@ -337,6 +337,12 @@ class Framework(Protocol):
         """Digests of parameters with optimizer state, and of this rank's own state."""
         ...
 
+    def fingerprint(self, more: Mapping[str, Any]) -> dict[str, str]:
+        """A digest of each tensor, generator and other part of this rank's state by its name, and of the trees in
+        ``more``. For drills: it reads all of the state.
+        """
+        ...
+
     def settle(self, manifest: bytes | None, commits: int) -> None:
         """The recovery is nearly over: make what depends on the history (DDP's buckets) as if nothing had happened."""
         ...

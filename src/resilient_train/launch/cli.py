@@ -107,6 +107,7 @@ def drill(
     faults: Annotated[int, typer.Option(help="How many faults.")] = 6,
     kinds: Annotated[str, typer.Option(help="Which, by commas: kill, stop, hcce, uce, loop.")] = ("kill,stop,hcce,uce"),
     seed: Annotated[int, typer.Option(help="The same seed, the same faults.")] = 0,
+    each: Annotated[bool, typer.Option("--each", help="Each fault in a run of its own: which one does it?")] = False,
     limit_s: Annotated[float, typer.Option(help="Time for the undisturbed run.")] = 3600.0,
     run_dir: Annotated[Path | None, typer.Option(help="Where to write; must be new or empty.")] = None,
     as_json: Json = False,
@@ -121,6 +122,7 @@ def drill(
         faults=faults,
         seed=seed,
         kinds=tuple(each.strip() for each in kinds.split(",") if each.strip()),
+        each=each,
         limit_s=limit_s,
     )
     stream = sys.stderr if as_json else sys.stdout

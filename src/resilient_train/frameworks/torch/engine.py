@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +23,7 @@ from resilient_train.frameworks.torch.damage import assess, move
 from resilient_train.frameworks.torch.data import fast_forward, strides
 from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
 from resilient_train.frameworks.torch.escape import GuardedWork
+from resilient_train.frameworks.torch.fingerprint import fingerprint
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.group import POINT_TO_POINT, Built, ResilientGroup, escape, groups
 from resilient_train.frameworks.torch.layout import OfferTree, read_layout, read_offer
@@ -326,6 +327,9 @@ class TorchEngine:
 
     def digests(self) -> tuple[str, str]:
         return self._replicated.core_digest(), digest(self._ranks_own.packed() + random_state(), [])
+
+    def fingerprint(self, more: Mapping[str, Any]) -> dict[str, str]:
+        return fingerprint(self._replicated, self._objects.rank_extra, more)
 
     def settle(self, manifest: bytes | None, commits: int) -> None:
         self._settle(read_offer(manifest).passes if manifest is not None else None, commits)

@@ -12,7 +12,7 @@ SANITIZERS := plain address thread
 # ThreadSanitizer of older compilers cannot place its memory under full address randomisation.
 FIXED_ADDRESSES := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
-.PHONY: setup demo test test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx format clean
+.PHONY: setup wheel demo test test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx format clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -24,8 +24,15 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints.txt $(NATIVE_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt scikit-build-core nanobind cmake ninja torch==2.13.0
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt \
-	    --no-build-isolation -C cmake.define.RESILIENT_FAKES=ON -e '.[torch,cli,metrics,data,test,lint]'
+	    --no-build-isolation -C cmake.define.RESILIENT_FAKES=ON -e '.[torch,metrics,data,test,lint]'
 	touch $@
+
+# What a user installs: no look-alikes. In a build directory of its own, or the development install would be rebuilt.
+WHEEL ?= dist
+wheel: setup
+	rm -rf $(WHEEL)/*.whl
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel -q $(PIP_FLAGS) --no-deps --no-build-isolation \
+	    -C build-dir=build/wheel -w $(WHEEL) .
 
 demo: setup
 	$(BIN)/resilient-train demo

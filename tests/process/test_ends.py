@@ -46,6 +46,7 @@ def test_an_error_after_the_update_is_the_users_too(tmp_path: Path) -> None:
         ("second-session", "a Session is open already"),
         ("no-group", "no process group"),
         ("gloo-kept", "cannot take a replacement in"),
+        ("other-torch", "torch 2.15.0 is installed, and recoveries need 2.13"),
         ("bad-replicas", "leave a shard uncovered"),
         ("unequal", "differs at the start"),
         ("bad-state", "cannot be carried"),

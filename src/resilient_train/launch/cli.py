@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import typer
 
 from resilient_train.child import new_run_dir
 from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.events import Event, now
 from resilient_train.faults import INJECTABLE, TARGETS, check_fault, nearest
+from resilient_train.frameworks.supported import torch_installed, torch_problem, version_line
 from resilient_train.launch import asking
 from resilient_train.launch.asking import RUNS
 from resilient_train.observe.report import Line, as_dict, lines, show
@@ -28,12 +30,6 @@ from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.timeline import read_run
 from resilient_train.observe.trace import TRACE_FILE, write_trace
 from resilient_train.protocol.messages import Inject, Query
-
-try:
-    import typer
-except ImportError:  # this module is a command and nothing else: without its parser there is nothing to import it for
-    sys.stderr.write("resilient-train: typer is not installed; pip install 'resilient-train[cli]'\n")
-    raise SystemExit(2) from None
 
 EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
@@ -77,8 +73,22 @@ def _complain(text: str, code: int) -> int:
     return code
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"{version_line()}\n")
+        raise typer.Exit
+
+
+def _need_torch() -> None:
+    """Raises ConfigError where no job could be run."""
+    if problem := torch_problem(torch_installed()):
+        raise ConfigError(problem)
+
+
 @app.callback()
-def _about() -> None:
+def _about(
+    _asked: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
     """Looks at runs of resilient-run, hits them, and demonstrates what happens then."""
 
 
@@ -93,6 +103,7 @@ def demo(
     """Train a small GPT twice, undisturbed and with ranks killed, and compare every bit."""
     from resilient_train.demo import run
 
+    _need_torch()
     options = run.Options(run_dir=run_dir or new_run_dir("demo"), steps=steps, ranks=ranks, faults=faults)
     with _progress(as_json) as progress:
         comparison = run.compare(options, progress)
@@ -115,6 +126,7 @@ def drill(
     """Run your own script undisturbed and with faults, and say what was recovered, how, and whether bit for bit."""
     from resilient_train.testing import drill as drills
 
+    _need_torch()
     options = drills.Options(
         command=tuple(command or ()),
         run_dir=run_dir or new_run_dir("drill"),
@@ -361,14 +373,7 @@ def _read(run: Path) -> list[Event]:
 def _progress(quiet: bool) -> Iterator[Callable[[str, int, int, list[str]], None]]:
     """Shows how far a run is: a bar on a terminal, news line by line elsewhere; on stderr if stdout is for JSON."""
     stream = sys.stderr if quiet else sys.stdout
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        terminal = False
-    else:
-        terminal = stream.isatty()
-    if not terminal:
+    if not stream.isatty():
         begun: set[str] = set()
 
         def tell(name: str, _done: int, total: int, news: list[str]) -> None:
@@ -379,6 +384,9 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int, list[str]], None
 
         yield tell
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(file=stream)) as bars:
         tasks: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from resilient_train import _register, config
 from resilient_train.errors import ConfigError
 from resilient_train.events import now
 from resilient_train.faults import parse_plan
+from resilient_train.frameworks.supported import torch_problem, version_line
 from resilient_train.launch.console import Console
 from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.job import Job
@@ -24,11 +25,20 @@ from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.protocol.policy import DEFAULT_MAX_RESTARTS, Policy
 
 
-def _parser() -> argparse.ArgumentParser:
+def _check_torch() -> None:
+    """Raises ConfigError unless there is a torch that recoveries work with."""
     try:
-        from torch.distributed.run import get_args_parser
-    except ImportError:
-        raise ConfigError("resilient-run needs torch: pip install 'resilient-train[torch]'") from None
+        import torch
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        raise ConfigError(torch_problem(None) if missing else f"torch can't be imported: {error}") from None
+    if problem := torch_problem(torch.__version__):
+        raise ConfigError(problem)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from torch.distributed.run import get_args_parser
+
     parser = get_args_parser()
     parser.prog = "resilient-run"
     parser.description = (
@@ -38,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     if not parser.get_default("max_restarts"):  # torchrun also reads PET_MAX_RESTARTS into its default
         parser.set_defaults(max_restarts=None)
     ours = parser.add_argument_group("resilient_train")
+    ours.add_argument("--version", action="version", version=version_line())
     ours.add_argument("--run-dir", "--run_dir", help="where the run writes (default: ./resilient_runs/<id>)")
     ours.add_argument("--faults", help="plan of faults to inject, e.g. 'kill rank=2 step=7 phase=UPDATING'")
     ours.add_argument("--standby", type=int, help="0: no process stands by to replace a lost rank (default: 1)")
@@ -54,6 +65,10 @@ def make_job(argv: list[str]) -> Job | argparse.Namespace:
 
     Raises ConfigError for what can't be run, SystemExit(2) for what argparse refuses.
     """
+    if argv == ["--version"]:  # also where there is no torch, whose parser this is
+        print(version_line())
+        raise SystemExit(0)
+    _check_torch()
     from torch.distributed import run as torchrun
 
     args = _parser().parse_args(argv)

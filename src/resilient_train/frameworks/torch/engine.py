@@ -17,6 +17,7 @@ from resilient_train import config
 from resilient_train._native import Board
 from resilient_train.errors import ConfigError, UsageError
 from resilient_train.frameworks.base import Conductor, Damage, Image, Objects, Place, Share, Sources, Strides, TailLog
+from resilient_train.frameworks.supported import torch_problem
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import Buckets, Pass
 from resilient_train.frameworks.torch.damage import assess, move
@@ -79,6 +80,8 @@ class TorchEngine:
         return tuple(groups)
 
     def group_problem(self) -> str:
+        if problem := torch_problem(torch.__version__):
+            return problem
         if not dist.is_initialized():
             return "this process has no process group: call torch.distributed.init_process_group first"
         if not isinstance(dist.group.WORLD, ResilientGroup):

@@ -20,6 +20,7 @@ from resilient_train.frameworks.base import Conductor, Damage, Image, Objects, P
 from resilient_train.frameworks.supported import torch_problem
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import Buckets, Pass
+from resilient_train.frameworks.torch.by_name import taken_by_name
 from resilient_train.frameworks.torch.damage import assess, move
 from resilient_train.frameworks.torch.data import fast_forward, strides
 from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
@@ -85,10 +86,13 @@ class TorchEngine:
         if not dist.is_initialized():
             return "this process has no process group: call torch.distributed.init_process_group first"
         if not isinstance(dist.group.WORLD, ResilientGroup):
-            return (
-                f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in: "
-                'import resilient_train before init_process_group, or pass it backend="resilient"'
-            )
+            refused = f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in"
+            if where := taken_by_name():
+                return (
+                    f"{refused}: {where} imports init_process_group by its name before resilient_train is imported, so "
+                    "it is torch's own: move `import resilient_train` above that line"
+                )
+            return f'{refused}: import resilient_train before init_process_group, or pass it backend="resilient"'
         return ""
 
     def sockets(self) -> list[tuple[int, int]]:

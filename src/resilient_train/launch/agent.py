@@ -10,6 +10,7 @@ import asyncio
 import signal
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,12 +25,14 @@ from resilient_train.launch.departure import Departure
 from resilient_train.launch.fork.pool import Pool
 from resilient_train.launch.fork.zygote import Root
 from resilient_train.launch.job import Job
+from resilient_train.launch.last_words import how_it_failed
 from resilient_train.launch.logs import Logs
 from resilient_train.launch.lookout import LOOK_S, Lookout
 from resilient_train.launch.operators import Operators
 from resilient_train.launch.processes import Processes, RankProcess
 from resilient_train.launch.saves import Saves
-from resilient_train.launch.telling import end_of, told
+from resilient_train.launch.telling import end_of, line, told
+from resilient_train.launch.waiting import Waiting
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
@@ -41,6 +44,8 @@ from resilient_train.session.pulse import STACKS_FOLDER
 from resilient_train.state.arena import DEFAULT_SLOT_BYTES, Arena
 
 LOG_POLL_S = 0.05
+_LEAVING_GRACES = 30
+"""So many times ``TROUBLE_GRACE_S`` a rank that has closed its Session may take to end before that is a fault."""
 TROUBLE_GRACE_S = 1.0
 """How long a collective may have failed before it counts as a fault of its own. A death explains most failures, and is
 seen within milliseconds; but a rank that leaves with an error of the user's takes a while to exit: 0.2 s was too short.
@@ -72,7 +77,8 @@ class Agent:
         self._fenced: dict[RankProcess, str] = {}
         self._lookout = Lookout(self._board, self._controller, self._processes, job.settings)
         self._alarms = Alarms(self._board, self._controller)
-        self._operators = Operators(self._board, self._controller, self._processes, self._note)
+        self._waiting = Waiting(self._board, self._controller, self._processes, self._say)
+        self._operators = Operators(self._board, self._controller, self._processes, self._waiting, self._note)
         keep = job.settings.keep_checkpoints
         self._saves = Saves(job.run_dir, job.world_size, keep, self._note, self._say, self._board.settle)
         if blind := self._saves.choose():
@@ -147,9 +153,16 @@ class Agent:
         reason = self._fenced.pop(process, "")
         if reason:
             self._carry_out(self._controller.lost(process.rank, process.incarnation, reason, self._standings()))
-        self._carry_out(self._controller.exited(process.rank, process.incarnation, code, self._standings()))
+        how = how_it_failed(self._log(process), code, self._other_logs(process)) if code > 0 else ""
+        self._carry_out(self._controller.exited(process.rank, process.incarnation, code, self._standings(), how))
         if not self._reaping and not self._unborn and self._ending is None:
             self._ended.set()
+
+    def _log(self, process: RankProcess) -> Path:
+        return self._logs.folder(process.rank) / f"{process.incarnation}.err"
+
+    def _other_logs(self, process: RankProcess) -> dict[int, Path]:
+        return {each.rank: self._log(each) for each in self._processes.living() if each is not process}
 
     def _on_standby(self, kind: str, detail: dict[str, Any]) -> None:
         self._note(kind, detail=detail)
@@ -172,6 +185,7 @@ class Agent:
     def _look_out(self) -> None:
         self._alarms.look(self)
         self._departure.look()
+        self._waiting.look()
         if self._job.settings.hang:
             self._lookout.look(self)
         self._loop.call_later(LOOK_S, self._look_out)
@@ -295,9 +309,17 @@ class Agent:
             case _:
                 self._note("foreign_frame", rank=rank, detail={"text": type(frame).__name__})
 
-    def _on_unexplained(self, generation: int, detail: str, culprit: int = -1) -> None:
+    def _on_unexplained(self, generation: int, detail: str, culprit: int = -1, asked: int = 0) -> None:
+        if culprit < 0 and asked < _LEAVING_GRACES and self._is_left():
+            self._loop.call_later(TROUBLE_GRACE_S, self._on_unexplained, generation, detail, culprit, asked + 1)
+            return
         standings = self._standings()
         self._carry_out(self._controller.failed_collective(generation, detail, standings, culprit=culprit))
+
+    def _is_left(self) -> bool:
+        """Whether a rank has closed its Session (an error of the user's went through it), and its process lives on."""
+        hung_up = [rank for rank, connection in self._connections.items() if connection.closed]
+        return any(self._processes.current[rank].exit_code() is None for rank in hung_up)
 
     # -- what is done
 
@@ -412,4 +434,4 @@ class Agent:
             self._say(text)
 
     def _say(self, text: str) -> None:
-        self._logs.say(f"resilient-run: {text}")
+        self._logs.say(line(text))

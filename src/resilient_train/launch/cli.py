@@ -21,7 +21,7 @@ import typer
 from resilient_train.child import new_run_dir
 from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.events import Event, now
-from resilient_train.faults import INJECTABLE, TARGETS, check_fault, nearest
+from resilient_train.faults import FROM_OUTSIDE, INJECTABLE, TARGETS, check_fault, nearest
 from resilient_train.frameworks.supported import torch_installed, torch_problem, version_line
 from resilient_train.launch import asking
 from resilient_train.launch.asking import RUNS
@@ -69,8 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    sys.stderr.write(f"resilient-train: {' '.join(text.split())}\n")
+    _tell(text)
     return code
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"resilient-train: {' '.join(text.split())}\n")
 
 
 def _version(asked: bool) -> None:
@@ -232,7 +236,8 @@ def inject(
     rank: Annotated[int | None, typer.Option(min=0, help="Whom to hit; default: drawn.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(help="Draws the rank: the same seed, the same rank.")] = 0,
     target: Annotated[str, typer.Option(help=f"For uce: {', '.join(TARGETS)} (default: {TARGETS[0]}).")] = "",
-    limit_s: Annotated[float, typer.Option(min=0, help="Longest wait for the rank to come to the fault.")] = 60.0,
+    limit_s: Annotated[float, typer.Option(min=0, help="Longest wait for the job to train, and for the hit.")] = 60.0,
+    at_once: Annotated[bool, typer.Option("--now", help="Do not wait until the job trains.")] = False,
     library: Annotated[str | None, typer.Option(help="For device: acl, hccl, nccl or nvml.")] = None,
     error: Annotated[int | None, typer.Option(help="For device: the error (nvml: XID) that it reports.")] = None,
     memory: Annotated[list[str] | None, typer.Option("--range", help="For device: ADDRESS:BYTES that is lost.")] = None,
@@ -257,6 +262,10 @@ def inject(
         if given:
             raise ConfigError(f"--{next(iter(given)).replace('_', '-')} is for {_DEVICE}, not for {kind}")
         check_fault(kind, target)
+        if not at_once:
+            # A signal reaches a rank in a recovery too, and is meant to.
+            stages = ("RUNNING", "RECOVERING") if kind in FROM_OUTSIDE else ("RUNNING",)
+            run = asking.wait_until_it_trains(run, limit_s, stages, _tell)
         result, text = _inject_fault(run, rank, seed, Inject(kind, -1, target), limit_s)
     _answer(as_json, result, [Line(text)])
     return 0

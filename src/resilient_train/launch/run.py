@@ -21,8 +21,12 @@ from resilient_train.frameworks.supported import torch_problem, version_line
 from resilient_train.launch.console import Console
 from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.job import Job
+from resilient_train.launch.telling import line
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
+from resilient_train.observe.summary import summary
 from resilient_train.protocol.policy import DEFAULT_MAX_RESTARTS, Policy
+
+EXIT_WRONG_INPUT = 2
 
 
 def _check_torch() -> None:
@@ -168,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
             config.unset_threads()
     except ConfigError as error:
         print(f"resilient-run: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(EXIT_WRONG_INPUT)
     if isinstance(job, argparse.Namespace):
         from torch.distributed import run as torchrun
 
@@ -240,11 +244,10 @@ def run_job(job: Job, argv: list[str], root: Root | str) -> int:
         sink = JsonLines(job.run_dir / EVENTS_FILE)
     except OSError as error:
         print(f"resilient-run: the run directory can't be written: {error}", file=sys.stderr)
-        return 2
+        return EXIT_WRONG_INPUT
     console = Console(sys.stderr.fileno())
-    console.say(f"resilient-run: {job.world_size} ranks, run directory {job.run_dir}")
-    for text in _without_effect():
-        console.say(f"resilient-run: {text}")
+    for text in (f"{job.world_size} ranks, run directory {job.run_dir}", *_without_effect()):
+        console.say(line(text))
     sink.write(now("run_start", detail={"world_size": job.world_size, "argv": argv, "pid": os.getpid()}))
 
     async def serve() -> int:
@@ -254,12 +257,16 @@ def run_job(job: Job, argv: list[str], root: Root | str) -> int:
         code = asyncio.run(serve())
     except ConfigError as error:
         console.say(f"resilient-run: {error}")
-        return 2
+        return EXIT_WRONG_INPUT
     sink.close()
     with contextlib.suppress(OSError):
-        write_trace(read_events(job.run_dir / EVENTS_FILE), job.run_dir / "trace.json")
+        events = read_events(job.run_dir / EVENTS_FILE)
+        write_trace(events, job.run_dir / "trace.json")
+        if code != EXIT_WRONG_INPUT:
+            told = f"{summary(events, code)}. Logs: {job.log_dir}; all of it: resilient-train report {job.run_dir}"
+            console.say(line(told))
     if code == 128 + signal.SIGINT:
-        console.say("resilient-run: interrupted")
+        console.say(line("interrupted"))
     return code
 
 

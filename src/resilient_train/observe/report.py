@@ -34,6 +34,7 @@ def as_dict(run: Run) -> dict[str, Any]:
         "end_reason": run.end_reason,
         "digest": run.digest,
         "restarts": run.restarts,
+        "replacements": run.replacements,
         "steps_redone": run.steps_redone,
         "committed_steps_lost": run.commits_lost,
         "updates_lost": run.saved.updates_lost,

@@ -163,8 +163,13 @@ class Controller:
         spawns = [Spawn(r, self.incarnations[r], joining=False, attempt=self.attempt) for r in range(self.world_size)]
         return [note, *spawns]
 
-    def exited(self, rank: int, incarnation: int, code: int, standings: Sequence[Standing]) -> list[Command]:
-        """A rank's process ended; ``code`` is negative for a signal, as in ``subprocess``."""
+    def exited(
+        self, rank: int, incarnation: int, code: int, standings: Sequence[Standing], how: str = ""
+    ) -> list[Command]:
+        """A rank's process ended; ``code`` is negative for a signal, as in ``subprocess``. ``how`` it failed, if it is
+        known, stands behind "rank N failed".
+        """
+        how = how or f" with exit code {code}"
         if self.stage is Stage.ENDED:
             return []
         if not self._current(rank, incarnation):
@@ -172,7 +177,7 @@ class Controller:
                 return []
             # The rank was taken for lost and replaced, but it had left by os._exit(code): a decision, not a fault.
             gone_by_itself = code > 0 and incarnation == self.incarnations[rank] - 1
-            return self._give_up(code, f"rank {rank} failed with exit code {code}") if gone_by_itself else []
+            return self._give_up(code, f"rank {rank} failed{how}") if gone_by_itself else []
         if self.stage is Stage.LEAVING:
             return self._gone(rank)
         if code < 0 and self.stage is not Stage.FINISHED:
@@ -186,7 +191,7 @@ class Controller:
         self._patience.reached(max((standing.commits for standing in standings), default=0))
         when = " after the training" if self.stage is Stage.FINISHED else ""
         status = code if code > 0 else 128 - code
-        return self._give_up(status, f"rank {rank} failed{when} with exit code {code}", lost=rank)
+        return self._give_up(status, f"rank {rank} failed{when}{how}", lost=rank)
 
     def failed_collective(
         self, generation: int, detail: str, standings: Sequence[Standing] = (), *, culprit: int = -1
@@ -270,6 +275,21 @@ class Controller:
         }
         return [Note("plan", detail=detail), *self._to_all(self.plan)]
 
+    def waits_for(self) -> list[int]:
+        """The ranks that the present stage waits for."""
+        everybody = set(range(self.world_size)) - self._left_out()
+        if self.stage is Stage.STARTING:
+            return sorted(everybody - self._started.keys())
+        if self.stage in (Stage.RECOVERING, Stage.LEAVING):
+            return sorted(everybody - (self._done if self.plan is not None else self._joined.keys()))
+        return sorted(everybody - self._finished) if self.stage is Stage.RUNNING and self._finished else []
+
+    def on_its_way(self, rank: int) -> str:
+        """What a process does that has not come to its loop; empty if it has."""
+        if self.stage is Stage.STARTING and rank not in self._started:
+            return "STARTING"
+        return "JOINING" if rank in self._unheard else ""
+
     def awaited(self) -> list[int]:
         """Survivors that a recovery waits for: they have heard of it, or should have, and have not joined."""
         if self.stage not in (Stage.RECOVERING, Stage.LEAVING) or self.plan is not None:
@@ -302,8 +322,7 @@ class Controller:
         """A recovery took too long: who has not done its part is fenced, and becomes lost when its death is seen."""
         if generation != self.generation or self.stage not in (Stage.RECOVERING, Stage.LEAVING):
             return []
-        heard = self._done if self.plan is not None else set(self._joined)
-        silent = [rank for rank in range(self.world_size) if rank not in heard | self._left_out()]
+        silent = self.waits_for()
         return [*(Note("fenced", rank=rank) for rank in silent), *(Kill(rank) for rank in silent)]
 
     def refuse(self, text: str) -> list[Command]:

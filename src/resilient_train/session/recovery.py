@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +45,10 @@ from resilient_train.session.surrender import surrenders
 from resilient_train.state.transfer import Span, read_from
 
 NOTHING_DAMAGED = Damage(frozenset(), (), 0)
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text, 200, placeholder=" ...")
 
 
 class Recovery:
@@ -99,7 +104,7 @@ class Recovery:
         names = self._damaged.names()
         size = sum(span.size for span in ranges)
         text = f"uncorrectable memory error in {size} bytes ({', '.join(names) or 'no state'})"
-        self._link.channel.send(Damaged(self._processor.generation, text[:200]))
+        self._link.channel.send(Damaged(self._processor.generation, _short(text)))
         return {"ranges": [list(span) for span in ranges], "tensors": names}
 
     # -- STOP, REPLACE, REBUILD, AGREE
@@ -109,7 +114,7 @@ class Recovery:
         generation = self._processor.generation
         if self._link.stop_raised(generation):
             return True
-        self._link.channel.send(Trouble(generation, detail[:200]))
+        self._link.channel.send(Trouble(generation, _short(detail)))
         deadline = time.monotonic() + self._settings.verdict_timeout_s
         while not self._link.board.wait_stop(generation, 100):
             frame = self._link.channel.receive(timeout_s=0)

@@ -1,6 +1,8 @@
 """Sessions that go wrong in the way that ``sys.argv[1]`` names."""
 
+import atexit
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,10 @@ if mode == "second-session":
 with session:
     for step in session.steps(5):
         with step:
+            if mode == "raise-slowly" and step.number == 2 and rank == 1:
+                atexit.register(time.sleep, 3)  # a library that takes its time to end, after ...
+                atexit.register(dist.destroy_process_group)
+                raise ValueError("the user's own mistake")
             if mode == "raise" and step.number == 2 and rank == 1:
                 raise ValueError("the user's own mistake")
             loss = model(torch.ones(2, 3)).sum()

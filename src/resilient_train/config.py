@@ -82,7 +82,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     standby_limit_s: float = 600.0
     """How long a standby may take from the script's first line to where it waits (depth ``built``)."""
     fingerprints: bool = False
-    """Each rank writes a digest of each part of its state before each update, as ``resilient-train drill`` wants it."""
+    """Each rank writes a digest of each part of its state before each step, as ``resilient-train drill`` wants it."""
     transfer: str = "auto"
     """How state reaches a replacement: ``memory`` (same host), ``group`` (over the process group), ``auto``."""
 

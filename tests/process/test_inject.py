@@ -156,7 +156,7 @@ def test_a_fault_in_the_middle_of_a_recovery(tmp_path: Path, undisturbed: Refere
     with training(tmp_path / "run", 3, RESILIENT_STANDBY="0") as job:  # cold: a recovery of seconds
         job.inject("kill", "--rank", "1")
         assert "in no loop of a Session now" in job.inject("hcce", "--rank", "1", "--now", code=2)["error"]
-        job.inject("kill", "--rank", "2")
+        job.inject("kill", "--rank", "2", "--now")
         survivor = job.inject("hcce", "--rank", "0")
         job.wait_for_recoveries(2)
         run = job.end()

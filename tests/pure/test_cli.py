@@ -85,7 +85,7 @@ def agent(run):
         (["inject", ".", "device", "--error", "1"], "name the --library: acl, hccl, nccl, nvml"),
         (["inject", ".", "device", "--library", "acl"], "say what the library is to answer"),
         (["inject", ".", "device", "--library", "acl", "--error", "0"], "it is no run's directory"),
-        (["status", "nowhere"], "no job is running"),
+        (["status", "nowhere", "--limit-s", "0"], "no job is running"),
         (["verify", "nowhere"], "is not a directory"),
         (["verify", "."], "holds no checkpoint"),
         (["demo", "--steps", "0"], "at least 6"),

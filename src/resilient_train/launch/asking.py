@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,34 +92,57 @@ def _is_over(run: Path) -> bool:
     return False
 
 
-def wait_until_it_trains(run: Path | None, limit_s: float, stages: Collection[str], say: Callable[[str], None]) -> Path:
-    """Waits until the job (None: the newest) is in one of these stages, or past its training. Returns its directory.
+class Patience:
+    """A wait that is told (``say``) once, if it is not over soon. ``limit_s``: the longest."""
 
-    ``say`` is told once that this takes a while. Raises NoJobError if there is no job soon, NotHitError if the job is
-    not so far when the time is over.
+    def __init__(self, limit_s: float, say: Callable[[str], None]) -> None:
+        self.limit_s = limit_s
+        self._say = say
+        self._said = False
+        self._begun = time.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        """So far."""
+        return time.monotonic() - self._begun
+
+    def wait(self, why: str, limit_s: float) -> None:
+        """A little longer."""
+        if self.waited_s > _SOON_S and not self._said:
+            self._said = True
+            self._say(f"{why}: waiting, at most {limit_s:g} s")
+        time.sleep(_LOOK_S)
+
+
+def find(run: Path | None, patience: Patience) -> tuple[Path, dict[str, object]]:
+    """The directory and the status of a job (None: of the newest), also of one whose launcher has only just begun.
+
+    Raises NoJobError if there is none, and none comes soon.
     """
-    begun = time.monotonic()
-    said = False
+    limit_s = min(patience.limit_s, _BEGIN_S)
     while True:
-        waited_s = time.monotonic() - begun
         try:
             found = run or newest_run()
-            status = ask(found, Query()).status
+            return found, ask(found, Query()).status
         except NoJobError as error:
-            if error.over or waited_s >= min(limit_s, _BEGIN_S):
+            if error.over or patience.waited_s >= limit_s:
                 raise
-            why, most_s = str(error), min(limit_s, _BEGIN_S)
-        else:
-            stage, whom = status.get("stage"), status.get("waits_for")
-            if stage in stages or stage not in ("STARTING", "RECOVERING"):
-                return found
-            why, most_s = f"the job in {found} is {stage} (it waits for ranks {whom})", limit_s
-            if waited_s >= limit_s:
-                raise NotHitError(f"{why} after {limit_s:g} s (--limit-s); --now does not wait until it trains")
-        if waited_s > _SOON_S and not said:
-            said = True
-            say(f"{why}: waiting, at most {most_s:g} s")
-        time.sleep(_LOOK_S)
+            patience.wait(str(error), limit_s)
+
+
+def wait_until_it_trains(run: Path | None, patience: Patience) -> Path:
+    """Waits until a job trains, or is past its training. Returns its directory.
+
+    Raises NoJobError if there is no job soon, NotHitError if the job does not train when the time is over.
+    """
+    while True:
+        found, status = find(run, patience)
+        if status.get("stage") not in ("STARTING", "RECOVERING"):
+            return found
+        why = f"the job in {found} is {status.get('stage')} (it waits for ranks {status.get('waits_for')})"
+        if patience.waited_s >= patience.limit_s:
+            raise NotHitError(f"{why} after {patience.limit_s:g} s (--limit-s); --now does not wait until it trains")
+        patience.wait(why, patience.limit_s)
 
 
 def ranks(run: Path) -> dict[int, int]:

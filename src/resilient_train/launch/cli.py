@@ -21,7 +21,7 @@ import typer
 from resilient_train.child import new_run_dir
 from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.events import Event, now
-from resilient_train.faults import FROM_OUTSIDE, INJECTABLE, TARGETS, check_fault, nearest
+from resilient_train.faults import INJECTABLE, TARGETS, check_fault, nearest
 from resilient_train.frameworks.supported import torch_installed, torch_problem, version_line
 from resilient_train.launch import asking
 from resilient_train.launch.asking import RUNS
@@ -29,7 +29,7 @@ from resilient_train.observe.report import Line, as_dict, lines, show
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.timeline import read_run
 from resilient_train.observe.trace import TRACE_FILE, write_trace
-from resilient_train.protocol.messages import Inject, Query
+from resilient_train.protocol.messages import Inject
 
 EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
@@ -237,7 +237,7 @@ def inject(
     seed: Annotated[int, typer.Option(help="Draws the rank: the same seed, the same rank.")] = 0,
     target: Annotated[str, typer.Option(help=f"For uce: {', '.join(TARGETS)} (default: {TARGETS[0]}).")] = "",
     limit_s: Annotated[float, typer.Option(min=0, help="Longest wait for the job to train, and for the hit.")] = 60.0,
-    at_once: Annotated[bool, typer.Option("--now", help="Do not wait until the job trains.")] = False,
+    at_once: Annotated[bool, typer.Option("--now", help="Do not wait until the job trains: hit it as it is.")] = False,
     library: Annotated[str | None, typer.Option(help="For device: acl, hccl, nccl or nvml.")] = None,
     error: Annotated[int | None, typer.Option(help="For device: the error (nvml: XID) that it reports.")] = None,
     memory: Annotated[list[str] | None, typer.Option("--range", help="For device: ADDRESS:BYTES that is lost.")] = None,
@@ -263,9 +263,7 @@ def inject(
             raise ConfigError(f"--{next(iter(given)).replace('_', '-')} is for {_DEVICE}, not for {kind}")
         check_fault(kind, target)
         if not at_once:
-            # A signal reaches a rank in a recovery too, and is meant to.
-            stages = ("RUNNING", "RECOVERING") if kind in FROM_OUTSIDE else ("RUNNING",)
-            run = asking.wait_until_it_trains(run, limit_s, stages, _tell)
+            run = asking.wait_until_it_trains(run, asking.Patience(limit_s, _tell))
         result, text = _inject_fault(run, rank, seed, Inject(kind, -1, target), limit_s)
     _answer(as_json, result, [Line(text)])
     return 0
@@ -338,10 +336,14 @@ def _inject_device(
 
 
 @app.command()
-def status(run: RunDir, as_json: Json = False) -> int:
+def status(
+    run: RunDir,
+    limit_s: Annotated[float, typer.Option(min=0, help="Longest wait for a job that is about to begin.")] = 30.0,
+    as_json: Json = False,
+) -> int:
     """Ask a running job how it is."""
-    reply = asking.ask(run, Query())
-    _answer(as_json, reply.status, [Line(f"{key}: {_plain(value)}") for key, value in reply.status.items()])
+    _, found = asking.find(run, asking.Patience(limit_s, _tell))
+    _answer(as_json, found, [Line(f"{key}: {_plain(value)}") for key, value in found.items()])
     return 0
 
 

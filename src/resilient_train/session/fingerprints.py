@@ -1,4 +1,4 @@
-"""What a drill compares: digests of a rank's state at the head of each window, named part by part, in a file.
+"""What a drill compares: digests of a rank's state at the begin of each step, named part by part, in a file.
 
 One file for each process, one line of JSON for each record. The names stand in the first line, and again where they
 change; the digests of a record are in their order.
@@ -14,7 +14,6 @@ import msgspec
 
 from resilient_train.config import AgentLink
 from resilient_train.frameworks.base import Framework
-from resilient_train.session.loader import Cursor
 
 FOLDER = "fingerprints"
 
@@ -26,9 +25,8 @@ class Names(msgspec.Struct, frozen=True, tag="names"):
 
 
 class Record(msgspec.Struct, frozen=True, tag="record"):
-    """Before update ``commits``, which begins with ``step``: the batch is drawn, the body has not begun."""
+    """As ``step`` begins: the batch is drawn, the body has not begun. Behind the last step, one more."""
 
-    commits: int
     step: int
     digests: list[str]
 
@@ -41,9 +39,8 @@ def path_of(run_dir: Path, rank: int, incarnation: int) -> Path:
 class Fingerprints:
     """Does nothing unless ``wanted``. Raises OSError where the file can't be written: a drill would compare nothing."""
 
-    def __init__(self, agent: AgentLink, engine: Framework, cursor: Cursor, *, wanted: bool) -> None:
+    def __init__(self, agent: AgentLink, engine: Framework, *, wanted: bool) -> None:
         self._engine = engine
-        self._cursor = cursor
         self._names: list[str] = []
         self._encoder = msgspec.json.Encoder()
         self._descriptor = -1
@@ -52,16 +49,16 @@ class Fingerprints:
             path.parent.mkdir(exist_ok=True)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
-    def take(self, commits: int, step: int, batch: Any) -> None:
+    def take(self, step: int, batch: Any) -> None:
         """Writes a record of the present state."""
         if self._descriptor < 0:
             return
-        found = self._engine.fingerprint({"batch": batch, "loader": self._cursor.place})
+        found = self._engine.fingerprint({"batch": batch})
         names = list(found)
         if names != self._names:
             self._names = names
             self._write(Names(names))
-        self._write(Record(commits, step, list(found.values())))
+        self._write(Record(step, list(found.values())))
 
     def _write(self, line: Names | Record) -> None:
         os.write(self._descriptor, self._encoder.encode(line) + b"\n")

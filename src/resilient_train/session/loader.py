@@ -90,11 +90,6 @@ class Cursor:
         self._index += 1
         return Batch(value, self._epoch)
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """Pass over the data, and the number of its next batch."""
-        return self._epoch, self._index
-
     def position(self) -> Position:
         """The position before the next batch."""
         inner = self.loader.state_dict() if self._stateful and self._index else None

@@ -71,7 +71,7 @@ class Runtime:
         self.saving = Saving(self._link, engine, self._publication, agent.run_dir, replicas, self._event)
         plan = parse_plan(settings.faults)
         self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine, self._link.board)
-        self._fingerprints = Fingerprints(agent, engine, cursor, wanted=settings.fingerprints)
+        self._fingerprints = Fingerprints(agent, engine, wanted=settings.fingerprints)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
         generation = self._link.generation
@@ -223,7 +223,7 @@ class Runtime:
         batch = self._window.kept[place].batch
         if place == 0:
             self._engine.begin()
-            self._fingerprints.take(commits, self._window.number, batch.value)
+        self._fingerprints.take(self._window.number, batch.value)
         self._step = Step(self, self._window.number, batch.value, batch.epoch, self._window.attempt)
         return self._step
 
@@ -392,7 +392,7 @@ class Runtime:
                 self._finished = self._recovery.finish()
             except JobEnded as error:
                 raise SystemExit(str(error)) from None
-        self._fingerprints.take(self._processor.standing.commits, self._window.number, None)
+        self._fingerprints.take(self._window.number, None)
         params, own = self._engine.digests()
         counted = {"commits": self._processor.standing.commits, "redone": self._recovery.redone}
         digests = {"params_digest": params, "rank_digest": own}

@@ -18,7 +18,7 @@ import msgspec
 from resilient_train.session.fingerprints import FOLDER, Names, Record
 
 _DECODER = msgspec.json.Decoder(Names | Record)
-_INPUTS = ("batch", "generator", "loader", "rank_state")
+_INPUTS = ("batch", "generator", "rank_state")
 """What a step begins with, that is not the result of the steps before."""
 _TRAINED = ("model", "optimizer")
 _EVER = 1 << 62
@@ -28,7 +28,6 @@ class Snapshot(NamedTuple):
     """A record with its names; ``incarnation`` is that of the process that wrote it."""
 
     incarnation: int
-    commits: int
     step: int
     names: list[str]
     digests: list[str]
@@ -63,14 +62,14 @@ def read(run_dir: Path, rank: int) -> Iterator[Snapshot]:
                 if isinstance(entry, Names):
                     names = entry.names
                 else:
-                    yield Snapshot(incarnation, entry.commits, entry.step, names, entry.digests)
+                    yield Snapshot(incarnation, entry.step, names, entry.digests)
 
 
 class Comparison:
     """``expected_dir``: the run directory of the undisturbed run that all others are compared with."""
 
     def __init__(self, expected_dir: Path, ranks: int) -> None:
-        self._expected = [{each.commits: each for each in read(expected_dir, rank)} for rank in range(ranks)]
+        self._expected = [{each.step: each for each in read(expected_dir, rank)} for rank in range(ranks)]
         self.unsettled: list[dict[str, None]] = [{} for _ in range(ranks)]
         """By rank, what differs between undisturbed runs."""
 
@@ -78,8 +77,8 @@ class Comparison:
         """Nothing was done to this run before ``before_step``: what differs there is compared no more."""
         for rank, expected in enumerate(self._expected):
             for snapshot in read(run_dir, rank):
-                if snapshot.step < before_step and snapshot.commits in expected:
-                    self.unsettled[rank].update(dict.fromkeys(_differing(expected[snapshot.commits], snapshot, ())))
+                if snapshot.step < before_step and snapshot.step in expected:
+                    self.unsettled[rank].update(dict.fromkeys(_differing(expected[snapshot.step], snapshot, ())))
 
     def undetermined(self) -> tuple[int, str] | None:
         """A rank and a trained tensor of it that differs between undisturbed runs; None if there is none."""
@@ -92,36 +91,31 @@ class Comparison:
     def missing(self, run_dir: Path) -> list[int]:
         """The ranks that did not write their last state, or never wrote any."""
         ends = [max(expected, default=-1) for expected in self._expected]
-        return [rank for rank, end in enumerate(ends) if end < 0 or all(s.commits != end for s in read(run_dir, rank))]
+        return [rank for rank, end in enumerate(ends) if end < 0 or all(s.step != end for s in read(run_dir, rank))]
 
     def first_difference(self, run_dir: Path) -> Difference | None:
-        """The earliest difference, by update; of several ranks at the same update, that of the first."""
+        """The earliest difference, by step; of several ranks at the same step, that of the first."""
         found = [
-            (snapshot.commits, rank, _again(earlier, snapshot), pieces)
+            (snapshot.step, rank, (snapshot.incarnation, snapshot.step) in earlier, pieces)
             for rank in range(len(self._expected))
             for snapshot, earlier, pieces in self._differences(run_dir, rank)
         ]
         if not found:
             return None
-        commits, rank, again, pieces = min(found)
-        expected = self._expected[rank]
-        began = again or all(_kind(piece) in _INPUTS for piece in pieces) or commits - 1 not in expected
-        step = expected[commits if began else commits - 1].step
-        return Difference(rank, step, tuple(pieces), began, again)
+        step, rank, again, pieces = min(found)
+        before = max((each for each in self._expected[rank] if each < step), default=step)
+        began = again or before == step or all(_kind(piece) in _INPUTS for piece in pieces)
+        return Difference(rank, step if began else before, tuple(pieces), began, again)
 
     def _differences(self, run_dir: Path, rank: int) -> Iterator[tuple[Snapshot, set[tuple[int, int]], list[str]]]:
-        """A rank's first snapshot that differs, the (incarnation, commits) before it, and what differs."""
+        """A rank's first snapshot that differs, the (incarnation, step) before it, and what differs."""
         earlier: set[tuple[int, int]] = set()
         for snapshot in read(run_dir, rank):
-            expected = self._expected[rank].get(snapshot.commits)
+            expected = self._expected[rank].get(snapshot.step)
             if expected is not None and (pieces := _differing(expected, snapshot, self.unsettled[rank])):
                 yield snapshot, earlier, pieces
                 return
-            earlier.add((snapshot.incarnation, snapshot.commits))
-
-
-def _again(earlier: set[tuple[int, int]], snapshot: Snapshot) -> bool:
-    return (snapshot.incarnation, snapshot.commits) in earlier
+            earlier.add((snapshot.incarnation, snapshot.step))
 
 
 def _kind(name: str) -> str:

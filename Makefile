@@ -12,7 +12,7 @@ SANITIZERS := plain address thread
 # ThreadSanitizer of older compilers cannot place its memory under full address randomisation.
 FIXED_ADDRESSES := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
-.PHONY: setup wheel demo test test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx format clean
+.PHONY: setup wheel newcomer demo test test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx format clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -33,6 +33,12 @@ wheel: setup
 	rm -rf $(WHEEL)/*.whl
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel -q $(PIP_FLAGS) --no-deps --no-build-isolation \
 	    -C build-dir=build/wheel -w $(WHEEL) .
+
+# The first hour of a newcomer, recorded: tests/newcomer/newcomer.py says what is done. Some minutes; writes below /tmp.
+newcomer: wheel
+	rm -rf build/newcomer /tmp/tutorial /tmp/tutorial2 /tmp/tutorial3
+	set -o pipefail; $(PYTHON) tests/newcomer/newcomer.py dist/*.whl build/newcomer --pip-flags "$(PIP_FLAGS)" \
+	    2>&1 | tee build/newcomer.log
 
 demo: setup
 	$(BIN)/resilient-train demo

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.machinery
+import itertools
 import os
 import signal
 import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from resilient_train import _register, config
 from resilient_train.errors import ConfigError
 from resilient_train.events import now
-from resilient_train.faults import parse_plan
+from resilient_train.faults import nearest, parse_plan
 from resilient_train.frameworks.supported import torch_problem, version_line
 from resilient_train.launch.console import Console
 from resilient_train.launch.fork.zygote import Born, Root, start_root
@@ -40,11 +42,16 @@ def _check_torch() -> None:
         raise ConfigError(problem)
 
 
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message} (resilient-run --help lists all flags)")
+
+
 def _parser() -> argparse.ArgumentParser:
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
     parser.prog = "resilient-run"
+    parser.error = _refuse  # type: ignore[method-assign] # argparse's own prints the usage, a screen of it
     parser.description = (
         "Starts a training job like torchrun (same flags), and keeps it going: a rank that dies is replaced alone, the "
         "others keep their state."
@@ -86,7 +93,9 @@ def make_job(argv: list[str]) -> Job | argparse.Namespace:
     try:
         launch, command, arguments = torchrun.config_from_args(args)
     except (AssertionError, ValueError) as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error} (a flag of torchrun's; see resilient-run --help)") from None
+    except OSError as error:  # torch makes the directory when it reads the flags
+        raise ConfigError(f"--log-dir: {error}") from None
     if launch.max_nodes > 1:
         return args
     if launch.nproc_per_node < 1:
@@ -128,8 +137,16 @@ def make_job(argv: list[str]) -> Job | argparse.Namespace:
 
 
 def _check_script(args: argparse.Namespace) -> None:
-    if not args.module and not args.no_python and not Path(args.training_script).is_file():
-        raise ConfigError(f"there is no script {args.training_script!r}")
+    name = args.training_script
+    if args.module:
+        top = name.partition(".")[0]
+        if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
+            raise ConfigError(f"there is no module {top!r}")
+    elif not args.no_python and not args.run_path and not Path(name).is_file():
+        raise ConfigError(f"there is no script {name!r}")
+    for each in args.signals_to_handle.split(","):
+        if each not in signal.Signals.__members__:
+            raise ConfigError(f"--signals-to-handle: {each!r} is no signal{nearest(each, signal.Signals.__members__)}")
 
 
 def _command(command: Any, arguments: list[str]) -> tuple[str, ...]:
@@ -191,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _ranks_wanted(argv: list[str]) -> str:
     """The value of ``--nproc-per-node``, found before there is a parser: it decides with what torch is imported."""
-    for here, after in zip(argv, [*argv[1:], ""], strict=True):
+    for here, after in itertools.pairwise([*argv, ""]):
         name, equals, value = here.partition("=")
         if name.startswith("--nproc"):
             return value if equals else after
@@ -244,6 +261,11 @@ def run_job(job: Job, argv: list[str], root: Root | str) -> int:
         sink = JsonLines(job.run_dir / EVENTS_FILE)
     except OSError as error:
         print(f"resilient-run: the run directory can't be written: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    try:
+        job.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"resilient-run: logs can't be written (--log-dir): {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     console = Console(sys.stderr.fileno())
     for text in (f"{job.world_size} ranks, run directory {job.run_dir}", *_without_effect()):

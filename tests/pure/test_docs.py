@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"])
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+VARIES = re.compile(r"\.\.\.|\b[NM]\b|\bDIR\b|\bLOG\b|\d+|failed|ValueError: |\[|\]|'|\(|a set,|allreduce|RESILIENT_")
+NOT_OURS = ("Connection closed by peer", "MemoryError", "too many open files")
 WRITERS = ("now", "Event", "Note", "_note", "note", "_event", "event", "_trouble")
 FILE = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|cpp|hpp|md|jsonl|toml|txt|c|h))`")
 
@@ -120,6 +122,28 @@ def test_flags_of_the_launcher() -> None:
     ours = next(group for group in _parser()._action_groups if group.title == "resilient_train")
     for action in ours._group_actions:
         assert action.option_strings[0] in page, action.option_strings
+
+
+def strings() -> Iterator[str]:
+    """All that the sources may say; what is filled in is left out of it."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+@pytest.mark.parametrize("page", ["docs/how-to/debug-a-recovery.md", "docs/reference/errors.md"])
+def test_messages_that_are_looked_up(page: str) -> None:
+    """Whoever looks a message up must find it as it is said: what stands first in a row, between what varies."""
+    known = list(strings())
+    for row in re.findall(r"^\| (`.*?) \| ", text_of(page), flags=re.MULTILINE):
+        for quoted in re.findall(r"`([^`]+)`", row):
+            message = re.sub(r"^\w+Error: ", "", quoted)
+            for part in VARIES.split(message):
+                words = part.strip(" .,:;()[]")
+                assert len(words) < 10 or words in NOT_OURS or any(words in each for each in known), quoted
 
 
 def test_frames() -> None:

@@ -42,10 +42,10 @@ _WORKS = {
 }
 
 
-_ZYGOTE = "ranks are forks of a process with their imports done (some 220 MiB), and so is what stands by"
+_ZYGOTE = "ranks are forks of a process with their imports done (some 240 MB), and so is what stands by"
 _DEPTHS = {
-    "forked": f"{_ZYGOTE} (some 2 MiB)",
-    "built": f"{_ZYGOTE}, which has the model, and what else the script holds at standby_point (from 25 MiB on)",
+    "forked": f"{_ZYGOTE} (some 2 MB)",
+    "built": f"{_ZYGOTE}, which has the model, and what else the script holds at standby_point (from 26 MB on)",
 }
 
 
@@ -184,7 +184,9 @@ def _machine(facts: Facts) -> Iterator[Finding]:
     if facts.deaths_by_futex:
         yield Finding(Grade.OK, "death of a rank", "seen within a millisecond, whatever its memory")
     else:
-        text = f"Linux {facts.kernel} has no futex_waitv (5.16): seen only when its memory is freed, some 30 ms per GiB"
+        text = (
+            f"Linux {facts.kernel} has no futex_waitv (5.16): seen only when its memory is freed, some 250 ms per GiB"
+        )
         yield Finding(Grade.NOTE, "death of a rank", text)
     if facts.ptrace_scope is not None and facts.ptrace_scope >= 2:
         text = f"kernel.yama.ptrace_scope is {facts.ptrace_scope}: it goes over the process group, several times slower"

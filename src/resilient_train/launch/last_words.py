@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _TAIL_BYTES = 1 << 16
-_LENGTH_MAX = 200
+_LENGTH_MAX = 400
 _UNCAUGHT = 1
 """Python's exit code after an exception that nobody caught."""
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")

@@ -32,7 +32,7 @@ from resilient_train.launch.operators import Operators
 from resilient_train.launch.processes import Processes, RankProcess
 from resilient_train.launch.saves import Saves
 from resilient_train.launch.telling import end_of, line, told
-from resilient_train.launch.waiting import Waiting
+from resilient_train.launch.waiting import Waiting, speaks_of_sessions
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
@@ -77,7 +77,8 @@ class Agent:
         self._fenced: dict[RankProcess, str] = {}
         self._lookout = Lookout(self._board, self._controller, self._processes, job.settings)
         self._alarms = Alarms(self._board, self._controller)
-        self._waiting = Waiting(self._board, self._controller, self._processes, self._say)
+        expected = speaks_of_sessions(job.command)
+        self._waiting = Waiting(self._board, self._controller, self._processes, self._say, expected=expected)
         self._operators = Operators(self._board, self._controller, self._processes, self._waiting, self._note)
         keep = job.settings.keep_checkpoints
         self._saves = Saves(job.run_dir, job.world_size, keep, self._note, self._say, self._board.settle)

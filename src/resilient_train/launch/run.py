@@ -283,10 +283,10 @@ def run_job(job: Job, argv: list[str], root: Root | str) -> int:
     sink.close()
     with contextlib.suppress(OSError):
         events = read_events(job.run_dir / EVENTS_FILE)
-        write_trace(events, job.run_dir / "trace.json")
         if code != EXIT_WRONG_INPUT:
             told = f"{summary(events, code)}. Logs: {job.log_dir}; all of it: resilient-train report {job.run_dir}"
             console.say(line(told))
+        write_trace(events, job.run_dir / "trace.json")
     if code == 128 + signal.SIGINT:
         console.say(line("interrupted"))
     return code

@@ -49,11 +49,11 @@ class Fingerprints:
             path.parent.mkdir(exist_ok=True)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
-    def take(self, step: int, batch: Any) -> None:
-        """Writes a record of the present state."""
+    def take(self, step: int, batch: Any, place: tuple[int, int]) -> None:
+        """Writes a record of the present state; ``place``: in the data, behind the batch."""
         if self._descriptor < 0:
             return
-        found = self._engine.fingerprint({"batch": batch})
+        found = self._engine.fingerprint({"batch": batch, "loader": place})
         names = list(found)
         if names != self._names:
             self._names = names

@@ -216,14 +216,14 @@ class Runtime:
             self._pulse.at(Activity.LOADING)
             batch = self._cursor.next()
             self._pulse.at(Activity.TRAINING)
-            self._window.kept.append(Kept(batch, self._engine.random_state() if place else None))
+            self._window.kept.append(Kept(batch, self._engine.random_state() if place else None, self._cursor.place))
         elif (drawn := self._window.kept[place].random) is not None:
             # The batch is kept, so nothing is drawn for it; but drawing it had moved the random numbers.
             self._engine.restore_random_state(drawn)
         batch = self._window.kept[place].batch
         if place == 0:
             self._engine.begin()
-        self._fingerprints.take(self._window.number, batch.value)
+        self._fingerprints.take(self._window.number, batch.value, self._window.kept[place].place)
         self._step = Step(self, self._window.number, batch.value, batch.epoch, self._window.attempt)
         return self._step
 
@@ -392,7 +392,7 @@ class Runtime:
                 self._finished = self._recovery.finish()
             except JobEnded as error:
                 raise SystemExit(str(error)) from None
-        self._fingerprints.take(self._window.number, None)
+        self._fingerprints.take(self._window.number, None, self._cursor.place)
         params, own = self._engine.digests()
         counted = {"commits": self._processor.standing.commits, "redone": self._recovery.redone}
         digests = {"params_digest": params, "rank_digest": own}

@@ -18,7 +18,7 @@ import msgspec
 from resilient_train.session.fingerprints import FOLDER, Names, Record
 
 _DECODER = msgspec.json.Decoder(Names | Record)
-_INPUTS = ("batch", "generator", "rank_state")
+_INPUTS = ("batch", "generator", "loader", "rank_state")
 """What a step begins with, that is not the result of the steps before."""
 _TRAINED = ("model", "optimizer")
 _EVER = 1 << 62

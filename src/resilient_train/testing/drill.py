@@ -245,6 +245,7 @@ def said(piece: str) -> str:
         "generator.numpy": "NumPy's random numbers",
         "generator.torch": "torch's random numbers",
         "generator.cuda": "CUDA's random numbers",
+        "loader": "place in the data",
     }.get(piece, piece)
 
 

@@ -12,7 +12,8 @@ SANITIZERS := plain address thread
 # ThreadSanitizer of older compilers cannot place its memory under full address randomisation.
 FIXED_ADDRESSES := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
-.PHONY: setup wheel newcomer demo test test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx format clean
+.PHONY: setup wheel newcomer demo test test-full test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx \
+    format clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -43,8 +44,14 @@ newcomer: wheel
 demo: setup
 	$(BIN)/resilient-train demo
 
+# Jobs wait more than they work: two workers keep two cores busy.
+WORKERS ?= 2
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
+
+# All stories, with all parameters: to be run before an issue ends. Half an hour.
+test-full: setup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "long or not long" $(PYTEST_FLAGS)
 
 test-native: setup $(SANITIZERS:%=test-native-%)
 

@@ -18,11 +18,11 @@ from torch.distributed.distributed_c10d import GroupName
 from workload import make
 
 from resilient_train._native import keep_thread_state
-from resilient_train.frameworks.torch.escape import Escape, GuardedWork
+from resilient_train.frameworks.torch.works import GuardedWork, Works
 
 _TIMEOUT = timedelta(seconds=60)
 _VERBS = ("allreduce", "broadcast", "allgather", "_allgather_base", "reduce", "barrier")
-_escape = Escape()
+_works = Works()
 
 
 def _handed_on(work: Any) -> Any:
@@ -40,7 +40,7 @@ def _called_back_kept(work: Any) -> Any:
 
 
 def _guarded(work: Any) -> Any:
-    return GuardedWork(work, _escape.live)
+    return GuardedWork(work, _works.live)
 
 
 LANES: dict[str, Callable[[Any], Any]] = {

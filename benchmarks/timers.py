@@ -40,8 +40,8 @@ WATCHED: dict[str, tuple[str, ...]] = {
     "intact": ("frameworks.torch.engine:TorchEngine.collectives_intact",),
     "guard": (
         "frameworks.torch.engine:TorchEngine.issue",
-        "frameworks.torch.escape:GuardedWork.__init__",
-        "frameworks.torch.escape:GuardedWork._inner_ended",
+        "frameworks.torch.works:GuardedWork.__init__",
+        "frameworks.torch.works:GuardedWork._inner_ended",
     ),
     "gloo": ("frameworks.torch.group:ResilientGroup.run",),
 }

@@ -167,6 +167,16 @@ void bind_record(nb::class_<PyBoard>& board) {
           },
           "rank"_a, "first"_a, "second"_a)
       .def(
+          "fingerprint",
+          [](Self self, std::uint32_t rank, std::uint64_t commits) { return self.use()->fingerprint(rank, commits); },
+          "rank"_a, "commits"_a)
+      .def(
+          "set_fingerprint",
+          [](Self self, std::uint32_t rank, std::uint64_t commits, std::uint64_t value) {
+            self.use()->set_fingerprint(rank, commits, value);
+          },
+          "rank"_a, "commits"_a, "value"_a)
+      .def(
           "stopped_generation",
           [](Self self, std::uint32_t rank) { return load(self.record(rank).stopped_generation); }, "rank"_a)
       .def("beats", [](Self self, std::uint32_t rank) { return load(self.record(rank).beats); }, "rank"_a);

@@ -64,6 +64,14 @@ class PyCopier {
     owner_ = std::move(owner);
   }
 
+  void hash(const std::vector<PieceTuple>& pieces, nb::object owner) {
+    std::vector<Piece> parts = listed(pieces);
+    const std::uint64_t bytes = parts.empty() ? 0 : parts.back().offset + parts.back().bytes;
+    copier_.start({nullptr, bytes, std::move(parts), Direction::gather, true});
+    image_.reset();
+    owner_ = std::move(owner);
+  }
+
   void read(int fd, std::uint64_t offset, std::uint64_t bytes, const std::vector<PieceTuple>& pieces, bool hashed,
             nb::object owner) {
     if (fd < 0) throw std::invalid_argument("a descriptor is not below 0, as " + std::to_string(fd) + " is");
@@ -165,6 +173,7 @@ void bind_snapshot(nb::module_& module) {
            "owner"_a = nb::none())
       .def("scatter", starter(Direction::scatter), "image"_a, "pieces"_a, nb::kw_only(), "hashed"_a = true,
            "owner"_a = nb::none())
+      .def("hash", &PyCopier::hash, "pieces"_a, nb::kw_only(), "owner"_a = nb::none())
       .def("read", &PyCopier::read, "fd"_a, "offset"_a, "size"_a, "pieces"_a, nb::kw_only(), "hashed"_a = true,
            "owner"_a = nb::none())
       .def("wait", &PyCopier::wait, "timeout_ms"_a)

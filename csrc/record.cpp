@@ -178,6 +178,21 @@ std::uint32_t Board::announced(std::uint64_t commits) const {
   return word >> 2 == commits ? static_cast<std::uint32_t>(word & announced_max) : 0;
 }
 
+void Board::set_fingerprint(std::uint32_t rank, std::uint64_t commits, std::uint64_t value) {
+  if (commits > commits_max) throw std::invalid_argument("commits must be below 2**56");
+  Fingerprint& mine = record(rank).replica[commits % 2];
+  store(mine.update, 0);  // nobody may take the value of one update for that of another
+  store(mine.value, value);
+  store(mine.update, value == 0 ? 0 : commits + 1);
+}
+
+std::uint64_t Board::fingerprint(std::uint32_t rank, std::uint64_t commits) const {
+  const Fingerprint& theirs = record(rank).replica[commits % 2];
+  const bool before = load(theirs.update) == commits + 1;
+  const std::uint64_t value = load(theirs.value);
+  return before && load(theirs.update) == commits + 1 ? value : 0;
+}
+
 bool Board::all_reached(std::uint64_t target) const {
   for (std::uint32_t rank = 0; rank < world_size_; ++rank) {
     if (load(record(rank).standing) < target) return false;

@@ -17,7 +17,7 @@ namespace resilient {
 
 constexpr std::size_t page_bytes = 4096;                      // of the layout, not of the machine
 constexpr std::uint64_t board_magic = 0x3130'4452'414F'4252;  // "RBOARD01", little endian
-constexpr std::uint32_t board_version = 5;
+constexpr std::uint32_t board_version = 6;
 constexpr std::uint32_t world_size_max = 65'536;
 constexpr std::uint64_t commits_max = (std::uint64_t{1} << 56) - 1;
 constexpr std::uint32_t phase_max = 255;
@@ -40,6 +40,12 @@ struct Life {
   std::uint32_t word;
 };
 
+// Of what a rank has in common with its replicas, at one moment: where two of them differ, one is wrong.
+struct Fingerprint {
+  std::uint64_t update;  // it is from before this one, + 1; 0: there is none
+  std::uint64_t value;
+};
+
 struct RankRecord {
   std::uint64_t standing;  // commits << 8 | phase: one 8-byte store is the commit
   std::uint64_t step;
@@ -58,6 +64,7 @@ struct RankRecord {
   std::uint32_t order;        // a fault that an operator wants here: protocol/orders.py
   std::uint32_t asked;        // the signal by which somebody asked this process to end; the agent acts on it
   std::uint64_t kept[2];      // updates from before which this rank holds a complete snapshot in memory; 0: none
+  Fingerprint replica[2];     // from before an even and before an odd update
 };
 
 // Processes of different builds may map one board: the layout is a contract, a change needs a new version.
@@ -72,6 +79,7 @@ static_assert(offsetof(RankRecord, tail_entered) == 48 && offsetof(RankRecord, t
 static_assert(offsetof(RankRecord, collectives) == 80 && offsetof(RankRecord, activity) == 88);
 static_assert(offsetof(RankRecord, alarms) == 92 && offsetof(RankRecord, order) == 96);
 static_assert(offsetof(RankRecord, asked) == 100 && offsetof(RankRecord, kept) == 104);
+static_assert(offsetof(RankRecord, replica) == 120 && sizeof(Fingerprint) == 16);
 static_assert(offsetof(RankRecord, life) == 64 && offsetof(Life, node) == 0 && offsetof(Life, word) == 8);
 static_assert(sizeof(Header) <= page_bytes && sizeof(RankRecord) <= page_bytes);
 static_assert(std::is_trivial_v<Header> && std::is_trivial_v<RankRecord>);
@@ -123,6 +131,10 @@ class Board {
   // between that and their look, and another one before the word is used again.
   void announce(std::uint64_t commits, std::uint32_t what);
   std::uint32_t announced(std::uint64_t commits) const;
+  // Written before the barrier of that update, or before a Resume; whoever reads it behind finds what was written,
+  // because the slot is used again for the update after next, which lies behind another barrier. 0: nothing was.
+  void set_fingerprint(std::uint32_t rank, std::uint64_t commits, std::uint64_t value);
+  std::uint64_t fingerprint(std::uint32_t rank, std::uint64_t commits) const;
   // Both return early (as a time-out) on a signal: the caller owns the deadline and runs the signal handlers.
   WaitResult wait_all(std::uint64_t target, std::uint32_t generation, std::int64_t timeout_ns);
   bool wait_stop(std::uint32_t generation, std::int64_t timeout_ns) const;

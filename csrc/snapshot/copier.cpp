@@ -118,9 +118,9 @@ class ChunkCopy {
       for (std::size_t done = 0; done < bytes; done += step_bytes) {
         const std::size_t step = std::min(step_bytes, bytes - done);
         fetch_ahead(block + done);
-        if (gathers) {
+        if (gathers && job_.image != nullptr) {
           stream_copy(image() + at + done, block + done, step);
-        } else {
+        } else if (!gathers) {
           distribute(block + done, begin_ + at + done, step);
         }
         if (job_.hashed && !last) stream_.add_blocks(block + done, step);

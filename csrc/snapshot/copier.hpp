@@ -29,7 +29,7 @@ struct Piece {
 enum class Direction { gather, scatter };  // pieces -> image; image -> pieces
 
 struct CopyJob {
-  std::byte* image = nullptr;  // gather: a multiple of 64
+  std::byte* image = nullptr;  // gather: a multiple of 64, or null: what it would be is only hashed
   std::uint64_t image_bytes = 0;
   std::vector<Piece> pieces;  // by offset, not overlapping, inside the image; gaps are zeros after a gather
   Direction direction = Direction::gather;

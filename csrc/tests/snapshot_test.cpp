@@ -142,6 +142,9 @@ void test_there_and_back() {
       CHECK(std::memcmp(image.memory, layout.expected.data(), bytes) == 0);
       CHECK(image.memory[bytes] == std::byte{0xFF});
       CHECK(copier.digests() == digests_of(layout.expected));
+      copier.start({nullptr, bytes, layout.pieces, Direction::gather, true});
+      finish(copier);
+      CHECK(copier.digests() == digests_of(layout.expected));
       const std::vector<Bytes> before = layout.sources;
       for (Bytes& each : layout.sources) std::fill(each.begin(), each.end(), std::uint8_t{0});
       copier.start(layout.job(image, Direction::scatter));

@@ -35,11 +35,12 @@ from resilient_train.errors import (
 from resilient_train.standby import standby_point
 
 if TYPE_CHECKING:
-    from resilient_train.session import Session, Step, resilient
+    from resilient_train.session import Carried, Session, Step, resilient
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Carried",
     "CheckpointError",
     "ConfigError",
     "DeviceError",
@@ -61,7 +62,7 @@ __all__ = [
     "standby_point",
 ]
 
-_OF_SESSION = ("Session", "Step", "resilient")
+_OF_SESSION = ("Carried", "Session", "Step", "resilient")
 
 
 def __getattr__(name: str) -> Any:

@@ -84,6 +84,10 @@ class Board:
     def kept(self, rank: int) -> tuple[int, int]:
         """Updates from before which the rank holds a complete snapshot in memory; 0: none. Two separate words."""
     def set_kept(self, rank: int, first: int, second: int) -> None: ...
+    def fingerprint(self, rank: int, commits: int) -> int:
+        """What the rank has written of its replicated state from before update `commits` (64 bits); 0: nothing."""
+    def set_fingerprint(self, rank: int, commits: int, value: int) -> None:
+        """An even and an odd update are held. 0: nothing is known."""
     def stopped_generation(self, rank: int) -> int:
         """Newest stop for which the rank's watchdog is done with the older descriptors."""
     def beats(self, rank: int) -> int:
@@ -317,6 +321,8 @@ class Copier:
         """`nice` (0..19) is added to the niceness of the threads, for copies behind other work."""
     def gather(self, image: Buffer, pieces: _Pieces, *, hashed: bool = True, owner: object = None) -> None:
         """Pieces to image, zeros where no piece is. The image is writable, at a multiple of 64 bytes (ValueError)."""
+    def hash(self, pieces: _Pieces, *, owner: object = None) -> None:
+        """`gather` into an image that is only hashed, and ends with the last piece."""
     def scatter(self, image: Buffer, pieces: _Pieces, *, hashed: bool = True, owner: object = None) -> None:
         """Image to pieces. Without pieces the image is only hashed."""
     def read(

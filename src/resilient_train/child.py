@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -60,7 +61,8 @@ def launched(
     run_dir: Path, arguments: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """``resilient-run --run-dir RUN_DIR ARGUMENTS`` as a child, see ``running``. Its log is ``LAUNCHER_LOG``."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, exist_ok=True)
     command = [sys.executable, "-c", _LAUNCH, "--run-dir", str(run_dir), *arguments]
     with running(command, run_dir / LAUNCHER_LOG, clean_environ() if environ is None else environ) as process:
         yield process
@@ -100,21 +102,35 @@ def sigterm_unwinds() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asks the agent to end its ranks; what is still there after the grace time is killed, group by group."""
-    if process.poll() is not None:
+    """Asks the agent to end its ranks; what is still there after the grace time is killed, group by group.
+
+    It is reaped last: until then the number of its group is nobody else's.
+    """
+    if process.returncode is not None:
         return
     # Looked up before the agent dies: afterwards its ranks are nobody's children.
     family = psutil.Process(process.pid).children(recursive=True)
     _signal_group(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_TERM_GRACE_S)
+    _wait_unreaped(process.pid, _TERM_GRACE_S)
     _signal_group(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for storage that is gone
+        process.wait(_TERM_GRACE_S)
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
 
 
+def _wait_unreaped(pid: int, limit_s: float) -> None:
+    """Until a child has ended."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll(limit_s * 1000)
+    finally:
+        os.close(pidfd)
+
+
 def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or all that is left of it has
         os.killpg(group, number)

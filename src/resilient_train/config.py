@@ -29,6 +29,8 @@ class AgentLink(msgspec.Struct, frozen=True):
     incarnation: int
     joining: bool
     run_dir: str
+    token: str = ""
+    """By which this agent knows its own ranks."""
     attempt: int = 0
     """How often all ranks have been started again."""
 
@@ -43,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     wrap_backend: bool = True
     """Under our agent, ``init_process_group()`` without a backend, or with gloo, makes a group that can be rebuilt."""
     join_timeout_s: float = 600.0
-    """How long a recovery waits for a rank before that rank is given up for lost."""
+    """How long each phase of a recovery may take: until all ranks have joined, and from then to its end."""
     verdict_timeout_s: float = 60.0
     """How long a rank whose collective failed waits for the agent to say why, before it raises the error itself."""
     watchdog: bool = True
@@ -81,7 +83,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How far they are: ``forked`` has its imports done, ``built`` has run the script up to ``standby_point``."""
     standby_limit_s: float = 600.0
     """How long a standby may take from the script's first line to where it waits (depth ``built``)."""
-    fingerprints: bool = False
+    drill_records: bool = False
     """Each rank writes a digest of each part of its state before each step, as ``resilient-train drill`` wants it."""
     transfer: str = "auto"
     """How state reaches a replacement: ``memory`` (same host), ``group`` (over the process group), ``auto``."""
@@ -267,6 +269,7 @@ _LINK_VARIABLES = (
     PREFIX + "AGENT",
     PREFIX + "INCARNATION",
     PREFIX + "JOINING",
+    PREFIX + "TOKEN",
 )
 
 
@@ -277,6 +280,7 @@ def link_environ(link: AgentLink) -> dict[str, str]:
         PREFIX + "INCARNATION": str(link.incarnation),
         PREFIX + "JOINING": "1" if link.joining else "0",
         PREFIX + "RUN_DIR": link.run_dir,
+        PREFIX + "TOKEN": link.token,
         "RANK": str(link.rank),
         "WORLD_SIZE": str(link.world_size),
     }
@@ -296,6 +300,7 @@ def read_link(environ: Mapping[str, str] | None = None) -> AgentLink | None:
             incarnation=int(environ[PREFIX + "INCARNATION"]),
             joining=environ[PREFIX + "JOINING"] == "1",
             run_dir=environ[PREFIX + "RUN_DIR"],
+            token=environ[PREFIX + "TOKEN"],
             attempt=int(environ.get(ATTEMPT, "0")),
         )
     except (KeyError, ValueError) as error:

@@ -11,6 +11,7 @@
           +-- StateError            yours: a registered object's state can't be carried to another process
           +-- ProtocolError         ours, or a foreign process: a frame or shared page isn't what it must be
           +-- TransferError         the machine's: state did not arrive, or arrived with another digest
+          |    +-- LayoutError      ... yours: it is that of another model than this process has built
           +-- StorageError          the machine's: a checkpoint could not be written; older ones are untouched
           +-- CheckpointError       a file's: a checkpoint isn't whole, or not what its manifest says
           +-- VaultError            the machine's: memory snapshots can't be kept, or are gone
@@ -47,6 +48,10 @@ class ProtocolError(ResilientError):
 
 class TransferError(ResilientError):
     """State of a replica did not arrive, or arrived with another digest."""
+
+
+class LayoutError(TransferError):
+    """State that is meant for this process is that of another model: no second try can make it fit."""
 
 
 class StorageError(ResilientError):

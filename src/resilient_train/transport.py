@@ -14,7 +14,8 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,13 +23,15 @@ from resilient_train.errors import JobEnded, ProtocolError
 from resilient_train.protocol.messages import FromAgent, FromRank
 
 MAX_FRAME_BYTES = 256 << 20
+Received = TypeVar("Received")
 _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding foreign bytes can raise: msgspec wraps neither bad UTF-8 nor too deep a nesting."""
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 _MAX_DESCRIPTORS = 4
+_BACKLOG = 1024
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -39,26 +42,34 @@ def encode(message: msgspec.Struct) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def decode_from_rank(body: bytes) -> FromRank:
-    """Raises ProtocolError for anything that isn't a frame a rank may send."""
+def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Received]) -> Received:
+    """Raises ProtocolError for anything that ``decoder`` does not take."""
     try:
-        return _from_rank.decode(body)
+        return decoder.decode(body)
     except _MALFORMED as error:
         raise ProtocolError(f"not a frame of this protocol: {error}") from None
 
 
-class FrameBuffer:
-    """Cuts a byte stream into frame bodies. A length over the limit raises ProtocolError: the stream is not ours."""
+def decode_from_rank(body: bytes) -> FromRank:
+    """Raises ProtocolError for anything that isn't a frame a rank may send."""
+    return decode(body, from_rank)
 
-    def __init__(self) -> None:
+
+class FrameBuffer:
+    """Cuts a byte stream into frame bodies. A length over ``limit_bytes`` raises ProtocolError: the stream is not ours,
+    or its sender not entitled to so much.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
         self._bytes = bytearray()
+        self.limit_bytes = MAX_FRAME_BYTES if limit_bytes is None else limit_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Adds ``data`` and yields each body that is complete."""
         self._bytes += data
         while len(self._bytes) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._bytes)
-            if length > MAX_FRAME_BYTES:
+            if length > self.limit_bytes:
                 raise ProtocolError(f"a frame claims {length} bytes")
             end = _LENGTH.size + length
             if len(self._bytes) < end:
@@ -68,11 +79,24 @@ class FrameBuffer:
             yield body
 
 
-def peer_is_trusted(connection: socket.socket) -> bool:
-    """Whether the process at the other end runs as this user, or as root."""
+class Peer(NamedTuple):
+    """The process at the other end, as the kernel knows it from when it connected (``SO_PEERCRED``)."""
+
+    pid: int
+    """0: of another namespace, where it can't be seen from here."""
+    uid: int
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it runs as this user, or as root."""
+        return self.uid in (0, os.geteuid())
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Who has connected, or, at the connecting end, who listens."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", packed)
-    return uid in (0, os.geteuid())
+    pid, uid, _ = struct.unpack("3i", packed)
+    return Peer(pid, uid)
 
 
 @contextlib.contextmanager
@@ -84,9 +108,6 @@ def short_path(path: str) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}/{name}"
     finally:
         os.close(descriptor)
-
-
-Received = TypeVar("Received")
 
 
 class Wire(Generic[Received]):
@@ -143,17 +164,14 @@ class Wire(Generic[Received]):
 
     def _read(self) -> None:
         try:
-            data, descriptors = _receive(self._socket)
+            data, descriptors = receive(self._socket)
         except OSError as error:
             raise self._lost(f"is gone ({error})") from None
         self._descriptors += descriptors
         if not data:
             raise self._lost("closed the connection")
         for body in self._frames.feed(data):
-            try:
-                self._ready.append(self._decoder.decode(body))
-            except _MALFORMED as error:
-                raise ProtocolError(f"not a frame of this protocol: {error}") from None
+            self._ready.append(decode(body, self._decoder))
 
     def close(self) -> None:
         """Closes the connection; descriptors that nobody took are closed too."""
@@ -164,7 +182,7 @@ class Wire(Generic[Received]):
                 os.close(descriptor)
 
 
-def _receive(endpoint: socket.socket) -> tuple[bytes, list[int]]:
+def receive(endpoint: socket.socket) -> tuple[bytes, list[int]]:
     """What is there to read, with its descriptors, which no program that this process starts inherits.
 
     Not ``socket.recv_fds``: Python 3.11's does not pass its flags on.
@@ -176,6 +194,22 @@ def _receive(endpoint: socket.socket) -> tuple[bytes, list[int]]:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(packed[: len(packed) - len(packed) % descriptors.itemsize])
     return data, descriptors.tolist()
+
+
+def listen(path: Path) -> socket.socket:
+    """A Unix socket that listens at ``path``, for this user only. What lies there is taken away. Raises OSError."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        # Nobody can connect before `listen`, so the mode is in force in time.
+        with short_path(str(path)) as short:
+            listener.bind(short)
+        path.chmod(0o600)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def connect(path: str, timeout_s: float) -> socket.socket:
@@ -195,11 +229,14 @@ def connect(path: str, timeout_s: float) -> socket.socket:
 class Channel(Wire[FromAgent]):
     """The rank's (or operator's) end: blocking sends, and receives that also watch another descriptor.
 
-    Raises JobEnded when the agent is gone.
+    Raises JobEnded when the agent is gone, PermissionError if somebody else's process listens there.
     """
 
     def __init__(self, path: str, timeout_s: float = 30.0) -> None:
         endpoint = connect(path, timeout_s)
+        if not peer_of(endpoint).trusted:
+            endpoint.close()
+            raise PermissionError(f"{path} belongs to a process of another user")
         super().__init__(endpoint, _from_agent, lambda reason: JobEnded(f"the agent of this node {reason}"))
 
     def put_back(self, frames: list[FromAgent]) -> None:

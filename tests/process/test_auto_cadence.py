@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from resilient_train.observe.sinks import EVENTS_FILE, JsonLines
 from resilient_train.state.interval import Tier
 from resilient_train.state.nested import Nested, nested_overhead
 
-FULL = bool(os.environ.get("FULL"))
 STEPS = 1000
 FAILURES, APART_S = 24, 300
 """In the run before: every other one needed a checkpoint on storage. More than ten are trusted: one in 600 s each.
@@ -52,7 +50,7 @@ def best_cost(memory: Tier, storage: Tier, step_s: float) -> tuple[float, int, i
     return min(plans)
 
 
-@pytest.mark.skipif(not FULL, reason="FULL=1: minutes")
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_auto_settles_where_saves_and_failures_cost_least(tmp_path: Path) -> None:
     fail_often(tmp_path / "run")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 from running import Run, launch
 
 from resilient_train.state.checkpoint.verify import verify
-
-FULL = bool(os.environ.get("FULL"))
 
 
 def go(run_dir: Path, steps: int, mode: dict[str, Any], *flags: str, ranks: int = 2) -> Run:
@@ -42,16 +39,14 @@ def test_auto_goes_on_after_rank_0_was_replaced(tmp_path: Path) -> None:
     assert not run.of("save_skipped"), run.explain()
 
 
-@pytest.mark.skipif(not FULL, reason="FULL=1: ten seconds each")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_by_seconds(tmp_path: Path, ranks: int) -> None:
-    run = go(tmp_path / "run", 120, {"seconds": 0.2}, ranks=ranks)
+    run = go(tmp_path / "run", 240, {"seconds": 0.2}, ranks=ranks)
     times = [event["time_ns"] / 1e9 for event in run.of("saved")]
-    assert len(times) >= 3
+    assert len(times) >= 2
     assert (times[-1] - times[0]) / (len(times) - 1) > 0.15
 
 
-@pytest.mark.skipif(not FULL, reason="FULL=1: ten seconds")
 def test_snapshots_in_memory_between_those_on_storage(tmp_path: Path) -> None:
     run = go(tmp_path / "run", 40, {"steps": 20, "memory_steps": 4})
     assert commits_of(run, "saved") == [20]

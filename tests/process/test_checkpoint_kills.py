@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from running import JOBS
 
-FULL = "FULL" in os.environ
-
 pytestmark = pytest.mark.process
 
 
@@ -29,14 +27,15 @@ def run(folder: Path, how: str, trials: int, number: int) -> tuple[int, str]:
     return int(done.stdout.split("violations=")[1]), done.stdout
 
 
-def test_at_any_instant(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [30, pytest.param(500, marks=pytest.mark.long)])
+def test_at_any_instant(tmp_path: Path, kills: int) -> None:
     seed = int.from_bytes(os.urandom(4))
-    count, told = run(tmp_path / "checkpoints", "time", 500 if FULL else 30, seed)
+    count, told = run(tmp_path / "checkpoints", "time", kills, seed)
     assert count == 0, f"seed {seed}\n{told}"
 
 
-def test_at_every_call(tmp_path: Path) -> None:
-    every = 1 if FULL else 4
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_at_every_call(tmp_path: Path, every: int) -> None:
     count, told = run(tmp_path / "checkpoints", "call", CALLS // every, every)
     assert count == 0, told
 

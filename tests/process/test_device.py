@@ -3,7 +3,6 @@
 The training thread is where no operation would tell it: asleep, or in a loop that never lets go of the GIL.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ LIBRARIES = {
     "RESILIENT_NVML_LIBRARY": str(library("libnvidia-ml.so.1")),
     "RESILIENT_HANG_TIMEOUT_S": "30",
 }
-often = pytest.mark.skipif("FULL" not in os.environ, reason="seconds; FULL=1 runs it")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,7 @@ def test_a_healthy_device(undisturbed: Run) -> None:
         assert undisturbed.of(kind) == []
 
 
-@pytest.mark.parametrize("what", ["sleep", pytest.param("raise", marks=often)])
+@pytest.mark.parametrize("what", ["sleep", "raise"])
 def test_memory_that_lost_data(tmp_path: Path, undisturbed: Run, what: str) -> None:
     run = run_job(tmp_path, what)
     (uce,) = run.of("uce")
@@ -71,7 +69,6 @@ def test_device_that_fell_off_the_bus(tmp_path: Path, undisturbed: Run) -> None:
     assert parameters(run) == parameters(undisturbed), run.explain()
 
 
-@often
 def test_memory_that_lost_data_under_a_spinning_thread(tmp_path: Path, undisturbed: Run) -> None:
     """It can't be stopped in its step, so its process goes, when the limit for leaving a step is over."""
     run = run_job(tmp_path, "spin", RESILIENT_HANG_TIMEOUT_S="2")
@@ -80,7 +77,6 @@ def test_memory_that_lost_data_under_a_spinning_thread(tmp_path: Path, undisturb
     assert parameters(run) == parameters(undisturbed), run.explain()
 
 
-@often
 def test_collective_that_the_device_gave_up(tmp_path: Path, undisturbed: Run) -> None:
     run = run_job(tmp_path, "retry")
     assert alarms(run) == {(1, "acl", "HCCE")}
@@ -89,7 +85,6 @@ def test_collective_that_the_device_gave_up(tmp_path: Path, undisturbed: Run) ->
     assert parameters(run) == parameters(undisturbed), run.explain()
 
 
-@often
 def test_library_that_stops_answering(tmp_path: Path, undisturbed: Run) -> None:
     run = run_job(tmp_path, "hang")
     (disabled,) = run.of("probe_disabled")

@@ -11,8 +11,6 @@ import pytest
 from failing_storage import FailingStorage
 from watched_jobs import RANKS, STEPS, Job, end_holder, gone, holder_pid, job, recorded, steps_of, wait
 
-FULL = "FULL" in os.environ
-
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[Path]:
@@ -51,7 +49,7 @@ def check_told(running: Job, newest: Path, trained: int, who_fails: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who_fails", ["all", *["ranks"] * FULL])
+@pytest.mark.parametrize("who_fails", ["all", "ranks"])
 def test_one_way_back_after_the_other(run_dir: Path, tmp_path: Path, who_fails: str) -> None:
     """From storage that can't be read all over; from memory, where nothing of it can be read; then nothing is left."""
     failing, folder = FailingStorage(tmp_path), run_dir / "checkpoints"

@@ -4,7 +4,6 @@ The job's group has a time-out of 20 s: a thread that gloo has forgotten (docs/f
 """
 
 import json
-import os
 import statistics
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import pytest
 from running import launch
 
 RECOVERIES = 100
-STARTS = ["forked", *(["cold"] if "FULL" in os.environ else [])]
-"""A hundred cold starts take four to six minutes of two cores: ``make test FULL=1``."""
+STARTS = ["forked", pytest.param("cold", marks=pytest.mark.long)]
 
 
 @pytest.mark.slow

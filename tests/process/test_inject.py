@@ -26,7 +26,6 @@ from resilient_train.transport import Channel, encode
 STEPS = 160
 """At the pace of an operator these last 24 s; then the job is let go."""
 TOOL = [sys.executable, "-m", "resilient_train.launch.cli"]
-FULL = pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1 runs it")
 
 
 class Running:
@@ -133,9 +132,8 @@ def test_kill_hcce_and_uce_into_a_running_job(tmp_path: Path, undisturbed: Refer
     assert "the run is over" in job.inject("kill", code=2)["error"]
 
 
-@FULL
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
 def test_all_kinds(tmp_path: Path, undisturbed: Reference, ranks: int) -> None:
     faults = [["stop"], ["loop"], ["kill"], ["hcce"]]
     faults += [["uce", "--target", each] for each in ("param", "optimizer", "buffer", "gradient", "activation")]
@@ -149,11 +147,10 @@ def test_all_kinds(tmp_path: Path, undisturbed: Reference, ranks: int) -> None:
     assert [e["detail"]["kind"] for e in run.of("injected")] == [fault[0] for fault in faults]
 
 
-@FULL
 @pytest.mark.timeout(120)
 def test_a_fault_in_the_middle_of_a_recovery(tmp_path: Path, undisturbed: Reference) -> None:
     """Signals reach a rank wherever it is. The other kinds wait, or, if they may not, are refused."""
-    with training(tmp_path / "run", 3, RESILIENT_STANDBY="0") as job:  # cold: a recovery of seconds
+    with training(tmp_path / "run", 3, RESILIENT_STANDBY="0") as job:  # cold starts, so that it is long
         job.inject("kill", "--rank", "1")
         assert "in no loop of a Session now" in job.inject("hcce", "--rank", "1", "--now", code=2)["error"]
         job.inject("kill", "--rank", "2", "--now")
@@ -165,7 +162,6 @@ def test_a_fault_in_the_middle_of_a_recovery(tmp_path: Path, undisturbed: Refere
     assert run.digests() == undisturbed(ranks=3, steps=STEPS).digests(), run.explain()
 
 
-@FULL
 @pytest.mark.timeout(120)
 def test_a_script_without_a_session(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
@@ -182,7 +178,6 @@ def test_a_script_without_a_session(tmp_path: Path) -> None:
     assert run.code == 128 + signal.SIGKILL, run.explain()
 
 
-@FULL
 @pytest.mark.timeout(120)
 def test_memory_of_a_look_alike_device(tmp_path: Path) -> None:
     """The operator names addresses, the look-alike destroys what is there, and the probes find it."""

@@ -28,11 +28,8 @@ PLACES = (
 )
 
 
-WORLDS = [(4, 3)]  # with three ranks: test_loops, with two: test_growth, test_drill
-if "FULL" in os.environ:  # every place with every rank: make test FULL=1, three times as long
-    WORLDS = [(ranks, first) for ranks in (2, 3, 4) for first in range(ranks)]
-
-
+WORLDS = [(ranks, first) for ranks in (2, 3, 4) for first in range(ranks)]
+"""Every place with every rank."""
 VICTIMS = [(0, 1, 3), (1, 2)]
 
 
@@ -88,7 +85,6 @@ def test_kill_during_a_recovery(tmp_path: Path, undisturbed: Reference) -> None:
     assert run.digests() == undisturbed(ranks=4, steps=12).digests(), run.explain()
 
 
-@pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1: 20 seconds each")
 @pytest.mark.parametrize("variant", ["base", "accumulate"])
 def test_kill_in_a_redone_step(tmp_path: Path, undisturbed: Reference, variant: str) -> None:
     """A survivor that redoes a step dies in it: its replacement must be given the same batch, not the next one."""
@@ -102,7 +98,6 @@ def test_kill_in_a_redone_step(tmp_path: Path, undisturbed: Reference, variant: 
     assert_identical(run, undisturbed(ranks=3, steps=9, variant=variant), ranks=3, recoveries=3)
 
 
-@pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1: 15 seconds")
 def test_kill_after_a_break(tmp_path: Path, undisturbed: Reference) -> None:
     """All ranks leave their loops early, and one is lost before it has told: the new one must not train on alone."""
     extra = ("--leave-at", "5")
@@ -139,7 +134,6 @@ def kill_at_once(run_dir: Path, victims: tuple[int, ...], ranks: int, after_step
         return Run(run_dir, process.returncode, out, err, read_events(run_dir))
 
 
-@pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1: half a minute each")
 @pytest.mark.parametrize("victims", VICTIMS, ids=str)
 def test_several_at_once(tmp_path: Path, undisturbed: Reference, victims: tuple[int, ...]) -> None:
     run = kill_at_once(tmp_path / "run", victims, ranks=4, after_step=4)

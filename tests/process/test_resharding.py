@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from running import JOBS, Run, launch
 
 SAMPLES = 96
-FULL = bool(os.environ.get("FULL"))
 
 
 def go(run_dir: Path, ranks: int, steps: int, every: int, variant: str = "base") -> Run:
@@ -78,7 +76,7 @@ MORE_TO_FEW_TO_MORE = [Part(4, 4), Part(2, 6), Part(3, 8)]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("parts", [FEW_TO_MORE, *([MORE_TO_FEW_TO_MORE] if FULL else [])])
+@pytest.mark.parametrize("parts", [FEW_TO_MORE, MORE_TO_FEW_TO_MORE])
 def test_an_epoch_in_worlds_of_several_sizes(tmp_path: Path, parts: list[Part]) -> None:
     run_dir = tmp_path / "run"
     again = saved_at = old = 0
@@ -103,7 +101,6 @@ def test_an_epoch_in_worlds_of_several_sizes(tmp_path: Path, parts: list[Part]) 
     assert fmean(losses[step] for step in range(first, saved_at)) < fmean(losses[step] for step in range(first)) + 0.2
 
 
-@pytest.mark.skipif(not FULL, reason="FULL=1: ten seconds")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("variant", ["base", "stateful"])
 def test_four_ranks_then_one(tmp_path: Path, variant: str) -> None:

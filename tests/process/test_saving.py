@@ -47,7 +47,6 @@ def test_saving_changes_nothing(run_dir: Path, undisturbed: Reference) -> None:
     assert all(verify(run_dir / "checkpoints" / name).ok for name in kept)
 
 
-@pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1: 15 seconds")
 def test_one_rank_without_memory_for_snapshots(run_dir: Path, undisturbed: Reference) -> None:
     arguments = ("--steps", str(STEPS), "--variant", "poor", *SAVING)
     run = launch(run_dir, "train.py", *arguments, ranks=RANKS)
@@ -79,7 +78,6 @@ def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Re
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
 
 
-@pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1: 15 seconds")
 def test_another_launcher_goes_on_from_memory(run_dir: Path, undisturbed: Reference) -> None:
     cut(run_dir)
     run = go_on(run_dir)
@@ -97,7 +95,6 @@ def test_everything_lost_goes_on_from_storage(run_dir: Path, undisturbed: Refere
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
 
 
-@pytest.mark.skipif("FULL" not in os.environ, reason="FULL=1: 15 seconds")
 def test_a_damaged_checkpoint_is_passed_over(run_dir: Path, undisturbed: Reference) -> None:
     cut(run_dir)
     end_holder(run_dir)

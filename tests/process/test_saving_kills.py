@@ -19,7 +19,6 @@ from watched_jobs import RANKS, STEPS, Job, end_holder, gone, holder_pid, job, w
 
 from resilient_train.state.vault.client import Vault
 
-FULL = "FULL" in os.environ
 QUIET_STEPS = 30
 """At the end nobody is hit."""
 STORY = ("holder", "rank", "holder and launcher")
@@ -33,7 +32,7 @@ VICTIMS = (
     "holder and ranks",
     "holder and rank",
 )
-STORIES = [tuple(random.Random(seed).choices(VICTIMS, k=8)) for seed in range(24)] if FULL else []
+STORIES = [tuple(random.Random(seed).choices(VICTIMS, k=8)) for seed in range(24)]
 
 
 def committed(job: Job) -> int:
@@ -117,6 +116,12 @@ def run_dir(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "story"), list(enumerate([STORY, *STORIES])))
+@pytest.mark.parametrize(
+    ("seed", "story"),
+    [
+        (0, STORY),
+        *(pytest.param(seed, story, marks=[pytest.mark.long] * (seed > 2)) for seed, story in enumerate(STORIES, 1)),
+    ],
+)
 def test_nothing_complete_is_lost(run_dir: Path, undisturbed: Reference, seed: int, story: tuple[str, ...]) -> None:
     run_story(run_dir, seed, story, undisturbed)

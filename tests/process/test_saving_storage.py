@@ -20,7 +20,6 @@ from failing_storage import FailingStorage
 from running import Reference, Run, launch
 from watched_jobs import RANKS, STEPS, Job, end_holder, holder_pid, job, wrongs
 
-FULL = "FULL" in os.environ
 EVERY = 2
 
 
@@ -104,7 +103,7 @@ TROUBLES: list[tuple[Trouble, str, str]] = [
     (replaced, "save_failed", "ENOTDIR"),
     (stopped, "save_skipped", "busy"),
 ]
-DYING = [("write", "/*"), ("sync-folder", ""), *[("sync", "/*"), ("sync-folder", "/*")] * FULL]
+DYING = [("write", "/*"), ("sync-folder", ""), ("sync", "/*"), ("sync-folder", "/*")]
 """What fails with EIO, and where in the folder of the checkpoints: itself it is synced behind the rename."""
 
 
@@ -164,7 +163,7 @@ def test_one_trouble_after_the_other(run_dir: Path, tmp_path: Path, undisturbed:
     assert run.err.count("still busy") == run.err.count("skipped") > 0, run.err
 
 
-@pytest.mark.skipif(not FULL, reason="FULL=1: needs loop devices")
+@pytest.mark.long  # needs loop devices
 def test_frozen_disk(run_dir: Path, tmp_path: Path, undisturbed: Reference) -> None:
     if not shutil.which("mkfs.ext4") or not shutil.which("fsfreeze"):
         pytest.skip("no mkfs.ext4, no fsfreeze")

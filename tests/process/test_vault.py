@@ -23,7 +23,6 @@ from resilient_train.launch.holding import ensure_holder
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
 from resilient_train.state.vault.slots import SlotPair, image_digest
 
-FULL = "FULL" in os.environ
 IMAGE_BYTES = 300_000
 TIMEOUT_S = 20.0
 TIMEOUT_MS = 20_000
@@ -136,14 +135,14 @@ def kills(rig: Rig, kind: str, count: int) -> dict[str, int]:
     return json.loads(told.stdout)
 
 
-def test_writers_killed_at_random_instants_tear_and_lose_nothing(rig: Rig) -> None:
-    count = 1_000 if FULL else 40
+@pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.long)])
+def test_writers_killed_at_random_instants_tear_and_lose_nothing(rig: Rig, count: int) -> None:
     assert kills(rig, "right", count) == {"good": count}
 
 
 @pytest.mark.parametrize(("kind", "damage"), [("single", "lost"), ("early", "torn")])
 def test_the_same_kills_find_what_is_written_wrongly(rig: Rig, kind: str, damage: str) -> None:
-    found = kills(rig, kind, 100 if FULL else 12)
+    found = kills(rig, kind, 12)
     assert found.get(damage, 0) > 0, found
 
 

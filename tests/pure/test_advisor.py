@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import random
 import statistics
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from resilient_train.state.advisor import FIRST_STEPS, Advisor, lost_time
 from resilient_train.state.failures import DEVICE_MTBF_S, FailureRate, guess, parse_ato_info
 from resilient_train.state.interval import Tier, best_interval, best_steps, overhead
 
-FULL = "FULL" in os.environ
 LIVES = 20
 """Mean times between failures that a simulated job trains for."""
 
@@ -117,11 +115,12 @@ def points_from_the_oracle(stall_s: float, wrong_by: float, jobs: int, seed: int
     return statistics.mean(differences)
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(25, marks=pytest.mark.long)])
 @pytest.mark.parametrize("wrong_by", [0.1, 0.3, 1.0, 3.0, 10.0])
 @pytest.mark.parametrize(("stall_s", "jobs"), [(1e-4, 4), (6.6e-4, 8), (1e-2, 60)])
-def test_an_unknown_rate_costs_at_most_1_6_points_more(stall_s: float, jobs: int, wrong_by: float) -> None:
+def test_an_unknown_rate_costs_at_most_1_6_points_more(stall_s: float, jobs: int, wrong_by: float, times: int) -> None:
     seed = 7
-    points = points_from_the_oracle(stall_s, wrong_by, jobs * (25 if FULL else 1), seed)
+    points = points_from_the_oracle(stall_s, wrong_by, jobs * times, seed)
     assert points <= 1.6, f"stall/mtbf {stall_s}, guess wrong by {wrong_by}, seed {seed}: {points:.2f} points"
 
 

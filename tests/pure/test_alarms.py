@@ -15,9 +15,9 @@ class Hearer:
         self.done: list[tuple[str, int]] = []
         self.notes: list[tuple[str, int, dict[str, object]]] = []
 
-    def fence(self, rank: int, reason: str) -> None:
+    def fence(self, ranks: list[int], reason: str) -> None:
         assert reason
-        self.done.append(("fence", rank))
+        self.done += [("fence", rank) for rank in ranks]
 
     def mend(self, rank: int, detail: str) -> None:
         assert detail

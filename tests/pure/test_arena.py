@@ -113,11 +113,14 @@ def test_damage_anywhere_in_a_slot(field: int) -> None:
 def test_growth_keeps_publications_order_and_log(arena: Arena) -> None:
     for number in range(6):
         arena.publish(number // 2, str(number).encode())
-    assert arena.log_append(b"meta", b"data")
+    arena.log_begin(3)
+    assert arena.log_append(1, b"meta", b"data")
     larger = arena.grown(10 * SLOT_BYTES)
     assert [larger.published(commits) for commits in range(3)] == [arena.published(commits) for commits in range(3)]
     assert larger.published(2) == b"5"
-    assert larger.log_entry(0) == (b"meta", b"data")
+    larger.log_continue(arena)
+    assert larger.log_append(2, b"", b"next")
+    assert (larger.log_of, log_of(larger, 2)) == (3, [(1, b"meta", b"data"), (2, b"", b"next")])
     larger.publish(3, bytes(5 * SLOT_BYTES))
     assert larger.published(1) == b"3", "the oldest slot went, not this one"
     assert larger.published(2) == b"5"
@@ -133,33 +136,45 @@ def test_growth_of_an_empty_arena() -> None:
     small.close()
 
 
+def log_of(arena: Arena, count: int) -> list[tuple[int, bytes, bytes]]:
+    """The first entries of its log."""
+    entries, offset = [], 0
+    for _ in range(count):
+        entry, offset = arena.log_read(offset)
+        entries.append(tuple(entry))
+    return entries
+
+
 def test_log(arena: Arena) -> None:
-    entries = [(b"m", b""), (b"", b"d" * 30), (b"meta", b"data")]
+    arena.log_begin(7)
+    entries = [(0, b"m", b""), (1, b"", b"d" * 30), (0, b"meta", b"data")]
     assert all(arena.log_append(*entry) for entry in entries)
     reader = reopened(arena)
-    assert [reader.log_entry(index) for index in range(3)] == entries
+    assert (reader.log_of, log_of(reader, 3)) == (7, entries)
+    arena.log_begin(8)
+    assert arena.log_append(2, b"new", b"update")
+    assert (reader.log_of, log_of(reader, 1)) == (8, [(2, b"new", b"update")])
     reader.close()
-    arena.log_reset()
-    assert arena.log_append(b"new", b"update")
-    assert arena.log_entry(0) == (b"new", b"update")
 
 
 def test_a_full_log_takes_nothing(arena: Arena) -> None:
-    assert not arena.log_append(b"", bytes(200 - 8 + 1))
-    assert arena.log_append(b"", bytes(200 - 8))
-    assert not arena.log_append(b"", b"")
+    assert not arena.log_append(0, b"", bytes(200 - 12 + 1))
+    assert arena.log_append(0, b"", bytes(200 - 12))
+    assert not arena.log_append(0, b"", b"")
+    assert log_of(arena, 1) == [(0, b"", bytes(200 - 12))]
 
 
 def test_a_damaged_log_does_not_lead_out_of_it(arena: Arena) -> None:
-    arena.log_append(b"", b"x")
-    os.pwrite(arena.fd, b"\xff\xff\xff\xff", os.fstat(arena.fd).st_size - 200)
+    arena.log_append(0, b"", b"x")
+    os.pwrite(arena.fd, b"\xff\xff\xff\xff" * 2, os.fstat(arena.fd).st_size - 200 + 4)
     with pytest.raises(ProtocolError, match="runs over its end"):
-        arena.log_entry(0)
+        arena.log_read(0)
 
 
-def test_more_entries_than_the_log_can_have(arena: Arena) -> None:
+@pytest.mark.parametrize("offset", [200 - 11, 200, 10_000])
+def test_an_entry_behind_the_log(arena: Arena, offset: int) -> None:
     with pytest.raises(ProtocolError, match="runs over its end"):
-        arena.log_entry(10_000)
+        arena.log_read(offset)
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 5000, bytes(4096)])

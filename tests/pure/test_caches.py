@@ -64,7 +64,7 @@ def environs(run_dir: Path, max_restarts: int) -> list[dict[str, str]]:
         log_dir=run_dir,
     )
     spy = StandbySpy()
-    started = Processes(job, NoLogs(), spy, run_dir / "socket", 1)
+    started = Processes(job, NoLogs(), spy, run_dir / "socket", 1, "token")
     started.begin()
     first = started._environ(0, 0, 0, joining=False)
     return [first, started._environ(1, 3, 0, joining=True), started._environ(0, 1, 2, joining=False), *spy.environs]

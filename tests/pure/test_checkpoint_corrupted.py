@@ -3,7 +3,6 @@
 A case is a number: it draws the layout, the kind of damage and its place, and is told on failure.
 """
 
-import os
 import shutil
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from resilient_train.state.checkpoint.restore import read_checkpoint
 from resilient_train.state.checkpoint.verify import newest_complete, verify
 
 KINDS = [*DAMAGE, *FORGERIES]
-CASES = 2500 if "FULL" in os.environ else 300
+CASES = [300, pytest.param(2500, marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +63,10 @@ def read_whole(path: Path) -> None:
         loaded(checkpoint, list(checkpoint.tensors.values()))
 
 
-@pytest.mark.timeout(240)
-def test_corrupted(templates: dict[int, Path], tmp_path: Path) -> None:
-    for seed in range(CASES):
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cases", CASES)
+def test_corrupted(templates: dict[int, Path], tmp_path: Path, cases: int) -> None:
+    for seed in range(cases):
         folder = tmp_path / str(seed)
         try:
             check(seed, folder, templates)

@@ -1,120 +1,208 @@
-"""The first difference between two runs, found in the digests that their ranks wrote."""
+"""Replicas that differ are found, by all of them, at the same update, however the ranks run past one another."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import random
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
-import msgspec
 import pytest
 
-from resilient_train.faults import parse_plan
-from resilient_train.session.fingerprints import Names, Record, path_of
-from resilient_train.testing.comparison import Comparison, Difference
-from resilient_train.testing.drill import explain
+from resilient_train._native import Board
+from resilient_train.protocol.disagreement import first_difference, sentence
+from resilient_train.protocol.messages import Differs
+from resilient_train.protocol.replicas import alike, disagreeing
+from resilient_train.session.comparison import Comparison, fingerprint
+from resilient_train.session.peers import Peers
+from resilient_train.state.arena import Arena
 
-RANKS = 2
-NAMES = ["model", "model.0.weight", "generator.python", "batch.0"]
-Changes = dict[tuple[int, int, int], list[list[str]]]
-"""(rank, incarnation, update): what is written instead of the undisturbed digests; more than one: it ran again."""
-
-
-def write(run_dir: Path, changes: Changes, *, updates: int = 5) -> Path:
-    """A run of two ranks."""
-    for rank in range(RANKS):
-        processes = {0, *(incarnation for which, incarnation, _ in changes if which == rank)}
-        for incarnation in processes:
-            own = [update for which, number, update in changes if (which, number) == (rank, incarnation)]
-            first = min(own) if incarnation else 0
-            last = min((u for w, i, u in changes if w == rank and i > incarnation), default=updates + 1)
-            lines = [msgspec.json.encode(Names(NAMES))]
-            for update in range(first, max(last, first + 1)):
-                written = changes.get((rank, incarnation, update), [usual(rank, update)])
-                lines += [msgspec.json.encode(Record(2 * update, digests)) for digests in written]
-            path = path_of(run_dir, rank, incarnation)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"\n".join(lines) + b'\n{"type":"rec')
-    return run_dir
+COMPUTE, READY = 1, 2
+ARENA = Arena.create(1 << 12)
 
 
-def usual(rank: int, update: int) -> list[str]:
-    return ["m", f"w{update}", f"p{rank}", f"b{rank}{update}"]
+def nobody(_: int) -> Arena:
+    raise AssertionError
 
 
-@pytest.fixture
-def comparison(tmp_path: Path) -> Comparison:
-    return Comparison(write(tmp_path / "undisturbed", {}), RANKS)
+class EndedError(Exception):
+    """The rank waits for the end of the job."""
 
 
-def weight(rank: int, update: int) -> list[str]:
-    return ["m", "another", *usual(rank, update)[2:]]
+class Rank:
+    """A Comparison, with a model that is one number."""
+
+    def __init__(self, board: Board, rank: int, groups: Sequence[Sequence[int]] = ((0, 1, 2),)) -> None:
+        self.board, self.rank = board, rank
+        self.model = 7
+        self.made = 0
+        self.told: list[Differs] = []
+        self.found_at = -1
+        engine: Any = SimpleNamespace(
+            fingerprint=self._fingerprint, rows=lambda: [("w", str(self.model))], averages=lambda: True
+        )
+        link: Any = SimpleNamespace(
+            rank=rank,
+            peers=Peers(board, rank, ARENA, nobody, nobody),
+            channel=SimpleNamespace(send=self.told.append),
+            wait_for_the_end=self._end,
+        )
+        self.comparison = Comparison(link, engine, groups)
+
+    def _fingerprint(self) -> Any:
+        self.made += 1
+        held = f"{self.model:032x}"[::-1]
+        return SimpleNamespace(digest=lambda: held)
+
+    def _end(self) -> None:
+        raise EndedError
+
+    def train(self, updates: int, saved: frozenset[int], drift: tuple[int, int]) -> Iterator[None]:
+        """Each yield is a moment at which another rank may run; (rank, update) is where one goes wrong."""
+        for commits in range(updates):
+            if commits in saved:
+                self.comparison.write(commits)
+            yield
+            self.comparison.head(commits)
+            yield
+            self.board.arrive(self.rank, commits, READY, commits)
+            while self.board.wait_all(self.rank, commits, READY, 0, 0) != "passed":
+                yield
+            yield
+            try:
+                self.comparison.look()
+            except EndedError:
+                self.found_at = commits
+                return
+            yield
+            self.model = self.model * 31 % 1_000_003 + (drift == (self.rank, commits))
+            self.board.set_standing(self.rank, commits + 1, COMPUTE, commits)
 
 
-def python(rank: int, update: int) -> list[str]:
-    return [*usual(rank, update)[:2], "another", f"b{rank}{update}"]
+def run(seed: int, saved: frozenset[int], drift: tuple[int, int], updates: int = 24) -> list[Rank]:
+    board, chance = Board.create(3), random.Random(seed)
+    ranks = [Rank(board, rank) for rank in range(3)]
+    going = [rank.train(updates, saved, drift) for rank in ranks]
+    while going and not all(rank.found_at >= 0 for rank in ranks):
+        each = chance.choice(going)
+        if next(each, "over") == "over":
+            going.remove(each)
+    return ranks
 
 
-def batch(rank: int, update: int) -> list[str]:
-    return [*usual(rank, update)[:3], "another"]
+@pytest.mark.parametrize("seed", range(20))
+def test_all_find_it_at_the_next_comparison_and_nowhere_else(seed: int) -> None:
+    chance = random.Random(seed)
+    saved = frozenset(chance.sample(range(24), 5))
+    drift = (chance.randrange(3), chance.randrange(15))
+    expected = min(each for each in saved | {1, 2, 4, 8, 16} if each > drift[1])
+    ranks = run(seed, saved, drift)
+    assert [rank.found_at for rank in ranks] == [expected] * 3
+    assert [told.commits for rank in ranks for told in rank.told] == [expected] * 3
 
 
-def test_the_same_run_has_none(tmp_path: Path, comparison: Comparison) -> None:
-    again = write(tmp_path / "run", {(1, 1, 3): [usual(1, 3)], (0, 0, 3): [usual(0, 3)] * 2})
-    assert comparison.first_difference(again) is None
-    assert comparison.missing(again) == []
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_is_suspected_for_being_slow(seed: int) -> None:
+    ranks = run(seed, frozenset(range(0, 24, 3)), (-1, -1))
+    assert [rank.found_at for rank in ranks] == [-1] * 3
 
 
-def test_the_step_that_ended_otherwise_is_named(tmp_path: Path, comparison: Comparison) -> None:
-    """Update 3 was trained in the step that began after two: all was well when it began."""
-    run = write(tmp_path / "run", {(0, 0, 3): [weight(0, 3)], (1, 1, 2): [usual(1, 2)], (1, 1, 3): [weight(1, 3)]})
-    found = comparison.first_difference(run)
-    assert found == Difference(rank=0, step=4, pieces=("model.0.weight",), began=False)
-    told = explain(found, parse_plan("kill rank=1 step=4; kill rank=0 step=8"))
-    assert told.startswith("step 4 is the first that differs: it began as undisturbed, and ended with another model.0.")
-    assert "of rank 0 (the last fault before: kill rank=1 step=4" in told
+def test_it_is_looked_for_less_and_less_often() -> None:
+    rank = Rank(Board.create(3), 0)
+    for begin in (0, 500):
+        rank.comparison.begin_at(begin)
+        rank.made = 0
+        for commits in range(begin, begin + 1000):
+            rank.comparison.head(commits)
+            rank.comparison.look()
+        assert rank.made == 10, "behind 1, 2, 4, ... 512"
 
 
-def test_a_step_that_began_otherwise(tmp_path: Path, comparison: Comparison) -> None:
-    run = write(tmp_path / "run", {(1, 1, 2): [batch(1, 2)], (0, 0, 3): [weight(0, 3)]})
-    found = comparison.first_difference(run)
-    assert found == Difference(rank=1, step=4, pieces=("batch.0",), began=True)
-    told = explain(found, parse_plan("kill rank=1 step=4"))
-    assert told.startswith("step 4 is the first that differs: it began with another batch.0 of rank 1")
+def test_what_is_written_twice_is_made_once() -> None:
+    rank = Rank(Board.create(3), 0)
+    assert rank.comparison.write(4) == rank.comparison.write(4) == rank.board.fingerprint(0, 4) > 0
+    rank.comparison.head(4)
+    assert rank.made == 1
+    assert rank.comparison.write(4, "f" * 32) == fingerprint("f" * 32), "made anew by somebody else"
+    assert rank.made == 1
 
 
-def test_a_step_that_began_otherwise_when_it_ran_again(tmp_path: Path, comparison: Comparison) -> None:
-    run = write(tmp_path / "run", {(0, 0, 2): [usual(0, 2), batch(0, 2)]})
-    found = comparison.first_difference(run)
-    assert found == Difference(rank=0, step=4, pieces=("batch.0",), began=True, again=True)
-    told = explain(found, parse_plan("hcce rank=0 step=4"))
-    assert "step 4 did not begin again as it had begun: batch.0 of rank 0" in told
+def test_a_copy_is_nobodys_evidence() -> None:
+    """Whether it is what its source holds, or what its dead predecessor had written."""
+    board = Board.create(3)
+    board.set_fingerprint(1, 4, 99)
+    ranks = [Rank(board, rank) for rank in range(3)]
+    assert board.fingerprint(1, 4) == 0
+    for rank in ranks:
+        rank.comparison.write(4)
+    ranks[1].model = 8
+    ranks[1].comparison.forget()
+    for rank in ranks:
+        rank.comparison.look()
+    ranks[1].comparison.write(4)
+    ranks[0].comparison.write(4)
+    with pytest.raises(EndedError):
+        ranks[0].comparison.look()
 
 
-def test_what_differs_before_the_first_fault_is_not_compared(tmp_path: Path, comparison: Comparison) -> None:
-    run = write(tmp_path / "run", {(0, 0, update): [python(0, update)] for update in range(6)})
-    assert comparison.first_difference(run) == Difference(0, 0, ("generator.python",), began=True)
-    comparison.settle(run, before_step=4)
-    assert [list(names) for names in comparison.unsettled] == [["generator.python"], []]
-    assert comparison.undetermined() is None
-    assert comparison.first_difference(run) is None
+def test_who_has_no_replica_compares_nothing() -> None:
+    rank = Rank(Board.create(3), 1, ((0, 2), (1,)))
+    rank.comparison.begin_at(0)
+    for commits in (1, 2, 3, 4):
+        rank.comparison.head(commits)
+        assert rank.comparison.write(commits) == 0
+        rank.comparison.look()
+    assert rank.made == 0
 
 
-def test_a_script_that_trains_otherwise_each_time(tmp_path: Path, comparison: Comparison) -> None:
-    late = write(tmp_path / "run", {(1, 0, 4): [weight(1, 4)]})
-    comparison.settle(late, before_step=8)
-    assert comparison.undetermined() is None
-    comparison.settle(late)
-    assert comparison.undetermined() == (1, "model.0.weight")
+def test_shards_may_differ() -> None:
+    board = Board.create(4)
+    groups = ((0, 2), (1, 3))
+    ranks = [Rank(board, rank, groups) for rank in range(4)]
+    ranks[1].model = ranks[3].model = 9
+    for rank in ranks:
+        rank.comparison.write(1)
+    for rank in ranks:
+        rank.comparison.look()
 
 
-def test_a_rank_that_did_not_come_to_the_end(tmp_path: Path, comparison: Comparison) -> None:
-    assert comparison.missing(write(tmp_path / "run", {}, updates=4)) == [0, 1]
-    assert Comparison(tmp_path / "nothing", RANKS).missing(tmp_path / "run") == [0, 1]
+def test_a_fingerprint_is_never_nothing() -> None:
+    assert fingerprint("0" * 32) == 1
+    assert 0 < fingerprint("f" * 32) < 1 << 63, "what msgspec takes for an integer"
 
 
-def test_names_that_come_and_go(tmp_path: Path, comparison: Comparison) -> None:
-    run = write(tmp_path / "run", {})
-    path = path_of(run, 0, 0)
-    path.write_bytes(path.read_bytes().replace(b'"batch.0"', b'"batch.1"'))
-    found = comparison.first_difference(run)
-    assert found is not None
-    assert found.pieces == ("batch.0", "batch.1")
+def test_what_is_not_known_proves_nothing() -> None:
+    assert alike([])
+    assert alike([0, 5, 5, 0])
+    assert not alike([0, 5, 6])
+    assert disagreeing(((0, 1), (2, 3)), {0: 4, 1: 4, 2: 5, 3: 6}) == [2, 3]
+    assert disagreeing(((0, 1), (2, 3)), {0: 4, 2: 5, 3: 5}) == []
+
+
+def told(*rows: tuple[str, str], averages: bool = True) -> Differs:
+    return Differs(12, list(rows), averages)
+
+
+def test_the_first_difference_is_named_with_who_stands_alone() -> None:
+    rows = {rank: told(("a", "1"), ("b", "2" if rank == 1 else "3"), ("c", str(rank))) for rank in range(3)}
+    assert first_difference({rank: dict(each.rows) for rank, each in rows.items()}) == ("b", [[0, 2], [1]])
+    text = sentence((0, 1, 2), rows)
+    assert "ranks [0, 1, 2] are to hold the same bits, but after update 12 'b' differs on rank 1: something" in text
+    two = sentence((0, 1), {rank: rows[rank] for rank in (0, 1)})
+    assert "'b' differs between ranks [0] and [1]" in two
+
+
+def test_what_only_one_of_them_has_differs_too() -> None:
+    rows = {0: told(("a", "1"), ("moment", "5")), 1: told(("a", "1"))}
+    assert "'moment' differs" in sentence((0, 1), rows)
+
+
+def test_a_missing_wrapper_is_the_likely_cause() -> None:
+    rows = {rank: told(("a", str(rank)), averages=False) for rank in (0, 1)}
+    assert "wrap the model in DistributedDataParallel" in sentence((0, 1), rows)
+
+
+@pytest.mark.parametrize("speaking", [{1}, {0, 1}])
+def test_there_is_a_sentence_without_a_name(speaking: set[int]) -> None:
+    """The others died over it, or what differed at the head of the update does not any more."""
+    assert "after update 12 their state differs:" in sentence((0, 1), {rank: told(("a", "1")) for rank in speaking})

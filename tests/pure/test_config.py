@@ -177,7 +177,7 @@ def test_wrong_settings(variable: str, value: str, named: str) -> None:
 
 
 def test_link_round_trip() -> None:
-    link = AgentLink("/run/agent.sock", 3, 8, 2, True, "/run/job")
+    link = AgentLink("/run/agent.sock", 3, 8, 2, True, "/run/job", "token")
     environ = link_environ(link)
     assert read_link(environ) == link
     assert read_settings(environ).run_dir == "/run/job", "the link's own variables are no unknown settings"
@@ -189,7 +189,8 @@ def test_no_agent() -> None:
 
 
 @pytest.mark.parametrize(
-    "missing", ["RANK", "WORLD_SIZE", "RESILIENT_INCARNATION", "RESILIENT_JOINING", "RESILIENT_RUN_DIR"]
+    "missing",
+    ["RANK", "WORLD_SIZE", "RESILIENT_INCARNATION", "RESILIENT_JOINING", "RESILIENT_RUN_DIR", "RESILIENT_TOKEN"],
 )
 def test_half_a_link(missing: str) -> None:
     environ = link_environ(AgentLink("/s", 0, 1, 0, False, "/r"))

@@ -4,7 +4,7 @@ import pytest
 
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import EXIT_UNRECOVERABLE, Controller, Stage
-from resilient_train.protocol.messages import Finished, Joined, Plan, Resume, Started, Stop
+from resilient_train.protocol.messages import Differs, Finished, Joined, Plan, Resume, Started, Stop
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.standing import Phase, Standing
 
@@ -17,6 +17,10 @@ def sent(commands: list[Command], kind: type) -> list:
 
 def of(commands: list[Command], kind: type) -> list:
     return [each for each in commands if isinstance(each, kind)]
+
+
+def killed(commands: list[Command]) -> list[int]:
+    return [each.rank for each in of(commands, Kill)]
 
 
 def running(size: int = 3, policy: Policy | None = None, replicas: tuple[tuple[int, ...], ...] = ()) -> Controller:
@@ -101,7 +105,7 @@ def test_a_recovery() -> None:
     controller = running()
     controller.lost(1, 0, "died", COMPUTE_0)
     (plan, *others) = sent(recover(controller, 1), Plan)
-    assert plan == Plan(1, 0, {1: 0}, -1, -1, (1,), (1,))
+    assert plan == Plan(1, 0, {1: 0}, (), (1,))
     assert others == [plan] * 2
     assert sent(finish_recovery(controller), Resume) == [Resume(1)] * 3
     assert controller.stage is Stage.RUNNING
@@ -177,15 +181,31 @@ def test_loss_of_a_script_without_session_ends() -> None:
     assert of(Controller(2, Policy(restart_on_error=True)).exited(1, 0, 1, COMPUTE_0), Spawn)
 
 
+def test_loss_of_a_script_that_would_have_made_a_session() -> None:
+    controller = Controller(2)
+    controller.uses_us = lambda: True
+    assert len(of(controller.exited(1, 0, -9, COMPUTE_0), Spawn)) == 2
+
+
 @pytest.mark.parametrize(("code", "ends_with"), [(0, 1), (3, 3)])
 def test_a_rank_that_leaves_while_others_train(code: int, ends_with: int) -> None:
     assert of(running().exited(1, 0, code, COMPUTE_0), EndJob)[0].code == ends_with
 
 
-def test_a_rank_taken_for_lost_that_had_left_by_itself() -> None:
+@pytest.mark.parametrize(("code", "ends_with"), [(0, 1), (5, 5)])
+def test_a_rank_taken_for_lost_that_had_left_by_itself(code: int, ends_with: int) -> None:
+    """The watchdog's death is seen first; ``os._exit`` is a decision all the same."""
     controller = running()
     controller.lost(1, 0, "died", COMPUTE_0)
-    assert of(controller.exited(1, 0, 5, COMPUTE_0), EndJob)[0].code == 5
+    (end,) = of(controller.exited(1, 0, code, COMPUTE_0), EndJob)
+    assert end.code == ends_with
+    assert f"exit code {code}" in end.reason
+
+
+def test_how_others_ended_before_all_were_started_again_does_not_count() -> None:
+    controller = Controller(2, Policy(restart_on_error=True))
+    assert of(controller.exited(1, 0, 1, COMPUTE_0), Spawn)
+    assert controller.exited(0, 0, 1, COMPUTE_0) == []
 
 
 def test_finish() -> None:
@@ -208,15 +228,94 @@ def test_who_had_finished_finishes_again_after_a_recovery() -> None:
     assert sent(controller.finish(0, 0, 1), Finished)
 
 
-def test_expired_kills_the_silent() -> None:
+def test_who_does_not_join_in_time_is_killed() -> None:
     controller = running()
     controller.lost(1, 0, "died", COMPUTE_0)
     join(controller, 0)
-    assert of(controller.expired(1), Kill) == [Kill(1), Kill(2)]
+    assert killed(controller.expired(1, COMPUTE_0, 9)) == [1, 2]
+    assert controller.expired(0, COMPUTE_0, 9) == []
+
+
+def test_a_recovery_that_does_not_come_to_its_end_is_begun_anew_before_anybody_is_killed() -> None:
+    controller = running()
+    controller.lost(1, 0, "died", COMPUTE_0)
     recover(controller, 1)
     controller.done(2, 0, 1)
-    assert of(controller.expired(1), Kill) == [Kill(0), Kill(1)]
-    assert controller.expired(0) == []
+    commands = controller.expired(1, COMPUTE_0, 9)
+    assert killed(commands) == []
+    assert [(stop.generation, stop.lost) for stop in sent(commands, Stop)] == [(2, ())] * 3
+    assert "[0, 1] did not come to the start of update 0 within 9 s" in sent(commands, Stop)[0].reason
+    join(controller, 0)
+    join(controller, 2)
+    assert killed(controller.expired(2, COMPUTE_0, 9)) == [1], "it was asked, and did not come"
+
+
+def test_recoveries_that_never_come_to_their_end_are_given_up_with_the_state_saved() -> None:
+    controller = running(policy=Policy(max_stuck=3))
+    standings = [Standing(4, Phase.COMPUTE)] * 3
+    commands = controller.lost(1, 0, "died", standings)
+    for _ in range(3):
+        recover(controller, 1, commits=4)
+        commands = controller.expired(controller.generation, standings, 9)
+        assert killed(commands) == []
+    assert of(commands, Note)[0].kind == "leaving"
+    assert "recoveries keep failing" in of(commands, Note)[0].detail["reason"]
+
+
+def test_the_last_one_that_has_the_state_is_never_killed() -> None:
+    controller = running()
+    standings = [Standing(3, Phase.COMPUTE)] * 3
+    assert killed(controller.fence({1, 2}, "hung", standings)) == [1, 2]
+    assert killed(controller.fence({0}, "hung", standings)) == [], "the others are as good as dead"
+    controller.lost(1, 0, "hung", standings)
+    controller.lost(2, 0, "hung", standings)
+    join(controller, 1, holds=False, commits=3)
+    join(controller, 2, holds=False, commits=3)
+    for _ in range(3):
+        assert killed(controller.fence(controller.awaited(), "hung", standings)) == []
+    assert controller.expired(controller.generation, standings, 9, stopped={0}) == [
+        Note("spared", rank=0, detail={"ranks": [0], "reason": "did not join the recovery within 9 s"})
+    ], "it may be continued"
+    (end,) = of(controller.expired(controller.generation, standings, 9), EndJob)
+    assert end.code == EXIT_UNRECOVERABLE
+    assert "[0] did not join the recovery within 9 s" in end.reason
+
+
+def test_a_last_one_that_does_not_come_costs_what_was_not_saved() -> None:
+    controller = running(2)
+    controller.can_go_back = lambda: True
+    controller.lost(1, 0, "died", COMPUTE_0)
+    join(controller, 1, holds=False)
+    assert len(of(controller.expired(1, COMPUTE_0, 9), Spawn)) == 2
+    assert controller.stage is Stage.STARTING
+
+
+def test_where_all_are_named_all_are_asked() -> None:
+    """A pause that the look-out does not know: nobody is killed, and whoever hears the stop goes on."""
+    controller = running(policy=Policy(max_stuck=3, save_last=False))
+    commands = controller.fence({0, 1, 2}, "hung", COMPUTE_0)
+    assert killed(commands) == []
+    assert len(sent(commands, Stop)) == 3
+    assert sent(recover(controller, -1), Plan)
+    finish_recovery(controller)
+    while not (ends := of(controller.fence({0, 1, 2}, "hung", COMPUTE_0), EndJob)):
+        recover(controller, -1)
+        finish_recovery(controller)
+    assert "nobody else has its state" in ends[0].reason
+
+
+def test_a_group_of_its_own_is_not_killed_for_the_others_sake() -> None:
+    controller = running(4, replicas=((0, 2), (1, 3)))
+    assert killed(controller.fence({1, 2, 3}, "hung")) == [2]
+
+
+def test_who_has_copied_the_state_may_stand_for_it() -> None:
+    controller = running(2)
+    controller.lost(1, 0, "died", COMPUTE_0)
+    recover(controller, 1)
+    assert killed(controller.fence({0}, "hung")) == [], "rank 1 may have its copy, or not"
+    controller.done(1, 1, 1)
+    assert killed(controller.fence({0}, "hung")) == [0]
 
 
 def test_a_failed_collective_is_a_fault_of_its_own() -> None:
@@ -239,7 +338,7 @@ def test_damaged_memory_is_a_fault_that_costs_no_process() -> None:
     join(controller, 0)
     join(controller, 1, holds=False)
     plan = sent(join(controller, 2), Plan)[0]
-    assert (plan.commits, plan.copies, plan.ghosts, plan.replaced) == (0, {1: 0}, (1,), ())
+    assert (plan.commits, plan.copies, plan.finishers, plan.replaced) == (0, {1: 0}, (), ())
 
 
 def test_memory_that_is_damaged_again_and_again_costs_the_process() -> None:
@@ -249,7 +348,7 @@ def test_memory_that_is_damaged_again_and_again_costs_the_process() -> None:
         for rank in range(3):
             join(controller, rank, holds=rank != 1)
         finish_recovery(controller)
-    assert of(controller.damaged(1, 0, controller.generation, "memory error", COMPUTE_0), Kill) == [Kill(1)]
+    assert killed(controller.damaged(1, 0, controller.generation, "memory error", COMPUTE_0)) == [1]
 
 
 def test_a_damaged_rank_keeps_the_others_from_rolling_forward() -> None:
@@ -286,7 +385,7 @@ def test_repairs_are_bounded_within_a_window_of_updates() -> None:
     recover(controller, -1, commits=22)
     finish_recovery(controller)
     commands = controller.failed_collective(controller.generation, "flaky", standings, culprit=2)
-    assert of(commands, Kill) == [Kill(2)], "its device says so, so it is replaced"
+    assert killed(commands) == [2], "its device says so, so it is replaced"
     assert of(controller.failed_collective(controller.generation, "flaky", standings), EndJob)
 
 
@@ -330,3 +429,32 @@ def test_stop_ends_once() -> None:
 def test_every_fault_is_noted() -> None:
     commands = running().lost(1, 0, "died", COMPUTE_0)
     assert Note("fault", rank=1, detail={"lost": [1], "reason": "rank 1 died"}) in commands
+
+
+def differs(controller: Controller, rank: int, held: str) -> list[Command]:
+    return controller.differs(rank, controller.incarnations[rank], Differs(5, [("w", held)], averages=True))
+
+
+@pytest.mark.parametrize("stage", [Stage.RUNNING, Stage.FINISHED])
+def test_replicas_that_differ_end_the_job_when_all_have_said_what_they_hold(stage: Stage) -> None:
+    controller = running(4, replicas=((0, 2), (1, 3)))
+    if stage is Stage.FINISHED:
+        for rank in range(4):
+            controller.finish(rank, 0, 0)
+    assert controller.differs(0, 7, Differs(5, [], averages=True)) == [], "not of this incarnation"
+    assert differs(controller, 0, "1") == []
+    commands = differs(controller, 2, "2")
+    (note, *_), (end,) = of(commands, Note), of(commands, EndJob)
+    assert (note.kind, note.detail["ranks"]) == ("replicas_differ", [0, 2])
+    assert end.code == 2
+    assert "'w' differs between ranks [0] and [2]" in end.reason
+    assert differs(controller, 0, "1") == controller.disagreed() == []
+
+
+def test_replicas_that_differ_are_not_waited_for_in_vain() -> None:
+    controller = running(3)
+    assert differs(controller, 1, "2") == []
+    assert differs(controller, 0, "1") == []
+    (end,) = of(controller.disagreed(), EndJob)
+    assert end.code == 2
+    assert "'w' differs between ranks [0] and [1]" in end.reason

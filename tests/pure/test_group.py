@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.group import Built, ResilientGroup
+from resilient_train.frameworks.torch.transports import gloo
 
 Connection = tuple[socket.socket, socket.socket]
 
@@ -72,9 +73,9 @@ def test_what_counts_as_a_connection_of_the_group() -> None:
     """Asked right after the sockets were listed: meanwhile another thread may close some, and numbers come again."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
         inode = os.fstat(ours.fileno()).st_ino
-        assert group_module._is_connected(ours.fileno(), inode)
-        assert not group_module._is_connected(ours.fileno(), inode + 1)
-        assert not group_module._is_connected(listener.fileno(), os.fstat(listener.fileno()).st_ino)
+        assert gloo.is_connected(ours.fileno(), inode)
+        assert not gloo.is_connected(ours.fileno(), inode + 1)
+        assert not gloo.is_connected(listener.fileno(), os.fstat(listener.fileno()).st_ino)
         number = ours.fileno()
         ours.close()
-        assert not group_module._is_connected(number, inode)
+        assert not gloo.is_connected(number, inode)

@@ -17,7 +17,7 @@ from resilient_train.config import (
 )
 from resilient_train.errors import ConfigError
 from resilient_train.launch.fork.environ_watch import EnvironWatch, noted
-from resilient_train.launch.fork.imports import Target, Wanted, hidden, scan, target_of
+from resilient_train.launch.fork.imports import Target, Wanted, hidden, scan, target_of, uses_us
 
 
 def write(folder: Path, **files: str) -> Target:
@@ -235,3 +235,39 @@ def test_settings(variable: str, value: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         read_settings({f"RESILIENT_{variable}": value})
     assert Settings().standby == 1
+
+
+USES_US = {
+    "itself": {"train": "import resilient_train as rt"},
+    "a part": {"train": "from resilient_train.testing import drill"},
+    "in a function": {"train": "def main():\n    import resilient_train"},
+    "if it is there": {"train": "try:\n    import resilient_train\nexcept ImportError:\n    pass"},
+    "in a module": {
+        "train": "from jobs.loop import run",
+        "jobs__dot____init__": "",
+        "jobs__dot__loop": "from . import inner",
+        "jobs__dot__inner": "import resilient_train",
+    },
+    "called late": {"train": "def main():\n    import loop", "loop": "import resilient_train"},
+    "sets variables": {"train": "import os, loop\nos.environ['X'] = '1'", "loop": "import resilient_train"},
+}
+
+
+@pytest.mark.parametrize("files", USES_US.values(), ids=USES_US)
+def test_a_script_that_uses_this_library(files: dict[str, str], tmp_path: Path) -> None:
+    assert uses_us(write(tmp_path, **files))
+
+
+@pytest.mark.parametrize(
+    "text", ["import torch", "# import resilient_train", "name = 'resilient_train'", "def f(:\n", "(" * 5000]
+)
+def test_a_script_that_does_not(text: str, tmp_path: Path) -> None:
+    assert not uses_us(write(tmp_path, train=text, other="import resilient_train"))
+    assert not uses_us("the ranks do not run a script")
+
+
+def test_a_module_of_a_package_that_uses_this_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, pkg__dot____init__="", pkg__dot____main__="from .deep import run",
+          pkg__dot__deep__dot____init__="from ..other import x", pkg__dot__other="import resilient_train")  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert uses_us(Target(module="pkg"))

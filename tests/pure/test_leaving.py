@@ -127,9 +127,46 @@ def test_who_does_not_come_is_killed_and_left_out() -> None:
     controller = given_up()
     join(controller, 0, commits=7)
     join(controller, 2, commits=7)
-    assert controller.awaited() == [1, 3]
-    assert of(controller.expired(1), Kill) == [Kill(3)]
+    assert controller.awaited() == [3]
+    assert [each.rank for each in of(controller.expired(1, AT_7, 9), Kill)] == [3]
     assert sent(controller.lost(3, 0, "was killed", AT_7), SaveLast)
+
+
+def test_the_last_saver_is_waited_for() -> None:
+    controller = given_up(2)
+    assert of(controller.expired(1, AT_7, 9), Kill) == of(controller.fence({0}, "hung"), Kill) == []
+    assert sent(join(controller, 0, commits=7), SaveLast)
+
+
+def test_who_has_not_come_in_half_of_the_time_is_left_out() -> None:
+    controller = running(4)
+    controller.lost(1, 0, "died", AT_7)
+    controller.leave(143, "it got SIGTERM")
+    join(controller, 0, commits=7)
+    assert controller.hurry(), "one that holds everything is enough"
+    assert controller.stage is Stage.LEAVING
+    assert join(controller, 2, commits=7) == [], "it has not come in time, and is left out"
+    (order,) = sent(join(controller, 0, commits=7), SaveLast)
+    assert sorted(order.others) == [1, 2, 3]
+    assert controller.hurry() == [], "once"
+    assert join(controller, 1, holds=False) == []
+    assert controller.lost(3, 0, "died", AT_7) == []
+    (end,) = of(controller.saved_last("saved"), EndJob)
+    assert end.code == 143
+
+
+def test_nobody_is_left_out_who_is_needed() -> None:
+    controller = running(4, replicas=((0, 2), (1, 3)))
+    controller.leave(143, "it got SIGTERM")
+    join(controller, 0, commits=7)
+    join(controller, 2, commits=7)
+    assert controller.hurry() == []
+    join(controller, 1, commits=7)
+    assert controller.hurry()
+    controller = running(2)
+    controller.leave(143, "it got SIGTERM")
+    recover(controller, -1, commits=7)
+    assert controller.hurry() == [], "all have come"
 
 
 def test_a_replacement_that_has_not_come_yet_is_not_waited_for() -> None:

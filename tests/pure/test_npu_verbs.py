@@ -30,10 +30,11 @@ from resilient_train.frameworks.torch import group as group_module  # noqa: E402
 from resilient_train.frameworks.torch.engine import TorchEngine  # noqa: E402
 from resilient_train.frameworks.torch_npu import device as npu_device  # noqa: E402
 from resilient_train.frameworks.torch_npu.device import NpuDevice  # noqa: E402
-from resilient_train.protocol.processor import Processor  # noqa: E402
-from resilient_train.protocol.standing import Phase  # noqa: E402
-from resilient_train.session.recovery import Recovery  # noqa: E402
-from resilient_train.session.surrender import surrenders  # noqa: E402
+from resilient_train.protocol import rank_effects as do  # noqa: E402
+from resilient_train.protocol import rank_events as on  # noqa: E402
+from resilient_train.session.device_errors import DeviceErrors  # noqa: E402
+from resilient_train.session.driver import Driver  # noqa: E402
+from resilient_train.session.handover import Handover  # noqa: E402
 from resilient_train.state.transfer import Span, view  # noqa: E402
 from resilient_train.testing.fake_device import FakeDevice  # noqa: E402
 
@@ -64,7 +65,7 @@ def trained_engine() -> TorchEngine:
 
 
 def recover(engine: TorchEngine, damage: Damage = UNDAMAGED, *, replaced: bool = False) -> Damage:
-    """The engine's part from STOP to REBUILD, as ``session/recovery.py`` asks for it."""
+    """The engine's part from Quiesce to Build, as ``session/driver.py`` asks for it."""
     engine.close_groups()
     confirmed = engine.confirm(damage)
     engine.adopt_groups([], replaced=replaced)
@@ -175,27 +176,37 @@ def test_the_device_knows_of_more(npu: RecordedNpu) -> None:
         assert {name for name, _ in npu.take()} == {"update_npu_tensor_to_safe"}
 
 
+class QuietDriver(Driver):
+    """What a Driver needs for its Quiesce, which an engine alone answers."""
+
+    def __init__(self, engine: Any) -> None:
+        self.events: list[str] = []
+        peers: Any = SimpleNamespace(rank=0, alarms=list, clear_alarms=lambda: None, stop_generation=4)
+        nothing: Any = SimpleNamespace(wait=lambda: None, notice=lambda _: None)
+        self._engine, self._peers, self.saving, self._watch = engine, peers, nothing, nothing
+        self._link: Any = SimpleNamespace(rank=0)
+        self._device = DeviceErrors(peers, engine, self._event, mends=True)
+        self._handover = Handover(self._link, engine, "auto")
+
+    def _event(self, kind: str, detail: dict[str, Any]) -> None:
+        self.events.append(f"{kind}: {detail.get('tensors', detail.get('error'))}")
+
+
+def stopped_engine(found: Damage) -> Any:
+    nothing = dict.fromkeys(("close_groups", "assess"), lambda *_: None)
+    return SimpleNamespace(
+        confirm=lambda _: found, sockets=list, device_errors=lambda wait: [], device_notes=list, **nothing
+    )
+
+
 def test_damage_that_only_the_check_finds() -> None:
     everything = Damage(frozenset({("model", 0, "weight")}), (), 0)
-    events: list[str] = []
-
-    def recovery(*phases: Phase) -> Recovery:
-        processor = Processor(0)
-        for phase in phases:
-            processor.advance(phase)
-        engine: Any = SimpleNamespace(confirm=lambda _: everything)
-        made = Recovery(SimpleNamespace(rank=0), engine, processor, None, None, None)
-        made.event = lambda kind, detail: events.append(f"{kind}: {detail['tensors']}")
-        return made
-
-    in_step = recovery(Phase.COMPUTE)
-    in_step._confirm_damage()
-    assert in_step._damaged is everything
-    assert not in_step._processor.holds
-    in_step._confirm_damage()
-    assert events == ["uce: ['model.0.weight']"], "told once"
+    driver = QuietDriver(stopped_engine(everything))
+    assert driver._quiesce(do.Quiesce(tail=False)) == on.Quieted(4, damaged=True)
+    driver._device.confirmed(everything)
+    assert driver.events == ["uce: ['model.0.weight']"], "told once"
     with pytest.raises(DeviceError, match="after the update, where a step can't be left"):
-        recovery()._confirm_damage()
+        QuietDriver(stopped_engine(everything))._quiesce(do.Quiesce(tail=True))
 
 
 def test_second_fault_before_the_restart(npu: RecordedNpu) -> None:
@@ -329,25 +340,26 @@ def test_failing_verb(npu: RecordedNpu, verb: str, answer: Any, text: str, repla
 
 def test_device_error_ends_the_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """By a signal: an exit code would end the job as an error of the user's."""
-    killed, events = [], []
+    killed = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
-
-    class Part:
-        def event(self, kind: str, detail: dict[str, Any]) -> None:
-            events.append((kind, detail))
-
-        @surrenders
-        def run(self, error: Exception) -> None:
-            raise error
-
+    error: list[Exception] = [DeviceError("rank 0: it is gone")]
+    driver = QuietDriver(None)
+    driver._rank: Any = SimpleNamespace(on=lambda _: (do.Mark(),))
+    driver._injector: Any = SimpleNamespace(clauses=[])
+    driver._perform = {do.Mark: lambda _: raise_it(error[0])}
     with pytest.raises(DeviceError):
-        Part().run(DeviceError("rank 0: it is gone"))
+        driver._drive(on.Enter())
     assert killed == [(os.getpid(), signal.SIGKILL)]
-    assert events == [("device_failed", {"error": "rank 0: it is gone"})]
+    assert driver.events == ["device_failed: rank 0: it is gone"]
     assert capfd.readouterr().err == "resilient_train: rank 0: it is gone\n"
+    error[0] = TransferError("another's")
     with pytest.raises(TransferError):
-        Part().run(TransferError("another's"))
+        driver._drive(on.Enter())
     assert len(killed) == 1
+
+
+def raise_it(error: Exception) -> None:
+    raise error
 
 
 # -- who is asked at all

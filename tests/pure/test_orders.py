@@ -19,6 +19,8 @@ from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.orders import LISTENING, NOBODY, Order
 from resilient_train.protocol.policy import Policy
 from resilient_train.session.injection import Injector
+from resilient_train.session.peers import Peers
+from resilient_train.state.arena import Arena
 
 
 @pytest.mark.parametrize("kind", INJECTABLE)
@@ -60,6 +62,13 @@ def test_there_is_no_such_fault(kind: str, target: str, words: str) -> None:
         check_fault(kind, target)
 
 
+def alone(board: Board) -> Peers:
+    def nobody(_: int) -> Arena:
+        raise AssertionError("no arena is asked for")
+
+    return Peers(board, 1, Arena.create(64, 0), nobody, nobody)
+
+
 class Engine:
     """Remembers what was done to it."""
 
@@ -90,7 +99,7 @@ class Rank:
         self.events: list[Event] = []
         self.number = 0
         self.generation = 0
-        self.injector = Injector(parse_plan(plan), 1, 0, self, self.engine, board)  # type: ignore[arg-type]
+        self.injector = Injector(parse_plan(plan), 1, 0, self, self.engine, alone(board))  # type: ignore[arg-type]
 
     def write(self, event: Event) -> None:
         self.events.append(event)
@@ -100,7 +109,7 @@ class Rank:
 
     def step(self, number: int) -> None:
         self.number = number
-        self.injector.at("COMPUTE", "start", step=number)
+        self.injector.enters(number)
         for place in ("forward", "backward"):
             self.engine.hooks.get(place, lambda: None)()
 
@@ -140,7 +149,7 @@ def test_a_step_that_was_cut_before_the_fault_leaves_it_to_the_next(board: Board
     rank = Rank(board)
     rank.listen()
     board.set_order(1, orders.pack(Order(1, "uce", "param")))
-    rank.injector.at("COMPUTE", "start", step=3)
+    rank.injector.enters(3)
     rank.number = 4  # between two steps, or in a validation pass, the model is the user's
     rank.engine.hooks["forward"]()
     assert rank.engine.done == []
@@ -198,7 +207,7 @@ class Desk:
         self.notes: list[dict[str, Any]] = []
         self.sent: list[m.Reply] = []
         controller = Controller(2, Policy())
-        waiting = Waiting(board, controller, self, self.notes.append, expected=True)  # type: ignore[arg-type]
+        waiting = Waiting(board, controller, self, self.notes.append)  # type: ignore[arg-type]
         self._operators = Operators(board, controller, self, waiting, self._note)  # type: ignore[arg-type]
 
     def _note(self, kind: str, **fields: Any) -> None:

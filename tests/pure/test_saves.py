@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from pure import checkpoint_rig
+from resilient_train.launch import saves as saves_module
 from resilient_train.launch.saves import CHECKPOINTS, Saves
+from resilient_train.launch.stored import Stored
 from resilient_train.protocol.messages import Source
 
 
@@ -15,40 +18,76 @@ def saves(run_dir: Path) -> Saves:
     return Saves(run_dir, 2, 2, lambda *_, **__: None, lambda _: None, lambda _: None)
 
 
-def chosen(run_dir: Path) -> Source | None:
-    each = saves(run_dir)
-    assert not each.choose()
-    return each.source
+def choose(each: Saves, *, needed: bool = False) -> str:
+    return asyncio.run(each.choose(needed=needed))
 
 
-def test_nothing_was_saved(tmp_path: Path) -> None:
-    assert not saves(tmp_path).can_go_back()
-    (tmp_path / CHECKPOINTS).mkdir()
-    assert not saves(tmp_path).can_go_back(), "a folder is no state"
-    (tmp_path / CHECKPOINTS / "step_4").mkdir()
-    assert not saves(tmp_path).can_go_back(), "nor is half a checkpoint"
-    assert saves(tmp_path).left() == ""
-    assert chosen(tmp_path) is None
+def left(run_dir: Path) -> str:
+    return asyncio.run(saves(run_dir).left())
+
+
+@pytest.mark.parametrize("there", [(), (CHECKPOINTS,), (CHECKPOINTS, f"{CHECKPOINTS}/step_4")])
+def test_nothing_was_saved(tmp_path: Path, there: tuple[str, ...]) -> None:
+    """A folder is no state, nor is half a checkpoint."""
+    for path in there:
+        (tmp_path / path).mkdir()
+    each = saves(tmp_path)
+    assert each.can_go_back() == bool(there), "it may be worth a look"
+    assert choose(each, needed=True) == "nothing is saved"
+    assert choose(each) == ""
+    assert each.source is None
+    assert left(tmp_path) == ""
+
+
+def test_a_job_that_saves_may_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def found(*_: object, **__: object) -> tuple[None, None]:
+        raise OSError("none comes up")
+
+    monkeypatch.setattr(saves_module, "find_holder", found)
+    each = saves(tmp_path)
+    assert "none comes up" in asyncio.run(each.open())
+    assert each.can_go_back()
+    assert choose(each, needed=True) == ""
 
 
 def test_the_newest_that_is_whole(tmp_path: Path) -> None:
     for step in (4, 8):
         checkpoint_rig.write(tmp_path / CHECKPOINTS, step)
     (tmp_path / CHECKPOINTS / "step_12").mkdir()
-    assert saves(tmp_path).can_go_back()
-    source = chosen(tmp_path)
-    assert source is not None
-    assert Path(source.path).name == "step_8"
-    assert source.path in saves(tmp_path).left()
+    each = saves(tmp_path)
+    assert each.can_go_back()
+    assert not choose(each, needed=True)
+    assert each.source is not None
+    assert Path(each.source.path).name == "step_8"
+    assert each.source.path in left(tmp_path)
 
 
 def test_storage_that_does_not_let_us_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / CHECKPOINTS).write_text("in the way")
     blind = saves(tmp_path)
-    assert blind.left() == ""
+    assert left(tmp_path) == ""
     assert blind.can_go_back(), "whoever tries hears why it is impossible"
-    assert "can't be read" in blind.choose(), "all ranks must not begin anew beside what is there"
+    assert "can't be read" in choose(blind), "all ranks must not begin anew beside what is there"
     assert blind.source is None
-    monkeypatch.setattr(blind, "_in_memory", lambda: Source("memory", 8))
-    assert not blind.choose(), "what is in memory is as new"
+    (tmp_path / "holder-0.sock").touch()
+    monkeypatch.setattr(blind, "_held", lambda: Source("memory", 8))
+    assert not choose(blind), "what is in memory is as new"
     assert blind.source == Source("memory", 8)
+
+
+def test_storage_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said that it takes its time; at the end of a job nobody waits for it."""
+
+    async def never(*_: object, bytes_too: bool, **__: object) -> Stored:
+        await asyncio.sleep(0.2 if bytes_too else 60)
+        return Stored()
+
+    told: list[str] = []
+    monkeypatch.setattr(saves_module, "find_stored", never)
+    monkeypatch.setattr(saves_module, "_SLOW_S", 0.05)
+    monkeypatch.setattr(saves_module, "_SEE_S", 0.05)
+    slow = Saves(tmp_path, 2, 2, lambda *_, **__: None, told.append, lambda _: None)
+    assert not choose(slow)
+    assert len(told) == 1
+    assert "still being read" in told[0]
+    assert left(tmp_path) == ""

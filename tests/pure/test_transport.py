@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from resilient_train import transport
 from resilient_train.errors import JobEnded, ProtocolError
 from resilient_train.protocol import messages as m
-from resilient_train.transport import MAX_FRAME_BYTES, Channel, FrameBuffer, decode_from_rank, encode, peer_is_trusted
+from resilient_train.transport import MAX_FRAME_BYTES, Channel, FrameBuffer, decode_from_rank, encode, peer_of
 
 FRAMES = [
     m.Hello("rank", 3, 1, 42),
@@ -140,15 +140,16 @@ def ends(tmp_path: Path) -> Iterator[tuple[Channel, socket.socket]]:
 
 def test_channel_both_ways(ends: tuple[Channel, socket.socket]) -> None:
     channel, agent = ends
-    assert peer_is_trusted(agent)
+    assert peer_of(agent).trusted
+    assert peer_of(agent).pid == os.getpid()
     assert channel.receive(timeout_s=0) is None
     channel.send(m.Query())
     assert decode_from_rank(bodies(agent.recv(1000))[0]) == m.Query()
-    agent.sendall(encode(m.Resume(1)) + encode(m.Stop(2, (1,), "died")) + encode(m.Plan(2, 5, {1: 0}, 1, 0, (1,))))
+    agent.sendall(encode(m.Resume(1)) + encode(m.Stop(2, (1,), "died")) + encode(m.Plan(2, 5, {1: 0}, (0,), (1,))))
     assert [channel.receive() for _ in range(3)] == [
         m.Resume(1),
         m.Stop(2, (1,), "died"),
-        m.Plan(2, 5, {1: 0}, 1, 0, (1,)),
+        m.Plan(2, 5, {1: 0}, (0,), (1,)),
     ]
 
 

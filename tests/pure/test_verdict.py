@@ -10,8 +10,8 @@ from resilient_train.protocol.verdict import Account, decide
 A, C, R, U = Phase.APPLIED, Phase.COMPUTE, Phase.READY, Phase.UPDATING
 
 
-def at(commits: int, phase: Phase, tail_done: int = 0, *, holds: bool = True) -> Account:
-    return Account(Standing(commits, phase), holds, tail_done)
+def at(commits: int, phase: Phase, *, holds: bool = True) -> Account:
+    return Account(Standing(commits, phase), holds)
 
 
 NEW = at(0, A, holds=False)
@@ -26,13 +26,13 @@ def test_standings_are_ordered_by_progress() -> None:
 def test_died_computing_redo() -> None:
     verdict = decide({0: at(3, R), 1: at(3, C), 2: NEW}, {2: Standing(3, C)})
     assert (verdict.commits, verdict.redone, verdict.forward, verdict.empty) == (3, [0, 1], [], [2])
-    assert (verdict.tail_from, verdict.leader) == (-1, -1)
+    assert verdict.finishers == []
 
 
 def test_all_ready_and_the_dead_had_published_roll_forward() -> None:
     verdict = decide({0: at(3, R), 1: at(3, R), 2: NEW}, {2: Standing(3, R)})
     assert (verdict.commits, verdict.forward, verdict.redone) == (4, [0, 1], [])
-    assert (verdict.tail_from, verdict.leader) == (0, 0)
+    assert verdict.finishers == [0, 1]
 
 
 def test_all_survivors_ready_but_the_dead_was_not() -> None:
@@ -44,9 +44,9 @@ def test_a_dead_rank_that_was_updating_decides() -> None:
 
 
 def test_a_survivor_that_applied_decides() -> None:
-    verdict = decide({0: at(4, A, 2), 1: at(3, R), 2: NEW}, {2: Standing(3, R)})
+    verdict = decide({0: at(4, A), 1: at(3, R), 2: NEW}, {2: Standing(3, R)})
     assert (verdict.commits, verdict.forward) == (4, [1])
-    assert (verdict.tail_from, verdict.leader) == (0, 1)
+    assert verdict.finishers == [0, 1]
 
 
 def test_a_cut_update_is_evidence_although_its_state_is_not_usable() -> None:
@@ -64,19 +64,18 @@ def test_records_from_before_a_finished_update_do_not_count_again() -> None:
     assert (verdict.commits, verdict.redone) == (4, [0, 1])
 
 
-def test_tail_goes_on_where_somebody_lacks_most() -> None:
-    verdict = decide({0: at(4, C), 1: at(4, A, 2), 2: at(4, A, 1), 3: at(4, A, 1)}, {})
-    assert (verdict.commits, verdict.tail_from, verdict.leader) == (4, 1, 2)
-    assert verdict.redone == [0]
+def test_who_is_past_the_tail_does_not_run_it_again() -> None:
+    verdict = decide({0: at(4, C), 1: at(4, A), 2: at(4, A)}, {})
+    assert (verdict.commits, verdict.finishers, verdict.redone) == (4, [1, 2], [0])
 
 
-def test_a_torn_rank_has_no_say_in_the_tail() -> None:
-    assert decide({0: at(4, A, 3), 1: at(3, U, 0, holds=False)}, {}).tail_from == 3
+def test_a_torn_rank_runs_no_tail() -> None:
+    assert decide({0: at(4, A), 1: at(3, U, holds=False)}, {}).finishers == [0]
 
 
 def test_nobody_holds() -> None:
     verdict = decide({0: NEW, 1: at(7, U, holds=False)}, {0: Standing(7, U)})
-    assert verdict == (0, [], [0, 1], [], [], -1, -1)
+    assert verdict == (0, [], [0, 1], [], [], [])
 
 
 def test_an_impossible_account_is_a_programming_error() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from resilient_train._native import Board
 from resilient_train.launch import waiting as module
-from resilient_train.launch.waiting import Waiting, speaks_of_sessions
+from resilient_train.launch.waiting import Waiting
 from resilient_train.protocol.controller import Controller, Stage
 from resilient_train.protocol.messages import Joined, Started
 from resilient_train.protocol.policy import Policy
@@ -28,14 +27,15 @@ class Process:
 class Rig:
     """An agent of two ranks without processes, whose clock is moved by hand."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, expected: bool = True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, uses_us: bool = True) -> None:
         self.now = 0.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         self.board = Board.create(2)
         self.controller = Controller(2, Policy())
+        self.controller.uses_us = lambda: uses_us
         self.current: dict[int, Process] = {}
         self.said: list[str] = []
-        self.waiting = Waiting(self.board, self.controller, self, self.said.append, expected=expected)  # type: ignore[arg-type]
+        self.waiting = Waiting(self.board, self.controller, self, self.said.append)  # type: ignore[arg-type]
 
     def living(self) -> Iterator[Process]:
         return (each for each in self.current.values() if each.code is None)
@@ -77,25 +77,12 @@ def test_a_long_start_is_told_every_ten_seconds(rig: Rig) -> None:
 
 
 def test_a_script_without_a_session_is_not_nagged(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, expected=False)
+    rig = Rig(monkeypatch, uses_us=False)
     rig.current = {0: Process(0), 1: Process(1)}
     (told,) = rig.after(100)
     assert told.startswith(
         "starting since 10 s: no rank has come to a Session; before the first step nothing is repaired"
     )
-
-
-def test_who_speaks_of_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ours.py").write_text("import resilient_train as rt\n")
-    (tmp_path / "other.py").write_text("import torch\n")
-    monkeypatch.chdir(tmp_path)
-    python = ("python", "-u")
-    assert speaks_of_sessions((*python, str(tmp_path / "ours.py"), "--steps", "3"))
-    assert speaks_of_sessions((*python, "-m", "ours"))
-    assert speaks_of_sessions((*python, "-m", "resilient_train.demo.job"))
-    assert not speaks_of_sessions((*python, "other.py"))
-    assert not speaks_of_sessions((*python, "-m", "other"))
-    assert not speaks_of_sessions(("bash", "run.sh"))
 
 
 def test_a_recovery_says_for_whom_it_waits(rig: Rig) -> None:

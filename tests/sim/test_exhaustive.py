@@ -1,13 +1,9 @@
-"""Every interleaving of small worlds. ``SIM_DEEP=1`` adds worlds that take minutes."""
-
-import os
+"""Every interleaving of small worlds."""
 
 import pytest
 
 from resilient_train.testing.cluster import Faults, Layout
 from resilient_train.testing.explore import explore
-
-DEEP = bool(os.environ.get("SIM_DEEP"))
 
 WORLDS = [
     pytest.param(Layout(2, (1, 0)), Faults(kills=1), id="2-ranks-2-updates-1-kill"),
@@ -18,6 +14,9 @@ WORLDS = [
     pytest.param(Layout(2, (1, 0)), Faults(damages=1), id="2-ranks-2-updates-1-damage"),
     pytest.param(Layout(2, (0,)), Faults(kills=1, damages=1), id="2-ranks-1-kill-1-damage"),
     pytest.param(Layout(2, (1,)), Faults(glitches=1, damages=1), id="2-ranks-1-glitch-1-damage"),
+    pytest.param(Layout(2, (1,)), Faults(hangs=1), id="2-ranks-1-hang"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, fences=1), id="2-ranks-1-kill-1-late-recovery"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, hangs=1), id="2-ranks-1-kill-1-hang"),
     pytest.param(Layout(3, (0,)), Faults(kills=1), id="3-ranks-1-update-1-kill", marks=pytest.mark.slow),
 ]
 DEEP_WORLDS = [
@@ -27,6 +26,8 @@ DEEP_WORLDS = [
     (Layout(2, (1, 1)), Faults(kills=1, cuts=1, glitches=1)),
     (Layout(2, (0,)), Faults(kills=3)),
     (Layout(3, (1,)), Faults(kills=1)),
+    (Layout(2, (0,)), Faults(kills=1, hangs=1, fences=1)),
+    (Layout(3, (0,)), Faults(hangs=1)),
 ]
 
 
@@ -41,7 +42,7 @@ def test_every_interleaving_is_safe_and_ends(layout: Layout, faults: Faults) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not DEEP, reason="minutes; set SIM_DEEP=1")
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "faults"), DEEP_WORLDS)
 def test_every_interleaving_of_a_larger_world(layout: Layout, faults: Faults) -> None:
     assert explore(layout, faults).complete

@@ -12,15 +12,17 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from resilient_train._native import Board
 from resilient_train.launch.holdings import Holdings, RefusedError
-from resilient_train.session.kept import OFF, Kept
+from resilient_train.session.snapshot_names import OFF, SnapshotNames
 from resilient_train.state.vault.client import common_commits
 from resilient_train.state.vault.record import Snapshot
 from resilient_train.state.vault.room import Room
 from resilient_train.state.vault.slots import Draft, SlotPair
 
-SEEDS = 3000 if "FULL" in os.environ else 40
+MANY = [40, pytest.param(3_000, marks=pytest.mark.long)]
 WINDOWS = 16
 IMAGE_BYTES = 64
 
@@ -63,7 +65,7 @@ class Slots(SlotPair):
 
 
 class Words:
-    """The board, as ``rank`` sees it."""
+    """The words of the board, as ``rank`` sees them."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank, self.world_size = job, rank, job.board.world_size
@@ -72,13 +74,13 @@ class Words:
         self.job.moment(self.rank)
         return self.job.board.kept(rank)
 
-    def set_kept(self, rank: int, first: int, second: int) -> None:
+    def set_kept(self, first: int, second: int) -> None:
         self.job.moment(self.rank)
-        self.job.board.set_kept(rank, first, second)
+        self.job.board.set_kept(self.rank, first, second)
         self.job.moment(self.rank)
 
 
-class NewestKept(Kept):
+class NewestKept(SnapshotNames):
     """The control: each rank for itself keeps its own newest."""
 
     def begin(self, pair: SlotPair) -> Draft | None:
@@ -91,7 +93,7 @@ class Process:
     def __init__(self, job: Job, rank: int) -> None:
         self.job = job
         self.rank = rank
-        self.kept = job.rule(Words(job, rank), rank)  # type: ignore[arg-type]
+        self.kept = job.rule(Words(job, rank))  # type: ignore[arg-type]
         self.pair: Slots | None = None
         self.pending: tuple[Draft, int] | None = None
         self.taken = -1
@@ -151,7 +153,7 @@ class Process:
 
 
 class Job:
-    def __init__(self, seed: int, rule: type[Kept]) -> None:
+    def __init__(self, seed: int, rule: type[SnapshotNames]) -> None:
         self.chance = random.Random(seed)
         self.rule = rule
         self.dues = [self.chance.random() < 0.67 for _ in range(WINDOWS)]
@@ -325,7 +327,7 @@ def picture(commits: int) -> bytes:
     return bytes([commits % 256]) * IMAGE_BYTES
 
 
-def run(seed: int, rule: type[Kept] = Kept) -> dict[str, int]:
+def run(seed: int, rule: type[SnapshotNames] = SnapshotNames) -> dict[str, int]:
     job = Job(seed, rule)
     try:
         job.train()
@@ -334,29 +336,33 @@ def run(seed: int, rule: type[Kept] = Kept) -> dict[str, int]:
         job.close()
 
 
-def test_there_is_always_a_snapshot_that_all_ranks_hold() -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seeds", MANY)
+def test_there_is_always_a_snapshot_that_all_ranks_hold(seeds: int) -> None:
     tallies: list[dict[str, Any]] = []
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         try:
             tallies.append(run(seed))
         except AssertionError as error:
             raise AssertionError(f"run({seed}): {error}") from error
     total = {name: sum(each[name] for each in tallies) for name in tallies[0]}
     print(total)
-    assert total["deaths"] > SEEDS
-    assert total["restarts"] > SEEDS / 4
-    assert total["from_memory"] > SEEDS / 8
-    assert total["lost"] > SEEDS / 20
-    assert total["commons"] > 2 * SEEDS
-    assert total["off"] > SEEDS / 4
+    assert total["deaths"] > seeds
+    assert total["restarts"] > seeds / 4
+    assert total["from_memory"] > seeds / 8
+    assert total["lost"] > seeds / 20
+    assert total["commons"] > 2 * seeds
+    assert total["off"] > seeds / 4
 
 
-def test_ranks_that_keep_their_own_newest_lose_it() -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seeds", MANY)
+def test_ranks_that_keep_their_own_newest_lose_it(seeds: int) -> None:
     """The control."""
     lost = 0
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         try:
             run(seed, NewestKept)
         except LostError:
             lost += 1
-    assert lost > SEEDS / 4
+    assert lost > seeds / 4

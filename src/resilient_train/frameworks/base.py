@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from resilient_train._native import Board, Copier
+from resilient_train.protocol.rank_effects import Mode
 from resilient_train.state.capture import Capture
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.transfer import Span
@@ -25,17 +25,6 @@ class Objects(NamedTuple):
     rank_extra: Mapping[str, Any] = {}
 
 
-class Place(enum.Enum):
-    """Where in a step a collective is called."""
-
-    STEP = "step"
-    """Before the update: it is redone with the step."""
-    UPDATE = "update"
-    """In an update under way: it could neither be redone nor repeated."""
-    TAIL = "tail"
-    """After the update, so that it cannot be redone with the step."""
-
-
 class Conductor(Protocol):
     """What the engine reports to: implemented by the Session's runtime."""
 
@@ -51,28 +40,58 @@ class Conductor(Protocol):
         """The gradient scaler was updated, whether it let the optimizer write or not."""
         ...
 
-    def collective(self, *, spans_job: bool) -> Place:
-        """A collective is about to be entered, one of the whole job or of a part of it. May be called on any thread."""
-        ...
-
     def survive(self, error: BaseException | None) -> bool:
-        """A collective of the tail was cut. Takes part in the recovery; True if the collective is to be run again."""
+        """A collective of the tail failed, or waits for who has gone (None). Takes part in the recovery; True if the
+        collective is to be called again.
+        """
+        ...
+
+    def stopped(self) -> bool:
+        """Whether a recovery is under way that this rank does not take part in yet."""
+        ...
+
+    def note(self, kind: str, detail: dict[str, Any]) -> None:
+        """Writes an event of this rank."""
         ...
 
 
-class TailLog(Protocol):
-    """Where the arguments of the tail's collectives are kept, out of this process's reach when it dies."""
+class Call(NamedTuple):
+    """What a rank has published of a collective of its tail.
 
-    def log(self, meta: bytes, data: bytes) -> bool:
-        """Publishes the input of one more collective of the tail; False if there is no room for it."""
+    ``inputs`` None: they were too large. ``result``: what came of it, where somebody has published that.
+    """
+
+    header: bytes
+    inputs: bytes | None
+    result: bytes | None = None
+
+
+class Peers(Protocol):
+    """What an engine knows of the other ranks: their tails, which outlive them."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
         ...
 
-    def logged(self, index: int) -> tuple[bytes, bytes]:
-        """What ``log`` took as its ``index``-th entry since the last update."""
+    def enter_collective(self) -> None:
+        """One more collective of all ranks is entered (for the hang detector). May be called on any thread."""
         ...
 
-    def tail_completed(self, completed: int) -> None:
-        """One more collective of the tail has its result."""
+    def log(self, key: tuple[str, int], header: bytes, inputs: bytes) -> bool:
+        """Publishes what this rank gives to a collective of the tail. False: it is too large, and that is published."""
+        ...
+
+    def log_result(self, key: tuple[str, int], result: bytes) -> None:
+        """Publishes the result of a collective of the tail, for who can't compute it."""
+        ...
+
+    def completed(self, count: int) -> None:
+        """So many collectives of the tail are over, for people."""
+        ...
+
+    def call(self, rank: int, key: tuple[str, int], commits: int) -> Call | None:
+        """What that rank, or its dead process, has published of a collective of the tail after ``commits`` updates."""
         ...
 
 
@@ -136,6 +155,14 @@ class Damage(NamedTuple):
         return [*sorted(".".join(map(str, path)) for path in self.replicated), *self.own]
 
 
+class Fingerprint(Protocol):
+    """A digest that is being made on other threads; what it is of must stay as it is until it is there."""
+
+    def digest(self) -> str:
+        """Waits for it: hexadecimal digits."""
+        ...
+
+
 class Framework(Protocol):
     """See the methods. Everything runs in the training thread unless said otherwise."""
 
@@ -157,8 +184,12 @@ class Framework(Protocol):
         """Lets every waiter on a collective go, with an error; on any thread. Returns how many there were."""
         ...
 
-    def keep_collectives_home(self, home: bool, /) -> None:
-        """While on, collectives act as if this rank were alone: nothing is sent, nothing waits."""
+    def set_mode(self, mode: Mode) -> None:
+        """How collectives of the user's are carried out from now on."""
+        ...
+
+    def exchange(self, finishers: Sequence[int]) -> None:
+        """As ``set_mode(Mode.EXCHANGE)``. ``finishers``: the ranks that run what is left of the tail."""
         ...
 
     def close_groups(self) -> None:
@@ -196,7 +227,7 @@ class Framework(Protocol):
 
     # -- the step
 
-    def attach(self, conductor: Conductor, log: TailLog) -> None:
+    def attach(self, conductor: Conductor, peers: Peers) -> None:
         """Hooks the optimizers, the scaler and the process groups."""
         ...
 
@@ -218,8 +249,18 @@ class Framework(Protocol):
         """Keeps a copy of the replicated state, so that ``rollback`` can also take an update back."""
         ...
 
-    def committed(self) -> None:
-        """The update is applied: nothing before it can be rolled back, and the tail's log starts anew."""
+    def committed(self, commits: int) -> None:
+        """The update is applied, the ``commits``-th: nothing before it can be rolled back, and its tail begins."""
+        ...
+
+    def changed_unasked(self) -> str:
+        """The name of a parameter that has changed since ``begin`` without an update; empty if none was seen. A look at
+        a few words, other ones for each window.
+        """
+        ...
+
+    def without_optimizer(self) -> list[str]:
+        """The names of parameters that want to be trained, and are in no registered optimizer."""
         ...
 
     def gradients_ready(self, update: int) -> None:
@@ -264,7 +305,10 @@ class Framework(Protocol):
         ...
 
     def image(self, step: int, share: Share) -> Image:
-        """What to copy, until the next update begins, for a snapshot of the state from before ``step``."""
+        """What to copy, until the next update begins, for a snapshot of the state from before ``step``.
+
+        Raises LayoutError for a state that no new process could take up.
+        """
         ...
 
     def layout(self) -> bytes:
@@ -276,7 +320,7 @@ class Framework(Protocol):
         ...
 
     def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
-        """Takes up a saved state: ``fill`` fills the tensors. Raises TransferError if the state isn't this model's."""
+        """Takes up a saved state: ``fill`` fills the tensors. Raises LayoutError if the state isn't this model's."""
         ...
 
     def watch_device(self, board: Board, rank: int) -> None:
@@ -314,7 +358,9 @@ class Framework(Protocol):
         ...
 
     def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
-        """Takes over a replica's state: ``fetch`` fills the local spans. Returns bytes. Raises TransferError."""
+        """Takes over a replica's state: ``fetch`` fills the local spans. Returns bytes. Raises TransferError, a
+        LayoutError where the replica has another model.
+        """
         ...
 
     def remote_spans(self, manifest: bytes) -> list[Span]:
@@ -337,35 +383,30 @@ class Framework(Protocol):
         """Digests of parameters with optimizer state, and of this rank's own state."""
         ...
 
-    def fingerprint(self, more: Mapping[str, Any]) -> dict[str, str]:
+    def parts(self, more: Mapping[str, Any]) -> dict[str, str]:
         """A digest of each tensor, generator and other part of this rank's state by its name, and of the trees in
         ``more``. For drills: it reads all of the state.
         """
         ...
 
+    def fingerprint(self) -> Fingerprint:
+        """Begins the first of the ``digests``: equal on all ranks of a replica group, and nowhere else by chance."""
+        ...
+
+    def on_host(self) -> bool:
+        """Whether the state lies in the host's memory, which other threads read beside the training."""
+        ...
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What that digest covers: (name, digest) of each tensor and each value."""
+        ...
+
+    def averages(self) -> bool:
+        """Whether the models that are trained are wrapped by what averages gradients among replicas."""
+        ...
+
     def settle(self, manifest: bytes | None, commits: int) -> None:
         """The recovery is nearly over: make what depends on the history (DDP's buckets) as if nothing had happened."""
-        ...
-
-    # -- the tail
-
-    def tail_completed(self) -> int:
-        """How many collectives of the tail this rank has completed (or stood in for) since the last update."""
-        ...
-
-    def tail_replay(self, start: int) -> None:
-        """Takes part again in the collectives of the tail from ``start`` to the last completed one."""
-        ...
-
-    def tail_ghost(self, start: int, entries: Iterator[tuple[bytes, bytes | None]]) -> None:
-        """Takes part, from ``start`` on, in collectives of a tail that this process has not run.
-
-        Data None: the dead rank had not come to that collective.
-        """
-        ...
-
-    def neutral_contributions(self) -> list[str]:
-        """The collectives in which ``tail_ghost`` had no input of the dead rank's to give; forgets them."""
         ...
 
     # -- data

@@ -7,21 +7,24 @@ carries out what it says.
 from __future__ import annotations
 
 import asyncio
+import errno
+import functools
 import signal
 import time
 import traceback
+from collections.abc import Collection, Coroutine
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from resilient_train._native import Board, DeathWatch
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
+from resilient_train.launch.admission import Admission, RankConnection, new_token
 from resilient_train.launch.alarms import Alarms
-from resilient_train.launch.connections import Connection, Listener
+from resilient_train.launch.connections import Listener
 from resilient_train.launch.departure import Departure
+from resilient_train.launch.descriptors import raise_limit
+from resilient_train.launch.fork.imports import target_of, uses_us
 from resilient_train.launch.fork.pool import Pool
 from resilient_train.launch.fork.zygote import Root
 from resilient_train.launch.job import Job
@@ -30,9 +33,10 @@ from resilient_train.launch.logs import Logs
 from resilient_train.launch.lookout import LOOK_S, Lookout
 from resilient_train.launch.operators import Operators
 from resilient_train.launch.processes import Processes, RankProcess
+from resilient_train.launch.rendezvous import make_store
 from resilient_train.launch.saves import Saves
-from resilient_train.launch.telling import end_of, line, told
-from resilient_train.launch.waiting import Waiting, speaks_of_sessions
+from resilient_train.launch.telling import end_of, line, pause_told, told
+from resilient_train.launch.waiting import Waiting
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
@@ -42,14 +46,28 @@ from resilient_train.protocol.hang import Finding, Verdict
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.session.pulse import STACKS_FOLDER
 from resilient_train.state.arena import DEFAULT_SLOT_BYTES, Arena
+from resilient_train.transport import listen
 
+EXIT_BUG = 70
+"""EX_SOFTWARE."""
 LOG_POLL_S = 0.05
 _LEAVING_GRACES = 30
 """So many times ``TROUBLE_GRACE_S`` a rank that has closed its Session may take to end before that is a fault."""
+_SHORT_OF = frozenset((errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM))
+"""Descriptors, processes or memory: there may be some again soon."""
+_SHORT_S = 1.0
+_TRIES = 10
+_UNKILLABLE_S = 10.0
+"""A process that was killed and has not ended by then waits in the kernel for something that does not come (storage
+that is gone). It never runs a line of its program again, so it is as good as dead.
+"""
 TROUBLE_GRACE_S = 1.0
 """How long a collective may have failed before it counts as a fault of its own. A death explains most failures, and is
 seen within milliseconds; but a rank that leaves with an error of the user's takes a while to exit: 0.2 s was too short.
 """
+
+DIFFER_GRACE_S = 2.0
+"""How long a rank whose replicas differ is heard alone, before the job ends without what the others would have said."""
 
 
 class Agent:
@@ -58,69 +76,70 @@ class Agent:
     def __init__(self, job: Job, sink: Sink, root: Root | str) -> None:
         self._job = job
         self._sink = sink
+        limit = raise_limit()
         self._controller = Controller(job.world_size, job.policy)
         self._board = Board.create(job.world_size)
         self._deaths = DeathWatch(self._board)
         self._logs = Logs(job)
         self._arenas = [Arena.create(DEFAULT_SLOT_BYTES, job.settings.tail_log_bytes) for _ in range(job.world_size)]
-        try:
-            self._store = TCPStore(job.host, job.port, is_master=True, wait_for_workers=False)
-        except dist.DistError as error:
-            raise ConfigError(f"the store can't listen on {job.host}:{job.port}: {error}") from None
+        self._store = make_store(job.host, job.port)
         self._socket_path = job.run_dir / "agent-0.sock"
         self._pool = Pool(root, job.command, job.settings, self._on_standby)
-        self._processes = Processes(job, self._logs, self._pool, self._socket_path, self._store.port)
-        self._connections: dict[int, Connection] = {}
+        token = new_token()
+        self._processes = Processes(job, self._logs, self._pool, self._socket_path, self._store.port, token, limit)
         self._reaping: set[RankProcess] = set()
         self._unborn: dict[int, Spawn] = {}
         """Ranks whose process is asked for, and not there yet."""
         self._fenced: dict[RankProcess, str] = {}
         self._lookout = Lookout(self._board, self._controller, self._processes, job.settings)
         self._alarms = Alarms(self._board, self._controller)
-        expected = speaks_of_sessions(job.command)
-        self._waiting = Waiting(self._board, self._controller, self._processes, self._say, expected=expected)
-        self._operators = Operators(self._board, self._controller, self._processes, self._waiting, self._note)
+        self._waiting = Waiting(self._board, self._controller, self._processes, self._say)
+        operators = Operators(self._board, self._controller, self._processes, self._waiting, self._note)
+        self._admission = Admission(token, self._controller, self._processes, operators, self, self._note)
         keep = job.settings.keep_checkpoints
         self._saves = Saves(job.run_dir, job.world_size, keep, self._note, self._say, self._board.settle)
-        if blind := self._saves.choose():
-            raise ConfigError(blind)
-        self._saves.tell_source()
         self._controller.can_go_back = self._saves.can_go_back
+        self._controller.uses_us = functools.cache(functools.partial(uses_us, target_of(job.command)))
         self._departure = Departure(self._board, self._controller, self._saves, self._arenas, job.settings)
         self._ending: EndJob | None = None
         self._ended = asyncio.Event()
-        self._begun_ns = time.time_ns()
+        self._choosing = False
+        """All ranks are to be started, and it is not known yet from what."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._fault_ns = 0
 
     async def run(self) -> int:
-        """Runs the job to its end."""
+        """Runs the job to its end. Raises ConfigError if it can't begin."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._on_bug)
         self._departure.carry_out = self._carry_out
-        listener = Listener(
-            self._socket_path, self._on_frame, lambda text: self._note("foreign_frame", detail={"text": text})
-        )
+        try:
+            connections_max = 4 * self._job.world_size + 256
+            self._listener = Listener(self._socket_path, self._admission, listen(self._socket_path), connections_max)
+        except OSError as error:
+            raise ConfigError(f"the agent can't listen at {self._socket_path}: {error}") from None
         self._loop.add_reader(self._deaths.fd, self._on_deaths)
         for number in {signal.SIGUSR1, *(getattr(signal, name) for name in self._job.signals)}:
             self._loop.add_signal_handler(number, self._on_signal, number)
-        logs = self._loop.create_task(self._show_logs())
+        logs = self._begin_task(self._show_logs())
         self._loop.call_soon(self._look_out)
         try:
             self._processes.begin()
-            self._carry_out(self._controller.launch())
+            self._begin_task(self._start_all(self._controller.launch()))
             await self._ended.wait()
             self._pool.close()
             if self._ending is not None:
                 await self._stop_ranks()
-            await self._saves.finish(self._job.shutdown_timeout_s)
-            if self._ending is not None and self._ending.code and (left := self._saves.left()):
+            failed = self._ending is not None and self._ending.code != 0
+            await self._saves.finish(self._job.shutdown_timeout_s, failed=failed)
+            if self._ending is not None and self._ending.code and (left := await self._saves.left()):
                 self._say(f"started again with --run-dir {self._job.run_dir}, the job goes on from {left}")
         finally:
             logs.cancel()
             self._pool.close()
             self._kill_ranks()
             self._logs.finish()
-            listener.close()
+            self._listener.close()
             self._loop.remove_reader(self._deaths.fd)
             self._deaths.close()
         return self._ending.code if self._ending is not None else 0
@@ -156,7 +175,9 @@ class Agent:
             self._carry_out(self._controller.lost(process.rank, process.incarnation, reason, self._standings()))
         how = how_it_failed(self._log(process), code, self._other_logs(process)) if code > 0 else ""
         self._carry_out(self._controller.exited(process.rank, process.incarnation, code, self._standings(), how))
-        if not self._reaping and not self._unborn and self._ending is None:
+        # Predecessors that can't be killed are not waited for.
+        present = [each for each in self._reaping if each is self._processes.current.get(each.rank)]
+        if not present and not self._unborn and not self._choosing and self._ending is None:
             self._ended.set()
 
     def _log(self, process: RankProcess) -> Path:
@@ -167,7 +188,7 @@ class Agent:
 
     def _on_standby(self, kind: str, detail: dict[str, Any]) -> None:
         self._note(kind, detail=detail)
-        self._tell(kind, -1, detail)
+        self._tell(kind, detail)
 
     def _on_signal(self, number: int) -> None:
         self._departure.asked("resilient-run", number)
@@ -176,7 +197,25 @@ class Agent:
         """An exception in a callback is a bug of ours. A job that nobody looks after any more must not go on."""
         error = context.get("exception")
         self._logs.say("".join(traceback.format_exception(error)) if error else context["message"])
-        self._carry_out(self._controller.stop(70, f"internal error of the agent: {error!r} (please report it)"))
+        end = EndJob(EXIT_BUG, f"internal error of the agent: {error!r} (please report it)")
+        try:
+            self._carry_out(self._controller.stop(end.code, end.reason))
+        finally:
+            if self._ending is None:  # the mistake is in how that is carried out
+                self._say(f"the job ends: {end.reason}")
+                self._carry_out([end])
+
+    def _begin_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """In the background. An exception that ends it is a bug of ours, like one in a callback."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_over)
+        return task
+
+    def _on_task_over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_bug(self._loop, {"message": "a task has failed", "exception": error})
 
     def _standings(self) -> list[Standing]:
         return [standing_of(self._board.standing(rank)) for rank in range(self._job.world_size)]
@@ -187,14 +226,20 @@ class Agent:
         self._alarms.look(self)
         self._departure.look()
         self._waiting.look()
-        if self._job.settings.hang:
-            self._lookout.look(self)
+        self._lookout.look(self)
         self._loop.call_later(LOOK_S, self._look_out)
 
-    def fence(self, rank: int, reason: str) -> None:
-        process = self._processes.current[rank]
-        self._fenced[process] = reason
-        process.signal_group(signal.SIGKILL)
+    def fence(self, ranks: Collection[int], reason: str) -> None:
+        self._carry_out(self._controller.fence(ranks, reason, self._standings()))
+
+    def expire(self, limit_s: float, stopped: Collection[int]) -> None:
+        standings = self._standings()
+        self._carry_out(self._controller.expired(self._controller.generation, standings, limit_s, stopped))
+
+    def tell_pause(self, paused_s: float, stopped: Collection[int]) -> None:
+        pids = [self._processes.current[rank].pid for rank in stopped]
+        self._note("paused", detail={"paused_s": round(paused_s, 1), "stopped": list(stopped)})
+        self._say(pause_told(paused_s, pids))
 
     def give_up_collective(self, detail: str, *, culprit: int = -1) -> None:
         self._on_unexplained(self._controller.generation, detail, culprit)
@@ -216,38 +261,9 @@ class Agent:
                 "that takes its time belongs in `with session.slow(...)`)"
             )
 
-    # -- frames
+    # -- the ranks' Hearer
 
-    def _on_frame(self, connection: Connection, frame: m.FromRank) -> None:
-        hello = connection.hello
-        assert hello is not None
-        if hello.role == "operator":
-            self._operators.answer(connection, frame)
-            return
-        rank, incarnation = hello.rank, hello.incarnation
-        if not 0 <= rank < self._job.world_size or self._controller.incarnations[rank] != incarnation:
-            return
-        match frame:
-            case m.Hello():
-                self._on_hello(connection, frame)
-            case m.Reserve(slot_bytes=slot_bytes):
-                self._arenas[rank] = self._arenas[rank].grown(slot_bytes)
-                connection.send(m.Arena(rank), [self._arenas[rank].fd])
-            case m.Borrow(rank=lender) if 0 <= lender < self._job.world_size:
-                connection.send(m.Arena(lender), [self._arenas[lender].fd])
-            case m.Offer(target=other) | m.Pull(source=other) if frame.generation == self._controller.generation:
-                self._carry_out([Send(other, frame)])
-            case _:
-                self._on_report(rank, incarnation, frame)
-
-    def _on_hello(self, connection: Connection, hello: m.Hello) -> None:
-        rank = hello.rank
-        known = self._connections.get(rank)
-        if known is not None and not known.closed:
-            # The rank's own says a last word on a second connection (``link.refuse``); whoever it is gets no answers.
-            self._note("foreign_frame", rank=rank, detail={"text": "a second connection says that it is this rank"})
-            return
-        self._connections[rank] = connection
+    def greet(self, rank: int, hello: m.Hello, connection: RankConnection) -> None:
         self._processes.current[rank].greeted = True
         self._board.set_identity(rank, self._controller.generation, hello.incarnation, hello.pid)
         connection.send(
@@ -255,6 +271,39 @@ class Agent:
             [self._board.fd, self._arenas[rank].fd],
         )
         self._carry_out(self._controller.greeted(rank, hello.incarnation))
+
+    def hear(self, rank: int, incarnation: int, frame: m.FromRank, connection: RankConnection) -> None:
+        match frame:
+            case m.Reserve(slot_bytes=slot_bytes):
+                self._grow(rank, slot_bytes, connection)
+            case m.Borrow(rank=lender) if 0 <= lender < self._job.world_size:
+                connection.send(m.Arena(lender), [self._arenas[lender].fd])
+            case m.OpenVault():
+                self._begin_task(self._open_vault(connection))
+            case m.Offer(target=other) | m.Pull(source=other) if frame.generation == self._controller.generation:
+                self._carry_out([Send(other, frame)])
+            case _:
+                self._on_report(rank, incarnation, frame)
+
+    def disown(self, rank: int, why: str) -> None:
+        self.fence([rank], f"does not speak with the agent any more: {why}")
+
+    def _grow(self, rank: int, slot_bytes: int, connection: RankConnection) -> None:
+        if connection.closed:
+            return
+        arena = self._arenas[rank]
+        try:
+            self._arenas[rank] = arena.grown(slot_bytes)
+        except OSError as error:
+            if error.errno not in _SHORT_OF:
+                raise
+            self._loop.call_later(_SHORT_S, self._grow, rank, slot_bytes, connection)
+            return
+        arena.close()
+        connection.send(m.Arena(rank), [self._arenas[rank].fd])
+
+    async def _open_vault(self, connection: RankConnection) -> None:
+        connection.send(m.VaultOpened(await self._saves.open()))
 
     def _on_report(self, rank: int, incarnation: int, frame: m.FromRank) -> None:
         controller = self._controller
@@ -282,18 +331,19 @@ class Agent:
                     "way": frame.way,
                 }
                 self._note("fetched", rank=rank, incarnation=incarnation, generation=frame.generation, detail=detail)
-            case m.Done(generation=generation, redone=redone, step=step):
+            case m.Done(generation=generation, redone=redone, step=step, over=over):
                 whose = {"rank": rank, "incarnation": incarnation, "step": step}
                 self._note("done", generation=generation, detail={"redone": redone}, **whose)
-                self._carry_out(controller.done(rank, incarnation, generation))
+                self._carry_out(controller.done(rank, incarnation, generation, over=over))
             case m.Trouble(generation=generation, detail=text):
                 self._loop.call_later(TROUBLE_GRACE_S, self._on_unexplained, generation, f"rank {rank}: {text}")
             case m.Damaged(generation=generation, detail=text):
                 self._carry_out(controller.damaged(rank, incarnation, generation, text, self._standings()))
             case m.Finish(generation=generation):
                 self._carry_out(controller.finish(rank, incarnation, generation))
-            case m.OpenVault():
-                self._connections[rank].send(m.VaultOpened(self._saves.open(self._loop)))
+            case m.Differs():
+                self._loop.call_later(DIFFER_GRACE_S, lambda: self._carry_out(controller.disagreed()))
+                self._carry_out(controller.differs(rank, incarnation, frame))
             case m.Captured(last=generation) if generation >= 0:
                 self._departure.captured(rank, frame)
             case m.Unsaved(generation=generation, reason=text):
@@ -319,7 +369,7 @@ class Agent:
 
     def _is_left(self) -> bool:
         """Whether a rank has closed its Session (an error of the user's went through it), and its process lives on."""
-        hung_up = [rank for rank, connection in self._connections.items() if connection.closed]
+        hung_up = [rank for rank, connection in self._admission.connections.items() if connection.closed]
         return any(self._processes.current[rank].exit_code() is None for rank in hung_up)
 
     # -- what is done
@@ -329,30 +379,26 @@ class Agent:
             match command:
                 case RaiseStop(generation=generation):
                     self._board.raise_stop(generation)
-                    self._loop.call_later(self._job.settings.join_timeout_s, self._expire, generation)
                 case Spawn():
                     self._spawn(command)
                 case Kill(rank=rank) if rank in self._unborn:
                     unborn = self._unborn.pop(rank)
                     told = "was not started in time"
                     self._carry_out(self._controller.lost(rank, unborn.incarnation, told, self._standings()))
-                case Kill(rank=rank):
-                    if rank in self._processes.current:
-                        self._processes.current[rank].signal(signal.SIGKILL)
+                case Kill(rank=rank, reason=reason):
+                    self._kill(self._processes.current[rank], reason)
                 case Send(rank=rank, message=message):
-                    if rank in self._connections:
-                        self._connections[rank].send(self._departure.completed(message))
-                case Note(kind="restart_all", detail=detail) if blind := self._saves.choose():
-                    # What follows would start the ranks, anew beside what may be saved.
-                    self._carry_out(self._controller.stop(EXIT_UNRECOVERABLE, f"{detail['reason']}, and {blind}"))
+                    if rank in self._admission.connections:
+                        self._admission.connections[rank].send(self._departure.completed(message))
+                case Note(kind="restart_all"):
+                    self._kill_ranks_for_good()
+                    self._begin_task(self._start_all(commands[commands.index(command) + 1 :], command))
                     return
                 case Note(kind=kind, rank=rank, detail=detail):
-                    if kind in {"restart_all", "job_end"}:  # what a report counts the lost updates from
-                        detail = {**detail, "commits": max(standing.commits for standing in self._standings())}
+                    if kind == "job_end":
+                        detail = self._with_commits(detail)
                     self._note(kind, rank=rank, detail=detail)
-                    self._tell(kind, rank, detail)
-                    if kind == "restart_all":
-                        self._saves.tell_source()
+                    self._tell(kind, detail)
                     if kind == "leaving":
                         self._departure.begin()
                     if kind == "started" and self._job.policy.replace:
@@ -362,6 +408,37 @@ class Agent:
                         self._ending = command
                         self._ended.set()
 
+    async def _start_all(self, spawns: list[Command], again: Note | None = None) -> None:
+        """Starts all ranks, when it is known from what. ``again``: why they are started once more."""
+        self._choosing = True
+        blind = await self._saves.choose(needed=again is not None and bool(again.detail["state_lost"]))
+        self._choosing = False
+        if self._ending is not None:
+            return
+        if blind and again is not None:  # they must not begin anew beside what may be saved
+            self._carry_out(self._controller.stop(EXIT_UNRECOVERABLE, f"{again.detail['reason']}, and {blind}"))
+            return
+        if blind:
+            self._carry_out(self._controller.refuse(blind))
+            return
+        if again is not None:
+            detail = self._with_commits(again.detail)
+            self._note(again.kind, rank=again.rank, detail=detail)
+            self._tell(again.kind, detail)
+        self._saves.tell_source()
+        self._carry_out(spawns)
+
+    def _with_commits(self, detail: dict[str, object]) -> dict[str, object]:
+        """What a report counts the lost updates from."""
+        return {**detail, "commits": max(standing.commits for standing in self._standings())}
+
+    def _kill_ranks_for_good(self) -> None:
+        """They will be started anew: nothing that they do or say counts any more."""
+        self._unborn.clear()
+        for process in self._reaping:
+            process.reported = True
+            process.signal_group(signal.SIGKILL)
+
     def _spawn(self, command: Spawn) -> None:
         rank = command.rank
         self._deaths.remove(rank)
@@ -369,35 +446,66 @@ class Agent:
         if old is not None and old in self._reaping:
             old.reported = True
             old.signal_group(signal.SIGKILL)
-        stale = self._connections.pop(rank, None)
+        stale = self._admission.forget(rank)
         if stale is not None:
-            stale.close()
+            self._listener.drop(stale)
+        try:
+            self._listener.restore()
+        except OSError as error:
+            self._say(f"{self._socket_path} is gone, and can't be made anew: {error}")
         self._board.set_order(rank, orders.NOBODY)  # an order to its predecessor died with it
         self._board.set_asked(rank, 0)
         self._unborn[rank] = command
+        self._start(command)
+
+    def _start(self, command: Spawn, tries: int = 1) -> None:
+        if not self._is_wanted(command):
+            return
         self._processes.start(
-            rank,
+            command.rank,
             command.incarnation,
             command.attempt,
             joining=command.joining,
-            started=lambda process: self._on_started(command, process),
-            wanted=lambda: self._unborn.get(rank) is command and self._ending is None,
+            started=lambda process: self._on_started(command, process, tries),
+            wanted=lambda: self._is_wanted(command),
         )
 
-    def _on_started(self, command: Spawn, process: RankProcess | OSError) -> None:
+    def _is_wanted(self, command: Spawn) -> bool:
+        return self._unborn.get(command.rank) is command and self._ending is None
+
+    def _on_started(self, command: Spawn, process: RankProcess | OSError, tries: int) -> None:
         rank = command.rank
-        del self._unborn[rank]
         if isinstance(process, OSError):
-            self._carry_out([EndJob(2, f"rank {rank} can't be started: {process}")])
+            self._on_no_process(command, process, tries)
             return
+        del self._unborn[rank]
         self._processes.current[rank] = process
         self._reaping.add(process)
         self._loop.add_reader(process.pidfd, self._on_exit, process)
         detail = {"pid": process.pid, "joining": command.joining, "start": process.start}
         self._note("spawned", rank=rank, incarnation=command.incarnation, detail=detail)
 
-    def _expire(self, generation: int) -> None:
-        self._carry_out(self._controller.expired(generation))
+    def _on_no_process(self, command: Spawn, error: OSError, tries: int) -> None:
+        """Where it takes a lost one's place, the recovery's own limit says how long it is tried."""
+        if error.errno not in _SHORT_OF or (tries >= _TRIES and not command.joining):
+            del self._unborn[command.rank]
+            self._carry_out(self._controller.stop(2, f"rank {command.rank} can't be started: {error}"))
+            return
+        if tries == 1:
+            self._say(f"rank {command.rank} can't be started now ({error}): it is tried again")
+        self._loop.call_later(_SHORT_S, self._start, command, tries + 1)
+
+    def _kill(self, process: RankProcess, reason: str) -> None:
+        self._fenced[process] = reason
+        process.signal_group(signal.SIGKILL)
+        self._loop.call_later(_UNKILLABLE_S, self._on_unkillable, process)
+
+    def _on_unkillable(self, process: RankProcess) -> None:
+        if process.reported or process is not self._processes.current.get(process.rank):
+            return
+        process.reported = True
+        reason = f"{self._fenced.pop(process, 'was killed')}; it does not end, and is given up"
+        self._carry_out(self._controller.lost(process.rank, process.incarnation, reason, self._standings()))
 
     async def _stop_ranks(self) -> None:
         """SIGTERM, time to go, SIGKILL."""
@@ -427,11 +535,11 @@ class Agent:
         generation = self._controller.generation if generation < 0 else generation
         self._sink.write(Event(kind=kind, time_ns=time_ns or time.time_ns(), generation=generation, **fields))
 
-    def _tell(self, kind: str, rank: int, detail: dict[str, Any]) -> None:
+    def _tell(self, kind: str, detail: dict[str, Any]) -> None:
         if kind in ("fault", "leaving"):
             self._fault_ns = time.monotonic_ns()
         kind = "assembled" if kind == "resumed" and self._controller.leaving else kind
-        for text in told(kind, rank, self._controller.generation, (time.monotonic_ns() - self._fault_ns) / 1e6, detail):
+        for text in told(kind, self._controller.generation, (time.monotonic_ns() - self._fault_ns) / 1e6, detail):
             self._say(text)
 
     def _say(self, text: str) -> None:

@@ -5,12 +5,14 @@ its probes have found; its bits can be read all the same. What each kind leads t
 
     UCE       memory lost data at known addresses: all stop, the rank finds the owners and fetches them from a replica
     HCCE LINK a collective, or the way to a peer, failed: all rebuild their groups and redo the step
-    DEVICE    the device failed, or lost data nobody knows where: the process is killed and replaced
+    DEVICE    the device failed, or lost data nobody knows where: the process is killed and replaced, if another one
+              has its state
     DISABLED  the probe was given up: told, nothing else
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from resilient_train._native import Board
@@ -20,8 +22,8 @@ from resilient_train.protocol.controller import Controller, Stage
 class Hearer(Protocol):
     """What an alarm may lead to: implemented by the agent."""
 
-    def fence(self, rank: int, reason: str) -> None:
-        """Kills the rank's process; its death will be told with ``reason``."""
+    def fence(self, ranks: Collection[int], reason: str) -> None:
+        """Has the ranks' processes killed, as far as that may be; their deaths will be told with ``reason``."""
         ...
 
     def mend(self, rank: int, detail: str) -> None:
@@ -65,7 +67,7 @@ class Alarms:
 
     def _act(self, rank: int, probe: str, kind: str, hearer: Hearer) -> bool:
         if kind == "DEVICE":
-            hearer.fence(rank, f"its device failed, says {probe}")
+            hearer.fence([rank], f"its device failed, says {probe}")
         elif kind == "UCE" and self._controller.policy.mend:
             hearer.mend(rank, f"uncorrectable memory error, says {probe}")
         elif kind in ("HCCE", "LINK") and self._controller.policy.rebuild:

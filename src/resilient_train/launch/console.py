@@ -22,6 +22,8 @@ class Console:
         self._descriptor = descriptor
         self._pending = b""
         self._gone = False
+        self._stopped = False
+        """Its reader took nothing for as long as it was waited for."""
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
 
@@ -51,8 +53,8 @@ class Console:
         self._pending = bytes(rest)
 
     def drain(self, limit_s: float) -> None:
-        """Waits a moment for a slow reader: afterwards nobody will write any more."""
+        """Waits a moment for a slow reader: afterwards nobody will write any more. Not again, if it takes nothing."""
         deadline = time.monotonic() + limit_s
-        while self._pending and (left_s := deadline - time.monotonic()) > 0:
-            self._poll.poll(left_s * 1000)
+        while self._pending and not self._stopped and (left_s := deadline - time.monotonic()) > 0:
+            self._stopped = not self._poll.poll(left_s * 1000)
             self.flush()

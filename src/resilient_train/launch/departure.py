@@ -17,6 +17,7 @@ from resilient_train.launch.saves import Saves
 from resilient_train.protocol.commands import Command
 from resilient_train.protocol.controller import EXIT_UNRECOVERABLE, Controller
 from resilient_train.protocol.messages import Captured, FromAgent, SaveLast
+from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.arena import Arena
 
 EXIT_SAVED = {
@@ -73,7 +74,9 @@ class Departure:
             limit_s = self._settings.last_save_timeout_s if leaving.alone else self._settings.exit_grace_s
             name = "RESILIENT_LAST_SAVE_TIMEOUT_S" if leaving.alone else "RESILIENT_EXIT_GRACE_S"
             late = f"its state could not be saved within {limit_s:g} s ({name})"
-            asyncio.get_running_loop().call_later(limit_s, lambda: self.carry_out(self._controller.saved_last(late)))
+            loop = asyncio.get_running_loop()
+            loop.call_later(limit_s / 2, lambda: self.carry_out(self._controller.hurry()))
+            loop.call_later(limit_s, lambda: self.carry_out(self._controller.saved_last(late)))
 
     def completed(self, message: FromAgent) -> FromAgent:
         """Puts into an order to save what the ranks that can't had published last."""
@@ -95,6 +98,13 @@ class Departure:
         assert leaving is not None
         if set(self._captured) == {each for group in savers for each in group}:
             groups = self._controller.replicas.groups
+            differing = disagreeing(groups, {each: held.fingerprint for each, held in self._captured.items()})
+            if differing:
+                self.carry_out(self._controller.refuse(
+                    f"{leaving.reason}; nothing is saved, because ranks {differing} are to hold the same bits after "
+                    f"{frame.commits} updates, and don't"
+                ))  # fmt: skip
+                return
             self._saves.store_last(
                 self._captured, groups, savers, leaving.reason, lambda text: self._over(frame.last, text)
             )

@@ -13,55 +13,39 @@ is a pidfd, too.
 from __future__ import annotations
 
 import argparse
-import collections
+import asyncio
 import contextlib
 import fcntl
 import os
 import queue
-import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from resilient_train.errors import ProtocolError
+from resilient_train.launch.connections import SMALL, Connection, Listener, Server
+from resilient_train.launch.descriptors import raise_limit
 from resilient_train.launch.holdings import Holdings, RefusedError, describe
 from resilient_train.state.vault import frames, slots
 from resilient_train.state.vault.client import socket_path
 from resilient_train.state.vault.work import Pinned, Work, load, perform
-from resilient_train.transport import Wire, peer_is_trusted, short_path
+from resilient_train.transport import listen
 
 GRACE_S = 60.0
 """How long memory outlives the last process that knows of it: time for another launcher with the same run directory."""
 FIRST_S = 30.0
 """How long the first member may take."""
-_SEND_TIMEOUT_S = 1.0
 _TIDY_S = 1.0
-_CREDENTIALS = struct.Struct("3i")
-_decoder: msgspec.msgpack.Decoder[frames.ToHolder] = msgspec.msgpack.Decoder(frames.ToHolder)
+_CONNECTIONS_MAX = 4096
 
-
-class _Client:
-    """A connected process. Owner of its pins."""
-
-    def __init__(self, endpoint: socket.socket) -> None:
-        self.wire = Wire(endpoint, _decoder, ConnectionError)
-        self.entered = self.member = False
-        pid, _, _ = _CREDENTIALS.unpack(endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        self.pid: int = pid
-        # 0: a process of another namespace, of which the end of its connection tells.
-        self.pidfd = os.pidfd_open(pid) if pid else -1
-
-    def close(self) -> None:
-        self.wire.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
+_Client = Connection[frames.ToHolder]
 
 
 class _Errand:
@@ -86,119 +70,126 @@ class _Errand:
         self.result = frames.Result(self.order.number, b"", reason)
 
 
-class Holder:
-    """Everything runs in the calling thread, but works."""
+class Holder(Server[frames.ToHolder]):
+    """Everything runs in the event loop's thread, but works. A connection is the owner of its pins."""
+
+    decoder = msgspec.msgpack.Decoder(frames.ToHolder)
+    greeting = frames.Enter
+    takes_descriptors = True
 
     def __init__(
         self,
-        listener: socket.socket,
         works: Mapping[str, Work],
         *,
         grace_s: float = GRACE_S,
         first_s: float = FIRST_S,
         holdings: Holdings | None = None,
     ) -> None:
-        self._listener = listener
         self._works = works
         self._grace_s = grace_s
         self._hurry = self._finished = False
         self._holdings = holdings or Holdings()
-        self._clients: set[_Client] = set()
+        self._members: set[_Client] = set()
+        self._pidfds: dict[_Client, int] = {}
         self._alone_until_s: float | None = time.monotonic() + first_s
         self._under_way = 0
         self._errands: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
-        self._over: collections.deque[_Errand] = collections.deque()
-        self._bell, self._bell_end = socket.socketpair()
-        for end in (self._bell, self._bell_end):
-            end.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._bell, selectors.EVENT_READ, self._on_bell)
-        threading.Thread(target=self._work, name="rt-works", daemon=True).start()
 
-    def hurry(self) -> None:
+    async def run(self, path: Path, listener: socket.socket, ready: Callable[[], None]) -> None:
+        """Returns when nobody needs the holder any more. ``listener`` listens at ``path``; ``ready`` is called once."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_on_bug)
+        self._loop.add_signal_handler(signal.SIGTERM, self._make_haste)
+        self._news = asyncio.Event()
+        threading.Thread(target=self._work, name="rt-works", daemon=True).start()
+        self._listener = Listener(path, self, listener, _CONNECTIONS_MAX)
+        ready()
+        try:
+            while not (self._may_end() and await self._nobody_at_the_door()):
+                await self._wait()
+        finally:
+            self._listener.close()
+
+    def _make_haste(self) -> None:
         """No grace time from now on."""
         self._hurry = True
-
-    def bell(self) -> int:
-        """A descriptor; a byte written to it makes ``run`` look again."""
-        return self._bell_end.fileno()
-
-    def run(self) -> None:
-        """Returns when nobody needs the holder any more."""
-        while True:
-            may_end = self._may_end()
-            events = self._selector.select(0.0 if may_end else self._patience_s())
-            if may_end and not events:  # with nobody at the door, either
-                return
-            for key, _ in events:
-                key.data()
-            if self._holdings.outgrown():
-                self._holdings.drop_superseded()
+        self._news.set()
 
     def _may_end(self) -> bool:
         if self._alone_until_s is None or self._under_way:
             return False
         return self._hurry or time.monotonic() >= self._alone_until_s
 
+    async def _nobody_at_the_door(self) -> bool:
+        self._news.clear()
+        for _ in range(3):  # a turn of the loop to accept, one to read, one for what follows
+            await asyncio.sleep(0)
+        return not self._news.is_set()
+
+    async def _wait(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), self._patience_s())
+        self._news.clear()
+        if self._holdings.outgrown():
+            self._loop.call_soon(self._holdings.drop_superseded)
+
     def _patience_s(self) -> float | None:
         alone_s = None if self._alone_until_s is None else max(0.0, self._alone_until_s - time.monotonic())
         if self._under_way and alone_s == 0.0:
-            alone_s = None  # the work's end rings the bell
+            alone_s = None  # the work's end is news
         return _TIDY_S if self._holdings.outgrown() and (alone_s is None or alone_s > _TIDY_S) else alone_s
 
-    def _accept(self) -> None:
-        endpoint, _ = self._listener.accept()
-        if not peer_is_trusted(endpoint):
-            endpoint.close()
-            _say("a process of another user tried to connect")
-            return
-        endpoint.settimeout(_SEND_TIMEOUT_S)
-        try:
-            client = _Client(endpoint)
-        except ProcessLookupError:  # it is dead already
-            endpoint.close()
-            return
-        self._clients.add(client)
-        self._selector.register(client.wire, selectors.EVENT_READ, lambda: self._read(client))
-        if client.pidfd >= 0:
-            self._selector.register(client.pidfd, selectors.EVENT_READ, lambda: self._let_go(client))
+    # -- clients
 
-    def _read(self, client: _Client) -> None:
-        if client not in self._clients:  # let go earlier in this round
-            return
-        try:
-            while (frame := client.wire.receive(0)) is not None:
-                self._answer(client, frame)
-        except ConnectionError:
-            self._let_go(client)
-        except ProtocolError as error:
-            _say(f"process {client.pid}: {error}")
-            self._let_go(client)
+    def on_open(self, connection: _Client) -> None:
+        # Forks of a client (data loader workers) keep its socket open for a while: its process tells better.
+        if connection.peer.pid:  # else it is of another namespace, and the end of its connection must do
+            pidfd = os.pidfd_open(connection.peer.pid)
+            self._pidfds[connection] = pidfd
+            self._loop.add_reader(pidfd, self._drop, connection)
+        self._news.set()
 
-    def _answer(self, client: _Client, frame: frames.ToHolder) -> None:
+    def _drop(self, connection: _Client) -> None:
+        self._listener.drop(connection)
+
+    def on_close(self, connection: _Client) -> None:
+        pidfd = self._pidfds.pop(connection, -1)
+        if pidfd >= 0:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+        self._holdings.release_all(connection)
+        if connection in self._members:
+            self._members.remove(connection)
+            if not self._members:
+                self._alone_until_s = time.monotonic() + (0.0 if self._finished else self._grace_s)
+        self._news.set()
+
+    def on_foreign(self, connection: _Client | None, text: str) -> None:
+        _say(text if connection is None else f"process {connection.peer.pid}: {text}")
+
+    def on_frame(self, connection: _Client, frame: frames.ToHolder) -> None:
+        self._news.set()
         if isinstance(frame, frames.Enter):
-            self._enter(client, frame)
+            self._enter(connection, frame)
             return
-        if not client.entered:
-            raise ProtocolError(f"the first frame was {type(frame).__name__} instead of Enter")
         if isinstance(frame, frames.Submit):
-            self._submit(client, frame)
+            self._submit(connection, frame)
             return
         try:
-            reply, descriptors = self._handle(client, frame)
+            reply, descriptors = self._handle(connection, frame)
         except RefusedError as refused:
             reply, descriptors = refused.frame, []
-        client.wire.send(reply, descriptors)
+        connection.send(reply, descriptors)
 
     def _enter(self, client: _Client, frame: frames.Enter) -> None:
         if frame.version != frames.VERSION:
             raise ProtocolError(f"speaks version {frame.version} of these frames, the holder {frames.VERSION}")
-        client.entered, client.member = True, frame.member
+        client.admit(SMALL)
         if frame.member:
+            self._members.add(client)
             self._alone_until_s = None
             self._finished = False  # the run goes on after all
-        client.wire.send(frames.Done())
+        client.send(frames.Done())
 
     def _handle(self, client: _Client, frame: frames.ToHolder) -> tuple[frames.FromHolder, list[int]]:
         held = self._holdings
@@ -208,8 +199,7 @@ class Holder:
             case frames.Open(rank):
                 return _stores(held.of(rank), held.sequence(rank))
             case frames.Adopt():
-                (fd,) = client.wire.take_descriptors(1)
-                held.adopt(fd)
+                held.adopt(client.take_descriptor())
             case frames.Pin(rank, sequence):
                 held.pin(client, rank, sequence)
             case frames.Unpin(rank, sequence):
@@ -217,17 +207,18 @@ class Holder:
             case frames.Drop(rank):
                 held.drop(rank)
             case frames.Ask():
-                members = sum(each.member for each in self._clients)
-                return frames.Inventory(os.getpid(), held.describe(), members, self._under_way), []
+                return frames.Inventory(os.getpid(), held.describe(), len(self._members), self._under_way), []
             case frames.Finish():
                 self._finished = True
         return frames.Done(), []
+
+    # -- works
 
     def _submit(self, client: _Client, order: frames.Submit) -> None:
         work = self._works.get(order.work)
         if work is None:
             reason = f"this holder knows no work {order.work!r}, but {sorted(self._works)}"
-            client.wire.send(frames.Result(order.number, b"", reason))
+            client.send(frames.Result(order.number, b"", reason))
             return
         errand = _Errand(client, order, work)
         try:
@@ -235,7 +226,7 @@ class Holder:
                 errand.pinned.append(self._holdings.pin(errand, rank, sequence))
         except RefusedError as refused:
             self._holdings.release_all(errand)
-            client.wire.send(frames.Result(order.number, b"", refused.frame.text))
+            client.send(frames.Result(order.number, b"", refused.frame.text))
             return
         self._under_way += 1
         self._errands.put(errand)
@@ -244,35 +235,15 @@ class Holder:
         while True:
             errand = self._errands.get()
             errand.run()
-            self._over.append(errand)
-            with contextlib.suppress(BlockingIOError):  # full of rings already
-                self._bell_end.send(b"w")
+            self._loop.call_soon_threadsafe(self._on_over, errand)
 
-    def _on_bell(self) -> None:
-        self._bell.recv(4096)
-        while self._over:
-            errand = self._over.popleft()
-            self._under_way -= 1
-            self._holdings.release_all(errand)
-            if errand.result.error:
-                _say(errand.result.error)
-            if errand.client in self._clients:
-                try:
-                    errand.client.wire.send(errand.result)
-                except ConnectionError:
-                    self._let_go(errand.client)
-
-    def _let_go(self, client: _Client) -> None:
-        if client not in self._clients:
-            return
-        self._clients.remove(client)
-        self._selector.unregister(client.wire)
-        if client.pidfd >= 0:
-            self._selector.unregister(client.pidfd)
-        client.close()
-        self._holdings.release_all(client)
-        if client.member and not any(each.member for each in self._clients):
-            self._alone_until_s = time.monotonic() + (0.0 if self._finished else self._grace_s)
+    def _on_over(self, errand: _Errand) -> None:
+        self._under_way -= 1
+        self._holdings.release_all(errand)
+        if errand.result.error:
+            _say(errand.result.error)
+        errand.client.send(errand.result)
+        self._news.set()
 
 
 def _stores(stores: Sequence[slots.Control], sequence: int) -> tuple[frames.Stores, list[int]]:
@@ -280,10 +251,17 @@ def _stores(stores: Sequence[slots.Control], sequence: int) -> tuple[frames.Stor
 
 
 def _say(text: str) -> None:
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} holder {os.getpid()}: {text}", file=sys.stderr, flush=True)
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} holder {os.getpid()}: {text}\n"
+    with contextlib.suppress(OSError):  # the disk that its log is on is full, say: it holds memory all the same
+        os.write(2, line.encode(errors="replace"))
 
 
-def listen(path: Path) -> socket.socket | None:
+def _on_bug(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A mistake of ours costs whom it hits. What is held stays held."""
+    _say(f"internal error (please report it): {context['message']}: {context.get('exception')!r}")
+
+
+def claim(path: Path) -> socket.socket | None:
     """The socket of the run's one holder on this node; None if there is one already. The lock is kept until we end."""
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -291,17 +269,11 @@ def listen(path: Path) -> socket.socket | None:
     except BlockingIOError:
         os.close(lock)
         return None
-    path.unlink(missing_ok=True)  # of a holder that was killed
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    with short_path(str(path)) as short:
-        listener.bind(short)
-    path.chmod(0o600)
-    listener.listen(1024)
-    return listener
+    return listen(path)  # in place of that of a holder that was killed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m resilient_train.launch.holder RUN_DIR``; see ``holding.ensure_holder``."""
+    """``python -m resilient_train.launch.holder RUN_DIR``; see ``holding.find_holder``."""
     parser = argparse.ArgumentParser(prog="resilient_train.launch.holder")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--node", type=int, default=0)
@@ -311,22 +283,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ready-fd", type=int, default=-1)
     options = parser.parse_args(arguments)
     path = socket_path(options.run_dir.absolute(), options.node)
-    listener = listen(path)
+    listener = claim(path)
     if listener is None:
         return 0
+    raise_limit()
     os.chdir("/")  # so as not to keep a file system busy that others want to unmount
-    holder = Holder(listener, dict(map(load, options.work)), grace_s=options.grace_s, first_s=options.first_s)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: holder.hurry())
-    signal.set_wakeup_fd(holder.bell(), warn_on_full_buffer=False)
-    if options.ready_fd >= 0:
-        os.write(options.ready_fd, b"r")
-        os.close(options.ready_fd)
-    try:
-        holder.run()
-    finally:
-        path.unlink(missing_ok=True)
+    holder = Holder(dict(map(load, options.work)), grace_s=options.grace_s, first_s=options.first_s)
+
+    def ready() -> None:
+        if options.ready_fd >= 0:
+            os.write(options.ready_fd, b"r")
+            os.close(options.ready_fd)
+
+    asyncio.run(holder.run(path, listener, ready))
     return 0
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-import select
 import subprocess
 import sys
 import time
@@ -16,7 +16,10 @@ from resilient_train.launch.holder import GRACE_S
 from resilient_train.state.vault.client import REPLY_TIMEOUT_S, Vault
 
 _READY_TIMEOUT_S = 20.0
-_RETRY_S = 0.01
+_RETRY_S = 0.02
+_RETRY_MAX_S = 1.0
+
+Found = tuple[Vault, "subprocess.Popen[bytes] | None"]
 
 
 def ensure_holder(
@@ -26,36 +29,52 @@ def ensure_holder(
     grace_s: float = GRACE_S,
     works: Mapping[str, str] | None = None,
     reply_timeout_s: float = REPLY_TIMEOUT_S,
-) -> tuple[Vault, subprocess.Popen[bytes] | None]:
+) -> Found:
+    """``find_holder``, for a process that has no event loop."""
+    found = find_holder(run_dir, node=node, grace_s=grace_s, works=works, reply_timeout_s=reply_timeout_s)
+    return asyncio.run(found)
+
+
+async def find_holder(
+    run_dir: Path,
+    *,
+    node: int = 0,
+    grace_s: float = GRACE_S,
+    works: Mapping[str, str] | None = None,
+    reply_timeout_s: float = REPLY_TIMEOUT_S,
+) -> Found:
     """A connection, as a member, to the holder of this run and node; and its process, if it had to be started.
 
     The caller reaps that process some time. ``works`` maps names to ``MODULE:FUNCTION``, see ``state/vault/work.py``.
     A holder that is there keeps the grace time and the works that it was started with. Raises HolderLostError if none
-    comes up.
+    comes up. The event loop is held up by no more than ``reply_timeout_s`` at a time: a holder that is stopped.
     """
     deadline = time.monotonic() + _READY_TIMEOUT_S
+    pause_s = _RETRY_S
     while True:
         with contextlib.suppress(HolderLostError):
-            return Vault.connect(run_dir, node=node, reply_timeout_s=reply_timeout_s), None
-        process = _start(run_dir, node, grace_s, works or {})
+            return Vault.connect(run_dir, node=node, timeout_s=reply_timeout_s, reply_timeout_s=reply_timeout_s), None
+        process = await _start(run_dir, node, grace_s, works or {})
         if process is not None:
             return Vault.connect(run_dir, node=node, reply_timeout_s=reply_timeout_s), process
         if time.monotonic() > deadline:
             raise HolderLostError(f"no holder of memory snapshots came up; see {_log(run_dir, node)}")
-        time.sleep(_RETRY_S)  # another one is just coming up, or just ending: it holds the lock, and does not listen
+        # Another one is just coming up, or just ending: it holds the lock, and does not listen. Or it is stopped.
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _RETRY_MAX_S)
 
 
-def _start(run_dir: Path, node: int, grace_s: float, works: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+async def _start(run_dir: Path, node: int, grace_s: float, works: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
     """None: there is another one by now."""
     log = _log(run_dir, node)
-    log.parent.mkdir(parents=True, exist_ok=True)
     readable, writable = os.pipe()
     command = [sys.executable, "-P", "-m", "resilient_train.launch.holder", str(run_dir), "--node", str(node)]
     command += ["--grace-s", str(grace_s), "--ready-fd", str(writable)]
     command += [f"--work={name}={place}" for name, place in works.items()]
     try:
-        with log.open("ab") as stream:
-            process = subprocess.Popen(
+        stream = _open_log(log)
+        try:
+            process = subprocess.Popen(  # noqa: ASYNC220 - it returns when the program runs, in milliseconds
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
@@ -63,21 +82,51 @@ def _start(run_dir: Path, node: int, grace_s: float, works: Mapping[str, str]) -
                 pass_fds=(writable,),
                 start_new_session=True,
             )
+        finally:
+            os.close(stream)
     except BaseException:
         os.close(readable)
         raise
     finally:
         os.close(writable)
-    try:
-        ready = select.select([readable], [], [], _READY_TIMEOUT_S)[0] and os.read(readable, 1)
-    finally:
-        os.close(readable)
-    if ready:
+    if await _says_ready(readable):
         return process
     process.kill()  # no more than what it was about to do itself, unless it hangs
-    if process.wait() not in {0, -9}:
+    if await _ended(process) not in {0, -9, None}:
         raise HolderLostError(f"the holder of memory snapshots ended with code {process.returncode}; see {log}")
     return None
+
+
+async def _says_ready(readable: int) -> bool:
+    """False when it has ended without a word, or takes too long."""
+    loop = asyncio.get_running_loop()
+    heard = asyncio.Event()
+    loop.add_reader(readable, heard.set)
+    try:
+        await asyncio.wait_for(heard.wait(), _READY_TIMEOUT_S)
+        return bool(os.read(readable, 1))
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(readable)
+        os.close(readable)
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> int | None:
+    """Its exit code; None if it does not end (it waits for storage that is gone), or another one has reaped it."""
+    deadline = time.monotonic() + _RETRY_MAX_S
+    while process.poll() is None and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing tells it
+        await asyncio.sleep(_RETRY_S)
+    return process.returncode
+
+
+def _open_log(log: Path) -> int:
+    """Without a log it holds memory all the same."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def _log(run_dir: Path, node: int) -> Path:

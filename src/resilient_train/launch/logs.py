@@ -5,6 +5,7 @@ Files and not pipes: a pipe whose reader is busy blocks the training, one whose 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -35,9 +36,12 @@ class _Follower:
         self._partial = b""
 
     def show_new(self) -> bool:
-        """Shows what the console takes now. True: that was all that there is at the moment."""
+        """Shows what the console takes now. True: that was all that there is at the moment, or that can be read."""
         while not self._target.behind:
-            data = os.read(self._descriptor, _CHUNK_BYTES)
+            try:
+                data = os.read(self._descriptor, _CHUNK_BYTES)
+            except OSError:  # the storage that it lies on is gone; the rank is not
+                return True
             if not data:
                 return True
             self._show(data)
@@ -62,7 +66,6 @@ class _Follower:
         while not (self._target.behind or self.show_new()):
             self._target.drain(_LAST_S)
         self.close()
-        self._target.drain(_LAST_S)
 
 
 class Logs:
@@ -75,19 +78,33 @@ class Logs:
         self._out, self._err = Console(sys.stdout.fileno()), Console(sys.stderr.fileno())
 
     def open(self, rank: int, incarnation: int) -> Streams:
-        """Opens ``logs/rank_<r>/<incarnation>.{out,err}`` for a process that is about to start."""
-        folder = self.folder(rank)
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptors = []
-        followers = []
-        for name, suffix, target in (("stdout", "out", self._out), ("stderr", "err", self._err)):
-            path = folder / f"{incarnation}.{suffix}"
-            descriptors.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
-            if (rank, name) not in self._job.quiet:
-                prefix = self._prefix(rank) if (rank, name) in self._job.prefixed else b""
-                followers.append(_Follower(path, target, prefix))
+        """Opens ``logs/rank_<r>/<incarnation>.{out,err}`` for a process that is about to start.
+
+        Where that can't be done (no room, no such storage any more) it starts all the same, and its words are lost.
+        """
+        followers: list[_Follower] = []
         self._followers[rank, incarnation] = followers
-        return Streams(*descriptors)
+        out = self._open(rank, incarnation, "stdout", self._out, followers)
+        try:
+            return Streams(out, self._open(rank, incarnation, "stderr", self._err, followers))
+        except OSError:
+            os.close(out)
+            raise
+
+    def _open(self, rank: int, incarnation: int, name: str, target: Console, followers: list[_Follower]) -> int:
+        path = self.folder(rank) / f"{incarnation}.{name.removeprefix('std')}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            self.say(f"resilient-run: what rank {rank} says on {name} is lost: {path}: {error}")
+            return nothing
+        if (rank, name) not in self._job.quiet:
+            prefix = self._prefix(rank) if (rank, name) in self._job.prefixed else b""
+            with contextlib.suppress(OSError):  # it is in the file all the same
+                followers.append(_Follower(path, target, prefix))
+        return descriptor
 
     def folder(self, rank: int) -> Path:
         """Where the logs of a rank lie."""
@@ -121,5 +138,7 @@ class Logs:
         """The job has ended: shows the rest."""
         for follower in (*self._ended, *(each for followers in self._followers.values() for each in followers)):
             follower.finish()
+        for console in (self._out, self._err):
+            console.drain(_LAST_S)
         self._ended.clear()
         self._followers.clear()

@@ -1,12 +1,15 @@
-"""The agent's look-out for hangs: reads all ranks' progress from shared memory, asks the kernel about their processes.
+"""The agent's look-out: for hangs, and for recoveries that do not come to their end.
 
-What it finds is decided in ``protocol/hang.py``. What is done: an event; the Python stacks of all ranks into the run
-directory; the culprit is killed, and its death is a fault like any other.
+It reads all ranks' progress from shared memory and asks the kernel about their processes. What it finds is decided in
+``protocol/hang.py``, who is killed for it in ``protocol/controller.py``. What is done: an event; the Python stacks of
+all ranks into the run directory; the culprit is killed, and its death is a fault like any other. All limits are counted
+in the job's own time (``protocol/jobclock.py``), and those of a recovery anew in each of its phases.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -16,26 +19,37 @@ from resilient_train.interrupt import STACKS_SIGNAL
 from resilient_train.launch.processes import Processes
 from resilient_train.protocol.controller import Controller, Stage
 from resilient_train.protocol.hang import Finding, HangDetector, Limits, RunState, Verdict
-from resilient_train.protocol.progress import Activity, progress_of
+from resilient_train.protocol.jobclock import JobClock
+from resilient_train.protocol.progress import Activity, Progress, progress_of
 
 LOOK_S = 0.05
 _STOPPED_LOOKS = 20
 """Looks at a rank that stays stopped in the middle of a recovery, before it is killed."""
+_AGAIN_NS = 10_000_000_000
+"""Between two lines of the same kind, and between two tries to have the same rank given up."""
 
 
 class Keeper(Protocol):
     """What the look-out may do: implemented by the agent."""
 
-    def fence(self, rank: int, reason: str) -> None:
-        """Kills the rank's process; its death will be told with ``reason``."""
+    def fence(self, ranks: Collection[int], reason: str) -> None:
+        """Has the ranks' processes killed, as far as that may be; their deaths will be told with ``reason``."""
         ...
 
     def give_up_collective(self, detail: str) -> None:
         """A collective does not end although all are in it: all ranks are to rebuild."""
         ...
 
+    def expire(self, limit_s: float, stopped: Collection[int]) -> None:
+        """A phase of the recovery has lasted so long."""
+        ...
+
     def tell(self, finding: Finding, detail: dict[str, object]) -> None:
         """Writes the event, and a line for people."""
+        ...
+
+    def tell_pause(self, paused_s: float, stopped: Collection[int]) -> None:
+        """None of the ranks has run for so long; ``stopped`` (SIGSTOP) are those that somebody can continue."""
         ...
 
 
@@ -45,46 +59,90 @@ class Lookout:
     def __init__(self, board: Board, controller: Controller, processes: Processes, settings: Settings) -> None:
         limits = Limits(floor_ms=int(settings.hang_floor_s * 1000), fixed_ms=int(settings.hang_timeout_s * 1000))
         self._detector = HangDetector(board.world_size, limits)
+        self._clock = JobClock(board.world_size, settings.beat_ms)
+        self._finds_hangs = settings.hang
         self._leave_limit_ms = limits.fixed_ms or limits.floor_ms
-        self._since_ns = 0
+        self._phase_limit_s = settings.join_timeout_s
         self._board = board
         self._controller = controller
         self._processes = processes
-        self._seen: tuple[Stage, int] = (Stage.STARTING, 0)
+        self._seen: tuple[Stage, int, bool] = (Stage.STARTING, 0, False)
+        self._since_ns = 0
         self._stopped: dict[int, int] = {}
+        self._named_ns: dict[int, int] = {}
+        self._pause_told_ns = 0
 
     def look(self, keeper: Keeper) -> None:
         """One look. Cheap while the job moves: a few loads per rank."""
         controller = self._controller
-        now_ns = time.monotonic_ns()
-        if self._seen != (controller.stage, controller.generation):
-            self._seen = (controller.stage, controller.generation)
-            self._stopped.clear()
-            self._since_ns = now_ns
-            self._detector.restart(now_ns)
-        if controller.stage is Stage.RUNNING:
-            ranks = [progress_of(self._board.progress(rank)) for rank in range(self._board.world_size)]
-            finding = self._detector.observe(now_ns, ranks, self._state)
+        if controller.stage not in (Stage.RUNNING, Stage.RECOVERING, Stage.LEAVING):
+            return
+        ranks = [progress_of(self._board.progress(rank)) for rank in range(self._board.world_size)]
+        self._tick(ranks, keeper)
+        self._notice_phase()
+        if controller.stage is not Stage.RUNNING:
+            self._look_at_recovery(ranks, keeper)
+        elif self._finds_hangs:
+            finding = self._detector.observe(self._clock.now_ns, ranks, self._state)
             if finding is not None:
                 self._act(finding, keeper)
-        elif controller.stage is Stage.RECOVERING:
-            self._look_at_recovery(keeper, (now_ns - self._since_ns) // 1_000_000)
+
+    def _tick(self, ranks: list[Progress], keeper: Keeper) -> None:
+        paused_before = self._clock.paused_ns
+        beats = tuple(map(self._board.beats, range(self._board.world_size)))
+        self._clock.tick(time.monotonic_ns(), (beats, *ranks), self._state)
+        paused_ns = self._clock.paused_ns
+        if paused_before and not paused_ns:
+            self._detector.resume()
+            self._pause_told_ns = 0
+        elif paused_ns - self._pause_told_ns >= _AGAIN_NS:
+            self._pause_told_ns = paused_ns
+            keeper.tell_pause(paused_ns / 1e9, [r for r in range(len(ranks)) if self._state(r) is RunState.STOPPED])
+
+    def _notice_phase(self) -> None:
+        """Each phase of a recovery has a limit of its own: until all have joined, and until all are where they go."""
+        controller = self._controller
+        seen = controller.stage, controller.generation, controller.plan is None
+        if self._seen == seen:
+            return
+        if self._seen[:2] != seen[:2]:
+            self._stopped.clear()
+            self._named_ns.clear()
+            self._detector.restart(self._clock.now_ns)
+        self._seen = seen
+        self._since_ns = self._clock.now_ns
 
     def _state(self, rank: int) -> RunState:
         process = self._processes.current.get(rank)
         return process.state() if process is not None else RunState.RUNNING
 
-    def _look_at_recovery(self, keeper: Keeper, waited_ms: int) -> None:
-        """A recovery waits for all ranks, and one that is stopped, or does not leave its step, will never come."""
-        if waited_ms > self._leave_limit_ms:
-            for rank in self._controller.awaited():
-                if progress_of(self._board.progress(rank)).activity is not Activity.SLOW:
-                    keeper.fence(rank, f"hung: it did not leave its step within {waited_ms} ms of a fault elsewhere")
-        for rank in range(self._board.world_size):
+    def _look_at_recovery(self, ranks: list[Progress], keeper: Keeper) -> None:
+        """It waits for all ranks, and one that is stopped, or does not leave its step, will never come."""
+        waited_for = self._controller.awaited() if self._controller.plan is None else range(len(ranks))
+        if any(ranks[rank].activity is Activity.SLOW for rank in waited_for):
+            self._since_ns = self._clock.now_ns
+        waited_ms = (self._clock.now_ns - self._since_ns) // 1_000_000
+        for rank in range(len(ranks)):
             stopped = self._state(rank) is RunState.STOPPED
-            self._stopped[rank] = self._stopped.get(rank, 0) + 1 if stopped else 0
-            if self._stopped[rank] == _STOPPED_LOOKS:
-                keeper.fence(rank, "hung: its process was stopped (SIGSTOP) in the middle of a recovery")
+            self._stopped[rank] = self._stopped.get(rank, 0) + 1 if stopped and not self._clock.paused_ns else 0
+        if self._finds_hangs:
+            stopped_ranks = [rank for rank, looks in self._stopped.items() if looks >= _STOPPED_LOOKS]
+            reason = "hung: its process was stopped (SIGSTOP) in the middle of a recovery"
+            self._fence(stopped_ranks, reason, keeper)
+            if waited_ms > self._leave_limit_ms:
+                reason = f"hung: it did not leave its step within {waited_ms} ms of a fault elsewhere"
+                self._fence(self._controller.awaited(), reason, keeper)
+        if waited_ms > self._phase_limit_s * 1000:
+            self._since_ns = self._clock.now_ns
+            keeper.expire(self._phase_limit_s, [rank for rank, looks in self._stopped.items() if looks])
+
+    def _fence(self, ranks: Collection[int], reason: str, keeper: Keeper) -> None:
+        """Who may not be killed is named again after a while: others may have its state by then."""
+        now_ns = self._clock.now_ns
+        due = [rank for rank in ranks if now_ns - self._named_ns.get(rank, -_AGAIN_NS) >= _AGAIN_NS]
+        if due:
+            self._named_ns.update(dict.fromkeys(ranks, now_ns))
+            keeper.fence(ranks, reason)
 
     def _act(self, finding: Finding, keeper: Keeper) -> None:
         detail: dict[str, object] = {
@@ -97,8 +155,7 @@ class Lookout:
             detail["stacks"] = self._ask_for_stacks()
         keeper.tell(finding, detail)
         if finding.verdict is Verdict.HUNG:
-            for rank in finding.ranks:
-                keeper.fence(rank, f"hung for {finding.stalled_ms} ms: {finding.why}")
+            keeper.fence(finding.ranks, f"hung for {finding.stalled_ms} ms: {finding.why}")
         elif finding.verdict is Verdict.TOGETHER:
             keeper.give_up_collective(f"no end for {finding.stalled_ms} ms: {finding.why}")
 

@@ -35,7 +35,7 @@ class Operators:
         self._note = note
         self._orders = 0
 
-    def answer(self, connection: Connection, frame: m.FromRank) -> None:
+    def answer(self, connection: Connection[m.FromRank], frame: m.FromRank) -> None:
         """Does what the frame asks for, or says why not. Only Hello has no answer."""
         match frame:
             case m.Hello():

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from resilient_train import _native, config
 from resilient_train.launch import caches
+from resilient_train.launch.descriptors import Limit, restore_limit
+from resilient_train.launch.fork.imports import target_of
 from resilient_train.launch.fork.live import cold
 from resilient_train.launch.fork.pool import Pool, Waiting
 from resilient_train.launch.job import Job
@@ -41,10 +43,12 @@ class RankProcess:
     """One incarnation of a rank. ``pidfd`` becomes readable when the process has ended.
 
     ``start`` is "cold" for a new interpreter, "forked" for a fork of the zygote, "built" for one that had run the
-    script up to its standby point.
+    script up to its standby point. ``wraps``: the command is no script of Python's, which may be what it starts.
+
+    It is reaped by ``close`` and by nothing else: until then its number, and that of its group, are nobody else's.
     """
 
-    def __init__(self, rank: int, incarnation: int, child: Child, *, start: str) -> None:
+    def __init__(self, rank: int, incarnation: int, child: Child, *, start: str, wraps: bool) -> None:
         self.rank = rank
         self.incarnation = incarnation
         self.start = start
@@ -52,12 +56,23 @@ class RankProcess:
         self.pidfd = os.pidfd_open(child.pid)
         self.begun = time.monotonic()
         self._child = child
+        self._wraps = wraps
+        self._code: int | None = None
+        self._closed = False
         self.reported = False
         self.greeted = False
 
     def exit_code(self) -> int | None:
         """The exit code, negative for a signal; None while the process runs."""
-        return self._child.poll()
+        if self._code is None and not self._closed:
+            ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                self._code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return self._code
+
+    def owns(self, pid: int) -> bool:
+        """Whether the process with this number speaks for the rank. 0: it is of another namespace."""
+        return pid == self.pid or (self._wraps and (pid == 0 or _belongs_to(pid, self.pid)))
 
     def state(self) -> RunState:
         """What the kernel says of the process: ``/proc/PID/stat``, third field (proc_pid_stat(5))."""
@@ -69,8 +84,9 @@ class RankProcess:
 
     def signal_group(self, number: int) -> None:
         """Signals the process and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+        if not self._closed:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
 
     def signal(self, number: int) -> None:
         """Signals the process alone."""
@@ -78,20 +94,39 @@ class RankProcess:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def close(self) -> None:
-        """Kills what the process may have left behind in its group, and lets go of it."""
+        """It has ended: kills what it may have left behind in its group, and reaps it."""
         self.signal_group(signal.SIGKILL)
+        self.exit_code()
+        self._closed = True
+        self._child.poll()
         os.close(self.pidfd)
+
+
+def _belongs_to(pid: int, leader: int) -> bool:
+    """Whether a process is a descendant of another one, or of its session."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        if os.getsid(pid) == leader:
+            return True
+        while pid > 1 and pid != leader:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return pid == leader
+    return False  # it has just ended
 
 
 class Processes:
     """The living and the not yet reaped processes of a node."""
 
-    def __init__(self, job: Job, logs: Logs, pool: Pool, socket_path: Path, port: int) -> None:
+    def __init__(
+        self, job: Job, logs: Logs, pool: Pool, socket_path: Path, port: int, token: str, limit: Limit | None = None
+    ) -> None:
+        """``limit``: how many descriptors the user lets a process have; None: no other than this one has."""
         self._job = job
         self._logs = logs
         self._pool = pool
         self._socket_path = socket_path
         self._port = port
+        self._token = token
+        self._limit = limit
         # Without restarts nothing is compiled twice: then the user's own places are as good.
         self._caches = caches.given(job.run_dir, config.environ_copy()) if job.policy.max_restarts > 0 else {}
         self.current: dict[int, RankProcess] = {}
@@ -140,11 +175,15 @@ class Processes:
                 child: Child = waiting.child
                 start = waiting.child.start
             else:
-                child, start = _start_cold(command, environ, streams), "cold"
+                child, start = _start_cold(command, environ, streams, self._limit), "cold"
         finally:
             os.close(streams.out)
             os.close(streams.err)
-        return RankProcess(rank, incarnation, child, start=start)
+        try:
+            return RankProcess(rank, incarnation, child, start=start, wraps=isinstance(target_of(command), str))
+        except OSError:  # no descriptor for it: it must not run on unseen
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
 
     def train(self, attempt: int) -> None:
         """The ranks train."""
@@ -173,6 +212,7 @@ class Processes:
             incarnation=incarnation,
             joining=joining,
             run_dir=str(job.run_dir),
+            token=self._token,
         )
         environ.update(config.link_environ(link))
         environ.update(
@@ -209,7 +249,14 @@ class Processes:
         return (process for process in list(self.current.values()) if process.exit_code() is None)
 
 
-def _start_cold(command: tuple[str, ...], environ: dict[str, str], streams: Streams) -> subprocess.Popen[bytes]:
+def _start_cold(
+    command: tuple[str, ...], environ: dict[str, str], streams: Streams, limit: Limit | None = None
+) -> subprocess.Popen[bytes]:
+    def prepare() -> None:
+        _native.die_with_parent(signal.SIGKILL)
+        if limit is not None:
+            restore_limit(limit)
+
     return subprocess.Popen(
         cold(command),
         env=environ,
@@ -217,10 +264,5 @@ def _start_cold(command: tuple[str, ...], environ: dict[str, str], streams: Stre
         stdout=streams.out,
         stderr=streams.err,
         start_new_session=True,
-        preexec_fn=_die_with_agent,  # noqa: PLW1509 - one prctl; the agent runs no Python thread
+        preexec_fn=prepare,  # noqa: PLW1509 - two system calls; the agent runs no Python thread
     )
-
-
-def _die_with_agent() -> None:
-    """For a new process, before it runs anything."""
-    _native.die_with_parent(signal.SIGKILL)

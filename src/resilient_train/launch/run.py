@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import importlib.machinery
 import itertools
 import os
 import signal
+import stat
 import sys
 import time
+import traceback
 import uuid
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -20,6 +21,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.events import now
 from resilient_train.faults import nearest, parse_plan
 from resilient_train.frameworks.supported import torch_problem, version_line
+from resilient_train.launch.claim import Claim
 from resilient_train.launch.console import Console
 from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.job import Job
@@ -199,11 +201,40 @@ def main(argv: list[str] | None = None) -> None:
         )
         torchrun.run(job)  # type: ignore[no-untyped-call] # torch's
         sys.exit(0)
+    claim = _enter_run_dir(job)
     root = _start_root(job, environ)
     if isinstance(root, Born):
         root.begin()  # nothing of ours may catch what the script raises
         return
-    sys.exit(run_job(job, argv, root))
+    code = run_job(job, argv, root)
+    claim.close()
+    sys.exit(code)
+
+
+def _enter_run_dir(job: Job) -> Claim:
+    """Makes the run directory, for this user alone, and takes it. Exits with 2 if that can't be."""
+    try:
+        job.run_dir.parent.mkdir(parents=True, exist_ok=True)
+        job.run_dir.mkdir(mode=0o700, exist_ok=True)
+        claim = Claim(job.run_dir)
+    except ConfigError as error:
+        print(f"resilient-run: {error}", file=sys.stderr)
+        sys.exit(EXIT_WRONG_INPUT)
+    except OSError as error:
+        print(f"resilient-run: the run directory can't be written: {error}", file=sys.stderr)
+        sys.exit(EXIT_WRONG_INPUT)
+    if not claim.locked:
+        print(
+            f"resilient-run: the file system of {job.run_dir} knows no locks: take care that no launcher on another "
+            "machine uses it at the same time",
+            file=sys.stderr,
+        )
+    if job.run_dir.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        print(
+            f"resilient-run: others may write in {job.run_dir}, and so take the job over: `chmod go-w {job.run_dir}`",
+            file=sys.stderr,
+        )
+    return claim
 
 
 def _ranks_wanted(argv: list[str]) -> str:
@@ -252,22 +283,20 @@ def _without_effect() -> list[str]:
 
 def run_job(job: Job, argv: list[str], root: Root | str) -> int:
     """Runs a job of one node; returns its exit code."""
-    from resilient_train.launch.agent import Agent
-    from resilient_train.observe.trace import write_trace
+    from resilient_train.launch.agent import EXIT_BUG, Agent
 
+    console = Console(sys.stderr.fileno())
     try:
-        job.run_dir.mkdir(parents=True, exist_ok=True)
         _set_aside(job.run_dir / EVENTS_FILE)
-        sink = JsonLines(job.run_dir / EVENTS_FILE)
     except OSError as error:
-        print(f"resilient-run: the run directory can't be written: {error}", file=sys.stderr)
+        console.say(f"resilient-run: the run directory can't be written: {error}")
         return EXIT_WRONG_INPUT
     try:
         job.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"resilient-run: logs can't be written (--log-dir): {error}", file=sys.stderr)
+        console.say(f"resilient-run: logs can't be written (--log-dir): {error}")
         return EXIT_WRONG_INPUT
-    console = Console(sys.stderr.fileno())
+    sink = JsonLines(job.run_dir / EVENTS_FILE)
     for text in (f"{job.world_size} ranks, run directory {job.run_dir}", *_without_effect()):
         console.say(line(text))
     sink.write(now("run_start", detail={"world_size": job.world_size, "argv": argv, "pid": os.getpid()}))
@@ -280,16 +309,29 @@ def run_job(job: Job, argv: list[str], root: Root | str) -> int:
     except ConfigError as error:
         console.say(f"resilient-run: {error}")
         return EXIT_WRONG_INPUT
+    except Exception as error:
+        console.say("".join(traceback.format_exception(error)))
+        console.say(line(f"the job ends: internal error of the agent: {error!r} (please report it)"))
+        code = EXIT_BUG
     sink.close()
-    with contextlib.suppress(OSError):
-        events = read_events(job.run_dir / EVENTS_FILE)
-        if code != EXIT_WRONG_INPUT:
-            told = f"{summary(events, code)}. Logs: {job.log_dir}; all of it: resilient-train report {job.run_dir}"
-            console.say(line(told))
-        write_trace(events, job.run_dir / "trace.json")
+    _sum_up(job, code, console)
     if code == 128 + signal.SIGINT:
         console.say(line("interrupted"))
     return code
+
+
+def _sum_up(job: Job, code: int, console: Console) -> None:
+    """The last line, and the trace. They only tell: the job is over, and its exit code is known."""
+    from resilient_train.observe.trace import write_trace
+
+    try:
+        events = read_events(job.run_dir / EVENTS_FILE)
+        if code != EXIT_WRONG_INPUT or any(event.kind == "started" for event in events):
+            told = f"{summary(events, code)}. Logs: {job.log_dir}; all of it: resilient-train report {job.run_dir}"
+            console.say(line(told))
+        write_trace(events, job.run_dir / "trace.json")
+    except Exception as error:
+        console.say(line(f"what became of the run can't be told from its events: {error!r}"))
 
 
 if __name__ == "__main__":

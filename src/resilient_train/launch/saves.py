@@ -1,13 +1,14 @@
 """The agent's part in saving: has snapshots that all ranks hold written to storage, and knows what to start again from.
 
 The work is the holder's (``state/vault``): it goes on if this process dies. Sources are tried in the order memory,
-storage; one that a rank has refused is not tried again.
+storage; one that a rank has refused is not tried again. The holder of a source is held on to until the job is over: the
+ranks may take long to come for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,18 +17,21 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from resilient_train.errors import HolderLostError, StorageError, VaultError
-from resilient_train.launch.holding import ensure_holder
+from resilient_train.errors import HolderLostError, VaultError
+from resilient_train.launch.holding import find_holder
+from resilient_train.launch.stored import find_stored, is_there
 from resilient_train.protocol.messages import Captured, Skipped, Source
+from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.checkpoint.libraries import libraries_here
-from resilient_train.state.checkpoint.retention import tidy
-from resilient_train.state.checkpoint.verify import Found, newest_complete
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK, Flush, Flushed
 
 CHECKPOINTS = "checkpoints"
 _REPLY_TIMEOUT_S = 2.0
 """The agent waits for the holder at the start of ranks only, and not for long: it has recoveries to carry out."""
+_SLOW_S = 30.0
+_SEE_S = 10.0
+"""At the end of a job it is told what is left, if storage says so within this time."""
 _TOLD = {
     "save_failed": "not written",
     "save_skipped": "skipped",
@@ -76,6 +80,9 @@ class Saves:
         self._newest_over = 0
         self.source: Source | None = None
         """What all ranks start from: the newest state that is whole. None: from the script's own."""
+        self._wanted = False
+        """The ranks keep snapshots, or would."""
+        self._opening = asyncio.Lock()
         self._vault: Vault | None = None
         self._holder: Popen[bytes] | None = None
         self._captured: dict[int, dict[int, Captured]] = {}
@@ -84,79 +91,95 @@ class Saves:
         """The end-of-life checkpoint, waiting for the one before it."""
         self._unsaved = False
         self._refused: set[Source] = set()
-        self._told: set[Path] = set()
+        self._told: set[str] = set()
         self._troubles: set[str] = set()
         """Kinds of trouble that the console was told of: it hears the first of each, until saving is well again."""
 
-    def open(self, loop: asyncio.AbstractEventLoop) -> str:
+    async def open(self) -> str:
         """The ranks want to keep snapshots, and need a holder: the one that there is, or a new one if that is gone.
 
         Returns why they can't; empty if they can.
         """
-        self._hear(loop)
-        if self._vault is not None:
+        self._wanted = True
+        async with self._opening:
+            self._hear()
+            if self._vault is not None:
+                return ""
+            try:
+                vault, process = await find_holder(self._run_dir, works={WORK: PLACE}, reply_timeout_s=_REPLY_TIMEOUT_S)
+            except (VaultError, OSError) as error:
+                return str(error)
+            self._holder = process or self._holder
+            self._keep_to(vault)
             return ""
-        try:
-            self._vault, process = ensure_holder(self._run_dir, works={WORK: PLACE}, reply_timeout_s=_REPLY_TIMEOUT_S)
-        except (VaultError, OSError) as error:
-            return str(error)
-        self._holder = process or self._holder
-        loop.add_reader(self._vault.fileno(), self._hear, loop)
-        return ""
 
-    def choose(self) -> str:
+    def _keep_to(self, vault: Vault) -> None:
+        """This process is a member from now on, so that the holder stays."""
+        self._vault = vault
+        asyncio.get_running_loop().add_reader(vault.fileno(), self._hear)
+
+    async def choose(self, *, needed: bool = False) -> str:
         """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
-        see, and nothing is in memory (snapshots there are as new as what was written of them).
+        see, and nothing is in memory (snapshots there are as new as what was written of them). ``needed``: or there is
+        nothing, and the ranks have lost a state that was meant to be kept by themselves alone.
         """
         self._captured.clear()  # by ranks that are no more
         self._newest_over = 0
         self._settle(0)
         self.source = None
-        if not os.path.lexists(self._folder) and not socket_path(self._run_dir).exists():
-            return ""
-        memory = self._in_memory()
-        try:
-            self.source = _newest(memory, self._on_storage())
-        except OSError as error:
-            if memory is None:
-                return (
-                    f"{self._folder} can't be read ({error}), and may hold checkpoints of this run: mend it, or choose "
-                    "another --run-dir"
-                )
-            self._pass_over(self._folder, str(error))
-            self.source = memory
-        return ""
+        memory = self._held() if socket_path(self._run_dir).exists() else None
+        refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
+        slow = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_slow)
+        stored = await find_stored(self._folder, refused, bytes_too=True)
+        slow.cancel()
+        if stored.unreadable and memory is None:
+            return (
+                f"{self._folder} can't be read ({stored.unreadable}), and may hold checkpoints of this run: mend it, "
+                "or choose another --run-dir"
+            )
+        if stored.untidy:
+            self._trouble("retention_failed", None, stored.untidy)
+        if stored.unreadable:
+            self._pass_over(str(self._folder), stored.unreadable)
+        for path, reason in stored.skipped:
+            self._pass_over(path, reason)
+        self.source = _newest(memory, stored.source)
+        return "nothing is saved" if needed and self.source is None and not self._wanted else ""
+
+    def _tell_slow(self) -> None:
+        self._say(f"the checkpoints in {self._folder} are still being read")
 
     def tell_source(self) -> None:
-        """Tells people what the ranks begin with, if that is a saved state."""
+        """Tells people what the ranks begin with, if that is a saved state, or should be one."""
         if self.source is not None:
             self._say(f"all ranks go on from {_described(self.source)}")
+        elif self._wanted:
+            self._say("there is no saved state to go on from: all ranks begin anew")
 
-    def left(self) -> str:
-        """What a job that is started again in this run directory would go on from, for people; empty if nothing."""
+    async def left(self) -> str:
+        """What a job that is started again in this run directory would go on from, for people; empty if nothing is seen
+        to be there.
+        """
         memory = self._in_memory() if self._unsaved or self._vault is None else None
-        try:
-            newest = _newest(memory, self._stored())
-        except OSError:  # nothing is promised that we can't see
-            newest = memory
+        newest = _newest(memory, await self._seen_on_storage())
         return _described(newest) if newest is not None else ""
 
-    def _stored(self) -> Source | None:
-        """The newest checkpoint that looks whole, its bytes unread. Raises OSError."""
-        return _source_of(newest_complete(self._folder, digests=False))
+    async def _seen_on_storage(self) -> Source | None:
+        """The newest checkpoint that looks whole, its bytes unread; None also where storage does not answer soon."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SEE_S):
+                return (await find_stored(self._folder, bytes_too=False)).source
+        return None
 
     def refuse(self, source: Source) -> None:
         """A rank could not take this source up."""
         self._refused.add(source)
 
     def can_go_back(self) -> bool:
-        """Whether there is a source, as far as it can be told without reading it. Where the storage does not let us
-        see there may be one: ``choose`` says what is wrong, better than that there is nothing.
+        """Whether there may be a source; ``choose`` knows. A job that saves, and has come to its end before the first
+        time, loses nothing by beginning anew.
         """
-        try:
-            return self._in_memory() is not None or self._stored() is not None
-        except OSError:
-            return True
+        return self._wanted or self._in_memory() is not None or is_there(self._folder)
 
     def captured(self, rank: int, frame: Captured, groups: tuple[tuple[int, ...], ...]) -> None:
         """A rank's snapshot is complete. The last one of all sends the checkpoint on its way."""
@@ -166,7 +189,11 @@ class Saves:
             return
         for commits in [each for each in self._captured if each <= frame.commits]:
             del self._captured[commits]  # of older ones some rank has skipped its part
-        if all(each.store for each in ranks.values()):
+        differing = disagreeing(groups, {each: captured.fingerprint for each, captured in ranks.items()})
+        if differing:  # the ranks themselves find out behind their next barrier, and end the job
+            reason = f"ranks {differing} are to hold the same bits, and don't"
+            self._note("save_skipped", detail={"step": frame.step, "reason": reason})
+        elif all(each.store for each in ranks.values()):
             self._store(ranks, groups)
         else:
             self._over(frame.commits)
@@ -225,7 +252,7 @@ class Saves:
             return
         self._under_way = save._replace(number=number)
 
-    def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _hear(self) -> None:
         """The holder has a result, or is gone."""
         if self._vault is None:
             return
@@ -234,7 +261,7 @@ class Saves:
             if self._under_way is not None:
                 self._take_result(self._vault, self._under_way)
         except HolderLostError as error:
-            self._lost(loop, str(error))
+            self._lost(str(error))
 
     def _take_result(self, vault: Vault, save: _Save) -> None:
         try:
@@ -278,21 +305,39 @@ class Saves:
             subject = "checkpoints" if step is None else f"checkpoint of step {step}"
             self._say(f"{subject}: {_TOLD[kind]}: {reason}. Training goes on")
 
-    def _lost(self, loop: asyncio.AbstractEventLoop, reason: str) -> None:
+    def _let_go(self) -> None:
         assert self._vault is not None
-        loop.remove_reader(self._vault.fileno())
+        asyncio.get_running_loop().remove_reader(self._vault.fileno())
         self._vault.close()
         self._vault = None
+
+    def _lost(self, reason: str) -> None:
+        self._let_go()
         self._note("holder_lost", detail={"reason": reason})
         save, self._under_way = self._under_way, None
         if save is not None:
             self._failed(save, reason)
         self._go_on()
 
+    def _held(self) -> Source | None:
+        """``_in_memory``, with a holder that stays until the ranks have come for it."""
+        if self._in_memory() is None:
+            return None
+        if self._vault is None:
+            try:
+                self._keep_to(
+                    Vault.connect(self._run_dir, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S)
+                )
+            except VaultError:
+                return None
+        return self._in_memory()
+
     def _in_memory(self) -> Source | None:
         # As a visitor: what the agent's own connection has sent already is not answered in between.
         try:
-            vault = Vault.connect(self._run_dir, member=False, reply_timeout_s=_REPLY_TIMEOUT_S)
+            vault = Vault.connect(
+                self._run_dir, member=False, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S
+            )
             try:
                 stores = vault.inventory().stores
             finally:
@@ -303,26 +348,12 @@ class Saves:
         usable = [Source("memory", each) for each in commits if Source("memory", each) not in self._refused]
         return usable[0] if usable else None
 
-    def _on_storage(self) -> Source | None:
-        """The newest complete checkpoint that no rank has refused. Raises OSError."""
-        if not os.path.lexists(self._folder):
-            return None
-        try:
-            tidy(self._folder)
-        except StorageError as error:
-            self._trouble("retention_failed", None, str(error))
-        refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
-        found = newest_complete(self._folder, refused=refused)
-        for path, reason in found.skipped:
-            self._pass_over(path, reason)
-        return _source_of(found)
-
-    def _pass_over(self, path: Path, reason: str) -> None:
+    def _pass_over(self, path: str, reason: str) -> None:
         if path not in self._told:
             self._told.add(path)
-            self._note("checkpoint_skipped", detail={"path": str(path), "reason": reason})
+            self._note("checkpoint_skipped", detail={"path": path, "reason": reason})
 
-    async def finish(self, timeout_s: float) -> None:
+    async def finish(self, timeout_s: float, *, failed: bool) -> None:
         """The job is over: waits for what is on its way to storage, and lets the holder go.
 
         It stays where the job's last state is nowhere else: for whoever starts the job again, and for a while.
@@ -333,15 +364,17 @@ class Saves:
         if self._under_way is not None:
             self._say(f"checkpoint of step {self._under_way.step}: storage is still busy with it; its writer goes on")
         if self._vault is not None:
-            asyncio.get_running_loop().remove_reader(self._vault.fileno())
             try:
-                if not self._unsaved:
+                if not (self._unsaved or (failed and await self._memory_is_newest())):
                     self._vault.finish()
             except VaultError:
                 return  # it is gone already
             finally:
-                self._vault.close()
-                self._vault = None
+                self._let_go()
+
+    async def _memory_is_newest(self) -> bool:
+        memory, stored = self._in_memory(), await self._seen_on_storage()
+        return memory is not None and (stored is None or stored.commits < memory.commits)
 
 
 def _newest(memory: Source | None, stored: Source | None) -> Source | None:
@@ -351,10 +384,3 @@ def _newest(memory: Source | None, stored: Source | None) -> Source | None:
 
 def _described(source: Source) -> str:
     return f"update {source.commits} ({source.path or 'in memory'})"
-
-
-def _source_of(found: Found) -> Source | None:
-    report = found.report
-    if report is None or report.manifest is None:
-        return None
-    return Source("storage", report.manifest.commits, str(report.path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -12,7 +12,7 @@ def line(text: str) -> str:
     return f"{time.strftime('%H:%M:%S')} resilient-run: {text}"
 
 
-def told(kind: str, rank: int, generation: int, took_ms: float, detail: dict[str, Any]) -> Iterator[str]:
+def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> Iterator[str]:
     """The lines of one event. ``took_ms``: since the last fault."""
     if kind == "fault":
         lost = ", ".join(map(str, detail["lost"])) or "none"
@@ -30,14 +30,22 @@ def told(kind: str, rank: int, generation: int, took_ms: float, detail: dict[str
         )
     elif kind == "restart_all":
         yield f"{detail['reason']}. All ranks start again"
-    elif kind == "fenced":
-        yield f"recovery {generation}: rank {rank} did not answer in time and is killed"
+    elif kind == "spared":
+        named = ", ".join(map(str, detail["ranks"]))
+        yield f"recovery {generation}: rank {named} {detail['reason']}; nobody else has its state, so it is not killed"
     elif kind == "standby_off":
         yield f"all processes start cold, since they can't be forked: {detail['reason']}"
     elif kind == "standby_shallow":
         yield f"replacements are only forked with their imports done, not {detail['asked']}: {detail['reason']}"
     elif kind == "job_end" and detail["code"]:
         yield f"the job ends: {detail['reason']}"
+
+
+def pause_told(paused_s: float, pids: Sequence[int]) -> str:
+    """That no rank runs. ``pids``: the processes that are stopped."""
+    listed = " ".join(map(str, pids))
+    why = f"stopped (SIGSTOP); `kill -CONT {listed}` continues them" if pids else "no sign of life from any process"
+    return f"no rank has run for {paused_s:.0f} s: {why}. Nobody is to blame, so the job waits"
 
 
 def end_of(code: int | None) -> str:

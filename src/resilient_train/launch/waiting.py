@@ -6,11 +6,8 @@ died, which is nobody's place any more.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from resilient_train._native import Board
@@ -23,32 +20,10 @@ SAY_S = 10.0
 _NO_SESSION = "no rank has come to a Session; before the first step nothing is repaired"
 
 
-def speaks_of_sessions(command: Sequence[str]) -> bool:
-    """Whether the script, or module, that ``command`` runs has our name in its text. Read, not imported."""
-    words = [*command, ""]
-    files = [Path(word) for word in words if word.endswith(".py")]
-    if "-m" in words:
-        parts = words[words.index("-m") + 1].split(".")
-        places = [Path(folder, *parts) for folder in (str(Path.cwd()), *sys.path)]
-        files = [each for place in places for each in (place.with_suffix(".py"), place / "__main__.py")]
-    with contextlib.suppress(OSError):
-        return any(b"resilient_train" in file.read_bytes() for file in files if file.is_file())
-    return False
-
-
 class Waiting:
-    """``look`` is called twenty times a second. ``say`` writes to the console. ``expected``: there will be Sessions."""
+    """``look`` is called twenty times a second. ``say`` writes to the console."""
 
-    def __init__(
-        self,
-        board: Board,
-        controller: Controller,
-        processes: Processes,
-        say: Callable[[str], None],
-        *,
-        expected: bool,
-    ) -> None:
-        self._expected = expected
+    def __init__(self, board: Board, controller: Controller, processes: Processes, say: Callable[[str], None]) -> None:
         self._board = board
         self._controller = controller
         self._processes = processes
@@ -77,7 +52,7 @@ class Waiting:
         whom = ", ".join(self._described(rank) for rank in controller.waits_for())
         since = f"since {waited_s:.0f} s"
         if controller.stage is Stage.STARTING:
-            if not (controller.aware or self._expected):  # without one this stage lasts as long as the job
+            if not (controller.aware or controller.uses_us()):  # without one this stage lasts as long as the job
                 return f"starting {since}: {_NO_SESSION} ({whom})" if self._told == 1 else ""
             return f"starting {since}: waits for {whom}"
         if controller.stage is Stage.RECOVERING:

@@ -133,7 +133,7 @@ def recovery_lines(recovery: Recovery) -> list[Line]:
     found += [Line(f"  state: {_copy(copy)}") for copy in recovery.copies]
     found.append(Line(f"  {_steps(recovery)}"))
     if recovery.fenced:
-        found.append(Line(f"  fenced, for they did not answer in time: {_ranks(recovery.fenced)}", "yellow"))
+        found.append(Line(f"  fenced: {_ranks(recovery.fenced)}", "yellow"))
     if recovery.commits_lost:
         found.append(Line(f"  COMMITTED STEPS LOST: {recovery.commits_lost}", "bold red"))
     return found

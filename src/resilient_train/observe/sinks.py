@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import Protocol
 
@@ -25,28 +26,49 @@ class Sink(Protocol):
 class JsonLines:
     """Appends to ``events.jsonl``. One ``write(2)`` per line with ``O_APPEND``: lines of several processes don't mix.
 
-    A full disk must not end a training run: the first failure to write is said on stderr, later ones are counted.
+    Nothing that only tells may end a training run: where the file can't be opened or written (the disk is full, the
+    folder was tidied away) that is said once on stderr, if that goes, and events are counted.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.dropped = 0
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._descriptor = -1
+        self._why = ""
+        try:
+            self._descriptor = open_to_append(self.path)
+        except OSError as error:
+            self._why = str(error)
 
     def write(self, event: Event) -> None:
         """Appends one line."""
+        why = self._why
         try:
-            os.write(self._descriptor, to_line(event))
+            if not why:
+                os.write(self._descriptor, to_line(event))
         except OSError as error:
+            why = str(error)
+        if why:
             self.dropped += 1
             if self.dropped == 1:
-                os.write(2, f"resilient_train: events can't be written to {self.path}: {error}\n".encode())
+                say_aside(f"events can't be written to {self.path}: {why}")
 
     def close(self) -> None:
         """Closes the file; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def open_to_append(path: Path) -> int:
+    """A descriptor of a file of this user's alone, at its end. Raises OSError."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def say_aside(text: str) -> None:
+    """A line on standard error, which may lie on a full disk, or be closed: then nobody hears it, and nothing ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(f"resilient_train: {text}", file=sys.stderr, flush=True)
 
 
 class Discard:

@@ -27,7 +27,8 @@ def write_trace(events: Iterable[Event], path: str | os.PathLike[str]) -> None:
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_bytes(msgspec.json.encode(trace(events)))
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:  # noqa: PTH123
+            file.write(msgspec.json.encode(trace(events)))
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)

@@ -23,9 +23,10 @@ class Spawn(msgspec.Struct, frozen=True):
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """SIGKILL the process of ``rank``; its death comes back as an event."""
+    """SIGKILL the process of ``rank``; its death comes back as an event, which tells ``reason``."""
 
     rank: int
+    reason: str
 
 
 class Send(msgspec.Struct, frozen=True):

@@ -14,12 +14,14 @@ Stages::
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
+from resilient_train.protocol.disagreement import sentence
+from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.leaving import Leaving, choose, why_none
-from resilient_train.protocol.messages import End, Finished, Joined, Plan, Resume, Started, Stop
+from resilient_train.protocol.messages import Differs, End, Finished, Joined, Plan, Resume, Started, Stop
 from resilient_train.protocol.patience import Patience
 from resilient_train.protocol.policy import Policy, why_give_up
 from resilient_train.protocol.replicas import ReplicaTable, agreed
@@ -55,7 +57,11 @@ class Controller:
         self.restarts = 0
         self.aware = False
         self.can_go_back: Callable[[], bool] = lambda: False
-        """Whether all ranks could start again from a saved state. Asked only where nothing else is left."""
+        """Whether all ranks could start again from a saved state, or the loss of theirs costs nothing that was ever to
+        be kept. Asked only where nothing else is left.
+        """
+        self.uses_us: Callable[[], bool] = lambda: False
+        """Whether the script imports this library, as far as its text tells. Asked where no rank has said Hello yet."""
         self.incarnations = [0] * world_size
         self.replicas = ReplicaTable(world_size)
         self.plan: Plan | None = None
@@ -66,7 +72,10 @@ class Controller:
         self._finished: set[int] = set()
         self._evidence: dict[int, Standing] = {}
         self._patience = Patience(self.policy)
-        self._unheard: set[int] = set()
+        self._holders = Holders(self.replicas.groups)
+        self._over = False
+        """Some rank's loop has ended, see ``messages.Resume``."""
+        self._differing: dict[int, Differs] = {}
 
     def launch(self) -> list[Command]:
         """The job begins: every rank is started."""
@@ -89,6 +98,7 @@ class Controller:
             self.replicas = agreed(self._started)
         except ConfigError as error:
             return self.refuse(str(error))
+        self._holders = Holders(self.replicas.groups)
         self.stage = Stage.RUNNING
         note = Note("started", detail={"world_size": self.world_size, "step": message.step})
         return [note, *self._to_all(Resume(self.generation))]
@@ -108,9 +118,8 @@ class Controller:
         give_up = why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=self._patience.died(rank))
         if give_up:
             return self._give_up(code, f"rank {rank} was lost ({reason}), and {give_up}", lost=rank)
-        # A replacement that has joined may have copied state by now; one that has not surely has none.
-        self._unheard.add(rank)
-        if any(self._unheard.issuperset(group) for group in self.replicas.groups):
+        self._holders.lost(rank)
+        if self._holders.gone():
             return self._go_back(rank, f"rank {rank} was lost ({reason}); {_NOBODY_LEFT}")
         self.restarts += 1
         self.incarnations[rank] += 1
@@ -124,6 +133,7 @@ class Controller:
         self.plan = None
         self._joined.clear()
         self._done.clear()
+        self._over = False
         self._finished.clear()
         stop = Stop(self.generation, lost, reason)
         return [
@@ -145,13 +155,13 @@ class Controller:
         self.stage = Stage.STARTING
         self.plan = None
         self._patience.start_again()
-        for memory in (self._joined, self._done, self._finished, self._evidence, self._unheard):
+        for memory in (self._joined, self._done, self._finished, self._evidence):
             memory.clear()
-        return self._restart_all(rank, reason, EXIT_UNRECOVERABLE)
+        return self._restart_all(rank, reason, EXIT_UNRECOVERABLE, state_lost=True)
 
-    def _restart_all(self, rank: int, reason: str, code: int) -> list[Command]:
+    def _restart_all(self, rank: int, reason: str, code: int, *, state_lost: bool = False) -> list[Command]:
         give_up = why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=0)
-        if not self.aware and not self.policy.restart_on_error:
+        if not (self.policy.restart_on_error or self.aware or self.uses_us()):
             give_up = "its script has no Session, or that is switched off (--max-restarts N would restart it)"
         if give_up:
             return self._end(code, f"{reason}, and {give_up}")
@@ -159,7 +169,8 @@ class Controller:
         self.attempt += 1
         self._started.clear()
         self.incarnations = [incarnation + 1 for incarnation in self.incarnations]
-        note = Note("restart_all", rank=rank, detail={"reason": reason, "attempt": self.attempt})
+        detail = {"reason": reason, "attempt": self.attempt, "state_lost": state_lost}
+        note = Note("restart_all", rank=rank, detail=detail)
         spawns = [Spawn(r, self.incarnations[r], joining=False, attempt=self.attempt) for r in range(self.world_size)]
         return [note, *spawns]
 
@@ -169,15 +180,15 @@ class Controller:
         """A rank's process ended; ``code`` is negative for a signal, as in ``subprocess``. ``how`` it failed, if it is
         known, stands behind "rank N failed".
         """
-        how = how or f" with exit code {code}"
         if self.stage is Stage.ENDED:
             return []
         if not self._current(rank, incarnation):
-            if self.stage is Stage.LEAVING:
+            # The rank was taken for lost and replaced, but it had left by os._exit(code): a decision, not a fault. Not
+            # so where all were started again: what the others' ends were then does not count.
+            by_itself = code >= 0 and incarnation == self.incarnations[rank] - 1
+            if not by_itself or self.stage in (Stage.LEAVING, Stage.STARTING):
                 return []
-            # The rank was taken for lost and replaced, but it had left by os._exit(code): a decision, not a fault.
-            gone_by_itself = code > 0 and incarnation == self.incarnations[rank] - 1
-            return self._give_up(code, f"rank {rank} failed{how}") if gone_by_itself else []
+            return self._give_up(code or 1, _left(rank, code, how))
         if self.stage is Stage.LEAVING:
             return self._gone(rank)
         if code < 0 and self.stage is not Stage.FINISHED:
@@ -185,13 +196,12 @@ class Controller:
         if code == 0 and self.stage in (Stage.STARTING, Stage.FINISHED):
             return []
         if code == 0:
-            return self._end(1, f"rank {rank} left with exit code 0 while the others were still training")
+            return self._give_up(1, _left(rank, code, how), lost=rank)
         if self.stage is Stage.STARTING and self.policy.restart_on_error:
             return self._restart_all(rank, f"rank {rank} exited with code {code} before the first step", code)
         self._patience.reached(max((standing.commits for standing in standings), default=0))
         when = " after the training" if self.stage is Stage.FINISHED else ""
-        status = code if code > 0 else 128 - code
-        return self._give_up(status, f"rank {rank} failed{when}{how}", lost=rank)
+        return self._give_up(code if code > 0 else 128 - code, _left(rank, code, how, when), lost=rank)
 
     def failed_collective(
         self, generation: int, detail: str, standings: Sequence[Standing] = (), *, culprit: int = -1
@@ -207,8 +217,8 @@ class Controller:
             off = "rebuilding process groups is switched off (MS_ENABLE_TFT has no HCCE:1)"
             return self._give_up(EXIT_UNRECOVERABLE, f"a collective failed ({detail}), and {off}")
         if self._fails_again(standings):
-            if culprit >= 0:
-                return self._fence(culprit, detail)
+            if culprit >= 0 and not self._holders.last({culprit}):
+                return self.fence({culprit}, detail)
             return self._give_up(EXIT_UNRECOVERABLE, f"collectives keep failing: {detail}")
         return self._begin((), f"a collective failed: {detail}")
 
@@ -224,11 +234,35 @@ class Controller:
         if self.stage not in (Stage.RUNNING, Stage.RECOVERING):
             return []
         if self._fails_again(standings):
-            return self._fence(rank, detail)
+            if self._holders.last({rank}):
+                return self._give_up(EXIT_UNRECOVERABLE, f"rank {rank} keeps losing memory: {detail}")
+            return self.fence({rank}, detail)
         return self._begin((), f"rank {rank}: {detail}")
 
-    def _fence(self, rank: int, detail: str) -> list[Command]:
-        return [Note("fenced", rank=rank, detail={"reason": detail}), Kill(rank)]
+    def fence(self, ranks: Collection[int], reason: str, standings: Sequence[Standing] = ()) -> list[Command]:
+        """Gives up processes that may still run: they are killed, and lost when their death is seen. Nobody else
+        decides that.
+
+        Never the last one that has the state of a replica group. Where only such are named, a recovery without a loss
+        begins, which they may hear; one that is under way goes on waiting for them.
+        """
+        if self.stage not in (Stage.RUNNING, Stage.RECOVERING, Stage.LEAVING):
+            return []
+        spared = self._holders.last(ranks)
+        commands: list[Command] = []
+        for rank in sorted(set(ranks) - spared):
+            self._holders.killed(rank)
+            commands += [Note("fenced", rank=rank, detail={"reason": reason}), Kill(rank, reason)]
+        if not spared:
+            return commands
+        named = ", ".join(map(str, sorted(spared)))
+        only = f"rank {named} {reason}; nobody else has its state"
+        commands.append(Note("spared", rank=min(spared), detail={"ranks": sorted(spared), "reason": reason}))
+        if self.stage is not Stage.RUNNING or len(spared) < len(set(ranks)):
+            return commands  # others are lost, or a recovery is under way: it is asked there
+        if self._fails_again(standings):
+            return [*commands, *self._give_up(EXIT_UNRECOVERABLE, only)]
+        return [*commands, *self._begin((), only)]
 
     def _fails_again(self, standings: Sequence[Standing]) -> bool:
         self._patience.reached(max((standing.commits for standing in standings), default=0))
@@ -240,16 +274,14 @@ class Controller:
             return []
         if message.generation != self.generation or rank in self._left_out():
             return []
-        self._unheard.discard(rank)
+        self._holders.joined(rank, holds=message.holds)
         self._joined[rank] = message
         if self.stage is Stage.LEAVING:
             return self._save_last()
         return self._agree() if len(self._joined) == self.world_size else []
 
     def _agree(self) -> list[Command]:
-        accounts = {
-            rank: Account(standing_of((j.commits, j.phase)), j.holds, j.tail_done) for rank, j in self._joined.items()
-        }
+        accounts = {rank: Account(standing_of((j.commits, j.phase)), j.holds) for rank, j in self._joined.items()}
         groups = {j.groups for j in self._joined.values()}
         verdict = decide(accounts, self._evidence)
         copies = self.replicas.assign_sources(verdict.empty, verdict.holders)
@@ -260,9 +292,7 @@ class Controller:
             generation=self.generation,
             commits=verdict.commits,
             copies=copies,
-            tail_from=verdict.tail_from,
-            leader=verdict.leader,
-            ghosts=tuple(verdict.empty),
+            finishers=tuple(verdict.finishers),
             replaced=tuple(sorted(self._evidence)),
             last=self.leaving is not None,
         )
@@ -286,27 +316,32 @@ class Controller:
 
     def on_its_way(self, rank: int) -> str:
         """What a process does that has not come to its loop; empty if it has."""
-        if self.stage is Stage.STARTING and rank not in self._started:
-            return "STARTING"
-        return "JOINING" if rank in self._unheard else ""
+        if self.stage is Stage.STARTING:
+            return "" if rank in self._started else "STARTING"
+        return "JOINING" if rank in self._holders.absent else ""
 
     def awaited(self) -> list[int]:
         """Survivors that a recovery waits for: they have heard of it, or should have, and have not joined."""
         if self.stage not in (Stage.RECOVERING, Stage.LEAVING) or self.plan is not None:
             return []
-        return [rank for rank in range(self.world_size) if rank not in self._joined and rank not in self._unheard]
+        return [rank for rank in self.waits_for() if rank not in self._holders.absent]
 
-    def done(self, rank: int, incarnation: int, generation: int) -> list[Command]:
-        """A rank stands where the plan wants it. The last one lets everybody go."""
+    def done(self, rank: int, incarnation: int, generation: int, *, over: bool = False) -> list[Command]:
+        """A rank stands where the plan wants it. The last one lets everybody go. ``over``: see ``messages.Done``."""
         if not self._current(rank, incarnation) or generation != self.generation or self.plan is None:
             return []
         self._done.add(rank)
+        self._holders.done(rank)
+        self._over = self._over or over
         if len(self._done) < self.world_size or self.stage is not Stage.RECOVERING:
             return []
         self.stage = Stage.RUNNING
         self._evidence.clear()
         self._patience.reached(self.plan.commits)
-        return [Note("resumed", detail={"commits": self.plan.commits}), *self._to_all(Resume(self.generation))]
+        return [
+            Note("resumed", detail={"commits": self.plan.commits}),
+            *self._to_all(Resume(self.generation, self._over)),
+        ]
 
     def finish(self, rank: int, incarnation: int, generation: int) -> list[Command]:
         """A rank's loop is over. The last one lets everybody leave."""
@@ -318,12 +353,45 @@ class Controller:
         self.stage = Stage.FINISHED
         return [Note("finished"), *self._to_all(Finished())]
 
-    def expired(self, generation: int) -> list[Command]:
-        """A recovery took too long: who has not done its part is fenced, and becomes lost when its death is seen."""
+    def expired(
+        self, generation: int, standings: Sequence[Standing], limit_s: float, stopped: Collection[int] = ()
+    ) -> list[Command]:
+        """A phase of a recovery has lasted so long. ``stopped``: ranks whose process does not run, and may be
+        continued.
+
+        Before the plan: who has not joined is fenced. After it all are asked anew; who does not come is fenced then.
+        """
         if generation != self.generation or self.stage not in (Stage.RECOVERING, Stage.LEAVING):
             return []
-        silent = self.waits_for()
-        return [*(Note("fenced", rank=rank) for rank in silent), *(Kill(rank) for rank in silent)]
+        if self.plan is not None:
+            told = (
+                f"ranks {self.waits_for()} did not come to the start of update {self.plan.commits} within {limit_s:g} s"
+            )
+            if self._fails_again(standings):
+                return self._give_up(EXIT_UNRECOVERABLE, f"recoveries keep failing: {told}")
+            return self._begin((), told)
+        silent = set(self.waits_for())
+        late = f"did not join the recovery within {limit_s:g} s"
+        commands = self.fence(silent, late)
+        holding = self._holders.last(silent)
+        if self.stage is Stage.LEAVING or not holding or holding.issubset(stopped) or holding < silent:
+            return commands
+        return self._go_back(min(holding), f"ranks {sorted(holding)} {late}; {_NOBODY_LEFT}")
+
+    def differs(self, rank: int, incarnation: int, message: Differs) -> list[Command]:
+        """A rank does not hold what its replicas hold. When all of them have said what they do hold, the job ends."""
+        if not self._current(rank, incarnation) or self.stage is Stage.ENDED:
+            return []
+        self._differing[rank] = message
+        return self.disagreed() if self._differing.keys() >= set(self.replicas.peers(rank)) else []
+
+    def disagreed(self) -> list[Command]:
+        """Replicas differ, and who has not said by now what it holds will not."""
+        if self.stage is Stage.ENDED:
+            return []
+        group = self.replicas.peers(next(iter(self._differing)))
+        text = sentence(group, self._differing)
+        return [Note("replicas_differ", detail={"ranks": list(group), "reason": text}), *self.stop(2, text)]
 
     def refuse(self, text: str) -> list[Command]:
         """The user's Session is wrong: end with exit code 2."""
@@ -336,16 +404,32 @@ class Controller:
         self.leaving = Leaving(code, reason, alone=False)
         return self._begin((), reason, kind="leaving")
 
+    def hurry(self) -> list[Command]:
+        """Half of the time is gone that a job has which was asked to end: its state is saved without the ranks that
+        have not come, if the others have all of it.
+        """
+        leaving = self.leaving
+        if leaving is None or leaving.alone or self.stage is not Stage.RECOVERING or self.plan is not None:
+            return []
+        missing = set(range(self.world_size)) - set(self._joined)
+        if not missing or choose(self._joined, self.replicas.groups) is None:
+            return []
+        self.leaving = Leaving(leaving.code, leaving.reason, alone=True)
+        self.leaving.gone = missing
+        named = ", ".join(map(str, sorted(missing)))
+        return self._survive((), f"{leaving.reason}, and rank {named} has not come in half of the time that there is")
+
     def _give_up(self, code: int, reason: str, *, lost: int = -1) -> list[Command]:
         """Nothing brings the job back. Whoever lives saves the state, unless nothing was trained."""
-        gone = self._unheard | ({lost} if lost >= 0 else set())
-        covered = not any(gone.issuperset(group) for group in self.replicas.groups)
+        if lost >= 0:
+            self._holders.lost(lost)
+        covered = not self._holders.gone()
         trained = self.stage in (Stage.RUNNING, Stage.RECOVERING) and self._patience.furthest > 0
         if not (trained and covered and self.policy.save_last):
             return self._end(code, reason)
         first = self.leaving  # asked to leave, and then something went wrong: the answer stays what was asked for
         self.leaving = Leaving(first.code if first else code, first.reason if first else reason, alone=True)
-        self.leaving.gone = gone
+        self.leaving.gone = set(self._holders.absent)
         return self._survive((lost,) if lost >= 0 else (), reason)
 
     def _survive(self, lost: tuple[int, ...], reason: str) -> list[Command]:
@@ -358,6 +442,7 @@ class Controller:
         if self.leaving is None or rank in self.leaving.gone:
             return []
         self.leaving.gone.add(rank)
+        self._holders.lost(rank)
         uncovered = [group for group in self.replicas.groups if self.leaving.gone.issuperset(group)]
         if uncovered:
             told = f"{self.leaving.reason}; then rank {rank} was lost, and {why_none({}, uncovered)}"
@@ -416,3 +501,9 @@ class Controller:
 
     def _to_all(self, message: Stop | Plan | Resume | Finished | End) -> list[Send]:
         return [Send(rank, message) for rank in range(self.world_size)]
+
+
+def _left(rank: int, code: int, how: str, when: str = "") -> str:
+    if code == 0:
+        return f"rank {rank} left with exit code 0 while the others were still training"
+    return f"rank {rank} failed{when}{how or f' with exit code {code}'}"

@@ -8,6 +8,9 @@ sure we are, and on the job's own steps (their 99th percentile, p99)::
     half of the limit          they are about to be given up: record what they do                         -> SUSPECT
     limit = max(10 x p99, floor), or what the user set                                                    -> HUNG
 
+``jobclock.py`` counts the time: while nobody of the job runs, none passes. When it goes on after such a pause, who is
+still stopped has the time that a job has of which nothing is known: ranks are not continued all at once.
+
 When all ranks are equally far there is no culprit: a collective that all have entered does not end. That has a longer
 limit (all may compile), and costs no process (-> TOGETHER). The first steps after a start or a recovery have that limit
 too. While a rank says that it takes its time (``session.slow``), or a debugger holds it, no time passes.
@@ -91,6 +94,11 @@ class HangDetector:
         self._excused = True
         self._told: set[Verdict] = set()
         self._stopped: frozenset[int] = frozenset()
+        self._resumed = False
+
+    def resume(self) -> None:
+        """Nobody has run for a while, and somebody does again."""
+        self._resumed = self._excused = True
 
     def observe(self, now_ns: int, ranks: Sequence[Progress], state: Callable[[int], RunState]) -> Finding | None:
         """``state`` is asked only when nothing moves."""
@@ -120,6 +128,7 @@ class HangDetector:
                 self._steps_ms.append((now_ns - self._commit_ns) / _MS / (commits - self._commits))
                 self._ordered = []
             self._warm += 1
+            self._resumed = False  # every rank has made a step
             self._excused = self._warm < _WARM_UPDATES
         self._commits, self._commit_ns = commits, now_ns
 
@@ -171,7 +180,8 @@ class HangDetector:
     def _stopped_ms(self) -> float:
         if len(self._steps_ms) < _SAMPLES_MIN:
             return self._limits.stopped_unknown_ms
-        return max(2 * self._percentile(0.99), self._limits.stopped_min_ms)
+        least_ms = self._limits.stopped_unknown_ms if self._resumed else self._limits.stopped_min_ms
+        return max(2 * self._percentile(0.99), least_ms)
 
     def _limit_ms(self) -> float:
         if self._limits.fixed_ms:

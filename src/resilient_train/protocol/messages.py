@@ -9,17 +9,21 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """First frame on every connection. ``role`` is ``rank`` or ``operator`` (a command line tool)."""
+    """First frame on every connection. ``role`` is ``rank`` or ``operator`` (a command line tool).
+
+    ``token`` is a rank's: what its agent has given to its processes, and no other agent knows.
+    """
 
     role: str
     rank: int = -1
     incarnation: int = -1
     pid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     version: int = PROTOCOL_VERSION
+    token: str = ""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -57,6 +61,8 @@ class Captured(msgspec.Struct, tag="captured", frozen=True):
     store: bool
     last: int = -1
     """Not -1: it is the rank's part of the end-of-life checkpoint of this generation."""
+    fingerprint: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Of the parameters and optimizer state that the rank holds, all of them; 0: not known, or nobody has the same."""
 
 
 class Skipped(msgspec.Struct, tag="skipped", frozen=True):
@@ -145,20 +151,17 @@ class Joined(msgspec.Struct, tag="joined", frozen=True):
 
 
 class Plan(msgspec.Struct, tag="plan", frozen=True):
-    """What everyone does in the recovery of ``generation``; each rank derives its own part, see ``processor``.
+    """What everyone does in the recovery of ``generation``; each rank derives its own part, see ``rank``.
 
     All ranks go on from the start of update ``commits``. ``copies`` maps a rank without usable state to the replica it
-    copies from. Where a tail must be finished first, ``tail_from`` is the first collective of it that some rank lacks
-    (else -1), ``leader`` a rank that will run all that follow, and ``ghosts`` the ranks that take part without having
-    run the tail's code. ``replaced`` are the ranks whose process is another one than at the last Resume.
+    copies from. ``finishers`` are the ranks that run the tail before that update, or what is left of it. ``replaced``
+    are the ranks whose process is another one than at the last Resume.
     """
 
     generation: int
     commits: int
     copies: dict[int, int]
-    tail_from: int = -1
-    leader: int = -1
-    ghosts: tuple[int, ...] = ()
+    finishers: tuple[int, ...] = ()
     replaced: tuple[int, ...] = ()
     last: bool = False
     """At the head of the next window all ranks save the state, and the job ends."""
@@ -216,11 +219,12 @@ class Fetched(msgspec.Struct, tag="fetched", frozen=True):
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):
-    """This rank stands at the start of the plan's update and waits for Resume."""
+    """This rank stands at the start of the plan's update and waits for Resume. ``over``: its loop has ended."""
 
     generation: int
     redone: bool
     step: int
+    over: bool = False
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
@@ -231,10 +235,23 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
     reason: str
 
 
+class Differs(msgspec.Struct, tag="differs", frozen=True):
+    """The rank has found that its replicas do not hold what it holds before update ``commits``. It waits for the end.
+
+    ``rows`` are (name, digest) of all tensors and values that replicas have in common; ``averages``: the rank's models
+    are wrapped by something that averages their gradients. The one large frame: it is sent once, as the job's last.
+    """
+
+    commits: int
+    rows: list[tuple[str, str]]
+    averages: bool
+
+
 class Resume(msgspec.Struct, tag="resume", frozen=True):
-    """Everyone is done: train."""
+    """Everyone is done: train. ``over``: a loop has ended, by a ``break`` that who copied its state did not see."""
 
     generation: int
+    over: bool = False
 
 
 class Finish(msgspec.Struct, tag="finish", frozen=True):
@@ -294,6 +311,7 @@ FromRank = (
     | Done
     | Finish
     | Refused
+    | Differs
     | OpenVault
     | Captured
     | Skipped

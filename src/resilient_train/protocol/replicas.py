@@ -50,6 +50,19 @@ class ReplicaTable:
         return sources
 
 
+def alike(fingerprints: Iterable[int]) -> bool:
+    """Whether replicas with these fingerprints hold the same, as far as it is known; 0: not known."""
+    return len(set(fingerprints) - {0}) < 2
+
+
+def disagreeing(groups: Iterable[Sequence[int]], fingerprints: Mapping[int, int]) -> list[int]:
+    """The first replica group in which two ranks hold different things; empty if there is none."""
+    for group in groups:
+        if not alike(fingerprints.get(rank, 0) for rank in group):
+            return list(group)
+    return []
+
+
 def agreed(started: Mapping[int, Started]) -> ReplicaTable:
     """The replica groups of a job whose ranks have all come to their first step. Raises ConfigError if they differ, or
     the replicas do.

@@ -21,19 +21,19 @@ class Account(NamedTuple):
 
     standing: Standing
     holds: bool
-    tail_done: int = 0
 
 
 class Verdict(NamedTuple):
-    """``forward``/``redone``: the ranks that apply their own gradients, or run update ``commits`` again."""
+    """``forward``/``redone``: the ranks that apply their own gradients, or run update ``commits`` again. ``finishers``:
+    those that run the tail before that update, or what is left of it.
+    """
 
     commits: int
     holders: list[int]
     empty: list[int]
     forward: list[int]
     redone: list[int]
-    tail_from: int
-    leader: int
+    finishers: list[int]
 
 
 def decide(accounts: Mapping[int, Account], evidence: Mapping[int, Standing]) -> Verdict:
@@ -46,7 +46,7 @@ def decide(accounts: Mapping[int, Account], evidence: Mapping[int, Standing]) ->
     holders = sorted(rank for rank, account in accounts.items() if account.holds)
     empty = sorted(set(accounts) - set(holders))
     if not holders:
-        return Verdict(0, [], empty, [], [], -1, -1)
+        return Verdict(0, [], empty, [], [], [])
     base = min(accounts[rank].standing.commits for rank in holders)
     ready, updating = Standing(base, Phase.READY), Standing(base, Phase.UPDATING)
     known = [accounts[rank].standing for rank in holders]
@@ -63,26 +63,9 @@ def decide(accounts: Mapping[int, Account], evidence: Mapping[int, Standing]) ->
         for rank in holders
         if accounts[rank].standing in (Standing(commits, Phase.COMPUTE), Standing(commits, Phase.READY))
     ]
-    tail_from, leader = _tail(commits, accounts, holders)
-    return Verdict(commits, holders, empty, forward, redone, tail_from, leader)
+    finishers = sorted({*forward, *(r for r in holders if accounts[r].standing == Standing(commits, Phase.APPLIED))})
+    return Verdict(commits, holders, empty, forward, redone, finishers)
 
 
 def _has_trained(account: Account) -> bool:
     return account.standing > Standing(0, Phase.APPLIED)
-
-
-def _tail(commits: int, accounts: Mapping[int, Account], holders: list[int]) -> tuple[int, int]:
-    """First collective of the tail that a holder still lacks, and the holder that lacks most; (-1, -1) if none is in
-    it.
-    """
-    done = {}
-    for rank in holders:
-        standing = accounts[rank].standing
-        if standing.commits == commits - 1:
-            done[rank] = 0
-        elif standing == Standing(commits, Phase.APPLIED):
-            done[rank] = accounts[rank].tail_done
-    if not done:
-        return -1, -1
-    leader = min(done, key=lambda rank: (done[rank], rank))
-    return done[leader], leader

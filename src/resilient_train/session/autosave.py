@@ -79,12 +79,12 @@ def cadence_for(
 ) -> Cadence:
     """This rank's cadence; rank 0's leads. Raises ConfigError or OSError for what "auto" would learn from."""
     if link.rank:
-        return Cadence(link.board, None, None, skip)
+        return Cadence(link.peers, None, None, skip)
     if wish.auto:
         planner, before = planner_of(run_dir, link.world_size)
-        return Cadence(link.board, ByAdvice(planner, event, before), Meter(planner, event), skip)
+        return Cadence(link.peers, ByAdvice(planner, event, before), Meter(planner, event), skip)
     timed = BySeconds(wish.seconds, time.monotonic()) if wish.seconds else None
-    return Cadence(link.board, timed or BySteps(wish.steps, wish.memory_steps), Meter(None, event), skip)
+    return Cadence(link.peers, timed or BySteps(wish.steps, wish.memory_steps), Meter(None, event), skip)
 
 
 def planner_of(run_dir: Path, world_size: int) -> tuple[Planner, AtoInfo | None]:

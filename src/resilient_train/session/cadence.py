@@ -15,9 +15,9 @@ from typing import Protocol
 
 import msgspec
 
-from resilient_train._native import Board
 from resilient_train.errors import ConfigError
 from resilient_train.session.meter import Meter
+from resilient_train.session.peers import Peers
 
 
 class Due(enum.IntEnum):
@@ -116,17 +116,17 @@ class Cadence:
 
     def __init__(
         self,
-        board: Board,
+        peers: Peers,
         rhythm: Rhythm | None,
         meter: Meter | None,
         skip: Callable[[int, str], None],
     ) -> None:
         """``skip`` tells that what is due at an update is left out, and why."""
-        self._board = board
+        self._peers = peers
         self._rhythm = rhythm
         self._meter = meter
         self._skip = skip
-        self._generation = board.stop_generation
+        self._generation = peers.stop_generation
         self._unsettled: list[int] = []
         """Before which updates the checkpoints were taken that are on their way to storage."""
         self._meanwhile = 0
@@ -136,7 +136,7 @@ class Cadence:
         """A window begins: what with."""
         if self._rhythm is not None and self._meter is not None:
             self._lead(commits + 1, self._rhythm, self._meter)
-        due = Due(self._board.announced(commits))
+        due = Due(self._peers.announced(commits))
         if due and self._meter is not None:
             self._meter.begun(commits, time.monotonic(), stored=due is Due.STORAGE)
         return due
@@ -159,7 +159,7 @@ class Cadence:
             due = Due.NOTHING if self._meanwhile else Due.MEMORY
         if due is Due.NOTHING:
             return
-        self._board.announce(upcoming, due)
+        self._peers.announce(upcoming, due)
         rhythm.chosen(upcoming, due, now_s)
         self._meanwhile += bool(self._unsettled)
         if due is Due.STORAGE:
@@ -167,7 +167,7 @@ class Cadence:
 
     def _look(self, now_s: float, meter: Meter) -> None:
         """What has come of the saves before."""
-        generation, settled = self._board.stop_generation, self._board.settled
+        generation, settled = self._peers.stop_generation, self._peers.settled
         whole = generation == self._generation
         self._generation = generation
         meter.head(now_s, whole=whole)

@@ -13,12 +13,16 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
-from resilient_train._native import Board
 from resilient_train.events import now
 from resilient_train.faults import FROM_OUTSIDE, Injection, place_in_step
 from resilient_train.frameworks.base import Framework
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import orders
+from resilient_train.protocol import rank_effects as do
+from resilient_train.protocol import rank_events as on
+from resilient_train.protocol.rank import Rank
+from resilient_train.protocol.standing import Phase
+from resilient_train.session.peers import Peers
 
 SIGNALS = dict(zip(FROM_OUTSIDE, (signal.SIGKILL, signal.SIGSTOP), strict=True))
 
@@ -40,12 +44,24 @@ ACTS: dict[str, Act] = {
     "loop": _loop_for_ever,
 }
 """Kinds that need nothing of the engine's."""
+_RAISING = "uce"
+"""The kind that raises, as an operation of the device's does: so only where the user's code, or a hook, runs."""
+_BEFORE = {
+    do.CheckCollectives: ("READY", "before"),
+    do.Cross: ("READY", "barrier"),
+    do.Committed: ("UPDATING", "end"),
+    do.Quiesce: ("STOP", "start"),
+    do.Build: ("REBUILD", "start"),
+    do.SendDone: ("RESTORE", "end"),
+}
+_AFTER = {do.Cross: ("UPDATING", "start"), do.Build: ("REBUILD", "end")}
+"""Places, by effect; those behind one count only if it went well."""
 
 
 class Injector:
-    """``at`` is called wherever a fault can be injected; each clause hits once.
+    """Hits at places of a step, and before and behind effects of the rank machine; each clause hits once.
 
-    Where there are no ``clauses`` it need not be called, but for the begin of a step, if an order has come.
+    ``before``, ``after`` need not be called where there are no ``clauses``.
     """
 
     def __init__(
@@ -55,13 +71,13 @@ class Injector:
         incarnation: int,
         sink: Sink,
         engine: Framework,
-        board: Board,
+        peers: Peers,
     ) -> None:
         self.clauses = [each for each in plan if each.rank == rank and each.incarnation == incarnation]
         self._rank = rank
         self._incarnation = incarnation
         self._sink = sink
-        self._board = board
+        self._peers = peers
         self._owner_pid = os.getpid()
         self._ordered: tuple[Injection, orders.Order] | None = None
         self._hooks: dict[str, Callable[[], None]] = {}
@@ -72,12 +88,58 @@ class Injector:
             "uce": lambda clause: engine.poison(clause.target),
         }
 
-    def at(self, phase: str, place: str, *, step: int = -1, generation: int = -1) -> None:
-        """This process is at ``place`` of ``phase``: a clause that says so hits it now."""
-        if place == "start" and phase == "COMPUTE":
+    # -- places
+
+    def enters(self, step: int) -> None:
+        """The body of a step begins."""
+        if self.clauses or self._peers.order() != orders.LISTENING:
             self._look_for_order(step)
+            self.at("COMPUTE", "start", step=step)
+
+    def leaves(self, rank: Rank) -> None:
+        """The body of a step has ended well."""
+        if self.clauses and rank.standing.phase is Phase.APPLIED:
+            self.at("APPLIED", "end", step=rank.number - 1)
+        elif self.clauses and rank.standing.phase is Phase.COMPUTE and not rank.written and not rank.scaled:
+            self.at("COMPUTE", "end", step=rank.number)
+
+    def between(self, rank: Rank) -> None:
+        """The loop wants its next step."""
+        if self.clauses and rank.standing.phase is Phase.APPLIED:
+            self.at("BETWEEN", "start", step=rank.number)
+
+    def raising(self, phase: str, rank: Rank) -> None:
+        """A hook has come to its end."""
+        if self.clauses:
+            step = rank.number - (rank.standing.phase is Phase.APPLIED)
+            self.at(phase, "start", step=step, raising=True)
+
+    def before(self, effect: do.Effect, rank: Rank) -> None:
+        """The effect is about to be performed."""
+        place = _BEFORE.get(type(effect))
+        if place is None:
+            return
+        if isinstance(effect, do.Quiesce):
+            self.at(*place, generation=self._peers.stop_generation)
+        elif isinstance(effect, do.Build):
+            self.at(*place, generation=effect.plan.generation)
+        else:  # by the time of Committed the update counts already
+            self.at(*place, step=rank.number - isinstance(effect, do.Committed))
+
+    def after(self, effect: do.Effect, outcome: on.Event | None, rank: Rank) -> None:
+        """The effect was performed."""
+        if isinstance(effect, do.Record) and rank.standing.phase is Phase.APPLIED:
+            self.at("APPLIED", "start", step=rank.number - 1)
+        elif (place := _AFTER.get(type(effect))) is not None and isinstance(outcome, on.Ok):
+            self.at(*place, step=rank.number)
+
+    def at(self, phase: str, place: str, *, step: int = -1, generation: int = -1, raising: bool = False) -> None:
+        """At ``place`` of ``phase``: a clause that says so hits this process. ``raising``: one that raises."""
+        in_hook = phase in ("UPDATING", "APPLIED") and place == "start"
         for clause in self.clauses:
             if (clause.phase, clause.at) != (phase, place):
+                continue
+            if in_hook and (clause.kind == _RAISING) != raising:
                 continue
             if clause.step not in (-1, step):
                 continue
@@ -98,12 +160,14 @@ class Injector:
         )
         self._sink.write(event)
         if ordered:
-            self._board.set_order(self._rank, orders.LISTENING)
+            self._peers.set_order(orders.LISTENING)
         self._acts[clause.kind](clause)
+
+    # -- orders
 
     def _look_for_order(self, step: int) -> None:
         """A step begins. An order that did not hit in the step before (it was cut, say) is meant for this one."""
-        word = self._board.order(self._rank)
+        word = self._peers.order()
         if word == orders.LISTENING:
             return
         order = orders.unpack(word)
@@ -126,12 +190,12 @@ class Injector:
         for place in list(self._hooks):  # the others cost each pass a call, so they wait until an order needs them
             if any(each.at == place for each in self.clauses):
                 self._hooks.pop(place)()
-        self._board.set_order(self._rank, orders.LISTENING)
+        self._peers.set_order(orders.LISTENING)
 
     def close(self) -> None:
         """No order is taken any more. Idempotent; in a forked child, nothing."""
         if os.getpid() == self._owner_pid:
-            self._board.set_order(self._rank, orders.NOBODY)
+            self._peers.set_order(orders.NOBODY)
 
     def caller(self, phase: str, place: str, step: Callable[[], int]) -> Callable[[], None]:
         """A function of no arguments that is ``at(phase, place)`` for the step that runs then."""

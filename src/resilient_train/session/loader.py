@@ -18,14 +18,14 @@ class Batch(NamedTuple):
 _NONE = Batch(None, 0)
 
 
-class Kept(NamedTuple):
+class Drawn(NamedTuple):
     """A batch of the open window, the random state right after it was drawn (None: the window's start has it), and the
     place in the data behind it: pass, and number of the next batch.
     """
 
     batch: Batch
     random: bytes | None
-    place: tuple[int, int] = (0, 0)
+    place: tuple[int, int]
 
 
 class Position(NamedTuple):

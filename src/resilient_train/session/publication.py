@@ -50,7 +50,7 @@ class Publication:
             )
         )
         if parts is not None or payload != self._newest:
-            self._link.publish(commits, payload)
+            self._link.peers.publish(commits, payload)
         self._newest = parts or payload
         self.latest = payload
 

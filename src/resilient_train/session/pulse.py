@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from resilient_train.interrupt import STACKS_SIGNAL
+from resilient_train.observe.sinks import open_to_append, say_aside
 from resilient_train.protocol.progress import Activity
 from resilient_train.session.link import Link
 
@@ -32,9 +34,13 @@ class Pulse:
 
     def open(self) -> None:
         """From now on the look-out may ask for stacks."""
-        self._path.parent.mkdir(exist_ok=True)
-        self._file = self._path.open("a")
-        faulthandler.register(STACKS_SIGNAL, self._file)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.fdopen(open_to_append(self._path), "a")
+        except OSError as error:  # a full disk is no reason not to train
+            say_aside(f"rank {self._link.rank} can't write stacks: {error}")
+        else:
+            faulthandler.register(STACKS_SIGNAL, self._file)
         self.at(Activity.TRAINING)
 
     def close(self) -> None:
@@ -42,15 +48,17 @@ class Pulse:
         if self._file is None:
             return
         faulthandler.unregister(STACKS_SIGNAL)
+        empty = os.fstat(self._file.fileno()).st_size == 0
         self._file.close()
         self._file = None
-        if self._path.stat().st_size == 0:
-            self._path.unlink()
+        if empty:
+            with contextlib.suppress(OSError):  # somebody else has tidied up
+                self._path.unlink()
 
     def at(self, activity: Activity) -> None:
         """What this rank is at from now on."""
         self._activity = activity
-        self._link.page.set_activity(activity)
+        self._link.peers.set_activity(activity)
 
     @contextlib.contextmanager
     def slow(self, what: str) -> Iterator[None]:

@@ -10,9 +10,17 @@ from typing import Any
 import msgspec
 
 from resilient_train._native import Copier
-from resilient_train.errors import CheckpointError, ConfigError, ProtocolError, TransferError, VaultError
+from resilient_train.errors import (
+    CheckpointError,
+    ConfigError,
+    LayoutError,
+    ProtocolError,
+    TransferError,
+    VaultError,
+)
 from resilient_train.frameworks.base import Framework
 from resilient_train.protocol.messages import Refused, Source, Unrestorable
+from resilient_train.protocol.replicas import alike
 from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
 from resilient_train.state.checkpoint.held import HeldImage, fill_from
@@ -56,9 +64,12 @@ class Restoring:
         """
         try:
             own = self._from_memory(source) if source.kind == "memory" else self._from_storage(source)
-        except ConfigError as error:
+        except (ConfigError, LayoutError) as error:
             # The state is whole, and another job's. To begin anew beside it would be worse than to end.
-            self._link.channel.send(Refused(f"{error}. To begin anew, give another --run-dir"))
+            told = (
+                f"the state saved in {self._run_dir} can't be taken up: {error}. To begin anew, give another --run-dir"
+            )
+            self._link.channel.send(Refused(told))
             self._link.wait_for_the_end()
         except (CheckpointError, ProtocolError, TransferError, VaultError, OSError) as error:
             self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}"))
@@ -103,6 +114,10 @@ class Restoring:
                 rank: stack.enter_context(self._held(vault, rank, source.commits))
                 for rank in self._groups[self._group()]
             }
+            if not alike(each.fingerprint for _, each in held.values()):
+                raise VaultError(
+                    f"the snapshots from before update {source.commits} are parts of replicas that differed"
+                )
             images = [image for image, _ in held.values()]
             mine = held[self._link.rank][1]
             self._engine.load(mine.tree, mine.names, lambda targets: fill_from(images, targets, Copier()))

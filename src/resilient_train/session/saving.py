@@ -2,14 +2,13 @@
 
 A snapshot is begun at the head of a window and copied behind its forward and backward passes. What an update changes
 is whole again at the next fence: before the update, before a recovery, at the end. Which windows begin with one, the
-same on all ranks: see ``cadence.py``. Which of its two slots a rank overwrites: ``kept.py``. The way back:
+same on all ranks: see ``cadence.py``. Which of its two slots a rank overwrites: ``snapshot_names.py``. The way back:
 ``restoring.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,16 +18,25 @@ import msgspec
 
 from resilient_train import config
 from resilient_train._native import Copier
-from resilient_train.errors import ConfigError, HolderLostError, ProtocolError, TransferError, VaultError
+from resilient_train.errors import (
+    ConfigError,
+    HolderLostError,
+    LayoutError,
+    ProtocolError,
+    TransferError,
+    VaultError,
+)
 from resilient_train.frameworks.base import Framework, Image, Share
+from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Skipped, Source, Unsaved, VaultOpened
 from resilient_train.session.autosave import cadence_for
 from resilient_train.session.cadence import Cadence, Due, Wish
-from resilient_train.session.kept import Kept
+from resilient_train.session.comparison import Comparison, fingerprint
+from resilient_train.session.in_flight import SnapshotInFlight
 from resilient_train.session.link import Link
-from resilient_train.session.pending import Pending
 from resilient_train.session.publication import Publication
 from resilient_train.session.restoring import Own, Restoring
+from resilient_train.session.snapshot_names import SnapshotNames
 from resilient_train.state.sharding import shares
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.backing import Backing
@@ -49,14 +57,16 @@ class Saving:
         engine: Framework,
         publication: Publication,
         run_dir: str,
-        replicas: tuple[tuple[int, ...], ...],
+        groups: tuple[tuple[int, ...], ...],
         event: Callable[[str, dict[str, Any]], None],
+        comparison: Comparison,
     ) -> None:
+        self._comparison = comparison
         self._link = link
         self._engine = engine
         self._publication = publication
         self._run_dir = Path(run_dir)
-        self._groups = replicas or (tuple(range(link.world_size)),)
+        self._groups = groups
         self._event = event
         self._wish: Wish | None = None
         self._cadence: Cadence | None = None
@@ -65,8 +75,8 @@ class Saving:
         self._backing: Backing | None = None
         self._restoring = Restoring(link, engine, publication, self._run_dir, self._groups, event)
         self._copier = Copier()
-        self._kept = Kept(link.board, link.rank)
-        self._pending: Pending | None = None
+        self._names = SnapshotNames(link.peers)
+        self._in_flight: SnapshotInFlight | None = None
         self._newest = self._step = -1
 
     def every(self, wish: Wish) -> None:
@@ -84,9 +94,9 @@ class Saving:
             return
         try:
             with self._stores(self._connected()) as stores:
-                self._kept.begin_at(commits, stores)
+                self._names.begin_at(commits, stores)
         except HolderLostError as error:
-            self._kept.begin_at(commits, ())
+            self._names.begin_at(commits, ())
             self._event("save_skipped", {"commits": commits, "reason": str(error)})
         except VaultError as error:
             self._give_up(str(error))
@@ -105,7 +115,7 @@ class Saving:
                 self._room_for(self._connected(), *self._described(step))
             if due is Due.NOTHING or commits == self._newest:
                 return
-            off = self._kept.left_off()
+            off = self._names.left_off()
             if off is not None:
                 reason = f"rank {off} takes no snapshots any more, and without its part there is no checkpoint"
                 self._leave_off({"reason": reason, "follows": off})
@@ -113,7 +123,7 @@ class Saving:
             begun_s = time.monotonic()
             self._begin(commits, step, store=due is Due.STORAGE)
             self._cadence.waited(time.monotonic() - begun_s)
-        except (VaultError, ConfigError, OSError) as error:
+        except (VaultError, ConfigError, LayoutError, OSError) as error:
             if due is not Due.NOTHING:
                 self._skip(commits, step, str(error))
             if not isinstance(error, HolderLostError):  # the next snapshot will find another holder
@@ -146,7 +156,9 @@ class Saving:
         return vault
 
     def _begin(self, commits: int, step: int, *, store: bool) -> None:
-        if self._pending is not None:  # named behind the barrier of its update, it would be too late: see ``kept.py``
+        if (
+            self._in_flight is not None
+        ):  # named behind the barrier of its update, it would be too late: see ``snapshot_names.py``
             self._skip(commits, step, "the snapshot before is still on its way from the device's buffers to its slot")
             return
         image, own = self._described(step)
@@ -154,15 +166,28 @@ class Saving:
         for held in pair.complete():
             if held.commits == commits:  # a rank that took this one's place finds its snapshot
                 self._newest = commits
-                self._kept.found(commits)
-                self._link.channel.send(Captured(commits, held.step, held.sequence, store))
+                self._names.found(commits)
+                known = self._comparison.write(commits) if store else 0
+                self._link.channel.send(Captured(commits, held.step, held.sequence, store, fingerprint=known))
                 return
-        draft = self._kept.begin(pair)
+        draft = self._names.begin(pair)
         if draft is None:
             self._skip(commits, step, "the snapshot before last is still being read")
             return
-        self._copy(draft, image, commits, step, own, store=store)
+        self._copy(draft, image, commits, step, own, store=store, known=self._known(commits, store=store))
         self._newest = commits
+
+    def _known(self, commits: int, *, store: bool) -> Callable[[], int]:
+        """What goes to storage is compared before the update, so it is known now. What stays in memory is compared by
+        whoever takes it up: the fingerprint is made beside the copy, where that costs the training thread little.
+        """
+        if store:
+            held = self._comparison.write(commits)
+            return lambda: held
+        if self._comparison.alone or not self._engine.on_host():
+            return lambda: 0
+        made = self._engine.fingerprint()
+        return lambda: fingerprint(made.digest())
 
     def _leave_out(self, commits: int, reason: str) -> None:
         """No rank takes the snapshot that is due at the next window, which begins with the next step or a later one."""
@@ -183,8 +208,8 @@ class Saving:
             self._link.channel.send(Unsaved(generation, f"rank {self._link.rank}: {error}"))
 
     def _capture_last(self, generation: int, commits: int, step: int, order: SaveLast | None) -> None:
-        self.settle()
-        published = self._link.arena.published(commits)
+        self.wait()
+        published = self._link.peers.published(commits)
         if published is None:
             raise ProtocolError(f"it had published nothing from which update {commits} starts")
         own = {self._link.rank: self._packed(published)}
@@ -194,11 +219,12 @@ class Saving:
             share = Share(order.part, order.parts, order.shard, order.shards)
         image = self._engine.image(step, share)
         pair = self._room_for(self._connected(), image, own)
-        while (draft := self._kept.begin(pair)) is None:
+        while (draft := self._names.begin(pair)) is None:
             # Storage still reads the snapshot before last. The agent ends this process when the time is over.
-            if self._link.board.wait_stop(generation, _SLOT_POLL_MS):
+            if self._link.peers.wait_stop(generation, _SLOT_POLL_MS):
                 return
-        self._complete(self._copy(draft, image, commits, step, own, store=True, last=generation))
+        known = self._known(commits, store=True)
+        self._complete(self._copy(draft, image, commits, step, own, store=True, known=known, last=generation))
 
     def _described(self, step: int) -> tuple[Image, dict[int, bytes]]:
         return self._engine.image(step, self._share()), {self._link.rank: self._packed(self._publication.latest)}
@@ -207,8 +233,17 @@ class Saving:
         return msgspec.msgpack.encode(Own(published, self._engine.layout()))
 
     def _copy(
-        self, draft: Draft, image: Image, commits: int, step: int, own: dict[int, bytes], *, store: bool, last: int = -1
-    ) -> Pending:
+        self,
+        draft: Draft,
+        image: Image,
+        commits: int,
+        step: int,
+        own: dict[int, bytes],
+        *,
+        store: bool,
+        known: Callable[[], int],
+        last: int = -1,
+    ) -> SnapshotInFlight:
         if self._backing is not None:
             self._backing.wait()
         memory = draft.image[: image.total_bytes]
@@ -218,53 +253,53 @@ class Saving:
             memory.release()  # the error's traceback would keep it, and the slots could not be closed
             draft.abandon()
             raise
-        self._pending = Pending(draft, image, capture, commits, step, own, store, last)
-        return self._pending
+        self._in_flight = SnapshotInFlight(draft, image, capture, commits, step, own, store, last, known)
+        return self._in_flight
 
     def fence(self) -> None:
         """Waits until what the snapshot that was begun is a copy of may be overwritten; most often it is complete then.
 
-        Raises TransferError, and the snapshot is given up, if it can't be copied: its memory, or its device, fails.
+        One that can't be copied (its memory, or its device, fails) is given up, and the agent told.
         """
-        pending = self._pending
-        if pending is None:
+        flying = self._in_flight
+        if flying is None:
             return
         begun_s = time.monotonic()
         try:
-            pending.capture.fence()
-            if pending.capture.done:
-                self._complete(pending)
+            flying.fingerprint()
+            flying.capture.fence()
+            if flying.capture.done:
+                self._complete(flying)
         except TransferError as error:
             self._abandon()
-            self._skip(pending.commits, pending.step, str(error))
-            raise
+            self._skip(flying.commits, flying.step, str(error))
         if self._cadence is not None:
             self._cadence.waited(time.monotonic() - begun_s)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until the snapshot that was begun is complete. One that can't be is given up, and the agent told."""
-        pending = self._pending
-        if pending is None:
+        flying = self._in_flight
+        if flying is None:
             return
         try:
-            self._complete(pending)
+            self._complete(flying)
         except TransferError as error:
-            self._skip(pending.commits, pending.step, str(error))
+            self._skip(flying.commits, flying.step, str(error))
 
-    def _complete(self, pending: Pending) -> None:
+    def _complete(self, flying: SnapshotInFlight) -> None:
         try:
-            captured = pending.complete(self._link.generation, self._link.world_size)
+            captured = flying.complete(self._link.generation, self._link.world_size)
         except TransferError:
             self._abandon()
             raise
-        self._pending = None
-        self._kept.complete(pending.commits)
+        self._in_flight = None
+        self._names.complete(flying.commits)
         self._link.channel.send(captured)
 
     def _abandon(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.abandon()
+        flying, self._in_flight = self._in_flight, None
+        if flying is not None:
+            flying.abandon()
 
     def close(self) -> None:
         """Lets go of the memory; the holder keeps it. Idempotent."""
@@ -296,7 +331,7 @@ class Saving:
         needed = trailer.start_of(image.total_bytes) + size
         if self._pair is None:
             with self._stores(vault) as stores:
-                self._kept.lacks(stores)
+                self._names.lacks(stores)
         if self._pair is None or self._pair.capacity_bytes < needed:
             self._let_go()
             self._pair = vault.reserve(self._link.rank, trailer.room_bytes(image.total_bytes, size))
@@ -324,10 +359,10 @@ class Saving:
     def _give_up(self, reason: str) -> None:
         """Nothing can be saved, or no more; the training goes on without. The other ranks leave off with the next."""
         self._leave_off({"reason": reason})
-        print(f"resilient_train: rank {self._link.rank} saves nothing any more: {reason}", file=sys.stderr, flush=True)
+        say_aside(f"rank {self._link.rank} saves nothing any more: {reason}")
 
     def _leave_off(self, detail: dict[str, Any]) -> None:
         self.close()
         self._wish = None
-        self._kept.leave_off()
+        self._names.leave_off()
         self._event("save_off", detail)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -27,10 +26,12 @@ from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks import engine_for
 from resilient_train.frameworks.base import Framework, Objects
+from resilient_train.observe.sinks import say_aside
 from resilient_train.session.cadence import wish
+from resilient_train.session.carried import Carried, check_places, watch
+from resilient_train.session.driver import Driver
 from resilient_train.session.link import refuse
 from resilient_train.session.loader import Cursor, RandomNumbers
-from resilient_train.session.runtime import Runtime
 from resilient_train.session.step import Step
 from resilient_train.standby import standby_point
 
@@ -74,7 +75,7 @@ class Session:
         )
         link = config.read_link()
         off = "no agent here (not started by resilient-run)"
-        self._runtime: Runtime | None = None
+        self._driver: Driver | None = None
         self._number = 0
         try:
             if link is not None:
@@ -88,20 +89,28 @@ class Session:
                 raise ConfigError(  # noqa: TRY301 - likewise
                     "this process has had its Session: under resilient-run a job has one Session, one loop"
                 )
+            check_places(objects.extra)
             engine = engine_for(objects)
             self._cursor = _cursor(loader, engine)
             if link is not None:
                 problem = engine.group_problem() if link.world_size > 1 else ""
                 if problem:
                     raise ConfigError(problem)  # noqa: TRY301 - likewise
-                self._runtime = Runtime(link, engine, self._cursor, objects, tuple(map(tuple, replicas)), undo=undo)
+                self._driver = Driver(link, engine, self._cursor, objects, tuple(map(tuple, replicas)), undo=undo)
+                self._watch_carried(objects, self._driver)
         except ConfigError as error:
             if link is not None:
                 refuse(link, str(error))
             raise
-        if self._runtime is None and config.is_first_rank():
-            print(f"resilient_train: {off}: the Session is a plain loop", file=sys.stderr)
+        if self._driver is None and config.is_first_rank():
+            say_aside(f"{off}: the Session is a plain loop")
         _open = self
+
+    def _watch_carried(self, objects: Objects, driver: Driver) -> None:
+        for each in objects.rank_extra.values():
+            if isinstance(each, Carried):
+                each.registered(driver.before_its_update)
+        watch(on=True)
 
     def steps(self, total: int, *, start: int = 0) -> Iterator[Step]:
         """The steps from ``start`` to ``total`` - 1, each to be used as ``with step:``.
@@ -110,8 +119,8 @@ class Session:
         is where the Session's protection ends: it waits there until all ranks have come. Raises UsageError if a step's
         ``with`` is left out.
         """
-        if self._runtime is not None:
-            yield from self._runtime.steps(total, start)
+        if self._driver is not None:
+            yield from self._driver.steps(total, start)
             return
         self._number = max(self._number, start)
         while self._number < total:
@@ -137,20 +146,20 @@ class Session:
         saved. Raises ConfigError unless exactly one of the three is given, and for a number that can't be.
         """
         asked = wish(mode, steps, seconds, memory_steps)
-        if self._runtime is not None:
-            self._runtime.saving.every(asked)
+        if self._driver is not None:
+            self._driver.saving.every(asked)
 
     def slow(self, what: str = "") -> AbstractContextManager[None]:
         """For what takes long on this rank while the others may wait for it: ``with session.slow("evaluation"):``.
 
         While any rank is in one, no rank is taken for hung (``docs/how-to``). ``what`` stands in the run's events.
         """
-        return self._runtime.slow(what) if self._runtime is not None else contextlib.nullcontext()
+        return self._driver.slow(what) if self._driver is not None else contextlib.nullcontext()
 
     @property
     def recovering(self) -> bool:
         """Whether an agent stands behind this Session; False: a plain loop."""
-        return self._runtime is not None
+        return self._driver is not None
 
     def close(self) -> None:
         """Ends the Session: waits until all ranks have come to their end; a rank lost until then needs the others."""
@@ -162,6 +171,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._driver is not None:
+            self._driver.outlive(error)
         self._end(finish=error is None)
 
     def _end(self, *, finish: bool) -> None:
@@ -169,9 +180,10 @@ class Session:
         if _open is self:
             _open = None
             _ended = True
-        runtime, self._runtime = self._runtime, None
-        if runtime is not None:
-            runtime.close(finish=finish)
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            watch(on=False)
+            driver.close(finish=finish)
 
 
 def resilient(**registered: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:

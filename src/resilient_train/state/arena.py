@@ -2,7 +2,7 @@
 
 Two parts. *Slots* hold the per-rank state (RNG, loader position, unsynchronised buffers) from which an update can
 start; a slot is written payload first, header last, so a rank killed at any instant leaves only complete slots. The
-*log* holds the inputs of the collectives that the loop called after its last update (see ``frameworks/torch/tail``).
+*log* holds what the rank gave to the collectives that the loop called after its last update (``session/peers.py``).
 
 The memory is a memfd of the agent's, so it outlives the rank and counts against nobody's /dev/shm.
 """
@@ -12,13 +12,14 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from typing import NamedTuple
 
 import xxhash
 
 from resilient_train.errors import ProtocolError
 
 MAGIC = 0x52544152454E4131
-VERSION = 1
+VERSION = 2
 SLOTS = 4
 """Start-of-update publications come at most twice per update (after READY, and again if the tail changed something),
 and those of two updates are needed at a time."""
@@ -29,8 +30,16 @@ _SLOT = struct.Struct("<QQQ16s")
 _SEQUENCE = struct.Struct("<Q")
 _BEHIND_SEQUENCE = struct.Struct("<QQ16s")
 _SLOT_HEADER_BYTES = 64
-_ENTRY = struct.Struct("<II")
+_ENTRY = struct.Struct("<III")
 DEFAULT_SLOT_BYTES = 128 << 10
+
+
+class Entry(NamedTuple):
+    """One entry of a log. ``kind`` is the caller's."""
+
+    kind: int
+    meta: bytes
+    data: bytes
 
 
 class ArenaFullError(Exception):
@@ -56,8 +65,9 @@ class Arena:
             raise ProtocolError(f"descriptor {fd} is no arena of version {VERSION}")
         self._stride: int = _SLOT_HEADER_BYTES + self.slot_bytes
         self._sequence = max(self._slot_header(slot)[0] for slot in range(SLOTS))
-        self._log_start = _HEADER_BYTES + SLOTS * self._stride
-        self._log_offsets = [0]
+        self._log_of = _HEADER_BYTES + SLOTS * self._stride
+        self._log_start = self._log_of + _SEQUENCE.size
+        self._log_end = 0
 
     @classmethod
     def create(cls, slot_bytes: int = DEFAULT_SLOT_BYTES, log_bytes: int = 0) -> Arena:
@@ -75,7 +85,7 @@ class Arena:
             payload = self._payload(slot) if sequence else None
             if payload is not None:
                 larger.publish(commits, payload)
-        larger._map[larger._log_start :] = self._map[self._log_start :]  # noqa: SLF001 - of this class too
+        larger._map[larger._log_of :] = self._map[self._log_of :]  # noqa: SLF001 - of this class too
         return larger
 
     def publish(self, commits: int, payload: bytes) -> None:
@@ -103,44 +113,49 @@ class Arena:
                     return payload
         return None
 
-    def log_reset(self) -> None:
-        """Forgets the log; the next append is entry 0."""
-        self._log_offsets = [0]
+    # -- the log
 
-    def log_adopt(self, entries: int) -> None:
-        """Goes on behind the first ``entries`` entries, which a predecessor wrote."""
-        self._log_offsets = [0]
-        for index in range(entries):
-            meta, data = self.log_entry(index)
-            self._log_offsets.append(self._log_offsets[-1] + _ENTRY.size + len(meta) + len(data))
+    @property
+    def log_of(self) -> int:
+        """After how many updates the tail is whose collectives are logged."""
+        (commits,) = _SEQUENCE.unpack_from(self._map, self._log_of)
+        return int(commits)
 
-    def log_append(self, meta: bytes, data: bytes) -> bool:
+    def log_begin(self, commits: int) -> None:
+        """Forgets the log: that of the tail after so many updates begins. The caller has published that it is empty."""
+        _SEQUENCE.pack_into(self._map, self._log_of, commits)
+        self._log_end = 0
+
+    def log_continue(self, before: Arena) -> None:
+        """Goes on with the log of the arena from which this one has grown."""
+        self._log_end = before._log_end
+
+    def log_append(self, kind: int, meta: bytes, data: bytes) -> bool:
         """Writes the next entry; False if the log is full. The caller publishes the new count (``Board.set_tail``)."""
-        offset = self._log_offsets[-1]
-        end = offset + _ENTRY.size + len(meta) + len(data)
+        end = self._log_end + _ENTRY.size + len(meta) + len(data)
         if end > self.log_bytes:
             return False
-        base = self._log_start + offset
-        _ENTRY.pack_into(self._map, base, len(meta), len(data))
+        base = self._log_start + self._log_end
+        _ENTRY.pack_into(self._map, base, kind, len(meta), len(data))
         base += _ENTRY.size
         self._map[base : base + len(meta) + len(data)] = meta + data
-        self._log_offsets.append(end)
+        self._log_end = end
         return True
 
-    def log_entry(self, index: int) -> tuple[bytes, bytes]:
-        """Entry ``index`` as (meta, data), walked from the start: a reader in another process has no offsets."""
-        offset = 0
-        for step in range(index + 1):
-            if offset + _ENTRY.size > self.log_bytes:
-                raise ProtocolError(f"entry {step} of a tail log runs over its end")
-            meta_bytes, data_bytes = _ENTRY.unpack_from(self._map, self._log_start + offset)
-            following = offset + _ENTRY.size + meta_bytes + data_bytes
-            if following > self.log_bytes:
-                raise ProtocolError(f"entry {step} of a tail log runs over its end")
-            if step < index:
-                offset = following
-        base = self._log_start + offset + _ENTRY.size
-        return self._map[base : base + meta_bytes], self._map[base + meta_bytes : base + meta_bytes + data_bytes]
+    def log_read(self, offset: int) -> tuple[Entry, int]:
+        """The entry at ``offset`` (0 is that of the first), and where the next one is. Raises ProtocolError."""
+        begin = offset + _ENTRY.size
+        if begin > self.log_bytes:
+            raise ProtocolError("an entry of a tail log runs over its end")
+        kind, meta_bytes, data_bytes = _ENTRY.unpack_from(self._map, self._log_start + offset)
+        end = begin + meta_bytes + data_bytes
+        if end > self.log_bytes:
+            raise ProtocolError("an entry of a tail log runs over its end")
+        body = memoryview(self._map)[self._log_start + begin : self._log_start + end]
+        try:
+            return Entry(kind, bytes(body[:meta_bytes]), bytes(body[meta_bytes:])), end
+        finally:
+            body.release()
 
     def close(self) -> None:
         """Unmaps and closes the descriptor."""
@@ -169,4 +184,4 @@ def _digest(payload: bytes, commits: int) -> bytes:
 
 
 def _total_bytes(slot_bytes: int, log_bytes: int) -> int:
-    return _HEADER_BYTES + SLOTS * (_SLOT_HEADER_BYTES + slot_bytes) + log_bytes
+    return _HEADER_BYTES + SLOTS * (_SLOT_HEADER_BYTES + slot_bytes) + _SEQUENCE.size + log_bytes

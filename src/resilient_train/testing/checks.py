@@ -27,21 +27,25 @@ def check(world: World) -> None:
     living = [rank for rank in world.ranks if rank.alive]
     for rank in living:
         _check_rank(world, rank)
-    updating = [rank.processor.standing.commits for rank in living if rank.processor.standing.phase is Phase.UPDATING]
+    updating = [rank.machine.standing.commits for rank in living if rank.machine.standing.phase is Phase.UPDATING]
     for commits in updating:
-        late = [rank for rank, standing in enumerate(world.standings) if standing < Standing(commits, Phase.READY)]
+        ready = Standing(commits, Phase.READY)
+        late = [rank for rank, standing in enumerate(world.standings) if standing < ready]
+        # The record of a rank may be one that it has taken over: what it says itself counts as well.
+        late += [rank.rank for rank in living if rank.machine.intact and rank.machine.standing < ready]
         require(not late, f"update {commits} is being applied while ranks {late} are not READY")
 
 
 def _check_rank(world: World, rank: SimRank) -> None:
-    processor = rank.processor
-    commits, phase = processor.standing
-    if processor.holds and phase is not Phase.UPDATING:
+    machine = rank.machine
+    commits, phase = machine.standing
+    if machine.intact and phase is not Phase.UPDATING and rank.connected:
         expected = world.chains.model[world.shard[rank.rank]][commits]
-        require(rank.model == expected, f"rank {rank.rank} is not in the undisturbed state after {commits} updates")
+        model = rank.model if rank.undo is None else rank.undo
+        require(model == expected, f"rank {rank.rank} is not in the undisturbed state after {commits} updates")
     # A replacement that has not joined yet (-1) is in no generation.
-    in_old = 0 <= processor.generation < world.resumed_generation
-    text = f"rank {rank.rank} is in generation {processor.generation}, others train in {world.resumed_generation}"
+    in_old = 0 <= machine.generation < world.resumed_generation
+    text = f"rank {rank.rank} is in generation {machine.generation}, others train in {world.resumed_generation}"
     require(not in_old, text)
 
 
@@ -53,13 +57,36 @@ def check_plan(world: World, plan: Plan) -> None:
         require(world.shard[target] == world.shard[source], f"rank {target} is to copy the shard of rank {source}")
 
 
+def check_kill(world: World, rank: int) -> None:
+    """The controller is about to have this rank killed: not with the last copy of its shard, as far as it can know."""
+    victim = world.ranks[rank]
+    if not (victim.alive and victim.machine.intact):
+        return
+    unseen = {pair[0] for pair in {*world.unseen, *world.unreaped} - world.fenced}
+    others = [each for each in world.ranks if world.shard[each.rank] == world.shard[rank] and each.rank != rank]
+    counted = [each for each in others if each.rank in unseen or _seems_to_hold(world, each)]
+    require(bool(counted), f"rank {rank} was killed, which alone had the state of its shard")
+
+
+def _seems_to_hold(world: World, rank: SimRank) -> bool:
+    """It has the state, or has lost it and could not say so yet."""
+    machine = rank.machine
+    if machine.intact or not rank.alive:
+        return rank.alive
+    on_its_way = any(key[0] == rank.rank for key in world.up)
+    trained = machine.generation >= 0
+    return trained and (machine.generation < world.controller.generation or on_its_way)
+
+
 def check_end(world: World) -> None:
     """The job may be given up only if some shard is in no living rank any more."""
     assert world.ended is not None
-    held = {world.shard[rank.rank] for rank in world.ranks if rank.alive and rank.processor.holds}
+    if world.ended.code == 143 or world.controller.leaving is not None:
+        return  # it was asked to end, or saved its state
+    held = {world.shard[rank.rank] for rank in world.ranks if rank.alive and rank.machine.intact}
     # A rank may have been cut without having said so yet.
-    torn = {rank.rank for rank in world.ranks if rank.alive and rank.processor.standing.phase is Phase.UPDATING}
-    whole = {world.shard[r.rank] for r in world.ranks if r.alive and r.processor.holds and r.rank not in torn}
+    torn = {rank.rank for rank in world.ranks if rank.alive and rank.machine.standing.phase is Phase.UPDATING}
+    whole = {world.shard[r.rank] for r in world.ranks if r.alive and r.machine.intact and r.rank not in torn}
     lost = set(range(len(world.groups))) - (held & whole)
     require(bool(lost), f"the job was given up although every shard has a holder: {world.ended.reason}")
 
@@ -72,7 +99,7 @@ def check_final(world: World) -> None:
     for rank in world.ranks:
         if not rank.alive:
             continue
-        commits, model = rank.processor.standing.commits, world.chains.model[world.shard[rank.rank]][total]
+        commits, model = rank.machine.standing.commits, world.chains.model[world.shard[rank.rank]][total]
         require(commits == total, f"rank {rank.rank} left after {commits} updates")
         require(rank.model == model, f"rank {rank.rank} left with another model")
         require(rank.own == world.chains.own[rank.rank][total], f"rank {rank.rank} left with another state of its own")

@@ -15,24 +15,32 @@ from resilient_train.errors import ProtocolError
 from resilient_train.protocol import messages as m
 from resilient_train.protocol.commands import Command, EndJob, Kill, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import Controller, Stage
+from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.patience import Patience
 from resilient_train.protocol.policy import Policy
-from resilient_train.protocol.processor import Processor
+from resilient_train.protocol.rank import Rank
 from resilient_train.protocol.replicas import ReplicaTable
 from resilient_train.protocol.standing import Phase, Standing
-from resilient_train.testing import checks
+from resilient_train.testing import checks, values
 from resilient_train.testing.checks import ViolationError
-from resilient_train.testing.rank import At, SimRank
-from resilient_train.testing.stepping import WORLD, Stepping
+from resilient_train.testing.rank import WORLD, At, Program, SimRank
 from resilient_train.testing.values import Chains
 
 
 class Layout(NamedTuple):
-    """A job. ``tails`` has, for each update, the number of collectives after it; ``replicas``: see Session."""
+    """A job. ``tails`` has, for each update, the collectives after it: how many of all ranks, or the members of each.
+    ``replicas``: see Session.
+    """
 
     world_size: int
-    tails: tuple[int, ...]
+    tails: tuple[int | tuple[tuple[int, ...], ...], ...]
     replicas: tuple[tuple[int, ...], ...] = ()
+    program: Program = Program()
+
+    def calls(self, update: int) -> tuple[tuple[int, ...], ...]:
+        """The members of each collective in the tail of that update."""
+        tail = self.tails[update]
+        return (tuple(range(self.world_size)),) * tail if isinstance(tail, int) else tail
 
 
 class Faults(NamedTuple):
@@ -46,23 +54,31 @@ class Faults(NamedTuple):
     damages: int = 0
     """A rank's memory loses data in the middle of a step (UCE)."""
     fences: int = 0
-    """A recovery takes too long: the controller kills who is silent."""
+    """A phase of a recovery takes too long. Whoever is silent may only be slow."""
+    hangs: int = 0
+    """Some ranks are taken for hung, rightly or not, in a step or in a recovery."""
+    failures: int = 0
+    """A group can't be built, or state not be copied, although nobody died."""
+    asked: int = 0
+    """Somebody asks the job to end."""
 
 
 class Driver(NamedTuple):
     """The parts that are driven, so that tests can put wrong ones in and see them caught."""
 
     controller: type[Controller] = Controller
-    processor: type[Processor] = Processor
+    rank: type[Rank] = Rank
     barrier_over_replicas: bool = False
     two_witnesses: bool = True
     """A death is told by the futex and by the pidfd, in either order; False: by the futex alone."""
-    ghost_resets_log: bool = False
-    """A ghost empties the dead rank's log of the tail before it has written the entries anew."""
+    leaves_results: bool = False
+    """A finisher of a tail publishes no results."""
 
 
 class Move(NamedTuple):
-    """One transition: of a rank, of the agent, or a fault. ``about`` is the rank (or a complaint's place)."""
+    """One transition: of a rank, of the agent, or a fault. ``about`` is the rank (or a complaint's place; for "hang" a
+    bit for each rank that is named).
+    """
 
     actor: str
     about: int
@@ -81,6 +97,12 @@ class Collective(NamedTuple):
     left: frozenset[int] = frozenset()
 
 
+Log = tuple[int, tuple[tuple[int, int, int | None], ...]]
+"""Of which update's tail, and its collectives by index: input, and the result where it is there."""
+_BUDGETS = {
+    "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "fence": "fences",
+    "hang": "hangs", "failure": "failures", "asked to end": "asked",
+}  # fmt: skip
 _POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
 
 
@@ -94,20 +116,29 @@ class World:
         self.table = ReplicaTable(size, layout.replicas)
         self.groups = self.table.groups
         self.shard = [next(i for i, group in enumerate(self.groups) if rank in group) for rank in range(size)]
-        self.chains = Chains(self.groups, len(layout.tails))
+        self.program = layout.program
+        self.chains = Chains(self.groups, len(layout.tails), layout.program.accumulate)
         self.controller = self.driver.controller(size, _POLICY)
         self.stop_generation = 0
         self.standings = [Standing(0, Phase.APPLIED)] * size
-        self.logs: list[tuple[int, ...]] = [()] * size
-        self.published: list[tuple[tuple[int, int], ...]] = [()] * size
-        self.ranks = [SimRank(rank, -1, joining=False, driver=self.driver.processor) for rank in range(size)]
+        self.logs: list[Log] = [(0, ())] * size
+        self.published: list[tuple[tuple[int, tuple[int, int]], ...]] = [()] * size
+        self.ranks = [SimRank(rank, -1, Rank(rank)) for rank in range(size)]
         self.up: dict[tuple[int, int], tuple[m.FromRank, ...]] = {}
         self.down: list[tuple[m.FromAgent, ...]] = [()] * size
         self.collectives: dict[tuple[int, int, int], Collective] = {}
         self.troubles: tuple[m.Trouble, ...] = ()
         self.unseen: tuple[tuple[int, int], ...] = ()
         self.unreaped: tuple[tuple[int, int], ...] = ()
+        self.fenced: frozenset[tuple[int, int]] = frozenset()
+        """(rank, incarnation) that the controller has had killed: it knows of these deaths before it sees them."""
+        self.tail_calls: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
         self.tail_results: dict[tuple[int, int], int] = {}
+        self.missing: frozenset[tuple[int, int]] = frozenset()
+        """Collectives of a tail to which some dead rank's input was not there."""
+        self.captured: frozenset[tuple[int, int]] = frozenset()
+        self.visited: set[tuple[str, str]] = set()
+        """(state, event) of the rank machines; shared by all copies."""
         self.high_water = 0
         self.resumed_generation = 0
         self.ended: EndJob | None = None
@@ -143,13 +174,19 @@ class World:
         alive = [rank for rank in self.ranks if rank.alive]
         found = [Move("fault", rank.rank, "kill") for rank in alive] if self.budget.kills else []
         if self.budget.cuts:
-            found += [Move("fault", rank.rank, "cut") for rank in alive if rank.at is At.UPDATING]
+            found += [Move("fault", rank.rank, "cut") for rank in alive if rank.at is At.WRITE and rank.idle]
         if self.budget.glitches:
-            found += [Move("fault", rank.rank, "glitch") for rank in alive if rank.at in (At.REDUCE, At.IN_TAIL)]
+            found += [Move("fault", rank.rank, "glitch") for rank in alive if rank.in_collective]
+        if self.budget.failures:
+            found += [Move("fault", rank.rank, "failure") for rank in alive if rank.can_fail]
         if self.budget.damages:
-            found += [Move("fault", rank.rank, "damage") for rank in alive if rank.at in (At.COMPUTE, At.REDUCED)]
+            found += [Move("fault", rank.rank, "damage") for rank in alive if rank.in_body]
+        if self.budget.asked and self.controller.stage in (Stage.RUNNING, Stage.RECOVERING):
+            found.append(Move("fault", 0, "asked to end"))
         if self.budget.fences and self.controller.stage is Stage.RECOVERING:
             found.append(Move("fault", 0, "fence"))
+        if self.budget.hangs and self.controller.stage in (Stage.RUNNING, Stage.RECOVERING):
+            found += [Move("fault", members, "hang") for members in range(1, 1 << self.layout.world_size)]
         return found
 
     def step(self, move: Move) -> None:
@@ -166,13 +203,21 @@ class World:
         checks.check(self)
 
     def _fault(self, move: Move) -> None:
-        name = {"kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "fence": "fences"}[move.name]
+        name = _BUDGETS[move.name]
         self.budget = self.budget._replace(**{name: getattr(self.budget, name) - 1})
         if move.name == "kill":
             self.kill(move.about)
         elif move.name == "fence":
             self.controller = copy_controller(self.controller)
-            self.carry_out(self.controller.expired(self.controller.generation))
+            everybody = range(self.layout.world_size)
+            self.carry_out(self.controller.expired(self.controller.generation, self.standings, 1.0, everybody))
+        elif move.name == "hang":
+            self.controller = copy_controller(self.controller)
+            named = [rank for rank in range(self.layout.world_size) if move.about >> rank & 1]
+            self.carry_out(self.controller.fence(named, "hung", self.standings))
+        elif move.name == "asked to end":
+            self.controller = copy_controller(self.controller)
+            self.carry_out(self.controller.leave(143, "asked"))
         elif move.name == "damage":
             self.writable(move.about).lose_data(self)
         else:
@@ -219,19 +264,28 @@ class World:
                 self.carry_out(controller.started(rank, incarnation, frame))
             case m.Joined():
                 self.carry_out(controller.joined(rank, incarnation, frame))
-            case m.Done(generation=generation):
-                self.carry_out(controller.done(rank, incarnation, generation))
+            case m.Done(generation=generation, over=over):
+                self.carry_out(controller.done(rank, incarnation, generation, over=over))
             case m.Finish(generation=generation):
                 self.carry_out(controller.finish(rank, incarnation, generation))
             case m.Trouble():
                 self.troubles += (frame,)
             case m.Damaged(generation=generation, detail=detail):
                 self.carry_out(controller.damaged(rank, incarnation, generation, detail, self.standings))
+            case m.Captured(last=generation):
+                self._captured(rank, generation)
             case m.Offer(target=target):
                 if frame.generation == controller.generation and controller.incarnations[rank] == incarnation:
                     self.carry_out([Send(target, frame)])
             case _:
                 raise ViolationError(f"rank {rank} sent {type(frame).__name__}, which the simulation does not know")
+
+    def _captured(self, rank: int, generation: int) -> None:
+        """As ``launch/departure.py`` has it."""
+        savers = self.controller.savers(generation)
+        self.captured |= {(generation, rank)}
+        if savers and {r for g, r in self.captured if g == generation} == {r for group in savers for r in group}:
+            self.carry_out(self.controller.saved_last("saved"))
 
     def carry_out(self, commands: Sequence[Command]) -> None:
         """Does what the controller says, as the agent does."""
@@ -248,7 +302,9 @@ class World:
                 case Spawn():
                     self._spawn(command)
                 case Kill(rank=rank):
+                    checks.check_kill(self, rank)
                     self.kill(rank)
+                    self.fenced |= {(rank, self.ranks[rank].incarnation)}
                 case EndJob():
                     self.ended = command
                     checks.check_end(self)
@@ -263,18 +319,21 @@ class World:
             self.unreaped += ((rank, old.incarnation),)
         self.unseen = tuple(pair for pair in self.unseen if pair[0] != rank)
         self.down[rank] = ()
-        self.ranks[rank] = SimRank(rank, command.incarnation, joining=command.joining, driver=self.driver.processor)
+        machine = self.driver.rank(
+            rank, joining=command.joining, optimizers=self.program.optimizers, undo=self.program.undo
+        )
+        self.ranks[rank] = SimRank(rank, command.incarnation, machine)
         self.ranks[rank].prepare(self)
 
     # -- what ranks see of the world
 
-    def greet(self, sender: Stepping) -> None:
+    def greet(self, sender: SimRank) -> None:
         """The agent gets a Hello; it answers at once, so that this is one transition."""
         if not self.controller.aware:
             self.controller = copy_controller(self.controller)
         self.carry_out(self.controller.greeted(sender.rank, sender.incarnation))
 
-    def send(self, sender: Stepping, *frames: m.FromRank) -> None:
+    def send(self, sender: SimRank, *frames: m.FromRank) -> None:
         """Puts frames on their way to the agent, in order."""
         key = sender.rank, sender.incarnation
         self.up = {**self.up, key: (*self.up.get(key, ()), *frames)}
@@ -284,15 +343,15 @@ class World:
         members = self.table.peers(rank) if self.driver.barrier_over_replicas else range(self.layout.world_size)
         return all(self.standings[member] >= target for member in members)
 
-    def publish(self, rank: int, commits: int, own: int) -> None:
+    def publish(self, rank: int, commits: int, own: tuple[int, int]) -> None:
         """Writes into the rank's arena; the last four publications are kept."""
         pair = (commits, own)
         if pair not in self.published[rank][-1:]:
             self.published[rank] = (*self.published[rank], pair)[-4:]
 
-    def enter(self, who: Stepping, group: int, what: tuple[Any, ...], value: int) -> None:
+    def enter(self, who: SimRank, group: int, what: tuple[Any, ...], value: int) -> None:
         """``who`` calls a collective. The n-th call of a group in a generation must be the same one on all members."""
-        key = (who.processor.generation, group, who.calls[group])
+        key = (who.machine.generation, group, who.calls[group])
         present = self.collectives.get(key)
         if present is None:
             present = Collective(what, ())
@@ -301,14 +360,14 @@ class World:
         inputs = tuple(sorted((*present.inputs, (who.rank, value))))
         self.collectives = {**self.collectives, key: present._replace(inputs=inputs)}
 
-    def complete(self, who: Stepping, group: int) -> bool:
+    def complete(self, who: SimRank, group: int) -> bool:
         """Whether all members have entered the collective in which ``who`` waits."""
-        present = self.collectives.get((who.processor.generation, group, who.calls[group]))
+        present = self.collectives.get((who.machine.generation, group, who.calls[group]))
         return present is not None and len(present.inputs) == len(self.members(group))
 
-    def leave(self, who: Stepping, group: int) -> tuple[tuple[int, int], ...]:
+    def leave(self, who: SimRank, group: int) -> tuple[tuple[int, int], ...]:
         """The inputs of all members, in the order of ranks; ``who`` goes on."""
-        key = (who.processor.generation, group, who.calls[group])
+        key = (who.machine.generation, group, who.calls[group])
         present = self.collectives[key]
         who.calls = {**who.calls, group: who.calls[group] + 1}
         self.collectives = dict(self.collectives)
@@ -318,6 +377,69 @@ class World:
         else:
             self.collectives[key] = present._replace(left=left)
         return present.inputs
+
+    # -- the tail
+
+    def log(self, rank: int, commits: int, index: int, value: int) -> None:
+        """Publishes the input of one more collective of the tail, unless it is published."""
+        of, entries = self.logs[rank]
+        checks.require(of == commits, f"rank {rank} logs for the tail of {commits}, and its log is of {of}")
+        if all(entry[0] != index for entry in entries):
+            self.logs[rank] = (of, (*entries, (index, value, None)))
+
+    def enter_tail(self, who: SimRank, commits: int, index: int) -> None:
+        """``who`` calls a collective of the tail over the group."""
+        key = (who.machine.generation, commits, index)
+        inputs = dict(self.tail_calls.get(key, ())) | {who.rank: values.logged(who.rank, commits, index)}
+        self.tail_calls = {**self.tail_calls, key: tuple(sorted(inputs.items()))}
+
+    def tail_complete(self, who: SimRank, commits: int, index: int) -> bool:
+        """Whether all members have entered it."""
+        inputs = self.tail_calls.get((who.machine.generation, commits, index), ())
+        return len(inputs) == len(self.layout.calls(commits - 1)[index])
+
+    def leave_tail(self, who: SimRank, commits: int, index: int) -> int:
+        """Its result."""
+        return sum(value for _, value in self.tail_calls[who.machine.generation, commits, index])
+
+    def exchanged(self, who: SimRank, commits: int, index: int) -> int | None:
+        """The result of a collective by what its members have published, as ``frameworks/torch/tail.py`` has it; None:
+        it is not there yet.
+        """
+        plan = getattr(who.machine.state, "duty", None)
+        assert isinstance(plan, m.Plan)
+        members = self.layout.calls(commits - 1)[index]
+        found = {rank: entry for rank in members if (entry := self._logged(rank, commits, index)) is not None}
+        results = [entry[2] for entry in found.values() if entry[2] is not None]
+        if results:
+            return results[0]
+        finishers = [rank for rank in members if rank in plan.finishers]
+        if who.rank != finishers[0] or any(rank not in found for rank in finishers):
+            return None
+        return sum(found[rank][1] if rank in found else values.NEUTRAL for rank in members)
+
+    def take_result(self, who: SimRank, commits: int, index: int, result: int) -> None:
+        """``who`` has the result, and publishes it."""
+        members = self.layout.calls(commits - 1)[index]
+        if any(self._logged(rank, commits, index) is None for rank in members):
+            self.missing |= {(commits, index)}
+        known = self.tail_results.get((commits, index), result)
+        text = f"collective {index} after update {commits} gave rank {who.rank} another result"
+        checks.require(known == result, text)
+        undisturbed = sum(values.logged(rank, commits, index) for rank in members)
+        checks.require(result == undisturbed or (commits, index) in self.missing, text + " than an undisturbed run")
+        self.tail_results = {**self.tail_results, (commits, index): result}
+        of, entries = self.logs[who.rank]
+        if not self.driver.leaves_results:
+            self.logs[who.rank] = (of, tuple((i, v, result if i == index else r) for i, v, r in entries))
+
+    def _logged(self, rank: int, commits: int, index: int) -> tuple[int, int, int | None] | None:
+        of, entries = self.logs[rank]
+        return next((entry for entry in entries if entry[0] == index), None) if of == commits else None
+
+    def leave_with_error(self, who: SimRank) -> None:
+        """The process ends with an error that nobody could explain."""
+        self.kill(who.rank)
 
     def members(self, group: int) -> Sequence[int]:
         """The ranks of a group; -1 is the world."""
@@ -340,14 +462,15 @@ class World:
 
     def key(self) -> int:
         """Equal for two worlds exactly if the same can happen in them (up to collisions of 64-bit hashes)."""
-        live = {rank.processor.generation for rank in self.ranks if rank.alive}
+        live = {rank.machine.generation for rank in self.ranks if rank.alive}
         calls = frozenset((key, call) for key, call in self.collectives.items() if key[0] in live)
         parts = (
             self.budget, self.stop_generation, tuple(self.standings), tuple(self.logs), tuple(self.published),
             tuple(rank.key() for rank in self.ranks),
             frozenset((k, tuple(map(frame_key, q))) for k, q in self.up.items()),
             tuple(tuple(map(frame_key, queue)) for queue in self.down),
-            calls, self.troubles, frozenset(self.unseen), frozenset(self.unreaped), self.high_water,
+            calls, frozenset((key, call) for key, call in self.tail_calls.items() if key[0] in live), self.missing,
+            self.captured, self.troubles, frozenset(self.unseen), frozenset(self.unreaped), self.high_water,
             self.resumed_generation, self.ended is None, controller_key(self.controller),
         )  # fmt: skip
         return hash(parts)
@@ -357,14 +480,14 @@ def frame_key(frame: Any) -> Any:
     """The frame as something hashable."""
     if isinstance(frame, m.Plan):
         copies = tuple(sorted(frame.copies.items()))
-        return ("Plan", frame.generation, frame.commits, copies, frame.tail_from, frame.leader, frame.ghosts)
+        return ("Plan", frame.generation, frame.commits, copies, frame.finishers, frame.replaced, frame.last)
     return (type(frame).__name__, *msgspec.structs.astuple(frame))
 
 
-_copiers: dict[type, Callable[[Any], Any]] = {each: each.copy for each in (list, dict, set, Patience)}
+_copiers: dict[type, Callable[[Any], Any]] = {each: each.copy for each in (list, dict, set, Patience, Holders)}
 _POLICY_ONLY = frozenset(("policy", "restarts", "_patience"))
 """Counters that decide nothing but when to give up, which no simulated job comes near."""
-_FIXED = frozenset(("world_size", "replicas", "aware", "attempt", "can_go_back"))
+_FIXED = frozenset(("world_size", "replicas", "aware", "attempt", "can_go_back", "uses_us"))
 
 
 def copy_controller(controller: Controller) -> Controller:
@@ -393,5 +516,7 @@ def _hashable(value: Any) -> Any:
             return tuple(value)
         case msgspec.Struct():
             return frame_key(value)
+        case Holders():
+            return value.key()
         case _:
             return value

@@ -22,7 +22,7 @@ from resilient_train.faults import COST_NO_PROCESS, INJECTABLE, PLACES, TARGETS,
 from resilient_train.observe.report import Line
 from resilient_train.observe.sinks import EVENTS_FILE, read_events
 from resilient_train.observe.timeline import Outcome, Recovery, Run, read_run
-from resilient_train.testing.comparison import Comparison, Difference
+from resilient_train.testing.drill_comparison import Difference, DrillComparison
 
 DEFAULT_KINDS = ("kill", "stop", "hcce", "uce")
 """Not ``loop``: it takes as long as the hang limit (``RESILIENT_HANG_TIMEOUT_S``) to be noticed."""
@@ -159,7 +159,7 @@ class _Judge:
         self._options = options
         self._seconds = seconds
         self._tell = tell
-        self._comparison = Comparison(options.run_dir / UNDISTURBED, options.ranks)
+        self._comparison = DrillComparison(options.run_dir / UNDISTURBED, options.ranks)
         self._ran_again = False
         self.undetermined = False
 
@@ -274,7 +274,7 @@ def run_once(options: Options, name: str, faults: str, limit_s: float) -> tuple[
     environ = clean_environ(switches=True)
     environ.pop("RESILIENT_FAULTS", None)
     environ.pop("RESILIENT_RUN_DIR", None)
-    environ["RESILIENT_FINGERPRINTS"] = "1"
+    environ["RESILIENT_DRILL_RECORDS"] = "1"
     with launched(run_dir, arguments, environ) as process:
         try:
             code: int | None = process.wait(limit_s)

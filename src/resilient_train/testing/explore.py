@@ -54,9 +54,9 @@ def explore(layout: Layout, faults: Faults, driver: Driver | None = None, *, lim
 
 def started(world: World) -> World:
     """The world after a start without faults: every rank is about to begin its first step."""
-    while any(rank.at <= At.WAIT_START for rank in world.ranks):
+    while any(rank.at < At.BODY for rank in world.ranks):
         moves = world.moves()
-        world.step(next(m for m in moves if m.actor == "agent" or world.ranks[m.about].at <= At.WAIT_START))
+        world.step(next(m for m in moves if m.actor == "agent" or world.ranks[m.about].at < At.BODY))
     return world
 
 

@@ -17,6 +17,7 @@ from resilient_train.protocol.controller import Stage
 from resilient_train.testing import checks
 from resilient_train.testing.checks import ViolationError
 from resilient_train.testing.cluster import Driver, Faults, Layout, Move, World
+from resilient_train.testing.rank import Program
 
 MAX_TRANSITIONS = 50_000
 """More than any job of ``draw_layout`` needs; a job that is still running then is not coming to its end."""
@@ -44,11 +45,22 @@ class SimulationError(ViolationError):
 
 
 def draw_layout(rng: random.Random) -> Layout:
-    """A job: who holds what, how many updates, how many collectives after each."""
+    """A job: who holds what, how many updates, which collectives after each, what kind of loop."""
     groups = rng.choice(LAYOUTS)
-    tails = tuple(rng.choice((0, 0, 1, 2, 3)) for _ in range(rng.randint(1, 5)))
     size = sum(map(len, groups))
-    return Layout(size, tails, groups if len(groups) > 1 else ())
+    program = rng.choice(
+        (*[Program()] * 4, Program(accumulate=2), Program(optimizers=2), Program(undo=True), Program(breaks=True))
+    )
+    updates = range(rng.randint(1, 5))
+    tails = tuple(_draw_tail(rng, size) for _ in updates) if not program.undo else (0,) * len(updates)
+    return Layout(size, tails, groups if len(groups) > 1 else (), program)
+
+
+def _draw_tail(rng: random.Random, size: int) -> int | tuple[tuple[int, ...], ...]:
+    count = rng.choice((0, 0, 1, 2, 3))
+    if rng.random() < 0.7:
+        return count
+    return tuple(tuple(sorted(rng.sample(range(size), rng.randint(1, size)))) for _ in range(count))
 
 
 def draw_faults(rng: random.Random) -> Faults:
@@ -59,6 +71,9 @@ def draw_faults(rng: random.Random) -> Faults:
         glitches=rng.choice((0, 0, 1, 2)),
         damages=rng.choice((0, 0, 1, 2)),
         fences=rng.choice((0, 0, 0, 1)),
+        hangs=rng.choice((0, 0, 1, 2)),
+        failures=rng.choice((0, 0, 1)),
+        asked=rng.choice((0, 0, 0, 0, 1)),
     )
 
 
@@ -132,7 +147,7 @@ def _place(world: World, move: Move) -> str:
     if move.actor != "rank":
         return ""
     rank = world.ranks[move.about]
-    return f"{rank.at.name} at {tuple(rank.processor.standing)}"
+    return f"{rank.at.name} {type(rank.machine.state).__name__} at {tuple(rank.machine.standing)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 TORN = -1
 """The state of a rank whose update is half written."""
 NEUTRAL = 0
-"""What a replacement contributes to a collective of a tail in whose place the dead rank had nothing published."""
+"""What stands for the input that a rank, dead by now, had not published to a collective of a tail."""
 
 
 def first_model(shard: int) -> int:
@@ -28,9 +28,9 @@ def drawn(own: int) -> int:
     return hash((3, own))
 
 
-def gradient(rank: int, own: int) -> int:
-    """What a rank contributes to an update; ``own`` picks the batch."""
-    return hash((4, rank, own))
+def gradient(rank: int, owns: Sequence[int]) -> int:
+    """What a rank contributes to an update; ``owns`` are its states after each batch of the window."""
+    return hash((4, rank, *owns))
 
 
 def updated(model: int, gradients: Sequence[int]) -> int:
@@ -46,13 +46,22 @@ def logged(rank: int, commits: int, index: int) -> int:
 class Chains:
     """The undisturbed run: ``model[shard][c]`` and ``own[rank][c]`` are the states from which update c starts."""
 
-    def __init__(self, groups: Sequence[Sequence[int]], updates: int) -> None:
+    def __init__(self, groups: Sequence[Sequence[int]], updates: int, accumulate: int = 1) -> None:
         ranks = sorted(rank for group in groups for rank in group)
         self.own = {rank: [first_own(rank)] for rank in ranks}
         self.model = [[first_model(shard)] for shard in range(len(groups))]
         for _ in range(updates):
+            owns = {rank: _batches(self.own[rank][-1], accumulate) for rank in ranks}
             for shard, group in enumerate(groups):
-                gradients = [gradient(rank, self.own[rank][-1]) for rank in group]
+                gradients = [gradient(rank, owns[rank]) for rank in group]
                 self.model[shard].append(updated(self.model[shard][-1], gradients))
             for rank in ranks:
-                self.own[rank].append(drawn(self.own[rank][-1]))
+                self.own[rank].append(owns[rank][-1])
+
+
+def _batches(own: int, count: int) -> list[int]:
+    found = []
+    for _ in range(count):
+        own = drawn(own)
+        found.append(own)
+    return found

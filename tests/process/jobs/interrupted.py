@@ -222,7 +222,7 @@ def compute(chance: random.Random) -> None:
 
 
 class Body:
-    """Arms and disarms as ``session/runtime.py`` does."""
+    """Arms and disarms as ``session/driver.py`` does."""
 
     def enter(self, _step: Step) -> None:
         interrupt.arm(generation)

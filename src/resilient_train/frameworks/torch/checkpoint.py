@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from resilient_train.errors import ConfigError, StateError
-from resilient_train.frameworks.torch.leaves import TENSORS, dtype_of, span_of
+from resilient_train.frameworks.torch.leaves import TENSORS, dtype_of, is_sharded, local, span_of
 from resilient_train.state.checkpoint.restore import Checkpoint
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.sharding import ITEM_BYTES, Piece, Shape
@@ -71,18 +71,12 @@ def piece_of(name: str, tensor: torch.Tensor) -> Piece:
 
 def _block(name: str, tensor: torch.Tensor) -> tuple[Shape, Shape]:
     """(shape, offsets) of this rank's part; DTensor tells torch.distributed.checkpoint the same."""
-    if not hasattr(tensor, "__create_chunk_list__"):
+    if not is_sharded(tensor):
         return tuple(tensor.shape), (0,) * tensor.dim()
     blocks = tensor.__create_chunk_list__()
     if len(blocks) != 1:
         raise StateError(f"{name!r} lies in {len(blocks)} pieces on this rank; a checkpoint takes one")
     return tuple(blocks[0].sizes), tuple(blocks[0].offsets)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory behind a tensor on this rank."""
-    tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def memory_of(piece: Piece, tensor: torch.Tensor) -> Span:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from resilient_train.frameworks.base import Damage
+from resilient_train.frameworks.torch.leaves import local, span_of
 from resilient_train.state.transfer import Span
 from resilient_train.state.tree import Path
 
@@ -22,8 +23,9 @@ _POISON = 0xFF
 
 def extent(tensor: torch.Tensor) -> Span:
     """The memory in which the tensor's elements lie."""
+    tensor = local(tensor)
     if tensor.is_contiguous():
-        return Span(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        return span_of(tensor)
     storage = tensor.untyped_storage()
     return Span(storage.data_ptr(), storage.nbytes())
 

@@ -15,25 +15,40 @@ import torch.distributed as dist
 
 from resilient_train import config
 from resilient_train._native import Board
-from resilient_train.errors import ConfigError, UsageError
-from resilient_train.frameworks.base import Conductor, Damage, Image, Objects, Place, Share, Sources, Strides, TailLog
+from resilient_train.errors import UsageError
+from resilient_train.frameworks.base import (
+    Conductor,
+    Damage,
+    Fingerprint,
+    Image,
+    Objects,
+    Peers,
+    Share,
+    Sources,
+    Strides,
+)
 from resilient_train.frameworks.supported import torch_problem
+from resilient_train.frameworks.torch import admission
 from resilient_train.frameworks.torch import group as group_module
-from resilient_train.frameworks.torch.buckets import Buckets, Pass
+from resilient_train.frameworks.torch.buckets import Buckets, Pass, wrappers_in
 from resilient_train.frameworks.torch.by_name import taken_by_name
 from resilient_train.frameworks.torch.damage import assess, move
 from resilient_train.frameworks.torch.data import fast_forward, strides
 from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
-from resilient_train.frameworks.torch.escape import GuardedWork
-from resilient_train.frameworks.torch.fingerprint import fingerprint
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
-from resilient_train.frameworks.torch.group import POINT_TO_POINT, Built, ResilientGroup, escape, groups
+from resilient_train.frameworks.torch.group import Built, ResilientGroup, groups, works
 from resilient_train.frameworks.torch.layout import OfferTree, read_layout, read_offer
 from resilient_train.frameworks.torch.leaves import pack, unpack
+from resilient_train.frameworks.torch.parts import parts
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.replicated import Replicated, copy_tree
+from resilient_train.frameworks.torch.samples import Samples
 from resilient_train.frameworks.torch.saved import Saved
+from resilient_train.frameworks.torch.steps import Steps
 from resilient_train.frameworks.torch.tail import Tail
+from resilient_train.frameworks.torch.verbs import POINT_TO_POINT
+from resilient_train.frameworks.torch.works import GuardedWork
+from resilient_train.protocol.rank_effects import Mode
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.transfer import Span, chunks, digest, view
 
@@ -54,24 +69,22 @@ class TorchEngine:
     """See ``frameworks/base.Framework``."""
 
     def __init__(self, objects: Objects) -> None:
-        for model in objects.models:
-            if not isinstance(model, torch.nn.Module):
-                raise ConfigError(f"model: {type(model).__qualname__} is no torch.nn.Module")
-        for optimizer in objects.optimizers:
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise ConfigError(f"optimizer: {type(optimizer).__qualname__} is no torch.optim.Optimizer")
+        admission.check(objects)
         self._objects = objects
+        self._steps = Steps(objects)
+        self._samples = Samples(objects.models)
         self._replicated = Replicated(objects)
         self._ranks_own = RankState(objects.models, objects.rank_extra)
         self._saved = Saved(self._replicated)
+        self._checked_plans = 0
         self._buckets = Buckets(objects.models)
         self._works: list[GuardedWork] = []
         self._handles: list[Any] = []
-        self._conductor: Conductor | None = None
+        self._mode = Mode.DIRECT
+        self._peers: Peers | None = None
         self._tail: Tail | None = None
         self._start: _Start | None = None
         self._undo: dict[str, Any] | None = None
-        self._neutral: list[str] = []
         self._errors = DeviceErrors(config.read_settings())
         self._device = accelerator(dist.get_rank() if dist.is_initialized() else 0)
 
@@ -99,16 +112,22 @@ class TorchEngine:
         return [pair for group in groups.values() for pair in group.sockets]
 
     def release_waiters(self) -> int:
-        return escape.release()
+        return works.release()
 
-    def keep_collectives_home(self, home: bool, /) -> None:
-        for group in groups.values():
-            group.quiet = home
+    def set_mode(self, mode: Mode) -> None:
+        self._mode = mode
+        if self._tail is not None:
+            self._tail.mode = mode
+
+    def exchange(self, finishers: Sequence[int]) -> None:
+        assert self._tail is not None
+        self._tail.begin_exchange(finishers)
+        self.set_mode(Mode.EXCHANGE)
 
     def close_groups(self) -> None:
         if not any(group.solo for group in groups.values()):  # a process that joins has had no peer to wait for
             self._device.stop()
-        escape.drain(_DRAIN_S)
+        works.drain(_DRAIN_S)
         self._works.clear()
         for group in groups.values():
             group.close_inner("a recovery is under way")
@@ -146,12 +165,10 @@ class TorchEngine:
 
     # -- the step
 
-    def attach(self, conductor: Conductor, log: TailLog) -> None:
-        self._conductor = conductor
-        self._tail = Tail(conductor, log, groups, self._neutral.append)
-        for optimizer in self._objects.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(lambda o, _args, _kwargs: conductor.before_update(o)))
-            self._handles.append(optimizer.register_step_post_hook(lambda o, _args, _kwargs: conductor.after_update(o)))
+    def attach(self, conductor: Conductor, peers: Peers) -> None:
+        self._peers = peers
+        self._tail = Tail(conductor, peers)
+        self._steps.attach(conductor)
         scaler = self._objects.scaler
         if scaler is not None:
             update = scaler.update
@@ -167,6 +184,7 @@ class TorchEngine:
         self._errors.stop()
         group_module.watch(None)
         group_module.wait_for_droppers(_DRAIN_S)
+        self._steps.detach()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -176,24 +194,33 @@ class TorchEngine:
 
     def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
         """A collective is called; see ``group.Watcher``."""
-        assert self._conductor is not None
+        assert self._peers is not None
         assert self._tail is not None
-        place = self._conductor.collective(spans_job=group.spans_job and verb not in POINT_TO_POINT)
-        if place is Place.STEP:
+        self._steps.check_collective(verb)
+        mode = self._mode
+        if mode is Mode.LOOPBACK:
+            return group.run_alone(verb, args)
+        if verb in POINT_TO_POINT:
+            return group.run(verb, args, kwargs)
+        if group.spans_job:
+            self._peers.enter_collective()
+        if mode is Mode.DIRECT:
             work = group.run(verb, args, kwargs)
             if isinstance(work, GuardedWork):
                 self._works.append(work)
             return work
-        if place is Place.TAIL:
-            return self._tail.run(group, verb, args, kwargs)
+        if mode is not Mode.UPDATE:
+            return self._tail.call(group, verb, args, kwargs)
         raise UsageError(
-            f"{verb} was called while the update of this step is only half done (one optimizer has written, another "
-            "has not, or an optimizer communicates by itself): pass Session(undo=True), so that such a step can be "
-            "redone"
+            f"{verb} was called while the update of this step is only half done (one optimizer has written and another "
+            "has not, or a closure that was given to optimizer.step() communicates): pass Session(undo=True), so that "
+            "such a step can be redone"
         )
 
     def begin(self) -> None:
         self._works.clear()
+        self._steps.begin()
+        self._samples.take()
         self._undo = None
         self._start = _Start(random_state(), torch.is_grad_enabled(), self.rank_state(), self._replicated.small_copy())
         if not self._buckets.known:
@@ -201,6 +228,7 @@ class TorchEngine:
 
     def rollback(self) -> None:
         start = self._start
+        self._steps.begin()
         if start is None:
             return
         if self._undo is not None:
@@ -216,11 +244,17 @@ class TorchEngine:
         self._replicated.restore_small(start.small)
         restore_random_state(start.random)
 
-    def committed(self) -> None:
+    def committed(self, commits: int) -> None:
         self._start = None
         self._undo = None
         if self._tail is not None:
-            self._tail.completed = 0
+            self._tail.begin(commits)
+
+    def changed_unasked(self) -> str:
+        return self._samples.changed()
+
+    def without_optimizer(self) -> list[str]:
+        return admission.without_optimizer(self._objects)
 
     def save_undo(self) -> None:
         if self._undo is None:
@@ -335,22 +369,39 @@ class TorchEngine:
     def digests(self) -> tuple[str, str]:
         return self._replicated.core_digest(), digest(self._ranks_own.packed() + random_state(), [])
 
-    def fingerprint(self, more: Mapping[str, Any]) -> dict[str, str]:
-        return fingerprint(self._replicated, self._objects.rank_extra, more)
+    def parts(self, more: Mapping[str, Any]) -> dict[str, str]:
+        return parts(self._replicated, self._objects.rank_extra, more)
+
+    def fingerprint(self) -> Fingerprint:
+        return self._replicated.fingerprint()
+
+    def on_host(self) -> bool:
+        return self._replicated.on_host()
+
+    def rows(self) -> list[tuple[str, str]]:
+        return self._replicated.rows()
+
+    def averages(self) -> bool:
+        trained = (model for model in self._objects.models if any(p.requires_grad for p in model.parameters()))
+        return all(wrappers_in((model,)) for model in trained)
 
     def settle(self, manifest: bytes | None, commits: int) -> None:
         self._settle(read_offer(manifest).passes if manifest is not None else None, commits)
 
     def _settle(self, passes: list[list[Pass]] | None, commits: int) -> None:
-        self.keep_collectives_home(True)
+        before, self._mode = self._mode, Mode.LOOPBACK
         try:
             self._buckets.restore(passes, commits)
         finally:
-            self.keep_collectives_home(False)
+            self._mode = before
         self._works.clear()
 
     def image(self, step: int, share: Share) -> Image:
-        return self._saved.image(step, share)
+        image = self._saved.image(step, share)
+        if self._saved.plans != self._checked_plans:
+            self._replicated.check_unchanged()
+            self._checked_plans = self._saved.plans
+        return image
 
     def layout(self) -> bytes:
         return msgspec.msgpack.encode(self._buckets.passes)
@@ -360,24 +411,6 @@ class TorchEngine:
 
     def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
         self._saved.load(tree, names, fill)
-
-    # -- the tail
-
-    def tail_completed(self) -> int:
-        return self._tail.completed if self._tail is not None else 0
-
-    def tail_replay(self, start: int) -> None:
-        assert self._tail is not None
-        self._tail.replay(start)
-
-    def tail_ghost(self, start: int, entries: Iterator[tuple[bytes, bytes | None]]) -> None:
-        assert self._tail is not None
-        self._tail.ghost(start, entries)
-
-    def neutral_contributions(self) -> list[str]:
-        taken = list(self._neutral)
-        self._neutral.clear()
-        return taken
 
     # -- data
 

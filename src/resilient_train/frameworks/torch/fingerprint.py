@@ -1,51 +1,69 @@
-"""A digest of its own for each tensor and each other part of a rank's state, so that a difference can be named.
-
-Only a drill asks for it: at the head of every window all of the state is read once.
-"""
+"""The digest of what replicas have in common: parameters and optimizer state, in few or many tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 import xxhash
 
-from resilient_train.errors import StateError
-from resilient_train.frameworks.torch.checkpoint import local, names_of
-from resilient_train.frameworks.torch.generators import by_generator, random_state
+from resilient_train._native import Copier
+from resilient_train.frameworks.torch.checkpoint import names_of
 from resilient_train.frameworks.torch.leaves import TENSORS, dense, span_of
-from resilient_train.frameworks.torch.replicated import Replicated, state_of
-from resilient_train.state.transfer import view
+from resilient_train.state.capture import COPY_TIMEOUT_MS
+from resilient_train.state.transfer import digest
 from resilient_train.state.tree import flatten
 
 
-def fingerprint(replicated: Replicated, rank_extra: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> digest. What a tree holds beside its tensors has one digest under the tree's own name.
+class Fingerprint:
+    """See ``frameworks/base.Fingerprint``. ``copier`` is its own until ``digest`` was asked for."""
 
-    Of ``more`` a tree that holds what can't be carried is left out: a batch may be anything.
-    """
-    tree = replicated.tree()
-    trees = {name: tree[name] for name in ("model", "optimizer", "buffers")}
-    trees |= {f"settings.{name}": part for name, part in tree["small"].items()}
-    trees |= {f"state.{name}": part for name, part in tree["extra"].items()}
-    trees |= {f"rank_state.{name}": state_of(thing) for name, thing in rank_extra.items()}
-    trees |= {f"generator.{name}": part for name, part in by_generator(random_state()).items()}
-    found: dict[str, str] = {}
-    for name, part in trees.items():
-        found |= _digests(name, part)
-    for name, part in more.items():
-        try:
-            found |= _digests(name, part)
-        except StateError:
-            continue
-    return found
+    def __init__(self, tree: Mapping[str, Any], copier: Copier) -> None:
+        self._payload, tensors = flatten(tree, TENSORS)
+        kept = [dense(tensor) for tensor in tensors.values()]
+        pieces, offset = [], 0
+        for address, size in map(span_of, kept):
+            if size:
+                pieces.append((address, size, offset))
+                offset += size
+        self._copier: Copier | None = copier
+        self._digest = ""
+        copier.hash(pieces, owner=kept)
+
+    def digest(self) -> str:
+        """Returns when all memory is read."""
+        if self._copier is not None:
+            while not self._copier.wait(COPY_TIMEOUT_MS):
+                pass  # memory is read in milliseconds; on a machine that is slower there is nothing better to do
+            self._digest = xxhash.xxh3_128_hexdigest(self._payload + self._copier.digests())
+            self._copier = None
+        return self._digest
 
 
-def _digests(name: str, tree: Any) -> dict[str, str]:
-    payload, tensors = flatten(tree, TENSORS)
-    found = {name: xxhash.xxh3_64_hexdigest(payload)}
-    names = names_of((name, *(path or ("tensor",))) for path in tensors)
-    for full, tensor in zip(names, tensors.values(), strict=True):
-        kept = dense(local(tensor))
-        found[full] = xxhash.xxh3_64_hexdigest(view(span_of(kept)) if kept.numel() else b"")
-    return found
+def rows_of(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name, digest) of each tensor and of each other value, in order: where two trees begin to differ."""
+    leaves = dict(_leaves(tree, ()))
+    return [(name, _digest_of(value)) for name, value in zip(names_of(leaves), leaves.values(), strict=True)]
+
+
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _digest_of(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return xxhash.xxh3_64_hexdigest(flatten(value, TENSORS)[0])
+    return tensor_digest(value)
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Of its elements, dtype and shape; of a DTensor: of what this rank holds of it."""
+    return digest(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), [span_of(dense(tensor))])

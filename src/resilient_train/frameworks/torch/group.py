@@ -2,49 +2,45 @@
 
 ``ResilientGroup`` hands every call to an inner group (gloo) that is replaced at each recovery, while the object that
 the user, DDP or a DeviceMesh holds stays the same. In a process that is going to *join* a running job there is no inner
-group yet: collectives act as if this rank were alone (``solo.py``), so that it can build its model and its DDP wrapper
+group yet: collectives act as if this rank were alone (``verbs.py``), so that it can build its model and its DDP wrapper
 without waiting for the others. In a standby that builds them ahead, the rank itself is not known yet.
 """
 
 from __future__ import annotations
 
-import os
 import select
-import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import GroupName
 
 from resilient_train import standby
 from resilient_train.config import read_link
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.torch import solo
-from resilient_train.frameworks.torch.escape import Escape, GuardedWork
 from resilient_train.frameworks.torch.store import CancellableStore
+from resilient_train.frameworks.torch.transports import gloo
+from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, run_alone
+from resilient_train.frameworks.torch.works import GuardedWork, Works
 
 BACKEND = "resilient"
-VERBS = tuple(solo.VERBS)
-POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
-"""gloo's works for these have no future, and may be waited for once only."""
 
 
 class Watcher(Protocol):
     """Sees the collectives of all groups while a Session runs."""
 
     def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
-        """Runs ``verb`` on the group's inner group and returns its work."""
+        """Carries ``verb`` out as the present moment of the step wants it, and returns its work."""
         ...
 
 
 groups: dict[str, ResilientGroup] = {}
 """All groups of this process by name, in the order of their creation."""
-escape = Escape()
-"""The works under way in all groups."""
+works = Works()
+"""Those under way in all groups."""
 _watcher: Watcher | None = None
 _droppers: list[threading.Thread] = []
 
@@ -65,7 +61,7 @@ class Built(NamedTuple):
 class ResilientGroup(dist.ProcessGroup):
     """See the module's text. ``global_ranks`` are the members in the order of their group ranks.
 
-    ``solo``: not joined yet. ``quiet``: for a moment, collectives stay at home although the group is up.
+    ``solo``: not joined yet.
     """
 
     def __init__(
@@ -80,7 +76,6 @@ class ResilientGroup(dist.ProcessGroup):
         self.inner: dist.ProcessGroup | None = None
         self.sockets: list[tuple[int, int]] = []
         self.solo = True
-        self.quiet = False
         self._nobody = standby.stage is not None
         """It has no rank yet: what it was made with is only assumed."""
         self._hangups = select.epoll()
@@ -94,11 +89,10 @@ class ResilientGroup(dist.ProcessGroup):
 
         Raises RuntimeError if a member dies meanwhile (gloo notices after about 5 s), or soon after ``cancelled``.
         """
-        before = _sockets()
-        own = CancellableStore(self._store, cancelled)
+        book = gloo.AddressBook()
+        own = CancellableStore(self._store, cancelled, book.note)
         store = PrefixStore(f"resilient/{attempt}/{generation}/{self._name}", own)
-        inner = ProcessGroupGloo(store, self._rank, self._size, timeout=self._timeout)
-        return Built(inner, [pair for pair in _sockets() if pair not in before and _is_connected(*pair)])
+        return Built(*gloo.create(store, book, self._rank, self._size, self._timeout))
 
     def adopt(self, built: Built) -> None:
         """Puts a built group in. A peer may have died since it was built: then its first collective says so."""
@@ -114,7 +108,7 @@ class ResilientGroup(dist.ProcessGroup):
             self._hangups.register(fd, select.EPOLLRDHUP)
         except OSError:
             return False
-        return _inode(fd) == inode  # the number may be another file's by now
+        return gloo.inode(fd) == inode  # the number may be another file's by now
 
     def close_inner(self, why: str) -> None:
         """Drops the inner group. Another thread frees it: that joins gloo's threads, in milliseconds or never."""
@@ -130,7 +124,7 @@ class ResilientGroup(dist.ProcessGroup):
         """Whether a peer has closed, or lost, its end of one of the connections."""
         poll = select.poll()
         for fd, inode in self.sockets:
-            if _inode(fd) != inode:
+            if gloo.inode(fd) != inode:
                 return True
             poll.register(fd, select.POLLRDHUP)
         return bool(poll.poll(0)) if self.sockets else False
@@ -178,21 +172,30 @@ class ResilientGroup(dist.ProcessGroup):
 
     def run(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
         """Runs ``verb`` on the inner group, or alone where this process has not joined yet."""
-        if self.inner is not None and not self.quiet:
-            if _watcher is None or verb in POINT_TO_POINT:
-                return cast("dist.Work", getattr(self.inner, verb)(*args, **kwargs))
-            if self._hung_up or self._hangups.poll(0, 1):
-                # gloo would find out as well, but may forget a waiter over it (see escape.py): don't even begin.
-                raise RuntimeError(f"a peer of process group {self._name!r} has hung up")
-            return GuardedWork(getattr(self.inner, verb)(*args, **kwargs), escape.live)
-        if self.solo or self.quiet:
-            return solo.VERBS[verb](self._rank, self._size, *args)
-        raise UsageError(f"process group {self._name!r} can't be used: {self._closed_why or 'it is not built'}")
+        if self.inner is None:
+            if self.solo:
+                return self.run_alone(verb, args)
+            raise UsageError(f"process group {self._name!r} can't be used: {self._closed_why or 'it is not built'}")
+        if _watcher is None or verb in POINT_TO_POINT:
+            return cast("dist.Work", getattr(self.inner, verb)(*args, **kwargs))
+        if self._hung_up or self._hangups.poll(0, 1):
+            # gloo would find out as well, but may forget a waiter over it (see works.py): don't even begin.
+            raise RuntimeError(f"a peer of process group {self._name!r} has hung up")
+        work = getattr(self.inner, verb)(*args, **kwargs)
+        try:
+            return GuardedWork(work, works.live)
+        except RuntimeError:  # gloo has no future for a reduce-scatter: nobody but it can be waited for
+            work.wait()
+            return done(args[0])
+
+    def run_alone(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
+        """What ``verb`` gives if every other member contributed what this one does."""
+        return run_alone(verb, self._rank, self._size, args)
 
 
 def _make_verb(verb: str) -> Callable[..., dist.Work]:
     def call(self: ResilientGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        if _watcher is None or self.solo or self.quiet:
+        if _watcher is None or self.solo:
             return self.run(verb, args, kwargs)
         return _watcher.issue(self, verb, args, kwargs)
 
@@ -200,7 +203,7 @@ def _make_verb(verb: str) -> Callable[..., dist.Work]:
     return call
 
 
-for _verb in VERBS:
+for _verb in (*VERBS, *POINT_TO_POINT):
     setattr(ResilientGroup, _verb, _make_verb(_verb))
 
 
@@ -232,42 +235,3 @@ def wait_for_droppers(timeout_s: float) -> None:
     """Lets the threads that free old groups end: one that came back while the interpreter goes down would abort it."""
     for thread in tuple(_droppers):
         thread.join(timeout_s)
-
-
-def _inode(fd: int) -> int:
-    try:
-        return os.fstat(fd).st_ino
-    except OSError:
-        return -1
-
-
-def _sockets() -> set[tuple[int, int]]:
-    """(descriptor, inode) of this process's sockets; numbers alone are reused too soon to tell old from new."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - strings are what it takes, in the middle of a recovery
-        try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115 - likewise
-                found.add((int(name), _inode(int(name))))
-        except FileNotFoundError:
-            continue  # closed since the listing: the listing's own descriptor is one
-    return found
-
-
-def _is_connected(fd: int, inode: int) -> bool:
-    """True for a connected TCP socket. Shutting gloo's listener would end the process (std::terminate)."""
-    try:
-        held = os.dup(fd)
-    except OSError:
-        return False  # closed since it was listed: one of an older group's, which another thread is freeing
-    with socket.socket(fileno=held) as probe:
-        if _inode(held) != inode:
-            return False
-        if probe.family not in (socket.AF_INET, socket.AF_INET6) or probe.type != socket.SOCK_STREAM:
-            return False
-        if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return False
-        try:
-            probe.getpeername()
-        except OSError:
-            return False
-        return True

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import torch
 
-from resilient_train.errors import ProtocolError
+from resilient_train.errors import ProtocolError, StateError
 from resilient_train.state.transfer import Span, view
 from resilient_train.state.tree import Path, Slot, TensorKind, flatten, unflatten
 
@@ -39,15 +39,40 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[Any]:
+    """Whether it is a DTensor: of its elements this rank holds a part, or a copy, in another tensor."""
+    return hasattr(tensor, "__create_chunk_list__")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory behind a tensor on this rank."""
+    tensor = tensor.detach()
+    if is_sharded(tensor):
+        held: torch.Tensor = tensor.to_local()
+        return held
+    return tensor
+
+
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its bytes lie in one piece in this process's memory, else a copy that does."""
-    return tensor.detach().to("cpu").contiguous()
+    """The tensor itself if its bytes lie in one piece in this process's memory, else a copy that does.
+
+    Of a DTensor: what this rank holds of it.
+    """
+    return local(tensor).to("cpu").contiguous()
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """The bytes of a dense tensor."""
+    """The bytes of a dense tensor. Raises StateError for a tensor that has elements and no memory of its own: copies
+    and digests of it would be of nothing.
+    """
     assert tensor.is_contiguous()
-    return Span(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    if size and not address:
+        raise StateError(
+            f"a {type(tensor).__qualname__} of shape {tuple(tensor.shape)} has no memory of its own to copy or to "
+            "compare: its state can't be carried to another process"
+        )
+    return Span(address, size)
 
 
 def pack(tree: Any) -> bytes:

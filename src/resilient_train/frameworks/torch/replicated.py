@@ -11,9 +11,13 @@ import torch
 from resilient_train import _native, config
 from resilient_train.errors import ConfigError, TransferError
 from resilient_train.frameworks.base import Objects, Sources
-from resilient_train.frameworks.torch.checkpoint import local, piece_of
+from resilient_train.frameworks.torch import fitting
+from resilient_train.frameworks.torch.checkpoint import piece_of
 from resilient_train.frameworks.torch.damage import move
-from resilient_train.frameworks.torch.leaves import TENSORS, dense, dtype_of, span_of
+from resilient_train.frameworks.torch.entries import entries_of, put_entries
+from resilient_train.frameworks.torch.fingerprint import Fingerprint, rows_of
+from resilient_train.frameworks.torch.grouping import described, found, groups_of, places, regroup
+from resilient_train.frameworks.torch.leaves import TENSORS, dense, dtype_of, local, span_of
 from resilient_train.frameworks.torch.staging import Staging, on_host
 from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.transfer import Span, digest, view
@@ -96,8 +100,10 @@ class Replicated:
     def __init__(self, objects: Objects, staging: Staging | None = None) -> None:
         self._objects = objects
         self.staging = staging or Staging(config.read_settings().pinned_bytes)
+        self._copier = _native.Copier()
+        self._fingerprint: Fingerprint | None = None
+        self._built = fitting.layout_of(objects.models)
         self._kept: list[list[_Settings]] = [[] for _ in objects.optimizers]
-        self._params = [[(p, group) for group in o.param_groups for p in group["params"]] for o in objects.optimizers]
         for name, thing in objects.extra.items():
             if not callable(getattr(thing, "load_state_dict", None)) and not callable(
                 getattr(thing, "set_state", None)
@@ -107,9 +113,12 @@ class Replicated:
     def tree(self, *, core: bool = False) -> dict[str, Any]:
         """The state as a tree of references. ``core``: only what ``params_digest`` covers, without buffers."""
         objects = self._objects
+        models = self._parameters()
+        where = places(models)
         tree: dict[str, Any] = {
-            "model": [{name: p for name, p in model.named_parameters()} for model in objects.models],  # noqa: C416
-            "optimizer": [self._optimizer_tree(i) for i in range(len(objects.optimizers))],
+            "model": models,
+            "optimizer": [entries_of(optimizer, where) for optimizer in objects.optimizers],
+            "members": described(objects.optimizers, where),
         }
         if core:
             return tree
@@ -117,6 +126,9 @@ class Replicated:
         tree["small"] = self.small_tree()
         tree["extra"] = {name: state_of(thing) for name, thing in objects.extra.items()}
         return tree
+
+    def _parameters(self) -> list[dict[str, torch.nn.Parameter]]:
+        return [dict(model.named_parameters()) for model in self._objects.models]
 
     def small_tree(self) -> dict[str, Any]:
         """Schedulers, scaler and the optimizers' settings: a few numbers, cheap enough to keep for each window."""
@@ -144,10 +156,13 @@ class Replicated:
             "scheduler": [copy_tree(state_of(each)) for each in objects.schedulers] if objects.schedulers else [],
             "scaler": copy_tree(state_of(objects.scaler)) if objects.scaler is not None else None,
             "groups": groups,
+            "parameters": [groups_of(optimizer) for optimizer in objects.optimizers],
         }
 
     def restore_small(self, small: Mapping[str, Any]) -> None:
-        """Puts a ``small_tree`` back."""
+        """Puts a ``small_tree`` back, or a ``small_copy``: with the groups that there were."""
+        for optimizer, held in zip(self._objects.optimizers, small.get("parameters", ()), strict=False):
+            regroup(optimizer, held)
         for scheduler, state in zip(self._objects.schedulers, small["scheduler"], strict=True):
             restore_object(scheduler, copy_tree(state))
         if self._objects.scaler is not None:
@@ -158,9 +173,9 @@ class Replicated:
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(copy_tree(settings))
 
-    def _optimizer_tree(self, index: int) -> dict[int, Any]:
-        state = self._objects.optimizers[index].state
-        return {i: dict(state[p]) for i, (p, _) in enumerate(self._params[index]) if p in state}
+    def check_unchanged(self) -> None:
+        """Raises LayoutError if a model is no more what it was when the Session began."""
+        fitting.check_unchanged(self._built, fitting.layout_of(self._objects.models))
 
     def check(self) -> None:
         """Raises StateError if some of the state can't be carried to another process."""
@@ -175,9 +190,22 @@ class Replicated:
 
     def core_digest(self) -> str:
         """Digest of parameters and optimizer state."""
-        payload, tensors = flatten(self.tree(core=True), TENSORS)
-        kept = [dense(tensor) for tensor in tensors.values()]
-        return digest(payload, [span_of(tensor) for tensor in kept])
+        return self.fingerprint().digest()
+
+    def fingerprint(self) -> Fingerprint:
+        """Begins to make ``core_digest``, on other threads."""
+        if self._fingerprint is not None:
+            self._fingerprint.digest()
+        self._fingerprint = Fingerprint(self.tree(core=True), self._copier)
+        return self._fingerprint
+
+    def on_host(self) -> bool:
+        """Whether the parameters lie in the host's memory."""
+        return all(on_host(parameter) for model in self._objects.models for parameter in model.parameters())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What ``core_digest`` covers, by name, each with its own digest."""
+        return rows_of(self.tree(core=True))
 
     def tensors(self) -> dict[Path, torch.Tensor]:
         """All tensors of the state by path."""
@@ -244,8 +272,12 @@ class Replicated:
 
     def _land(self, manifest: bytes) -> tuple[Any, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The state's tree, of the model's own tensors and new ones; for each the host memory to be filled; and what
-        ``upload`` then has to do. Raises TransferError.
+        ``upload`` then has to do. The optimizers have its groups then. Raises LayoutError.
         """
+        told = unflatten(manifest, TENSORS, lambda _, slot: slot)
+        fitting.check(told, self._objects)
+        self._regroup(told)
+        numbered = [[(p, group) for group in o.param_groups for p in group["params"]] for o in self._objects.optimizers]
         own = {path: tensor for path, tensor in self._own_tensors().items() if tensor.is_contiguous()}
         landing: list[torch.Tensor] = []
         uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -253,17 +285,13 @@ class Replicated:
         def place(path: Path, slot: Slot) -> torch.Tensor:
             mine = own.get(path)
             fits = mine is not None and tuple(mine.shape) == slot.shape and str(mine.dtype) == slot.dtype
-            if path[0] == "model" and mine is not None and not fits:
-                raise TransferError(
-                    f"parameter {path[-1]!r} is {tuple(mine.shape)} here and {slot.shape} on the replica"
-                )
             if fits and mine is not None and on_host(mine):
                 landing.append(mine)
                 return mine
             host = torch.empty(slot.shape, dtype=dtype_of(slot.dtype))
             _native.prefer_huge_pages(*span_of(host))
             landing.append(host)
-            final = mine if fits else self._beside_parameter(path, slot)
+            final = mine if fits else _beside_parameter(path, slot, numbered)
             if final is None:
                 return host
             uploads.append((final, host))
@@ -271,20 +299,15 @@ class Replicated:
 
         return unflatten(manifest, TENSORS, place), landing, uploads
 
-    def _beside_parameter(self, path: Path, slot: Slot) -> torch.Tensor | None:
-        """New memory of a device for an optimizer's tensor; None if its place is in the host's."""
-        kind, index, number = path[:3] if len(path) > 3 else ("", 0, 0)
-        if kind != "optimizer" or number >= len(self._params[index]):
-            return None
-        parameter, group = self._params[index][number]
-        # As `Optimizer.load_state_dict` has it: step counts keep to the CPU, unless a kernel of the device reads them.
-        if on_host(parameter) or (path[3] == "step" and not (group.get("fused") or group.get("capturable"))):
-            return None
-        return local(parameter).new_empty(slot.shape, dtype=dtype_of(slot.dtype))
-
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Takes over a tree of this same process (an undo copy)."""
+        self._regroup(tree)
         self._apply(tree)
+
+    def _regroup(self, tree: Mapping[str, Any]) -> None:
+        groups = found(tree["members"], self._parameters())
+        for optimizer, wanted in zip(self._objects.optimizers, groups, strict=True):
+            regroup(optimizer, wanted)
 
     def _own_tensors(self) -> dict[Path, torch.Tensor]:
         own: dict[Path, torch.Tensor] = {}
@@ -294,20 +317,35 @@ class Replicated:
         return own
 
     def _apply(self, tree: Mapping[str, Any]) -> None:
+        models = self._parameters()
         with torch.no_grad():
             for index, model in enumerate(self._objects.models):
-                for kind, mine in (("model", dict(model.named_parameters())), ("buffers", dict(model.named_buffers()))):
-                    theirs = tree[kind][index]
-                    if set(theirs) != set(mine):
-                        odd = sorted(set(theirs) ^ set(mine))[:3]
-                        raise TransferError(f"this rank's model and the replica's differ in {odd}")
+                for mine, theirs in (
+                    (models[index], tree["model"][index]),
+                    (dict(model.named_buffers()), tree["buffers"][index]),
+                ):
                     for name, value in theirs.items():
                         if mine[name] is not value:
                             mine[name].copy_(value)
-            for index, optimizer in enumerate(self._objects.optimizers):
-                optimizer.state.clear()
-                for i, entry in tree["optimizer"][index].items():
-                    optimizer.state[self._params[index][i][0]] = dict(entry)
+        for optimizer, entries in zip(self._objects.optimizers, tree["optimizer"], strict=True):
+            put_entries(optimizer, entries, models)
         self.restore_small(tree["small"])
         for name, thing in self._objects.extra.items():
             restore_object(thing, tree["extra"][name])
+
+
+def _beside_parameter(
+    path: Path, slot: Slot, numbered: Sequence[Sequence[tuple[torch.nn.Parameter, dict[str, Any]]]]
+) -> torch.Tensor | None:
+    """New memory of a device for an optimizer's tensor; None if its place is in the host's.
+
+    ``numbered`` are, for each optimizer, its parameters and their groups.
+    """
+    kind, index, number = path[:3] if len(path) > 3 else ("", 0, "")
+    if kind != "optimizer" or not isinstance(number, int):
+        return None
+    parameter, group = numbered[index][number]
+    # As `Optimizer.load_state_dict` has it: step counts keep to the CPU, unless a kernel of the device reads them.
+    if on_host(parameter) or (path[3] == "step" and not (group.get("fused") or group.get("capturable"))):
+        return None
+    return local(parameter).new_empty(slot.shape, dtype=dtype_of(slot.dtype))

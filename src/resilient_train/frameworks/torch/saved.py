@@ -11,7 +11,8 @@ import torch
 
 from resilient_train._native import Copier
 from resilient_train.frameworks.base import Image, Share
-from resilient_train.frameworks.torch.checkpoint import contents, local, memory_of, piece_of, skipped_bytes
+from resilient_train.frameworks.torch.checkpoint import contents, memory_of, piece_of, skipped_bytes
+from resilient_train.frameworks.torch.leaves import is_sharded, local
 from resilient_train.frameworks.torch.replicated import Replicated
 from resilient_train.frameworks.torch.staging import Part, on_host
 from resilient_train.state.capture import Capture, HostCapture
@@ -44,6 +45,8 @@ class Saved:
     def __init__(self, replicated: Replicated) -> None:
         self._replicated = replicated
         self._plan: tuple[Share, list[Piece], ImagePlan] | None = None
+        self.plans = 0
+        """So many times the state's layout was another one than before."""
         self._layout: _Layout | None = None
 
     def image(self, step: int, share: Share) -> Image:
@@ -100,6 +103,7 @@ class Saved:
     def _planned(self, share: Share, tensors: Mapping[str, torch.Tensor]) -> ImagePlan:
         pieces = divide([piece_of(name, tensor) for name, tensor in tensors.items()], share.parts)[share.part]
         if self._plan is None or self._plan[:2] != (share, pieces):
+            self.plans += 1
             self._plan = share, pieces, plan_image(pieces, share.shard, share.shards)
         return self._plan[2]
 
@@ -110,7 +114,7 @@ class Saved:
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What decides where a tensor's bytes lie. Another one that looks the same is copied the same."""
-    if hasattr(tensor, "__create_chunk_list__"):  # a DTensor: asking it takes as long as to lay it out again
+    if is_sharded(tensor):  # asking it takes as long as to lay it out again
         return (object(),)
     return tensor.dtype, tensor.shape, tensor.data_ptr(), tensor.is_contiguous()
 

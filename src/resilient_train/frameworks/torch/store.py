@@ -8,7 +8,7 @@ somebody announces a newer generation.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,17 +22,22 @@ class CancellableStore(Store):
     that it shares with others: a waiting get would make the next set wait behind it.
     """
 
-    def __init__(self, inner: Store, cancelled: threading.Event) -> None:
+    def __init__(self, inner: Store, cancelled: threading.Event, note: Callable[[Any], None]) -> None:
+        """``note`` is told each value that is written or read."""
         super().__init__()
         self._inner = inner
         self._cancelled = cancelled
+        self._note = note
 
     def set(self, key: str, value: Any) -> None:
+        self._note(value)
         self._inner.set(key, value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._inner.get(key)
+        value = self._inner.get(key)
+        self._note(value)
+        return value
 
     def wait(self, keys: Sequence[str], _timeout: timedelta | None = None) -> None:
         while not self._inner.check(list(keys)):

@@ -12,7 +12,7 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -64,32 +64,56 @@ def scan(target: Target, folder: str) -> ImportPlan:
     """The installed modules that the script, and the user's modules (in ``folder``) that it imports, import at their
     top.
     """
+    found: dict[Wanted, None] = {}
+    moved = False
+    for path, tree in _sources(target, folder, _top_imports):
+        where = _sets_environment(tree)
+        if where:
+            return ImportPlan(refusal=f"{path}:{where} sets environment variables, which libraries read when imported")
+        moved = moved or _moves_path(tree)
+        for each in _top_imports(path, tree):
+            top = each.module.partition(".")[0]
+            if not (folder and _is_local(top, folder)) and _is_installed(top):
+                found[each] = None
+    return ImportPlan(imports=() if moved else tuple(found))
+
+
+def uses_us(target: Target | str) -> bool:
+    """Whether the script, or a module of the user's that it imports, imports this library: at the top or elsewhere.
+
+    What is imported in other ways than by a statement is not seen; nor is a command that runs no script (a text).
+    """
+    if isinstance(target, str):
+        return False
+    folder = target.folder()
+    return any(
+        each.module.partition(".")[0] == "resilient_train"
+        for path, tree in _sources(target, folder, _all_imports)
+        for each in _all_imports(path, tree)
+    )
+
+
+def _sources(
+    target: Target, folder: str, imports: Callable[[Path, ast.Module], Iterator[Wanted]]
+) -> Iterator[tuple[Path, ast.Module]]:
+    """The script, and the modules of the user's (in ``folder``) that ``imports`` finds in what was read so far."""
     search = [folder, *sys.path] if folder else list(sys.path)
     first = [Path(target.script)] if target.script else list(_files(target.module, search))
     if target.module and first and first[-1].name == "__init__.py":
         first.append(first[-1].with_name("__main__.py"))
     waiting, seen = first, set(first)
-    found: dict[Wanted, None] = {}
-    moved = False
     while waiting and len(seen) <= _FILES_MAX:
         path = waiting.pop(0)
         try:
             tree = ast.parse(path.read_bytes(), str(path))
-        except (OSError, SyntaxError, ValueError):
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             continue  # the rank itself will say what is wrong with it
-        where = _sets_environment(tree)
-        if where:
-            return ImportPlan(refusal=f"{path}:{where} sets environment variables, which libraries read when imported")
-        moved = moved or _moves_path(tree)
-        for each in _top_imports(tree):
-            top = each.module.partition(".")[0]
-            if folder and _is_local(top, folder):
+        yield path, tree
+        for each in imports(path, tree):
+            if folder and _is_local(each.module.partition(".")[0], folder):
                 fresh = [file for file in _local_files(each, folder) if file not in seen]
                 seen.update(fresh)
                 waiting += fresh
-            elif _is_installed(top):
-                found[each] = None
-    return ImportPlan(imports=() if moved else tuple(found))
 
 
 def hidden(folder: str) -> str:
@@ -158,13 +182,39 @@ def _files(module: str, search: Sequence[str]) -> Iterator[Path]:
             return
 
 
-def _top_imports(tree: ast.Module) -> Iterator[Wanted]:
-    for node in tree.body:
+def _top_imports(_path: Path, tree: ast.Module) -> Iterator[Wanted]:
+    return _imports(tree.body)
+
+
+def _all_imports(path: Path, tree: ast.Module) -> Iterator[Wanted]:
+    """In functions, conditions and packages as well."""
+    nodes = list(ast.walk(tree))
+    yield from _imports(nodes)
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield from _relative(path, node)
+
+
+def _imports(nodes: Iterable[ast.AST]) -> Iterator[Wanted]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Wanted(alias.name)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level and node.module != "__future__":
             yield Wanted(node.module, tuple(alias.name for alias in node.names if alias.name != "*"))
+
+
+def _relative(path: Path, node: ast.ImportFrom) -> Iterator[Wanted]:
+    """``from .sibling import name`` in a file of a package, by its full name."""
+    package = path.parent
+    for _ in range(node.level - 1):
+        package = package.parent
+    parts: list[str] = [node.module] if node.module else []
+    while (package / "__init__.py").is_file():
+        parts.insert(0, package.name)
+        package = package.parent
+    if parts:
+        yield Wanted(".".join(parts), tuple(alias.name for alias in node.names if alias.name != "*"))
 
 
 def _is_named(node: ast.expr, name: str) -> bool:

@@ -236,9 +236,9 @@ class Pool:
             return True
         for each in self.processes():
             if each.child.pid == pid:
-                each.child.poll()
-                self._on_gone(each)
+                self._on_gone(each)  # kills what it has left behind, while its number is still its own
                 self._ending.pop(pid, None)
+                each.child.poll()
                 return True
         return False
 

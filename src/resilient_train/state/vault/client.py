@@ -14,7 +14,7 @@ from resilient_train.errors import HolderLostError, MemoryLimitError, ProtocolEr
 from resilient_train.state.vault import frames
 from resilient_train.state.vault.record import Snapshot
 from resilient_train.state.vault.slots import Control, SlotPair
-from resilient_train.transport import Wire, connect, peer_is_trusted
+from resilient_train.transport import Wire, connect, peer_of
 
 REPLY_TIMEOUT_S = 30.0
 """For who can wait. The holder answers at once, unless it was stopped or the machine is at its end."""
@@ -60,7 +60,7 @@ class Vault:
             endpoint = connect(str(path), timeout_s)
         except OSError as error:
             raise HolderLostError(f"no holder of memory snapshots listens at {path} ({error})") from None
-        if not peer_is_trusted(endpoint):
+        if not peer_of(endpoint).trusted:
             endpoint.close()
             raise VaultError(f"the holder at {path} belongs to another user: its snapshots are not to be trusted")
         wire = Wire(endpoint, _decoder, lambda reason: HolderLostError(f"the holder at {path} {reason}"))

@@ -32,6 +32,8 @@ class Trailer(msgspec.Struct, frozen=True, array_like=True):
     """What only one rank has, by rank: this rank's, and at the job's end that of ranks which can't save theirs."""
     chunks: bytes
     """xxh3_128 of each 4 MiB of the image, joined."""
+    fingerprint: int = 0
+    """Of all parameters and optimizer state, of which the image is this rank's share; 0: it was not made."""
 
     def chunk_digests(self) -> list[bytes]:
         """One by one."""

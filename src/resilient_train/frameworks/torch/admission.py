@@ -1,0 +1,113 @@
+"""Which models and optimizers a Session takes. What a replica could not hand on bit for bit is refused before training.
+
+An optimizer shows its state in two places: ``state`` and ``param_groups``. Whatever it keeps elsewhere (in an optimizer
+that it wraps, on another rank) would be missing in a process that replaces a lost one, and nothing would say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from resilient_train.errors import ConfigError
+from resilient_train.frameworks.base import Objects
+from resilient_train.frameworks.torch.grouping import parameters_of
+from resilient_train.frameworks.torch.leaves import is_sharded
+
+_SHARDING = ("FullyShardedDataParallel", "FSDPModule")
+
+
+def check(objects: Objects) -> None:
+    """Raises ConfigError for the first thing that can't be taken, and says why."""
+    for model in objects.models:
+        _check_model(model)
+    for optimizer in objects.optimizers:
+        _check_optimizer(optimizer)
+    registered = {id(parameter) for model in objects.models for parameter in model.parameters()}
+    for optimizer in objects.optimizers:
+        strange = stranger(optimizer, registered)
+        if strange is not None:
+            raise ConfigError(f"optimizer: {_name(optimizer)} {strange}: {HOW_TO_REGISTER}")
+
+
+HOW_TO_REGISTER = "register the module that holds it too, Session(model=[...])"
+
+
+def stranger(optimizer: torch.optim.Optimizer, registered: set[int]) -> str | None:
+    """Says which parameter of the optimizer is none of the ``registered`` ones, by id; None if there is no such."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in registered:
+                return (
+                    f"updates a parameter of shape {tuple(parameter.shape)} (group {number}) that is in no registered "
+                    "model, so its value could not be given to a new process"
+                )
+    return None
+
+
+def without_optimizer(objects: Objects) -> list[str]:
+    """The names of trained parameters that no registered optimizer updates."""
+    theirs = {id(parameter) for optimizer in objects.optimizers for parameter in parameters_of(optimizer)}
+    named = (each for model in objects.models for each in model.named_parameters())
+    return [name for name, parameter in named if parameter.requires_grad and id(parameter) not in theirs]
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model: {type(model).__qualname__} is no torch.nn.Module")
+    why = "sharded models can't be recovered yet: register a model that each rank holds whole (DistributedDataParallel)"
+    for name, module in model.named_modules():
+        if _is_a(module, _SHARDING):
+            raise ConfigError(f"model: {name or type(model).__qualname__!r} is wrapped by FSDP, and {why}")
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if is_sharded(tensor):
+                raise ConfigError(f"model: {kind} {name!r} is a DTensor, and {why}")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer: {type(optimizer).__qualname__} is no torch.optim.Optimizer")
+    if _is_a(optimizer, ("ZeroRedundancyOptimizer",)):
+        raise ConfigError(
+            "optimizer: ZeroRedundancyOptimizer keeps on each rank a part of the state that no other rank holds, so a "
+            "lost rank's part can't be had from a replica: use the optimizer that it was made of, on all parameters"
+        )
+    for inner in _held_optimizers(optimizer):
+        if inner.state is not optimizer.state:
+            raise ConfigError(
+                f"optimizer: {_name(optimizer)} wraps an optimizer ({_name(inner)}) whose state is not in its own, so "
+                "a new process would start without it: keep all of it in the `state` of one optimizer"
+            )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(type(optimizer).step, "hooked", False):
+        raise ConfigError(
+            f"optimizer: {_name(optimizer)} does not run the hooks of torch.optim.Optimizer.step, so its updates can't "
+            "be seen: call Optimizer.__init__ in its constructor, or register the optimizer that it wraps"
+        )
+    beside = sorted(set(optimizer.state_dict()) - {"state", "param_groups"})
+    if beside:
+        raise ConfigError(
+            f"optimizer: {_name(optimizer)} keeps {', '.join(map(repr, beside))} beside `state` and `param_groups`, "
+            "where a new process would not be given it: keep it in `state`"
+        )
+
+
+def _held_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    for value in vars(optimizer).values():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for item in items:
+            if isinstance(item, torch.optim.Optimizer) and item is not optimizer:
+                yield item
+
+
+def _is_a(thing: object, names: tuple[str, ...]) -> bool:
+    """By name: importing these classes to ask takes longer than all the rest of a Session's constructor."""
+    return any(
+        base.__name__ in names and base.__module__.startswith("torch.distributed") for base in type(thing).__mro__
+    )
+
+
+def _name(thing: object) -> str:
+    return type(thing).__qualname__

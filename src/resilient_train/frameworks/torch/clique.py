@@ -1,0 +1,67 @@
+"""All members of a process group in one process: a reduction as the library itself adds it up, without the members.
+
+gloo's result depends on the number of members and on nothing else of them: n groups on n threads of one process, with
+the members' inputs, give bit for bit what n processes got (``tests/process/test_clique.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from resilient_train.frameworks.torch.transports.gloo import stock_group
+
+_TIMEOUT = timedelta(seconds=60)
+
+
+class Clique:
+    """``size`` members. Made for one tail; ``close`` frees the threads and sockets."""
+
+    def __init__(self, size: int) -> None:
+        store = HashStore()
+        groups: list[Any] = [None] * size
+
+        def build(member: int) -> None:
+            groups[member] = stock_group(store, member, size, _TIMEOUT)
+
+        _on_threads(build, size)
+        self._groups: list[dist.ProcessGroup] = groups
+
+    def run(self, verb: str, calls: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> None:
+        """Runs ``verb`` with each member's (args, kwargs), which are filled as the members' own would be."""
+
+        def call(member: int) -> None:
+            args, kwargs = calls[member]
+            with torch.no_grad():
+                getattr(self._groups[member], verb)(*args, **kwargs).wait()
+
+        _on_threads(call, len(self._groups))
+
+    def close(self) -> None:
+        """Lets the groups go; another thread waits for theirs."""
+        groups, self._groups = self._groups, []
+        threading.Thread(target=groups.clear, name="rt-drop-clique", daemon=True).start()
+
+
+def _on_threads(work: Callable[[int], None], count: int) -> None:
+    errors: list[BaseException] = []
+
+    def guarded(member: int) -> None:
+        try:
+            work(member)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(member,), daemon=True) for member in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

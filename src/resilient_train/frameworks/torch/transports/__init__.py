@@ -1,0 +1,1 @@
+"""How groups of one communication library are built, watched and broken."""

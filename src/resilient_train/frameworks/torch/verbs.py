@@ -1,0 +1,195 @@
+"""The collectives of ``ProcessGroup``: which tensors of a call are inputs, and what it gives from all members' inputs.
+
+*Movement* verbs (broadcast, gathers, scatter, all-to-all) copy, so any member can work out its own result once it knows
+the inputs that it needs. *Arithmetic* verbs (reductions) round; where bits matter they are added up as the library does
+it (``clique.py``). Where a rank is alone for a while, each verb gives what it would if every other member gave what
+this one does: a reduction over one rank is its input. The values do not matter there; that nothing blocks does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined] # not in torch's stub
+
+Args = Sequence[Any]
+Tensors = list[torch.Tensor]
+Of = Callable[[int], Args]
+"""The arguments of a member's call, by its rank in the group."""
+
+POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
+"""gloo's works for these have no future, and may be waited for once only."""
+
+
+class Verb(NamedTuple):
+    """``given(args, me)`` are the tensors that a call takes in on member ``me``; ``move(me, size, args, of)`` fills
+    the call's outputs from the members' inputs (None: a reduction). ``filled(args, me)``: a reduction's outputs.
+    """
+
+    given: Callable[[Args, int], Tensors]
+    move: Callable[[int, int, Args, Of], None] | None = None
+    filled: Callable[[Args, int], Tensors] = lambda _args, _me: []
+    alone: Callable[[int, int, Args], None] = lambda _me, _size, _args: None
+    """What a reduction gives on a rank that is alone."""
+
+
+def done(result: Any) -> dist.Work:
+    """A work that is complete already."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    work: dist.Work = _create_work_from_future(future)
+    return work
+
+
+def run_alone(verb: str, me: int, size: int, args: Args) -> dist.Work:
+    """The verb on a rank that is alone."""
+    known = VERBS.get(verb)
+    if known is not None:
+        if known.move is not None:
+            known.move(me, size, args, lambda _member: args)
+        else:
+            known.alone(me, size, args)
+    first = args[0] if args else []
+    return done(list(first) if isinstance(first, (list, tuple)) else [first] if isinstance(first, torch.Tensor) else [])
+
+
+def _list(value: Any) -> Tensors:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _flat(value: Any) -> Tensors:
+    return [tensor for each in _list(value) for tensor in _list(each)]
+
+
+def _root(args: Args) -> int:
+    return next((int(each.rootRank) for each in args if hasattr(each, "rootRank")), 0)
+
+
+def _first(args: Args, _me: int) -> Tensors:
+    return _list(args[0])
+
+
+def _second(args: Args, _me: int) -> Tensors:
+    return _list(args[1])
+
+
+def _second_flat(args: Args, _me: int) -> Tensors:
+    return _flat(args[1])
+
+
+def _of_root(args: Args, me: int) -> Tensors:
+    return _list(args[0]) if me == _root(args) else []
+
+
+def _to_root(args: Args, me: int) -> Tensors:
+    return _list(args[0]) if me == _root(args) else []
+
+
+def _broadcast(me: int, _size: int, args: Args, of: Of) -> None:
+    root = _root(args)
+    if me != root:
+        for place, value in zip(_list(args[0]), _list(of(root)[0]), strict=True):
+            if place is not value:
+                place.copy_(value)
+
+
+def _allgather(_me: int, size: int, args: Args, of: Of) -> None:
+    for member in range(size):
+        for places, value in zip(args[0], _list(of(member)[1]), strict=True):
+            places[member].copy_(value)
+
+
+def _allgather_lists(_me: int, size: int, args: Args, of: Of) -> None:
+    for member in range(size):
+        for place, value in zip(args[0][member], _list(of(member)[1]), strict=True):
+            place.copy_(value)
+
+
+def _allgather_into(_me: int, size: int, args: Args, of: Of) -> None:
+    for member in range(size):
+        for output, value in zip(_list(args[0]), _list(of(member)[1]), strict=True):
+            output.view(-1).chunk(size)[member].copy_(value.reshape(-1))
+
+
+def _gather(me: int, size: int, args: Args, of: Of) -> None:
+    if me == _root(args) and args[0]:
+        _allgather(me, size, args, of)
+
+
+def _scatter(me: int, _size: int, args: Args, of: Of) -> None:
+    for output, parts in zip(args[0], of(_root(args))[1], strict=False):
+        output.copy_(parts[me])
+
+
+def _given_to_scatter(args: Args, me: int) -> Tensors:
+    return _flat(args[1]) if me == _root(args) else []
+
+
+def _alltoall(me: int, size: int, args: Args, of: Of) -> None:
+    for member in range(size):
+        _copy_alike(args[0][member], of(member)[1][me])
+
+
+def _alltoall_into(me: int, size: int, args: Args, of: Of) -> None:
+    outputs = _split(args[0], args[2], size)
+    for member in range(size):
+        theirs = of(member)
+        _copy_alike(outputs[member], _split(theirs[1], theirs[3], size)[me])
+
+
+def _split(tensor: torch.Tensor, sizes: Any, parts: int) -> Sequence[torch.Tensor]:
+    return torch.split(tensor, list(sizes)) if sizes else tensor.chunk(parts)
+
+
+def _copy_alike(place: torch.Tensor, value: torch.Tensor) -> None:
+    if place.shape == value.shape:  # on a rank that is alone they may differ
+        place.copy_(value)
+
+
+def _wait_for_all(_me: int, size: int, _args: Args, of: Of) -> None:
+    for member in range(size):
+        of(member)
+
+
+def _own_part(me: int, _size: int, args: Args) -> None:
+    for output, parts in zip(_list(args[0]), args[1], strict=True):
+        output.copy_(parts[me])
+
+
+def _own_chunk(me: int, size: int, args: Args) -> None:
+    for output, value in zip(_list(args[0]), _list(args[1]), strict=True):
+        output.view(-1).copy_(value.reshape(-1).chunk(size)[me])
+
+
+_REDUCE = Verb(_first, filled=_first)
+_SCATTERED = Verb(_second_flat, filled=_first, alone=_own_part)
+_SCATTERED_CHUNKS = Verb(_second, filled=_first, alone=_own_chunk)
+_GATHERED_INTO = Verb(_second, _allgather_into)
+_EXCHANGED_INTO = Verb(_second, _alltoall_into)
+VERBS: dict[str, Verb] = {
+    "allreduce": _REDUCE,
+    "allreduce_coalesced": _REDUCE,
+    "reduce": Verb(_first, filled=_to_root),
+    "reduce_scatter": _SCATTERED,
+    "_reduce_scatter_base": _SCATTERED_CHUNKS,
+    "reduce_scatter_single": _SCATTERED_CHUNKS,
+    "reduce_scatter_tensor_coalesced": _SCATTERED_CHUNKS,
+    "reduce_scatter_single_coalesced": _SCATTERED_CHUNKS,
+    "broadcast": Verb(_of_root, _broadcast),
+    "allgather": Verb(_second, _allgather),
+    "allgather_coalesced": Verb(_second, _allgather_lists),
+    "_allgather_base": _GATHERED_INTO,
+    "all_gather_single": _GATHERED_INTO,
+    "allgather_into_tensor_coalesced": _GATHERED_INTO,
+    "all_gather_single_coalesced": _GATHERED_INTO,
+    "gather": Verb(_second, _gather),
+    "scatter": Verb(_given_to_scatter, _scatter),
+    "alltoall": Verb(_second, _alltoall),
+    "alltoall_base": _EXCHANGED_INTO,
+    "all_to_all_single": _EXCHANGED_INTO,
+    "barrier": Verb(lambda _args, _me: [], _wait_for_all),
+}
+"""By the name of ``ProcessGroup``'s method; its arguments stand as torch passes them."""

@@ -1,0 +1,128 @@
+"""Works that can always be left.
+
+gloo can forget a waiting thread: when its event loop pops a pending send and the write then fails (the peer was killed
+a moment ago), the error is kept on the connection but no longer reaches the buffer, and the collective sleeps for the
+group's whole time-out, half an hour by default. No signal and no ``abort()`` ends that sleep (``docs/facts.md``).
+
+So nobody waits on gloo itself. The caller of a collective gets a ``GuardedWork`` on a future of ours, which is
+completed by gloo's own future or, after a stop, by ``release``. The forgotten thread of gloo stays behind with its
+group. (Completing gloo's own future instead would need no callback, but gloo may be slow instead of forgetful: when its
+thread then completes that future once more, torch throws in it and the process ends.)
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from resilient_train._native import keep_thread_state
+
+_POLL_S = 0.0005
+
+
+class _Cut:
+    """Stands for the value of a work that has none.
+
+    A future of torch's can be completed from Python with a value only. A waiter in Python gets the error raised by the
+    future; DDP's reducer, which waits in C++, looks for tensors in the value by pickling it, and gets it raised there.
+
+    Each waiter gets an error of its own. One that was raised holds on to the frames that it has passed, they to the
+    work, and the work, by way of C++, to this: Python would never find that cycle, and the group's threads would stay.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._kind, self._arguments = type(error), error.args
+
+    def error(self) -> BaseException:
+        return self._kind(*self._arguments)
+
+    def __reduce__(self) -> NoReturn:
+        raise self.error()
+
+
+def _raise_cut(value: Any) -> None:
+    if type(value) is _Cut:
+        raise value.error()
+
+
+class GuardedWork(dist.Work):
+    """A work whose ``wait`` and future end when the inner work ends, or when somebody lets the waiters go.
+
+    Several are made in each step: hence ``torch._C.Future``, which lacks nothing but the type hints of its subclass.
+    """
+
+    def __init__(self, inner: dist.Work, live: dict[int, GuardedWork]) -> None:
+        """Raises RuntimeError if the inner work has no future."""
+        super().__init__()
+        future = inner.get_future()
+        self._inner = inner
+        self._live = live
+        self.succeeded = False
+        self._outcome: torch._C.Future[Any] = torch._C.Future([])
+        live[id(self)] = self
+        future.add_done_callback(self._inner_ended)
+
+    def _inner_ended(self, future: torch.futures.Future[Any]) -> None:
+        keep_thread_state()  # gloo's thread comes here once for each collective
+        try:
+            value = future.value()
+        except RuntimeError as error:
+            self._cut(error)
+            return
+        # Taking the work out of the dict decides, in one step under the GIL, who completes it.
+        if self._live.pop(id(self), None) is not None:
+            self.succeeded = True
+            self._outcome.set_result(value)
+
+    def give_up(self) -> bool:
+        """Lets the waiters go with an error. False: the work has ended already."""
+        return self._cut(RuntimeError("the collective was given up: a recovery is under way"))
+
+    def _cut(self, error: BaseException) -> bool:
+        if self._live.pop(id(self), None) is None:
+            return False
+        self._outcome._set_unwrap_func(_raise_cut)
+        self._outcome.set_result(_Cut(error))
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - gloo's own time-out covers it
+        self._outcome.wait()
+        return True
+
+    def get_future(self) -> Any:
+        return self._outcome
+
+    def is_completed(self) -> bool:
+        return bool(self._outcome.done())
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def source_rank(self) -> int:
+        return self._inner.source_rank()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class Works:
+    """All works under way in this process."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, GuardedWork] = {}
+        """By id; a work takes itself out when it ends."""
+
+    def drain(self, timeout_s: float) -> int:
+        """Waits until no work is under way: until then gloo may write into gradients. Returns how many were let go."""
+        deadline = time.monotonic() + timeout_s
+        while self.live and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return self.release()
+
+    def release(self) -> int:
+        """Lets all waiters go with an error. May be called on any thread. Returns how many there were."""
+        return sum(work.give_up() for work in list(self.live.values()))

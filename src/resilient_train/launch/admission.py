@@ -1,0 +1,137 @@
+"""Who may speak to the agent, and as whom: the first frame of a connection is checked against what the kernel says.
+
+A *rank* must know the token that this agent has given to its processes, and be the process that was started for it; so
+neither a rank of another launcher, nor what a rank has started, is taken for one. An *operator* (a command) need only
+be of the same user, or root. Who speaks another version of the protocol is told so in one line, and not listened to.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Callable
+from typing import Protocol
+
+from resilient_train.errors import ProtocolError
+from resilient_train.launch.connections import LARGE, SMALL, Connection, Server
+from resilient_train.launch.operators import Operators
+from resilient_train.launch.processes import Processes
+from resilient_train.protocol import messages as m
+from resilient_train.protocol.controller import Controller
+from resilient_train.transport import from_rank
+
+RankConnection = Connection[m.FromRank]
+
+
+def new_token() -> str:
+    """For one agent's life."""
+    return secrets.token_hex(16)
+
+
+class Hearer(Protocol):
+    """Whom the ranks speak to: implemented by the agent."""
+
+    def greet(self, rank: int, hello: m.Hello, connection: RankConnection) -> None:
+        """The rank's process has come."""
+        ...
+
+    def hear(self, rank: int, incarnation: int, frame: m.FromRank, connection: RankConnection) -> None:
+        """It has said something."""
+        ...
+
+    def disown(self, rank: int, why: str) -> None:
+        """What came from it can't be understood, or it does not read: its connection is being closed."""
+        ...
+
+
+class Admission(Server[m.FromRank]):
+    """``connections``: those of the present ranks."""
+
+    decoder = from_rank
+    greeting = m.Hello
+
+    def __init__(
+        self,
+        token: str,
+        controller: Controller,
+        processes: Processes,
+        operators: Operators,
+        hearer: Hearer,
+        note: Callable[..., None],
+    ) -> None:
+        self.connections: dict[int, RankConnection] = {}
+        self._token = token
+        self._controller = controller
+        self._processes = processes
+        self._operators = operators
+        self._hearer = hearer
+        self._note = note
+
+    def on_frame(self, connection: RankConnection, frame: m.FromRank) -> None:
+        hello = connection.greeting
+        assert isinstance(hello, m.Hello)
+        if frame is hello:
+            self._admit(connection, hello)
+        elif hello.role == "operator":
+            self._operators.answer(connection, frame)
+        elif self._is_current(hello.rank, hello.incarnation):
+            self._hear(connection, hello, frame)
+
+    def _hear(self, connection: RankConnection, hello: m.Hello, frame: m.FromRank) -> None:
+        # The rank's own says a last word on a second connection (``link.refuse``); it gets no answers there.
+        if connection is not self.connections.get(hello.rank) and not isinstance(frame, m.Refused):
+            raise ProtocolError(f"{type(frame).__name__} on a second connection that says that it is this rank")
+        self._hearer.hear(hello.rank, hello.incarnation, frame, connection)
+
+    def on_foreign(self, connection: RankConnection | None, text: str) -> None:
+        hello = connection.greeting if connection is not None else None
+        rank = hello.rank if isinstance(hello, m.Hello) else -1
+        self._note("foreign_frame", rank=rank, detail={"text": text})
+        if connection is not None and connection is self.connections.get(rank):
+            del self.connections[rank]
+            self._hearer.disown(rank, text)
+
+    def _admit(self, connection: RankConnection, hello: m.Hello) -> None:
+        refusal = self._refusal(connection, hello)
+        if refusal:
+            connection.send(m.Reply(error=refusal))
+            raise ProtocolError(refusal)
+        if hello.role == "operator":
+            connection.admit(SMALL)
+            return
+        connection.admit(LARGE)
+        known = self.connections.get(hello.rank)
+        if known is not None and not known.closed:
+            return
+        self.connections[hello.rank] = connection
+        self._hearer.greet(hello.rank, hello, connection)
+
+    def _refusal(self, connection: RankConnection, hello: m.Hello) -> str:
+        """Why this peer is not listened to; empty if it is."""
+        if hello.version != m.PROTOCOL_VERSION:
+            return (
+                f"version {hello.version} of the protocol is spoken here, but the job's agent speaks "
+                f"{m.PROTOCOL_VERSION}: both must be of the same resilient_train"
+            )
+        if hello.role == "operator":
+            return ""
+        if hello.role != "rank":
+            return f"nobody has the role {hello.role!r}"
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            return "this process was started by another launcher than the one that runs in this run directory"
+        if not self._is_current(hello.rank, hello.incarnation):
+            return f"this process is not rank {hello.rank} (any more)"
+        if not self._processes.current[hello.rank].owns(connection.peer.pid):
+            return (
+                f"process {connection.peer.pid} is not the one that was started as rank {hello.rank}: a process that a "
+                "rank starts has no Session of its own (RESILIENT_AGENT was inherited, or exported by hand)"
+            )
+        return ""
+
+    def _is_current(self, rank: int, incarnation: int) -> bool:
+        known = 0 <= rank < self._controller.world_size and rank in self._processes.current
+        return known and self._controller.incarnations[rank] == incarnation
+
+    def forget(self, rank: int) -> RankConnection | None:
+        """The rank gets another process: the connection of the one before, to be closed."""
+        return self.connections.pop(rank, None)

@@ -1,0 +1,67 @@
+"""What lies on storage to go on from. Looked for in a process of its own: storage may be slow, or gone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from resilient_train.errors import StorageError
+from resilient_train.launch.aside import aside
+from resilient_train.protocol.messages import Source
+from resilient_train.state.checkpoint.retention import tidy
+from resilient_train.state.checkpoint.verify import newest_complete
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """``source``: the newest checkpoint that is whole; None: there is none."""
+
+    source: Source | None = None
+    skipped: tuple[tuple[str, str], ...] = ()
+    """Newer ones, and why each won't do."""
+    untidy: str = ""
+    """Why leftovers could not be taken away."""
+    unreadable: str = ""
+    """Why nobody can tell: there may be a checkpoint."""
+
+
+async def find_stored(folder: Path, refused: Collection[Path] = (), *, bytes_too: bool) -> Stored:
+    """``bytes_too``: leftovers are taken away, and only a checkpoint whose bytes are right is whole. That takes as long
+    as to read it.
+    """
+    if not is_there(folder):  # as a rule when a job begins: not worth a process
+        return Stored()
+    try:
+        return msgspec.msgpack.decode(await aside(lambda: _look(folder, refused, bytes_too)), type=Stored)
+    except OSError as error:
+        return Stored(unreadable=str(error))
+
+
+def is_there(folder: Path) -> bool:
+    """Whether anything lies there, which may be worth a look."""
+    return os.path.lexists(folder)
+
+
+def _look(folder: Path, refused: Collection[Path], bytes_too: bool) -> bytes:
+    return msgspec.msgpack.encode(look(folder, refused, bytes_too=bytes_too))
+
+
+def look(folder: Path, refused: Collection[Path] = (), *, bytes_too: bool) -> Stored:
+    """``find_stored``, here and now."""
+    untidy = ""
+    try:
+        if bytes_too:
+            tidy(folder)
+    except StorageError as error:
+        untidy = str(error)
+    try:
+        found = newest_complete(folder, digests=bytes_too, refused=refused)
+    except OSError as error:
+        return Stored(untidy=untidy, unreadable=str(error))
+    source = None
+    if found.report is not None and found.report.manifest is not None:
+        source = Source("storage", found.report.manifest.commits, str(found.report.path))
+    skipped = tuple((str(path), reason) for path, reason in found.skipped)
+    return Stored(source=source, skipped=skipped, untidy=untidy)

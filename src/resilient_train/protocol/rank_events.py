@@ -1,0 +1,109 @@
+"""What happens to a rank: the input of the rank machine (``rank.py``), beside the frames of ``messages.py``.
+
+Three sources: the user's code and the hooks in it, frames of the agent, and the outcome of the effect that the rank
+waits for.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, tag=True):
+    """``stopped``, where there is one: a stop newer than the rank's generation was raised by then."""
+
+
+# -- the user's code
+
+
+class Begin(Event, frozen=True):
+    """The loop begins with step ``number``, after ``commits`` updates; ``total``: see Next."""
+
+    total: int
+    number: int
+    commits: int = 0
+
+
+class Next(Event, frozen=True):
+    """The loop wants its next step; it goes to ``total`` - 1."""
+
+    total: int
+    stopped: bool = False
+
+
+class Enter(Event, frozen=True):
+    """The body of a step begins."""
+
+
+class Exit(Event, frozen=True):
+    """The body of a step ended.
+
+    ``fault``: with an error that a fault explains (``damaged``: memory of the device lost data; ``lost``: replicated
+    state was in it). ``error``: with one of the user's. ``leaves``: the process, or the loop, is on its way out
+    (SystemExit, KeyboardInterrupt).
+    """
+
+    how: Literal["ok", "interrupted", "fault", "error", "leaves"] = "ok"
+    text: str = ""
+    damaged: bool = False
+    lost: bool = False
+
+
+class Over(Event, frozen=True):
+    """The loop is over, by its end or by a ``break``."""
+
+    stopped: bool = False
+
+
+# -- hooks
+
+
+class UpdateBegins(Event, frozen=True):
+    """Optimizer ``index`` is about to write."""
+
+    index: int = 0
+
+
+class UpdateEnds(Event, frozen=True):
+    """Optimizer ``index`` has written."""
+
+    index: int = 0
+
+
+class ScalerUpdated(Event, frozen=True):
+    """The gradient scaler was updated; if no optimizer wrote, it had refused the update."""
+
+
+class TailCut(Event, frozen=True):
+    """A collective of the tail failed."""
+
+    text: str = ""
+    stopped: bool = False
+
+
+# -- outcomes of the effect that the rank waits for
+
+
+class Ok(Event, frozen=True):
+    """It is done. ``value``: what it says, see the effect."""
+
+    value: int = 1
+
+
+class Failed(Event, frozen=True):
+    """It can't be done."""
+
+    text: str = ""
+
+
+class Stopped(Event, frozen=True):
+    """A newer stop was raised meanwhile, and it was given up."""
+
+
+class Quieted(Event, frozen=True):
+    """Outcome of Quiesce: the rank can join ``generation``. ``damaged``: registered memory has lost data."""
+
+    generation: int
+    damaged: bool = False

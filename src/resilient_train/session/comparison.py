@@ -1,0 +1,80 @@
+"""Whether ranks that are to hold the same bits do: the one place where replicas are compared.
+
+Each rank writes a fingerprint of its parameters and optimizer state into its record of the board, in front of something
+that no rank passes before all have come to it, and reads those of its replicas behind it. All of them find a difference
+at the same place, tell the agent what they hold, and go no further.
+
+When: before a checkpoint is written (it is put together from parts of all replicas), when a recovery is over (before
+anybody trains on what a replica gave), at the end, and before the updates that are 1, 2, 4, 8, ... behind the last of
+these beginnings: a gradient that nobody averages shows in the first one, unless its learning rate is still 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from resilient_train.frameworks.base import Framework
+from resilient_train.protocol.messages import Differs
+from resilient_train.protocol.replicas import alike
+from resilient_train.session.link import Link
+
+
+class Comparison:
+    """One rank's part. ``groups`` are the replica groups."""
+
+    def __init__(self, link: Link, engine: Framework, groups: Sequence[Sequence[int]]) -> None:
+        self._link = link
+        self._engine = engine
+        self._replicas = next((group for group in groups if link.rank in group), (link.rank,))
+        self._origin = 0
+        self._written = -1
+        self.forget()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to compare with."""
+        return len(self._replicas) == 1
+
+    def begin_at(self, commits: int) -> None:
+        """All ranks begin, or go on together, before this update."""
+        self._origin = commits
+
+    def head(self, commits: int) -> None:
+        """A window begins, and nothing of it was done yet."""
+        since = commits - self._origin
+        if since > 0 and since & (since - 1) == 0:
+            self.write(commits)
+
+    def write(self, commits: int, digest: str = "") -> int:
+        """Writes what this rank holds before update ``commits``: to be read behind a barrier, see ``look``.
+
+        Returns the fingerprint; 0 if there is nobody to compare with. ``digest``: what was just made of it.
+        """
+        if self.alone:
+            return 0
+        if self._written != commits or digest:
+            held = fingerprint(digest or self._engine.fingerprint().digest())
+            self._link.peers.set_fingerprint(commits, held)
+            self._written = commits
+        return self._link.peers.fingerprint(self._link.rank, commits)
+
+    def forget(self) -> None:
+        """What this rank holds is a copy: it says nothing that its source does not."""
+        for commits in (0, 1):
+            self._link.peers.set_fingerprint(commits, 0)
+        self._written = -1
+
+    def look(self) -> None:
+        """Behind the barrier: compares, if anything was written before it. Does not return if replicas differ."""
+        commits, self._written = self._written, -1
+        if commits < 0:
+            return
+        peers = self._link.peers
+        if not alike(peers.fingerprint(rank, commits) for rank in self._replicas):
+            self._link.channel.send(Differs(commits, self._engine.rows(), self._engine.averages()))
+            self._link.wait_for_the_end()
+
+
+def fingerprint(digest: str) -> int:
+    """A digest as one word of 63 bits, never 0."""
+    return int(digest[:16], 16) >> 1 or 1

@@ -1,0 +1,63 @@
+"""What a Session does about errors of this rank's device: asks what was lost, tells the agent and the events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from resilient_train.errors import DeviceError
+from resilient_train.frameworks.base import Damage, Framework
+from resilient_train.session.peers import Peers
+
+
+class DeviceErrors:
+    """``mends``: whether memory that lost data may be fetched from a replica (the ``UCE`` switch). ``tell`` writes an
+    event of this rank.
+    """
+
+    def __init__(
+        self, peers: Peers, engine: Framework, tell: Callable[[str, dict[str, Any]], None], *, mends: bool
+    ) -> None:
+        self._peers = peers
+        self._engine = engine
+        self._tell = tell
+        self._mends = mends
+
+    def heard(self) -> Damage | None:
+        """What was lost, if the device has raised an alarm: it may be why all were stopped."""
+        return self.asked(wait=any(kind == "UCE" for _, kind in self._peers.alarms()))
+
+    def asked(self, *, wait: bool) -> Damage | None:
+        """What was lost since the last time; None: nothing. ``wait``: there is reason to expect some."""
+        self._peers.clear_alarms()
+        ranges = self._engine.device_errors(wait=wait) if self._mends else []
+        self.tell()
+        if not ranges:
+            return None
+        damage = self._engine.assess(ranges)
+        self._tell("uce", {"ranges": [list(span) for span in ranges], "tensors": damage.names()})
+        return damage
+
+    def check_after_update(self) -> None:
+        """There a step can't be left (decision 12). Raises DeviceError if memory lost data."""
+        ranges = self._engine.device_errors(wait=True) if self._mends else []
+        if ranges:
+            raise DeviceError(
+                f"rank {self._peers.rank}: {sum(each.size for each in ranges)} bytes of its device's memory lost data "
+                "after the update, where a step can't be left; this process ends so that it is replaced"
+            )
+
+    def confirmed(self, damage: Damage) -> Damage:
+        """After the groups were closed: the damage, as far as the stopped device knows of more than ``damage``.
+
+        Raises DeviceError where the device can't be repaired.
+        """
+        found = self._engine.confirm(damage)
+        if found is not damage:
+            self._tell("uce", {"ranges": [], "tensors": found.names()})
+        return found
+
+    def tell(self) -> None:
+        """Writes what the device's libraries have said into the run's events."""
+        for note in self._engine.device_notes():
+            self._tell("device", note)

@@ -1,0 +1,580 @@
+"""Performs what the rank machine wants, in the training thread.
+
+Hooks, ``with step:`` and the loop become events; ``drive`` hands one to the machine (``protocol/rank.py``) and performs
+the effects that come back, until one of them gives the thread back to the user. Nothing here knows where the rank is.
+
+A DeviceError anywhere means that the device does not do what a recovery needs: the process ends, and is replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from resilient_train import config
+from resilient_train._native import allow_readers
+from resilient_train.errors import (
+    DeviceError,
+    JobEnded,
+    LayoutError,
+    StateError,
+    TrainingInterrupted,
+    TransferError,
+    UsageError,
+)
+from resilient_train.events import now
+from resilient_train.faults import parse_plan
+from resilient_train.frameworks.base import Framework, Objects
+from resilient_train.observe.sinks import EVENTS_FILE, JsonLines
+from resilient_train.protocol import messages as m
+from resilient_train.protocol import rank_effects as do
+from resilient_train.protocol import rank_events as on
+from resilient_train.protocol.progress import Activity
+from resilient_train.protocol.rank import Rank
+from resilient_train.session.comparison import Comparison
+from resilient_train.session.device_errors import DeviceErrors
+from resilient_train.session.drill_records import DrillRecords
+from resilient_train.session.explain import Explainer
+from resilient_train.session.fail_stop import fail_stop, lost_worker
+from resilient_train.session.handover import Handover
+from resilient_train.session.idle import Idle
+from resilient_train.session.injection import Injector
+from resilient_train.session.link import Link, leave
+from resilient_train.session.loader import Cursor, Drawn
+from resilient_train.session.publication import Publication
+from resilient_train.session.pulse import Pulse
+from resilient_train.session.rebuild import build_groups
+from resilient_train.session.saving import Saving
+from resilient_train.session.step import Step
+from resilient_train.session.watch import Watch
+
+_WATCHDOG_S = 5.0
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text, 200, placeholder=" ...")
+
+
+class Driver:
+    """One rank under an agent: the Body of each step, and the Conductor of the engine."""
+
+    def __init__(
+        self,
+        agent: config.AgentLink,
+        engine: Framework,
+        cursor: Cursor,
+        objects: Objects,
+        replicas: tuple[tuple[int, ...], ...],
+        *,
+        undo: bool,
+    ) -> None:
+        settings = config.read_settings()
+        self._engine, self._cursor, self._replicas = engine, cursor, replicas
+        self._link = Link(agent)
+        self._peers = self._link.peers
+        self._verdict_timeout_s = settings.verdict_timeout_s
+        self._optimizers = {id(optimizer): index for index, optimizer in enumerate(objects.optimizers)}
+        self._rank = Rank(
+            agent.rank,
+            generation=self._link.generation,
+            joining=agent.joining,
+            optimizers=len(objects.optimizers),
+            undo=undo,
+        )
+        self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
+        self._publication = Publication(self._link, engine, cursor)
+        groups = replicas or (tuple(range(agent.world_size)),)
+        self._comparison = Comparison(self._link, engine, groups)
+        self.saving = Saving(
+            self._link, engine, self._publication, agent.run_dir, groups, self._event, self._comparison
+        )
+        self._idle = Idle(engine, self._event, tells=agent.rank == 0)
+        plan = parse_plan(settings.faults)
+        self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine, self._peers)
+        self._records = DrillRecords(agent, engine, wanted=settings.drill_records)
+        self._pulse = Pulse(self._link, agent.run_dir, self._event)
+        self.slow = self._pulse.slow
+        self._handover = Handover(self._link, engine, settings.transfer)
+        mends = config.read_switches().uce
+        self._device = DeviceErrors(self._peers, engine, self._event, mends=mends)
+        self._explainer = Explainer(self._peers, engine, self._device, self._handover)
+        self._watch = Watch(self._peers, self._link.generation, engine.release_waiters, settings)
+        self._kept: list[Drawn] = []
+        """The batches of the window, for a redo."""
+        self._step: Step | None = None
+        """The step that the user has; None between two."""
+        self._answer: Any = None
+        self._error: BaseException = RuntimeError("no error")
+        """What failed last, to be raised if nobody can explain it."""
+        self._redone = 0
+        self._begun = self._told_end = self._released = False
+        self._quiet_since_ns = 0
+        self._digests = ("", "")
+        """Of the state with which this rank has come to its end."""
+        self._perform = self._performers()
+        atexit.register(self._release)
+
+    # -- what the user's code does
+
+    def steps(self, total: int, start: int) -> Iterator[Step]:
+        """See ``Session.steps``."""
+        if self._told_end:
+            raise UsageError(
+                "this Session's loop is over: one loop for a Session (step.epoch tells passes over the data)"
+            )
+        step = self._next(total) if self._begun else self._begin(total, start)
+        while step is not None:
+            self._step = step
+            yield step
+            self._step = None
+            if not step.entered:
+                raise UsageError(f"step {step.number} was not used: write `with step:` around the loop's body")
+            step = self._next(total)
+        self._ended()
+
+    def _begin(self, total: int, start: int) -> Step | None:
+        """Meets the other ranks for the first time; a replacement meets them in the middle of a recovery."""
+        self._begun = True
+        allow_readers()
+        self._injector.listen(self._engine, lambda: self._rank.number, lambda: self._rank.generation)
+        self._pulse.open()
+        self._engine.attach(self, self._peers)
+        self._engine.watch_device(self._peers.board, self._link.rank)
+        self._watch.start()
+        self.saving.open()
+        commits, source = 0, self._link.source
+        if not self._rank.joining:
+            if source is not None:
+                commits, start = source.commits, self._publication.take_up(self.saving.restore(source))
+            try:
+                self._engine.check_state()
+            except StateError as error:
+                self._link.channel.send(m.Refused(str(error)))
+                raise
+            self.saving.begin_at(commits)
+            self._comparison.begin_at(commits)
+            self._idle.tell_untrained()
+        step: Step | None = self._drive(on.Begin(total, start, commits))
+        return step
+
+    def _next(self, total: int) -> Step | None:
+        self._injector.between(self._rank)
+        step: Step | None = self._drive(on.Next(total, self._stopped()))
+        return step
+
+    def enter(self, step: Step) -> None:
+        """The body begins."""
+        self._injector.enters(step.number)
+        self._drive(on.Enter())
+
+    def leave(self, step: Step, error: BaseException | None) -> bool:  # noqa: ARG002 - a Body is asked so
+        """The body ended. True: the step will run again."""
+        if self._watch.interrupt.armed:
+            self._watch.interrupt.disarm()
+        if error is None:
+            self._injector.leaves(self._rank)
+        else:
+            self._error = error
+        try:
+            event = self._explainer.exit(error, self._rank.standing, self._rank.generation)
+        except DeviceError as failure:
+            self._fail_stop(failure)
+        if event.how == "error":
+            self.outlive(error)
+        return bool(self._drive(event))
+
+    def close(self, *, finish: bool) -> None:
+        """Leaves: after all ranks have come to their end, or (``finish`` False) at once."""
+        try:
+            if finish and self._begun and not self._told_end:
+                self._step = None
+                self._injector.between(self._rank)
+                self._drive(on.Over(self._stopped()))
+                self._ended()
+        finally:
+            self._release()
+
+    # -- the engine's Conductor
+
+    def before_update(self, optimizer: Any) -> None:
+        """The optimizer is about to write: interrupts are held from here to the head of the loop."""
+        self._drive(on.UpdateBegins(self._optimizers[id(optimizer)]))
+        self._injector.raising("UPDATING", self._rank)
+
+    def after_update(self, optimizer: Any) -> None:
+        """The optimizer has written."""
+        self._drive(on.UpdateEnds(self._optimizers[id(optimizer)]))
+        self._injector.raising("APPLIED", self._rank)
+
+    def after_scaler(self) -> None:
+        """The scaler was updated; if no optimizer ran it had refused the update."""
+        self._drive(on.ScalerUpdated())
+
+    def survive(self, error: BaseException | None) -> bool:
+        """A collective of the tail failed, or waits for who has gone. Takes part in the recovery. True: again."""
+        stopped = self._stopped()
+        if not (stopped or self._engine.groups_broken()):
+            return False
+        if error is not None:
+            self._error = error
+        return bool(self._drive(on.TailCut(f"{type(error).__name__}: {error}", stopped)))
+
+    def stopped(self) -> bool:
+        """Whether a recovery newer than this rank's generation is under way."""
+        return self._stopped()
+
+    def note(self, kind: str, detail: dict[str, Any]) -> None:
+        """Writes an event of this rank."""
+        self._event(kind, detail)
+
+    # -- the machine
+
+    def _stopped(self) -> bool:
+        return self._peers.stop_raised(self._rank.generation)
+
+    def _drive(self, event: Any) -> Any:
+        """Hands ``event`` to the machine, and performs what it wants until the thread is the user's again."""
+        perform, injector, rank = self._perform, self._injector, self._rank
+        self._answer = None
+        try:
+            while event is not None:
+                effects = rank.on(event)
+                event = None
+                for effect in effects:
+                    if injector.clauses:
+                        injector.before(effect, rank)
+                    event = perform[effect.__class__](effect)
+                    if injector.clauses:
+                        injector.after(effect, event, rank)
+        except DeviceError as error:
+            self._fail_stop(error)
+        return self._answer
+
+    def _performers(self) -> dict[type[do.Effect], Callable[[Any], Any]]:
+        return {
+            do.Record: self._record,
+            do.Publish: self._publish,
+            do.Arrive: self._arrive,
+            do.ResetLog: self._reset_log,
+            do.SendStarted: self._send_started,
+            do.SendTrouble: self._send_trouble,
+            do.SendDamaged: self._send_damaged,
+            do.SendJoined: self._send_joined,
+            do.SendDone: self._send_done,
+            do.SendFinish: self._send_finish,
+            do.Offer: lambda effect: self._handover.offer(self._rank.generation, effect.targets),
+            do.SnapshotBegin: lambda _: self.saving.head(self._rank.standing.commits, self._rank.number),
+            do.SnapshotFence: lambda _: self.saving.fence(),
+            do.ShowState: self._show_state,
+            do.Compare: self._compare,
+            do.CheckUnchanged: lambda _: self._idle.body_ended(self._number, self._rank.base),
+            do.Arm: lambda _: self._watch.interrupt.arm(self._rank.generation),
+            do.Disarm: lambda _: self._watch.interrupt.disarm(),
+            do.SetMode: lambda effect: self._engine.set_mode(effect.mode),
+            do.Exchange: self._exchange,
+            do.Mark: lambda _: self._engine.begin(),
+            do.Draw: self._draw,
+            do.Rollback: lambda _: self._engine.rollback(),
+            do.Rewind: self._rewind,
+            do.SaveUndo: lambda _: self._engine.save_undo(),
+            do.Committed: self._committed,
+            do.Synchronize: lambda _: self._engine.synchronize(),
+            do.LearnLayout: lambda _: self._engine.gradients_ready(self._rank.standing.commits),
+            do.RebuildReducer: self._rebuild_reducer,
+            do.CheckCollectives: lambda _: on.Ok(int(self._engine.collectives_intact())),
+            do.Cross: self._cross,
+            do.AwaitStop: self._await_stop,
+            do.Quiesce: self._quiesce,
+            do.AwaitResume: lambda _: self._await(m.Resume, m.Pull),
+            do.AwaitPlan: lambda _: self._await(m.Plan, m.SaveLast),
+            do.AwaitFinished: self._await_finished,
+            do.AwaitEnd: lambda _: self._await(),
+            do.Build: self._build,
+            do.Fetch: self._fetch,
+            do.Serve: self._serve,
+            do.Save: self._save,
+            do.Return: self._return,
+            do.ReturnStep: self._return_step,
+            do.ReturnEnd: lambda _: None,
+            do.Cut: self._cut,
+            do.GiveUp: self._give_up,
+            do.Misuse: self._misuse,
+        }
+
+    # -- what others see
+
+    def _record(self, _: do.Record) -> None:
+        self._peers.record(self._rank.standing, self._number)
+
+    def _publish(self, effect: do.Publish) -> None:
+        rank, ahead = self._rank, effect.ahead
+        self._publication.publish(rank.standing.commits + ahead, rank.number + ahead)
+
+    def _arrive(self, _: do.Arrive) -> None:
+        self._peers.arrive(self._rank.standing, self._number)
+
+    def _reset_log(self, _: do.ResetLog) -> None:
+        self._peers.reset_log(self._rank.standing.commits)
+
+    def _send_started(self, _: do.SendStarted) -> None:
+        digest, _own = self._engine.digests()
+        self._watch.guard_sockets(self._engine.sockets())
+        self._link.channel.send(m.Started(digest, self._engine.group_names(), self._replicas, self._rank.number))
+
+    def _send_trouble(self, effect: do.SendTrouble) -> None:
+        self._link.channel.send(m.Trouble(self._rank.generation, _short(effect.text)))
+
+    def _send_damaged(self, effect: do.SendDamaged) -> None:
+        self._link.channel.send(m.Damaged(self._rank.generation, _short(effect.text)))
+
+    def _send_joined(self, _: do.SendJoined) -> None:
+        rank, engine = self._rank, self._engine
+        commits, phase = rank.standing
+        tail_done = self._peers.tail_completed
+        joined = m.Joined(
+            rank.generation, commits, phase, rank.intact, tail_done, engine.group_names(), self._quiet_since_ns
+        )
+        self._link.channel.send(joined)
+
+    def _send_done(self, effect: do.SendDone) -> None:
+        self._redone += effect.redone
+        self._link.channel.send(m.Done(self._rank.generation, effect.redone, self._rank.base, self._rank.over))
+
+    def _send_finish(self, _: do.SendFinish) -> None:
+        self.saving.wait()
+        self._pulse.at(Activity.FINISHED)
+        self._link.channel.send(m.Finish(self._rank.generation))
+
+    def _show_state(self, effect: do.ShowState) -> None:
+        commits, comparison = self._rank.standing.commits, self._comparison
+        match effect.where:
+            case "head":
+                comparison.head(commits)
+            case "target":
+                comparison.write(commits)
+            case "copied":
+                comparison.forget()
+            case "end":
+                self._records.take(self._rank.number, None, self._cursor.place)
+                self._digests = self._engine.digests()
+                comparison.write(commits, self._digests[0])
+
+    def _compare(self, effect: do.Compare) -> None:
+        if effect.resumed:
+            self._comparison.begin_at(self._rank.standing.commits)
+        self._comparison.look()
+
+    # -- what nobody else sees
+
+    def _exchange(self, effect: do.Exchange) -> None:
+        self._peers.forget_logs()
+        self._engine.exchange(effect.plan.finishers)
+
+    def _draw(self, _: do.Draw) -> None:
+        place = self._rank.place
+        if not place:
+            self._peers.begin_window()
+        if place == len(self._kept):
+            self._pulse.at(Activity.LOADING)
+            try:
+                batch = self._cursor.next()
+            except Exception as error:
+                self.outlive(error)
+                raise
+            self._pulse.at(Activity.TRAINING)
+            random = self._engine.random_state() if place else None
+            self._kept.append(Drawn(batch, random, self._cursor.place))
+        elif (random := self._kept[place].random) is not None:
+            # The batch is kept, so nothing is drawn for it; but drawing it had moved the random numbers.
+            self._engine.restore_random_state(random)
+
+    def _rewind(self, effect: do.Rewind) -> None:
+        if not effect.again:
+            self._kept = []
+
+    def _committed(self, _: do.Committed) -> None:
+        self._kept = []
+        self._engine.committed(self._rank.standing.commits)
+
+    def _rebuild_reducer(self, effect: do.RebuildReducer) -> None:
+        manifest = self._handover.take_layout() if effect.copied else None
+        self._engine.settle(manifest, self._rank.standing.commits)
+
+    # -- what the rank waits for
+
+    def _cross(self, _: do.Cross) -> on.Event:
+        rank = self._rank
+        return on.Ok() if self._peers.cross(rank.standing, self._number, rank.generation) else on.Stopped()
+
+    def _await_stop(self, _: do.AwaitStop) -> on.Event:
+        """Somebody may know why a collective failed; ``Trouble`` has asked."""
+        deadline = time.monotonic() + self._verdict_timeout_s
+        while not self._peers.wait_stop(self._rank.generation, 100):
+            frame = self._link.channel.receive(timeout_s=0)
+            if isinstance(frame, m.End):
+                leave(frame)
+            if time.monotonic() > deadline:
+                return on.Failed()
+        return on.Ok()
+
+    def _quiesce(self, effect: do.Quiesce) -> on.Event:
+        self.saving.wait()
+        self._handover.forget()
+        generation = self._peers.stop_generation
+        damage = None if effect.tail else self._device.heard()  # there the alarm stays for the recovery after this one
+        self._watch.notice(generation)
+        self._quiet_since_ns = time.time_ns()
+        guarded = bool(self._engine.sockets())
+        self._engine.close_groups()
+        known = damage if damage is not None else self._handover.damaged
+        self._handover.damaged = self._device.confirmed(known)
+        if self._handover.damaged is not known and effect.tail:
+            raise DeviceError(
+                f"rank {self._link.rank}: its device lost memory after the update, where a step can't be left "
+                "(decision 12); this process ends so that it is replaced"
+            )
+        if guarded:
+            self._await_watchdog(generation)
+        return on.Quieted(generation, self._handover.damaged.lost)
+
+    def _await_watchdog(self, generation: int) -> None:
+        """The watchdog shuts the old group's sockets by number; no new one may be opened before it is done."""
+        deadline = time.monotonic() + _WATCHDOG_S
+        while not self._peers.watchdog_done(generation) and time.monotonic() < deadline:
+            time.sleep(0.0001)
+
+    def _await(self, *kinds: type) -> Any:
+        """The next frame of those kinds and of this generation; Stopped if a newer recovery begins before it."""
+        generation = self._rank.generation
+        while True:
+            frame = self._link.receive()
+            if isinstance(frame, m.Stop) and frame.generation > generation:
+                return on.Stopped()
+            if isinstance(frame, kinds) and getattr(frame, "generation", generation) == generation:
+                return frame
+
+    def _await_finished(self, _: do.AwaitFinished) -> Any:
+        try:
+            return self._await(m.Finished)
+        except JobEnded as error:
+            raise SystemExit(str(error)) from None
+
+    def _build(self, effect: do.Build) -> on.Event:
+        generation = effect.plan.generation
+        built = build_groups(self._link, self._engine, generation)
+        if built is None:
+            return on.Stopped()
+        if isinstance(built, Exception):
+            self._error = built
+            return on.Failed(f"building groups: {built}")
+        self._engine.adopt_groups(built, replaced=bool(effect.plan.replaced))
+        self._watch.guard_sockets(self._engine.sockets())
+        # A stop that the watchdog handled before it knew of the new sockets would find nothing to shut.
+        if self._peers.stop_raised(generation):
+            return on.Stopped()
+        self._link.channel.send(m.Built(generation))
+        return on.Ok()
+
+    def _fetch(self, effect: do.Fetch) -> on.Event:
+        offer = self._await(m.Offer)
+        if isinstance(offer, on.Stopped):
+            return offer
+        self._injector.at("RESTORE", "start", generation=effect.plan.generation)
+        published = self._peers.published(effect.plan.commits)
+        try:
+            return on.Ok(self._handover.take(effect.plan, offer, published, self._publication.take_up))
+        except LayoutError as error:  # no other source, and no second try, would do
+            told = (
+                f"rank {self._link.rank} can't be replaced from rank {offer.source}, whose state does not fit: {error}"
+            )
+            self._link.channel.send(m.Refused(told))
+            self._link.wait_for_the_end()
+        except (TransferError, RuntimeError, OSError) as error:
+            self._error = error
+            return on.Failed(f"copying state: {error}")
+
+    def _serve(self, effect: do.Serve) -> on.Event:
+        try:
+            self._handover.serve(effect.pull)
+        except RuntimeError as error:
+            self._error = error
+            return on.Failed(f"sending state: {error}")
+        return on.Ok()
+
+    def _save(self, effect: do.Save) -> on.Event:
+        rank = self._rank
+        self.saving.last(rank.generation, rank.standing.commits, rank.base, effect.order)
+        event: on.Event = self._await()
+        return event
+
+    # -- the thread is the user's again
+
+    def _return(self, effect: do.Return) -> None:
+        self._answer = effect.value
+
+    def _return_step(self, _: do.ReturnStep) -> None:
+        drawn, number = self._kept[self._rank.place], self._rank.number
+        self._records.take(number, drawn.batch.value, drawn.place)
+        self._answer = Step(self, number, drawn.batch.value, drawn.batch.epoch, self._rank.attempt)
+
+    def _cut(self, _: do.Cut) -> NoReturn:
+        raise TrainingInterrupted
+
+    def _give_up(self, _: do.GiveUp) -> NoReturn:
+        raise self._error
+
+    def _misuse(self, effect: do.Misuse) -> NoReturn:
+        raise UsageError(effect.text)
+
+    # -- the end
+
+    def _fail_stop(self, error: DeviceError) -> NoReturn:
+        fail_stop(self._event, "device_failed", str(error))
+        raise error
+
+    def before_its_update(self) -> bool:
+        """Whether the code that runs would run again after a fault."""
+        return self._rank.redoable
+
+    def outlive(self, error: BaseException | None) -> None:
+        """The script is about to fail with this. If it is not to blame, this process ends in a way that is repaired."""
+        if worker := lost_worker(error):
+            told = f"rank {self._link.rank} has lost a worker, and is replaced: {worker}"
+            fail_stop(self._event, "worker_lost", told)
+
+    def _ended(self) -> None:
+        """All ranks have come to the end of their loops."""
+        if self._told_end or not self._begun:
+            return
+        self._told_end = True
+        params, own = self._digests
+        detail = {"params_digest": params, "rank_digest": own, "steps": self._rank.number}
+        self._event("session_end", {**detail, "commits": self._rank.standing.commits, "redone": self._redone})
+
+    def _release(self) -> None:
+        """Gives back all that this Session holds of the process. Idempotent: also called when the interpreter ends."""
+        atexit.unregister(self._release)
+        if self._released:
+            return
+        self._released = True
+        self._engine.detach()
+        self._device.tell()
+        self._watch.close()
+        self.saving.close()
+        self._pulse.close()
+        self._records.close()
+        self._sink.close()
+        self._injector.close()
+        self._link.close()
+
+    @property
+    def _number(self) -> int:
+        return self._step.number if self._step is not None else self._rank.number
+
+    def _event(self, kind: str, detail: dict[str, Any]) -> None:
+        rank, incarnation, generation = self._link.rank, self._link.incarnation, self._rank.generation
+        where = {"rank": rank, "incarnation": incarnation, "generation": generation, "step": self._number}
+        self._sink.write(now(kind, **where, detail=detail))

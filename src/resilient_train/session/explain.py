@@ -1,0 +1,48 @@
+"""Why a body ended with an error: a fault, or the user's own doing."""
+
+from __future__ import annotations
+
+from resilient_train.errors import TrainingInterrupted
+from resilient_train.frameworks.base import Framework
+from resilient_train.protocol.rank_events import Exit
+from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.session.device_errors import DeviceErrors
+from resilient_train.session.handover import Handover
+from resilient_train.session.peers import Peers
+
+
+class Explainer:
+    """What is damaged goes to ``handover``."""
+
+    def __init__(self, peers: Peers, engine: Framework, device: DeviceErrors, handover: Handover) -> None:
+        self._peers = peers
+        self._engine = engine
+        self._device = device
+        self._handover = handover
+
+    def exit(self, error: BaseException | None, standing: Standing, generation: int) -> Exit:
+        """An ordinary exception is the user's, unless a recovery is under way, memory lost data, or a peer hung up.
+
+        After the update it is: what a fault does to a collective there is repaired inside the call. Raises DeviceError
+        if memory lost data there.
+        """
+        if error is None:
+            return Exit("ok")
+        if isinstance(error, TrainingInterrupted):
+            return Exit("interrupted")
+        if not isinstance(error, Exception):
+            return Exit("leaves")
+        text = f"{type(error).__name__}: {error}"
+        if standing.phase is Phase.APPLIED:
+            self._device.check_after_update()
+            return Exit("error", text)
+        if standing.phase is Phase.COMPUTE and self._peers.stop_raised(generation):
+            return Exit("fault", text)  # and the device is not waited for
+        damage = self._device.asked(wait=True)
+        if damage is not None:
+            self._handover.damaged = damage
+            names = ", ".join(damage.names()) or "no state"
+            return Exit("fault", f"uncorrectable memory error ({names})", damaged=True, lost=damage.lost)
+        if standing.phase is Phase.COMPUTE and self._engine.groups_broken():
+            return Exit("fault", text)
+        return Exit("error", text)

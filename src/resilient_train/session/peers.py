@@ -1,0 +1,258 @@
+"""The one way from a rank to the others, and to what must outlive it: shared memory of the agent's.
+
+The *board* has a page for each rank (standing, words) and one for the job (the stop, announcements). A rank's *arena*
+holds what it publishes: its own state at the head of each update, and the *log* of its tail, the collectives after the
+last update. Nothing else in a session reads or writes them; so a job of several nodes needs another Peers and no other
+session.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from resilient_train._native import Board, Page, Watchdog
+from resilient_train.errors import ConfigError
+from resilient_train.frameworks.base import Call
+from resilient_train.protocol.progress import Activity
+from resilient_train.protocol.standing import UPDATING, Standing
+from resilient_train.state.arena import Arena, ArenaFullError
+
+_INPUT, _RESULT, _TOO_LARGE = 0, 1, 2
+"""Kinds of entries of a log."""
+Key = tuple[str, int]
+"""A collective of a tail: the group's name, and which of its calls since the update."""
+
+
+class _Reader:
+    """The log of one rank, read as far as it has come."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._of = -1
+        self._read = self._offset = 0
+        self._calls: dict[Key, Call] = {}
+
+    def call(self, key: Key, commits: int, entered: Callable[[], int]) -> Call | None:
+        # The tag first: who empties a log publishes that it is empty before it writes a new tag.
+        of = self.arena.log_of
+        if of != commits:
+            return None
+        if of != self._of:
+            self._of, self._read, self._offset, self._calls = of, 0, 0, {}
+        for _ in range(self._read, entered()):
+            entry, self._offset = self.arena.log_read(self._offset)
+            self._read += 1
+            name, sequence, header = msgspec.msgpack.decode(entry.meta, type=tuple[str, int, bytes])
+            if entry.kind == _RESULT:
+                self._calls[name, sequence] = self._calls[name, sequence]._replace(result=entry.data)
+            else:
+                self._calls[name, sequence] = Call(header, entry.data if entry.kind == _INPUT else None)
+        return self._calls.get(key)
+
+
+class Peers:
+    """All ranks of a node, as seen from one of them.
+
+    ``borrow`` gives another rank's arena, ``reserve`` a larger one for this rank; both ask the agent.
+    """
+
+    def __init__(
+        self, board: Board, rank: int, arena: Arena, borrow: Callable[[int], Arena], reserve: Callable[[int], Arena]
+    ) -> None:
+        self.rank = rank
+        self.world_size = board.world_size
+        self._board = board
+        self._page = Page(board, rank)
+        self._arena = arena
+        self._borrow, self._reserve = borrow, reserve
+        self._readers: dict[int, _Reader] = {}
+        self._logged = False
+        """Since the last ``reset_log``."""
+        # Used in each step: a call through this object costs as much as the store itself.
+        self.stop_raised = self._page.stop_raised
+        self.enter_collective = self._page.enter
+        self.order = self._page.order
+
+    @classmethod
+    def attach(
+        cls,
+        rank: int,
+        world_size: int,
+        descriptors: tuple[int, int],
+        borrow: Callable[[int], Arena],
+        reserve: Callable[[int], Arena],
+    ) -> Peers:
+        """Maps the board and the rank's arena. Raises ConfigError if the job has another number of ranks."""
+        board = Board.attach(descriptors[0])
+        os.close(descriptors[0])
+        if board.world_size != world_size:
+            raise ConfigError(f"WORLD_SIZE is {world_size}, but this job has {board.world_size} ranks")
+        return cls(board, rank, Arena(descriptors[1]), borrow, reserve)
+
+    # -- how far ranks are
+
+    def record(self, standing: Standing, step: int) -> None:
+        """Writes this rank's step record. With APPLIED a tail begins, in which no collective was entered yet."""
+        commits, phase = standing
+        (self._page.write if phase else self._page.begin)(commits, phase, step)
+
+    def begin_window(self) -> None:
+        """A window begins, in which no collective was entered yet."""
+        self._page.restart()
+
+    def arrive(self, standing: Standing, step: int) -> None:
+        """Writes the record, and wakes who waits for it."""
+        self._page.arrive(standing.commits, standing.phase, step)
+
+    def cross(self, standing: Standing, step: int, generation: int) -> bool:
+        """Waits until all ranks stand at ``standing`` (READY) or beyond, then records UPDATING. False: stopped."""
+        return self._page.cross(standing.commits, standing.phase, UPDATING, step, generation)
+
+    def set_activity(self, activity: Activity) -> None:
+        """What this rank is at, for the hang detector."""
+        self._page.set_activity(activity)
+
+    # -- the stop
+
+    @property
+    def stop_generation(self) -> int:
+        """The newest generation that was announced."""
+        return self._board.stop_generation
+
+    def wait_stop(self, generation: int, timeout_ms: int) -> bool:
+        """Waits for a stop newer than ``generation``; True if there is one. Raises ValueError when closed."""
+        return self._board.wait_stop(generation, timeout_ms)
+
+    def watchdog_done(self, generation: int) -> bool:
+        """Whether this rank's watchdog is done with the descriptors of older generations."""
+        return self._board.stopped_generation(self.rank) >= generation
+
+    def watchdog(self, *, beat_ms: int, grace_ms: int, signal_number: int) -> Watchdog:
+        """This rank's watchdog, not yet started."""
+        return Watchdog(self._board, self.rank, beat_ms=beat_ms, grace_ms=grace_ms, signal_number=signal_number)
+
+    @property
+    def board(self) -> Board:
+        """For native code that writes this rank's page by itself (probes, the handler of SIGTERM)."""
+        return self._board
+
+    # -- a rank's own state
+
+    def publish(self, commits: int, payload: bytes) -> None:
+        """Publishes the state from which update ``commits`` can start. On return it outlives this process."""
+        try:
+            self._arena.publish(commits, payload)
+        except ArenaFullError as full:
+            larger = self._reserve(full.needed_bytes * 2)
+            larger.log_continue(self._arena)
+            self._readers.pop(self.rank, None)
+            self._arena.close()
+            self._arena = larger
+            self._arena.publish(commits, payload)
+
+    def published(self, commits: int) -> bytes | None:
+        """What this rank, or the process whose place this one has taken, published for update ``commits``."""
+        return self._arena.published(commits)
+
+    # -- the tail
+
+    def reset_log(self, commits: int) -> None:
+        """The tail after so many updates begins."""
+        if self._logged or self._arena.log_of != commits:
+            self._board.set_tail(self.rank, 0, 0)
+            self._arena.log_begin(commits)
+            self._logged = False
+
+    def log(self, key: Key, header: bytes, inputs: bytes) -> bool:
+        """Publishes what this rank gives to a collective of the tail. False: it is too large, and that is published."""
+        meta = msgspec.msgpack.encode((*key, header))
+        fits = self._append(_INPUT, meta, inputs)
+        return fits or not self._append(_TOO_LARGE, meta, b"")
+
+    def log_result(self, key: Key, result: bytes) -> None:
+        """Publishes the result of a collective of the tail, for who can't compute it."""
+        self._append(_RESULT, msgspec.msgpack.encode((*key, b"")), result)
+
+    def completed(self, count: int) -> None:
+        """So many collectives of the tail are over, for people."""
+        self._board.set_tail(self.rank, self._board.tail(self.rank)[0], count)
+
+    @property
+    def tail_completed(self) -> int:
+        """The last word of ``completed``."""
+        return self._board.tail(self.rank)[1]
+
+    def _append(self, kind: int, meta: bytes, data: bytes) -> bool:
+        self._logged = True
+        entered, completed = self._board.tail(self.rank)
+        if not self._arena.log_append(kind, meta, data):
+            return False
+        self._board.set_tail(self.rank, entered + 1, completed)
+        return True
+
+    def call(self, rank: int, key: Key, commits: int) -> Call | None:
+        """What that rank, or its dead process, has logged of a collective of the tail after ``commits`` updates."""
+        reader = self._readers.get(rank)
+        if reader is None:
+            arena = self._arena if rank == self.rank else self._borrow(rank)
+            reader = self._readers[rank] = _Reader(arena)
+        return reader.call(key, commits, lambda: self._board.tail(rank)[0])
+
+    def forget_logs(self) -> None:
+        """The others' arenas may be others by now."""
+        for rank, reader in self._readers.items():
+            if rank != self.rank:
+                reader.arena.close()
+        self._readers.clear()
+
+    # -- words
+
+    def announce(self, commits: int, what: int) -> None:
+        """Rank 0: what (0..3) all ranks do at the head of update ``commits``."""
+        self._board.announce(commits, what)
+
+    def announced(self, commits: int) -> int:
+        """What was announced for update ``commits``; 0 if nothing was."""
+        return self._board.announced(commits)
+
+    @property
+    def settled(self) -> int:
+        """The update whose checkpoint the agent is done with, written or not."""
+        return self._board.settled
+
+    def kept(self, rank: int) -> tuple[int, int]:
+        """Updates from before which the rank holds a complete snapshot in memory; 0: none."""
+        return self._board.kept(rank)
+
+    def set_kept(self, first: int, second: int) -> None:
+        """The same of this rank."""
+        self._board.set_kept(self.rank, first, second)
+
+    def fingerprint(self, rank: int, commits: int) -> int:
+        """What the rank has written of its replicated state from before update ``commits``; 0: nothing."""
+        return self._board.fingerprint(rank, commits)
+
+    def set_fingerprint(self, commits: int, held: int) -> None:
+        """The same of this rank. An even and an odd update are held."""
+        self._board.set_fingerprint(self.rank, commits, held)
+
+    def set_order(self, order: int) -> None:
+        """The word by which an operator orders a fault here."""
+        self._board.set_order(self.rank, order)
+
+    def alarms(self) -> list[tuple[str, str]]:
+        """(probe, kind) of what this rank's probes have found since ``clear_alarms``."""
+        return list(self._board.alarms(self.rank))
+
+    def clear_alarms(self) -> None:
+        """Before the findings are taken, so that a new one in between raises its alarm again."""
+        self._board.clear_alarms(self.rank)
+
+    def close(self) -> None:
+        """Unmaps the memory."""
+        self.forget_logs()
+        self._arena.close()
+        self._board.close()

@@ -1,0 +1,73 @@
+"""How a fault elsewhere reaches this rank's training thread, whatever it is at; and a SIGTERM the agent.
+
+The watchdog (native) shuts the sockets that the thread may wait on, and signals it; ``Interrupt`` raises in the body
+of a step. Closing a group's sockets ends nearly every collective within 2 ms, a signal nearly everything else. What
+neither reaches (see ``frameworks/torch/works.py``) is let go by a thread that sleeps in the kernel until a stop is
+raised.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from resilient_train._native import hear_terminate, leave_terminate
+from resilient_train.config import Settings
+from resilient_train.interrupt import SIGNAL, Interrupt
+from resilient_train.session.peers import Peers
+
+_GRACE_S = 0.1
+_WAKE_MS = 100
+
+
+class Watch:
+    """``interrupt`` is armed while a body runs. ``release`` lets the waiters on collectives go, on any thread."""
+
+    def __init__(self, peers: Peers, generation: int, release: Callable[[], int], settings: Settings) -> None:
+        self._peers = peers
+        self._generation = self._noticed = generation
+        self._release = release
+        self._watchdog = peers.watchdog(beat_ms=settings.beat_ms, grace_ms=settings.grace_ms, signal_number=int(SIGNAL))
+        self.guard_sockets = self._watchdog.guard_sockets
+        self.interrupt = Interrupt(self._watchdog)
+        self._closing = False
+        self._thread = threading.Thread(target=self._let_go, name="rt-rescue", daemon=True)
+
+    def start(self) -> None:
+        """The rank takes part from now on. A handler that the script has for SIGTERM or SIGUSR1 stays."""
+        self._watchdog.start(self._generation)
+        self._thread.start()
+        self.interrupt.install()
+        hear_terminate(self._peers.board, self._peers.rank)
+
+    def notice(self, generation: int) -> None:
+        """The training thread has noticed this stop."""
+        self._noticed = generation
+        self.interrupt.disarm()
+        self._watchdog.acknowledge(generation)
+
+    def close(self) -> None:
+        """Gives the signals back and ends the threads. Idempotent."""
+        self.interrupt.disarm()
+        self.interrupt.remove()
+        leave_terminate()
+        # A thread that came back from the kernel while the interpreter goes down would abort it.
+        self._closing = True
+        if self._thread.is_alive():
+            self._thread.join()
+        self._watchdog.stop()
+
+    def _let_go(self) -> None:
+        generation = self._generation
+        while not self._closing:
+            try:
+                if not self._peers.wait_stop(generation, _WAKE_MS):
+                    continue
+                generation = self._peers.stop_generation
+            except ValueError:  # the board was closed: the Session is over
+                return
+            while not self._closing and self._noticed < generation:
+                time.sleep(_GRACE_S)
+                if self._noticed < generation:
+                    self._release()

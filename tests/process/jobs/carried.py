@@ -1,0 +1,121 @@
+"""nanoGPT's own loop: random crops of a memory-mapped file, and the next batch fetched while the model is at this one.
+
+``--where``: the next batch is fetched at the ``end`` of the body, behind the update, or ``ahead``, between the forward
+and the backward pass of each of two micro-steps (as nanoGPT does it); ``hidden``: no batch is fetched ahead, but the
+hidden state of a recurrent model goes on. ``--plain``: all that in local variables, as in the script that somebody has.
+"""
+
+import argparse
+import contextlib
+import random
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import resilient_train as rt
+
+BLOCK, BATCH, WORDS, WIDTH = 8, 6, 32, 16
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, inputs, targets, hidden=None):
+        found, hidden = self.recurrent(self.embedding(inputs), hidden)
+        logits = self.head(self.dropout(found))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), hidden
+
+
+def text() -> Path:
+    """The tokens, the same whoever writes them first."""
+    path = Path(tempfile.gettempdir()) / "resilient_train_carried.bin"
+    if not path.exists():
+        tokens = np.random.default_rng(0).integers(0, WORDS, 4096).astype(np.uint16)
+        made = Path(tempfile.mkdtemp()) / path.name
+        tokens.tofile(made)
+        made.rename(path)
+    return path
+
+
+def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    # A new memmap for every batch, as nanoGPT has it (it avoids a leak).
+    data = np.memmap(text(), dtype=np.uint16, mode="r")
+    starts = torch.randint(len(data) - BLOCK, (BATCH,))
+    x = torch.stack([torch.from_numpy(data[i : i + BLOCK].astype(np.int64)) for i in starts])
+    y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + BLOCK].astype(np.int64)) for i in starts])
+    return x, y
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--where", choices=["end", "ahead", "hidden"], default="end")
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--plain", action="store_true")
+asked = parser.parse_args()
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(Language())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for seed in (random.seed, np.random.seed, torch.manual_seed):
+    seed(1000 + dist.get_rank())
+
+
+def plain(session: rt.Session) -> None:
+    if asked.where != "hidden":
+        X, Y = get_batch()  # fetch the very first batch
+    hidden = torch.zeros(1, BATCH, WIDTH)
+    for step in session.steps(asked.steps):
+        with step:
+            if asked.where == "hidden":
+                loss, hidden = model(*get_batch(), hidden)
+                hidden = hidden.detach()
+                loss.backward()
+            for micro_step in range(2 if asked.where == "ahead" else asked.where == "end"):
+                with contextlib.nullcontext() if micro_step or asked.where == "end" else model.no_sync():
+                    loss, _ = model(X, Y)
+                    if asked.where == "ahead":
+                        X, Y = get_batch()  # fetch the next batch while the model is at this one
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if asked.where == "end":
+                X, Y = get_batch()
+
+
+batch = rt.Carried(make=get_batch)
+state = rt.Carried(torch.zeros(1, BATCH, WIDTH))
+
+
+def carried(session: rt.Session) -> None:
+    for step in session.steps(asked.steps):
+        with step:
+            if asked.where == "hidden":
+                loss, hidden = model(*get_batch(), state.take())
+                state.put(hidden.detach())
+                loss.backward()
+            for micro_step in range(2 if asked.where == "ahead" else asked.where == "end"):
+                with contextlib.nullcontext() if micro_step or asked.where == "end" else model.no_sync():
+                    loss, _ = model(*batch.take())
+                    if asked.where == "ahead":
+                        batch.fetch()
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if asked.where == "end":
+                batch.fetch()
+
+
+own = {} if asked.plain else {"batch": batch, "state": state}
+with rt.Session(model=model, optimizer=optimizer, rank_state=own) as session:
+    (plain if asked.plain else carried)(session)
+dist.destroy_process_group()

@@ -1,0 +1,63 @@
+"""Loops with a mistake in them that ``mode`` names; without a guard each would end well, with something wrong.
+
+``wrong-optimizer``: another one than the registered steps. ``by-hand``: no optimizer at all. ``never``: nothing steps.
+``forgotten``: a parameter that no optimizer has. ``no-ddp``: nobody averages the gradients. ``drift``: in step ``--at``
+rank 1 changes a parameter by itself, after the update.
+"""
+
+import argparse
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import resilient_train as rt
+from resilient_train.config import read_link
+
+parser = argparse.ArgumentParser()
+parser.add_argument("mode")
+parser.add_argument("steps", type=int)
+parser.add_argument("--at", type=int, default=-1)
+parser.add_argument("--save", type=int, default=0)
+parser.add_argument("--memory", type=int, help="snapshots in memory between two saves")
+parser.add_argument("--all-die-at", type=int, default=-1)
+parser.add_argument("--leave-at", type=int, default=-1, help="where rank 0 is asked to end")
+asked = parser.parse_args()
+mode = asked.mode
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+core = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+model = core if mode == "no-ddp" else DistributedDataParallel(core)
+optimizer = torch.optim.AdamW([*core.parameters()][mode == "forgotten" :], lr=1e-2)
+registered = torch.optim.SGD(core.parameters(), lr=1e-2) if mode == "wrong-optimizer" else optimizer
+torch.manual_seed(1 + rank)
+pids = [0] * dist.get_world_size()
+dist.all_gather_object(pids, os.getpid())
+link = read_link()
+first = link is not None and link.incarnation == 0
+with rt.Session(model=model, optimizer=registered) as session:
+    if asked.save:
+        session.save_every(steps=asked.save, memory_steps=asked.memory)
+    for step in session.steps(asked.steps):
+        with step:
+            loss = (model(torch.randn(8, 6)) - torch.randn(8, 3)).pow(2).mean()
+            loss.backward()
+            if mode == "by-hand":
+                for parameter in core.parameters():
+                    parameter.data.add_(parameter.grad, alpha=-0.01)
+            elif mode != "never":
+                optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0 and step.number == asked.leave_at and step.attempt == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if first and rank == 0 and step.number == asked.all_die_at:
+                for pid in sorted(pids, key=os.getpid().__eq__):
+                    os.kill(pid, signal.SIGKILL)
+            if mode == "drift" and rank == 1 and step.number == asked.at:
+                core[2].bias.data[1] += 1e-3
+dist.destroy_process_group()

@@ -1,0 +1,74 @@
+"""A plain DDP loop with the optimizer that ``sys.argv[1]`` names, for ``sys.argv[2]`` steps."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import resilient_train as rt
+
+mode, steps = sys.argv[1], int(sys.argv[2])
+
+
+class Averaging(torch.optim.SGD):
+    """Averages the gradients once more, in its own step."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+        return super().step(closure)
+
+
+def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
+    if mode == "muon":
+        flat = [each for each in parameters if each.dim() != 2]
+        return [torch.optim.Muon([each for each in parameters if each.dim() == 2]), torch.optim.AdamW(flat, lr=1e-2)]
+    kinds = {
+        "sgd": lambda: torch.optim.SGD(parameters, lr=0.1),
+        "momentum": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "frozen": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "adafactor": lambda: torch.optim.Adafactor(parameters, lr=1e-2),
+        "lbfgs": lambda: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4, history_size=3),
+        "closure": lambda: torch.optim.AdamW(parameters, lr=1e-2),
+        "closure-without-undo": lambda: torch.optim.AdamW(parameters, lr=1e-2),
+        "averaging": lambda: Averaging(parameters, lr=0.1),
+        "zero": lambda: ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2),
+    }
+    return kinds[mode]()
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+if mode == "frozen":
+    layers[2].requires_grad_(requires_grad=False)
+model = DistributedDataParallel(layers)
+made = make(list(model.parameters()))
+optimizers = made if isinstance(made, list) else [made]
+torch.manual_seed(1 + dist.get_rank())
+undo = mode in ("lbfgs", "closure", "averaging", "zero")
+with rt.Session(model=model, optimizer=optimizers, undo=undo) as session:
+    for step in session.steps(steps):
+        with step:
+            inputs, targets = torch.randn(8, 6), torch.randn(8, 3)
+
+            def closure(inputs: torch.Tensor = inputs, targets: torch.Tensor = targets) -> torch.Tensor:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                loss = (model(inputs) - targets).pow(2).mean()
+                loss.backward()
+                shown = loss.detach().clone()
+                dist.all_reduce(shown)  # LBFGS decides by it, so all ranks must have the same
+                return shown
+
+            if mode.startswith(("lbfgs", "closure")):
+                optimizers[0].step(closure)
+            else:
+                closure()
+                for optimizer in optimizers:
+                    optimizer.step()
+dist.destroy_process_group()

@@ -1,0 +1,31 @@
+"""What flows from step to step: in a ``Carried`` it survives a kill anywhere; in a local variable it does not."""
+
+from pathlib import Path
+
+import pytest
+from running import launch
+from test_kill_matrix import PLACES, kills
+
+
+@pytest.mark.parametrize("where", ["end", "ahead", "hidden"])
+def test_a_carried_value_survives_a_kill_in_each_phase(tmp_path: Path, where: str) -> None:
+    plan, steps = kills(3, PLACES, 1)
+    arguments = ("carried.py", "--where", where, "--steps", str(steps))
+    reference = launch(tmp_path / "reference", *arguments, ranks=3)
+    run = launch(tmp_path / "run", *arguments, ranks=3, flags=("--faults", plan))
+    assert reference.code == run.code == 0, run.explain()
+    assert len(run.of("injected")) == len(PLACES) == run.recoveries(), run.explain()
+    assert run.digests() == reference.digests(), run.explain()
+
+
+@pytest.mark.parametrize("where", ["end", "ahead", "hidden"])
+def test_the_same_loop_with_local_variables_is_wrong(tmp_path: Path, where: str) -> None:
+    """The control: what it is good for. Undisturbed, both train alike."""
+    arguments = ("carried.py", "--where", where, "--steps", "6")
+    right = launch(tmp_path / "carried", *arguments, ranks=2)
+    plain = launch(tmp_path / "plain", *arguments, "--plain", ranks=2)
+    run = launch(tmp_path / "run", *arguments, "--plain", ranks=2, flags=("--faults", "kill rank=1 step=3"))
+    assert right.code == plain.code == run.code == 0, run.explain()
+    of_all = [{digest for digest, _ in each.digests().values()} for each in (right, plain, run)]
+    assert of_all[1] != of_all[2]
+    assert of_all[0] == of_all[1]

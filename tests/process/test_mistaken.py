@@ -1,0 +1,109 @@
+"""Mistakes in a loop that ended with exit code 0 and something wrong, or with nothing that a fault could go back to."""
+
+from pathlib import Path
+
+import pytest
+from running import Run, launch
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("wrong-optimizer", "AdamW is about to update 'module.0.weight' of the registered model"),
+        ("by-hand", "step 0 has changed parameter 'module."),
+    ],
+)
+def test_an_update_that_the_session_does_not_see_is_refused(tmp_path: Path, mode: str, words: str) -> None:
+    run = launch(tmp_path / "run", "mistaken.py", mode, "25", ranks=2)
+    assert run.code == 1, run.explain()
+    assert f"UsageError: {words}" in run.err
+
+
+def test_a_loop_that_never_updates_is_told_once(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "mistaken.py", "never", "250", ranks=2)
+    assert run.code == 0, run.explain()
+    (told,) = run.of("no_update")
+    assert (told["rank"], told["step"], told["detail"]) == (0, 99, {"steps": 100, "begun": 0})
+    assert run.err.count("no registered optimizer has stepped in 100 steps, since step 0") == 1
+
+
+def test_a_parameter_that_nobody_trains_is_told_once(tmp_path: Path) -> None:
+    """Also where rank 0 is replaced."""
+    plan = ("--faults", "kill rank=0 step=2")
+    run = launch(tmp_path / "run", "mistaken.py", "forgotten", "5", ranks=2, flags=plan)
+    assert run.code == 0, run.explain()
+    assert run.err.count("in no registered optimizer: 1 ('module.0.weight'); ") == 1
+
+
+def sentence_of(run: Run) -> str:
+    """What the console is told of the end: one line, once."""
+    assert run.code == 2, run.explain()
+    (told,) = [line for line in run.err.splitlines() if line.startswith("resilient-run: the job ends: ")]
+    assert len(run.of("replicas_differ")) == 1, run.explain()
+    assert run.of("session_end") == []
+    assert "Traceback" not in run.err
+    return told
+
+
+def test_gradients_that_nobody_averages_are_found_at_the_first_update(tmp_path: Path) -> None:
+    told = sentence_of(launch(tmp_path / "run", "mistaken.py", "no-ddp", "25", ranks=2))
+    assert "ranks [0, 1] are to hold the same bits, but after update 1 'model.0.0.weight' differs between" in told
+    assert "each rank applies gradients of its own: wrap the model in DistributedDataParallel" in told
+
+
+def drift(run_dir: Path, *arguments: str, ranks: int = 3, at: int = 18, faults: str = "") -> Run:
+    """Rank 1 goes wrong in that step: behind a power of two, and long before the next."""
+    flags = ("--max-restarts", "1", "--faults", faults) if faults else ()
+    return launch(run_dir, "mistaken.py", "drift", *arguments, "--at", str(at), ranks=ranks, flags=flags)
+
+
+def test_a_replica_that_drifts_is_found_before_a_checkpoint_is_written(tmp_path: Path) -> None:
+    run = drift(tmp_path / "run", "40", "--save", "24")
+    assert "after update 24 'model.0.module.2.bias' differs on rank 1: something has changed it" in sentence_of(run)
+    assert run.of("saved") == []
+    assert not (run.run_dir / "checkpoints").exists()
+
+
+def test_a_replica_that_drifts_is_found_before_anybody_trains_on_what_it_gives(tmp_path: Path) -> None:
+    run = drift(tmp_path / "run", "40", faults="kill rank=2 step=22 phase=COMPUTE")
+    assert "after update 22 'model.0.module.2.bias' differs" in sentence_of(run)
+    assert len(run.of("fault")) == len(run.of("resumed")) == 1
+
+
+def test_a_replica_that_drifts_after_a_thousand_steps_is_found_at_the_end(tmp_path: Path) -> None:
+    told = sentence_of(drift(tmp_path / "run", "1040", ranks=2, at=1030))
+    assert "after update 1040 'model.0.module.2.bias' differs between ranks [0] and [1]" in told
+
+
+@pytest.mark.parametrize("victims", ["", "kill rank=2 step=22 phase=COMPUTE; kill rank=2 step=22 incarnation=1"])
+def test_a_replica_that_drifts_is_found_when_the_job_is_told_to_end(tmp_path: Path, victims: str) -> None:
+    """By ranks that have come to one head, and by survivors that save what they hold, each a part of it."""
+    leave_at = "-1" if victims else "22"
+    run = drift(tmp_path / "run", "40", "--leave-at", leave_at, faults=victims)
+    assert run.code == 2, run.explain()
+    assert run.of("saved") == []
+    assert "are to hold the same bits" in run.err
+
+
+def test_snapshots_of_replicas_that_differ_are_not_put_together(tmp_path: Path) -> None:
+    """They are parts of one state only if the replicas were equal. All ranks are lost before anybody has compared."""
+    run = drift(tmp_path / "run", "40", "--save", "100", "--memory", "1", "--all-die-at", "22")
+    assert run.code == 2, run.explain()
+    _, *again = [each["detail"]["reason"] for each in run.of("restart_all")]
+    assert again, run.explain()
+    assert all("are parts of replicas that differed" in each for each in again), run.explain()
+    assert run.of("restored") == []
+
+
+VARIANTS = ("base", "scaler", "gan", "undo", "accumulate+static", "two+unused")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_loop_that_is_right_is_suspected(tmp_path: Path, variant: str) -> None:
+    """With comparisons behind 1, 2, 4 and 8 updates, at checkpoints, after a recovery and at the end."""
+    arguments = ("train.py", "--steps", "18", "--variant", variant, "--save-mode", '{"steps": 3, "memory_steps": 1}')
+    run = launch(tmp_path / "run", *arguments, ranks=3, flags=("--faults", "kill rank=1 step=10 phase=COMPUTE"))
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 1
+    assert run.of("saved"), run.explain()
+    assert "same bits" not in (run.run_dir / "events.jsonl").read_text(), run.explain()

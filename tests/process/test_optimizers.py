@@ -1,0 +1,44 @@
+"""Every kind of optimizer ends a kill with the bits of an undisturbed run, or is refused before it ends otherwise."""
+
+from pathlib import Path
+
+import pytest
+from running import launch
+
+STEPS = "12"
+KILLS = (
+    "kill rank=1 step=3 phase=COMPUTE at=backward; kill rank=0 step=5 phase=UPDATING; kill rank=1 step=7 phase=READY "
+    "at=barrier incarnation=1; kill rank=0 step=9 phase=BETWEEN incarnation=1"
+)
+IN_CLOSURE = KILLS.replace("step=5 phase=UPDATING", "step=5 phase=COMPUTE at=forward")
+"""With undo the update is over when its phase begins."""
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adafactor", "muon", "frozen", "lbfgs", "closure"])
+def test_an_optimizer_comes_back_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    reference = launch(tmp_path / "reference", "optimizers.py", kind, STEPS, ranks=2)
+    plan = IN_CLOSURE if kind in ("lbfgs", "closure") else KILLS
+    run = launch(tmp_path / "run", "optimizers.py", kind, STEPS, ranks=2, flags=("--faults", plan))
+    assert reference.code == run.code == 0, run.explain()
+    assert run.recoveries() == len(run.of("injected")) == 4, run.explain()
+    ((expected, _), *_) = reference.digests().values()
+    assert [digest for digest, _ in run.digests().values()] == [expected] * 2, run.explain()
+
+
+def test_a_sharded_optimizer_is_refused_also_with_undo(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "optimizers.py", "zero", STEPS, ranks=2)
+    assert run.code == 2, run.explain()
+    assert run.err.count("resilient-run: the job ends: optimizer: ZeroRedundancyOptimizer keeps on each rank") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("averaging", "Averaging.step() called allreduce"),
+        ("closure-without-undo", "pass Session(undo=True), so that such a step can be redone"),
+    ],
+)
+def test_a_collective_in_an_update_is_told_with_the_right_advice(tmp_path: Path, kind: str, words: str) -> None:
+    run = launch(tmp_path / "run", "optimizers.py", kind, STEPS, ranks=2)
+    assert run.code == 1, run.explain()
+    assert words in run.err

@@ -1,0 +1,186 @@
+"""What a process of another user on this machine can do to a job: nothing that needs the run directory or its sockets,
+and from another machine nothing at all. ``docs/security.md`` says what is still open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from running import JOBS, LAUNCHER, start
+from saved_jobs import pid_of, wait_for, wait_for_step
+from watched_jobs import end_holder
+
+from resilient_train.state.vault.client import socket_path
+
+STRANGER = 54321
+"""Nobody has this number."""
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def open_folder() -> Iterator[Path]:
+    """Where anybody may look, unlike in pytest's own."""
+    folder = Path(tempfile.mkdtemp(prefix="rt-strangers-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def job(open_folder: Path) -> Iterator[tuple[Path, int]]:
+    """A job that trains and saves: its run directory, and its launcher."""
+    run_dir = open_folder / "run"
+    script = [str(JOBS / "train.py"), "--steps", "100000", "--save", "2", "--pace", str(open_folder / "never")]
+    try:
+        with start([*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *script]) as process:
+            wait_for_step(run_dir, 3)
+            wait_for(run_dir, process, "saved")
+            yield run_dir, process.pid
+            assert process.poll() is None, "something ended it"
+    finally:
+        end_holder(run_dir)
+
+
+def as_stranger(attempts: dict[str, Callable[[], object]]) -> dict[str, str]:
+    """What comes of each attempt in a process of another user: the name of its exception, or "done"."""
+    hears, tells = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setgid(STRANGER)
+            os.setuid(STRANGER)
+            found = {}
+            for name, attempt in attempts.items():
+                try:
+                    attempt()
+                    found[name] = "done"
+                except Exception as error:
+                    found[name] = type(error).__name__
+            os.write(tells, json.dumps(found).encode())
+        finally:
+            os._exit(0)
+    os.close(tells)
+    with os.fdopen(hears) as stream:
+        told = stream.read()
+    os.waitpid(pid, 0)
+    return json.loads(told)
+
+
+def connect(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(5)
+        client.connect(str(path))
+
+
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    """Addresses on which these processes take TCP connections, from whatever interface."""
+    return {
+        (each.laddr.ip, each.laddr.port)
+        for pid in pids
+        for each in psutil.Process(pid).net_connections(kind="tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
+
+
+def family(launcher: int) -> list[int]:
+    return [launcher, *(each.pid for each in psutil.Process(launcher).children(recursive=True))]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_stranger_is_shut_out(job: tuple[Path, int]) -> None:
+    run_dir, launcher = job
+    rank = pid_of(run_dir, 1)
+    attempts: dict[str, Callable[[], object]] = {
+        "list": lambda: list(run_dir.iterdir()),
+        "events": (run_dir / "events.jsonl").read_bytes,
+        "logs": (run_dir / "logs" / "rank_0" / "0.err").read_bytes,
+        "checkpoints": lambda: list((run_dir / "checkpoints").iterdir()),
+        "agent": lambda: connect(run_dir / "agent-0.sock"),
+        "holder": lambda: connect(socket_path(run_dir)),
+        "lock": (run_dir / "agent-0.lock").read_bytes,
+        "write": (run_dir / "mine").touch,
+        "token": Path(f"/proc/{rank}/environ").read_bytes,
+        "memory": lambda: Path(f"/proc/{rank}/mem").open("rb").close(),
+        "snapshots": lambda: list(Path(f"/proc/{launcher}/fd").iterdir()),
+        "signal": lambda: os.kill(rank, 9),
+    }
+    found = as_stranger({"itself": Path("/proc/self/stat").read_bytes, **attempts})
+    assert found.pop("itself") == "done", "the test can fail"
+    assert found == dict.fromkeys(attempts, "PermissionError")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_sockets_are_shut_even_where_the_folder_is_open(job: tuple[Path, int]) -> None:
+    """A run directory that was there before keeps the mode that its owner has given it."""
+    run_dir, _ = job
+    run_dir.chmod(0o755)
+    try:
+        attempts: dict[str, Callable[[], object]] = {
+            "agent": lambda: connect(run_dir / "agent-0.sock"),
+            "holder": lambda: connect(socket_path(run_dir)),
+            "events": (run_dir / "events.jsonl").read_bytes,
+            "logs": (run_dir / "logs" / "rank_0" / "0.err").read_bytes,
+            "standby": (run_dir / "logs" / "standby.log").read_bytes,
+            "holder's log": (run_dir / "logs" / "holder-0.log").read_bytes,
+            "stacks": (run_dir / "stacks" / "rank_0.0.txt").read_bytes,
+            "lock": (run_dir / "agent-0.lock").read_bytes,
+        }
+        found = as_stranger({"list": lambda: list(run_dir.iterdir()), **attempts})
+    finally:
+        run_dir.chmod(0o700)
+    assert found.pop("list") == "done", "the test can fail"
+    assert found == dict.fromkeys(attempts, "PermissionError")
+
+
+def test_nothing_listens_on_an_interface_that_others_reach(job: tuple[Path, int]) -> None:
+    run_dir, launcher = job
+    found = listening(family(launcher))
+    assert listening([launcher]), "the store does"
+    assert listening([pid_of(run_dir, 0)]), "gloo does"
+    assert {address for address, _ in found} == {"127.0.0.1"}
+    for _, number in found:
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.2", number), 5).close()  # another address of this machine
+
+
+def test_modes(job: tuple[Path, int]) -> None:
+    run_dir, _ = job
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    logs = [each for each in run_dir.glob("logs/**/*.*") if each.is_file()]
+    for path in (run_dir / "events.jsonl", *logs, *run_dir.glob("stacks/*"), *run_dir.glob("*.sock")):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_the_users_own_umask_stays(tmp_path: Path) -> None:
+    """What the script itself writes is its own business."""
+    (tmp_path / "script.py").write_text("import os; old = os.umask(0); print('umask', oct(old))\n")
+    masked = ["bash", "-c", 'umask 027; exec "$@"', "x"]
+    for number, flags in enumerate(([], ["--standby", "0"])):
+        command = [*LAUNCHER, "--run-dir", str(tmp_path / f"run{number}"), *flags, str(tmp_path / "script.py")]
+        with start([*masked, *command]) as process:
+            out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (0, "umask 0o27\n"), err
+    found = sorted(stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("run*"))
+    assert found == [0o700, 0o700]
+
+
+def test_a_folder_in_which_others_may_write_is_told(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(0o775)
+    (tmp_path / "script.py").write_text("print('ran')\n")
+    with start([*LAUNCHER, "--run-dir", str(run_dir), str(tmp_path / "script.py")]) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "others may write in" in err
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o775, "it is its owner's to say who may"

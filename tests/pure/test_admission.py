@@ -1,0 +1,170 @@
+"""What a Session refuses to take: it would come back from a fault as something else, and nothing would say so."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402 - only where torch is
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from resilient_train.errors import ConfigError, StateError  # noqa: E402
+from resilient_train.frameworks.base import Objects  # noqa: E402
+from resilient_train.frameworks.torch.engine import TorchEngine  # noqa: E402
+from resilient_train.frameworks.torch.leaves import span_of  # noqa: E402
+from resilient_train.frameworks.torch.replicated import Replicated  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def take(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TorchEngine:
+    return TorchEngine(Objects((model,), optimizers))
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As such wrappers are written: the groups are the inner one's, the state is not."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, in_list: bool = False, shares: bool = False) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = [inner] if in_list else inner
+        self.param_groups = inner.param_groups
+        self.state = inner.state if shares else defaultdict(dict)
+
+    def step(self, closure=None):
+        return None
+
+
+class Unhooked(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    @property
+    def state(self):
+        return self.inner.state
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+
+class Counting(torch.optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "count": 3}
+
+
+class Plain(torch.optim.AdamW):
+    """A subclass like many: it wraps nothing."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, lr=1e-3)
+        self.note = {"words": ["of", "my", "own"]}
+
+
+TAKEN = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+    "lbfgs": torch.optim.LBFGS,
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2]),
+    "plain": Plain,
+    "shares": lambda p: Lookahead(torch.optim.SGD(p, lr=0.1), shares=True),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_optimizers_that_show_their_state_are_taken(name: str) -> None:
+    model = net()
+    take(model, TAKEN[name](list(model.parameters())))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: Lookahead(torch.optim.SGD(p, lr=0.1)), r"Lookahead wraps an optimizer \(SGD\)"),
+        (lambda p: Lookahead(torch.optim.SGD(p, lr=0.1), in_list=True), r"Lookahead wraps an optimizer \(SGD\)"),
+        (lambda p: Unhooked(torch.optim.SGD(p, lr=0.1)), "does not run the hooks"),
+        (lambda p: Counting(p, lr=0.1), "keeps 'count' beside"),
+        (lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(3))], lr=0.1), r"shape \(3,\) \(group 0\)"),
+    ],
+)
+def test_optimizers_that_keep_something_elsewhere_are_refused(make, words: str) -> None:
+    model = net()
+    with pytest.raises(ConfigError, match=words):
+        take(model, make(list(model.parameters())))
+
+
+@pytest.fixture
+def fake_world() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+class MyZero(ZeroRedundancyOptimizer):
+    pass
+
+
+@pytest.mark.parametrize("kind", [ZeroRedundancyOptimizer, MyZero])
+def test_sharded_optimizers_are_refused_by_their_type(fake_world: None, kind: type) -> None:
+    model = net()
+    with pytest.raises(ConfigError, match="no other rank holds"):
+        take(model, kind(model.parameters(), torch.optim.Adam))
+
+
+def sharded(fill: float) -> DTensor:
+    mesh = init_device_mesh("cpu", (4,))
+    return DTensor.from_local(torch.full((8, 3), fill), mesh, (Shard(0),), run_check=False)
+
+
+def test_sharded_models_are_refused(fake_world: None) -> None:
+    with_parameter, with_buffer, wrapped = net(), net(), net()
+    with_parameter[1].weight = nn.Parameter(sharded(1.0))
+    with pytest.raises(ConfigError, match=r"parameter '1.weight' is a DTensor.* can't be recovered yet"):
+        take(with_parameter)
+    with_buffer[0].register_buffer("table", sharded(1.0))
+    with pytest.raises(ConfigError, match=r"buffer '0.table' is a DTensor"):
+        take(with_buffer)
+    fully_shard(wrapped[0], mesh=init_device_mesh("cpu", (4,)))
+    with pytest.raises(ConfigError, match="'0' is wrapped by FSDP"):
+        take(wrapped)
+
+
+def test_a_digest_is_of_the_memory_behind_a_sharded_tensor(fake_world: None) -> None:
+    """``data_ptr()`` of a DTensor is 0: digests of models that held any were all the same."""
+
+    def build(fill: float) -> nn.Module:
+        torch.manual_seed(0)
+        model = net()
+        model[1].weight = nn.Parameter(sharded(fill))
+        return model
+
+    first, other, same = build(1.0), build(2.0), build(1.0)
+    assert first[1].weight.data_ptr() == 0
+    digests = [Replicated(Objects((each,), ())).core_digest() for each in (first, other, same)]
+    assert digests[0] == digests[2] != digests[1]
+    assert Replicated(Objects((first,), ())).sources().digest != Replicated(Objects((other,), ())).sources().digest
+
+
+def test_a_tensor_without_memory_is_an_error_wherever_it_is_looked_at(fake_world: None) -> None:
+    with pytest.raises(StateError, match=r"DTensor of shape \(32, 3\) has no memory of its own"):
+        span_of(sharded(1.0))
+    assert span_of(torch.empty(0)).size == 0

@@ -1,0 +1,324 @@
+"""The rank machine, row by row where a row has a reason of its own; whole jobs are in ``tests/sim``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from resilient_train.errors import ProtocolError
+from resilient_train.protocol import rank_effects as do
+from resilient_train.protocol import rank_events as on
+from resilient_train.protocol.messages import Finished, Plan, Pull, Resume, SaveLast
+from resilient_train.protocol.rank import TABLE, At, Barrier, Body, Drain, Left, Open, Rank, Save, Tail, Update
+from resilient_train.protocol.standing import Phase, Standing
+
+SAVE = SaveLast(1, 1, part=0, parts=1, shard=0, shards=1)
+STOP = on.Next(9, stopped=True)
+
+
+def names(effects: tuple[do.Effect, ...]) -> list[str]:
+    return [type(effect).__name__ for effect in effects]
+
+
+def rank_after(*events: Any, **options: Any) -> Rank:
+    rank = Rank(1, **options)
+    for event in events:
+        rank.on(event)
+    return rank
+
+
+STARTED = (on.Begin(9, 0), Resume(0))
+IN_BODY = (*STARTED, on.Enter())
+VERIFYING = (*IN_BODY, on.UpdateBegins())
+READY = (*VERIFYING, on.Ok())
+UPDATING = (*READY, on.Ok())
+IN_TAIL = (*UPDATING, on.UpdateEnds())
+AT_HEAD = (*IN_TAIL, on.Exit(), on.Next(9))
+
+
+def recovering(plan: Plan | SaveLast, *events: Any) -> tuple[Any, ...]:
+    return (*events, on.Quieted(1), plan)
+
+
+# -- a healthy step
+
+
+def test_what_a_healthy_step_does() -> None:
+    rank = rank_after(*STARTED)
+    did = [
+        name
+        for event in (on.Enter(), on.UpdateBegins(), on.Ok(), on.Ok(), on.UpdateEnds(), on.Exit(), on.Next(9))
+        for name in names(rank.on(event))
+    ]
+    assert did == [
+        *("Arm", "Return"),
+        *("Disarm", "CheckCollectives"),
+        *("SnapshotFence", "LearnLayout", "Publish", "Arrive", "Cross"),
+        *("Compare", "SetMode", "Return"),
+        *("Synchronize", "Committed", "ResetLog", "Record", "SetMode", "Return"),
+        "Return",
+        *("Record", "SetMode", "Publish", "SnapshotBegin", "ShowState", "Draw", "Mark", "ReturnStep"),
+    ]
+    assert (rank.number, rank.standing) == (1, (1, Phase.COMPUTE))
+
+
+def test_standings_only_grow() -> None:
+    rank, seen = Rank(0), []
+    for event in (*AT_HEAD, *IN_TAIL[2:]):
+        rank.on(event)
+        seen.append(rank.standing)
+    assert seen == sorted(seen)
+    assert seen[-1] == (2, Phase.APPLIED)
+
+
+def test_gradients_are_accumulated() -> None:
+    rank = rank_after(*IN_BODY, on.Exit())
+    assert isinstance(rank.state, Open)
+    assert names(rank.on(on.Next(9))) == ["Draw", "ReturnStep"], "no state to go back to is remembered on the way"
+    assert (rank.number, rank.base, rank.standing) == (1, 0, (0, Phase.COMPUTE))
+
+
+def test_all_optimizers_write_behind_one_barrier() -> None:
+    rank = rank_after(*UPDATING[:3], on.UpdateBegins(0), on.Ok(), on.Ok(), on.UpdateEnds(0), optimizers=2)
+    assert names(rank.on(on.UpdateBegins(1))) == ["Return"]
+    rank.on(on.UpdateEnds(1))
+    assert rank.standing == (1, Phase.APPLIED)
+
+
+def test_an_optimizer_without_a_turn() -> None:
+    rank = rank_after(*UPDATING, on.UpdateEnds(0), on.Exit(), optimizers=2)
+    assert rank.standing == (1, Phase.APPLIED)
+
+
+def test_a_refused_update_is_one() -> None:
+    rank = rank_after(*IN_BODY, on.ScalerUpdated())
+    assert names(rank.on(on.Exit())) == ["Disarm", "CheckCollectives"]
+    rank.on(on.Ok())
+    rank.on(on.Ok())
+    assert rank.standing == (1, Phase.APPLIED)
+
+
+def test_undo_makes_the_body_one_transaction() -> None:
+    rank = rank_after(*IN_BODY, undo=True)
+    assert names(rank.on(on.UpdateBegins())) == ["Disarm", "SnapshotFence", "SaveUndo", "Return"]
+    assert rank.state == Body(held=True)
+    assert names(rank.on(on.UpdateEnds())) == ["Arm", "Return"]
+    assert names(rank.on(on.Exit())) == ["Disarm", "CheckCollectives"]
+    rank.on(on.Ok())
+    assert "Committed" in names(rank.on(on.Ok()))
+
+
+# -- what a plan means
+
+
+@pytest.mark.parametrize(
+    ("before", "plan", "standing", "does"),
+    [
+        (IN_BODY, Plan(1, 0, {}), (0, Phase.COMPUTE), "takes back"),
+        (READY, Plan(1, 0, {}), (0, Phase.COMPUTE), "takes back"),
+        (READY, Plan(1, 1, {}), (1, Phase.COMPUTE), "applies"),
+        (IN_TAIL, Plan(1, 1, {}), (1, Phase.COMPUTE), "finishes"),
+        (AT_HEAD, Plan(1, 1, {}), (1, Phase.COMPUTE), "takes back"),
+    ],
+)
+def test_the_part_in_a_plan(before: tuple[Any, ...], plan: Plan, standing: Any, does: str) -> None:
+    rank, did = rank_after(*before), []
+    for event in _to_target(rank, plan):
+        did += names(rank.on(event))
+    assert rank.standing == standing
+    assert rank.intact
+    assert ("Rewind" in did) == (does == "takes back")
+    assert ("Committed" in did) == (does == "applies")
+    assert "Fetch" not in did
+    assert did[-1] == "AwaitResume"
+
+
+def _to_target(rank: Rank, plan: Plan) -> list[Any]:
+    """A stop, as it meets the rank where it stands, and all that comes until it waits for Resume."""
+    planned = (on.Quieted(1), plan, on.Ok())
+    match rank.state:
+        case Body():
+            return [on.Exit("interrupted"), STOP, *planned]
+        case Open():
+            return [STOP, *planned]
+        case Barrier() if plan.commits > rank.standing.commits:
+            return [on.Stopped(), *planned, on.UpdateEnds(), on.Exit(), on.Next(9)]
+        case Barrier():
+            return [on.Stopped(), *planned, on.Exit("interrupted"), on.Next(9)]
+        case Tail():
+            return [on.TailCut(stopped=True), *planned, on.Exit(), on.Next(9)]
+    raise AssertionError(rank.state)
+
+
+@pytest.mark.parametrize("commits", [1, 17])
+def test_a_replacement_copies_whatever_the_plan(commits: int) -> None:
+    rank = Rank(1, joining=True)
+    assert names(rank.on(on.Begin(99, 0))) == ["Quiesce"]
+    rank.on(on.Quieted(1))
+    assert not rank.intact
+    rank.on(Plan(1, commits, {1: 0}))
+    assert rank.on(on.Ok())[-1] == do.Fetch(Plan(1, commits, {1: 0}), source=0)
+    rank.on(on.Ok(2 * commits))
+    assert (rank.number, rank.standing, rank.intact) == (2 * commits, (commits, Phase.COMPUTE), True)
+
+
+def test_a_cut_update_leaves_nothing_usable() -> None:
+    rank = rank_after(*UPDATING, on.Exit("fault"), on.Next(9), on.Ok(), on.Quieted(1))
+    assert not rank.intact
+    rank.on(on.Stopped())
+    rank.on(on.Quieted(2))
+    assert not rank.intact, "a second fault does not repair it"
+    rank.on(Plan(2, 1, {1: 0}))
+    assert names(rank.on(on.Ok())) == ["Rollback", "Fetch"]
+    rank.on(on.Ok(1))
+    assert rank.intact
+
+
+def test_damage_of_what_is_not_replicated_is_redone() -> None:
+    rank = rank_after(*IN_BODY)
+    assert names(rank.on(on.Exit("fault", damaged=True)))[:2] == ["Disarm", "SendDamaged"]
+    assert rank.intact
+    assert not rank_after(*IN_BODY, on.Exit("fault", damaged=True, lost=True)).intact
+    assert not rank_after(*IN_BODY, on.Exit("interrupted"), STOP, on.Quieted(1, damaged=True)).intact
+
+
+@pytest.mark.parametrize(("before", "commits"), [(IN_BODY, 1), (READY, 2)])
+def test_a_plan_for_somebody_else(before: tuple[Any, ...], commits: int) -> None:
+    rank = rank_after(*before)
+    with pytest.raises(ProtocolError, match="no part in a plan"):
+        for event in _to_target(rank, Plan(1, commits, {})):
+            rank.on(event)
+
+
+def test_a_plan_that_takes_an_update_back() -> None:
+    with pytest.raises(ProtocolError, match="in a tail; the plan is for 0"):
+        rank_after(*recovering(Plan(1, 0, {}), *IN_TAIL, on.TailCut(stopped=True)), on.Ok())
+
+
+def test_who_is_a_source_offers_first() -> None:
+    plan = Plan(1, 0, {3: 1, 0: 1, 2: 5})
+    rank = rank_after(*recovering(plan, *IN_BODY, on.Exit("interrupted"), STOP))
+    effects = rank.on(on.Ok())
+    assert do.Offer((0, 3)) in effects
+    assert names(rank.on(Pull(1, 1, 3))) == ["Serve"]
+    assert names(rank.on(on.Ok())) == ["AwaitResume"]
+
+
+# -- interrupts, and who must not be interrupted
+
+
+def test_only_a_body_is_interrupted() -> None:
+    """Arm is done on the way into Body, and Disarm on every way out of it."""
+    for events, disarmed in [
+        ((on.Exit("interrupted"),), True),
+        ((on.Exit("fault"),), True),
+        ((on.Exit("error"),), True),
+        ((on.Exit("leaves"),), True),
+        ((on.Exit(),), True),
+        ((on.UpdateBegins(),), True),
+    ]:
+        rank = rank_after(*IN_BODY)
+        did = [name for event in events for name in names(rank.on(event))]
+        assert ("Disarm" in did) == disarmed
+        assert not (isinstance(rank.state, Body) and not rank.state.held)
+
+
+@pytest.mark.parametrize("state", [Update, Tail, Drain])
+def test_no_way_out_of_what_must_end(state: type) -> None:
+    assert (state, on.Stopped) not in TABLE
+
+
+def test_every_wait_ends() -> None:
+    """Whatever may come of an effect that waits is a row of the state that waits for it."""
+    outcomes: dict[str, tuple[type, ...]] = {
+        "Verify": (on.Ok,),
+        "Barrier": (on.Ok, on.Stopped),
+        "Ask": (on.Ok, on.Failed),
+        "Quiet": (on.Quieted,),
+        "Agree": (Plan, SaveLast, on.Stopped),
+        "Build": (on.Ok, on.Failed, on.Stopped),
+        "Restore": (on.Ok, on.Failed, on.Stopped),
+        "Target": (Resume, Pull, on.Ok, on.Failed, on.Stopped),
+        "Finish": (Finished, on.Stopped),
+        "Save": (on.Stopped,),
+        "Meet": (Resume,),
+    }
+    have: dict[str, set[type]] = {}
+    for state, event in TABLE:
+        have.setdefault(state.__name__, set()).add(event)
+    for state_name, events in outcomes.items():
+        assert have[state_name] == set(events), state_name
+
+
+# -- misuse, and the end
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "text"),
+    [
+        (IN_TAIL, on.UpdateBegins(), r"optimizer.step\(\) ran twice in step 1"),
+        (STARTED, on.UpdateBegins(), r"optimizer.step\(\) was called outside `with step:` \(step 0\)"),
+        (IN_BODY, on.Enter(), "step 0 was used twice"),
+        (IN_TAIL, on.Enter(), "was used twice"),
+    ],
+)
+def test_misuse(before: tuple[Any, ...], event: Any, text: str) -> None:
+    (effect,) = rank_after(*before).on(event)
+    assert isinstance(effect, do.Misuse)
+    assert re.search(text, effect.text)
+
+
+def test_what_cannot_happen_is_an_error() -> None:
+    with pytest.raises(ProtocolError, match=r"rank 1: Ok\(value=1\) can't happen in Body\(held=False\)"):
+        rank_after(*IN_BODY, on.Ok())
+
+
+def test_nobody_explains_a_failed_collective() -> None:
+    rank = rank_after(*VERIFYING, on.Ok(0), on.Exit("interrupted"))
+    assert names(rank.on(on.Next(9))) == ["SendTrouble", "AwaitStop"]
+    assert names(rank.on(on.Failed())) == ["GiveUp"]
+    assert isinstance(rank.state, Left)
+
+
+def test_the_loop_ends_together() -> None:
+    rank = rank_after(*AT_HEAD, on.Enter(), on.Exit())
+    assert names(rank.on(on.Over())) == ["ShowState", "SendFinish", "AwaitFinished"]
+    assert names(rank.on(Finished())) == ["Compare", "ReturnEnd"]
+    assert names(rank.on(on.Next(9))) == ["ReturnEnd"]
+
+
+def test_who_comes_after_a_break_ends_too() -> None:
+    plan = Plan(1, 3, {1: 0}, replaced=(1,))
+    rank = Rank(1, joining=True)
+    for event in (on.Begin(99, 0), on.Quieted(1), plan, on.Ok(), on.Ok(3)):
+        rank.on(event)
+    assert "SendFinish" in names(rank.on(Resume(1, over=True)))
+
+
+def test_the_last_snapshot() -> None:
+    last = Plan(1, 0, {}, last=True)
+    rank = rank_after(*recovering(last, *IN_BODY, on.Exit("interrupted"), STOP), on.Ok())
+    assert names(rank.on(Resume(1))) == ["Compare", "SetMode", "Save"]
+    assert isinstance(rank.state, Save)
+    assert names(rank.on(on.Stopped())) == ["Quiesce"], "a fault in it is a recovery like any other"
+
+
+def test_the_last_snapshot_of_who_is_left() -> None:
+    rank = rank_after(*recovering(SAVE, *READY, on.Stopped()))
+    assert rank.state == Save(At.HOOK)
+    rank = rank_after(*recovering(SAVE, *IN_TAIL, on.TailCut(stopped=True)))
+    assert rank.state == Tail(SAVE), "the tail runs to its end first"
+    assert names(rank.on(on.Next(9))) == ["Record", "Publish", "Save"]
+    (waits,) = rank_after(*IN_BODY, on.Exit("interrupted"), STOP, on.Quieted(1)).on(SaveLast(1, 1))
+    assert waits == do.AwaitEnd()
+
+
+def test_copies_are_independent() -> None:
+    rank = rank_after(*IN_BODY)
+    other = rank.copy()
+    assert other.key() == rank.key()
+    other.on(on.Exit())
+    assert other.key() != rank.key()
+    assert rank.standing == Standing(0, Phase.COMPUTE)

@@ -1,0 +1,131 @@
+"""Works whose waiters can be let go: in Python, behind a future, and in DDP's reducer, which waits in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402 - only where torch is
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402 - likewise
+
+from resilient_train.frameworks.torch import group as group_module  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.group import ResilientGroup  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.works import GuardedWork, Works  # noqa: E402 - likewise
+
+GIVEN_UP = "the collective was given up"
+
+
+class Inner:
+    """A work of gloo's, as far as a guard knows it; ends when it is told to."""
+
+    def __init__(self) -> None:
+        self._gate: Any = torch.futures.Future()
+        self._error: BaseException | None = None
+        self.value = [torch.ones(2)]
+        self._future = self._gate.then(self._open)
+
+    def _open(self, _gate: Any) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self.value
+
+    def get_future(self) -> Any:
+        return self._future
+
+    def end(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._gate.set_result(None)
+
+
+@pytest.fixture
+def inner() -> Inner:
+    return Inner()
+
+
+@pytest.fixture
+def works() -> Works:
+    return Works()
+
+
+@pytest.fixture
+def work(inner: Inner, works: Works) -> GuardedWork:
+    return GuardedWork(inner, works.live)  # type: ignore[arg-type] # as far as a guard knows it
+
+
+def test_a_work_that_ends(work: GuardedWork, inner: Inner, works: Works) -> None:
+    assert not work.is_completed()
+    inner.end()
+    assert work.wait()
+    assert work.succeeded
+    assert work.get_future().value() is inner.value
+    assert not works.live
+    assert works.release() == 0
+
+
+def test_a_work_that_fails(work: GuardedWork, inner: Inner, works: Works) -> None:
+    inner.end(RuntimeError("Connection closed by peer"))
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        work.wait()
+    assert work.is_completed()
+    assert not work.succeeded
+    assert not works.live
+
+
+def test_waiters_are_let_go(work: GuardedWork, works: Works) -> None:
+    behind = work.get_future().then(lambda future: future.value()[0])
+    assert works.release() == 1
+    for wait in (work.wait, work.get_future().wait, work.get_future().value, behind.wait):
+        with pytest.raises(RuntimeError, match=GIVEN_UP):
+            wait()
+    assert not work.succeeded
+
+
+def test_a_work_that_ends_after_it_was_given_up(work: GuardedWork, inner: Inner, works: Works) -> None:
+    """Completing a future of torch's a second time would end the process, on gloo's thread."""
+    works.release()
+    inner.end()
+    with pytest.raises(RuntimeError, match=GIVEN_UP):
+        work.wait()
+    assert not work.succeeded
+
+
+class Forgetful:
+    """A Session's engine whose every collective is forgotten by gloo, and soon given up."""
+
+    def __init__(self) -> None:
+        self.forgets = False
+
+    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        work = group.run(verb, args, kwargs)
+        if self.forgets:
+            work = GuardedWork(Inner(), group_module.works.live)  # type: ignore[arg-type] # as far as a guard knows it
+            group_module.works.release()
+        return work
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forgetful]:
+    watcher = Forgetful()
+    dist.init_process_group("resilient", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(group_module, "_watcher", watcher)
+    yield watcher
+    dist.destroy_process_group()
+
+
+def test_the_reducer_raises_too(session: Forgetful) -> None:
+    """A gradient that was not reduced must not pass for one that was."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    session.forgets = True
+    with pytest.raises(RuntimeError, match=GIVEN_UP):
+        model(torch.ones(1, 4)).sum().backward()
+
+
+def test_a_synchronous_collective_raises_too(session: Forgetful) -> None:
+    session.forgets = True
+    with pytest.raises(RuntimeError, match=GIVEN_UP):
+        dist.all_reduce(torch.ones(1))

@@ -85,6 +85,14 @@ def test_what_is_said_of_a_script(
 
 
 @pytest.mark.usefixtures("served")
+def test_a_batch_that_is_fetched_behind_the_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A new process fetches it in its first step: that is no difference."""
+    _, said, last = run(capsys, tmp_path / "drill", "ahead", "--faults", "3", "--kinds", "kill", "--seed", "1")
+    assert last.startswith("recovers bit for bit: yes (3 faults"), said
+    assert "undisturbed once more" not in said
+
+
+@pytest.mark.usefixtures("served")
 def test_a_local_variable_that_is_carried_from_step_to_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It differs in a new process. The first step that uses it is named, and with --each the fault that does it."""
     flags = ("--faults", "2", "--kinds", "kill,uce", "--seed", "0", "--each")

@@ -52,7 +52,7 @@ def test_a_rank_that_leaves_with_0_ends_the_job_with_1(run_dir: Path) -> None:
     """``os._exit(0)`` looks like a death to whoever watches the process; it is a decision of the script's."""
     run = launch(run_dir, "ends.py", "leave", ranks=2)
     assert run.code == 1, run.explain()
-    (line,) = [line for line in run.err.splitlines() if line.startswith("resilient-run: the job ends")]
+    (line,) = [line for line in run.err.splitlines() if "resilient-run: the job ends" in line]
     assert "rank 1 left with exit code 0 while the others were still training" in line
 
 
@@ -67,7 +67,7 @@ def test_all_lost_before_the_first_snapshot_begin_anew(run_dir: Path, undisturbe
         run = ended(process, run_dir)
     assert run.code == 0, run.explain()
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
-    assert "nothing is saved yet: all ranks begin anew" in run.err
+    assert "there is no saved state to go on from: all ranks begin anew" in run.err
 
 
 def test_all_lost_without_saves_end_the_job(run_dir: Path) -> None:

@@ -89,6 +89,19 @@ def test_a_step_that_began_otherwise_when_it_ran_again(tmp_path: Path, compariso
     assert "step 4 did not begin again as it had begun: batch.0 of rank 0" in told
 
 
+def test_what_a_new_process_makes_in_its_first_step_is_no_difference(
+    tmp_path: Path, comparison: DrillComparison
+) -> None:
+    """Its predecessor had made it behind the update, ahead of that step: the same, from the same random numbers."""
+    once = {(1, 1, 2): [python(1, 2), python(1, 2)], (1, 1, 3): [usual(1, 3)]}
+    assert comparison.first_difference(write(tmp_path / "once", once)) is None
+    twice = {(1, 1, 2): [python(1, 2)], (1, 2, 3): [python(1, 3)], (1, 2, 4): [usual(1, 4)]}
+    assert comparison.first_difference(write(tmp_path / "twice", twice)) is None
+    lasting = {(1, 1, 2): [python(1, 2)], (1, 1, 3): [python(1, 3)]}
+    found = comparison.first_difference(write(tmp_path / "lasting", lasting))
+    assert found == Difference(rank=1, step=4, pieces=("generator.python",), began=True)
+
+
 def test_what_differs_before_the_first_fault_is_not_compared(tmp_path: Path, comparison: DrillComparison) -> None:
     run = write(tmp_path / "run", {(0, 0, update): [python(0, update)] for update in range(6)})
     assert comparison.first_difference(run) == Difference(0, 0, ("generator.python",), began=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from resilient_train.session.drill_records import FOLDER, Names, Record
 _DECODER = msgspec.json.Decoder(Names | Record)
 _INPUTS = ("batch", "generator", "loader", "rank_state")
 """What a step begins with, that is not the result of the steps before."""
+_MADE_LATER = ("generator", "rank_state")
+"""What a new process may lack when its first step begins, and have when it is over: see ``Carried.fetch``."""
 _TRAINED = ("model", "optimizer")
 _EVER = 1 << 62
 
@@ -110,12 +112,32 @@ class DrillComparison:
     def _differences(self, run_dir: Path, rank: int) -> Iterator[tuple[Snapshot, set[tuple[int, int]], list[str]]]:
         """A rank's first snapshot that differs, the (incarnation, step) before it, and what differs."""
         earlier: set[tuple[int, int]] = set()
-        for snapshot in read(run_dir, rank):
-            expected = self._expected[rank].get(snapshot.step)
-            if expected is not None and (pieces := _differing(expected, snapshot, self.unsettled[rank])):
+        snapshots = list(read(run_dir, rank))
+        for place, snapshot in enumerate(snapshots):
+            pieces = self._pieces(rank, snapshot)
+            if pieces and not self._is_made_later(rank, snapshots, place):
                 yield snapshot, earlier, pieces
                 return
             earlier.add((snapshot.incarnation, snapshot.step))
+
+    def _pieces(self, rank: int, snapshot: Snapshot) -> list[str]:
+        expected = self._expected[rank].get(snapshot.step)
+        return _differing(expected, snapshot, self.unsettled[rank]) if expected is not None else []
+
+    def _is_made_later(self, rank: int, snapshots: Sequence[Snapshot], place: int) -> bool:
+        """Whether a new process only lacks what its predecessor had made ahead, behind an update (``Carried.fetch``),
+        and makes it in its first step: behind that nothing differs any more.
+        """
+        snapshot = snapshots[place]
+        first = all(
+            each.incarnation != snapshot.incarnation or each.step == snapshot.step for each in snapshots[:place]
+        )
+        if not (first and snapshot.incarnation and {*map(_kind, self._pieces(rank, snapshot))}.issubset(_MADE_LATER)):
+            return False
+        after = next((i for i in range(place, len(snapshots)) if snapshots[i].step > snapshot.step), None)
+        if after is None:
+            return False
+        return not self._pieces(rank, snapshots[after]) or self._is_made_later(rank, snapshots, after)
 
 
 def _kind(name: str) -> str:

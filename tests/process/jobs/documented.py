@@ -37,6 +37,29 @@ class Ema(nn.Module):
                 slow.lerp_(fast, 0.1)
 
 
+class WithLoss(nn.Module):
+    """``model(X, Y)`` is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build_model()
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.inner(inputs), targets)
+
+
+class Recurrent(nn.Module):
+    """``model(inputs, state)`` is the output, and the next state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.GRU(4, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output, state = self.inner(inputs.unsqueeze(0), state)
+        return self.head(output[0]), state
+
+
 def build_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))
 
@@ -61,12 +84,15 @@ def at_hand(names: dict[str, Any]) -> None:
         "build_model": build_model,
     }
     names |= {"ema_model": build_model(), "ema": Ema(), "history": [], "total": STEPS, "everything": {}}
+    names |= {"batch": 4, "width": 8}
     names["evaluate"] = lambda *_: None
+    names["get_batch"] = lambda _: (torch.randn(4, 4), torch.randint(3, (4,)))
 
 
 def grouped(names: dict[str, Any]) -> dict[str, Any]:
     """The same for what needs a process group; returns what the Session is to be told of."""
-    model = names["model"] = DistributedDataParallel(build_model())
+    build = WithLoss if "model(X, Y)" in text else Recurrent if "hidden = model(" in text else build_model
+    model = names["model"] = DistributedDataParallel(build())
     optimizer = names["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-2)
     names["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     told = {"model": model, "optimizer": optimizer, "loader": names["loader"], "scheduler": names["scheduler"]}
@@ -89,7 +115,7 @@ def grouped(names: dict[str, Any]) -> dict[str, Any]:
 
 def training_step(text: str) -> str:
     """Puts into the place of a line of dots what it stands for."""
-    body = ["loss = loss_of(step.batch)", "loss.backward()"]
+    body = [] if "loss.backward()" in text else ["loss = loss_of(step.batch)", "loss.backward()"]
     if "optimizer.step()" not in text:
         body += ["optimizer.step()", "optimizer.zero_grad()"]
     return re.sub(r"^( *)\.\.\.$", lambda dots: "\n".join(dots[1] + line for line in body), text, flags=re.MULTILINE)

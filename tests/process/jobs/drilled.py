@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
 
-MODES = ("fails", "no-session", "drifts", "drifts-late", "carries", "not-taken-back", "fine")
+MODES = ("fails", "no-session", "drifts", "drifts-late", "carries", "not-taken-back", "ahead", "fine")
 STEPS = 10
 
 mode = sys.argv[1]
@@ -51,11 +51,15 @@ if mode != "no-session":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     count = Count()
     prefetched = draw()
-    with rt.Session(model=model, optimizer=optimizer, state={"count": count}) as session:
+    ahead = rt.Carried(make=draw)
+    told = {"state": {"count": count}, "rank_state": {"ahead": ahead}}
+    with rt.Session(model=model, optimizer=optimizer, **told) as session:
         for step in session.steps(STEPS):
             with step:
                 if mode == "carries" and step.number < 6:  # as nanoGPT does it: a new process has another one in hand
                     inputs, prefetched = prefetched, draw()
+                elif mode == "ahead":
+                    inputs = ahead.take()
                 else:
                     inputs = draw()
                 if mode == "drifts-late" and step.number >= 5:
@@ -65,4 +69,6 @@ if mode != "no-session":
                 model(inputs).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                if mode == "ahead":
+                    ahead.fetch()
 dist.destroy_process_group()

@@ -3,7 +3,7 @@
 import itertools
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_train.errors import ConfigError
-from resilient_train.session.loader import Cursor, RandomNumbers
+from resilient_train.frameworks.base import Workers
+from resilient_train.session.loader import Cursor
 
 
 class Shuffling:
@@ -66,22 +67,32 @@ class Stateful:
         self.place, self.resumed = state["place"], True
 
 
-def fast_forward(loader: Any, batches: int, samples: int) -> Iterator[Any]:
-    iterator = iter(loader)
-    next(itertools.islice(iterator, batches + samples, batches + samples), None)
-    return iterator
+class Engine:
+    """Without torch."""
 
+    def random_state(self) -> bytes:
+        return pickle.dumps(random.getstate())
 
-def save() -> bytes:
-    return pickle.dumps(random.getstate())
+    def restore_random_state(self, state: bytes) -> None:
+        random.setstate(pickle.loads(state))
 
+    def workers(self, loader: Any) -> Workers:
+        there = getattr(loader, "workers", None)
+        return Workers.MADE_ANEW if there is None else Workers.THERE if there else Workers.KEPT
 
-def restore(state: bytes) -> None:
-    random.setstate(pickle.loads(state))
+    def drop_workers(self, loader: Any) -> None:
+        loader.workers = False
+
+    def fast_forward(
+        self, loader: Any, batches: int, samples: int, begin: Callable[[Any], Iterator[Any]]
+    ) -> Iterator[Any]:
+        iterator = begin(loader)
+        next(itertools.islice(iterator, batches + samples, batches + samples), None)
+        return iterator
 
 
 def cursor(loader: Any) -> Cursor:
-    return Cursor(loader, fast_forward, RandomNumbers(save, restore))
+    return Cursor(loader, Engine())
 
 
 def take(position: Cursor, count: int) -> list[tuple[Any, int]]:
@@ -93,7 +104,25 @@ def take(position: Cursor, count: int) -> list[tuple[Any, int]]:
     return found
 
 
-LOADERS = [lambda: [10, 11, 12], lambda: Shuffling(4), lambda: Distributed(3), lambda: Stateful(3)]
+class Persistent(Shuffling):
+    """Draws a seed for its workers when it makes them, and not when it goes on with them."""
+
+    workers = False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.workers:
+            random.random()
+            self.workers = True
+        return iter(super().__iter__())
+
+
+LOADERS = [
+    lambda: [10, 11, 12],
+    lambda: Shuffling(4),
+    lambda: Persistent(4),
+    lambda: Distributed(3),
+    lambda: Stateful(3),
+]
 
 
 @pytest.mark.parametrize("make", LOADERS)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pure.checkpoint_rig import write
 from resilient_train.frameworks.base import Strides
 from resilient_train.protocol.messages import Refused, Source
-from resilient_train.session.loader import Cursor, RandomNumbers
+from resilient_train.session.loader import Cursor
 from resilient_train.session.published import Published, read
 from resilient_train.session.resharding import reshard
 from resilient_train.session.restoring import Restoring
@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402 - only where torch is
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
-from resilient_train.frameworks.torch.data import fast_forward, strides  # noqa: E402
+from resilient_train.frameworks.torch.data import drop_workers, fast_forward, strides, workers  # noqa: E402
 
 
 class Engine:
@@ -52,7 +52,17 @@ class Engine:
 
 
 def cursor_over(loader: Any) -> Cursor:
-    return Cursor(loader, fast_forward, RandomNumbers(lambda: b"", lambda _: None))
+    return Cursor(loader, Loading())
+
+
+class Loading:
+    """What a cursor asks of an engine."""
+
+    random_state = staticmethod(lambda: b"")
+    restore_random_state = staticmethod(lambda _: None)
+    workers = staticmethod(workers)
+    drop_workers = staticmethod(drop_workers)
+    fast_forward = staticmethod(fast_forward)
 
 
 def loader_of(rank: int, world: int, batch: int, *, samples: int, drop_last: bool = False) -> DataLoader:
@@ -61,7 +71,7 @@ def loader_of(rank: int, world: int, batch: int, *, samples: int, drop_last: boo
 
 
 def published(place: Cursor, batch: int, replicas: int, loader: bytes = b"") -> Published:
-    epoch, taken, _, _, skipped = place.position()
+    epoch, taken, _, _, skipped, _ = place.position()
     return Published(9, 9, b"random", epoch, taken, b"then", loader, b"buffers", skipped, batch, replicas)
 
 

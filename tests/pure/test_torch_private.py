@@ -88,3 +88,21 @@ def test_sharded_tensors_tell_their_blocks() -> None:
 
     assert hasattr(DTensor, "__create_chunk_list__")
     assert not hasattr(torch.Tensor, "__create_chunk_list__")
+
+
+def test_loaders_that_keep_their_workers_say_so() -> None:
+    """What ``frameworks/torch/data.workers`` reads: the first pass draws a seed for the workers, the others do not."""
+    from torch.utils.data import DataLoader
+
+    def draws(loader: DataLoader) -> bool:
+        before = torch.get_rng_state()
+        iter(loader)
+        return not torch.equal(before, torch.get_rng_state())
+
+    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    assert loader._iterator is None
+    assert draws(loader)
+    assert loader._iterator is not None
+    assert not draws(loader)
+    loader._iterator = None
+    assert draws(loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -153,6 +154,17 @@ class Damage(NamedTuple):
     def names(self) -> list[str]:
         """The tensors hit, for people."""
         return [*sorted(".".join(map(str, path)) for path in self.replicated), *self.own]
+
+
+class Workers(enum.Enum):
+    """Of a loader."""
+
+    MADE_ANEW = 0
+    """Each pass makes its own, or has none."""
+    KEPT = 1
+    """The first pass will make them, and the others go on with them."""
+    THERE = 2
+    """They are made."""
 
 
 class Fingerprint(Protocol):
@@ -419,8 +431,20 @@ class Framework(Protocol):
         """Puts a ``random_state`` back."""
         ...
 
-    def fast_forward(self, loader: Any, batches: int, samples: int) -> Iterator[Any]:
+    def workers(self, loader: Any) -> Workers:
+        """Where the workers of the loader's next pass come from."""
+        ...
+
+    def drop_workers(self, loader: Any) -> None:
+        """The next ``iter(loader)`` begins with new ones."""
+        ...
+
+    def fast_forward(
+        self, loader: Any, batches: int, samples: int, begin: Callable[[Any], Iterator[Any]]
+    ) -> Iterator[Any]:
         """An iterator over ``loader`` that starts at batch ``batches``, without loading what it skips if possible.
+
+        ``begin`` is called in place of ``iter``, for the loader or one that stands for it.
 
         Batches are counted behind this rank's first ``samples`` samples: above 0 only where ``strides`` knows the
         loader.

@@ -144,10 +144,9 @@ class Restore(State, frozen=True):
 
 
 class Target(State, frozen=True):
-    """Waits for Resume. ``copied``: the state came from elsewhere."""
+    """Waits for Resume."""
 
     plan: Plan
-    copied: bool
 
 
 class Finish(State, frozen=True):
@@ -201,7 +200,7 @@ class Rank:
     """
 
     __slots__ = (
-        *("attempt", "base", "drawn", "generation", "intact", "me", "optimizers", "over", "place", "scaled"),
+        *("attempt", "base", "copied", "drawn", "generation", "intact", "me", "optimizers", "over", "place", "scaled"),
         *("standing", "state", "total", "undo", "written", "joining"),
     )
 
@@ -222,6 +221,8 @@ class Rank:
         self.written: frozenset[int] = frozenset()
         """The optimizers that have written in this window."""
         self.scaled = False
+        self.copied = False
+        """The state came from elsewhere, in this recovery or one that it has taken the place of."""
         self.over = False
         """The loop is over, or would be: the others' are."""
 
@@ -651,7 +652,8 @@ def _not_restored(rank: Rank, _: State, event: on.Failed) -> Effects:
 
 def _target(rank: Rank, plan: Plan, *, copied: bool, redone: bool) -> Effects:
     rank.standing, rank.intact = Standing(plan.commits, Phase.COMPUTE), True
-    rank.state = Target(plan, copied)
+    rank.copied = rank.copied or copied
+    rank.state = Target(plan)
     targets = tuple(target for target, source in sorted(plan.copies.items()) if source == rank.me)
     offer = (do.Offer(targets),) if targets else ()  # first of all: others wait for it
     shown = do.ShowState("copied" if copied else "target")
@@ -672,7 +674,8 @@ def _served(_: Rank, __: Target, ___: on.Ok) -> Effects:
 @_row(Target, Resume)
 def _resumed(rank: Rank, state: Target, resume: Resume) -> Effects:
     # The others may have left by a `break` in a body whose update this rank has copied instead.
-    rank.over = rank.over or (resume.over and state.copied)
+    rank.over = rank.over or (resume.over and rank.copied)
+    rank.copied = False
     direct = (do.Compare(resumed=True), _MODE[do.Mode.DIRECT])
     if state.plan.last and not rank.over and rank.number < rank.total:
         rank.state = Save(At.HEAD)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from resilient_train.errors import ConfigError
+from resilient_train.frameworks.base import Workers
 
 
 class Batch(NamedTuple):
@@ -32,6 +33,7 @@ class Position(NamedTuple):
     """Which batch comes next: pass over the data, batches taken of it, and the random state that the pass began with.
 
     ``own``: what the loader itself says of its position, and the states of its generators; None if it has neither.
+    ``reused``: the pass began, or will begin, with workers that are there from the pass before.
     """
 
     epoch: int
@@ -40,13 +42,19 @@ class Position(NamedTuple):
     own: dict[str, Any] | None
     skipped: int = 0
     """Samples of this rank at the head of the pass that are left out: used already, in a world of another size."""
+    reused: bool = False
 
 
-class RandomNumbers(NamedTuple):
-    """How the engine reads and sets the global random state."""
+class Loading(Protocol):
+    """What a Cursor needs of the engine: see ``frameworks/base.Framework``."""
 
-    save: Callable[[], bytes]
-    restore: Callable[[bytes], None]
+    def random_state(self) -> bytes: ...
+    def restore_random_state(self, state: bytes) -> None: ...
+    def workers(self, loader: Any) -> Workers: ...
+    def drop_workers(self, loader: Any) -> None: ...
+    def fast_forward(
+        self, loader: Any, batches: int, samples: int, begin: Callable[[Any], Iterator[Any]]
+    ) -> Iterator[Any]: ...
 
 
 class Cursor:
@@ -57,14 +65,11 @@ class Cursor:
     batches before the position are skipped (by index, where the loader is a DataLoader).
     """
 
-    def __init__(
-        self, loader: Any, fast_forward: Callable[[Any, int, int], Iterator[Any]], random_numbers: RandomNumbers
-    ) -> None:
+    def __init__(self, loader: Any, engine: Loading) -> None:
         if loader is not None and not hasattr(loader, "__iter__"):
             raise ConfigError(f"loader is a {type(loader).__qualname__}, which can't be iterated over")
         self.loader = loader
-        self._fast_forward = fast_forward
-        self._random = random_numbers
+        self._engine = engine
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
             getattr(loader, "load_state_dict", None)
         )
@@ -73,6 +78,8 @@ class Cursor:
         self._index = 0
         self._skipped = 0
         self._epoch_random = b""
+        self._reused: bool | None = None
+        """See ``Position``; None: no pass has begun, and the loader is as the script has made it."""
         self._generators = _generators_of(loader)
         self._epoch_generators: list[Any] = []
 
@@ -89,6 +96,7 @@ class Cursor:
             if self._index == 0 and not self._skipped:
                 raise ConfigError("the loader gave no batch in a whole epoch") from None
             self._epoch, self._index, self._skipped, self._iterator = self._epoch + 1, 0, 0, None
+            self._reused = self._engine.workers(self.loader) is not Workers.MADE_ANEW
             return self.next()
         self._index += 1
         return Batch(value, self._epoch)
@@ -106,11 +114,17 @@ class Cursor:
             begun = self._index or self._skipped
             generators = self._epoch_generators if begun else [each.get_state() for each in self._generators]
             own = {"inner": inner, "generators": generators}
-        return Position(self._epoch, self._index, self._epoch_random, own, self._skipped)
+        return Position(self._epoch, self._index, self._epoch_random, own, self._skipped, self._reuses())
+
+    def _reuses(self) -> bool:
+        return self._has_workers(self.loader) if self._reused is None else self._reused
+
+    def _has_workers(self, loader: Any) -> bool:
+        return self._engine.workers(loader) is Workers.THERE
 
     def load(self, position: Position) -> None:
         """Takes up a position. The global random state is left as it was."""
-        self._epoch, self._index, self._epoch_random, own, self._skipped = position
+        self._epoch, self._index, self._epoch_random, own, self._skipped, self._reused = position
         self._iterator = None
         self._epoch_generators = own["generators"] if own else []
         for generator, value in zip(self._generators, self._epoch_generators, strict=True):
@@ -118,21 +132,39 @@ class Cursor:
         if self.loader is None or (self._index == 0 and not self._skipped):
             return
         self._set_epoch()
+        now = self._engine.random_state()
         if self._stateful:
             assert own is not None, "a stateful loader's position without its state"
             self.loader.load_state_dict(own["inner"])
             self._iterator = iter(self.loader)
-            return
-        now = self._random.save()
-        self._random.restore(self._epoch_random)
-        self._iterator = self._fast_forward(self.loader, self._index, self._skipped)
-        self._random.restore(now)
+        else:
+            self._engine.restore_random_state(self._epoch_random)
+            self._iterator = self._engine.fast_forward(self.loader, self._index, self._skipped, self._begin)
+        self._engine.restore_random_state(now)
 
     def _begin_epoch(self) -> None:
         self._set_epoch()
-        self._epoch_random = self._random.save()
+        self._epoch_random = self._engine.random_state()
         self._epoch_generators = [each.get_state() for each in self._generators]
-        self._iterator = iter(self.loader)
+        self._reused = self._reuses()
+        self._iterator = self._begin(self.loader)
+
+    def _begin(self, loader: Any) -> Iterator[Any]:
+        """Iterates over ``loader`` with the draws that this pass once began with.
+
+        A loader that makes workers draws a seed for them. One that keeps them (``persistent_workers``) does so in the
+        first pass of its process only, and a process that takes a place in a later one would draw once more.
+        """
+        has = self._has_workers(loader)
+        if self._reused and not has:
+            now, own = self._engine.random_state(), [each.get_state() for each in self._generators]
+            iter(loader)  # it has workers now; what it drew for them does not count
+            self._engine.restore_random_state(now)
+            for generator, state in zip(self._generators, own, strict=True):
+                generator.set_state(state)
+        elif has and not self._reused:
+            self._engine.drop_workers(loader)
+        return iter(loader)
 
     def _set_epoch(self) -> None:
         """What the user's own loop would do: a DistributedSampler shuffles by epoch number."""

@@ -47,6 +47,7 @@ class Publication:
                 own,
                 position.skipped,
                 *self._strides,
+                position.reused,
             )
         )
         if parts is not None or payload != self._newest:
@@ -58,7 +59,7 @@ class Publication:
         """Puts a publication back, in this process. Returns the number of the step that comes next."""
         held = read(payload)
         loader = self._engine.unpack(held.loader) if held.loader else None
-        self._cursor.load(Position(held.epoch, held.taken, held.epoch_random, loader, held.skipped))
+        self._cursor.load(Position(held.epoch, held.taken, held.epoch_random, loader, held.skipped, held.reused))
         self._engine.load_rank_state(held.rank)
         self._engine.restore_random_state(held.random)
         self._newest = None

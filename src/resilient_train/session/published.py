@@ -26,6 +26,8 @@ class Published(msgspec.Struct, array_like=True):
     """Samples in a rank's batch, and among how many ranks an epoch is divided: from them a world of another size finds
     its place. 0 where that is not known."""
     replicas: int = 0
+    reused: bool = False
+    """See ``loader.Position``."""
 
 
 def read(payload: bytes) -> Published:

@@ -31,7 +31,7 @@ from resilient_train.session.cadence import wish
 from resilient_train.session.carried import Carried, check_places, watch
 from resilient_train.session.driver import Driver
 from resilient_train.session.link import refuse
-from resilient_train.session.loader import Cursor, RandomNumbers
+from resilient_train.session.loader import Cursor
 from resilient_train.session.step import Step
 from resilient_train.standby import standby_point
 
@@ -223,4 +223,4 @@ def _several(thing: Any) -> tuple[Any, ...]:
 
 
 def _cursor(loader: Any, engine: Framework) -> Cursor:
-    return Cursor(loader, engine.fast_forward, RandomNumbers(engine.random_state, engine.restore_random_state))
+    return Cursor(loader, engine)

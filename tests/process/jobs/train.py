@@ -37,12 +37,13 @@ class Noisy(Dataset):
     Without noise where worker processes load: a plain DataLoader cannot resume their random numbers (docs/guarantees).
     """
 
-    def __init__(self, noise: float, stuck: int = -1) -> None:
+    def __init__(self, noise: float, stuck: int = -1, size: int = 96) -> None:
         self.noise = noise
+        self.size = size
         self.stuck = stuck
 
     def __len__(self) -> int:
-        return 96
+        return self.size
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor, int]:
         if index == self.stuck:
@@ -85,16 +86,16 @@ def no_memory(*_: object) -> SlotPair:
 def make_loader(variant: frozenset[str]) -> DataLoader:
     link = read_link()
     faulty = "stuck" in variant and link is not None and link.rank == 1 and link.incarnation == 0
-    data = Noisy(0.0 if "workers" in variant else 0.01, stuck=STUCK_SAMPLE if faulty else -1)
+    noise, size = 0.0 if "workers" in variant else 0.01, 24 if "short" in variant else 96
+    data = Noisy(noise, stuck=STUCK_SAMPLE if faulty else -1, size=size)
+    kind: type[DataLoader] = DataLoader
     if "stateful" in variant:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        return StatefulDataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=3))
-    if "workers" in variant:
-        return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=3), num_workers=2)
-    if "shuffle" in variant:
-        return DataLoader(data, batch_size=4, shuffle=True)
-    return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=3))
+        kind = StatefulDataLoader
+    order = {"shuffle": True} if "shuffle" in variant else {"sampler": DistributedSampler(data, seed=3)}
+    workers = 2 if "workers" in variant else 0
+    return kind(data, batch_size=4, num_workers=workers, persistent_workers="persistent" in variant, **order)
 
 
 class Job:

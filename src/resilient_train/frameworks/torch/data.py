@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from resilient_train.frameworks.base import Strides
+from resilient_train.frameworks.base import Strides, Workers
 
 
 def strides(loader: Any) -> Strides | None:
@@ -23,7 +23,21 @@ def strides(loader: Any) -> Strides | None:
     return Strides(loader.batch_size, sampler.num_replicas, sampler.num_samples)
 
 
-def fast_forward(loader: Any, batches: int, samples: int = 0) -> Iterator[Any]:
+def workers(loader: Any) -> Workers:
+    """See ``frameworks/base.Framework``: only a DataLoader with ``persistent_workers`` keeps them."""
+    if not getattr(loader, "persistent_workers", False):
+        return Workers.MADE_ANEW
+    return Workers.KEPT if getattr(loader, "_iterator", None) is None else Workers.THERE
+
+
+def drop_workers(loader: Any) -> None:
+    """See ``frameworks/base.Framework``."""
+    loader._iterator = None
+
+
+def fast_forward(
+    loader: Any, batches: int, samples: int = 0, begin: Callable[[Any], Iterator[Any]] = iter
+) -> Iterator[Any]:
     """An iterator over ``loader`` that starts at batch ``batches``, counted behind the first ``samples`` samples.
 
     Must be called with the random state that the epoch began with: loader and sampler draw their seeds in here, in the
@@ -31,11 +45,11 @@ def fast_forward(loader: Any, batches: int, samples: int = 0) -> Iterator[Any]:
     """
     if (batches or samples) and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         rest = _Rest(_behind(loader, samples), batches)
-        iterator: Iterator[Any] = iter(_skipping(loader, rest))
+        iterator = begin(_skipping(loader, rest))
         if rest.iterator is not None:
             rest.iterator.skip()
         return iterator
-    iterator = iter(loader)
+    iterator = begin(loader)
     _consume(iterator, batches)
     return iterator
 
@@ -109,6 +123,7 @@ def _skipping(loader: DataLoader[Any], rest: _Rest) -> DataLoader[Any]:
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
     )
 
 

@@ -26,6 +26,7 @@ from resilient_train.frameworks.base import (
     Share,
     Sources,
     Strides,
+    Workers,
 )
 from resilient_train.frameworks.supported import torch_problem
 from resilient_train.frameworks.torch import admission
@@ -33,7 +34,7 @@ from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import Buckets, Pass, wrappers_in
 from resilient_train.frameworks.torch.by_name import taken_by_name
 from resilient_train.frameworks.torch.damage import assess, move
-from resilient_train.frameworks.torch.data import fast_forward, strides
+from resilient_train.frameworks.torch.data import drop_workers, fast_forward, strides, workers
 from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.group import Built, ResilientGroup, groups, works
@@ -420,8 +421,16 @@ class TorchEngine:
     def restore_random_state(self, state: bytes) -> None:
         restore_random_state(state)
 
-    def fast_forward(self, loader: Any, batches: int, samples: int) -> Iterator[Any]:
-        return fast_forward(loader, batches, samples)
+    def workers(self, loader: Any) -> Workers:
+        return workers(loader)
+
+    def drop_workers(self, loader: Any) -> None:
+        drop_workers(loader)
+
+    def fast_forward(
+        self, loader: Any, batches: int, samples: int, begin: Callable[[Any], Iterator[Any]]
+    ) -> Iterator[Any]:
+        return fast_forward(loader, batches, samples, begin)
 
     def strides(self, loader: Any) -> Strides | None:
         return strides(loader)

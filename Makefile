@@ -12,7 +12,8 @@ SANITIZERS := plain address thread
 # ThreadSanitizer of older compilers cannot place its memory under full address randomisation.
 FIXED_ADDRESSES := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
-.PHONY: setup demo test test-full test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx format clean
+.PHONY: setup wheel newcomer demo test test-full test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx \
+    format clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -24,8 +25,21 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints.txt $(NATIVE_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt scikit-build-core nanobind cmake ninja torch==2.13.0
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt \
-	    --no-build-isolation -C cmake.define.RESILIENT_FAKES=ON -e '.[torch,cli,metrics,data,test,lint]'
+	    --no-build-isolation -C cmake.define.RESILIENT_FAKES=ON -e '.[torch,metrics,data,test,lint]'
 	touch $@
+
+# What a user installs: no look-alikes. In a build directory of its own, or the development install would be rebuilt.
+WHEEL ?= dist
+wheel: setup
+	rm -rf $(WHEEL)/*.whl
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel -q $(PIP_FLAGS) --no-deps --no-build-isolation \
+	    -C build-dir=build/wheel -w $(WHEEL) .
+
+# The first hour of a newcomer, recorded: tests/newcomer/newcomer.py says what is done. Some minutes; writes below /tmp.
+newcomer: wheel
+	rm -rf build/newcomer /tmp/tutorial /tmp/tutorial2 /tmp/tutorial3
+	set -o pipefail; $(PYTHON) tests/newcomer/newcomer.py dist/*.whl build/newcomer --pip-flags "$(PIP_FLAGS)" \
+	    2>&1 | tee build/newcomer.log
 
 demo: setup
 	$(BIN)/resilient-train demo

@@ -41,7 +41,7 @@ from resilient_train.observe.timeline import Outcome, Recovery, recoveries
 from resilient_train.session.injection import SIGNALS
 
 POLL_S = 0.02
-STARTS = ("cold", "forked", "idle", "built")
+STARTS = ("cold", "forked", "built")
 STEPS_BETWEEN = 5
 """Steps that every rank must have committed since the last fault before the next one hits."""
 FACTS = ("kill_to_commit", "survivors_stopped")

@@ -83,6 +83,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How far they are: ``forked`` has its imports done, ``built`` has run the script up to ``standby_point``."""
     standby_limit_s: float = 600.0
     """How long a standby may take from the script's first line to where it waits (depth ``built``)."""
+    drill_records: bool = False
+    """Each rank writes a digest of each part of its state before each step, as ``resilient-train drill`` wants it."""
     transfer: str = "auto"
     """How state reaches a replacement: ``memory`` (same host), ``group`` (over the process group), ``auto``."""
 

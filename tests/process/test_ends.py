@@ -13,6 +13,8 @@ import pytest
 from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
 
 TRAIN = str(JOBS / "train.py")
+ENDS = (JOBS / "ends.py").read_text().splitlines()
+RAISED_AT = next(n for n, line in enumerate(ENDS, 1) if "raise ValueError" in line and 'mode == "raise"' in ENDS[n - 2])
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -29,9 +31,20 @@ def wait_for(condition: object, timeout_s: float = 60) -> None:
 def test_a_user_error_ends_the_job_at_once_with_its_own_traceback(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "ends.py", "raise", ranks=2)
     assert run.code == 1, run.explain()
-    assert "ValueError: the user's own mistake" in run.err
     assert run.err.count("Traceback") == 1, "only the culprit speaks"
     assert run.of("fault") == []
+    log = f"{run.run_dir}/logs/rank_1/0.err"
+    assert f"rank 1 failed: ValueError: the user's own mistake (ends.py:{RAISED_AT}); its traceback: {log}" in run.err
+
+
+def test_an_error_whose_process_ends_slowly_is_no_fault(tmp_path: Path) -> None:
+    """The others' collectives fail long before it has gone: nobody is to speak of a recovery that can't be."""
+    run = launch(tmp_path / "run", "ends.py", "raise-slowly", ranks=2)
+    assert run.code == 1, run.explain()
+    assert "recovery 1" not in run.err
+    assert run.of("fault") == [], run.explain()
+    assert "rank 1 failed: ValueError: the user's own mistake (ends.py:" in run.err
+    assert "gloo" not in run.err
 
 
 def test_an_error_after_the_update_is_the_users_too(tmp_path: Path) -> None:
@@ -46,6 +59,7 @@ def test_an_error_after_the_update_is_the_users_too(tmp_path: Path) -> None:
         ("second-session", "a Session is open already"),
         ("no-group", "no process group"),
         ("gloo-kept", "cannot take a replacement in"),
+        ("other-torch", "torch 2.15.0 is installed, and recoveries need 2.13"),
         ("bad-replicas", "leave a shard uncovered"),
         ("unequal", "differs at the start"),
         ("bad-state", "cannot be carried"),
@@ -54,7 +68,7 @@ def test_an_error_after_the_update_is_the_users_too(tmp_path: Path) -> None:
 def test_a_wrong_session_ends_with_code_2(tmp_path: Path, mode: str, told: str) -> None:
     run = launch(tmp_path / "run", "ends.py", mode, ranks=2)
     assert run.code == 2, run.explain()
-    lines = [line for line in run.err.splitlines() if line.startswith("resilient-run: the job ends")]
+    lines = [line for line in run.err.splitlines() if "resilient-run: the job ends: " in line]
     assert len(lines) == 1, run.explain()
     assert told in lines[0]
 

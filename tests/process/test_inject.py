@@ -149,11 +149,11 @@ def test_all_kinds(tmp_path: Path, undisturbed: Reference, ranks: int) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_fault_in_the_middle_of_a_recovery(tmp_path: Path, undisturbed: Reference) -> None:
-    """Signals reach a rank wherever it is. The other kinds wait, or are refused where nobody could carry them out."""
+    """Signals reach a rank wherever it is. The other kinds wait, or, if they may not, are refused."""
     with training(tmp_path / "run", 3, RESILIENT_STANDBY="0") as job:  # cold starts, so that it is long
         job.inject("kill", "--rank", "1")
-        assert "in no loop of a Session now" in job.inject("hcce", "--rank", "1", code=2)["error"]
-        job.inject("kill", "--rank", "2")
+        assert "in no loop of a Session now" in job.inject("hcce", "--rank", "1", "--now", code=2)["error"]
+        job.inject("kill", "--rank", "2", "--now")
         survivor = job.inject("hcce", "--rank", "0")
         job.wait_for_recoveries(2)
         run = job.end()
@@ -171,8 +171,9 @@ def test_a_script_without_a_session(tmp_path: Path) -> None:
         job = Running(run_dir, process)
         job.wait_for(begun.exists)
         for kind in ("loop", "hcce", "uce"):
-            assert "kill and stop work always" in job.inject(kind, code=2)["error"]
-        job.inject("kill", "--rank", "0")
+            assert "kill and stop work always" in job.inject(kind, "--now", code=2)["error"]
+        assert "is STARTING" in job.inject("kill", "--limit-s", "0.1", code=1)["error"]
+        job.inject("kill", "--rank", "0", "--now")
         run = job.end()
     assert run.code == 128 + signal.SIGKILL, run.explain()
 

@@ -38,7 +38,7 @@ def test_a_parameter_that_nobody_trains_is_told_once(tmp_path: Path) -> None:
 def sentence_of(run: Run) -> str:
     """What the console is told of the end: one line, once."""
     assert run.code == 2, run.explain()
-    (told,) = [line for line in run.err.splitlines() if line.startswith("resilient-run: the job ends: ")]
+    (told,) = [line for line in run.err.splitlines() if "resilient-run: the job ends: " in line]
     assert len(run.of("replicas_differ")) == 1, run.explain()
     assert run.of("session_end") == []
     assert "Traceback" not in run.err

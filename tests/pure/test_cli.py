@@ -12,6 +12,7 @@ import pytest
 
 from pure.stories import HOSTILE, whole_run, write
 from resilient_train.events import Event, to_line
+from resilient_train.launch import asking
 from resilient_train.launch.cli import main
 from resilient_train.protocol.messages import FromRank, Hello, Inject, Query, Reply
 from resilient_train.transport import FrameBuffer, encode
@@ -74,9 +75,9 @@ def agent(run):
         (["inject", ".", "kil", "--rank", "1"], "did you mean 'kill'?"),
         (["inject", ".", "kill", "--rank", "one"], "Invalid value for '--rank'"),
         (["inject", ".", "kill", "--rank", "-1"], "Invalid value for '--rank'"),
-        (["inject", ".", "kill", "--rank", "1"], "it is no run's directory"),
-        (["inject", "nowhere", "kill"], "there is no such directory"),
-        (["inject", "kill"], "no job is running in resilient_runs/"),
+        (["inject", ".", "kill", "--rank", "1", "--now"], "it is no run's directory"),
+        (["inject", "nowhere", "kill", "--limit-s", "0"], "there is no such directory"),
+        (["inject", "kill", "--now"], "no job is running in resilient_runs/"),
         (["inject", ".", "hcce", "--target", "param"], "only uce has a target"),
         (["inject", ".", "uce", "--target", "parm"], "did you mean 'param'?"),
         (["inject", ".", "kill", "--latency-ms", "0"], "--latency-ms is for device, not for kill"),
@@ -84,7 +85,7 @@ def agent(run):
         (["inject", ".", "device", "--error", "1"], "name the --library: acl, hccl, nccl, nvml"),
         (["inject", ".", "device", "--library", "acl"], "say what the library is to answer"),
         (["inject", ".", "device", "--library", "acl", "--error", "0"], "it is no run's directory"),
-        (["status", "nowhere"], "no job is running"),
+        (["status", "nowhere", "--limit-s", "0"], "no job is running"),
         (["verify", "nowhere"], "is not a directory"),
         (["verify", "."], "holds no checkpoint"),
         (["demo", "--steps", "0"], "at least 6"),
@@ -150,7 +151,7 @@ def test_events_file_that_is_a_directory(tmp_path, capsys):
 
 def test_inject_asks_the_agent(run, agent, capsys):
     asked = agent(encode(Reply(status={"pid": 7, "incarnation": 2, "step": 40}))).asked
-    assert main(["inject", str(run), "stop", "--rank", "1", "--json"]) == 0
+    assert main(["inject", str(run), "stop", "--rank", "1", "--json", "--now"]) == 0
     assert asked == [Hello(role="operator"), Inject("stop", 1)]
     told = {"run": str(run), "kind": "stop", "rank": 1, "pid": 7, "incarnation": 2, "step": 40}
     assert json.loads(capsys.readouterr().out) == told
@@ -163,7 +164,7 @@ def test_inject_without_run_and_rank_says_which_were_chosen(run, agent, tmp_path
     run.rename(tmp_path / "resilient_runs" / "newest")
     monkeypatch.chdir(tmp_path)
     for seed in (0, 0, 1, 2, 3, 4, 5, 6):
-        assert main(["inject", "kill", "--seed", str(seed)]) == 0
+        assert main(["inject", "kill", "--seed", str(seed), "--now"]) == 0
     hit = [frame.rank for frame in asked if isinstance(frame, Inject)]
     assert hit[0] == hit[1]
     assert set(hit) == {0, 2}
@@ -181,15 +182,57 @@ def test_inject_waits_until_the_rank_is_hit(run, agent, capsys):
 
     timer = threading.Timer(0.1, append)
     timer.start()
-    assert main(["inject", str(run), "uce", "--rank", "1", "--json"]) == 0
+    assert main(["inject", str(run), "uce", "--rank", "1", "--json", "--now"]) == 0
     timer.join()
     told = {"run": str(run), "kind": "uce", "rank": 1, "target": "param", "pid": 7, "incarnation": 1, "step": 41}
     assert json.loads(capsys.readouterr().out) == told
 
 
+def test_inject_waits_until_the_job_trains_and_says_so(run, agent, capsys, monkeypatch):
+    monkeypatch.setattr(asking, "_SOON_S", 0)
+    starting, running = ({"stage": stage, "waits_for": [1]} for stage in ("STARTING", "RUNNING"))
+    hit = {"pid": 7, "incarnation": 0, "step": 3}
+    asked = agent(*[encode(Reply(status=each)) for each in (starting, starting, running, hit)]).asked
+    assert main(["inject", str(run), "kill", "--rank", "1"]) == 0
+    assert [type(each) for each in asked[1::2]] == [Query, Query, Query, Inject]
+    out, err = capsys.readouterr()
+    assert out.startswith("kill of rank 1 (process 7) at step 3: done")
+    assert err == f"resilient-train: the job in {run} is STARTING (it waits for ranks [1]): waiting, at most 60 s\n"
+
+
+def test_inject_waits_for_a_job_that_is_about_to_be_there(tmp_path, capsys):
+    """Typed behind ``resilient-run``, which has imports to do before it has a run directory."""
+    run = tmp_path / "run"
+    agents = []
+
+    def begin() -> None:
+        write(run, [])
+        status = {"stage": "RUNNING", "waits_for": []}
+        agents.append(FakeAgent(run / "agent-0.sock", *[encode(Reply(status=each)) for each in (status, {"pid": 7})]))
+
+    timer = threading.Timer(0.2, begin)
+    timer.start()
+    assert main(["inject", str(run), "kill", "--rank", "1"]) == 0
+    timer.join()
+    agents[0].close()
+
+
+def test_inject_does_not_wait_for_a_run_that_is_over(run, capsys):
+    """Its launcher is gone; and for a job that does not train, only so long."""
+    write(run, [Event(kind="run_start", time_ns=1, detail={"pid": 2**22 + 1})])
+    assert main(["inject", str(run), "kill", "--rank", "1"]) == 2
+    assert "the run is over" in capsys.readouterr().err
+
+
+def test_inject_gives_up_on_a_job_that_never_trains(run, agent, capsys):
+    agent(encode(Reply(status={"stage": "STARTING", "waits_for": [0, 1]})))
+    assert main(["inject", str(run), "kill", "--rank", "1", "--limit-s", "0"]) == 1
+    assert "is STARTING (it waits for ranks [0, 1]) after 0 s (--limit-s); --now" in capsys.readouterr().err
+
+
 def test_inject_says_that_nothing_was_hit(run, agent, capsys):
     agent(encode(Reply(status={"pid": 7, "incarnation": 1, "order": 3})))
-    assert main(["inject", str(run), "hcce", "--rank", "1", "--limit-s", "0"]) == 1
+    assert main(["inject", str(run), "hcce", "--rank", "1", "--limit-s", "0", "--now"]) == 1
     assert "stays ordered" in capsys.readouterr().err
 
 
@@ -233,12 +276,6 @@ def test_a_socket_that_nobody_listens_to(run, capsys):
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_without_typer_one_line_says_what_to_install():
-    done = run_python("import sys; sys.modules['typer'] = None; import resilient_train.launch.cli")
-    assert done.returncode == 2
-    assert done.stderr == "resilient-train: typer is not installed; pip install 'resilient-train[cli]'\n"
 
 
 def test_the_command_does_not_import_torch_before_it_needs_it():

@@ -12,6 +12,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.events import Event
 from resilient_train.faults import INJECTABLE, TARGETS, UCE_PLACES, check_fault, parse_plan, place_in_step
 from resilient_train.launch.operators import Operators
+from resilient_train.launch.waiting import Waiting
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
 from resilient_train.protocol.controller import Controller
@@ -206,7 +207,11 @@ class Desk:
         self.notes: list[dict[str, Any]] = []
         self.sent: list[m.Reply] = []
         controller = Controller(2, Policy())
-        self._operators = Operators(board, controller, self, lambda kind, **f: self.notes.append({"kind": kind, **f}))  # type: ignore[arg-type]
+        waiting = Waiting(board, controller, self, self.notes.append)  # type: ignore[arg-type]
+        self._operators = Operators(board, controller, self, waiting, self._note)  # type: ignore[arg-type]
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        self.notes.append({"kind": kind, **fields})
 
     def send(self, reply: m.Reply) -> None:
         self.sent.append(reply)

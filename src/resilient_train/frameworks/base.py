@@ -395,6 +395,12 @@ class Framework(Protocol):
         """Digests of parameters with optimizer state, and of this rank's own state."""
         ...
 
+    def parts(self, more: Mapping[str, Any]) -> dict[str, str]:
+        """A digest of each tensor, generator and other part of this rank's state by its name, and of the trees in
+        ``more``. For drills: it reads all of the state.
+        """
+        ...
+
     def fingerprint(self) -> Fingerprint:
         """Begins the first of the ``digests``: equal on all ranks of a replica group, and nowhere else by chance."""
         ...

@@ -13,6 +13,7 @@ import signal
 import time
 import traceback
 from collections.abc import Collection, Coroutine
+from pathlib import Path
 from typing import Any
 
 from resilient_train._native import Board, DeathWatch
@@ -27,13 +28,15 @@ from resilient_train.launch.fork.imports import target_of, uses_us
 from resilient_train.launch.fork.pool import Pool
 from resilient_train.launch.fork.zygote import Root
 from resilient_train.launch.job import Job
+from resilient_train.launch.last_words import how_it_failed
 from resilient_train.launch.logs import Logs
 from resilient_train.launch.lookout import LOOK_S, Lookout
 from resilient_train.launch.operators import Operators
 from resilient_train.launch.processes import Processes, RankProcess
 from resilient_train.launch.rendezvous import make_store
 from resilient_train.launch.saves import Saves
-from resilient_train.launch.telling import end_of, pause_told, told
+from resilient_train.launch.telling import end_of, line, pause_told, told
+from resilient_train.launch.waiting import Waiting
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
@@ -88,12 +91,13 @@ class Agent:
         self._fenced: dict[RankProcess, str] = {}
         self._lookout = Lookout(self._board, self._controller, self._processes, job.settings)
         self._alarms = Alarms(self._board, self._controller)
-        operators = Operators(self._board, self._controller, self._processes, self._note)
+        self._waiting = Waiting(self._board, self._controller, self._processes, self._say)
+        operators = Operators(self._board, self._controller, self._processes, self._waiting, self._note)
         self._admission = Admission(token, self._controller, self._processes, operators, self, self._note)
         keep = job.settings.keep_checkpoints
         self._saves = Saves(job.run_dir, job.world_size, keep, self._note, self._say, self._board.settle)
         self._controller.can_go_back = self._saves.can_go_back
-        self._controller.uses_us = functools.partial(uses_us, target_of(job.command))
+        self._controller.uses_us = functools.cache(functools.partial(uses_us, target_of(job.command)))
         self._departure = Departure(self._board, self._controller, self._saves, self._arenas, job.settings)
         self._ending: EndJob | None = None
         self._ended = asyncio.Event()
@@ -167,11 +171,18 @@ class Agent:
         reason = self._fenced.pop(process, "")
         if reason:
             self._carry_out(self._controller.lost(process.rank, process.incarnation, reason, self._standings()))
-        self._carry_out(self._controller.exited(process.rank, process.incarnation, code, self._standings()))
+        how = how_it_failed(self._log(process), code, self._other_logs(process)) if code > 0 else ""
+        self._carry_out(self._controller.exited(process.rank, process.incarnation, code, self._standings(), how))
         # Predecessors that can't be killed are not waited for.
         present = [each for each in self._reaping if each is self._processes.current.get(each.rank)]
         if not present and not self._unborn and not self._choosing and self._ending is None:
             self._ended.set()
+
+    def _log(self, process: RankProcess) -> Path:
+        return self._logs.folder(process.rank) / f"{process.incarnation}.err"
+
+    def _other_logs(self, process: RankProcess) -> dict[int, Path]:
+        return {each.rank: self._log(each) for each in self._processes.living() if each is not process}
 
     def _on_standby(self, kind: str, detail: dict[str, Any]) -> None:
         self._note(kind, detail=detail)
@@ -212,6 +223,7 @@ class Agent:
     def _look_out(self) -> None:
         self._alarms.look(self)
         self._departure.look()
+        self._waiting.look()
         self._lookout.look(self)
         self._loop.call_later(LOOK_S, self._look_out)
 
@@ -532,4 +544,4 @@ class Agent:
             self._say(text)
 
     def _say(self, text: str) -> None:
-        self._logs.say(f"resilient-run: {text}")
+        self._logs.say(line(text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +20,22 @@ RUNS = Path("resilient_runs")
 SOCKET = "agent-0.sock"
 _REPLY_TIMEOUT_S = 10.0
 _LOOK_S = 0.02
+_BEGIN_S = 30.0
+"""How long a launcher that was typed just now may take to have a run directory: it imports torch first."""
+_SOON_S = 1.0
+"""A wait that is shorter need not be told."""
 
 
 class NotHitError(ResilientError):
     """A fault was ordered, and did not happen."""
+
+
+class NoJobError(ConfigError):
+    """No job runs there. ``over``: and none is about to."""
+
+    def __init__(self, text: str, *, over: bool = False) -> None:
+        super().__init__(text)
+        self.over = over
 
 
 def newest_run() -> Path:
@@ -34,24 +47,25 @@ def newest_run() -> Path:
         with contextlib.suppress(FileNotFoundError):
             begun.append((path.stat().st_mtime_ns, path))
     if not begun:
-        raise ConfigError(f"no job is running in {RUNS}/ here: name the run's directory")
+        raise NoJobError(f"no job is running in {RUNS}/ here: name the run's directory")
     return max(begun)[1].parent
 
 
 def ask(run: Path, question: Inject | Query) -> Reply:
-    """Asks the agent of a running job. Raises ConfigError if none runs there, or if it refuses the question."""
+    """Asks the agent of a running job. Raises NoJobError if none runs there, ConfigError if it refuses the question."""
     path = run / SOCKET
     if not run.is_dir():
-        raise ConfigError(f"no job is running in {run}: there is no such directory")
+        raise NoJobError(f"no job is running in {run}: there is no such directory")
     if not path.exists():
-        over = "the run is over" if (run / EVENTS_FILE).exists() else "it is no run's directory"
-        raise ConfigError(f"no job is running in {run}: {over} (there is no {path})")
+        known = (run / EVENTS_FILE).exists()
+        why = "the run is over" if known else "it is no run's directory"
+        raise NoJobError(f"no job is running in {run}: {why} (there is no {path})", over=_is_over(run))
     try:
         channel = Channel(str(path), timeout_s=_REPLY_TIMEOUT_S)
     except PermissionError:
         raise ConfigError(f"{run}: only the job's own user and root may ask its agent") from None
     except OSError as error:
-        raise ConfigError(f"no job is running in {run}: {path}: {error}") from None
+        raise NoJobError(f"no job is running in {run}: {path}: {error}", over=_is_over(run)) from None
     try:
         channel.send(Hello(role="operator"))
         channel.send(question)
@@ -65,6 +79,70 @@ def ask(run: Path, question: Inject | Query) -> Reply:
     if reply.error:
         raise ConfigError(f"{run}: the agent refused: {reply.error}")
     return reply
+
+
+def _is_over(run: Path) -> bool:
+    """Whether the launcher that wrote the run's events has ended. One that is alive is about to listen, or has just
+    stopped to.
+    """
+    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        with (run / EVENTS_FILE).open("rb") as file:
+            first = from_line(file.readline())
+        return first.kind != "run_start" or not Path(f"/proc/{first.detail.get('pid')}").exists()
+    return False
+
+
+class Patience:
+    """A wait that is told (``say``) once, if it is not over soon. ``limit_s``: the longest."""
+
+    def __init__(self, limit_s: float, say: Callable[[str], None]) -> None:
+        self.limit_s = limit_s
+        self._say = say
+        self._said = False
+        self._begun = time.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        """So far."""
+        return time.monotonic() - self._begun
+
+    def wait(self, why: str, limit_s: float) -> None:
+        """A little longer."""
+        if self.waited_s > _SOON_S and not self._said:
+            self._said = True
+            self._say(f"{why}: waiting, at most {limit_s:g} s")
+        time.sleep(_LOOK_S)
+
+
+def find(run: Path | None, patience: Patience) -> tuple[Path, dict[str, object]]:
+    """The directory and the status of a job (None: of the newest), also of one whose launcher has only just begun.
+
+    Raises NoJobError if there is none, and none comes soon.
+    """
+    limit_s = min(patience.limit_s, _BEGIN_S)
+    while True:
+        try:
+            found = run or newest_run()
+            return found, ask(found, Query()).status
+        except NoJobError as error:
+            if error.over or patience.waited_s >= limit_s:
+                raise
+            patience.wait(str(error), limit_s)
+
+
+def wait_until_it_trains(run: Path | None, patience: Patience) -> Path:
+    """Waits until a job trains, or is past its training. Returns its directory.
+
+    Raises NoJobError if there is no job soon, NotHitError if the job does not train when the time is over.
+    """
+    while True:
+        found, status = find(run, patience)
+        if status.get("stage") not in ("STARTING", "RECOVERING"):
+            return found
+        why = f"the job in {found} is {status.get('stage')} (it waits for ranks {status.get('waits_for')})"
+        if patience.waited_s >= patience.limit_s:
+            raise NotHitError(f"{why} after {patience.limit_s:g} s (--limit-s); --now does not wait until it trains")
+        patience.wait(why, patience.limit_s)
 
 
 def ranks(run: Path) -> dict[int, int]:

@@ -16,24 +16,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import typer
 
 from resilient_train.child import new_run_dir
 from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.events import Event, now
 from resilient_train.faults import INJECTABLE, TARGETS, check_fault, nearest
+from resilient_train.frameworks.supported import torch_installed, torch_problem, version_line
 from resilient_train.launch import asking
 from resilient_train.launch.asking import RUNS
 from resilient_train.observe.report import Line, as_dict, lines, show
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.timeline import read_run
 from resilient_train.observe.trace import TRACE_FILE, write_trace
-from resilient_train.protocol.messages import Inject, Query
-
-try:
-    import typer
-except ImportError:  # this module is a command and nothing else: without its parser there is nothing to import it for
-    sys.stderr.write("resilient-train: typer is not installed; pip install 'resilient-train[cli]'\n")
-    raise SystemExit(2) from None
+from resilient_train.protocol.messages import Inject
 
 EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
@@ -73,12 +69,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    sys.stderr.write(f"resilient-train: {' '.join(text.split())}\n")
+    _tell(text)
     return code
 
 
+def _tell(text: str) -> None:
+    sys.stderr.write(f"resilient-train: {' '.join(text.split())}\n")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"{version_line()}\n")
+        raise typer.Exit
+
+
+def _need_torch() -> None:
+    """Raises ConfigError where no job could be run."""
+    if problem := torch_problem(torch_installed()):
+        raise ConfigError(problem)
+
+
 @app.callback()
-def _about() -> None:
+def _about(
+    _asked: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
     """Looks at runs of resilient-run, hits them, and demonstrates what happens then."""
 
 
@@ -93,6 +107,7 @@ def demo(
     """Train a small GPT twice, undisturbed and with ranks killed, and compare every bit."""
     from resilient_train.demo import run
 
+    _need_torch()
     options = run.Options(run_dir=run_dir or new_run_dir("demo"), steps=steps, ranks=ranks, faults=faults)
     with _progress(as_json) as progress:
         comparison = run.compare(options, progress)
@@ -107,6 +122,7 @@ def drill(
     faults: Annotated[int, typer.Option(help="How many faults.")] = 6,
     kinds: Annotated[str, typer.Option(help="Which, by commas: kill, stop, hcce, uce, loop.")] = ("kill,stop,hcce,uce"),
     seed: Annotated[int, typer.Option(help="The same seed, the same faults.")] = 0,
+    each: Annotated[bool, typer.Option("--each", help="Each fault in a run of its own: which one does it?")] = False,
     limit_s: Annotated[float, typer.Option(help="Time for the undisturbed run.")] = 3600.0,
     run_dir: Annotated[Path | None, typer.Option(help="Where to write; must be new or empty.")] = None,
     as_json: Json = False,
@@ -114,6 +130,7 @@ def drill(
     """Run your own script undisturbed and with faults, and say what was recovered, how, and whether bit for bit."""
     from resilient_train.testing import drill as drills
 
+    _need_torch()
     options = drills.Options(
         command=tuple(command or ()),
         run_dir=run_dir or new_run_dir("drill"),
@@ -121,6 +138,7 @@ def drill(
         faults=faults,
         seed=seed,
         kinds=tuple(each.strip() for each in kinds.split(",") if each.strip()),
+        each=each,
         limit_s=limit_s,
     )
     stream = sys.stderr if as_json else sys.stdout
@@ -218,7 +236,8 @@ def inject(
     rank: Annotated[int | None, typer.Option(min=0, help="Whom to hit; default: drawn.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(help="Draws the rank: the same seed, the same rank.")] = 0,
     target: Annotated[str, typer.Option(help=f"For uce: {', '.join(TARGETS)} (default: {TARGETS[0]}).")] = "",
-    limit_s: Annotated[float, typer.Option(min=0, help="Longest wait for the rank to come to the fault.")] = 60.0,
+    limit_s: Annotated[float, typer.Option(min=0, help="Longest wait for the job to train, and for the hit.")] = 60.0,
+    at_once: Annotated[bool, typer.Option("--now", help="Do not wait until the job trains: hit it as it is.")] = False,
     library: Annotated[str | None, typer.Option(help="For device: acl, hccl, nccl or nvml.")] = None,
     error: Annotated[int | None, typer.Option(help="For device: the error (nvml: XID) that it reports.")] = None,
     memory: Annotated[list[str] | None, typer.Option("--range", help="For device: ADDRESS:BYTES that is lost.")] = None,
@@ -243,6 +262,8 @@ def inject(
         if given:
             raise ConfigError(f"--{next(iter(given)).replace('_', '-')} is for {_DEVICE}, not for {kind}")
         check_fault(kind, target)
+        if not at_once:
+            run = asking.wait_until_it_trains(run, asking.Patience(limit_s, _tell))
         result, text = _inject_fault(run, rank, seed, Inject(kind, -1, target), limit_s)
     _answer(as_json, result, [Line(text)])
     return 0
@@ -315,10 +336,14 @@ def _inject_device(
 
 
 @app.command()
-def status(run: RunDir, as_json: Json = False) -> int:
+def status(
+    run: RunDir,
+    limit_s: Annotated[float, typer.Option(min=0, help="Longest wait for a job that is about to begin.")] = 30.0,
+    as_json: Json = False,
+) -> int:
     """Ask a running job how it is."""
-    reply = asking.ask(run, Query())
-    _answer(as_json, reply.status, [Line(f"{key}: {_plain(value)}") for key, value in reply.status.items()])
+    _, found = asking.find(run, asking.Patience(limit_s, _tell))
+    _answer(as_json, found, [Line(f"{key}: {_plain(value)}") for key, value in found.items()])
     return 0
 
 
@@ -359,14 +384,7 @@ def _read(run: Path) -> list[Event]:
 def _progress(quiet: bool) -> Iterator[Callable[[str, int, int, list[str]], None]]:
     """Shows how far a run is: a bar on a terminal, news line by line elsewhere; on stderr if stdout is for JSON."""
     stream = sys.stderr if quiet else sys.stdout
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        terminal = False
-    else:
-        terminal = stream.isatty()
-    if not terminal:
+    if not stream.isatty():
         begun: set[str] = set()
 
         def tell(name: str, _done: int, total: int, news: list[str]) -> None:
@@ -377,6 +395,9 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int, list[str]], None
 
         yield tell
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(file=stream)) as bars:
         tasks: dict[str, Any] = {}

@@ -11,7 +11,6 @@ import platform
 import resource
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ import msgspec
 from resilient_train import config
 from resilient_train._native import Probes, ProbeStatus, death_watch_supported
 from resilient_train.errors import ResilientError
+from resilient_train.frameworks.supported import torch_installed, torch_problem
 from resilient_train.launch import asking, caches
 from resilient_train.observe.report import Line
 from resilient_train.protocol.messages import Query
 
-TORCH = "2.13"
 _DESCRIPTORS_MIN = 4096
 _DEVICES = {"NVIDIA GPU": "/dev/nvidia0", "Ascend NPU": "/dev/davinci0"}
 _LIBRARIES = {
@@ -43,10 +42,10 @@ _WORKS = {
 }
 
 
-_ZYGOTE = "ranks are forks of a process with their imports done (some 220 MiB), and so is what stands by"
+_ZYGOTE = "ranks are forks of a process with their imports done (some 240 MB), and so is what stands by"
 _DEPTHS = {
-    "forked": f"{_ZYGOTE} (some 2 MiB)",
-    "built": f"{_ZYGOTE}, which has the model, and what else the script holds at standby_point (from 25 MiB on)",
+    "forked": f"{_ZYGOTE} (some 2 MB)",
+    "built": f"{_ZYGOTE}, which has the model, and what else the script holds at standby_point (from 26 MB on)",
 }
 
 
@@ -122,7 +121,7 @@ def gather() -> Facts:
     return Facts(
         system=platform.system(),
         kernel=platform.release(),
-        torch=_version("torch"),
+        torch=torch_installed(),
         deaths_by_futex=death_watch_supported(),
         ptrace_scope=_number("/proc/sys/kernel/yama/ptrace_scope"),
         core_limit=resource.getrlimit(resource.RLIMIT_CORE)[0],
@@ -180,17 +179,14 @@ def judge(facts: Facts) -> list[Finding]:
 def _machine(facts: Facts) -> Iterator[Finding]:
     if facts.system != "Linux":
         yield Finding(Grade.PROBLEM, "system", f"{facts.system}: only Linux is supported")
-    if facts.torch is None:
-        yield Finding(Grade.PROBLEM, "torch", f"not installed: pip install torch=={TORCH}.0")
-    elif not facts.torch.startswith(f"{TORCH}."):
-        text = f"{facts.torch}: this version was tried with {TORCH} only, and uses its internals"
-        yield Finding(Grade.PROBLEM, "torch", text)
-    else:
-        yield Finding(Grade.OK, "torch", facts.torch)
+    problem = torch_problem(facts.torch)
+    yield Finding(Grade.PROBLEM if problem else Grade.OK, "torch", problem or str(facts.torch))
     if facts.deaths_by_futex:
         yield Finding(Grade.OK, "death of a rank", "seen within a millisecond, whatever its memory")
     else:
-        text = f"Linux {facts.kernel} has no futex_waitv (5.16): seen only when its memory is freed, some 30 ms per GiB"
+        text = (
+            f"Linux {facts.kernel} has no futex_waitv (5.16): seen only when its memory is freed, some 250 ms per GiB"
+        )
         yield Finding(Grade.NOTE, "death of a rank", text)
     if facts.ptrace_scope is not None and facts.ptrace_scope >= 2:
         text = f"kernel.yama.ptrace_scope is {facts.ptrace_scope}: it goes over the process group, several times slower"
@@ -302,13 +298,6 @@ def as_lines(findings: list[Finding]) -> list[Line]:
     styles = {Grade.OK: "green", Grade.NOTE: "yellow", Grade.PROBLEM: "bold red"}
     width = max(len(finding.what) for finding in findings)
     return [Line(f"{f.grade:<8} {f.what:<{width}}  {f.text}", styles[f.grade]) for f in findings]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _text(path: str) -> str | None:

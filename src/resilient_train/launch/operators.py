@@ -10,20 +10,28 @@ from resilient_train.errors import ConfigError
 from resilient_train.faults import check_fault
 from resilient_train.launch.connections import Connection
 from resilient_train.launch.processes import Processes, RankProcess
+from resilient_train.launch.waiting import Waiting
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
 from resilient_train.protocol.controller import Controller
-from resilient_train.protocol.standing import standing_of
 from resilient_train.session.injection import SIGNALS
 
 
 class Operators:
     """``note(kind, rank=..., ...)`` writes an event."""
 
-    def __init__(self, board: Board, controller: Controller, processes: Processes, note: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        board: Board,
+        controller: Controller,
+        processes: Processes,
+        waiting: Waiting,
+        note: Callable[..., None],
+    ) -> None:
         self._board = board
         self._controller = controller
         self._processes = processes
+        self._waiting = waiting
         self._note = note
         self._orders = 0
 
@@ -79,27 +87,14 @@ class Operators:
         return m.Reply(status={"pid": process.pid, "incarnation": process.incarnation, "order": number})
 
     def _status(self) -> dict[str, Any]:
-        ranks = []
-        for rank in range(self._board.world_size):
-            standing = standing_of(self._board.standing(rank))
-            process = self._processes.current.get(rank)
-            ranks.append(
-                {
-                    "rank": rank,
-                    "pid": process.pid if process is not None else None,
-                    "incarnation": self._controller.incarnations[rank],
-                    "commits": standing.commits,
-                    "phase": standing.phase.name,
-                    "step": self._board.step(rank),
-                    "beats": self._board.beats(rank),
-                }
-            )
         controller = self._controller
         return {
             "stage": controller.stage.value,
+            **self._waiting.status(),
             "generation": controller.generation,
-            "restarts": controller.restarts,
+            "restarts": controller.attempt,
+            "replacements": controller.restarts - controller.attempt,
             "max_restarts": controller.policy.max_restarts,
-            "ranks": ranks,
+            "ranks": [self._waiting.rank(rank) for rank in range(self._board.world_size)],
             "standbys": self._processes.standbys(),
         }

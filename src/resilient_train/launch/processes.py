@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +56,7 @@ class RankProcess:
         self.start = start
         self.pid = child.pid
         self.pidfd = os.pidfd_open(child.pid)
+        self.begun = time.monotonic()
         self._child = child
         self._wraps = wraps
         self._code: int | None = None

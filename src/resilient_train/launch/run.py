@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.machinery
+import itertools
 import os
 import signal
 import stat
@@ -12,27 +14,46 @@ import time
 import traceback
 import uuid
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from resilient_train import _register, config
 from resilient_train.errors import ConfigError
 from resilient_train.events import now
-from resilient_train.faults import parse_plan
+from resilient_train.faults import nearest, parse_plan
+from resilient_train.frameworks.supported import torch_problem, version_line
 from resilient_train.launch.claim import Claim
 from resilient_train.launch.console import Console
 from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.job import Job
+from resilient_train.launch.telling import line
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
+from resilient_train.observe.summary import summary
 from resilient_train.protocol.policy import DEFAULT_MAX_RESTARTS, Policy
+
+EXIT_WRONG_INPUT = 2
+
+
+def _check_torch() -> None:
+    """Raises ConfigError unless there is a torch that recoveries work with."""
+    try:
+        import torch
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        raise ConfigError(torch_problem(None) if missing else f"torch can't be imported: {error}") from None
+    if problem := torch_problem(torch.__version__):
+        raise ConfigError(problem)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message} (resilient-run --help lists all flags)")
 
 
 def _parser() -> argparse.ArgumentParser:
-    try:
-        from torch.distributed.run import get_args_parser
-    except ImportError:
-        raise ConfigError("resilient-run needs torch: pip install 'resilient-train[torch]'") from None
+    from torch.distributed.run import get_args_parser
+
     parser = get_args_parser()
     parser.prog = "resilient-run"
+    parser.error = _refuse  # type: ignore[method-assign] # argparse's own prints the usage, a screen of it
     parser.description = (
         "Starts a training job like torchrun (same flags), and keeps it going: a rank that dies is replaced alone, the "
         "others keep their state."
@@ -40,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     if not parser.get_default("max_restarts"):  # torchrun also reads PET_MAX_RESTARTS into its default
         parser.set_defaults(max_restarts=None)
     ours = parser.add_argument_group("resilient_train")
+    ours.add_argument("--version", action="version", version=version_line())
     ours.add_argument("--run-dir", "--run_dir", help="where the run writes (default: ./resilient_runs/<id>)")
     ours.add_argument("--faults", help="plan of faults to inject, e.g. 'kill rank=2 step=7 phase=UPDATING'")
     ours.add_argument("--standby", type=int, help="0: no process stands by to replace a lost rank (default: 1)")
@@ -56,6 +78,10 @@ def make_job(argv: list[str]) -> Job | argparse.Namespace:
 
     Raises ConfigError for what can't be run, SystemExit(2) for what argparse refuses.
     """
+    if argv == ["--version"]:  # also where there is no torch, whose parser this is
+        print(version_line())
+        raise SystemExit(0)
+    _check_torch()
     from torch.distributed import run as torchrun
 
     args = _parser().parse_args(argv)
@@ -69,7 +95,9 @@ def make_job(argv: list[str]) -> Job | argparse.Namespace:
     try:
         launch, command, arguments = torchrun.config_from_args(args)
     except (AssertionError, ValueError) as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error} (a flag of torchrun's; see resilient-run --help)") from None
+    except OSError as error:  # torch makes the directory when it reads the flags
+        raise ConfigError(f"--log-dir: {error}") from None
     if launch.max_nodes > 1:
         return args
     if launch.nproc_per_node < 1:
@@ -111,8 +139,16 @@ def make_job(argv: list[str]) -> Job | argparse.Namespace:
 
 
 def _check_script(args: argparse.Namespace) -> None:
-    if not args.module and not args.no_python and not Path(args.training_script).is_file():
-        raise ConfigError(f"there is no script {args.training_script!r}")
+    name = args.training_script
+    if args.module:
+        top = name.partition(".")[0]
+        if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
+            raise ConfigError(f"there is no module {top!r}")
+    elif not args.no_python and not args.run_path and not Path(name).is_file():
+        raise ConfigError(f"there is no script {name!r}")
+    for each in args.signals_to_handle.split(","):
+        if each not in signal.Signals.__members__:
+            raise ConfigError(f"--signals-to-handle: {each!r} is no signal{nearest(each, signal.Signals.__members__)}")
 
 
 def _command(command: Any, arguments: list[str]) -> tuple[str, ...]:
@@ -155,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
             config.unset_threads()
     except ConfigError as error:
         print(f"resilient-run: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(EXIT_WRONG_INPUT)
     if isinstance(job, argparse.Namespace):
         from torch.distributed import run as torchrun
 
@@ -183,10 +219,10 @@ def _enter_run_dir(job: Job) -> Claim:
         claim = Claim(job.run_dir)
     except ConfigError as error:
         print(f"resilient-run: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(EXIT_WRONG_INPUT)
     except OSError as error:
         print(f"resilient-run: the run directory can't be written: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(EXIT_WRONG_INPUT)
     if not claim.locked:
         print(
             f"resilient-run: the file system of {job.run_dir} knows no locks: take care that no launcher on another "
@@ -203,7 +239,7 @@ def _enter_run_dir(job: Job) -> Claim:
 
 def _ranks_wanted(argv: list[str]) -> str:
     """The value of ``--nproc-per-node``, found before there is a parser: it decides with what torch is imported."""
-    for here, after in zip(argv, [*argv[1:], ""], strict=True):
+    for here, after in itertools.pairwise([*argv, ""]):
         name, equals, value = here.partition("=")
         if name.startswith("--nproc"):
             return value if equals else after
@@ -248,18 +284,21 @@ def _without_effect() -> list[str]:
 def run_job(job: Job, argv: list[str], root: Root | str) -> int:
     """Runs a job of one node; returns its exit code."""
     from resilient_train.launch.agent import EXIT_BUG, Agent
-    from resilient_train.observe.trace import write_trace
 
     console = Console(sys.stderr.fileno())
     try:
         _set_aside(job.run_dir / EVENTS_FILE)
     except OSError as error:
         console.say(f"resilient-run: the run directory can't be written: {error}")
-        return 2
+        return EXIT_WRONG_INPUT
+    try:
+        job.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        console.say(f"resilient-run: logs can't be written (--log-dir): {error}")
+        return EXIT_WRONG_INPUT
     sink = JsonLines(job.run_dir / EVENTS_FILE)
-    console.say(f"resilient-run: {job.world_size} ranks, run directory {job.run_dir}")
-    for text in _without_effect():
-        console.say(f"resilient-run: {text}")
+    for text in (f"{job.world_size} ranks, run directory {job.run_dir}", *_without_effect()):
+        console.say(line(text))
     sink.write(now("run_start", detail={"world_size": job.world_size, "argv": argv, "pid": os.getpid()}))
 
     async def serve() -> int:
@@ -269,19 +308,30 @@ def run_job(job: Job, argv: list[str], root: Root | str) -> int:
         code = asyncio.run(serve())
     except ConfigError as error:
         console.say(f"resilient-run: {error}")
-        return 2
+        return EXIT_WRONG_INPUT
     except Exception as error:
         console.say("".join(traceback.format_exception(error)))
-        console.say(f"resilient-run: the job ends: internal error of the agent: {error!r} (please report it)")
+        console.say(line(f"the job ends: internal error of the agent: {error!r} (please report it)"))
         code = EXIT_BUG
     sink.close()
-    try:
-        write_trace(read_events(job.run_dir / EVENTS_FILE), job.run_dir / "trace.json")
-    except Exception as error:  # it only tells: the job is over, and its exit code is known
-        console.say(f"resilient-run: trace.json is not written: {error!r}")
+    _sum_up(job, code, console)
     if code == 128 + signal.SIGINT:
-        console.say("resilient-run: interrupted")
+        console.say(line("interrupted"))
     return code
+
+
+def _sum_up(job: Job, code: int, console: Console) -> None:
+    """The last line, and the trace. They only tell: the job is over, and its exit code is known."""
+    from resilient_train.observe.trace import write_trace
+
+    try:
+        events = read_events(job.run_dir / EVENTS_FILE)
+        if code != EXIT_WRONG_INPUT or any(event.kind == "started" for event in events):
+            told = f"{summary(events, code)}. Logs: {job.log_dir}; all of it: resilient-train report {job.run_dir}"
+            console.say(line(told))
+        write_trace(events, job.run_dir / "trace.json")
+    except Exception as error:
+        console.say(line(f"what became of the run can't be told from its events: {error!r}"))
 
 
 if __name__ == "__main__":

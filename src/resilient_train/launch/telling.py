@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+
+def line(text: str) -> str:
+    """One of our lines on the console: when it was written, and by whom."""
+    return f"{time.strftime('%H:%M:%S')} resilient-run: {text}"
 
 
 def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> Iterator[str]:
@@ -16,14 +22,14 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
     elif kind == "assembled":
         yield f"recovery {generation}: all ranks at one step after {took_ms:.0f} ms, {detail['commits']} updates done"
     elif kind == "leaving":
-        yield f"{detail['reason']}: the state is saved, then the job ends"
+        yield f"{detail['reason']}. The state is saved, then the job ends"
     elif kind == "save_last" and not detail["exact"]:
         yield (
             "no survivor stands at the start of an update: one finishes the step in which it was cut, and collectives "
             "that it calls there give it its own values"
         )
     elif kind == "restart_all":
-        yield f"{detail['reason']}: all ranks start again"
+        yield f"{detail['reason']}. All ranks start again"
     elif kind == "spared":
         named = ", ".join(map(str, detail["ranks"]))
         yield f"recovery {generation}: rank {named} {detail['reason']}; nobody else has its state, so it is not killed"

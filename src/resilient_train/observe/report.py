@@ -34,6 +34,7 @@ def as_dict(run: Run) -> dict[str, Any]:
         "end_reason": run.end_reason,
         "digest": run.digest,
         "restarts": run.restarts,
+        "replacements": run.replacements,
         "steps_redone": run.steps_redone,
         "committed_steps_lost": run.commits_lost,
         "updates_lost": run.saved.updates_lost,
@@ -139,16 +140,11 @@ def recovery_lines(recovery: Recovery) -> list[Line]:
 
 
 def show(report: Iterable[Line], file: TextIO | None = None) -> None:
-    """Prints the lines to ``file`` (stdout): in colour on a terminal where rich is installed, else plain."""
-    file = file or sys.stdout
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
-        for line in report:
-            print(line.text, file=file)
-        return
-    console = Console(file=file, highlight=False, soft_wrap=True)
+    """Prints the lines to ``file`` (stdout), in colour on a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
     for line in report:
         console.print(Text(line.text, style=line.style))
 

@@ -110,6 +110,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: tuple[Recovery, ...]
     restarts: int
     """How often all ranks were started again together: before the first step, or because their state was lost."""
+    replacements: int
+    """Processes that were started in the place of one that was lost."""
     saved: Saved
     finished: bool
     exit_code: int | None
@@ -146,6 +148,7 @@ def read_run(events: Iterable[Event]) -> Run:
         world_size=number_of(starts[0], "world_size") if starts else None,
         recoveries=tuple(recoveries(ordered)),
         restarts=sum(event.kind == "restart_all" for event in ordered),
+        replacements=sum(event.kind == "spawned" and event.detail.get("joining") is True for event in ordered),
         saved=read_saved(ordered),
         finished=any(event.kind == "finished" for event in ordered),
         exit_code=number_of(ends[-1], "code") if ends else None,

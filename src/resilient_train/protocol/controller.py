@@ -174,8 +174,12 @@ class Controller:
         spawns = [Spawn(r, self.incarnations[r], joining=False, attempt=self.attempt) for r in range(self.world_size)]
         return [note, *spawns]
 
-    def exited(self, rank: int, incarnation: int, code: int, standings: Sequence[Standing]) -> list[Command]:
-        """A rank's process ended; ``code`` is negative for a signal, as in ``subprocess``."""
+    def exited(
+        self, rank: int, incarnation: int, code: int, standings: Sequence[Standing], how: str = ""
+    ) -> list[Command]:
+        """A rank's process ended; ``code`` is negative for a signal, as in ``subprocess``. ``how`` it failed, if it is
+        known, stands behind "rank N failed".
+        """
         if self.stage is Stage.ENDED:
             return []
         if not self._current(rank, incarnation):
@@ -184,7 +188,7 @@ class Controller:
             by_itself = code >= 0 and incarnation == self.incarnations[rank] - 1
             if not by_itself or self.stage in (Stage.LEAVING, Stage.STARTING):
                 return []
-            return self._give_up(code or 1, _left(rank, code))
+            return self._give_up(code or 1, _left(rank, code, how))
         if self.stage is Stage.LEAVING:
             return self._gone(rank)
         if code < 0 and self.stage is not Stage.FINISHED:
@@ -192,12 +196,12 @@ class Controller:
         if code == 0 and self.stage in (Stage.STARTING, Stage.FINISHED):
             return []
         if code == 0:
-            return self._give_up(1, _left(rank, code), lost=rank)
+            return self._give_up(1, _left(rank, code, how), lost=rank)
         if self.stage is Stage.STARTING and self.policy.restart_on_error:
             return self._restart_all(rank, f"rank {rank} exited with code {code} before the first step", code)
         self._patience.reached(max((standing.commits for standing in standings), default=0))
-        told = _left(rank, code, " after the training" if self.stage is Stage.FINISHED else "")
-        return self._give_up(code if code > 0 else 128 - code, told, lost=rank)
+        when = " after the training" if self.stage is Stage.FINISHED else ""
+        return self._give_up(code if code > 0 else 128 - code, _left(rank, code, how, when), lost=rank)
 
     def failed_collective(
         self, generation: int, detail: str, standings: Sequence[Standing] = (), *, culprit: int = -1
@@ -301,12 +305,26 @@ class Controller:
         }
         return [Note("plan", detail=detail), *self._to_all(self.plan)]
 
+    def waits_for(self) -> list[int]:
+        """The ranks that the present stage waits for."""
+        everybody = set(range(self.world_size)) - self._left_out()
+        if self.stage is Stage.STARTING:
+            return sorted(everybody - self._started.keys())
+        if self.stage in (Stage.RECOVERING, Stage.LEAVING):
+            return sorted(everybody - (self._done if self.plan is not None else self._joined.keys()))
+        return sorted(everybody - self._finished) if self.stage is Stage.RUNNING and self._finished else []
+
+    def on_its_way(self, rank: int) -> str:
+        """What a process does that has not come to its loop; empty if it has."""
+        if self.stage is Stage.STARTING:
+            return "" if rank in self._started else "STARTING"
+        return "JOINING" if rank in self._holders.absent else ""
+
     def awaited(self) -> list[int]:
         """Survivors that a recovery waits for: they have heard of it, or should have, and have not joined."""
         if self.stage not in (Stage.RECOVERING, Stage.LEAVING) or self.plan is not None:
             return []
-        others = self._holders.absent.union(self._joined, self._left_out())
-        return [rank for rank in range(self.world_size) if rank not in others]
+        return [rank for rank in self.waits_for() if rank not in self._holders.absent]
 
     def done(self, rank: int, incarnation: int, generation: int, *, over: bool = False) -> list[Command]:
         """A rank stands where the plan wants it. The last one lets everybody go. ``over``: see ``messages.Done``."""
@@ -346,12 +364,13 @@ class Controller:
         if generation != self.generation or self.stage not in (Stage.RECOVERING, Stage.LEAVING):
             return []
         if self.plan is not None:
-            behind = [rank for rank in range(self.world_size) if rank not in self._done]
-            told = f"ranks {behind} did not come to the start of update {self.plan.commits} within {limit_s:g} s"
+            told = (
+                f"ranks {self.waits_for()} did not come to the start of update {self.plan.commits} within {limit_s:g} s"
+            )
             if self._fails_again(standings):
                 return self._give_up(EXIT_UNRECOVERABLE, f"recoveries keep failing: {told}")
             return self._begin((), told)
-        silent = {rank for rank in range(self.world_size) if rank not in self._joined} - self._left_out()
+        silent = set(self.waits_for())
         late = f"did not join the recovery within {limit_s:g} s"
         commands = self.fence(silent, late)
         holding = self._holders.last(silent)
@@ -484,7 +503,7 @@ class Controller:
         return [Send(rank, message) for rank in range(self.world_size)]
 
 
-def _left(rank: int, code: int, when: str = "") -> str:
+def _left(rank: int, code: int, how: str, when: str = "") -> str:
     if code == 0:
         return f"rank {rank} left with exit code 0 while the others were still training"
-    return f"rank {rank} failed{when} with exit code {code}"
+    return f"rank {rank} failed{when}{how or f' with exit code {code}'}"

@@ -9,6 +9,7 @@ A DeviceError anywhere means that the device does not do what a recovery needs: 
 from __future__ import annotations
 
 import atexit
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -35,6 +36,7 @@ from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.rank import Rank
 from resilient_train.session.comparison import Comparison
 from resilient_train.session.device_errors import DeviceErrors
+from resilient_train.session.drill_records import DrillRecords
 from resilient_train.session.explain import Explainer
 from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.handover import Handover
@@ -50,6 +52,10 @@ from resilient_train.session.step import Step
 from resilient_train.session.watch import Watch
 
 _WATCHDOG_S = 5.0
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text, 200, placeholder=" ...")
 
 
 class Driver:
@@ -88,6 +94,7 @@ class Driver:
         self._idle = Idle(engine, self._event, tells=agent.rank == 0)
         plan = parse_plan(settings.faults)
         self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine, self._peers)
+        self._records = DrillRecords(agent, engine, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
         self._handover = Handover(self._link, engine, settings.transfer)
@@ -322,10 +329,10 @@ class Driver:
         self._link.channel.send(m.Started(digest, self._engine.group_names(), self._replicas, self._rank.number))
 
     def _send_trouble(self, effect: do.SendTrouble) -> None:
-        self._link.channel.send(m.Trouble(self._rank.generation, effect.text[:200]))
+        self._link.channel.send(m.Trouble(self._rank.generation, _short(effect.text)))
 
     def _send_damaged(self, effect: do.SendDamaged) -> None:
-        self._link.channel.send(m.Damaged(self._rank.generation, effect.text[:200]))
+        self._link.channel.send(m.Damaged(self._rank.generation, _short(effect.text)))
 
     def _send_joined(self, _: do.SendJoined) -> None:
         rank, engine = self._rank, self._engine
@@ -355,6 +362,7 @@ class Driver:
             case "copied":
                 comparison.forget()
             case "end":
+                self._records.take(self._rank.number, None, self._cursor.place)
                 self._digests = self._engine.digests()
                 comparison.write(commits, self._digests[0])
 
@@ -381,7 +389,8 @@ class Driver:
                 self.outlive(error)
                 raise
             self._pulse.at(Activity.TRAINING)
-            self._kept.append(Drawn(batch, self._engine.random_state() if place else None))
+            random = self._engine.random_state() if place else None
+            self._kept.append(Drawn(batch, random, self._cursor.place))
         elif (random := self._kept[place].random) is not None:
             # The batch is kept, so nothing is drawn for it; but drawing it had moved the random numbers.
             self._engine.restore_random_state(random)
@@ -511,8 +520,9 @@ class Driver:
         self._answer = effect.value
 
     def _return_step(self, _: do.ReturnStep) -> None:
-        batch, number = self._kept[self._rank.place].batch, self._rank.number
-        self._answer = Step(self, number, batch.value, batch.epoch, self._rank.attempt)
+        drawn, number = self._kept[self._rank.place], self._rank.number
+        self._records.take(number, drawn.batch.value, drawn.place)
+        self._answer = Step(self, number, drawn.batch.value, drawn.batch.epoch, self._rank.attempt)
 
     def _cut(self, _: do.Cut) -> NoReturn:
         raise TrainingInterrupted
@@ -560,6 +570,7 @@ class Driver:
         self._watch.close()
         self.saving.close()
         self._pulse.close()
+        self._records.close()
         self._sink.close()
         self._injector.close()
         self._link.close()

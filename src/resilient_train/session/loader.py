@@ -20,10 +20,13 @@ _NONE = Batch(None, 0)
 
 
 class Drawn(NamedTuple):
-    """A batch of the open window, and the random state right after it was drawn (None: the window's start has it)."""
+    """A batch of the open window, the random state right after it was drawn (None: the window's start has it), and the
+    place in the data behind it: pass, and number of the next batch.
+    """
 
     batch: Batch
     random: bytes | None
+    place: tuple[int, int]
 
 
 class Position(NamedTuple):
@@ -97,6 +100,11 @@ class Cursor:
             return self.next()
         self._index += 1
         return Batch(value, self._epoch)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Pass over the data, and the number of its next batch."""
+        return self._epoch, self._index
 
     def position(self) -> Position:
         """The position before the next batch."""

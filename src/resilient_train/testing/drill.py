@@ -1,7 +1,7 @@
 """Runs a user's own script undisturbed, and then with faults, and says of each fault how it was recovered from.
 
-The faults are drawn from a seed: steps over the whole run, ranks, kinds and places in turn at random. Whether the bits
-are the same is known at the end, for the run as a whole.
+The faults are drawn from a seed: steps over the whole run, ranks, kinds and places in turn at random. Each rank writes
+a digest of each part of its state before each step: so the first step that went otherwise is known, and what differed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,11 +22,16 @@ from resilient_train.faults import COST_NO_PROCESS, INJECTABLE, PLACES, TARGETS,
 from resilient_train.observe.report import Line
 from resilient_train.observe.sinks import EVENTS_FILE, read_events
 from resilient_train.observe.timeline import Outcome, Recovery, Run, read_run
+from resilient_train.testing.drill_comparison import Difference, DrillComparison
 
 DEFAULT_KINDS = ("kill", "stop", "hcce", "uce")
 """Not ``loop``: it takes as long as the hang limit (``RESILIENT_HANG_TIMEOUT_S``) to be noticed."""
 _EVERY_STEP = (("COMPUTE", "start"), ("COMPUTE", "forward"), ("COMPUTE", "backward"), ("BETWEEN", "start"))
 _EVERY_UPDATE = tuple((phase, at) for phase in ("READY", "UPDATING", "APPLIED") for at in PLACES[phase])
+UNDISTURBED, DISTURBED, AGAIN = "undisturbed", "disturbed", "undisturbed-again"
+"""Runs, by the names of their directories."""
+_FIRST_STEP = 2
+"""What differs in the steps before the first fault is the script's own doing."""
 _STEPS_MIN = 6
 _SPACING = 2
 _PER_FAULT_S = 180.0
@@ -43,6 +48,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     faults: int = 6
     seed: int = 0
     kinds: tuple[str, ...] = DEFAULT_KINDS
+    each: bool = False
+    """Each fault in a run of its own, to find the one that does it."""
     limit_s: float = 3600.0
     """For the undisturbed run; the disturbed one gets three times what that one took, and a while per fault."""
 
@@ -67,51 +74,185 @@ class Blow(msgspec.Struct, frozen=True):
     strategy: str
     recovered: bool
     recovery_ms: float | None
+    problems: tuple[str, ...] = ()
+    """Of the run that had this fault alone (``each``)."""
 
 
-class Result(msgspec.Struct, frozen=True):
+class Result(msgspec.Struct, frozen=True, kw_only=True):
     """``problems`` is empty after a drill that lost nothing."""
 
     options: Options
+    judged: bool = True
+    """False: nothing can be said about faults (no Session, other bits each time, ...); ``problems`` says why."""
+    blows: tuple[Blow, ...] = ()
+    identical: bool = False
+    """All that can be compared was the same in all steps of all ranks."""
+    difference: Difference | None = None
+    """The first difference that was found."""
+    not_compared: dict[str, tuple[int, ...]] = {}
+    """What differs between undisturbed runs, and on which ranks."""
+    steps: int = 0
+    steps_redone: int = 0
+    commits_lost: int = 0
+    problems: tuple[str, ...] = ()
+
+
+class _Try(NamedTuple):
+    """A run with faults, and what is wrong with it."""
+
     blows: tuple[Blow, ...]
-    identical: bool
-    steps: int
-    steps_redone: int
-    commits_lost: int
-    problems: tuple[str, ...]
+    story: Run
+    same: bool
+    difference: Difference | None
+    problems: list[str]
 
 
 def drill(options: Options, tell: Tell) -> Result:
-    """Runs both. Raises OSError if the launcher can't be started."""
+    """Runs all that has to be run. Raises OSError if the launcher can't be started."""
     tell(f"{' '.join(options.command)}: undisturbed, {options.ranks} ranks ...")
     begin = time.monotonic()
-    code, expected, events = run_once(options, "undisturbed", "", options.limit_s)
+    code, story, events = run_once(options, UNDISTURBED, "", options.limit_s)
     seconds = time.monotonic() - begin
     steps = min((event.detail.get("steps", 0) for event in events if event.kind == "session_end"), default=0)
-    problem = _unfit(options, code, expected, steps)
+    problem = _unfit(options, code, story, steps)
     if problem:
-        return Result(options, (), False, steps, 0, 0, (problem,))
+        return Result(options=options, judged=False, steps=steps, problems=(problem,))
     clauses = plan(options, steps, updates_every_step=_updates(events) == steps)
-    tell(f"  {steps} steps in {seconds:.0f} s; now with {len(clauses)} faults ...")
-    limit_s = 3 * seconds + _PER_FAULT_S * len(clauses)
-    text = "; ".join(clause.describe() for clause in clauses)
-    code, disturbed, events = run_once(options, "disturbed", text, limit_s)
-    blows = tuple(outcome_of(clause, events, disturbed.recoveries) for clause in clauses)
+    alone = ", each in a run of its own" if options.each else ""
+    tell(f"  {steps} steps in {seconds:.0f} s; now with {_count(len(clauses), 'fault')}{alone} ...")
+    judge = _Judge(options, seconds, tell)
+    tries = []
+    for name, faults in _runs(options, clauses):
+        tries.append(judge.judge(name, faults))
+        if judge.undetermined:
+            break
+    problems = [text for each in tries for text in each.problems]
     return Result(
-        options,
-        blows,
-        code == 0 and disturbed.digest is not None and disturbed.digest == expected.digest,
-        steps,
-        disturbed.steps_redone,
-        disturbed.commits_lost,
-        tuple(_problems(options, code, expected, disturbed, blows)),
+        options=options,
+        judged=not judge.undetermined,
+        blows=tuple(blow for each in tries for blow in each.blows),
+        identical=all(each.same for each in tries),
+        difference=next((each.difference for each in tries if each.difference), None),
+        not_compared={} if judge.undetermined else judge.not_compared(),
+        steps=steps,
+        steps_redone=sum(each.story.steps_redone for each in tries),
+        commits_lost=sum(each.story.commits_lost for each in tries),
+        problems=tuple(problems),
     )
+
+
+def _runs(options: Options, clauses: list[Injection]) -> list[tuple[str, list[Injection]]]:
+    if not options.each:
+        return [(DISTURBED, clauses)]
+    alone = [msgspec.structs.replace(clause, incarnation=0) for clause in clauses]
+    return [(f"fault-{number}", [clause]) for number, clause in enumerate(alone, 1)]
+
+
+class _Judge:
+    """Has the disturbed runs made, and compares them with the undisturbed one.
+
+    The steps before a run's first fault are an undisturbed beginning. Where something differs behind it, the script
+    runs undisturbed once more: whether the fault did it, or the script by itself, is not guessed.
+    """
+
+    def __init__(self, options: Options, seconds: float, tell: Tell) -> None:
+        self._options = options
+        self._seconds = seconds
+        self._tell = tell
+        self._comparison = DrillComparison(options.run_dir / UNDISTURBED, options.ranks)
+        self._ran_again = False
+        self.undetermined = False
+
+    def judge(self, name: str, clauses: list[Injection]) -> _Try:
+        """One run with these faults."""
+        options, run_dir = self._options, self._options.run_dir / name
+        text = "; ".join(clause.describe() for clause in clauses)
+        limit_s = 3 * self._seconds + _PER_FAULT_S * len(clauses)
+        code, story, events = run_once(options, name, text, limit_s)
+        blows = tuple(outcome_of(clause, events, story.recoveries) for clause in clauses)
+        problems = _problems(options, name, code, story, blows)
+        difference, told = None, ""
+        if code == 0:
+            self._comparison.settle(run_dir, before_step=clauses[0].step)
+            difference, told = self._compare(run_dir, clauses)
+            problems += [told] if told else []
+        if options.each:
+            blows = tuple(msgspec.structs.replace(blow, problems=tuple(problems)) for blow in blows)
+            problems = [problem if blows[0].plan in problem else f"{blows[0].plan}: {problem}" for problem in problems]
+        return _Try(blows, story, code == 0 and not told, difference, problems)
+
+    def _compare(self, run_dir: Path, clauses: list[Injection]) -> tuple[Difference | None, str]:
+        if told := self._not_deterministic():
+            return None, told
+        if missing := self._comparison.missing(run_dir):
+            return None, f"ranks {', '.join(map(str, missing))} did not come to as many updates as undisturbed"
+        difference = self._comparison.first_difference(run_dir)
+        if difference is not None and not self._ran_again:
+            self._ran_again = True
+            self._tell("  something differs; undisturbed once more, to see whether the script does that by itself ...")
+            code, _, _ = run_once(self._options, AGAIN, "", 3 * self._seconds + _PER_FAULT_S)
+            if code != 0:
+                return None, f"the script ended well once; run undisturbed again, it did not (exit code {code})"
+            self._comparison.settle(self._options.run_dir / AGAIN)
+            if told := self._not_deterministic():
+                return None, told
+            difference = self._comparison.first_difference(run_dir)
+        return difference, explain(difference, clauses) if difference else ""
+
+    def _not_deterministic(self) -> str:
+        found = self._comparison.undetermined()
+        self.undetermined = found is not None
+        if found is None:
+            return ""
+        rank, name = found
+        return (
+            f"the script is not deterministic: {name} of rank {rank} differs between two undisturbed runs, so nothing "
+            "can be said about faults. Look for generators that are not seeded, time, threads, the order of sets"
+        )
+
+    def not_compared(self) -> dict[str, tuple[int, ...]]:
+        """What the script does differently each time, and on which ranks."""
+        unsettled = self._comparison.unsettled
+        names = sorted({name for theirs in unsettled for name in theirs})
+        return {name: tuple(rank for rank, theirs in enumerate(unsettled) if name in theirs) for name in names}
+
+
+def explain(difference: Difference, clauses: Sequence[Injection]) -> str:
+    """The first difference as a sentence: rank, step, tensor, the fault before it, and where to look."""
+    pieces, step = difference.pieces, difference.step
+    more = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
+    before = [clause for clause in clauses if clause.step <= step]
+    after = f" (the last fault before: {before[-1].describe()})" if before else ""
+    what = f"{said(pieces[0])}{more} of rank {difference.rank}"
+    if difference.again:
+        return (
+            f"step {step} did not begin again as it had begun: {what} differs{after}. What the body changes before "
+            "optimizer.step() must be in rank_state=, or be changed behind it; step.batch must not be changed in place"
+        )
+    if difference.began:
+        return f"step {step} is the first that differs: it began with another {what}{after}"
+    return (
+        f"step {step} is the first that differs: it began as undisturbed, and ended with another {what}{after}. So it "
+        "uses something that the Session does not know: a local variable that is carried from step to step, a file, "
+        "the time. Register it (state=, rank_state=), or make it from step.number"
+    )
+
+
+def said(piece: str) -> str:
+    """A piece of state for people."""
+    return {
+        "generator.python": "Python's random numbers",
+        "generator.numpy": "NumPy's random numbers",
+        "generator.torch": "torch's random numbers",
+        "generator.cuda": "CUDA's random numbers",
+        "loader": "place in the data",
+    }.get(piece, piece)
 
 
 def plan(options: Options, steps: int, *, updates_every_step: bool) -> list[Injection]:
     """The faults, by step. A killed or hung rank's next fault is meant for its replacement."""
     chance = random.Random(options.seed)
-    candidates = range(1, steps - 1, _SPACING)
+    candidates = range(_FIRST_STEP, steps - 1, _SPACING)
     chosen = sorted(chance.sample(candidates, min(options.faults, len(candidates))))
     places = _EVERY_STEP + (_EVERY_UPDATE if updates_every_step else ())
     incarnations = [0] * options.ranks
@@ -133,6 +274,7 @@ def run_once(options: Options, name: str, faults: str, limit_s: float) -> tuple[
     environ = clean_environ(switches=True)
     environ.pop("RESILIENT_FAULTS", None)
     environ.pop("RESILIENT_RUN_DIR", None)
+    environ["RESILIENT_DRILL_RECORDS"] = "1"
     with launched(run_dir, arguments, environ) as process:
         try:
             code: int | None = process.wait(limit_s)
@@ -180,8 +322,8 @@ def _is(clause: Injection, event: Event) -> bool:
     return found == (clause.rank, clause.incarnation, clause.step, clause.phase, clause.at)
 
 
-def _problems(options: Options, code: int | None, expected: Run, disturbed: Run, blows: Sequence[Blow]) -> list[str]:
-    log = options.run_dir / "disturbed" / LAUNCHER_LOG
+def _problems(options: Options, name: str, code: int | None, story: Run, blows: Sequence[Blow]) -> list[str]:
+    log = options.run_dir / name / LAUNCHER_LOG
     found = [f"{blow.plan}: not recovered" for blow in blows if blow.happened and not blow.recovered]
     if code is None:
         return [*found, f"the disturbed run took too long and was ended; its log {log} ends with\n{log_tail(log)}"]
@@ -189,13 +331,8 @@ def _problems(options: Options, code: int | None, expected: Run, disturbed: Run,
         return [*found, f"the disturbed run ended with exit code {code}; its log {log} ends with\n{log_tail(log)}"]
     if not any(blow.happened for blow in blows):
         found.append("not one of the planned faults happened: the script leaves no room for them")
-    if disturbed.digest != expected.digest:
-        hint = "if two undisturbed runs differ as well, the script is not deterministic"
-        found.append(f"parameters differ: digest {disturbed.digest}, undisturbed {expected.digest}; {hint}")
-    if disturbed.rank_digests != expected.rank_digests:
-        found.append("some rank's random numbers or place in the data differ at the end")
-    if disturbed.commits_lost:
-        found.append(f"{disturbed.commits_lost} committed steps were lost")
+    if story.commits_lost:
+        found.append(f"{story.commits_lost} committed steps were lost")
     return found
 
 
@@ -205,6 +342,8 @@ def as_dict(result: Result) -> dict[str, Any]:
         "ok": not result.problems,
         "identical": result.identical,
         "problems": list(result.problems),
+        "difference": msgspec.to_builtins(result.difference),
+        "not_compared": {name: list(ranks) for name, ranks in result.not_compared.items()},
         "faults": msgspec.to_builtins(result.blows),
         "seed": result.options.seed,
         "ranks": result.options.ranks,
@@ -216,7 +355,7 @@ def as_dict(result: Result) -> dict[str, Any]:
 
 
 def as_lines(result: Result) -> list[Line]:
-    """The result for a person."""
+    """The result for a person. The last line is the verdict: "yes" where there are no problems, and only there."""
     found = []
     width = max((len(blow.plan) for blow in result.blows), default=0)
     if result.blows:
@@ -228,15 +367,36 @@ def as_lines(result: Result) -> list[Line]:
             text, style = "NOT RECOVERED", "bold red"
         else:
             text, style = f"{blow.strategy:<12} {blow.recovery_ms:>10.0f}", "green"
-        found.append(Line(f"{blow.plan:<{width}}  {text}", style))
+        found.append(Line(f"{blow.plan:<{width}}  {text}{'   NOT THE SAME' if blow.problems else ''}", style))
     found += [Line(problem, "red") for problem in result.problems]
-    if not result.blows:
-        return found
-    verdict, style = ("yes", "bold green") if result.identical else ("NO", "bold red")
-    return [
-        *found,
+    found += [Line(text, "yellow") for text in _not_compared(result)]
+    if not result.judged:
+        return [*found, Line("recovers bit for bit: not known", "bold red")]
+    run = "fault-<n>" if result.options.each else DISTURBED
+    found += [
         Line(""),
         Line(f"steps redone: {result.steps_redone} of {result.steps}   committed steps lost: {result.commits_lost}"),
-        Line(f"report: resilient-train report {result.options.run_dir / 'disturbed'}"),
-        Line(f"bit-identical to the undisturbed run: {verdict} (seed {result.options.seed})", style),
+        Line(f"report: resilient-train report {result.options.run_dir / run}"),
+    ]
+    happened = sum(blow.happened for blow in result.blows)
+    of = f"{_count(happened, 'fault')}, seed {result.options.seed}"
+    if not result.problems:
+        return [*found, Line(f"recovers bit for bit: yes ({of})", "bold green")]
+    if result.difference is not None and not result.options.each and happened > 1:
+        found.append(Line("which fault does it: the same command with --each"))
+    return [*found, Line(f"recovers bit for bit: NO ({of})", "bold red")]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def _not_compared(result: Result) -> list[str]:
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for piece, ranks in result.not_compared.items():
+        by_ranks.setdefault(ranks, []).append(said(piece))
+    return [
+        f"not compared: {', '.join(pieces)} of rank {', '.join(map(str, ranks))}: they differ between two undisturbed "
+        "runs (the script does not seed them, or they depend on time)"
+        for ranks, pieces in by_ranks.items()
     ]

@@ -1,7 +1,9 @@
 """Sessions that go wrong in the way that ``sys.argv[1]`` names."""
 
+import atexit
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,8 @@ class Odd:
         raise AssertionError(state)
 
 
+if mode == "other-torch":
+    torch.__version__ = "2.15.0"
 session = rt.Session(
     model=model,
     optimizer=optimizer,
@@ -39,6 +43,10 @@ if mode == "second-session":
 with session:
     for step in session.steps(5):
         with step:
+            if mode == "raise-slowly" and step.number == 2 and rank == 1:
+                atexit.register(time.sleep, 3)  # a library that takes its time to end, after ...
+                atexit.register(dist.destroy_process_group)
+                raise ValueError("the user's own mistake")
             if mode == "leave" and step.number == 2 and rank == 1:
                 os._exit(0)
             if mode == "raise" and step.number == 2 and rank == 1:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,9 +28,11 @@ from resilient_train.frameworks.base import (
     Strides,
     Workers,
 )
+from resilient_train.frameworks.supported import torch_problem
 from resilient_train.frameworks.torch import admission
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import Buckets, Pass, wrappers_in
+from resilient_train.frameworks.torch.by_name import taken_by_name
 from resilient_train.frameworks.torch.damage import assess, move
 from resilient_train.frameworks.torch.data import drop_workers, fast_forward, strides, workers
 from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
@@ -38,6 +40,7 @@ from resilient_train.frameworks.torch.generators import random_state, restore_ra
 from resilient_train.frameworks.torch.group import Built, ResilientGroup, groups, works
 from resilient_train.frameworks.torch.layout import OfferTree, read_layout, read_offer
 from resilient_train.frameworks.torch.leaves import pack, unpack
+from resilient_train.frameworks.torch.parts import parts
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.replicated import Replicated, copy_tree
 from resilient_train.frameworks.torch.samples import Samples
@@ -92,13 +95,18 @@ class TorchEngine:
         return tuple(groups)
 
     def group_problem(self) -> str:
+        if problem := torch_problem(torch.__version__):
+            return problem
         if not dist.is_initialized():
             return "this process has no process group: call torch.distributed.init_process_group first"
         if not isinstance(dist.group.WORLD, ResilientGroup):
-            return (
-                f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in: "
-                'import resilient_train before init_process_group, or pass it backend="resilient"'
-            )
+            refused = f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in"
+            if where := taken_by_name():
+                return (
+                    f"{refused}: {where} imports init_process_group by its name before resilient_train is imported, so "
+                    "it is torch's own: move `import resilient_train` above that line"
+                )
+            return f'{refused}: import resilient_train before init_process_group, or pass it backend="resilient"'
         return ""
 
     def sockets(self) -> list[tuple[int, int]]:
@@ -361,6 +369,9 @@ class TorchEngine:
 
     def digests(self) -> tuple[str, str]:
         return self._replicated.core_digest(), digest(self._ranks_own.packed() + random_state(), [])
+
+    def parts(self, more: Mapping[str, Any]) -> dict[str, str]:
+        return parts(self._replicated, self._objects.rank_extra, more)
 
     def fingerprint(self) -> Fingerprint:
         return self._replicated.fingerprint()

@@ -61,5 +61,9 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 def _digest_of(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return xxhash.xxh3_64_hexdigest(flatten(value, TENSORS)[0])
-    held = dense(value)
-    return digest(f"{value.dtype} {tuple(value.shape)}".encode(), [span_of(held)])
+    return tensor_digest(value)
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Of its elements, dtype and shape; of a DTensor: of what this rank holds of it."""
+    return digest(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), [span_of(dense(tensor))])

@@ -158,6 +158,13 @@ def restore_random_state(state: bytes) -> None:
         torch.cuda.set_rng_state_all([_bytes_tensor(each) for each in held.cuda])
 
 
+def by_generator(state: bytes) -> dict[str, Any]:
+    """What ``random_state`` returned, taken apart: the name of each generator, and its state."""
+    held = _DECODER.decode(state)
+    parts = {"python": (held.python, held.python_kept), "numpy": held.numpy, "torch": held.torch}
+    return {**parts, "cuda": held.cuda} if held.cuda else parts
+
+
 def _python_state() -> tuple[bytes, float | None]:
     global _python_held
     generator = _python_generator()

@@ -267,10 +267,10 @@ def _moves_path(tree: ast.Module) -> bool:
 def target_of(command: Sequence[str]) -> Target | str:
     """What ``python -u SCRIPT ARGUMENTS`` or ``python -u -m MODULE ARGUMENTS`` runs; else why that is not known."""
     if not command or command[0] != sys.executable:
-        return "the ranks are not started with this Python"
+        return "the ranks are started by a command of their own (--no-python, PYTHON_EXEC), and not by this Python"
     rest = list(command[1:])
     if not rest or rest.pop(0) != "-u":
-        return "the ranks are started with flags of Python's that a fork can't have"
+        return "the ranks are started by a command of their own (--no-python), and not as `python -u SCRIPT`"
     if len(rest) >= 2 and rest[0] == "-m":
         return Target(module=rest[1], arguments=tuple(rest[2:]))
     if not rest or rest[0].startswith("-"):

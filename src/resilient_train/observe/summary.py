@@ -1,0 +1,48 @@
+"""What a run came to, in one line: the last that the console is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from resilient_train.events import Event
+from resilient_train.observe.fields import number_of
+from resilient_train.observe.timeline import Outcome, Run, read_run
+
+
+def summary(events: Sequence[Event], code: int) -> str:
+    """How long, how far, what was repaired, what was lost, and the newest checkpoint."""
+    run = read_run(events)
+    seconds = (max(e.time_ns for e in events) - min(e.time_ns for e in events)) / 1e9 if events else 0.0
+    end = "done" if code == 0 else f"ended with exit code {code}"
+    parts = [_progress(events), *_repairs(run)]
+    if run.saved.written:
+        newest = run.saved.written[-1]
+        parts.append(f"newest checkpoint: step {newest.step} ({newest.path})")
+    return f"{end} after {seconds:.0f} s: {', '.join(parts)}"
+
+
+def _progress(events: Sequence[Event]) -> str:
+    if not any(event.kind == "started" for event in events):
+        return "no Session came to its first step"
+    steps = [number for e in events if e.kind == "session_end" and (number := number_of(e, "steps")) is not None]
+    if steps:
+        return f"{max(steps)} steps"
+    furthest = [number for e in events if e.kind == "job_end" and (number := number_of(e, "commits")) is not None]
+    return f"{max(furthest)} updates" if furthest else "the number of steps is not known"
+
+
+def _repairs(run: Run) -> list[str]:
+    resumed = [recovery for recovery in run.recoveries if recovery.outcome is Outcome.RESUMED]
+    found = [_count(len(resumed), "recovery", "recoveries")]
+    if run.restarts:
+        found.append(f"all ranks started again {_count(run.restarts, 'time', 'times')}")
+    if run.recoveries:
+        found.append(f"{_count(run.steps_redone, 'step', 'steps')} redone")
+        found.append(f"{_count(run.commits_lost, 'committed step', 'committed steps')} lost in recoveries")
+    if run.saved.updates_lost:
+        found.append(f"{_count(run.saved.updates_lost, 'update', 'updates')} lost otherwise")
+    return found
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"

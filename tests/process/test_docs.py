@@ -1,0 +1,233 @@
+"""Every command and every block of Python in the documentation is run, or its page says why it can't be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from running import JOBS, LAUNCHER, launch, start
+from saved_jobs import wait_for
+
+from documented import PAGES, ROOT, Block, blocks, write_file
+from resilient_train.demo import run as demos
+from resilient_train.faults import parse_plan
+from resilient_train.launch.cli import main
+from resilient_train.testing import drill as drills
+
+ALL = [block for page in PAGES for block in blocks(page)]
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+NEEDS_FORMAT = "checkpoint-format.md"
+PYTHON = [b for b in ALL if b.language == "python" and not b.why_not and b.page != TUTORIAL]
+SHELL = sorted({b.page for b in ALL if b.language in ("sh", "console") and b.page != TUTORIAL})
+OTHER_TERMINAL = "in another terminal"
+PLANS = "plans for --faults"
+AS_SHOWN = "output as shown"
+NOTES = (OTHER_TERMINAL, PLANS, AS_SHOWN)
+COMMAND = re.compile(r"^\s*(\$ )?(resilient-(run|train)|torchrun|python3?|pip|make|srun|git|cd|tail) ")
+
+
+@pytest.mark.parametrize("block", ALL, ids=lambda block: block.name)
+def test_nothing_is_left_out(block: Block) -> None:
+    """A block is of a kind that is run; or the page says why not, for its readers too."""
+    if block.note.startswith("not run"):
+        assert len(block.why_not) > 15, "say why"
+    else:
+        assert block.language in ("python", "sh", "console", "text"), block.language
+        assert block.note in (*NOTES, "") or block.note.startswith("file: "), block.note
+    if block.language == "text":
+        assert not any(COMMAND.match(line) for line in block.text.splitlines()), "a command: make it a block of sh"
+    if block.language == "bash":
+        subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    if block.note == PLANS:
+        assert all(parse_plan(line.partition("#")[0]) for line in block.text.splitlines())
+
+
+def test_the_pages_have_blocks() -> None:
+    """As many as a reader sees: the pattern that finds them misses none."""
+    fences = sum(line.startswith("```") for page in PAGES for line in page.read_text().splitlines())
+    assert len(ALL) == fences / 2 > 50
+
+
+@pytest.mark.parametrize("block", [b for b in PYTHON if b.page.name != NEEDS_FORMAT], ids=lambda block: block.name)
+def test_a_block_of_python(tmp_path: Path, block: Block) -> None:
+    """It runs on two ranks, and if it trains, survives a kill."""
+    (tmp_path / "block.py").write_text(block.text)
+    # Where there is no loop there is nothing to be killed in.
+    trains = not block.text.startswith("rt.Session(")
+    flags = ("--faults", "kill rank=1 step=4") if trains else ()
+    run = launch(tmp_path / "run", "documented.py", str(tmp_path / "block.py"), ranks=2, flags=flags)
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == trains, run.explain()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of commands come from the test server."""
+
+    @contextlib.contextmanager
+    def launched(
+        run_dir: Path, arguments: Sequence[str], environ: Mapping[str, str] | None = None
+    ) -> Iterator[subprocess.Popen]:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        ours = {name: value for name, value in (environ or {}).items() if name.startswith("RESILIENT_")}
+        with start([*LAUNCHER, "--run-dir", str(run_dir), *arguments], **ours) as process:
+            yield process
+
+    monkeypatch.setattr(drills, "launched", launched)
+    monkeypatch.setattr(demos, "launched", launched)
+
+
+class Shell:
+    """Types the commands of a page, in ``folder``; what the page has below /tmp is there too."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self._capsys = capsys
+
+    def here(self, word: str) -> str:
+        """A word of a page in this folder."""
+        return re.sub(r"(?<![\w/])/tmp/", f"{self.folder}/", re.sub(r"\bRUN\b", "resilient_runs/a", word))
+
+    def launcher(self, words: list[str]) -> list[str]:
+        return [*LAUNCHER, *map(self.here, words[1:])]
+
+    def type(self, words: list[str]) -> str:
+        """Runs a command to its end; returns its output. Fails unless it ends well."""
+        match words[0]:
+            case "resilient-run":
+                with start(self.launcher(words)) as process:
+                    out, err = process.communicate(timeout=120)
+                assert process.returncode == 0, (words, out, err)
+                return out + err
+            case "resilient-train":
+                self._capsys.readouterr()
+                code = main([self.here(word) for word in words[1:]])
+                out, err = self._capsys.readouterr()
+                assert code == 0, (words, out, err)
+                return out
+            case "make":
+                recipe = self.run(["make", "-n", "-C", str(ROOT), "-o", "setup", *words[1:]])
+                (words,) = (shlex.split(line) for line in recipe.splitlines() if "resilient-" in line)
+                return self.type([Path(words[0]).name, *words[1:], "--steps", "12"])
+            case "torchrun":
+                return self.run([sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]])
+            case "python":
+                return self.run([sys.executable, *words[1:]])
+        return self.run(["bash", "-c", " ".join(map(self.here, words))])
+
+    def run(self, command: list[str]) -> str:
+        plain = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+        done = subprocess.run(
+            command, cwd=self.folder, env=plain, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("page", SHELL, ids=lambda page: page.name)
+def test_the_commands_of_a_page(
+    tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """RUN, and ``resilient_runs/a``, is a job of four ranks that trains and saves as long as the page is typed."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(JOBS / "documented_train.py", tmp_path / "train.py")
+    shell, run_dir, enough = Shell(tmp_path, capsys), tmp_path / "resilient_runs/a", tmp_path / "enough"
+    typed = [block for block in blocks(page) if block.language in ("sh", "console") and not block.why_not]
+    job = [*LAUNCHER, "--nproc-per-node", "4", "--run-dir", str(run_dir), "train.py", "--until", str(enough)]
+    with contextlib.ExitStack() as stack:
+        if any("RUN" in block.text or "resilient_runs/a" in block.text for block in typed):
+            process = stack.enter_context(start(job))
+            wait_for(run_dir, process, "save_cost", 2)
+        for block in typed:
+            for words in block.commands():
+                out = shell.type(words)
+                if block.note == AS_SHOWN:
+                    assert out == block.output()
+        enough.touch()
+
+
+def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Line by line, at ten times its pace. The typist at the second terminal waits for nothing."""
+    monkeypatch.chdir(tmp_path)
+    shell = Shell(tmp_path, capsys)
+    said = ""
+    typed = [block for block in blocks(TUTORIAL) if not block.why_not and block.language != "text"]
+    for block, after in zip(typed, [*typed[1:], None], strict=True):
+        if write_file(block, tmp_path):
+            continue
+        in_background = after is not None and after.note == OTHER_TERMINAL
+        if block.note == OTHER_TERMINAL:
+            continue  # typed beside the one before it
+        for path in tmp_path.glob("*.py"):
+            path.write_text(path.read_text().replace("time.sleep(0.1)", "time.sleep(0.01)"))
+        (first, *rest) = block.commands()
+        if not in_background:
+            said = "".join(shell.type(words) for words in (first, *rest))
+            continue
+        with start(shell.launcher(first)) as process:
+            for other in typed[typed.index(block) + 1 :]:
+                if other.note != OTHER_TERMINAL:
+                    break
+                for words in other.commands():
+                    shell.type(words)
+            out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, out + err
+        assert err.count("training again after") == 2, err
+    assert "committed steps lost: 0" in said
+    digests = {
+        re.search("digest ([0-9a-f]+)", shell.type(["resilient-train", "report", f"/tmp/{name}"]))[1]  # type: ignore[index]
+        for name in ("tutorial", "tutorial2", "tutorial3")
+    }
+    assert len(digests) == 1, "not nearly the same: the same bits"
+
+
+def test_the_block_that_reads_a_checkpoint_with_torch(tmp_path: Path) -> None:
+    import torch
+    from safetensors import safe_open
+
+    run = launch(tmp_path / "run", "documented_train.py", "--steps", "11", ranks=2)
+    assert run.code == 0, run.explain()
+    (block,) = (block for block in PYTHON if block.page.name == NEEDS_FORMAT)
+    checkpoint = run.run_dir / "checkpoints" / "step_10"
+    state_dict = {}
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as shard:
+            state_dict |= {name: torch.full_like(shard.get_tensor(name), 7) for name in shard.keys()}  # noqa: SIM118
+    exec(block.text.replace("RUN/checkpoints/step_1200", str(checkpoint)), {"state_dict": state_dict})
+    assert state_dict
+    assert not any((tensor == 7).all() for tensor in state_dict.values() if tensor.numel() > 1)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda example: example.name)
+def test_examples_pass_the_drill(tmp_path: Path, example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--run-dir", str(tmp_path / "drill"), "--ranks", "2", "--faults", "4", "--kinds", "kill,hcce,uce"]
+    code = main(["drill", *flags, "--", str(example)])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert said.splitlines()[-1].startswith("recovers bit for bit: yes")
+
+
+def test_what_examples_tell_to_try(tmp_path: Path) -> None:
+    """Each begins with commands."""
+    ways = {"torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"], "python": [sys.executable]}
+    for example in (ROOT / "examples").glob("*.py"):
+        ways["resilient-run"] = [*LAUNCHER, "--run-dir", str(tmp_path / example.stem)]
+        lines = [line.strip() for line in example.read_text().split('"""')[1].splitlines() if line.startswith("    ")]
+        assert lines, example
+        for way, *words, name in map(shlex.split, lines):
+            assert name == f"examples/{example.name}"
+            with start([*ways[way], *words, str(example)]) as process:
+                _, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
+            assert ("training again after" in err) == (way == "resilient-run")
+            assert err.count("the Session is a plain loop") == (way != "resilient-run")

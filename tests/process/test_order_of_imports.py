@@ -1,0 +1,67 @@
+"""Scripts that take ``init_process_group`` by its name, and above our import; and what a script finds of itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import JOBS, LAUNCHER, launch, read_events, start
+from test_fork import starts
+
+NANOGPT = JOBS / "nanogpt.py"
+LINE = next(n for n, text in enumerate(NANOGPT.read_text().splitlines(), 1) if "import destroy_process_group" in text)
+
+
+@pytest.mark.parametrize("standby", ["1", "0"], ids=["forked", "cold"])
+def test_the_group_is_ours_whoever_comes_first(tmp_path: Path, standby: str) -> None:
+    run = launch(tmp_path / "run", NANOGPT, ranks=2, flags=("--standby", standby, "--faults", "kill rank=1 step=4"))
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 1, run.explain()
+    assert starts(run.events) == ["forked" if standby == "1" else "cold"] * 3
+
+
+def test_an_interpreter_of_the_users_own_is_told(tmp_path: Path) -> None:
+    """``--no-python`` starts what it is given: nobody can have imported us before. Both things that follow are said."""
+    command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), "--no-python"]
+    with start([*command, sys.executable, str(NANOGPT)]) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2, err
+    ours = [line for line in err.splitlines() if "resilient-run: " in line]
+    assert any("start cold" in line and "--no-python" in line for line in ours), err
+    assert any(f"{NANOGPT}:{LINE} imports init_process_group by its name" in line for line in ours), err
+    assert any("move `import resilient_train` above that line" in line for line in ours), err
+    assert starts(read_events(tmp_path / "run")) == ["cold"] * 2
+
+
+def test_under_plain_torchrun_it_is_a_plain_loop(tmp_path: Path) -> None:
+    """There the group may be torch's own: nothing is to be replaced."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(NANOGPT)]
+    with start(command) as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert err.count("the Session is a plain loop") == 1
+
+
+@pytest.mark.parametrize("way", ["script", "relative", "module"])
+def test_a_script_finds_of_itself_what_it_finds_under_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Itself, its folder, its arguments; and so do the processes that it spawns."""
+    monkeypatch.chdir(JOBS)
+    named = {"script": [str(NANOGPT)], "relative": ["../jobs/nanogpt.py"], "module": ["-m", "nanogpt"]}[way]
+    told = {}
+    for name, command in (
+        ("plain", [sys.executable, *named]),
+        ("forked", [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), *named]),
+    ):
+        file = tmp_path / "told"
+        if name == "plain":
+            subprocess.run([*command, "tell", str(file)], check=True, timeout=60)
+        else:
+            with start([*command, "tell", str(file)]) as process:
+                out, err = process.communicate(timeout=60)
+            assert process.returncode == 0, out + err
+        told[name] = json.loads(file.read_text())
+    assert starts(read_events(tmp_path / "run")) == ["forked"] * 2
+    assert told["forked"] == told["plain"]

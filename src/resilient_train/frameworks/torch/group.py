@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import GroupName
 
-from resilient_train import standby
-from resilient_train.config import read_link
+from resilient_train import config, standby
 from resilient_train.errors import UsageError
+from resilient_train.frameworks.torch.set_up import SetUp
 from resilient_train.frameworks.torch.store import CancellableStore
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, run_alone
@@ -42,6 +42,9 @@ groups: dict[str, ResilientGroup] = {}
 works = Works()
 """Those under way in all groups."""
 _watcher: Watcher | None = None
+_set_up: SetUp | None = None
+"""Of the collectives before the loop; None behind its begin, and where no rank is ever replaced."""
+_loop_has_begun = False
 _droppers: list[threading.Thread] = []
 
 
@@ -49,6 +52,17 @@ def watch(watcher: Watcher | None) -> None:
     """Lets ``watcher`` see every collective from now on; None ends it."""
     global _watcher
     _watcher = watcher
+
+
+def set_up() -> SetUp | None:
+    """What has come of the collectives so far; None: nobody will want to know."""
+    return _set_up
+
+
+def end_set_up() -> None:
+    """The loop begins."""
+    global _set_up, _loop_has_begun
+    _set_up, _loop_has_begun = None, True
 
 
 class Built(NamedTuple):
@@ -195,9 +209,11 @@ class ResilientGroup(dist.ProcessGroup):
 
 def _make_verb(verb: str) -> Callable[..., dist.Work]:
     def call(self: ResilientGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        if _watcher is None or self.solo:
-            return self.run(verb, args, kwargs)
-        return _watcher.issue(self, verb, args, kwargs)
+        if _watcher is not None and not self.solo:
+            return _watcher.issue(self, verb, args, kwargs)
+        if _set_up is not None:
+            return _set_up.issue(self, verb, args, kwargs)
+        return self.run(verb, args, kwargs)
 
     call.__name__ = verb
     return call
@@ -209,7 +225,10 @@ for _verb in (*VERBS, *POINT_TO_POINT):
 
 def create(options: Any, _backend_options: Any) -> ResilientGroup:
     """Torch calls this for ``init_process_group("resilient")`` and ``new_group``."""
-    link = read_link() if standby.stage is None else None
+    global _set_up
+    link = config.read_link() if standby.stage is None else None
+    if _set_up is None and not _loop_has_begun and _is_replaceable(link):
+        _set_up = SetUp()
     group = ResilientGroup(
         options.store,
         options.group_rank,
@@ -223,6 +242,14 @@ def create(options: Any, _backend_options: Any) -> ResilientGroup:
         group.adopt(group.build(0, link.attempt if link else 0, threading.Event()))
     groups[group.group_name] = group
     return group
+
+
+def _is_replaceable(link: config.AgentLink | None) -> bool:
+    """Whether another process may take this one's place, or this one takes another's."""
+    if link is None:
+        return standby.stage is not None
+    switches = config.read_switches()
+    return switches.arf and not config.why_off(config.read_settings(), switches)
 
 
 def hccl_groups() -> list[dist.ProcessGroup]:

@@ -28,14 +28,6 @@ def place() -> str:
     return library or "an unknown place"
 
 
-def called_by(name: str) -> bool:
-    """Whether a function of that name is running."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - likewise
-    while frame is not None and frame.f_code.co_name != name:
-        frame = frame.f_back
-    return frame is not None
-
-
 def line() -> str:
     """``FILE:LINE`` of the user's own code that is running now."""
     return place().partition(_IN)[0]

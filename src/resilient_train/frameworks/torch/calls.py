@@ -128,5 +128,7 @@ def _words(value: Any) -> Iterator[str]:
         yield f"{body[0].removeprefix('torch.')}{body[1]}"
         return
     for name, content in (body if tag == "D" else body[1]).items():
+        if name == "rootTensor" and not content:
+            continue
         words = dist.ReduceOp.RedOpType(content).name if name == _REDUCE_OP else ", ".join(_words(content))
         yield f"{name} {words}"

@@ -27,6 +27,7 @@ from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, 
 from resilient_train.frameworks.torch.works import GuardedWork, Works
 
 BACKEND = "resilient"
+_NO_RANK = -1
 
 
 class Watcher(Protocol):
@@ -153,7 +154,9 @@ class ResilientGroup(dist.ProcessGroup):
         return BACKEND
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
-        return standby.stage.rank_asked() if self._nobody and standby.stage is not None else self._rank
+        if self._nobody and standby.stage is not None:
+            return standby.stage.rank_asked()
+        return _NO_RANK if _set_up is not None and _set_up.takes_objects(self) else self._rank
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
         self._name = name

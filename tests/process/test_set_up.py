@@ -1,11 +1,12 @@
 """Collectives before the loop: a process that takes a rank's place is given what the rank's first one was."""
 
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from running import Run, launch
+from running import JOBS, Run, launch
 
 SCRIPT = "setting_up.py"
 TWICE = (
@@ -103,7 +104,7 @@ def test_what_a_replacement_could_not_have_is_refused_at_once(
     run = launch(tmp_path / "run", SCRIPT, story, ranks=2)
     assert run.code == 2, run.explain()
     told = next(each for each in run.err.splitlines() if each.startswith("resilient-run: the job ends"))
-    text = (Path(__file__).parent / "jobs" / SCRIPT).read_text().splitlines()
+    text = (JOBS / SCRIPT).read_text().splitlines()
     start = next(number for number, each in enumerate(text) if each.startswith(f"def {story}("))
     number = next(number for number in range(start, len(text)) if line in text[number])
     assert f"{SCRIPT}:{number + 1} " in told, told
@@ -170,3 +171,18 @@ def test_a_standby_that_comes_to_a_collective_is_given_up(tmp_path: Path) -> Non
     assert f"{SCRIPT}:" in shallow["detail"]["reason"]
     assert run.digests() == reference.digests()
     assert same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 2}), run.out
+
+
+def test_a_script_that_communicates_before_the_import(tmp_path: Path) -> None:
+    """A script that resilient-run starts has the import behind it; a command that runs one has not, and is told."""
+    plan = ("--faults", "kill rank=1 step=3 phase=COMPUTE")
+    run = launch(tmp_path / "run", "late_import.py", ranks=2, flags=plan)
+    assert run.code == 0, run.explain()
+    assert sorted(each for each in run.out.splitlines() if each.startswith("COUNT")) == [
+        "COUNT 0 3.0",
+        "COUNT 1 3.0",
+        "COUNT 1 3.0",
+    ]
+    late = launch(tmp_path / "late", sys.executable, str(JOBS / "late_import.py"), ranks=2, flags=("--no-python",))
+    assert late.code == 2, late.explain()
+    assert "import resilient_train before init_process_group" in late.err

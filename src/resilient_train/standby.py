@@ -5,7 +5,7 @@ A rank waits nowhere: ``stage`` is None in it. In a standby (``launch/fork/ahead
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 NAME = "rt.standby_point()"
 
@@ -20,6 +20,10 @@ class Stage(Protocol):
 
     def at_point(self) -> None:
         """``standby_point`` was called, or a Session was made without it."""
+        ...
+
+    def needs_rank(self, what: str) -> NoReturn:
+        """The script does ``what``, which gives each rank something else."""
         ...
 
     def rank_asked(self) -> int:

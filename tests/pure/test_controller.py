@@ -262,6 +262,29 @@ def test_recoveries_that_never_come_to_their_end_are_given_up_with_the_state_sav
     assert "recoveries keep failing" in of(commands, Note)[0].detail["reason"]
 
 
+def test_a_replacement_that_strays_costs_no_state() -> None:
+    """What the survivors hold is saved; the replacement, which is still there, is not waited for."""
+    controller = running()
+    controller.lost(1, 0, "died", [Standing(4, Phase.COMPUTE)] * 3)
+    assert controller.strayed(1, 0, "of its predecessor's") == []
+    commands = controller.strayed(1, 1, "it calls something else")
+    assert [note.kind for note in of(commands, Note)] == ["leaving"]
+    assert controller.strayed(1, 1, "it calls something else") == [], "the script has caught the first one"
+    assert controller.exited(1, 1, 2, [Standing(4, Phase.COMPUTE)] * 3) == []
+    for rank in (0, 2):
+        commands = join(controller, rank, commits=4)
+    assert {each.rank for each in of(commands, Send)} == {0, 2}
+    (end,) = of(controller.saved_last("saved"), EndJob)
+    assert (end.code, end.reason) == (2, "it calls something else; saved")
+
+
+def test_a_replacement_that_strays_before_anything_was_trained() -> None:
+    controller = running()
+    controller.lost(1, 0, "died", [Standing(0, Phase.COMPUTE)] * 3)
+    (end,) = of(controller.strayed(1, 1, "it calls something else"), EndJob)
+    assert (end.code, end.reason) == (2, "it calls something else")
+
+
 def test_the_last_one_that_has_the_state_is_never_killed() -> None:
     controller = running()
     standings = [Standing(3, Phase.COMPUTE)] * 3

@@ -19,6 +19,8 @@ FRAMES = [
     m.Hello("rank", 3, 1, 42),
     m.Reserve(1 << 40),
     m.Borrow(2),
+    m.SetUp(b"\x00\xff"),
+    m.Strayed("x:1"),
     m.Started("digest", ("world", "tp"), ((0, 2), (1, 3))),
     m.Trouble(4, "Connection reset by peer – ü"),
     m.Joined(1, 2, 3, True, 4, ("world",), 5),

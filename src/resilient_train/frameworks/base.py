@@ -237,6 +237,21 @@ class Framework(Protocol):
         """Shuts this rank's connections (fault injection): collectives fail, here and on its peers."""
         ...
 
+    # -- before the loop
+
+    def set_up_problem(self) -> str:
+        """What of the collectives so far could not be given to a process that takes this one's place, and what to do
+        about it; empty if there is nothing.
+        """
+        ...
+
+    def end_set_up(self) -> bytes:
+        """The loop begins: the record of the collectives before it, for such a process; empty in one.
+
+        Raises ConfigError for a ``set_up_problem``, SystemExit in a process that has not done what its predecessor did.
+        """
+        ...
+
     # -- the step
 
     def attach(self, conductor: Conductor, peers: Peers) -> None:

@@ -21,6 +21,7 @@ from resilient_train.protocol.controller import Controller
 from resilient_train.transport import from_rank
 
 RankConnection = Connection[m.FromRank]
+_SET_UP = "set-up"
 
 
 def new_token() -> str:
@@ -33,6 +34,10 @@ class Hearer(Protocol):
 
     def greet(self, rank: int, hello: m.Hello, connection: RankConnection) -> None:
         """The rank's process has come."""
+        ...
+
+    def set_up_of(self, rank: int) -> bytes:
+        """What a process that takes the rank's place is told before it comes, see ``messages.SetUp``."""
         ...
 
     def hear(self, rank: int, incarnation: int, frame: m.FromRank, connection: RankConnection) -> None:
@@ -79,9 +84,12 @@ class Admission(Server[m.FromRank]):
 
     def _hear(self, connection: RankConnection, hello: m.Hello, frame: m.FromRank) -> None:
         # The rank's own says a last word on a second connection (``link.refuse``); it gets no answers there.
-        if connection is not self.connections.get(hello.rank) and not isinstance(frame, m.Refused):
+        last_word = m.Strayed if hello.role == _SET_UP else m.Refused
+        if connection is not self.connections.get(hello.rank) and not isinstance(frame, last_word):
             raise ProtocolError(f"{type(frame).__name__} on a second connection that says that it is this rank")
         self._hearer.hear(hello.rank, hello.incarnation, frame, connection)
+        if isinstance(frame, m.Strayed):
+            connection.send(m.Reply())
 
     def on_foreign(self, connection: RankConnection | None, text: str) -> None:
         hello = connection.greeting if connection is not None else None
@@ -99,6 +107,10 @@ class Admission(Server[m.FromRank]):
         if hello.role == "operator":
             connection.admit(SMALL)
             return
+        if hello.role == _SET_UP:
+            connection.admit(SMALL)
+            connection.send(m.SetUp(self._hearer.set_up_of(hello.rank)))
+            return
         connection.admit(LARGE)
         known = self.connections.get(hello.rank)
         if known is not None and not known.closed:
@@ -115,7 +127,7 @@ class Admission(Server[m.FromRank]):
             )
         if hello.role == "operator":
             return ""
-        if hello.role != "rank":
+        if hello.role not in ("rank", _SET_UP):
             return f"nobody has the role {hello.role!r}"
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             return "this process was started by another launcher than the one that runs in this run directory"

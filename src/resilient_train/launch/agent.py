@@ -86,6 +86,8 @@ class Agent:
         token = new_token()
         self._processes = Processes(job, self._logs, self._pool, self._socket_path, self._store.port, token, limit)
         self._reaping: set[RankProcess] = set()
+        self._set_ups: dict[int, bytes] = {}
+        """What the ranks were given before their loops, for who takes their places."""
         self._unborn: dict[int, Spawn] = {}
         """Ranks whose process is asked for, and not there yet."""
         self._fenced: dict[RankProcess, str] = {}
@@ -270,6 +272,9 @@ class Agent:
         )
         self._carry_out(self._controller.greeted(rank, hello.incarnation))
 
+    def set_up_of(self, rank: int) -> bytes:
+        return self._set_ups.get(rank, b"")
+
     def hear(self, rank: int, incarnation: int, frame: m.FromRank, connection: RankConnection) -> None:
         match frame:
             case m.Reserve(slot_bytes=slot_bytes):
@@ -353,6 +358,10 @@ class Agent:
             case m.Unrestorable(source=source, reason=text):
                 self._saves.refuse(source)
                 self._carry_out(controller.start_again(rank, incarnation, text))
+            case m.SetUp(record=record):
+                self._set_ups[rank] = record
+            case m.Strayed(text=text):
+                self._carry_out(controller.strayed(rank, incarnation, text))
             case m.Refused(text=text):
                 self._carry_out(controller.refuse(text))
             case _:
@@ -436,6 +445,7 @@ class Agent:
     def _kill_ranks_for_good(self) -> None:
         """They will be started anew: nothing that they do or say counts any more."""
         self._unborn.clear()
+        self._set_ups.clear()
         for process in self._reaping:
             process.reported = True
             process.signal_group(signal.SIGKILL)

@@ -393,6 +393,12 @@ class Controller:
         text = sentence(group, self._differing)
         return [Note("replicas_differ", detail={"ranks": list(group), "reason": text}), *self.stop(2, text)]
 
+    def strayed(self, rank: int, incarnation: int, text: str) -> list[Command]:
+        """The process that takes the rank's place does not make its collectives. Another would not either."""
+        if not self._current(rank, incarnation) or self.stage is not Stage.RECOVERING:
+            return []
+        return self._give_up(2, text, lost=rank)
+
     def refuse(self, text: str) -> list[Command]:
         """The user's Session is wrong: end with exit code 2."""
         return self.stop(2, text)

@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """First frame on every connection. ``role`` is ``rank`` or ``operator`` (a command line tool).
+    """First frame on every connection. ``role`` is ``rank``, ``operator`` (a command line tool), or ``set-up``: a rank
+    that has no Session yet, and asks for its SetUp.
 
     ``token`` is a rank's: what its agent has given to its processes, and no other agent knows.
     """
@@ -103,6 +104,23 @@ class Arena(msgspec.Struct, tag="arena", frozen=True):
     """An arena for the rank that asked; its descriptor comes with the frame."""
 
     rank: int
+
+
+class SetUp(msgspec.Struct, tag="set_up", frozen=True):
+    """What the collectives before this rank's loop gave it (``state/set_up_record.py``), at most some MiB.
+
+    A rank's first process sends it before Started; the agent keeps it, and sends it to each that takes its place.
+    """
+
+    record: bytes
+
+
+class Strayed(msgspec.Struct, tag="strayed", frozen=True):
+    """On a ``set-up`` connection: the script did other collectives before its loop than in the process whose place this
+    one takes. The survivors save the state and the job ends, with exit code 2 and this text. A Reply answers.
+    """
+
+    text: str
 
 
 class Started(msgspec.Struct, tag="started", frozen=True):
@@ -300,6 +318,8 @@ FromRank = (
     Hello
     | Reserve
     | Borrow
+    | SetUp
+    | Strayed
     | Started
     | Trouble
     | Damaged
@@ -322,5 +342,7 @@ FromRank = (
 )
 """Every frame that an agent reads."""
 
-FromAgent = Welcome | Arena | VaultOpened | Stop | Plan | SaveLast | Offer | Pull | Resume | Finished | End | Reply
+FromAgent = (
+    Welcome | SetUp | Arena | VaultOpened | Stop | Plan | SaveLast | Offer | Pull | Resume | Finished | End | Reply
+)
 """Every frame that a rank or an operator reads."""

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from resilient_train import config
 from resilient_train._native import allow_readers
 from resilient_train.errors import (
+    ConfigError,
     DeviceError,
     JobEnded,
     LayoutError,
@@ -138,6 +139,7 @@ class Driver:
     def _begin(self, total: int, start: int) -> Step | None:
         """Meets the other ranks for the first time; a replacement meets them in the middle of a recovery."""
         self._begun = True
+        record = self._end_set_up()
         allow_readers()
         self._injector.listen(self._engine, lambda: self._rank.number, lambda: self._rank.generation)
         self._pulse.open()
@@ -157,8 +159,16 @@ class Driver:
             self.saving.begin_at(commits)
             self._comparison.begin_at(commits)
             self._idle.tell_untrained()
+            self._link.channel.send(m.SetUp(record))
         step: Step | None = self._drive(on.Begin(total, start, commits))
         return step
+
+    def _end_set_up(self) -> bytes:
+        try:
+            return self._engine.end_set_up()
+        except ConfigError as error:
+            self._link.channel.send(m.Refused(str(error)))
+            raise
 
     def _next(self, total: int) -> Step | None:
         self._pulse.stays()

@@ -94,6 +94,7 @@ class Session:
             self._cursor = _cursor(loader, engine)
             if link is not None:
                 problem = engine.group_problem() if link.world_size > 1 else ""
+                problem = problem or engine.set_up_problem()
                 if problem:
                     raise ConfigError(problem)  # noqa: TRY301 - likewise
                 self._driver = Driver(link, engine, self._cursor, objects, tuple(map(tuple, replicas)), undo=undo)

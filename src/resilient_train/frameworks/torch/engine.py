@@ -46,6 +46,7 @@ from resilient_train.frameworks.torch.replicated import Replicated, copy_tree
 from resilient_train.frameworks.torch.samples import Samples
 from resilient_train.frameworks.torch.saved import Saved
 from resilient_train.frameworks.torch.steps import Steps
+from resilient_train.frameworks.torch.storages import Memory, registered
 from resilient_train.frameworks.torch.tail import Tail
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT
 from resilient_train.frameworks.torch.works import GuardedWork
@@ -163,6 +164,21 @@ class TorchEngine:
 
     def synchronize(self) -> None:
         self._device.synchronize()
+
+    # -- before the loop
+
+    def set_up_problem(self) -> str:
+        set_up = group_module.set_up()
+        return set_up.problem(self._registered) if set_up is not None else ""
+
+    def end_set_up(self) -> bytes:
+        set_up = group_module.set_up()
+        record = set_up.finish(self._registered) if set_up is not None else b""
+        group_module.end_set_up()
+        return record
+
+    def _registered(self) -> Memory:
+        return registered(self._objects)
 
     # -- the step
 

@@ -18,15 +18,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import GroupName
 
-from resilient_train import standby
-from resilient_train.config import read_link
+from resilient_train import config, standby
 from resilient_train.errors import UsageError
+from resilient_train.frameworks.torch.set_up import SetUp
 from resilient_train.frameworks.torch.store import CancellableStore
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, run_alone
 from resilient_train.frameworks.torch.works import GuardedWork, Works
 
 BACKEND = "resilient"
+_NO_RANK = -1
 
 
 class Watcher(Protocol):
@@ -42,6 +43,9 @@ groups: dict[str, ResilientGroup] = {}
 works = Works()
 """Those under way in all groups."""
 _watcher: Watcher | None = None
+_set_up: SetUp | None = None
+"""Of the collectives before the loop; None behind its begin, and where no rank is ever replaced."""
+_loop_has_begun = False
 _droppers: list[threading.Thread] = []
 
 
@@ -49,6 +53,17 @@ def watch(watcher: Watcher | None) -> None:
     """Lets ``watcher`` see every collective from now on; None ends it."""
     global _watcher
     _watcher = watcher
+
+
+def set_up() -> SetUp | None:
+    """What has come of the collectives so far; None: nobody will want to know."""
+    return _set_up
+
+
+def end_set_up() -> None:
+    """The loop begins."""
+    global _set_up, _loop_has_begun
+    _set_up, _loop_has_begun = None, True
 
 
 class Built(NamedTuple):
@@ -139,7 +154,9 @@ class ResilientGroup(dist.ProcessGroup):
         return BACKEND
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
-        return standby.stage.rank_asked() if self._nobody and standby.stage is not None else self._rank
+        if self._nobody and standby.stage is not None:
+            return standby.stage.rank_asked()
+        return _NO_RANK if _set_up is not None and _set_up.takes_objects(self) else self._rank
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
         self._name = name
@@ -195,9 +212,11 @@ class ResilientGroup(dist.ProcessGroup):
 
 def _make_verb(verb: str) -> Callable[..., dist.Work]:
     def call(self: ResilientGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        if _watcher is None or self.solo:
-            return self.run(verb, args, kwargs)
-        return _watcher.issue(self, verb, args, kwargs)
+        if _watcher is not None and not self.solo:
+            return _watcher.issue(self, verb, args, kwargs)
+        if _set_up is not None:
+            return _set_up.issue(self, verb, args, kwargs)
+        return self.run(verb, args, kwargs)
 
     call.__name__ = verb
     return call
@@ -209,7 +228,10 @@ for _verb in (*VERBS, *POINT_TO_POINT):
 
 def create(options: Any, _backend_options: Any) -> ResilientGroup:
     """Torch calls this for ``init_process_group("resilient")`` and ``new_group``."""
-    link = read_link() if standby.stage is None else None
+    global _set_up
+    link = config.read_link() if standby.stage is None else None
+    if _set_up is None and not _loop_has_begun and _is_replaceable(link):
+        _set_up = SetUp()
     group = ResilientGroup(
         options.store,
         options.group_rank,
@@ -223,6 +245,14 @@ def create(options: Any, _backend_options: Any) -> ResilientGroup:
         group.adopt(group.build(0, link.attempt if link else 0, threading.Event()))
     groups[group.group_name] = group
     return group
+
+
+def _is_replaceable(link: config.AgentLink | None) -> bool:
+    """Whether another process may take this one's place, or this one takes another's."""
+    if link is None:
+        return standby.stage is not None
+    switches = config.read_switches()
+    return switches.arf and not config.why_off(config.read_settings(), switches)
 
 
 def hccl_groups() -> list[dist.ProcessGroup]:

@@ -21,33 +21,15 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.base import Call, Conductor, Peers
+from resilient_train.frameworks.base import Conductor, Peers
+from resilient_train.frameworks.torch.calls import bytes_of, call_of, fill_all, header_of
 from resilient_train.frameworks.torch.clique import Clique
 from resilient_train.frameworks.torch.group import ResilientGroup
-from resilient_train.frameworks.torch.leaves import dense, dtype_of, span_of
 from resilient_train.frameworks.torch.verbs import VERBS, Tensors, done
 from resilient_train.protocol.rank_effects import Mode
-from resilient_train.state.transfer import view
 
-_OPTIONS = {
-    name: getattr(c10d, name)
-    for name in [
-        "AllreduceOptions",
-        "AllreduceCoalescedOptions",
-        "BroadcastOptions",
-        "ReduceOptions",
-        "AllgatherOptions",
-        "GatherOptions",
-        "ScatterOptions",
-        "ReduceScatterOptions",
-        "AllToAllOptions",
-        "BarrierOptions",
-    ]
-}
-_FIELDS = ("rootRank", "rootTensor")
 _POLL_S = 0.0002
 _SOURCE_NEEDED = frozenset({"broadcast", "scatter"})
 
@@ -102,7 +84,7 @@ class Tail:
         """Runs a collective, and returns its completed work."""
         asked = self._asked(group, verb, args, kwargs)
         given = VERBS[verb].given(args, group.rank())
-        data = b"".join(_bytes_of(tensor) for tensor in given)
+        data = bytes_of(given)
         if not self._peers.log(asked.key, asked.header, data) and not self._told_large:
             self._told_large = True
             self._conductor.note("tail_too_large", {"collective": verb, "bytes": len(data)})
@@ -126,7 +108,7 @@ class Tail:
                 error = failure  # the group is closed: a recovery has begun
             if not self._conductor.survive(error):
                 raise error if error is not None else RuntimeError("a recovery was announced, and did not come about")
-            _fill_all(given, data)
+            fill_all(given, data)
 
     def _try(self, asked: _Asked) -> dist.Work:
         if self.mode is Mode.EXCHANGE:
@@ -141,7 +123,7 @@ class Tail:
         name = group.group_name
         sequence = self._sequence.get(name, 0)
         self._sequence[name] = sequence + 1
-        header = msgspec.msgpack.encode([verb, *_encode([list(args), kwargs])])
+        header = header_of(verb, args, kwargs)
         return _Asked(group, verb, args, kwargs, (name, sequence), header)
 
     # -- from what was published
@@ -163,15 +145,12 @@ class Tail:
         if me == adder:
             calls = [self._call_of(asked, member) for member in range(len(members))]
             self._clique_of(len(members)).run(asked.verb, calls)
-            results = [
-                b"".join(map(_bytes_of, VERBS[asked.verb].filled(args, member)))
-                for member, (args, _) in enumerate(calls)
-            ]
+            results = [bytes_of(VERBS[asked.verb].filled(args, member)) for member, (args, _) in enumerate(calls)]
             same = len(set(results)) == 1
             self._peers.log_result(asked.key, msgspec.msgpack.encode(results[:1] if same else results))
         else:
             results = self._result_of(asked, members[adder])
-        _fill_all(VERBS[asked.verb].filled(asked.args, me), results[me if len(results) > 1 else 0])
+        fill_all(VERBS[asked.verb].filled(asked.args, me), results[me if len(results) > 1 else 0])
 
     def _adder(self, asked: _Asked) -> int:
         """Which member does what one is to do: the lowest finisher. One that asks is a finisher itself."""
@@ -191,7 +170,7 @@ class Tail:
             if rank not in self._finishers:
                 return self._missing(asked, member, rank)
             self._rest()
-        verb, args, kwargs = self._decoded(call)
+        verb, args, kwargs = call_of(call.header)
         if verb != asked.verb:
             raise UsageError(f"after the update rank {rank} calls {verb} where this rank calls {asked.verb}")
         if call.inputs is None:
@@ -199,7 +178,7 @@ class Tail:
                 f"a fault cut the tail in which rank {rank} called {verb} with more than RESILIENT_TAIL_LOG_BYTES "
                 "takes: its part can't be had again"
             )
-        _fill_all(VERBS[verb].given(args, member), call.inputs)
+        fill_all(VERBS[verb].given(args, member), call.inputs)
         return args, kwargs
 
     def _missing(self, asked: _Asked, member: int, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -209,7 +188,7 @@ class Tail:
                 f"rank {rank} died in the tail of update {self._commits - 1} before it came to the {asked.verb} "
                 "that it was the source of: nobody knows what it would have sent"
             )
-        _, args, kwargs = self._decoded(Call(asked.header, b""))
+        _, args, kwargs = call_of(asked.header)
         value = _neutral_of(args) if VERBS[asked.verb].move is None else 0.0
         for tensor in VERBS[asked.verb].given(args, member):
             integral = not tensor.dtype.is_floating_point
@@ -217,10 +196,6 @@ class Tail:
         if VERBS[asked.verb].given(args, member) and asked.group.rank() == self._adder(asked):
             self._conductor.note("tail_input_missing", {"collective": asked.verb, "of": rank})
         return args, kwargs
-
-    def _decoded(self, call: Call) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        verb, args, kwargs = msgspec.msgpack.decode(call.header)
-        return verb, tuple(_decode(args)), _decode(kwargs)
 
     def _rest(self) -> None:
         if self._conductor.stopped():
@@ -231,63 +206,6 @@ class Tail:
         if size not in self._clique:
             self._clique[size] = Clique(size)
         return self._clique[size]
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    if not tensor.numel():
-        return b""
-    kept = dense(tensor)
-    return bytes(view(span_of(kept)))
-
-
-def _fill_all(tensors: Sequence[torch.Tensor], data: bytes) -> None:
-    offset = 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if size:
-            content = bytearray(data[offset : offset + size])
-            with torch.no_grad():
-                tensor.copy_(torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape))
-        offset += size
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return {"T": [str(value.dtype), list(value.shape)]}
-    if isinstance(value, (list, tuple)):
-        return [_encode(item) for item in value]
-    if isinstance(value, dict):
-        return {"D": {key: _encode(item) for key, item in value.items()}}
-    name = type(value).__name__
-    if name in _OPTIONS:
-        fields = {field: getattr(value, field) for field in _FIELDS if hasattr(value, field)}
-        if hasattr(value, "reduceOp"):
-            fields["reduceOp"] = int(value.reduceOp.op)
-        return {"O": [name, fields]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise UsageError(f"a collective after the update was called with a {name}, which can't be kept for a repetition")
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((tag, body),) = value.items()
-    if tag == "T":
-        return torch.zeros(body[1], dtype=dtype_of(body[0]))
-    if tag == "D":
-        return {key: _decode(item) for key, item in body.items()}
-    name, fields = body
-    options = _OPTIONS[name]()
-    for field, content in fields.items():
-        setattr(options, field, _reduce_op(content) if field == "reduceOp" else content)
-    return options
-
-
-def _reduce_op(number: int) -> Any:
-    return dist.ReduceOp(dist.ReduceOp.RedOpType(number))
 
 
 def _neutral_of(args: Sequence[Any]) -> float:

@@ -26,7 +26,8 @@ POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 
 class Verb(NamedTuple):
     """``given(args, me)`` are the tensors that a call takes in on member ``me``; ``move(me, size, args, of)`` fills
-    the call's outputs from the members' inputs (None: a reduction). ``filled(args, me)``: a reduction's outputs.
+    the call's outputs from the members' inputs (None: a reduction). ``filled(args, me)`` are the outputs: all that
+    differs afterwards. (A reduction to one member leaves partial results with the others.)
     """
 
     given: Callable[[Args, int], Tensors]
@@ -52,6 +53,11 @@ def run_alone(verb: str, me: int, size: int, args: Args) -> dist.Work:
             known.move(me, size, args, lambda _member: args)
         else:
             known.alone(me, size, args)
+    return completed(args)
+
+
+def completed(args: Args) -> dist.Work:
+    """The work of a call with these arguments, whose outputs are filled."""
     first = args[0] if args else []
     return done(list(first) if isinstance(first, (list, tuple)) else [first] if isinstance(first, torch.Tensor) else [])
 
@@ -64,12 +70,17 @@ def _flat(value: Any) -> Tensors:
     return [tensor for each in _list(value) for tensor in _list(each)]
 
 
-def _root(args: Args) -> int:
+def root_of(args: Args) -> int:
+    """The member that a call names in its options."""
     return next((int(each.rootRank) for each in args if hasattr(each, "rootRank")), 0)
 
 
 def _first(args: Args, _me: int) -> Tensors:
     return _list(args[0])
+
+
+def _first_flat(args: Args, _me: int) -> Tensors:
+    return _flat(args[0])
 
 
 def _second(args: Args, _me: int) -> Tensors:
@@ -81,15 +92,11 @@ def _second_flat(args: Args, _me: int) -> Tensors:
 
 
 def _of_root(args: Args, me: int) -> Tensors:
-    return _list(args[0]) if me == _root(args) else []
-
-
-def _to_root(args: Args, me: int) -> Tensors:
-    return _list(args[0]) if me == _root(args) else []
+    return _list(args[0]) if me == root_of(args) else []
 
 
 def _broadcast(me: int, _size: int, args: Args, of: Of) -> None:
-    root = _root(args)
+    root = root_of(args)
     if me != root:
         for place, value in zip(_list(args[0]), _list(of(root)[0]), strict=True):
             if place is not value:
@@ -115,17 +122,17 @@ def _allgather_into(_me: int, size: int, args: Args, of: Of) -> None:
 
 
 def _gather(me: int, size: int, args: Args, of: Of) -> None:
-    if me == _root(args) and args[0]:
+    if me == root_of(args) and args[0]:
         _allgather(me, size, args, of)
 
 
 def _scatter(me: int, _size: int, args: Args, of: Of) -> None:
-    for output, parts in zip(args[0], of(_root(args))[1], strict=False):
+    for output, parts in zip(args[0], of(root_of(args))[1], strict=False):
         output.copy_(parts[me])
 
 
 def _given_to_scatter(args: Args, me: int) -> Tensors:
-    return _flat(args[1]) if me == _root(args) else []
+    return _flat(args[1]) if me == root_of(args) else []
 
 
 def _alltoall(me: int, size: int, args: Args, of: Of) -> None:
@@ -167,27 +174,27 @@ def _own_chunk(me: int, size: int, args: Args) -> None:
 _REDUCE = Verb(_first, filled=_first)
 _SCATTERED = Verb(_second_flat, filled=_first, alone=_own_part)
 _SCATTERED_CHUNKS = Verb(_second, filled=_first, alone=_own_chunk)
-_GATHERED_INTO = Verb(_second, _allgather_into)
-_EXCHANGED_INTO = Verb(_second, _alltoall_into)
+_GATHERED_INTO = Verb(_second, _allgather_into, filled=_first)
+_EXCHANGED_INTO = Verb(_second, _alltoall_into, filled=_first)
 VERBS: dict[str, Verb] = {
     "allreduce": _REDUCE,
     "allreduce_coalesced": _REDUCE,
-    "reduce": Verb(_first, filled=_to_root),
+    "reduce": _REDUCE,
     "reduce_scatter": _SCATTERED,
     "_reduce_scatter_base": _SCATTERED_CHUNKS,
     "reduce_scatter_single": _SCATTERED_CHUNKS,
     "reduce_scatter_tensor_coalesced": _SCATTERED_CHUNKS,
     "reduce_scatter_single_coalesced": _SCATTERED_CHUNKS,
-    "broadcast": Verb(_of_root, _broadcast),
-    "allgather": Verb(_second, _allgather),
-    "allgather_coalesced": Verb(_second, _allgather_lists),
+    "broadcast": Verb(_of_root, _broadcast, filled=_first),
+    "allgather": Verb(_second, _allgather, filled=_first_flat),
+    "allgather_coalesced": Verb(_second, _allgather_lists, filled=_first_flat),
     "_allgather_base": _GATHERED_INTO,
     "all_gather_single": _GATHERED_INTO,
     "allgather_into_tensor_coalesced": _GATHERED_INTO,
     "all_gather_single_coalesced": _GATHERED_INTO,
-    "gather": Verb(_second, _gather),
-    "scatter": Verb(_given_to_scatter, _scatter),
-    "alltoall": Verb(_second, _alltoall),
+    "gather": Verb(_second, _gather, filled=_first_flat),
+    "scatter": Verb(_given_to_scatter, _scatter, filled=_first),
+    "alltoall": Verb(_second, _alltoall, filled=_first),
     "alltoall_base": _EXCHANGED_INTO,
     "all_to_all_single": _EXCHANGED_INTO,
     "barrier": Verb(lambda _args, _me: [], _wait_for_all),

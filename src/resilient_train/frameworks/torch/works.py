@@ -13,6 +13,7 @@ thread then completes that future once more, torch throws in it and the process 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -107,6 +108,25 @@ class GuardedWork(dist.Work):
 
     def synchronize(self) -> None:
         self.wait()
+
+
+class KeptWork(GuardedWork):
+    """A work whose result is taken before anybody hears that it has ended: then it may be changed."""
+
+    def __init__(self, inner: dist.Work, live: dict[int, GuardedWork], take: Callable[[], None]) -> None:
+        """Raises RuntimeError if the inner work has no future."""
+        self._take = take
+        super().__init__(inner, live)
+
+    def _inner_ended(self, future: torch.futures.Future[Any]) -> None:
+        keep_thread_state()
+        try:
+            future.value()
+            self._take()
+        except Exception as error:  # raised here, nobody would hear of it, and the waiters would wait on
+            self._cut(error)
+            return
+        super()._inner_ended(future)
 
 
 class Works:

@@ -24,6 +24,7 @@ from resilient_train import config, standby
 from resilient_train.launch.fork.environ_watch import ALL, EnvironWatch
 from resilient_train.launch.fork.frames import Gate, Life, Unready, Waits
 from resilient_train.launch.fork.zygote import fatal, take_streams
+from resilient_train.place import place
 
 _TORCH_ITSELF = frozenset(
     {
@@ -36,10 +37,6 @@ _TORCH_ITSELF = frozenset(
 """Where torch itself asks for the rank and nothing depends on the answer: DDP's constructor, for log lines and to
 compare what the ranks hold (this one is alone), and ``init_process_group``, for what ``_tell_torch`` sets right later.
 """
-_PACKAGE = str(Path(__file__).parents[2])
-_STDLIB = os.path.dirname(os.__file__)  # noqa: PTH120 - to be compared with names in code objects, which are text
-_INSTALLED = ("site-packages", "dist-packages")
-_PLUMBING = tuple(f"{_STDLIB}/{name}.py" for name in ("os", "_collections_abc"))
 
 
 def run_ahead(gate: Gate, attempt: str, script: Callable[[], None]) -> None:
@@ -101,12 +98,16 @@ class _Watcher:
     def rank_asked(self) -> int:
         """See Stage."""
         if not _asked_by_torch():
-            self.refuse(f"{place()} asks for the rank before {standby.NAME}: move it behind that line")
+            self.needs_rank("asks for the rank")
         return 0
+
+    def needs_rank(self, what: str) -> NoReturn:
+        """See Stage."""
+        self.refuse(f"{place()} {what} before {standby.NAME}: move it behind that line")
 
     def _on_variable(self, name: str) -> None:
         what = "takes all environment variables, also a rank's own," if name == ALL else f"uses {name}"
-        self.refuse(f"{place()} {what} before {standby.NAME}: move it behind that line")
+        self.needs_rank(what)
 
     def failed(self, error: BaseException) -> NoReturn:
         """The script raised before it came to where it waits."""
@@ -160,20 +161,6 @@ def _runs(pid: int) -> bool:
     with contextlib.suppress(ChildProcessError):
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     return False
-
-
-def place() -> str:
-    """``FILE:LINE`` of the user's own code that is running now, and where in a library it is, if it is in one."""
-    library = ""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no other way to ask
-    while frame is not None:
-        name, where = frame.f_code.co_filename, f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if not name.startswith((_PACKAGE, "<", *_PLUMBING)):
-            if not (name.startswith(_STDLIB) or any(part in name for part in _INSTALLED)):
-                return f"{where} (in {library})" if library else where
-            library = library or where
-        frame = frame.f_back
-    return library or "an unknown place"
 
 
 def _asked_by_torch() -> bool:

@@ -1,0 +1,50 @@
+"""What a process that takes a lost rank's place asks its agent before it has a Session.
+
+The connection is one of its own, open for a moment: the rank's own begins with the Session.
+"""
+
+from __future__ import annotations
+
+import os
+
+from resilient_train.config import AgentLink
+from resilient_train.errors import ConfigError, ProtocolError
+from resilient_train.observe.sinks import say_aside
+from resilient_train.protocol.messages import Hello, Reply, SetUp, Strayed
+from resilient_train.transport import Channel
+
+_ANSWER_S = 60
+
+
+def recall(link: AgentLink) -> bytes:
+    """The record of the rank's collectives before its loop (``state/set_up_record.py``). Raises ConfigError if this
+    process is no rank of the agent's, JobEnded if there is no agent any more.
+    """
+    channel, record = _ask(link)
+    channel.close()
+    return record
+
+
+def stray(link: AgentLink, difference: str) -> SystemExit:
+    """Tells the agent that this process can't be what its predecessor was, so that the job ends. To be raised."""
+    text = (
+        f"rank {link.rank} can't be replaced, since its script does not do again what it did at first: {difference}. "
+        "Collectives before the loop must be the same each time the script runs (docs/reference/session.md)"
+    )
+    say_aside(text)
+    channel, _ = _ask(link)
+    channel.send(Strayed(text))
+    channel.receive(timeout_s=_ANSWER_S)  # or the end of this process might be seen first
+    channel.close()
+    return SystemExit(2)
+
+
+def _ask(link: AgentLink) -> tuple[Channel, bytes]:
+    channel = Channel(link.socket)
+    channel.send(Hello("set-up", link.rank, link.incarnation, os.getpid(), token=link.token))
+    answer = channel.receive(timeout_s=_ANSWER_S)
+    if isinstance(answer, Reply):
+        raise ConfigError(answer.error)
+    if not isinstance(answer, SetUp):
+        raise ProtocolError(f"the agent answered {type(answer).__name__} instead of SetUp")
+    return channel, answer.record

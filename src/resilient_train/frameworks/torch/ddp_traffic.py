@@ -1,0 +1,91 @@
+"""What DistributedDataParallel communicates by itself: its constructor, the buffers in a forward pass, the gradients.
+
+All of it goes into the tensors of the wrapped module and their gradients, so it does not matter what a process gets of
+it whose state comes from a replica, as long as that module is registered.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
+from resilient_train.place import line
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep  # noqa: PTH120 - names in code are text
+_TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - likewise
+_STDLIB = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120 - likewise
+_INSTALLED = ("site-packages", "dist-packages")
+_DDP = DistributedDataParallel.forward.__code__.co_filename
+_HOOKS = f"{_TORCH}distributed/algorithms/ddp_comm_hooks/"
+_AUTOGRAD = f"{_TORCH}autograd/graph.py"
+
+
+class _Wrapped(NamedTuple):
+    """A module that a wrapper has communicated for, and its memory then."""
+
+    place: str
+    module: weakref.ref[torch.nn.Module]
+    memory: Memory | None
+
+
+class DdpTraffic:
+    """The wrappers of this process, as they are heard of."""
+
+    def __init__(self) -> None:
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._heard_of_any = False
+        self._unchecked: list[_Wrapped] = []
+
+    def is_this(self) -> bool:
+        """Whether the collective that is being called is DDP's, and nobody's behind it."""
+        frame: FrameType | None = sys._getframe(1)
+        direct = True
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name == _DDP:
+                wrapper = frame.f_locals.get("self")
+                if isinstance(wrapper, DistributedDataParallel):
+                    self._hear_of(wrapper)
+                    return True
+            elif name.startswith(_HOOKS) or (direct and name == _AUTOGRAD):
+                return self._heard_of_any  # the reducer, which is in C++
+            elif not name.startswith((_PACKAGE, _TORCH)) and _is_elsewhere(name):
+                return False
+            direct = direct and name.startswith(_PACKAGE)
+            frame = frame.f_back
+        return self._heard_of_any  # a thread of autograd's, in which nothing else of Python runs
+
+    def _hear_of(self, wrapper: DistributedDataParallel) -> None:
+        if wrapper in self._wrappers:
+            return
+        module = wrapper.module
+        self._wrappers.add(wrapper)
+        self._heard_of_any = True
+        self._unchecked.append(_Wrapped(line(), weakref.ref(module), memory_of(_all(module))))
+
+    def unregistered(self, registered: Callable[[], Memory]) -> str:
+        """The place of a wrapper around what is not registered; empty if there is none. Each is looked at once."""
+        unchecked, self._unchecked = self._unchecked, []
+        held = registered() if unchecked else frozenset()
+        for wrapped in unchecked:
+            module = wrapped.module()
+            now = memory_of(_all(module)) if module is not None else None
+            if not (holds(held, wrapped.memory) or holds(held, now)):
+                return wrapped.place
+        return ""
+
+
+def _is_elsewhere(name: str) -> bool:
+    return not name.startswith(_STDLIB) or any(part in name for part in _INSTALLED)
+
+
+def _all(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]

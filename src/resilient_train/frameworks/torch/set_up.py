@@ -1,0 +1,315 @@
+"""Collectives that the script calls before its loop: agreeing on a configuration, counting tokens, waiting.
+
+The first process of a rank makes them with the others, and records what they gave it. A process that takes the rank's
+place makes them alone, the others being in the middle of their training, and is given what was recorded. A result that
+is too large to be kept must have gone into registered tensors, whose content comes from a replica: ``problem`` says so
+in the first process, while nothing is lost. What DDP does by itself is no part of it (``ddp_traffic.py``).
+
+A standby, which is no rank yet, can do no collective that gives something. Where the ranks wait for each other it goes
+on; what it has called is compared when it has become a rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from resilient_train import config, standby
+from resilient_train.errors import ConfigError
+from resilient_train.frameworks import predecessor
+from resilient_train.frameworks.torch.calls import bytes_of, fill_all, header_of, size_of, told
+from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
+from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
+from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, Tensors, completed, root_of
+from resilient_train.frameworks.torch.works import GuardedWork, KeptWork
+from resilient_train.place import line
+from resilient_train.state.set_up_record import RESULT_BYTES, TOTAL_BYTES, DifferenceError, Entry, Record, Recorded
+
+_WAITING = "barrier"
+_FROM_ANYBODY = "recv_anysource"
+_OBJECTS = (dist.distributed_c10d.__file__, "broadcast_object_list")
+_KIB, _MIB = 1 << 10, 1 << 20
+Registered = Callable[[], Memory]
+"""The memory of all registered tensors."""
+
+
+class Group(Protocol):
+    """A process group, as far as it matters here."""
+
+    @property
+    def group_name(self) -> str:
+        """The same on all its members, and in each run of the script."""
+        ...
+
+    def rank(self) -> int:
+        """This process's."""
+        ...
+
+    def size(self) -> int:
+        """How many members there are."""
+        ...
+
+    def run(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        """Runs the verb over the group, or alone where this process has not joined it."""
+        ...
+
+
+class _Call(NamedTuple):
+    """A collective as it was called, and where."""
+
+    group: Group
+    verb: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    header: bytes
+    place: str
+
+    def run(self) -> dist.Work:
+        return self.group.run(self.verb, self.args, self.kwargs)
+
+    @property
+    def outputs(self) -> Tensors:
+        """What it fills."""
+        args = (*self.args, *self.kwargs.values())
+        if self.verb in POINT_TO_POINT:
+            return list(args[0]) if self.verb != "send" else []
+        return VERBS[self.verb].filled(args, 0)
+
+    @property
+    def is_source(self) -> bool:
+        """Of a broadcast, so that it comes to the same again."""
+        named = any(hasattr(each, "rootRank") for each in self.args)
+        return self.verb == "broadcast" and named and root_of(self.args) == self.group.rank()
+
+
+class SetUp:
+    """The collectives of this process before its loop."""
+
+    def __init__(self) -> None:
+        self._ddp = DdpTraffic()
+        self._first = _First()
+        self._later: _Later | None = None
+        self._ahead: list[tuple[str, bytes, str]] = []
+        """What a standby has called: group, header, place."""
+
+    def issue(self, group: Group, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        """Carries a collective out, or answers it."""
+        if self._first.full or self._ddp.is_this():
+            return group.run(verb, args, kwargs)
+        call = _Call(group, verb, args, kwargs, header_of(verb, args, kwargs), line())
+        if standby.stage is not None:
+            if verb != _WAITING:
+                standby.stage.needs_rank(f"calls {verb}")
+            self._ahead.append((group.group_name, call.header, call.place))
+            return call.run()
+        later = self._as_later()
+        return later.answer(call) if later is not None else self._first.record(call)
+
+    def takes_objects(self, group: Group) -> bool:
+        """Whether torch asks for the rank where it decides that it need not tell this one what objects it has sent.
+
+        A process that takes the source's place may have made others, so it is told as the others were.
+        """
+        asking = sys._getframe(2).f_code
+        where = (asking.co_filename, asking.co_name)
+        return where == _OBJECTS and group.size() > 1 and standby.stage is None and self._as_later() is not None
+
+    def _as_later(self) -> _Later | None:
+        """None in the first process of a rank."""
+        link = config.read_link()
+        if self._later is None and link is not None and link.joining:
+            self._later = _Later(link, self._ahead)
+        return self._later
+
+    def problem(self, registered: Registered) -> str:
+        """Why a process that took this rank's place would not be what this one is; empty if it would."""
+        problem = self._first.problem(registered)
+        if problem or self._as_later() is not None:
+            return problem
+        place = self._ddp.unregistered(registered)
+        return place and (
+            f"{place} wraps a model by DistributedDataParallel that is not registered whole: a process that replaces "
+            "this rank would have another copy of it. Register it too: Session(model=[...])"
+        )
+
+    def finish(self, registered: Registered) -> bytes:
+        """The loop begins. Returns the record, in the first process of a rank. Raises ConfigError."""
+        later = self._as_later()
+        if later is not None:
+            later.finish()
+            return b""
+        self._first.wait()
+        problem = self._first.unfinished() or self.problem(registered)
+        if problem:
+            raise ConfigError(problem)
+        return self._first.packed()
+
+
+class _First:
+    """The first process of a rank: it records."""
+
+    def __init__(self) -> None:
+        self._record = Record()
+        self._live: dict[int, GuardedWork] = {}
+        self._open: dict[int, _Call] = {}
+        """Calls whose result is not there yet, by the id of their entries."""
+        self._large: list[tuple[_Call, Memory | None]] = []
+        """Calls whose result is not kept, and the memory that it went to."""
+
+    @property
+    def full(self) -> bool:
+        """Nothing more is recorded."""
+        return bool(self._record.full_at)
+
+    def packed(self) -> bytes:
+        return self._record.packed()
+
+    def record(self, call: _Call) -> dist.Work:
+        """Makes the collective; its result is taken before the caller hears of its end."""
+        # Alone in the group, a process comes to the same again.
+        outputs = call.outputs if call.group.size() > 1 else []
+        entry, room = self._record.enter(call.group.group_name, call.header, call.place, size_of(outputs))
+        if entry is None:
+            self._large.clear()
+            return call.run()
+        memory = memory_of(outputs)
+        if not room or memory is None:
+            if not call.is_source:
+                self._large.append((call._replace(args=(), kwargs={}), memory))
+            return call.run()
+        if not outputs:
+            return call.run()
+        self._open[id(entry)] = call._replace(args=(), kwargs={})
+        return self._kept(call, outputs, entry)
+
+    def _kept(self, call: _Call, outputs: Tensors, entry: Entry) -> dist.Work:
+        def take() -> None:
+            entry.result = bytes_of(outputs)
+            self._open.pop(id(entry), None)
+
+        work = call.run()
+        if call.verb in POINT_TO_POINT:
+            return _Receive(work, take, entry, anybody=call.verb == _FROM_ANYBODY)
+        try:
+            return KeptWork(work, self._live, take)
+        except RuntimeError:  # gloo has no future for a reduce-scatter
+            work.wait()
+            take()
+            return completed(call.args)
+
+    def wait(self) -> None:
+        """Waits until what was begun has ended. Raises what it failed with."""
+        for work in list(self._live.values()):
+            work.wait()
+
+    def problem(self, registered: Registered) -> str:
+        """See SetUp."""
+        if self.full:
+            return (
+                f"the collectives before the Session take more than the {TOTAL_BYTES // _MIB} MiB that are kept for a "
+                f"process that replaces this rank; there was no room for the one at {self._record.full_at}"
+            )
+        large, self._large = self._large, []
+        held = registered() if large else frozenset()
+        for call, memory in large:
+            if not holds(held, memory):
+                return (
+                    f"{call.place} calls {told(call.header)} before the loop, and its result can't be kept (only up to "
+                    f"{RESULT_BYTES // _KIB} KiB each, {TOTAL_BYTES // _MIB} MiB in all), nor does it lie in "
+                    "registered tensors: a process that replaces this rank would go without. Register it, make it on "
+                    "each rank alone, or read it from a file"
+                )
+        return ""
+
+    def unfinished(self) -> str:
+        """A receive that nobody has waited for, or a collective that has failed; empty if there is none."""
+        for call in self._open.values():
+            return (
+                f"{call.place} calls {told(call.header)} before the loop, and its result is not there when the loop "
+                "begins (it has failed, or nobody has called wait())"
+            )
+        return ""
+
+
+class _Later:
+    """A process that takes the rank's place: it is given what the first one was."""
+
+    def __init__(self, link: config.AgentLink, ahead: list[tuple[str, bytes, str]]) -> None:
+        self._link = link
+        self._strayed = False
+        self._recorded = Recorded(predecessor.recall(link), told)
+        for group, header, place in ahead:
+            self._next(group, header, place)
+
+    def _next(self, group: str, header: bytes, place: str) -> Entry:
+        try:
+            return self._recorded.next(group, header, place)
+        except DifferenceError as difference:
+            raise self._stray(str(difference)) from None
+
+    def _stray(self, difference: str) -> SystemExit:
+        if self._strayed:  # the script has caught the first one
+            return SystemExit(2)
+        self._strayed = True
+        return predecessor.stray(self._link, difference)
+
+    def answer(self, call: _Call) -> dist.Work:
+        """Gives what the first process was given. SystemExit: it did not make this call."""
+        entry = self._next(call.group.group_name, call.header, call.place)
+        if entry.result is None:
+            return call.run()
+        outputs = call.outputs
+        fill_all(outputs, entry.result)
+        return _Heard(entry.source) if call.verb == _FROM_ANYBODY else completed(call.args)
+
+    def finish(self) -> None:
+        """The loop begins."""
+        try:
+            self._recorded.finish()
+        except DifferenceError as difference:
+            raise self._stray(str(difference)) from None
+
+
+class _Receive(dist.Work):
+    """A receive, which may be waited for once only; its result is taken then."""
+
+    def __init__(self, inner: dist.Work, take: Callable[[], None], entry: Entry, *, anybody: bool) -> None:
+        super().__init__()
+        self._inner, self._take, self._entry, self._anybody = inner, take, entry, anybody
+        self._over = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._over:
+            self._inner.wait(*([] if timeout is None else [timeout]))
+            self._over = True
+            if self._anybody:
+                self._entry.source = self._source_rank()
+            self._take()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._over or bool(self._inner.is_completed())
+
+    def _source_rank(self) -> int:
+        return int(self._inner._source_rank())
+
+
+class _Heard(dist.Work):
+    """A receive from anybody that is over, and from whom it was."""
+
+    def __init__(self, source: int) -> None:
+        super().__init__()
+        self._source = source
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - it is over
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def _source_rank(self) -> int:
+        return self._source

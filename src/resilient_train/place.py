@@ -1,0 +1,33 @@
+"""Where the user's own code is, for people who are to change it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_STDLIB = os.path.dirname(os.__file__)  # noqa: PTH120 - to be compared with names in code objects, which are text
+_INSTALLED = ("site-packages", "dist-packages")
+_IN = " (in "
+_PLUMBING = tuple(f"{_STDLIB}/{name}.py" for name in ("os", "_collections_abc"))
+
+
+def place() -> str:
+    """``FILE:LINE`` of the user's own code that is running now, and where in a library it is, if it is in one."""
+    library = ""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no other way to ask
+    while frame is not None:
+        name, where = frame.f_code.co_filename, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if not name.startswith((_PACKAGE, "<", *_PLUMBING)):
+            if not (name.startswith(_STDLIB) or any(part in name for part in _INSTALLED)):
+                return f"{where}{_IN}{library})" if library else where
+            library = library or where
+        frame = frame.f_back
+    return library or "an unknown place"
+
+
+def line() -> str:
+    """``FILE:LINE`` of the user's own code that is running now."""
+    return place().partition(_IN)[0]

@@ -1,0 +1,112 @@
+"""What the collectives before a rank's loop gave it, in order: for a process that takes its place.
+
+Such a process runs the script from the top while the others train, so nobody answers its collectives. Each is answered
+with what the first process of the rank was given, and must be the same call: of the same group, at the same place in
+that group's order, with the same header (verb, arguments, dtypes and shapes).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from resilient_train.errors import ProtocolError
+
+RESULT_BYTES = 64 << 10
+"""A result larger than this is not kept."""
+TOTAL_BYTES = 4 << 20
+"""Of one rank: results, headers and places."""
+
+
+class Entry(msgspec.Struct, array_like=True):
+    """One call. ``place`` is where the script made it; ``source`` the rank that a receive from anybody heard from."""
+
+    group: str
+    header: bytes
+    place: str
+    result: bytes | None = None
+    """None: there is none, or it need not be known."""
+    source: int = -1
+
+
+_decoder = msgspec.msgpack.Decoder(list[Entry])
+
+
+class Record:
+    """The calls of one process, while it makes them."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.full_at = ""
+        """The place of the first call that there was no room for. Nothing is recorded behind it."""
+        self._bytes = 0
+
+    def enter(self, group: str, header: bytes, place: str, result_bytes: int) -> tuple[Entry | None, bool]:
+        """The entry of a call, whose result is to be put in when it is there, and whether there is room for that.
+
+        No entry: the record is full.
+        """
+        bare_bytes = len(group) + len(header) + len(place)
+        if self.full_at or self._bytes + bare_bytes > TOTAL_BYTES:
+            self.full_at = self.full_at or place
+            self.entries.clear()
+            return None, False
+        self._bytes += bare_bytes
+        room = result_bytes <= min(RESULT_BYTES, TOTAL_BYTES - self._bytes)
+        if room:
+            self._bytes += result_bytes
+        entry = Entry(group, header, place)
+        self.entries.append(entry)
+        return entry, room
+
+    def packed(self) -> bytes:
+        """For ``Recorded``, in another process."""
+        return msgspec.msgpack.encode(self.entries)
+
+
+class DifferenceError(Exception):
+    """A process does not make the calls that its predecessor has made; the text says which, and where."""
+
+
+class Recorded:
+    """The calls of the predecessor, while they are made again. ``told`` puts a header into words."""
+
+    def __init__(self, packed: bytes, told: Callable[[bytes], str]) -> None:
+        """Raises ProtocolError unless ``packed`` is a record."""
+        try:
+            entries = _decoder.decode(packed) if packed else []
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"not a record of collectives: {error}") from None
+        self._told = told
+        self._calls: dict[str, deque[tuple[int, Entry]]] = {}
+        for entry in entries:
+            calls = self._calls.setdefault(entry.group, deque())
+            calls.append((len(calls) + 1, entry))
+
+    def next(self, group: str, header: bytes, place: str) -> Entry:
+        """The entry of a call that this process makes at ``place``. Raises DifferenceError."""
+        calls = self._calls.get(group)
+        if not calls:
+            raise DifferenceError(
+                f"{place} calls {self._told(header)} of process group {group!r} before the loop, and its predecessor "
+                "made no such call there"
+            )
+        number, entry = calls.popleft()
+        if entry.header != header:
+            raise DifferenceError(
+                f"{place} calls {self._told(header)} where its predecessor called {self._told(entry.header)} "
+                f"({entry.place}): call {number} of process group {group!r} before the loop"
+            )
+        return entry
+
+    def finish(self) -> None:
+        """The loop begins. Raises DifferenceError if the predecessor had made more calls."""
+        for group, calls in self._calls.items():
+            if calls:
+                number, entry = calls[0]
+                raise DifferenceError(
+                    f"it comes to the loop without {self._told(entry.header)}, call {number} of process group "
+                    f"{group!r}, which its predecessor made at {entry.place}"
+                )

@@ -1,0 +1,188 @@
+"""Collectives before the loop: a process that takes a rank's place is given what the rank's first one was."""
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from running import JOBS, Run, launch
+
+SCRIPT = "setting_up.py"
+TWICE = (
+    "kill rank=1 step=2 phase=UPDATING; kill rank=1 step=4 phase=COMPUTE at=backward incarnation=1; "
+    "kill rank=0 step=6 phase=COMPUTE; kill rank=2 step=6 phase=COMPUTE"
+)
+ONE = "kill rank=0 step=3 phase=COMPUTE; kill rank=1 step=5 phase=UPDATING"
+
+
+def given(run: Run) -> dict[tuple[int, int], list[object]]:
+    """(rank, attempt) -> what the collectives of each of its processes gave it."""
+    found: dict[tuple[int, int], list[object]] = defaultdict(list)
+    for line in run.out.splitlines():
+        if line.startswith("SETUP "):
+            _, rank, attempt, told = line.split(maxsplit=3)
+            found[int(rank), int(attempt)].append(json.loads(told))
+    return found
+
+
+def same_for_all_processes(run: Run, *, incarnations: dict[tuple[int, int], int]) -> bool:
+    told = given(run)
+    counts = {who: len(each) for who, each in told.items()}
+    return counts == incarnations and all(each == [each[0]] * len(each) for each in told.values())
+
+
+def run_of(folder: Path, *arguments: str, plan: str, ranks: int = 2, **environ: str) -> Run:
+    return launch(folder / "run", SCRIPT, *arguments, ranks=ranks, flags=("--faults", plan), **environ)
+
+
+def undisturbed(folder: Path, *arguments: str, ranks: int = 2) -> Run:
+    run = launch(folder / "undisturbed", SCRIPT, *arguments, ranks=ranks)
+    assert run.code == 0, run.explain()
+    return run
+
+
+def test_every_verb_and_every_rank(tmp_path: Path) -> None:
+    """One rank twice, then two at once. What they train on comes of it: the number of steps, a factor of the loss."""
+    reference = undisturbed(tmp_path, "usual", ranks=3)
+    run = run_of(tmp_path, "usual", plan=TWICE, ranks=3)
+    assert run.code == 0, run.explain()
+    assert len(run.of("fault")) >= 3
+    assert run.digests() == reference.digests(), run.explain()
+    assert {event["step"] for event in run.of("session_end")} == {12}
+    assert same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 3, (2, 0): 2}), run.out
+    other = given(reference)
+    assert all(told != other[who] for who, told in given(run).items()), "pids and the like differ from run to run"
+
+
+def test_all_start_again_with_a_record_of_their_own(tmp_path: Path) -> None:
+    others = "; ".join(f"kill rank={rank} phase=STOP generation=1" for rank in (1, 2))
+    everybody = f"kill rank=0 step=5 phase=COMPUTE; {others}"
+    reference = undisturbed(tmp_path, "usual", "--save", "2", ranks=3)
+    # Who of them died last was not replaced before all started again: it is the one whose second process is hit.
+    again = "; ".join(f"kill rank={rank} step=8 phase=COMPUTE incarnation=1" for rank in (1, 2))
+    plan = f"{everybody}; {again}"
+    run = run_of(tmp_path, "usual", "--save", "2", plan=plan, ranks=3)
+    assert run.code == 0, run.explain()
+    assert [event["detail"]["state_lost"] for event in run.of("restart_all")] == [True], run.explain()
+    assert run.digests() == reference.digests(), run.explain()
+    told = given(run)
+    assert sorted(len(told[rank, 1]) for rank in range(3)) == [1, 1, 2], run.out
+    for rank in range(3):
+        assert told[rank, 1] == [told[rank, 1][0]] * len(told[rank, 1])
+        assert told[rank, 1][0] != told[rank, 0][0]
+
+
+def test_collectives_between_the_session_and_the_loop(tmp_path: Path) -> None:
+    reference = undisturbed(tmp_path, "between")
+    run = run_of(tmp_path, "between", plan=ONE)
+    assert run.code == 0, run.explain()
+    assert run.digests() == reference.digests()
+    assert same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 2}), run.out
+
+
+def test_large_results_go_into_what_is_registered(tmp_path: Path) -> None:
+    """By the user's own broadcast, by DDP's constructor, by a reduction of what stands in `state`."""
+    reference = undisturbed(tmp_path, "registered")
+    run = run_of(tmp_path, "registered", plan=ONE)
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 2
+    assert run.digests() == reference.digests()
+
+
+@pytest.mark.parametrize(
+    ("story", "line", "words"),
+    [
+        ("large", "dist.broadcast(table, src=0)", "calls broadcast(float32[20000], rootRank 0) before the loop"),
+        ("unregistered", "teacher = Dist", "wraps a model by DistributedDataParallel that is not registered whole"),
+        ("unwaited", "request = dist.irecv(", "calls recv(float32[1], "),
+    ],
+)
+def test_what_a_replacement_could_not_have_is_refused_at_once(
+    tmp_path: Path, story: str, line: str, words: str
+) -> None:
+    run = launch(tmp_path / "run", SCRIPT, story, ranks=2)
+    assert run.code == 2, run.explain()
+    told = next(each for each in run.err.splitlines() if each.startswith("resilient-run: the job ends"))
+    text = (JOBS / SCRIPT).read_text().splitlines()
+    start = next(number for number, each in enumerate(text) if each.startswith(f"def {story}("))
+    number = next(number for number in range(start, len(text)) if line in text[number])
+    assert f"{SCRIPT}:{number + 1} " in told, told
+    assert words in told, told
+    assert run.of("started") == []
+
+
+def test_it_is_taken_where_nobody_is_ever_replaced(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", SCRIPT, "large", ranks=2, MS_ENABLE_TFT="{TTP:1}")
+    assert run.code == 0, run.explain()
+
+
+DIFFERENCES = {
+    "order": "calls broadcast(float32[2], rootRank 0) where its predecessor called allreduce(float32[1], reduceOp SUM)",
+    "shape": "calls allreduce(float32[2], reduceOp SUM) where its predecessor called allreduce(float32[1]",
+    "dtype": "calls allreduce(float64[1], reduceOp SUM) where its predecessor called allreduce(float32[1]",
+    "operation": "calls allreduce(float32[1], reduceOp MAX) where its predecessor called allreduce(float32[1], ",
+    "fewer": "it comes to the loop without broadcast(float32[2], rootRank 0), call 2 of process group",
+    "more": "and its predecessor made no such call there",
+    "caught": "calls barrier(",
+}
+
+
+@pytest.mark.parametrize("how", DIFFERENCES)
+def test_a_replacement_that_does_something_else_is_refused(tmp_path: Path, how: str) -> None:
+    """The survivor's state is saved, and the job ends; nothing was guessed."""
+    arguments = ("differing", "--how", how)
+    run = run_of(tmp_path, *arguments, plan="kill rank=1 step=3 phase=COMPUTE")
+    assert run.code == 2, run.explain()
+    told = [each for each in run.err.splitlines() if each.startswith("resilient-run: the job ends")]
+    assert len(told) == 1
+    assert "rank 1 can't be replaced, since its script does not do again what it did at first" in told[0]
+    assert DIFFERENCES[how] in told[0], told
+    assert told[0].count(f"{SCRIPT}:") == (1 if how in ("fewer", "more") else 2), told
+    assert [each["detail"]["commits"] for each in run.of("saved")] == [3], run.explain()
+    again = launch(tmp_path / "run", SCRIPT, *arguments, ranks=2, flags=("--faults", ""))
+    assert again.code == 0, again.explain()
+    assert {each["detail"]["commits"] for each in again.of("restored")} == {3}, "it goes on from there"
+
+
+def built(folder: Path, story: str, *, standbys: tuple[str, ...]) -> Run:
+    arguments = (story, "--standby-at", *standbys)
+    return run_of(folder, *arguments, plan=ONE, RESILIENT_STANDBY_DEPTH="built")
+
+
+def test_a_standby_waits_in_front_of_the_collectives(tmp_path: Path) -> None:
+    """What stands above: DDP's constructor, passes that warm up, a barrier. Nobody answers those."""
+    reference = undisturbed(tmp_path, "warmed")
+    run = built(tmp_path, "warmed", standbys=("1", "4"))
+    assert run.code == 0, run.explain()
+    assert [each["detail"]["start"] for each in run.of("spawned")] == ["forked"] * 2 + ["built"] * 2, run.explain()
+    assert run.digests() == reference.digests()
+    assert same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 2}), run.out
+
+
+def test_a_standby_that_comes_to_a_collective_is_given_up(tmp_path: Path) -> None:
+    """It is no rank yet, so nobody could say what it is given."""
+    reference = undisturbed(tmp_path, "before")
+    run = built(tmp_path, "before", standbys=("1", "4"))
+    assert run.code == 0, run.explain()
+    assert [each["detail"]["start"] for each in run.of("spawned")] == ["forked"] * 4, run.explain()
+    (shallow,) = run.of("standby_shallow")
+    assert "calls allreduce before rt.standby_point(): move it behind" in shallow["detail"]["reason"]
+    assert f"{SCRIPT}:" in shallow["detail"]["reason"]
+    assert run.digests() == reference.digests()
+    assert same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 2}), run.out
+
+
+def test_a_script_that_communicates_before_the_import(tmp_path: Path) -> None:
+    """A script that resilient-run starts has the import behind it; a command that runs one has not, and is told."""
+    plan = ("--faults", "kill rank=1 step=3 phase=COMPUTE")
+    run = launch(tmp_path / "run", "late_import.py", ranks=2, flags=plan)
+    assert run.code == 0, run.explain()
+    assert sorted(each for each in run.out.splitlines() if each.startswith("COUNT")) == [
+        "COUNT 0 3.0",
+        "COUNT 1 3.0",
+        "COUNT 1 3.0",
+    ]
+    late = launch(tmp_path / "late", sys.executable, str(JOBS / "late_import.py"), ranks=2, flags=("--no-python",))
+    assert late.code == 2, late.explain()
+    assert "import resilient_train before init_process_group" in late.err

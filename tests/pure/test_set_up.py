@@ -1,0 +1,334 @@
+"""Collectives before the loop, in the process that records them and in the one that is answered."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402 - only where torch is
+from torch import nn  # noqa: E402
+from torch._C import _distributed_c10d as c10d  # noqa: E402
+from torch._C._distributed_c10d import _create_work_from_future  # noqa: E402
+
+from resilient_train import config, standby  # noqa: E402
+from resilient_train.errors import ConfigError  # noqa: E402
+from resilient_train.frameworks import predecessor  # noqa: E402
+from resilient_train.frameworks.base import Objects  # noqa: E402
+from resilient_train.frameworks.torch.calls import bytes_of, header_of  # noqa: E402
+from resilient_train.frameworks.torch.clique import Clique  # noqa: E402
+from resilient_train.frameworks.torch.set_up import SetUp  # noqa: E402
+from resilient_train.frameworks.torch.storages import registered  # noqa: E402
+from resilient_train.frameworks.torch.verbs import VERBS, run_alone  # noqa: E402
+from resilient_train.state.set_up_record import Record, Recorded  # noqa: E402
+
+pytestmark = pytest.mark.torch
+BIG = 20_000
+
+
+def one(value: float = 1.0) -> torch.Tensor:
+    return torch.tensor([value])
+
+
+def options(root: int) -> Any:
+    chosen = c10d.BroadcastOptions()
+    chosen.rootRank = root
+    return chosen
+
+
+class Group:
+    """Of two ranks; the other one adds 10, when ``end`` says so. Alone, it is answered by nobody."""
+
+    group_name = "world"
+
+    def __init__(self, me: int = 0, size: int = 2, *, alone: bool = False) -> None:
+        self.me, self.members, self.alone = me, size, alone
+        self.under_way: list[Callable[[], None]] = []
+
+    def rank(self) -> int:
+        return self.me
+
+    def size(self) -> int:
+        return self.members
+
+    def run(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        if self.alone:
+            return run_alone(verb, self.me, self.members, args)
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def end() -> None:
+            if verb == "allreduce":
+                args[0][0].add_(10.0)
+            future.set_result(list(args[0]) if isinstance(args[0], list) else [])
+
+        self.under_way.append(end)
+        work: dist.Work = _create_work_from_future(future)
+        return work
+
+    def end(self) -> None:
+        while self.under_way:
+            self.under_way.pop(0)()
+
+
+def link(*, joining: bool) -> config.AgentLink:
+    return config.AgentLink("socket", 0, 2, 0, joining, "run")
+
+
+@pytest.fixture(autouse=True)
+def first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "read_link", lambda: link(joining=False))
+
+
+def nothing() -> frozenset[Any]:
+    return frozenset()
+
+
+def later(monkeypatch: pytest.MonkeyPatch, packed: bytes) -> SetUp:
+    """In a process that takes the place of the one that has recorded this."""
+    monkeypatch.setattr(config, "read_link", lambda: link(joining=True))
+    monkeypatch.setattr(predecessor, "recall", lambda _: packed)
+    monkeypatch.setattr(predecessor, "stray", lambda _, text: SystemExit(text))
+    return SetUp()
+
+
+def test_a_result_is_taken_before_the_caller_can_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up, group, value = SetUp(), Group(), one(2.0)
+    work = set_up.issue(group, "allreduce", ([value], c10d.AllreduceOptions()), {})
+    assert not work.is_completed()
+    group.end()
+    work.wait()
+    value /= 100
+    packed = set_up.finish(nothing)
+    answered = later(monkeypatch, packed)
+    again = one(3.0)
+    answered.issue(Group(alone=True), "allreduce", ([again], c10d.AllreduceOptions()), {}).wait()
+    assert again.item() == 12.0
+    assert answered.finish(nothing) == b""
+
+
+def test_what_has_begun_is_waited_for() -> None:
+    set_up, group = SetUp(), Group()
+    set_up.issue(group, "allreduce", ([one()], c10d.AllreduceOptions()), {})
+    threading.Timer(0.05, group.end).start()
+    assert Recorded(set_up.finish(nothing), bytes.decode)
+
+
+def test_what_has_failed_is_refused() -> None:
+    set_up, group = SetUp(), Group()
+    work = set_up.issue(group, "allreduce", ([one()], c10d.AllreduceOptions()), {})
+    assert work.give_up()
+    with pytest.raises(RuntimeError, match="was given up"):
+        work.wait()
+    with pytest.raises(ConfigError, match=r"test_set_up.py:[0-9]+ calls allreduce.*its result is not there"):
+        set_up.finish(nothing)
+
+
+def test_the_source_of_a_broadcast_gives_what_it_gave_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up, group = SetUp(), Group()
+    set_up.issue(group, "broadcast", ([one(5.0)], options(0)), {})
+    group.end()
+    answered, other = later(monkeypatch, set_up.finish(nothing)), one(6.0)
+    answered.issue(Group(alone=True), "broadcast", ([other], options(0)), {})
+    assert other.item() == 5.0
+
+
+def test_alone_in_a_group_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up, group, big = SetUp(), Group(size=1), torch.zeros(BIG)
+    set_up.issue(group, "allreduce", ([big], c10d.AllreduceOptions()), {})
+    group.end()
+    packed = set_up.finish(nothing)
+    assert len(packed) < 1000
+    answered, again = later(monkeypatch, packed), torch.ones(BIG)
+    answered.issue(Group(size=1, alone=True), "allreduce", ([again], c10d.AllreduceOptions()), {})
+    assert again.sum().item() == BIG
+
+
+def broadcast_large(set_up: SetUp, tensor: torch.Tensor, me: int = 1) -> None:
+    group = Group(me)
+    set_up.issue(group, "broadcast", ([tensor], options(0)), {})
+    group.end()
+
+
+def test_a_large_result_must_lie_in_registered_memory() -> None:
+    model, set_up = nn.Linear(BIG // 4, 4), SetUp()
+    objects = Objects((model,), ())
+    for tensor in (model.weight.data, model.weight.detach().view(-1)[4:]):
+        broadcast_large(set_up, tensor)
+    assert set_up.problem(lambda: registered(objects)) == ""
+    broadcast_large(set_up, torch.zeros(BIG), me=0)
+    assert set_up.problem(lambda: registered(objects)) == "", "its source makes it anew"
+    broadcast_large(set_up, torch.zeros(BIG))
+    problem = set_up.problem(lambda: registered(objects))
+    assert "test_set_up.py:" in problem
+    assert "calls broadcast(float32[20000], rootRank 0) before the loop, and its result can't be kept" in problem
+
+
+def test_memory_that_is_used_again_is_not_the_same() -> None:
+    """The tensor is gone, and a registered one may lie where it was."""
+    model, places = nn.Module(), set()
+    for _ in range(20):
+        set_up, passing = SetUp(), torch.zeros(BIG)
+        places.add(passing.data_ptr())
+        broadcast_large(set_up, passing)
+        del passing
+        model.register_buffer("table", torch.zeros(BIG))
+        assert "can't be kept" in set_up.problem(lambda: registered(Objects((model,), ())))
+        if model.table.data_ptr() in places:
+            return
+    pytest.fail("the memory was never used again")
+
+
+def test_nothing_holds_on_to_what_was_communicated() -> None:
+    set_up, tensor = SetUp(), torch.zeros(BIG)
+    seen = weakref.ref(tensor)
+    broadcast_large(set_up, tensor)
+    small = one()
+    group = Group()
+    set_up.issue(group, "allreduce", ([small], c10d.AllreduceOptions()), {})
+    group.end()
+    alive = weakref.ref(small)
+    del tensor, small, group
+    assert seen() is None
+    assert alive() is None
+
+
+def test_what_counts_as_registered() -> None:
+    weight, state, extra, own = (torch.zeros(BIG) for _ in range(4))
+    parameter = nn.Parameter(weight)
+    model = nn.Module()
+    model.register_parameter("weight", parameter)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter]["momentum_buffer"] = state
+    shared, mine = nn.Module(), nn.Module()
+    shared.register_buffer("table", extra)
+    mine.register_buffer("hidden", own)
+    objects = Objects((model,), (optimizer,), extra={"shared": shared}, rank_extra={"mine": mine})
+    for tensor in (weight, state, extra, own):
+        set_up = SetUp()
+        broadcast_large(set_up, tensor)
+        assert set_up.problem(lambda: registered(objects)) == ""
+
+
+def test_a_sparse_result_can_not_be_kept() -> None:
+    set_up, group = SetUp(), Group()
+    set_up.issue(group, "allreduce", ([torch.zeros(4).to_sparse()], c10d.AllreduceOptions()), {})
+    assert "can't be kept" in set_up.problem(nothing)
+
+
+def test_a_script_that_never_comes_to_a_loop_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resilient_train.state.set_up_record.TOTAL_BYTES", 400)
+    set_up, group = SetUp(), Group()
+    for _ in range(8):
+        set_up.issue(group, "barrier", (c10d.BarrierOptions(),), {})
+    assert "there was no room for the one at" in set_up.problem(nothing)
+    with pytest.raises(ConfigError, match="there was no room"):
+        set_up.finish(nothing)
+
+
+def test_from_whom_a_receive_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record()
+    box = one()
+    entry, _ = record.enter("world", header_of("recv_anysource", ([box], 0), {}), "x:1", 4)
+    assert entry is not None
+    entry.result, entry.source = bytes_of([one(4.0)]), 1
+    work = later(monkeypatch, record.packed()).issue(Group(alone=True), "recv_anysource", ([box], 0), {})
+    assert (work.wait(), work._source_rank(), box.item()) == (True, 1, 4.0)  # type: ignore[attr-defined] # as torch asks
+
+
+def test_a_difference_ends_the_process_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = later(monkeypatch, Record().packed())
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            answered.issue(Group(alone=True), "barrier", (c10d.BarrierOptions(),), {})
+
+
+class Stage:
+    """Of a standby."""
+
+    wraps = True
+
+    def needs_rank(self, what: str) -> None:
+        raise LookupError(what)
+
+
+def test_a_standby_waits_alone_and_is_compared_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = (c10d.BarrierOptions(),)
+    first, group = SetUp(), Group()
+    first.issue(group, "barrier", barrier, {})
+    first.issue(group, "allreduce", ([one()], c10d.AllreduceOptions()), {})
+    group.end()
+    packed = first.finish(nothing)
+    for barriers in (1, 2):
+        ahead = later(monkeypatch, packed)
+        monkeypatch.setattr(standby, "stage", Stage())
+        for _ in range(barriers):
+            ahead.issue(Group(alone=True), "barrier", barrier, {})
+        with pytest.raises(LookupError, match="calls allreduce"):
+            ahead.issue(Group(alone=True), "allreduce", ([one()], c10d.AllreduceOptions()), {})
+        monkeypatch.setattr(standby, "stage", None)
+        if barriers == 1:
+            ahead.issue(Group(alone=True), "allreduce", ([one()], c10d.AllreduceOptions()), {})
+            assert ahead.finish(nothing) == b""
+        else:
+            with pytest.raises(SystemExit, match=r"calls barrier.* where its predecessor called allreduce"):
+                ahead.finish(nothing)
+
+
+def test_each_verb_says_what_it_fills() -> None:
+    """What differs after it has run, on either member of a group of two."""
+
+    def calls(verb: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(ARGUMENTS[verb](me), {}) for me in range(2)]
+
+    clique = Clique(2)
+    try:
+        for verb in ARGUMENTS:
+            made = calls(verb)
+            before = [[each.clone() for each in tensors_in(args)] for args, _ in made]
+            clique.run(verb, made)
+            for me, (args, _) in enumerate(made):
+                filled = VERBS[verb].filled(args, me)
+                changed = [
+                    each for each, old in zip(tensors_in(args), before[me], strict=True) if not torch.equal(each, old)
+                ]
+                assert all(any(each is one for one in filled) for each in changed), (verb, me)
+                assert filled or not changed
+    finally:
+        clique.close()
+
+
+def tensors_in(args: Any) -> list[torch.Tensor]:
+    if isinstance(args, torch.Tensor):
+        return [args]
+    return [each for item in args for each in tensors_in(item)] if isinstance(args, (list, tuple)) else []
+
+
+def rooted(kind: type, root: int = 1) -> Any:
+    chosen = kind()
+    chosen.rootRank = root
+    return chosen
+
+
+def pair(me: int) -> list[torch.Tensor]:
+    return [one(me + 1.0), one(me + 2.0)]
+
+
+def room() -> list[torch.Tensor]:
+    return [torch.zeros(1), torch.zeros(1)]
+
+
+ARGUMENTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "allreduce": lambda me: ([one(me + 1.0)], c10d.AllreduceOptions()),
+    "reduce": lambda me: ([one(me + 1.0)], rooted(c10d.ReduceOptions)),
+    "broadcast": lambda me: ([one(me + 1.0)], options(1)),
+    "allgather": lambda me: ([room()], [one(me + 1.0)], c10d.AllgatherOptions()),
+    "gather": lambda me: ([room()] if me else [], [one(me + 1.0)], rooted(c10d.GatherOptions)),
+    "scatter": lambda me: ([torch.zeros(1)], [pair(me)] if me else [], rooted(c10d.ScatterOptions)),
+    "alltoall_base": lambda me: (torch.zeros(2), torch.tensor([me + 1.0, me + 2.0]), [], [], c10d.AllToAllOptions()),
+    "_allgather_base": lambda me: (torch.zeros(2), one(me + 1.0), c10d.AllgatherOptions()),
+}

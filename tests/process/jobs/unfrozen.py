@@ -40,7 +40,7 @@ def unfreeze(number: int, where: str) -> None:
 
 def wait_for_storage(session: rt.Session, commits: int) -> None:
     """So that no checkpoint is left out because storage is busy with the one before."""
-    while session._runtime._link.board.settled < commits:
+    while session._driver._link.peers.settled < commits:
         time.sleep(0.005)
 
 

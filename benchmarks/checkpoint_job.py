@@ -69,8 +69,8 @@ class Bench:
         self.size_bytes = size_bytes
         self.far = FAR
         self.forward_backward_ms: list[float] = []
-        assert session._runtime is not None
-        self.saving: Saving = session._runtime.saving
+        assert session._driver is not None
+        self.saving: Saving = session._driver.saving
         self.lane = Lane()
         self.saving._cadence = self.lane  # type: ignore[assignment]
 

@@ -43,6 +43,7 @@ from resilient_train.protocol import orders
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import EXIT_UNRECOVERABLE, Controller
 from resilient_train.protocol.hang import Finding, Verdict
+from resilient_train.protocol.progress import Activity, progress_of
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.session.pulse import STACKS_FOLDER
 from resilient_train.state.arena import DEFAULT_SLOT_BYTES, Arena
@@ -51,8 +52,6 @@ from resilient_train.transport import listen
 EXIT_BUG = 70
 """EX_SOFTWARE."""
 LOG_POLL_S = 0.05
-_LEAVING_GRACES = 30
-"""So many times ``TROUBLE_GRACE_S`` a rank that has closed its Session may take to end before that is a fault."""
 _SHORT_OF = frozenset((errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM))
 """Descriptors, processes or memory: there may be some again soon."""
 _SHORT_S = 1.0
@@ -61,10 +60,9 @@ _UNKILLABLE_S = 10.0
 """A process that was killed and has not ended by then waits in the kernel for something that does not come (storage
 that is gone). It never runs a line of its program again, so it is as good as dead.
 """
-TROUBLE_GRACE_S = 1.0
-"""How long a collective may have failed before it counts as a fault of its own. A death explains most failures, and is
-seen within milliseconds; but a rank that leaves with an error of the user's takes a while to exit: 0.2 s was too short.
-"""
+_LEAVING_S = 30.0
+"""How long a rank that is leaving explains that collectives fail; then it is a fault that it has not ended."""
+_LEAVING_POLL_S = 0.02
 
 DIFFER_GRACE_S = 2.0
 """How long a rank whose replicas differ is heard alone, before the job ends without what the others would have said."""
@@ -336,7 +334,7 @@ class Agent:
                 self._note("done", generation=generation, detail={"redone": redone}, **whose)
                 self._carry_out(controller.done(rank, incarnation, generation, over=over))
             case m.Trouble(generation=generation, detail=text):
-                self._loop.call_later(TROUBLE_GRACE_S, self._on_unexplained, generation, f"rank {rank}: {text}")
+                self._on_trouble(generation, f"rank {rank}: {text}", time.monotonic() + _LEAVING_S)
             case m.Damaged(generation=generation, detail=text):
                 self._carry_out(controller.damaged(rank, incarnation, generation, text, self._standings()))
             case m.Finish(generation=generation):
@@ -360,17 +358,20 @@ class Agent:
             case _:
                 self._note("foreign_frame", rank=rank, detail={"text": type(frame).__name__})
 
-    def _on_unexplained(self, generation: int, detail: str, culprit: int = -1, asked: int = 0) -> None:
-        if culprit < 0 and asked < _LEAVING_GRACES and self._is_left():
-            self._loop.call_later(TROUBLE_GRACE_S, self._on_unexplained, generation, detail, culprit, asked + 1)
-            return
+    def _on_trouble(self, generation: int, detail: str, deadline: float) -> None:
+        """A collective has failed. If a rank dies or leaves, that is why, and its end says more."""
+        if time.monotonic() < deadline and any(map(self._goes, self._processes.current.values())):
+            self._loop.call_later(_LEAVING_POLL_S, self._on_trouble, generation, detail, deadline)
+        elif generation == self._controller.generation:
+            self._on_unexplained(generation, detail)
+
+    def _goes(self, process: RankProcess) -> bool:
+        activity = progress_of(self._board.progress(process.rank)).activity
+        return process.ends() or activity is Activity.LEAVING
+
+    def _on_unexplained(self, generation: int, detail: str, culprit: int = -1) -> None:
         standings = self._standings()
         self._carry_out(self._controller.failed_collective(generation, detail, standings, culprit=culprit))
-
-    def _is_left(self) -> bool:
-        """Whether a rank has closed its Session (an error of the user's went through it), and its process lives on."""
-        hung_up = [rank for rank, connection in self._admission.connections.items() if connection.closed]
-        return any(self._processes.current[rank].exit_code() is None for rank in hung_up)
 
     # -- what is done
 

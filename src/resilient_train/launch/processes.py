@@ -23,6 +23,8 @@ from resilient_train.launch.job import Job
 from resilient_train.launch.logs import Logs, Streams
 from resilient_train.protocol.hang import RunState
 
+_PF_EXITING = 0x4
+"""linux/sched.h; part of what ``/proc`` tells since 2.6."""
 _LOCAL_RANK_MACRO = "${local_rank}"
 
 
@@ -81,6 +83,17 @@ class RankProcess:
         except (OSError, IndexError):
             return RunState.RUNNING  # it is just ending: others tell of that
         return {"T": RunState.STOPPED, "t": RunState.TRACED}.get(letter, RunState.RUNNING)
+
+    def ends(self) -> bool:
+        """Whether the process has ended, or is about to: it exits, or was killed (PF_EXITING in ``/proc/PID/stat``).
+
+        A process whose sockets were closed by its end is seen here: the kernel sets the flag first.
+        """
+        try:
+            flags = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[6])
+        except (OSError, IndexError):
+            return True
+        return bool(flags & _PF_EXITING)
 
     def signal_group(self, number: int) -> None:
         """Signals the process and all that it started."""

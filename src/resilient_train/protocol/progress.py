@@ -24,6 +24,8 @@ class Activity(enum.IntEnum):
     """It takes its time and has said so (``session.slow``): nobody is hung while a rank is at this."""
     FINISHED = 3
     """Its loop is over; it waits for the others."""
+    LEAVING = 4
+    """An error of its own has left a step or the Session: as a rule its process is about to end."""
 
 
 class Progress(NamedTuple):

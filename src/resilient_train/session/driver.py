@@ -161,6 +161,7 @@ class Driver:
         return step
 
     def _next(self, total: int) -> Step | None:
+        self._pulse.stays()
         self._injector.between(self._rank)
         step: Step | None = self._drive(on.Next(total, self._stopped()))
         return step
@@ -182,12 +183,15 @@ class Driver:
             event = self._explainer.exit(error, self._rank.standing, self._rank.generation)
         except DeviceError as failure:
             self._fail_stop(failure)
-        if event.how == "error":
+        if event.how in ("error", "leaves"):
+            self._pulse.leaving()
             self.outlive(error)
         return bool(self._drive(event))
 
     def close(self, *, finish: bool) -> None:
         """Leaves: after all ranks have come to their end, or (``finish`` False) at once."""
+        if not finish:
+            self._pulse.leaving()
         try:
             if finish and self._begun and not self._told_end:
                 self._step = None
@@ -560,6 +564,7 @@ class Driver:
         if self._released:
             return
         self._released = True
+        self._pulse.leaving()
         self._engine.detach()
         self._device.tell()
         self._watch.close()

@@ -60,6 +60,16 @@ class Pulse:
         self._activity = activity
         self._link.peers.set_activity(activity)
 
+    def leaving(self) -> None:
+        """What comes next is the end, as a rule: a collective of the others that fails now has that for a reason."""
+        if self._activity is not Activity.FINISHED:
+            self.at(Activity.LEAVING)
+
+    def stays(self) -> None:
+        """The error was caught: the training goes on."""
+        if self._activity is Activity.LEAVING:
+            self.at(Activity.TRAINING)
+
     @contextlib.contextmanager
     def slow(self, what: str) -> Iterator[None]:
         """While in here, nobody is taken for hung."""

@@ -147,8 +147,8 @@ class TorchEngine:
 
     def break_collectives(self) -> None:
         for descriptor, _ in self.sockets():
-            with socket.socket(fileno=os.dup(descriptor)) as connection, contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)  # gloo may have closed it over another fault
 
     def collectives_intact(self) -> bool:
         works, self._works = self._works, []

@@ -1,0 +1,446 @@
+"""Random faults on real jobs, one seed a job, until so many have hit; and what came of it, counted.
+
+    .venv/bin/python tests/soak/soak.py --faults 2000
+
+Each job must end with the bits of its undisturbed run. It may end before that only if somebody asked it to, or its
+launcher was killed; then it is started again in the same run directory. What may not be: other bits, an end that nobody
+asked for, no progress for ``PATIENCE_S``. Such a job's directory stays, and its seed is told. The seed decides what is
+done and when in steps, but not where in a step that is: a failure may need several tries.
+
+As root: some faults mount a file system.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import functools
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "process"))
+
+from running import LAUNCHER, read_events, start  # noqa: E402
+from watched_jobs import end_holder, holder_pid  # noqa: E402
+
+from resilient_train.errors import ConfigError, JobEnded, ProtocolError  # noqa: E402
+from resilient_train.launch.asking import Follower, ask  # noqa: E402
+from resilient_train.observe.sinks import EVENTS_FILE  # noqa: E402
+from resilient_train.protocol.messages import Inject  # noqa: E402
+
+STEPS = 300
+QUIET_STEPS = 12
+"""At the end nobody is hit: a job that is over before its fault is repaired shows nothing."""
+PATIENCE_S = 120.0
+FAULTS_A_JOB = 20
+IN_A_ROW = 3
+"""A rank that dies five times without a committed update in between ends the job, as it should."""
+VARIANTS = (
+    "base",
+    "accumulate",
+    "two",
+    "undo",
+    "scaler",
+    "before+unused",
+    "short+stateful+workers+persistent",
+    "short+workers+persistent+shuffle",
+)
+ENDING = frozenset(("SIGTERM to the launcher", "SIGTERM to a rank", "SIGKILL to the launcher"))
+"""The job may end of these, and goes on when it is started again."""
+
+
+class WrongError(Exception):
+    """The promise is broken; the text says how."""
+
+
+class Job:
+    """One run directory, its present launcher, and what has been heard of it."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.ranks = ranks
+        self.run = folder / "disk" / "run"
+        self.records = folder / "records"
+        self.process: subprocess.Popen[str]
+        self.pids: dict[int, int] = {}
+        self.recovering = False
+        self.started = False
+        self.later: list[tuple[float, Callable[[], None]]] = []
+        """What ends a fault, and when."""
+        self.ends = False
+        """A fault was done of which the job may end."""
+        self.follow()
+
+    def follow(self) -> None:
+        """A new launcher writes new events."""
+        self._follower = Follower(self.run)
+        self.pids, self.started, self.recovering, self.ends = {}, False, False, False
+
+    def look(self) -> bool:
+        """Reads on, and ends faults whose time is over. Returns whether anything was new."""
+        now = time.monotonic()
+        for each in [each for each in self.later if each[0] <= now]:
+            self.later.remove(each)
+            each[1]()
+        heard = self._follower.read() if (self.run / EVENTS_FILE).exists() else []
+        for event in heard:
+            if event.kind == "spawned":
+                self.pids[event.rank] = int(str(event.detail["pid"]))
+            elif event.kind == "fault":
+                self.recovering = True
+            elif event.kind in ("started", "resumed"):
+                self.started, self.recovering = True, False
+        return bool(heard)
+
+    def steps(self) -> int:
+        """Recorded by the rank that is ahead. One that is run again after a loss of all is recorded again."""
+        found = [path.read_text().rstrip().rpartition("\n")[2] for path in self.records.glob("*.jsonl")]
+        return max((json.loads(line)["step"] for line in found if line.endswith("}")), default=-1) + 1
+
+    def signal(self, number: int, *ranks: int) -> None:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], number)
+
+    def forks(self) -> list[int]:
+        """The processes of the launcher's that are no rank's: what ranks are forked from, standbys."""
+        ranks = set(self.pids.values())
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            return [each.pid for each in children if not ranks & {each.pid, *_ancestors(each)}]
+        return []
+
+    def end_all(self) -> None:
+        for _, end in self.later:
+            end()
+        self.later.clear()
+
+
+def _ancestors(process: psutil.Process) -> set[int]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return {each.pid for each in process.parents()}
+    return set()
+
+
+# -- faults: each returns False where there was nothing to hit
+
+
+def kill(job: Job, rng: random.Random) -> bool:
+    job.signal(signal.SIGKILL, rng.randrange(job.ranks))
+    return True
+
+
+def kill_two(job: Job, rng: random.Random) -> bool:
+    job.signal(signal.SIGKILL, *rng.sample(range(job.ranks), 2))
+    return True
+
+
+def kill_all(job: Job, _: random.Random) -> bool:
+    job.signal(signal.SIGKILL, *range(job.ranks))
+    return True
+
+
+def _stop(job: Job, ranks: list[int], seconds: float) -> bool:
+    pids = [job.pids[rank] for rank in ranks]
+    job.signal(signal.SIGSTOP, *ranks)
+
+    def go_on() -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    job.later.append((time.monotonic() + seconds, go_on))
+    return True
+
+
+def stop(job: Job, rng: random.Random) -> bool:
+    return _stop(job, [rng.randrange(job.ranks)], rng.choice((0.02, 0.2, 1.0, 2.5)))
+
+
+def stop_some(job: Job, rng: random.Random) -> bool:
+    return _stop(job, rng.sample(range(job.ranks), rng.randrange(2, job.ranks + 1)), rng.choice((0.02, 0.5, 2.0)))
+
+
+def stop_all(job: Job, rng: random.Random) -> bool:
+    return _stop(job, list(range(job.ranks)), rng.choice((0.05, 1.5, 3.0)))
+
+
+def stop_for_good(job: Job, rng: random.Random) -> bool:
+    job.signal(signal.SIGSTOP, rng.randrange(job.ranks))
+    return True
+
+
+def cut(job: Job, rng: random.Random) -> bool:
+    with contextlib.suppress(ConfigError, ProtocolError, JobEnded, OSError):
+        return not ask(job.run, Inject("hcce", rng.randrange(job.ranks))).error
+    return False
+
+
+def ask_a_rank(job: Job, rng: random.Random) -> bool:
+    job.signal(signal.SIGTERM, rng.randrange(job.ranks))
+    return True
+
+
+def ask_the_launcher(job: Job, _: random.Random) -> bool:
+    job.process.send_signal(signal.SIGTERM)
+    return True
+
+
+def kill_launcher(job: Job, _: random.Random) -> bool:
+    job.process.send_signal(signal.SIGKILL)
+    return True
+
+
+def kill_holder(job: Job, _: random.Random) -> bool:
+    pid = holder_pid(job.run)
+    with contextlib.suppress(ProcessLookupError):
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+    return bool(pid)
+
+
+def kill_fork(job: Job, rng: random.Random) -> bool:
+    found = job.forks()
+    with contextlib.suppress(ProcessLookupError):
+        if found:
+            os.kill(rng.choice(found), signal.SIGKILL)
+    return bool(found)
+
+
+def no_descriptors(job: Job, rng: random.Random) -> bool:
+    pid = job.process.pid
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        now = max(int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()) + 1
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (now + rng.randrange(3), before[1]))
+
+        def give_back() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+        job.later.append((time.monotonic() + rng.uniform(0.2, 1.5), give_back))
+        return True
+    return False
+
+
+def full_disk(job: Job, rng: random.Random) -> bool:
+    filling = job.run.parent / "filling"
+    with contextlib.suppress(OSError), filling.open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 20))
+    with contextlib.suppress(OSError), filling.open("ab", buffering=0) as file:
+        while True:
+            file.write(b"x")
+    job.later.append((time.monotonic() + rng.uniform(0.1, 1.5), lambda: filling.unlink(missing_ok=True)))
+    return True
+
+
+def tidy_up(job: Job, _: random.Random) -> bool:
+    for name in ("stacks", "logs", "rank_0", "caches"):
+        shutil.rmtree(job.run / name, ignore_errors=True)
+    return True
+
+
+FAULTS: dict[str, tuple[int, Callable[[Job, random.Random], bool]]] = {
+    "SIGKILL to a rank": (30, kill),
+    "SIGKILL to two ranks": (8, kill_two),
+    "SIGKILL to all ranks": (3, kill_all),
+    "SIGSTOP of a rank for a while": (12, stop),
+    "SIGSTOP of some ranks for a while": (4, stop_some),
+    "SIGSTOP of all ranks for a while": (4, stop_all),
+    "SIGSTOP of a rank for good": (4, stop_for_good),
+    "connections cut": (12, cut),
+    "SIGTERM to a rank": (2, ask_a_rank),
+    "SIGTERM to the launcher": (2, ask_the_launcher),
+    "SIGKILL to the launcher": (2, kill_launcher),
+    "SIGKILL to the holder of snapshots": (4, kill_holder),
+    "SIGKILL to the zygote or a standby": (5, kill_fork),
+    "the launcher has no descriptors left": (3, no_descriptors),
+    "the disk is full": (3, full_disk),
+    "files of the run directory deleted": (2, tidy_up),
+}
+
+
+class Soak:
+    """``folder`` holds all runs; those of jobs that went well are taken away."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.references: dict[tuple[int, str], dict[int, tuple[str, str]]] = {}
+
+    def reference(self, ranks: int, variant: str) -> dict[int, tuple[str, str]]:
+        """The digests of the undisturbed run."""
+        if (ranks, variant) not in self.references:
+            with self.disk(f"reference-{ranks}-{variant}") as folder:
+                job = Job(folder, ranks)
+                with start(self.command(job, variant)) as job.process:
+                    out, err = job.process.communicate(timeout=300)
+                assert job.process.returncode == 0, out + err
+                self.references[ranks, variant] = digests(job)
+                end_holder(job.run)
+        return self.references[ranks, variant]
+
+    @contextlib.contextmanager
+    def disk(self, name: str) -> Iterator[Path]:
+        """A folder with a file system of its own, ``disk``, which a fault may fill."""
+        folder = self.folder / name
+        disk = folder / "disk"
+        disk.mkdir(parents=True)
+        (folder / "records").mkdir()
+        mounted = os.geteuid() == 0
+        if mounted:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", disk], check=True, timeout=60)
+        try:
+            yield folder
+            keep = False
+        except BaseException:
+            keep = True
+            shutil.copytree(
+                disk, folder / "kept", ignore=shutil.ignore_patterns("*.sock", "filling"), dirs_exist_ok=True
+            )
+            raise
+        finally:
+            if mounted:
+                subprocess.run(["umount", "-l", disk], check=True, timeout=60)
+            if not keep:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def command(self, job: Job, variant: str) -> list[str]:
+        flags = ["--nproc-per-node", str(job.ranks), "--run-dir", str(job.run)]
+        script = [str(HERE / "job.py"), "--steps", str(STEPS), "--variant", variant, "--records", str(job.records)]
+        return [*LAUNCHER, *flags, *script]
+
+    def run(self, seed: int) -> tuple[collections.Counter[str], str]:
+        """One job. Returns how often it was hit by what, and what was wrong; empty if nothing was."""
+        rng = random.Random(seed)
+        ranks, variant = rng.choice((2, 3, 4)), rng.choice(VARIANTS)
+        hits: collections.Counter[str] = collections.Counter()
+        try:
+            with self.disk(f"seed-{seed}") as folder:
+                job = Job(folder, ranks)
+                try:
+                    self.disturb(job, variant, rng, hits)
+                    if digests(job) != self.reference(ranks, variant):
+                        raise WrongError("OTHER BITS, exit code 0")
+                finally:
+                    job.end_all()
+                    end_holder(job.run)
+        except Exception as error:  # whatever it is, it is told, and the others go on
+            return hits, f"seed {seed} ({ranks} ranks, {variant}): {type(error).__name__}: {error}"
+        return hits, ""
+
+    def disturb(self, job: Job, variant: str, rng: random.Random, hits: collections.Counter[str]) -> None:
+        left = FAULTS_A_JOB
+        while True:
+            with start(self.command(job, variant)) as job.process:
+                left = Bandit(job, rng, hits).strike_until_the_end(left)
+                job.end_all()
+                code = job.process.wait(PATIENCE_S)
+                text = "" if not job.process.stderr else job.process.stderr.read()
+            if code == 0:
+                return
+            if not job.ends:
+                raise WrongError(f"the job ended with {code}: {text[-600:]}")
+            job.follow()
+
+
+class Bandit:
+    """Hits a job, and watches that it goes on."""
+
+    def __init__(self, job: Job, rng: random.Random, hits: collections.Counter[str]) -> None:
+        self._job, self._rng, self._hits = job, rng, hits
+        self._seen = (-1, time.monotonic())
+        self._row = (-1, 0)
+        """Steps recorded, and how often the job was hit since there were so many."""
+
+    def strike_until_the_end(self, left: int) -> int:
+        """Returns how many of ``left`` faults are left when the launcher has ended."""
+        job, rng = self._job, self._rng
+        while left and self._wait(lambda: job.started):
+            steps = job.steps() + rng.randrange(1, 18)
+            in_recovery = functools.partial(getattr, job, "recovering")
+            reached = self._wait(in_recovery if rng.random() < 0.3 else self._after(steps), limit_s=3.0)
+            if not reached or job.steps() > STEPS - QUIET_STEPS:
+                break
+            time.sleep(rng.choice((0.0, 0.002, 0.02, 0.1)) * rng.random())
+            for _ in range(rng.choice((1, 1, 1, 2))):
+                left -= self._strike()
+        while self._wait(lambda: False):
+            pass
+        return left
+
+    def _after(self, steps: int) -> Callable[[], bool]:
+        return lambda: self._job.steps() >= steps
+
+    def _strike(self) -> bool:
+        job, rng = self._job, self._rng
+        job.look()
+        steps = job.steps()
+        row = self._row[1] + 1 if steps == self._row[0] else 1
+        if row > IN_A_ROW or len(job.pids) < job.ranks or job.process.poll() is not None:
+            return False
+        name = rng.choices(list(FAULTS), [weight for weight, _ in FAULTS.values()])[0]
+        if not FAULTS[name][1](job, rng):
+            return False
+        self._row = steps, row
+        job.ends = job.ends or name in ENDING
+        self._hits[name] += 1
+        return True
+
+    def _wait(self, until: Callable[[], bool], limit_s: float = 1e9) -> bool:
+        """Until it is so, the time is over or the launcher has ended: False. Raises WrongError if nothing moves."""
+        job, begun = self._job, time.monotonic()
+        while job.process.poll() is None:
+            now = time.monotonic()
+            news, steps = job.look(), job.steps()
+            if news or steps != self._seen[0]:
+                self._seen = steps, now
+            if until() or now - begun > limit_s:
+                return True
+            if now - self._seen[1] > PATIENCE_S:
+                raise WrongError(f"NO PROGRESS for {PATIENCE_S:g} s at step {steps}")
+            time.sleep(0.005)
+        job.look()
+        return False
+
+
+def digests(job: Job) -> dict[int, tuple[str, str]]:
+    """Rank -> what it had at its end."""
+    ends = [event for event in read_events(job.run) if event["kind"] == "session_end"]
+    return {e["rank"]: (e["detail"]["params_digest"], e["detail"]["rank_digest"]) for e in ends}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=2000, help="as many seeds as this takes")
+    parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/soak"))
+    asked = parser.parse_args()
+    soak, total, wrong, seed = Soak(asked.folder), collections.Counter[str](), 0, asked.first_seed
+    while total.total() < asked.faults:
+        hits, failure = soak.run(seed)
+        total.update(hits)
+        seed += 1
+        if failure:
+            wrong += 1
+            print(failure, flush=True)
+    print(f"\n{total.total()} faults in {seed - asked.first_seed} jobs, {wrong} wrong\n")
+    for name in FAULTS:
+        print(f"| {name} | {total[name]} |")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

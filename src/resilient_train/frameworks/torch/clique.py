@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from resilient_train.frameworks.torch.group import drop
 from resilient_train.frameworks.torch.transports.gloo import stock_group
 
 _TIMEOUT = timedelta(seconds=60)
@@ -46,7 +47,7 @@ class Clique:
     def close(self) -> None:
         """Lets the groups go; another thread waits for theirs."""
         groups, self._groups = self._groups, []
-        threading.Thread(target=groups.clear, name="rt-drop-clique", daemon=True).start()
+        drop(groups)
 
 
 def _on_threads(work: Callable[[int], None], count: int) -> None:

@@ -175,6 +175,8 @@ class TorchEngine:
     def detach(self) -> None:
         self._errors.stop()
         group_module.watch(None)
+        if self._tail is not None:
+            self._tail.close()
         group_module.wait_for_droppers(_DRAIN_S)
         self._steps.detach()
         for handle in self._handles:

@@ -114,11 +114,7 @@ class ResilientGroup(dist.ProcessGroup):
         """Drops the inner group. Another thread frees it: that joins gloo's threads, in milliseconds or never."""
         held = [self.inner] if self.inner is not None else []
         self.inner, self.sockets, self._closed_why = None, [], why
-        if held:
-            dropper = threading.Thread(target=held.clear, name="rt-drop-group", daemon=True)
-            _droppers.append(dropper)
-            dropper.start()
-        _droppers[:] = [thread for thread in _droppers if thread.is_alive()]
+        drop(held)
 
     def broken(self) -> bool:
         """Whether a peer has closed, or lost, its end of one of the connections."""
@@ -229,6 +225,15 @@ def hccl_groups() -> list[dist.ProcessGroup]:
     """The groups of this process, but for the default one, that torch_npu's HCCL serves."""
     backends = dist.distributed_c10d._world.pg_map
     return [each for each, (backend, _) in backends.items() if "hccl" in backend and each is not dist.group.WORLD]
+
+
+def drop(held: list[dist.ProcessGroup]) -> None:
+    """Frees groups, of which the caller keeps no other reference, on another thread."""
+    if held:
+        dropper = threading.Thread(target=held.clear, name="rt-drop-group", daemon=True)
+        _droppers.append(dropper)
+        dropper.start()
+    _droppers[:] = [thread for thread in _droppers if thread.is_alive()]
 
 
 def wait_for_droppers(timeout_s: float) -> None:

@@ -94,6 +94,10 @@ class Tail:
         """From now on collectives are worked out from what was published."""
         self._finishers = finishers
 
+    def close(self) -> None:
+        """The Session is over."""
+        self._end_exchange()
+
     def _end_exchange(self) -> None:
         while self._clique:
             self._clique.popitem()[1].close()

@@ -81,6 +81,11 @@ def reductions(size: int, dtype: torch.dtype, count: int) -> Iterator[Case]:
         tensors = [of(member, 6).view(2, 3 * count).t()]
         return (tensors, options("AllreduceOptions", reduceOp=op)), tensors
 
+    def layouts(member: int, op: Any) -> tuple[tuple[Any, ...], Tensors]:
+        """Transposed on some members only: gloo adds up what lies at the same place."""
+        tensors = [of(member, 6).view(2, 3 * count).t() if member % 2 else of(member, 6).view(3 * count, 2)]
+        return (tensors, options("AllreduceOptions", reduceOp=op)), tensors
+
     def to_root(root: int) -> Callable[[int, Any], tuple[tuple[Any, ...], Tensors]]:
         def reduce(member: int, op: Any) -> tuple[tuple[Any, ...], Tensors]:
             tensors = [of(member)]
@@ -101,6 +106,7 @@ def reductions(size: int, dtype: torch.dtype, count: int) -> Iterator[Case]:
         yield case("allreduce", name, all_reduce)
     yield case("allreduce_coalesced", "SUM", coalesced)
     yield case("allreduce", "SUM", transposed)._replace(name=f"allreduce transposed {dtype} {count}")
+    yield case("allreduce", "SUM", layouts)._replace(name=f"allreduce layouts {dtype} {count}")
     for root in {0, size - 1, size // 2}:
         yield case("reduce", "SUM", to_root(root))
     yield case("reduce", "MAX", to_root(size - 1))
@@ -185,6 +191,27 @@ def movements(size: int, dtype: torch.dtype, count: int) -> Iterator[Case]:
     def case(verb: str, make: Callable[[int], tuple[tuple[Any, ...], Tensors]], what: str = "") -> Case:
         return Case(f"{verb} {what} {dtype} {count}", verb, make)
 
+    def layouts(member: int) -> torch.Tensor:
+        """The same shape on all; transposed in memory on the members with odd numbers."""
+        wide = of(member, 6 * count)
+        return wide.view(2, 3 * count).t() if member % 2 else wide.view(3 * count, 2)
+
+    def broadcast_layouts(member: int) -> tuple[tuple[Any, ...], Tensors]:
+        tensors = [layouts(member)]
+        return (tensors, options("BroadcastOptions", rootRank=1)), tensors
+
+    def scatter_layouts(member: int) -> tuple[tuple[Any, ...], Tensors]:
+        output = layouts(member).clone()
+        parts = [[layouts(each) for each in range(size)]] if member == 1 else []
+        return ([output], parts, options("ScatterOptions", rootRank=1)), [output]
+
+    def gather_layouts(member: int) -> tuple[tuple[Any, ...], Tensors]:
+        outputs = [layouts(member).clone() for _ in range(size)]
+        return ([outputs], [layouts(member)]), outputs
+
+    yield case("broadcast", broadcast_layouts, "layouts")
+    yield case("scatter", scatter_layouts, "layouts")
+    yield case("allgather", gather_layouts, "layouts")
     for root in {0, size - 1, size // 2}:
         yield case("broadcast", broadcast(root), f"of {root}")
         yield case("gather", gather(root), f"to {root}")
@@ -291,9 +318,7 @@ def main() -> None:
             os._exit(0)
         children.append(child)
     assert all(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 for child in children)
-    import time; t=time.time(); print("proc", file=sys.stderr)
     finished = run_from_logs(size, everything=everything)
-    print("logs", time.time()-t, file=sys.stderr)
     wait_for_droppers(30)
     different = []
     for member in range(size):

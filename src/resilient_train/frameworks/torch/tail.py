@@ -28,7 +28,7 @@ from resilient_train.frameworks.base import Call, Conductor, Peers
 from resilient_train.frameworks.torch.clique import Clique
 from resilient_train.frameworks.torch.group import ResilientGroup
 from resilient_train.frameworks.torch.leaves import dense, dtype_of, span_of
-from resilient_train.frameworks.torch.verbs import VERBS, Tensors, done
+from resilient_train.frameworks.torch.verbs import AS_IT_LIES, VERBS, Tensors, done, is_dense
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.state.transfer import view
 
@@ -257,7 +257,10 @@ def _fill_all(tensors: Sequence[torch.Tensor], data: bytes) -> None:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return {"T": [str(value.dtype), list(value.shape)]}
+        dtype, shape = str(value.dtype), list(value.shape)
+        # Where an element lies decides in which order gloo adds it up.
+        strided = not value.is_contiguous() and is_dense(value)
+        return {"S": [dtype, shape, list(value.stride())]} if strided else {"T": [dtype, shape]}
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
     if isinstance(value, dict):
@@ -281,6 +284,8 @@ def _decode(value: Any) -> Any:
     ((tag, body),) = value.items()
     if tag == "T":
         return torch.zeros(body[1], dtype=dtype_of(body[0]))
+    if tag == "S":
+        return torch.empty_strided(body[1], body[2], dtype=dtype_of(body[0])).zero_()
     if tag == "D":
         return {key: _decode(item) for key, item in body.items()}
     name, fields = body

@@ -24,6 +24,10 @@ POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 """gloo's works for these have no future, and may be waited for once only."""
 
 
+AS_IT_LIES = frozenset({"allreduce", "reduce", "broadcast", "scatter"})
+"""gloo takes the memory behind these verbs' tensors as it lies, transposed or not; for the others it makes copies."""
+
+
 class Verb(NamedTuple):
     """``given(args, me)`` are the tensors that a call takes in on member ``me``; ``move(me, size, args, of)`` fills
     the call's outputs from the members' inputs (None: a reduction). ``filled(args, me)``: a reduction's outputs.
@@ -93,7 +97,7 @@ def _broadcast(me: int, _size: int, args: Args, of: Of) -> None:
     if me != root:
         for place, value in zip(_list(args[0]), _list(of(root)[0]), strict=True):
             if place is not value:
-                place.copy_(value)
+                _copy_as_it_lies(place, value)
 
 
 def _allgather(_me: int, size: int, args: Args, of: Of) -> None:
@@ -121,7 +125,25 @@ def _gather(me: int, size: int, args: Args, of: Of) -> None:
 
 def _scatter(me: int, _size: int, args: Args, of: Of) -> None:
     for output, parts in zip(args[0], of(_root(args))[1], strict=False):
-        output.copy_(parts[me])
+        _copy_as_it_lies(output, parts[me])
+
+
+def _copy_as_it_lies(place: torch.Tensor, value: torch.Tensor) -> None:
+    if place.stride() == value.stride():
+        place.copy_(value)
+    else:
+        in_memory(place).copy_(in_memory(value))
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order in which they lie."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in one piece of memory, in whatever order, each once."""
+    dense: bool = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return dense
 
 
 def _given_to_scatter(args: Args, me: int) -> Tensors:

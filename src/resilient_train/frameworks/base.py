@@ -50,6 +50,10 @@ class Conductor(Protocol):
         """Whether a recovery is under way that this rank does not take part in yet."""
         ...
 
+    def give_up_tail(self, why: str) -> None:
+        """Nobody can finish this tail: the job is to end with its state saved. Returns; a stop follows."""
+        ...
+
     def note(self, kind: str, detail: dict[str, Any]) -> None:
         """Writes an event of this rank."""
         ...
@@ -58,12 +62,14 @@ class Conductor(Protocol):
 class Call(NamedTuple):
     """What a rank has published of a collective of its tail.
 
-    ``inputs`` None: they were too large. ``result``: what came of it, where somebody has published that.
+    ``inputs`` None: they were too large (``header`` may be empty then). ``result``: what came of it, where this rank
+    has published that; ``no_result``: it never will, because it is too large.
     """
 
     header: bytes
     inputs: bytes | None
     result: bytes | None = None
+    no_result: bool = False
 
 
 class Peers(Protocol):
@@ -83,7 +89,7 @@ class Peers(Protocol):
         ...
 
     def log_result(self, key: tuple[str, int], result: bytes) -> None:
-        """Publishes the result of a collective of the tail, for who can't compute it."""
+        """Publishes the result of a collective of the tail, or that it is too large."""
         ...
 
     def completed(self, count: int) -> None:

@@ -219,6 +219,10 @@ class Driver:
         """Whether a recovery newer than this rank's generation is under way."""
         return self._stopped()
 
+    def give_up_tail(self, why: str) -> None:
+        """See ``frameworks/base.Conductor``."""
+        self._link.channel.send(m.Unfinishable(self._rank.generation, why))
+
     def note(self, kind: str, detail: dict[str, Any]) -> None:
         """Writes an event of this rank."""
         self._event(kind, detail)

@@ -291,7 +291,7 @@ def run_from_logs(size: int, *, everything: bool) -> list[dict[str, str]]:
         try:
             for case in cases(size, everything=everything):
                 args, filled = case.make(member)
-                tail.call(group, case.verb, args, {}).wait()
+                tail.call(group, case.verb, args).wait()
                 found[member][case.name] = digest(filled)
         except BaseException as error:
             errors.append(error)

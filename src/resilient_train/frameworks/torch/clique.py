@@ -34,13 +34,12 @@ class Clique:
         _on_threads(build, size)
         self._groups: list[dist.ProcessGroup] = groups
 
-    def run(self, verb: str, calls: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> None:
-        """Runs ``verb`` with each member's (args, kwargs), which are filled as the members' own would be."""
+    def run(self, verb: str, calls: Sequence[Sequence[Any]]) -> None:
+        """Runs ``verb`` with each member's arguments, which are filled as the members' own would be."""
 
         def call(member: int) -> None:
-            args, kwargs = calls[member]
             with torch.no_grad():
-                getattr(self._groups[member], verb)(*args, **kwargs).wait()
+                getattr(self._groups[member], verb)(*calls[member]).wait()
 
         _on_threads(call, len(self._groups))
 

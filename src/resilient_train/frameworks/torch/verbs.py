@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 
 Args = Sequence[Any]
 Tensors = list[torch.Tensor]
-Of = Callable[[int], Args]
-"""The arguments of a member's call, by its rank in the group."""
+Of = Callable[[int], Args | None]
+"""The arguments of a member's call, by its rank in the group; None: it died before it made it."""
 
 POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 """gloo's works for these have no future, and may be waited for once only."""
@@ -93,29 +93,36 @@ def _to_root(args: Args, me: int) -> Tensors:
 
 
 def _broadcast(me: int, _size: int, args: Args, of: Of) -> None:
-    root = _root(args)
-    if me != root:
-        for place, value in zip(_list(args[0]), _list(of(root)[0]), strict=True):
+    theirs = of(_root(args)) if me != _root(args) else None
+    if theirs is not None:
+        for place, value in zip(_list(args[0]), _list(theirs[0]), strict=True):
             if place is not value:
                 _copy_as_it_lies(place, value)
 
 
 def _allgather(_me: int, size: int, args: Args, of: Of) -> None:
     for member in range(size):
-        for places, value in zip(args[0], _list(of(member)[1]), strict=True):
-            places[member].copy_(value)
+        _put([places[member] for places in args[0]], of(member))
 
 
 def _allgather_lists(_me: int, size: int, args: Args, of: Of) -> None:
     for member in range(size):
-        for place, value in zip(args[0][member], _list(of(member)[1]), strict=True):
-            place.copy_(value)
+        _put(args[0][member], of(member))
+
+
+def _put(places: Tensors, theirs: Args | None) -> None:
+    """What a member gives; zeros if that is not known."""
+    if theirs is None:
+        for place in places:
+            place.zero_()
+        return
+    for place, value in zip(places, _list(theirs[1]), strict=True):
+        place.copy_(value.reshape(place.shape))
 
 
 def _allgather_into(_me: int, size: int, args: Args, of: Of) -> None:
     for member in range(size):
-        for output, value in zip(_list(args[0]), _list(of(member)[1]), strict=True):
-            output.view(-1).chunk(size)[member].copy_(value.reshape(-1))
+        _put([output.view(-1).tensor_split(size)[member] for output in _list(args[0])], of(member))
 
 
 def _gather(me: int, size: int, args: Args, of: Of) -> None:
@@ -124,7 +131,8 @@ def _gather(me: int, size: int, args: Args, of: Of) -> None:
 
 
 def _scatter(me: int, _size: int, args: Args, of: Of) -> None:
-    for output, parts in zip(args[0], of(_root(args))[1], strict=False):
+    theirs = of(_root(args))
+    for output, parts in zip(args[0], theirs[1] if theirs is not None else [], strict=False):
         _copy_as_it_lies(output, parts[me])
 
 
@@ -152,23 +160,26 @@ def _given_to_scatter(args: Args, me: int) -> Tensors:
 
 def _alltoall(me: int, size: int, args: Args, of: Of) -> None:
     for member in range(size):
-        _copy_alike(args[0][member], of(member)[1][me])
+        theirs = of(member)
+        _copy_alike(args[0][member], theirs[1][me] if theirs is not None else None)
 
 
 def _alltoall_into(me: int, size: int, args: Args, of: Of) -> None:
     outputs = _split(args[0], args[2], size)
     for member in range(size):
         theirs = of(member)
-        _copy_alike(outputs[member], _split(theirs[1], theirs[3], size)[me])
+        _copy_alike(outputs[member], _split(theirs[1], theirs[3], size)[me] if theirs is not None else None)
 
 
 def _split(tensor: torch.Tensor, sizes: Any, parts: int) -> Sequence[torch.Tensor]:
-    return torch.split(tensor, list(sizes)) if sizes else tensor.chunk(parts)
+    return torch.split(tensor, list(sizes)) if sizes else tensor.tensor_split(parts)
 
 
-def _copy_alike(place: torch.Tensor, value: torch.Tensor) -> None:
-    if place.shape == value.shape:  # on a rank that is alone they may differ
+def _copy_alike(place: torch.Tensor, value: torch.Tensor | None) -> None:
+    if value is not None and place.shape == value.shape:  # on a rank that is alone they may differ
         place.copy_(value)
+    else:
+        place.zero_()
 
 
 def _wait_for_all(_me: int, size: int, _args: Args, of: Of) -> None:
@@ -183,7 +194,7 @@ def _own_part(me: int, _size: int, args: Args) -> None:
 
 def _own_chunk(me: int, size: int, args: Args) -> None:
     for output, value in zip(_list(args[0]), _list(args[1]), strict=True):
-        output.view(-1).copy_(value.reshape(-1).chunk(size)[me])
+        output.view(-1).copy_(value.reshape(-1).tensor_split(size)[me])
 
 
 _REDUCE = Verb(_first, filled=_first)

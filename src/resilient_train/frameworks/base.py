@@ -62,12 +62,14 @@ class Conductor(Protocol):
 class Call(NamedTuple):
     """What a rank has published of a collective of its tail.
 
-    ``inputs`` None: they were too large (``header`` may be empty then). ``result``: what came of it, where this rank
-    has published that; ``no_result``: it never will, because it is too large.
+    ``place``: among the calls of its tail, from 0. ``inputs`` None: they were too large (``header`` may be empty then).
+    ``result``: what came of it, where this rank has published that; ``no_result``: it never will, because it is too
+    large.
     """
 
     header: bytes
     inputs: bytes | None
+    place: int = 0
     result: bytes | None = None
     no_result: bool = False
 
@@ -93,7 +95,11 @@ class Peers(Protocol):
         ...
 
     def completed(self, count: int) -> None:
-        """So many collectives of the tail are over, for people."""
+        """So many calls of the tail are over: the first ones that were published."""
+        ...
+
+    def completed_of(self, rank: int) -> int:
+        """The last word of the rank's ``completed``."""
         ...
 
     def call(self, rank: int, key: tuple[str, int], commits: int) -> Call | None:

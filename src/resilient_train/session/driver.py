@@ -330,7 +330,7 @@ class Driver:
     def _send_joined(self, _: do.SendJoined) -> None:
         rank, engine = self._rank, self._engine
         commits, phase = rank.standing
-        tail_done = self._peers.tail_completed
+        tail_done = self._peers.completed_of(rank.me)
         joined = m.Joined(
             rank.generation, commits, phase, rank.intact, tail_done, engine.group_names(), self._quiet_since_ns
         )

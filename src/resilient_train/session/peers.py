@@ -63,7 +63,7 @@ class _Reader:
         elif entry.kind == _RESULT_TOO_LARGE:
             self._calls[key] = self._calls[key]._replace(no_result=True)
         else:
-            self._calls[key] = Call(header, entry.data if entry.kind == _INPUT else None)
+            self._calls[key] = Call(header, entry.data if entry.kind == _INPUT else None, len(self._calls))
 
 
 class Peers:
@@ -195,13 +195,12 @@ class Peers:
             self._end_log()
 
     def completed(self, count: int) -> None:
-        """So many collectives of the tail are over, for people."""
+        """So many calls of the tail are over: the first ones that were published."""
         self._board.set_tail(self.rank, self._board.tail(self.rank)[0], count)
 
-    @property
-    def tail_completed(self) -> int:
-        """The last word of ``completed``."""
-        return self._board.tail(self.rank)[1]
+    def completed_of(self, rank: int) -> int:
+        """The last word of the rank's ``completed``."""
+        return self._board.tail(rank)[1]
 
     def _append(self, kind: int, meta: bytes, data: bytes) -> bool:
         self._logged = True

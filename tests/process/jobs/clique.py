@@ -273,7 +273,9 @@ class Logs:
         def call(whose: int, key: tuple[str, int], _commits: int) -> Call | None:
             return self.calls.get((whose, key))
 
-        return SimpleNamespace(rank=rank, log=log, log_result=log_result, call=call, completed=lambda _: None)
+        return SimpleNamespace(
+            rank=rank, log=log, log_result=log_result, call=call, completed=lambda _: None, completed_of=lambda _: 0
+        )
 
 
 def run_from_logs(size: int, *, everything: bool) -> list[dict[str, str]]:

@@ -25,7 +25,7 @@ from resilient_train.frameworks.torch.calls import in_places
 from resilient_train.frameworks.torch.store import CancellableStore
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, run_alone
-from resilient_train.frameworks.torch.works import GuardedWork, Works
+from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, Works
 
 BACKEND = "resilient"
 
@@ -182,8 +182,11 @@ class ResilientGroup(dist.ProcessGroup):
         """Runs ``verb`` on the inner group. Raises UsageError if there is none."""
         if self.inner is None:
             raise UsageError(f"process group {self._name!r} can't be used: {self._closed_why or 'it is not built'}")
-        if _watcher is None or verb in POINT_TO_POINT:
+        if _watcher is None:
             return cast("dist.Work", getattr(self.inner, verb)(*args))
+        if verb in POINT_TO_POINT:
+            source = -1 if verb == "recv_anysource" else args[1]
+            return GuardedMessage(getattr(self.inner, verb)(*args), works.live, source)
         if self._hung_up or self._hangups.poll(0, 1):
             # gloo would find out as well, but may forget a waiter over it (see works.py): don't even begin.
             raise RuntimeError(f"a peer of process group {self._name!r} has hung up")

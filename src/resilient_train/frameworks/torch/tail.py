@@ -176,11 +176,12 @@ class Tail:
     def _result_of(self, asked: _Asked, adder: int) -> list[bytes] | None:
         """The adder's result, waited for; None if there is none to come."""
         while True:
+            completed = self._peers.completed_of(adder)  # before the log: who publishes a result does so first
             call = self._peers.call(adder, asked.key, self._commits)
             if call is not None and call.result is not None:
                 return msgspec.msgpack.decode(call.result, type=list[bytes])
-            if call is not None and call.no_result:
-                return None
+            if call is not None and (call.no_result or completed > call.place):
+                return None  # too large; or the collective was over on that rank before the fault
             self._rest()
 
     def _args_of(self, asked: _Asked, member: int) -> Args | None:
@@ -254,6 +255,7 @@ class Tail:
         work = Message(self, group, verb, args, (channel, number))
         if verb == "send":
             self._log(work.key, _checked_header(verb, args), b"".join(map(bytes_of, args[0])), verb)
+            self._completed()
         if self.mode is Mode.LOG:
             work.post()
         return work
@@ -300,7 +302,7 @@ class Tail:
 
 
 class Message(dist.Work):
-    """One message of a tail. gloo's own work for it may be waited for once only, and fails with its peer."""
+    """One message of a tail."""
 
     def __init__(
         self, tail: Tail, group: ResilientGroup, verb: str, args: tuple[Any, ...], key: tuple[str, int]
@@ -323,14 +325,9 @@ class Message(dist.Work):
 
     def wait_inner(self) -> None:
         """Waits for the group's work. Raises what that failed with, again and again."""
-        inner, self._inner = self._inner, None
-        if inner is not None:
-            try:
-                inner.wait()
-                return
-            except RuntimeError as error:
-                self._error = error
-        raise self._error if self._error is not None else RuntimeError("the message was cut by a fault")
+        if self._inner is None:
+            raise self._error if self._error is not None else RuntimeError("a fault has cut the message")
+        self._inner.wait()
 
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 - the group's own time-out covers it
         """Raises RuntimeError if a fault has cut a message that is waited for after its own tail."""
@@ -353,11 +350,7 @@ class Message(dist.Work):
             ) from error
 
     def is_completed(self) -> bool:
-        if self._done:
-            return True
-        if self._inner is not None and not self._inner.is_completed():
-            return False
-        return self.wait()
+        return self._done  # as gloo: not before it was waited for
 
     def source_rank(self) -> int:
         return int(self.args[1])

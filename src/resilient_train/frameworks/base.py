@@ -63,15 +63,13 @@ class Call(NamedTuple):
     """What a rank has published of a collective of its tail.
 
     ``place``: among the calls of its tail, from 0. ``inputs`` None: they were too large (``header`` may be empty then).
-    ``result``: what came of it, where this rank has published that; ``no_result``: it never will, because it is too
-    large.
+    ``result``: what came of it, where this rank has published that.
     """
 
     header: bytes
     inputs: bytes | None
     place: int = 0
     result: bytes | None = None
-    no_result: bool = False
 
 
 class Peers(Protocol):
@@ -91,7 +89,7 @@ class Peers(Protocol):
         ...
 
     def log_result(self, key: tuple[str, int], result: bytes) -> None:
-        """Publishes the result of a collective of the tail, or that it is too large."""
+        """Publishes the result of a collective of the tail, before ``completed``; not if it is too large."""
         ...
 
     def completed(self, count: int) -> None:

@@ -20,7 +20,7 @@ from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.standing import UPDATING, Standing
 from resilient_train.state.arena import Arena, ArenaFullError, Entry
 
-_INPUT, _RESULT, _TOO_LARGE, _RESULT_TOO_LARGE, _FULL = range(5)
+_INPUT, _RESULT, _TOO_LARGE, _FULL = range(4)
 """Kinds of entries of a log. With _FULL it ends: what comes later in this tail is not in it."""
 Key = tuple[str, int]
 """A collective of a tail: the group's name, and which of its calls since the update."""
@@ -47,10 +47,7 @@ class _Reader:
             entry, self._offset = self.arena.log_read(self._offset)
             self._read += 1
             self._take(entry)
-        found = self._calls.get(key)
-        if not self._full:
-            return found
-        return found._replace(no_result=found.result is None) if found is not None else Call(b"", None)
+        return self._calls.get(key, Call(b"", None) if self._full else None)
 
     def _take(self, entry: Entry) -> None:
         if entry.kind == _FULL:
@@ -60,8 +57,6 @@ class _Reader:
         key = name, sequence
         if entry.kind == _RESULT:
             self._calls[key] = self._calls[key]._replace(result=entry.data)
-        elif entry.kind == _RESULT_TOO_LARGE:
-            self._calls[key] = self._calls[key]._replace(no_result=True)
         else:
             self._calls[key] = Call(header, entry.data if entry.kind == _INPUT else None, len(self._calls))
 
@@ -189,10 +184,8 @@ class Peers:
         return False
 
     def log_result(self, key: Key, result: bytes) -> None:
-        """Publishes the result of a collective of the tail, or that it is too large."""
-        meta = msgspec.msgpack.encode((*key, b""))
-        if not (self._append(_RESULT, meta, result) or self._append(_RESULT_TOO_LARGE, meta, b"")):
-            self._end_log()
+        """Publishes the result of a collective of the tail, before ``completed``; not if it is too large."""
+        self._append(_RESULT, msgspec.msgpack.encode((*key, b"")), result)
 
     def completed(self, count: int) -> None:
         """So many calls of the tail are over: the first ones that were published."""
@@ -204,7 +197,7 @@ class Peers:
 
     def _append(self, kind: int, meta: bytes, data: bytes) -> bool:
         self._logged = True
-        return self._arena.log_append(kind, meta, data) and self._count_entry()
+        return self._arena.log_append(kind, meta, data, aside=kind == _RESULT) and self._count_entry()
 
     def _end_log(self) -> None:
         if self._arena.log_close(_FULL):

@@ -68,6 +68,7 @@ class Arena:
         self._log_of = _HEADER_BYTES + SLOTS * self._stride
         self._log_start = self._log_of + _SEQUENCE.size
         self._log_end = 0
+        self._log_used = [0, 0]
         self._log_closed = False
 
     @classmethod
@@ -126,17 +127,23 @@ class Arena:
         """Forgets the log: that of the tail after so many updates begins. The caller has published that it is empty."""
         _SEQUENCE.pack_into(self._map, self._log_of, commits)
         self._log_end = 0
+        self._log_used = [0, 0]
         self._log_closed = False
 
     def log_continue(self, before: Arena) -> None:
         """Goes on with the log of the arena from which this one has grown."""
-        self._log_end, self._log_closed = before._log_end, before._log_closed
+        self._log_end, self._log_used, self._log_closed = before._log_end, before._log_used, before._log_closed
 
-    def log_append(self, kind: int, meta: bytes, data: bytes) -> bool:
-        """Writes the next entry; False if the log is full. The caller publishes the new count (``Board.set_tail``)."""
-        if self._log_closed or self._log_end + _ENTRY.size + len(meta) + len(data) > self.log_bytes:
+    def log_append(self, kind: int, meta: bytes, data: bytes, *, aside: bool = False) -> bool:
+        """Writes the next entry; False if the log is full. The caller publishes the new count (``Board.set_tail``).
+
+        ``aside``: it takes no room from the others; there is as much for entries of this kind.
+        """
+        used = self._log_used[aside] + _ENTRY.size + len(meta) + len(data)
+        if self._log_closed or used > self.log_bytes:
             return False
         self._write(kind, meta, data)
+        self._log_used[aside] = used
         return True
 
     def log_close(self, kind: int) -> bool:
@@ -156,7 +163,7 @@ class Arena:
 
     def log_read(self, offset: int) -> tuple[Entry, int]:
         """The entry at ``offset`` (0 is that of the first), and where the next one is. Raises ProtocolError."""
-        begin, limit = offset + _ENTRY.size, self.log_bytes + _ENTRY.size
+        begin, limit = offset + _ENTRY.size, _log_size(self.log_bytes)
         if begin > limit:
             raise ProtocolError("an entry of a tail log runs over its end")
         kind, meta_bytes, data_bytes = _ENTRY.unpack_from(self._map, self._log_start + offset)
@@ -196,5 +203,9 @@ def _digest(payload: bytes, commits: int) -> bytes:
 
 
 def _total_bytes(slot_bytes: int, log_bytes: int) -> int:
-    log = _SEQUENCE.size + log_bytes + _ENTRY.size  # with the entry that closes it
-    return _HEADER_BYTES + SLOTS * (_SLOT_HEADER_BYTES + slot_bytes) + log
+    return _HEADER_BYTES + SLOTS * (_SLOT_HEADER_BYTES + slot_bytes) + _SEQUENCE.size + _log_size(log_bytes)
+
+
+def _log_size(log_bytes: int) -> int:
+    """With the entries that lie aside, and the one that closes it. What nobody writes takes no memory."""
+    return 2 * log_bytes + _ENTRY.size

@@ -93,7 +93,7 @@ def _decode(value: Any) -> Any:
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return [value]
+        return [value] if value.layout is torch.strided else []
     return [each for item in value for each in _tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 

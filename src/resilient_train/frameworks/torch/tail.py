@@ -180,8 +180,8 @@ class Tail:
             call = self._peers.call(adder, asked.key, self._commits)
             if call is not None and call.result is not None:
                 return msgspec.msgpack.decode(call.result, type=list[bytes])
-            if call is not None and (call.no_result or completed > call.place):
-                return None  # too large; or the collective was over on that rank before the fault
+            if call is not None and completed > call.place:
+                return None  # too large to be published; or the collective was over there before the fault
             self._rest()
 
     def _args_of(self, asked: _Asked, member: int) -> Args | None:

@@ -164,14 +164,34 @@ def test_a_full_log_takes_nothing(arena: Arena) -> None:
     assert log_of(arena, 1) == [(0, b"", bytes(200 - 12))]
 
 
+def test_what_lies_aside_takes_no_room_from_the_others(arena: Arena) -> None:
+    assert arena.log_append(0, b"", bytes(100))
+    assert arena.log_append(1, b"", bytes(200 - 12), aside=True)
+    assert not arena.log_append(1, b"", b"", aside=True)
+    assert arena.log_append(0, b"", bytes(200 - 100 - 24))
+    assert arena.log_close(2)
+    assert [len(data) for _, _, data in log_of(arena, 4)] == [100, 188, 76, 0]
+
+
+@pytest.mark.parametrize("used", [0, 100, 200 - 12])
+def test_a_log_can_always_be_closed(arena: Arena, used: int) -> None:
+    assert arena.log_append(0, b"", bytes(used))
+    assert arena.log_close(4)
+    assert log_of(arena, 2) == [(0, b"", bytes(used)), (4, b"", b"")]
+    assert not arena.log_close(4)
+    assert not arena.log_append(0, b"", b"")
+    arena.log_begin(1)
+    assert arena.log_append(0, b"", b"next")
+
+
 def test_a_damaged_log_does_not_lead_out_of_it(arena: Arena) -> None:
     arena.log_append(0, b"", b"x")
-    os.pwrite(arena.fd, b"\xff\xff\xff\xff" * 2, os.fstat(arena.fd).st_size - 200 + 4)
+    os.pwrite(arena.fd, b"\xff\xff\xff\xff" * 2, os.fstat(arena.fd).st_size - 412 + 4)
     with pytest.raises(ProtocolError, match="runs over its end"):
         arena.log_read(0)
 
 
-@pytest.mark.parametrize("offset", [200 - 11, 200, 10_000])
+@pytest.mark.parametrize("offset", [412 - 11, 412, 10_000])
 def test_an_entry_behind_the_log(arena: Arena, offset: int) -> None:
     with pytest.raises(ProtocolError, match="runs over its end"):
         arena.log_read(offset)

@@ -41,7 +41,7 @@ def adopted(ours: socket.socket, inode: int) -> ResilientGroup:
 
 def test_a_peer_that_is_there(connection: Connection) -> None:
     group = adopted(connection[0], os.fstat(connection[0].fileno()).st_ino)
-    assert group.run("allreduce", ([torch.ones(1)],), {}) == "done"
+    assert group.run("allreduce", ([torch.ones(1)],)) == "done"
     assert not group.broken()
 
 
@@ -50,7 +50,7 @@ def test_a_peer_that_hangs_up(connection: Connection) -> None:
     connection[1].close()
     assert group.broken()
     with pytest.raises(RuntimeError, match="has hung up"):
-        group.run("allreduce", ([torch.ones(1)],), {})
+        group.run("allreduce", ([torch.ones(1)],))
 
 
 @pytest.mark.parametrize("gone", ["closed", "reused"])
@@ -66,7 +66,7 @@ def test_a_connection_that_is_gone_before_it_is_adopted(connection: Connection, 
         group = adopted(ours, inode + 1)
     assert group.broken()
     with pytest.raises(RuntimeError, match="has hung up"):
-        group.run("allreduce", ([torch.ones(1)],), {})
+        group.run("allreduce", ([torch.ones(1)],))
 
 
 def test_what_counts_as_a_connection_of_the_group() -> None:

@@ -23,6 +23,7 @@ FRAMES = [
     m.Strayed("x:1"),
     m.Started("digest", ("world", "tp"), ((0, 2), (1, 3))),
     m.Trouble(4, "Connection reset by peer – ü"),
+    m.Unfinishable(4, "nobody knows what rank 1 would have sent"),
     m.Joined(1, 2, 3, True, 4, ("world",), 5),
     m.Built(1),
     m.Offer(1, 2, 3, 4, b"\x00\xff" * 100, "digest"),

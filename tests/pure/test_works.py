@@ -99,8 +99,8 @@ class Forgetful:
     def __init__(self) -> None:
         self.forgets = False
 
-    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
-        work = group.run(verb, args, kwargs)
+    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
+        work = group.run(verb, args)
         if self.forgets:
             work = GuardedWork(Inner(), group_module.works.live)  # type: ignore[arg-type] # as far as a guard knows it
             group_module.works.release()

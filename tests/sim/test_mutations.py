@@ -110,3 +110,9 @@ def test_a_controller_that_kills_the_last_holder(faults: Faults) -> None:
     assert "alone had the state" in caught(Driver(controller=KillsTheLast), layout=PURE, faults=faults)
     with pytest.raises(Counterexample, match="alone had the state"):
         explore(Layout(2, (0,)), faults, Driver(controller=KillsTheLast, two_witnesses=False))
+
+
+def test_a_rank_that_does_not_say_that_its_collective_is_over() -> None:
+    """The lowest finisher had the result from the group, so it works nothing out, and the others wait for that."""
+    driver = Driver(silent_when_over=True)
+    assert "deadlock" in caught(driver, layout=Layout(3, (2, 2)), faults=Faults(kills=1))

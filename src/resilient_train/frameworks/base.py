@@ -51,6 +51,10 @@ class Conductor(Protocol):
         """Whether a recovery is under way that this rank does not take part in yet."""
         ...
 
+    def give_up_tail(self, why: str) -> None:
+        """Nobody can finish this tail: the job is to end with its state saved. Returns; a stop follows."""
+        ...
+
     def note(self, kind: str, detail: dict[str, Any]) -> None:
         """Writes an event of this rank."""
         ...
@@ -59,11 +63,13 @@ class Conductor(Protocol):
 class Call(NamedTuple):
     """What a rank has published of a collective of its tail.
 
-    ``inputs`` None: they were too large. ``result``: what came of it, where somebody has published that.
+    ``place``: among the calls of its tail, from 0. ``inputs`` None: they were too large (``header`` may be empty then).
+    ``result``: what came of it, where this rank has published that.
     """
 
     header: bytes
     inputs: bytes | None
+    place: int = 0
     result: bytes | None = None
 
 
@@ -84,11 +90,15 @@ class Peers(Protocol):
         ...
 
     def log_result(self, key: tuple[str, int], result: bytes) -> None:
-        """Publishes the result of a collective of the tail, for who can't compute it."""
+        """Publishes the result of a collective of the tail, before ``completed``; not if it is too large."""
         ...
 
     def completed(self, count: int) -> None:
-        """So many collectives of the tail are over, for people."""
+        """So many calls of the tail are over: the first ones that were published."""
+        ...
+
+    def completed_of(self, rank: int) -> int:
+        """The last word of the rank's ``completed``."""
         ...
 
     def call(self, rank: int, key: tuple[str, int], commits: int) -> Call | None:

@@ -340,6 +340,8 @@ class Agent:
                 self._carry_out(controller.done(rank, incarnation, generation, over=over))
             case m.Trouble(generation=generation, detail=text):
                 self._on_trouble(generation, f"rank {rank}: {text}", time.monotonic() + _LEAVING_S)
+            case m.Unfinishable(generation=generation, reason=text):
+                self._carry_out(controller.unfinishable(generation, text))
             case m.Damaged(generation=generation, detail=text):
                 self._carry_out(controller.damaged(rank, incarnation, generation, text, self._standings()))
             case m.Finish(generation=generation):

@@ -222,6 +222,13 @@ class Controller:
             return self._give_up(EXIT_UNRECOVERABLE, f"collectives keep failing: {detail}")
         return self._begin((), f"a collective failed: {detail}")
 
+    def unfinishable(self, generation: int, reason: str) -> list[Command]:
+        """The tail that a fault has cut needs what only a dead rank knew: the job ends with its state saved."""
+        if generation != self.generation or self.stage is not Stage.RECOVERING or self.plan is None:
+            return []
+        self._patience.reached(self.plan.commits)
+        return self._give_up(EXIT_UNRECOVERABLE, reason)
+
     def damaged(
         self, rank: int, incarnation: int, generation: int, detail: str, standings: Sequence[Standing] = ()
     ) -> list[Command]:

@@ -144,6 +144,13 @@ class Trouble(msgspec.Struct, tag="trouble", frozen=True):
     detail: str
 
 
+class Unfinishable(msgspec.Struct, tag="unfinishable", frozen=True):
+    """The tail of the last update can't be finished: a part of it went with a dead rank."""
+
+    generation: int
+    reason: str
+
+
 class Damaged(msgspec.Struct, tag="damaged", frozen=True):
     """Memory of this rank's device lost data (UCE); what it held is lost, the process is well."""
 
@@ -322,6 +329,7 @@ FromRank = (
     | Strayed
     | Started
     | Trouble
+    | Unfinishable
     | Damaged
     | Joined
     | Built

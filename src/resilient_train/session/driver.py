@@ -240,6 +240,10 @@ class Driver:
         """Whether a recovery newer than this rank's generation is under way."""
         return self._stopped()
 
+    def give_up_tail(self, why: str) -> None:
+        """See ``frameworks/base.Conductor``."""
+        self._link.channel.send(m.Unfinishable(self._rank.generation, why))
+
     def note(self, kind: str, detail: dict[str, Any]) -> None:
         """Writes an event of this rank."""
         self._event(kind, detail)
@@ -347,7 +351,7 @@ class Driver:
     def _send_joined(self, _: do.SendJoined) -> None:
         rank, engine = self._rank, self._engine
         commits, phase = rank.standing
-        tail_done = self._peers.tail_completed
+        tail_done = self._peers.completed_of(rank.me)
         joined = m.Joined(
             rank.generation, commits, phase, rank.intact, tail_done, engine.group_names(), self._quiet_since_ns
         )

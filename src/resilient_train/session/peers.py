@@ -18,10 +18,10 @@ from resilient_train.errors import ConfigError
 from resilient_train.frameworks.base import Call
 from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.standing import UPDATING, Standing
-from resilient_train.state.arena import Arena, ArenaFullError
+from resilient_train.state.arena import Arena, ArenaFullError, Entry
 
-_INPUT, _RESULT, _TOO_LARGE = 0, 1, 2
-"""Kinds of entries of a log."""
+_INPUT, _RESULT, _TOO_LARGE, _FULL = range(4)
+"""Kinds of entries of a log. With _FULL it ends: what comes later in this tail is not in it."""
 Key = tuple[str, int]
 """A collective of a tail: the group's name, and which of its calls since the update."""
 
@@ -34,6 +34,7 @@ class _Reader:
         self._of = -1
         self._read = self._offset = 0
         self._calls: dict[Key, Call] = {}
+        self._full = False
 
     def call(self, key: Key, commits: int, entered: Callable[[], int]) -> Call | None:
         # The tag first: who empties a log publishes that it is empty before it writes a new tag.
@@ -41,16 +42,23 @@ class _Reader:
         if of != commits:
             return None
         if of != self._of:
-            self._of, self._read, self._offset, self._calls = of, 0, 0, {}
+            self._of, self._read, self._offset, self._calls, self._full = of, 0, 0, {}, False
         for _ in range(self._read, entered()):
             entry, self._offset = self.arena.log_read(self._offset)
             self._read += 1
-            name, sequence, header = msgspec.msgpack.decode(entry.meta, type=tuple[str, int, bytes])
-            if entry.kind == _RESULT:
-                self._calls[name, sequence] = self._calls[name, sequence]._replace(result=entry.data)
-            else:
-                self._calls[name, sequence] = Call(header, entry.data if entry.kind == _INPUT else None)
-        return self._calls.get(key)
+            self._take(entry)
+        return self._calls.get(key, Call(b"", None) if self._full else None)
+
+    def _take(self, entry: Entry) -> None:
+        if entry.kind == _FULL:
+            self._full = True
+            return
+        name, sequence, header = msgspec.msgpack.decode(entry.meta, type=tuple[str, int, bytes])
+        key = name, sequence
+        if entry.kind == _RESULT:
+            self._calls[key] = self._calls[key]._replace(result=entry.data)
+        else:
+            self._calls[key] = Call(header, entry.data if entry.kind == _INPUT else None, len(self._calls))
 
 
 class Peers:
@@ -169,27 +177,34 @@ class Peers:
     def log(self, key: Key, header: bytes, inputs: bytes) -> bool:
         """Publishes what this rank gives to a collective of the tail. False: it is too large, and that is published."""
         meta = msgspec.msgpack.encode((*key, header))
-        fits = self._append(_INPUT, meta, inputs)
-        return fits or not self._append(_TOO_LARGE, meta, b"")
+        if self._append(_INPUT, meta, inputs):
+            return True
+        if not self._append(_TOO_LARGE, meta, b""):
+            self._end_log()
+        return False
 
     def log_result(self, key: Key, result: bytes) -> None:
-        """Publishes the result of a collective of the tail, for who can't compute it."""
+        """Publishes the result of a collective of the tail, before ``completed``; not if it is too large."""
         self._append(_RESULT, msgspec.msgpack.encode((*key, b"")), result)
 
     def completed(self, count: int) -> None:
-        """So many collectives of the tail are over, for people."""
+        """So many calls of the tail are over: the first ones that were published."""
         self._board.set_tail(self.rank, self._board.tail(self.rank)[0], count)
 
-    @property
-    def tail_completed(self) -> int:
-        """The last word of ``completed``."""
-        return self._board.tail(self.rank)[1]
+    def completed_of(self, rank: int) -> int:
+        """The last word of the rank's ``completed``."""
+        return self._board.tail(rank)[1]
 
     def _append(self, kind: int, meta: bytes, data: bytes) -> bool:
         self._logged = True
+        return self._arena.log_append(kind, meta, data, aside=kind == _RESULT) and self._count_entry()
+
+    def _end_log(self) -> None:
+        if self._arena.log_close(_FULL):
+            self._count_entry()
+
+    def _count_entry(self) -> bool:
         entered, completed = self._board.tail(self.rank)
-        if not self._arena.log_append(kind, meta, data):
-            return False
         self._board.set_tail(self.rank, entered + 1, completed)
         return True
 

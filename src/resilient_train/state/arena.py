@@ -19,7 +19,7 @@ import xxhash
 from resilient_train.errors import ProtocolError
 
 MAGIC = 0x52544152454E4131
-VERSION = 2
+VERSION = 3
 SLOTS = 4
 """Start-of-update publications come at most twice per update (after READY, and again if the tail changed something),
 and those of two updates are needed at a time."""
@@ -68,6 +68,8 @@ class Arena:
         self._log_of = _HEADER_BYTES + SLOTS * self._stride
         self._log_start = self._log_of + _SEQUENCE.size
         self._log_end = 0
+        self._log_used = [0, 0]
+        self._log_closed = False
 
     @classmethod
     def create(cls, slot_bytes: int = DEFAULT_SLOT_BYTES, log_bytes: int = 0) -> Arena:
@@ -125,31 +127,48 @@ class Arena:
         """Forgets the log: that of the tail after so many updates begins. The caller has published that it is empty."""
         _SEQUENCE.pack_into(self._map, self._log_of, commits)
         self._log_end = 0
+        self._log_used = [0, 0]
+        self._log_closed = False
 
     def log_continue(self, before: Arena) -> None:
         """Goes on with the log of the arena from which this one has grown."""
-        self._log_end = before._log_end
+        self._log_end, self._log_used, self._log_closed = before._log_end, before._log_used, before._log_closed
 
-    def log_append(self, kind: int, meta: bytes, data: bytes) -> bool:
-        """Writes the next entry; False if the log is full. The caller publishes the new count (``Board.set_tail``)."""
-        end = self._log_end + _ENTRY.size + len(meta) + len(data)
-        if end > self.log_bytes:
+    def log_append(self, kind: int, meta: bytes, data: bytes, *, aside: bool = False) -> bool:
+        """Writes the next entry; False if the log is full. The caller publishes the new count (``Board.set_tail``).
+
+        ``aside``: it takes no room from the others; there is as much for entries of this kind.
+        """
+        used = self._log_used[aside] + _ENTRY.size + len(meta) + len(data)
+        if self._log_closed or used > self.log_bytes:
             return False
+        self._write(kind, meta, data)
+        self._log_used[aside] = used
+        return True
+
+    def log_close(self, kind: int) -> bool:
+        """Writes an empty entry, for which there is always room, as the last one. False if that was done before."""
+        if self._log_closed:
+            return False
+        self._write(kind, b"", b"")
+        self._log_closed = True
+        return True
+
+    def _write(self, kind: int, meta: bytes, data: bytes) -> None:
         base = self._log_start + self._log_end
         _ENTRY.pack_into(self._map, base, kind, len(meta), len(data))
         base += _ENTRY.size
         self._map[base : base + len(meta) + len(data)] = meta + data
-        self._log_end = end
-        return True
+        self._log_end += _ENTRY.size + len(meta) + len(data)
 
     def log_read(self, offset: int) -> tuple[Entry, int]:
         """The entry at ``offset`` (0 is that of the first), and where the next one is. Raises ProtocolError."""
-        begin = offset + _ENTRY.size
-        if begin > self.log_bytes:
+        begin, limit = offset + _ENTRY.size, _log_size(self.log_bytes)
+        if begin > limit:
             raise ProtocolError("an entry of a tail log runs over its end")
         kind, meta_bytes, data_bytes = _ENTRY.unpack_from(self._map, self._log_start + offset)
         end = begin + meta_bytes + data_bytes
-        if end > self.log_bytes:
+        if end > limit:
             raise ProtocolError("an entry of a tail log runs over its end")
         body = memoryview(self._map)[self._log_start + begin : self._log_start + end]
         try:
@@ -184,4 +203,9 @@ def _digest(payload: bytes, commits: int) -> bytes:
 
 
 def _total_bytes(slot_bytes: int, log_bytes: int) -> int:
-    return _HEADER_BYTES + SLOTS * (_SLOT_HEADER_BYTES + slot_bytes) + _SEQUENCE.size + log_bytes
+    return _HEADER_BYTES + SLOTS * (_SLOT_HEADER_BYTES + slot_bytes) + _SEQUENCE.size + _log_size(log_bytes)
+
+
+def _log_size(log_bytes: int) -> int:
+    """With the entries that lie aside, and the one that closes it. What nobody writes takes no memory."""
+    return 2 * log_bytes + _ENTRY.size

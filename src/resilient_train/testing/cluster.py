@@ -19,6 +19,7 @@ from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.patience import Patience
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.rank import Rank
+from resilient_train.protocol.rank_effects import Mode
 from resilient_train.protocol.replicas import ReplicaTable
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.testing import checks, values
@@ -71,8 +72,8 @@ class Driver(NamedTuple):
     barrier_over_replicas: bool = False
     two_witnesses: bool = True
     """A death is told by the futex and by the pidfd, in either order; False: by the futex alone."""
-    leaves_results: bool = False
-    """A finisher of a tail publishes no results."""
+    silent_when_over: bool = False
+    """A rank whose collective of the tail is over does not publish that, nor the result."""
 
 
 class Move(NamedTuple):
@@ -97,8 +98,9 @@ class Collective(NamedTuple):
     left: frozenset[int] = frozenset()
 
 
-Log = tuple[int, tuple[tuple[int, int, int | None], ...]]
-"""Of which update's tail, and its collectives by index: input, and the result where it is there."""
+OVER = "over"
+Log = tuple[int, tuple[tuple[int, int, int | str | None], ...]]
+"""Of which update's tail, and its collectives by index: input, and the result where it was published; or OVER."""
 _BUDGETS = {
     "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "fence": "fences",
     "hang": "hangs", "failure": "failures", "asked to end": "asked",
@@ -406,20 +408,27 @@ class World:
         """The result of a collective by what its members have published, as ``frameworks/torch/tail.py`` has it; None:
         it is not there yet.
         """
-        plan = getattr(who.machine.state, "duty", None)
-        assert isinstance(plan, m.Plan)
         members = self.layout.calls(commits - 1)[index]
         found = {rank: entry for rank in members if (entry := self._logged(rank, commits, index)) is not None}
-        results = [entry[2] for entry in found.values() if entry[2] is not None]
-        if results:
-            return results[0]
-        finishers = [rank for rank in members if rank in plan.finishers]
-        if who.rank != finishers[0] or any(rank not in found for rank in finishers):
+        finishers, adder = self._finishers(who, members), self._adder(who, members)
+        if who.rank != adder:
+            told = found[adder][2] if adder in found else None
+            if not isinstance(told, str):
+                return told
+        if any(rank not in found for rank in finishers):
             return None
         return sum(found[rank][1] if rank in found else values.NEUTRAL for rank in members)
 
+    def _finishers(self, who: SimRank, members: Sequence[int]) -> list[int]:
+        plan = getattr(who.machine.state, "duty", None)
+        assert isinstance(plan, m.Plan)
+        return [rank for rank in members if rank in plan.finishers]
+
+    def _adder(self, who: SimRank, members: Sequence[int]) -> int:
+        return self._finishers(who, members)[0]
+
     def take_result(self, who: SimRank, commits: int, index: int, result: int) -> None:
-        """``who`` has the result, and publishes it."""
+        """``who`` has the result. It publishes that, if it came from the logs, and else that it has one."""
         members = self.layout.calls(commits - 1)[index]
         if any(self._logged(rank, commits, index) is None for rank in members):
             self.missing |= {(commits, index)}
@@ -430,10 +439,11 @@ class World:
         checks.require(result == undisturbed or (commits, index) in self.missing, text + " than an undisturbed run")
         self.tail_results = {**self.tail_results, (commits, index): result}
         of, entries = self.logs[who.rank]
-        if not self.driver.leaves_results:
-            self.logs[who.rank] = (of, tuple((i, v, result if i == index else r) for i, v, r in entries))
+        over = None if self.driver.silent_when_over else OVER
+        told = result if who.mode is Mode.EXCHANGE and who.rank == self._adder(who, members) else over
+        self.logs[who.rank] = (of, tuple((i, v, told if i == index else r) for i, v, r in entries))
 
-    def _logged(self, rank: int, commits: int, index: int) -> tuple[int, int, int | None] | None:
+    def _logged(self, rank: int, commits: int, index: int) -> tuple[int, int, int | str | None] | None:
         of, entries = self.logs[rank]
         return next((entry for entry in entries if entry[0] == index), None) if of == commits else None
 

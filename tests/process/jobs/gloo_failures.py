@@ -25,8 +25,8 @@ KINDS = ("healthy", "timeout", "shut", "death")
 class Watcher:
     """What the engine is while a Session runs."""
 
-    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
-        return group.run(verb, args, kwargs)
+    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
+        return group.run(verb, args)
 
 
 def provoke(kind: str, group: ResilientGroup) -> None:

@@ -1,24 +1,20 @@
-"""Calls of collectives, written down: what outlives the process that made them, and is compared with another's.
-
-A *header* is the verb and its arguments without what is in the tensors: of these, dtype and shape. The bytes of tensors
-stand beside it.
+"""The two forms in which ``ProcessGroup`` takes a call, made one: all arguments in their places, tensors in lists, the
+root and the operation in options. torch's own functions use that form; a user who calls a group's methods may not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.torch.leaves import dense, dtype_of, span_of
-from resilient_train.state.transfer import view
 
-_OPTIONS = {
+OPTIONS = {
     name: getattr(c10d, name)
     for name in [
         "AllreduceOptions",
@@ -33,102 +29,67 @@ _OPTIONS = {
         "BarrierOptions",
     ]
 }
-_FIELDS = ("rootRank", "rootTensor")
-_REDUCE_OP = "reduceOp"
+"""By the names of their classes."""
+
+_OTHERS = (
+    {"allreduce": ("AllreduceOptions", 1), "allreduce_coalesced": ("AllreduceCoalescedOptions", 1)}
+    | {"reduce": ("ReduceOptions", 1), "broadcast": ("BroadcastOptions", 1), "barrier": ("BarrierOptions", 0)}
+    | {"gather": ("GatherOptions", 2), "scatter": ("ScatterOptions", 2), "alltoall": ("AllToAllOptions", 2)}
+    | dict.fromkeys(("alltoall_base", "all_to_all_single"), ("AllToAllOptions", 4))
+    | dict.fromkeys(("send", "recv"), ("", 3))
+    | {"recv_anysource": ("", 2)}
+)
+_IN_ORDER = ("output", "output_tensor", "outputs", "outputTensor", "output_tensors", "output_lists")
+_BEHIND = ("input", "input_tensor", "inputs", "inputTensor", "input_tensors", "input_list")
+_SPLITS = ("output_split_sizes", "input_split_sizes")
+_NAMES = ("tensor", "tensors", *_IN_ORDER, *_BEHIND, "dstRank", "srcRank", "tag", "arg0", "arg1", *_SPLITS)
 
 
-def header_of(verb: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-    """Raises UsageError for an argument that can't be written down."""
-    return msgspec.msgpack.encode([verb, *_encode([list(args), kwargs])])
+def in_places(verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments in the one form. Raises UsageError for one that no form has."""
+    kind, places = _shape_of(verb)
+    if not kwargs and (len(args) == places or (len(args) == places + 1 and type(args[places]).__name__ == kind)):
+        return args if not args or not _single(verb, args) else _in_lists(verb, args)
+    named = sorted((key for key in kwargs if key in _NAMES), key=_NAMES.index)
+    given = (*args[:places], *(kwargs[key] for key in named))
+    rest = [*args[places:], *(value for key, value in kwargs.items() if key not in _NAMES)]
+    if len(given) != places:
+        raise UsageError(f"{verb} was called with {len(given)} arguments where it takes {places}")
+    given = _in_lists(verb, given) if _single(verb, given) else given
+    return (*given, *_options(verb, kind, [value for value in rest if value is not None]))
 
 
-def call_of(header: bytes) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """The verb, and its arguments; tensors are zeros."""
-    verb, args, kwargs = msgspec.msgpack.decode(header)
-    return verb, tuple(_decode(args)), _decode(kwargs)
+def _shape_of(verb: str) -> tuple[str, int]:
+    if verb in _OTHERS:
+        return _OTHERS[verb]
+    return ("ReduceScatterOptions" if "reduce" in verb else "AllgatherOptions", 2)
 
 
-def told(header: bytes) -> str:
-    """The call for people: ``broadcast(float32[4, 2], rootRank 1)``."""
-    verb, args, kwargs = msgspec.msgpack.decode(header)
-    return f"{verb}({', '.join(_words([args, kwargs]))})"
+def _single(verb: str, given: Sequence[Any]) -> bool:
+    if verb in ("allreduce", "reduce", "broadcast", "reduce_scatter", "scatter"):
+        return isinstance(given[0], torch.Tensor)
+    return verb in ("allgather", "gather") and isinstance(given[1], torch.Tensor)
 
 
-def bytes_of(tensors: Iterable[torch.Tensor]) -> bytes:
-    """What is in the tensors, one after the other."""
-    return b"".join(bytes(view(span_of(dense(tensor)))) for tensor in tensors if tensor.numel())
+def _in_lists(verb: str, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    if verb in ("allreduce", "reduce", "broadcast"):
+        return ([given[0]], *given[1:])
+    # Of the two, the one that is a list is empty on all but the root (gather, scatter).
+    outputs, inputs = ([each] if isinstance(each, torch.Tensor) or len(each) else [] for each in given[:2])
+    return (outputs, inputs, *given[2:])
 
 
-def size_of(tensors: Iterable[torch.Tensor]) -> int:
-    """How many bytes that is."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def fill_all(tensors: Iterable[torch.Tensor], data: bytes) -> None:
-    """The inverse of ``bytes_of``."""
-    offset = 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if size:
-            content = bytearray(data[offset : offset + size])
-            with torch.no_grad():
-                tensor.copy_(torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape))
-        offset += size
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return {"T": [str(value.dtype), list(value.shape)]}
-    if isinstance(value, (list, tuple)):
-        return [_encode(item) for item in value]
-    if isinstance(value, dict):
-        return {"D": {key: _encode(item) for key, item in value.items()}}
-    name = type(value).__name__
-    if name in _OPTIONS:
-        fields = {field: getattr(value, field) for field in _FIELDS if hasattr(value, field)}
-        if hasattr(value, _REDUCE_OP):
-            fields[_REDUCE_OP] = int(value.reduceOp.op)
-        return {"O": [name, fields]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise UsageError(f"a collective was called with a {name}, which can't be kept for a repetition")
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((tag, body),) = value.items()
-    if tag == "T":
-        return torch.zeros(body[1], dtype=dtype_of(body[0]))
-    if tag == "D":
-        return {key: _decode(item) for key, item in body.items()}
-    name, fields = body
-    options = _OPTIONS[name]()
-    for field, content in fields.items():
-        setattr(options, field, _reduce_op(content) if field == _REDUCE_OP else content)
-    return options
-
-
-def _reduce_op(number: int) -> Any:
-    return dist.ReduceOp(dist.ReduceOp.RedOpType(number))
-
-
-def _words(value: Any) -> Iterator[str]:
-    if isinstance(value, list):
-        for item in value:
-            yield from _words(item)
-        return
-    if not isinstance(value, dict):
-        yield str(value)
-        return
-    ((tag, body),) = value.items()
-    if tag == "T":
-        yield f"{body[0].removeprefix('torch.')}{body[1]}"
-        return
-    for name, content in (body if tag == "D" else body[1]).items():
-        if name == "rootTensor" and not content:
-            continue
-        words = dist.ReduceOp.RedOpType(content).name if name == _REDUCE_OP else ", ".join(_words(content))
-        yield f"{name} {words}"
+def _options(verb: str, kind: str, rest: list[Any]) -> list[Any]:
+    if not rest or (len(rest) == 1 and type(rest[0]).__name__ == kind):
+        return rest
+    options: Any = OPTIONS[kind]() if kind else None
+    for value in rest:
+        if isinstance(value, timedelta) and hasattr(options, "timeout"):
+            options.timeout = value
+        elif isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType)) and hasattr(options, "reduceOp"):
+            options.reduceOp = value if isinstance(value, dist.ReduceOp) else dist.ReduceOp(value)
+        elif isinstance(value, int) and hasattr(options, "rootRank"):
+            options.rootRank = value
+        else:
+            raise UsageError(f"{verb} was called with a {type(value).__name__} that it does not take")
+    return [options]

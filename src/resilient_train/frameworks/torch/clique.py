@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from resilient_train.frameworks.torch.group import drop
 from resilient_train.frameworks.torch.transports.gloo import stock_group
 
 _TIMEOUT = timedelta(seconds=60)
@@ -39,25 +40,19 @@ class Clique:
             self.close()
             raise
 
-    def run(self, verb: str, calls: Sequence[tuple[Sequence[Any], dict[str, Any]]]) -> None:
-        """Runs ``verb`` with each member's (args, kwargs), which are filled as the members' own would be."""
+    def run(self, verb: str, calls: Sequence[Sequence[Any]]) -> None:
+        """Runs ``verb`` with each member's arguments, which are filled as the members' own would be."""
 
         def call(member: int) -> None:
-            args, kwargs = calls[member]
             with torch.no_grad():
-                getattr(self._groups[member], verb)(*args, **kwargs).wait()
+                getattr(self._groups[member], verb)(*calls[member]).wait()
 
         _on_threads(call, len(self._groups))
 
     def close(self) -> None:
         """Lets the groups go; another thread waits for theirs."""
         groups, self._groups = self._groups, []
-
-        def drop() -> None:
-            groups.clear()
-            _descriptors.give_back()
-
-        threading.Thread(target=drop, name="rt-drop-clique", daemon=True).start()
+        drop(groups, _descriptors.give_back)
 
 
 class _Descriptors:

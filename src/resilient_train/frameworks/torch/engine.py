@@ -83,6 +83,8 @@ class TorchEngine:
         self._works: list[GuardedWork] = []
         self._handles: list[Any] = []
         self._mode = Mode.DIRECT
+        self._renewed = False
+        """The groups' connections are new ones, and the tail before them may not be over yet."""
         self._peers: Peers | None = None
         self._tail: Tail | None = None
         self._start: _Start | None = None
@@ -118,6 +120,10 @@ class TorchEngine:
 
     def set_mode(self, mode: Mode) -> None:
         self._mode = mode
+        if self._renewed and mode is Mode.DIRECT:  # all ranks go on from here: what was on its way is lost
+            self._renewed = False
+            for group in groups.values():
+                group.forget_messages()
         if self._tail is not None:
             self._tail.mode = mode
 
@@ -142,6 +148,7 @@ class TorchEngine:
             self._device.restart(group_module.hccl_groups(), replaced=replaced)
         for group, each in zip(groups.values(), built, strict=True):
             group.adopt(each)
+        self._renewed = True
 
     def groups_broken(self) -> bool:
         return any(group.inner is None or group.broken() for group in groups.values())
@@ -200,6 +207,8 @@ class TorchEngine:
     def detach(self) -> None:
         self._errors.stop()
         group_module.watch(None)
+        if self._tail is not None:
+            self._tail.close()
         group_module.wait_for_droppers(_DRAIN_S)
         self._steps.detach()
         for handle in self._handles:
@@ -209,7 +218,7 @@ class TorchEngine:
         if self._objects.scaler is not None:
             vars(self._objects.scaler).pop("update", None)
 
-    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """A collective is called; see ``group.Watcher``."""
         assert self._peers is not None
         assert self._tail is not None
@@ -218,16 +227,18 @@ class TorchEngine:
         if mode is Mode.LOOPBACK:
             return group.run_alone(verb, args)
         if verb in POINT_TO_POINT:
-            return group.run(verb, args, kwargs)
+            return (
+                group.run(verb, args) if mode in (Mode.DIRECT, Mode.UPDATE) else self._tail.message(group, verb, args)
+            )
         if group.spans_job:
             self._peers.enter_collective()
         if mode is Mode.DIRECT:
-            work = group.run(verb, args, kwargs)
+            work = group.run(verb, args)
             if isinstance(work, GuardedWork):
                 self._works.append(work)
             return work
         if mode is not Mode.UPDATE:
-            return self._tail.call(group, verb, args, kwargs)
+            return self._tail.call(group, verb, args)
         raise UsageError(
             f"{verb} was called while the update of this step is only half done (one optimizer has written and another "
             "has not, or a closure that was given to optimizer.step() communicates): pass Session(undo=True), so that "
@@ -368,14 +379,14 @@ class TorchEngine:
     def send_over_group(self, sources: Sources, target: int) -> None:
         world = groups[next(iter(groups))]
         for piece in chunks(sources.spans, _GROUP_CHUNK_BYTES):
-            world.run("send", ([_as_tensor(piece)], target, 0), {}).wait()
+            world.run("send", ([_as_tensor(piece)], target, 0)).wait()
 
     def fetch_over_group(self, source: int) -> Callable[[list[Span]], None]:
         world = groups[next(iter(groups))]
 
         def fetch(spans: list[Span]) -> None:
             for piece in chunks(spans, _GROUP_CHUNK_BYTES):
-                world.run("recv", ([_as_tensor(piece)], source, 0), {}).wait()
+                world.run("recv", ([_as_tensor(piece)], source, 0)).wait()
 
         return fetch
 

@@ -20,11 +20,12 @@ from torch.distributed.distributed_c10d import GroupName
 
 from resilient_train import config, standby
 from resilient_train.errors import UsageError
+from resilient_train.frameworks.torch.calls import in_places
 from resilient_train.frameworks.torch.set_up import SetUp
 from resilient_train.frameworks.torch.store import CancellableStore
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, run_alone
-from resilient_train.frameworks.torch.works import GuardedWork, Works
+from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, Works
 
 BACKEND = "resilient"
 _NO_RANK = -1
@@ -33,7 +34,7 @@ _NO_RANK = -1
 class Watcher(Protocol):
     """Sees the collectives of all groups while a Session runs."""
 
-    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """Carries ``verb`` out as the present moment of the step wants it, and returns its work."""
         ...
 
@@ -96,6 +97,9 @@ class ResilientGroup(dist.ProcessGroup):
         self._hangups = select.epoll()
         self._hung_up = False
         self._closed_why = ""
+        self._messages: dict[tuple[str, str], int] = {}
+        self.takes_from_any = False
+        """``recv_anysource`` was called: nobody knows which message is which any more."""
 
     # -- life of the inner group
 
@@ -129,11 +133,7 @@ class ResilientGroup(dist.ProcessGroup):
         """Drops the inner group. Another thread frees it: that joins gloo's threads, in milliseconds or never."""
         held = [self.inner] if self.inner is not None else []
         self.inner, self.sockets, self._closed_why = None, [], why
-        if held:
-            dropper = threading.Thread(target=held.clear, name="rt-drop-group", daemon=True)
-            _droppers.append(dropper)
-            dropper.start()
-        _droppers[:] = [thread for thread in _droppers if thread.is_alive()]
+        drop(held)
 
     def broken(self) -> bool:
         """Whether a peer has closed, or lost, its end of one of the connections."""
@@ -187,23 +187,49 @@ class ResilientGroup(dist.ProcessGroup):
         self.close_inner("it was destroyed")
         wait_for_droppers(1.0)
 
-    def run(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+    def run(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """Runs ``verb`` on the inner group, or alone where this process has not joined yet."""
+        if self.inner is None and self.solo:
+            return self.run_alone(verb, args)
+        if verb in POINT_TO_POINT:
+            self.number(verb, args)
+        return self.run_inner(verb, args)
+
+    def run_inner(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
+        """Runs ``verb`` on the inner group. Raises UsageError if there is none."""
         if self.inner is None:
-            if self.solo:
-                return self.run_alone(verb, args)
             raise UsageError(f"process group {self._name!r} can't be used: {self._closed_why or 'it is not built'}")
-        if _watcher is None or verb in POINT_TO_POINT:
-            return cast("dist.Work", getattr(self.inner, verb)(*args, **kwargs))
+        if _watcher is None:
+            return cast("dist.Work", getattr(self.inner, verb)(*args))
+        if verb in POINT_TO_POINT:
+            source = -1 if verb == "recv_anysource" else args[1]
+            return GuardedMessage(getattr(self.inner, verb)(*args), works.live, source)
         if self._hung_up or self._hangups.poll(0, 1):
             # gloo would find out as well, but may forget a waiter over it (see works.py): don't even begin.
             raise RuntimeError(f"a peer of process group {self._name!r} has hung up")
-        work = getattr(self.inner, verb)(*args, **kwargs)
+        work = getattr(self.inner, verb)(*args)
         try:
             return GuardedWork(work, works.live)
         except RuntimeError:  # gloo has no future for a reduce-scatter: nobody but it can be waited for
             work.wait()
             return done(args[0])
+
+    def number(self, verb: str, args: tuple[Any, ...]) -> tuple[str, int]:
+        """Which message between two members, with one tag, this call sends or takes; all are counted, on both sides."""
+        if verb == "recv_anysource":
+            self.takes_from_any = True
+            return "", 0
+        peer, tag = args[1], args[2]
+        ends = (self._rank, peer) if verb == "send" else (peer, self._rank)
+        channel = f"{self._name} {ends[0]}>{ends[1]} {tag}"
+        number = self._messages.get((verb, channel), 0)
+        self._messages[verb, channel] = number + 1
+        return channel, number
+
+    def forget_messages(self) -> None:
+        """Counts anew: the connections are new ones."""
+        self._messages.clear()
+        self.takes_from_any = False
 
     def run_alone(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """What ``verb`` gives if every other member contributed what this one does."""
@@ -211,12 +237,13 @@ class ResilientGroup(dist.ProcessGroup):
 
 
 def _make_verb(verb: str) -> Callable[..., dist.Work]:
-    def call(self: ResilientGroup, *args: Any, **kwargs: Any) -> dist.Work:
+    def call(self: ResilientGroup, *given: Any, **named: Any) -> dist.Work:
+        args = in_places(verb, given, named)
         if _watcher is not None and not self.solo:
-            return _watcher.issue(self, verb, args, kwargs)
+            return _watcher.issue(self, verb, args)
         if _set_up is not None:
-            return _set_up.issue(self, verb, args, kwargs)
-        return self.run(verb, args, kwargs)
+            return _set_up.issue(self, verb, args)
+        return self.run(verb, args)
 
     call.__name__ = verb
     return call
@@ -259,6 +286,20 @@ def hccl_groups() -> list[dist.ProcessGroup]:
     """The groups of this process, but for the default one, that torch_npu's HCCL serves."""
     backends = dist.distributed_c10d._world.pg_map
     return [each for each, (backend, _) in backends.items() if "hccl" in backend and each is not dist.group.WORLD]
+
+
+def drop(held: list[dist.ProcessGroup], then: Callable[[], None] = lambda: None) -> None:
+    """Frees groups, of which the caller keeps no other reference, on another thread; calls ``then`` from there."""
+
+    def free() -> None:
+        held.clear()
+        then()
+
+    if held:
+        dropper = threading.Thread(target=free, name="rt-drop-group", daemon=True)
+        _droppers.append(dropper)
+        dropper.start()
+    _droppers[:] = [thread for thread in _droppers if thread.is_alive()]
 
 
 def wait_for_droppers(timeout_s: float) -> None:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from resilient_train import config, standby
-from resilient_train.errors import ConfigError
+from resilient_train.errors import ConfigError, UsageError
 from resilient_train.frameworks import predecessor
-from resilient_train.frameworks.torch.calls import bytes_of, fill_all, header_of, size_of, told
+from resilient_train.frameworks.torch.call_codec import bytes_of, fill_all, header_of, size_of, told
 from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, Tensors, completed, root_of
@@ -53,7 +53,7 @@ class Group(Protocol):
         """How many members there are."""
         ...
 
-    def run(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+    def run(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """Runs the verb over the group, or alone where this process has not joined it."""
         ...
 
@@ -64,20 +64,18 @@ class _Call(NamedTuple):
     group: Group
     verb: str
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     header: bytes
     place: str
 
     def run(self) -> dist.Work:
-        return self.group.run(self.verb, self.args, self.kwargs)
+        return self.group.run(self.verb, self.args)
 
     @property
     def outputs(self) -> Tensors:
         """What it fills."""
-        args = (*self.args, *self.kwargs.values())
         if self.verb in POINT_TO_POINT:
-            return list(args[0]) if self.verb != "send" else []
-        return VERBS[self.verb].filled(args, 0)
+            return list(self.args[0]) if self.verb != "send" else []
+        return VERBS[self.verb].filled(self.args, 0)
 
     @property
     def is_source(self) -> bool:
@@ -96,11 +94,15 @@ class SetUp:
         self._ahead: list[tuple[str, bytes, str]] = []
         """What a standby has called: group, header, place."""
 
-    def issue(self, group: Group, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+    def issue(self, group: Group, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """Carries a collective out, or answers it."""
         if self._first.full or self._ddp.is_this():
-            return group.run(verb, args, kwargs)
-        call = _Call(group, verb, args, kwargs, header_of(verb, args, kwargs), line())
+            return group.run(verb, args)
+        try:
+            header = header_of(verb, args)
+        except UsageError as error:
+            raise UsageError(f"{line()} calls {verb} before the loop: {error}") from None
+        call = _Call(group, verb, args, header, line())
         if standby.stage is not None:
             if verb != _WAITING:
                 standby.stage.needs_rank(f"calls {verb}")
@@ -179,16 +181,16 @@ class _First:
         memory = memory_of(outputs)
         if not room or memory is None:
             if not call.is_source:
-                self._large.append((call._replace(args=(), kwargs={}), memory))
+                self._large.append((call._replace(args=()), memory))
             return call.run()
         if not outputs:
             return call.run()
-        self._open[id(entry)] = call._replace(args=(), kwargs={})
+        self._open[id(entry)] = call._replace(args=())
         return self._kept(call, outputs, entry)
 
     def _kept(self, call: _Call, outputs: Tensors, entry: Entry) -> dist.Work:
         def take() -> None:
-            entry.result = bytes_of(outputs)
+            entry.result = b"".join(map(bytes_of, outputs))
             self._open.pop(id(entry), None)
 
         work = call.run()

@@ -7,7 +7,8 @@ publishes when it comes there. Movement verbs are copied together by each; a red
 finisher among the members, as the library would have, and its result is published for the others.
 
 What a dead rank had not come to never existed. A reduction and a gather go on without: with the element that changes
-nothing, and zeros (event ``tail_input_missing``). A broadcast or scatter whose source it was can't.
+nothing, and zeros (event ``tail_input_missing``). Where that would make no sense (it was the source of a broadcast, it
+was to give an object or to send a message) the tail can't be finished, and the job ends with its state saved.
 
 All members of a group call the same collectives of it in the same order, as SPMD programs do.
 """
@@ -16,22 +17,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.base import Conductor, Peers
-from resilient_train.frameworks.torch.calls import bytes_of, call_of, fill_all, header_of
+from resilient_train.frameworks.base import Call, Conductor, Peers
+from resilient_train.frameworks.torch.call_codec import bytes_of, call_of, fill_all, header_of
+from resilient_train.frameworks.torch.caller import carries_objects
 from resilient_train.frameworks.torch.clique import Clique
 from resilient_train.frameworks.torch.group import ResilientGroup
-from resilient_train.frameworks.torch.verbs import VERBS, Tensors, done
+from resilient_train.frameworks.torch.verbs import VERBS, Args, Tensors, done
+from resilient_train.place import line
 from resilient_train.protocol.rank_effects import Mode
 
 _POLL_S = 0.0002
 _SOURCE_NEEDED = frozenset({"broadcast", "scatter"})
+_IN_TAIL = (Mode.LOG, Mode.EXCHANGE)
 
 
 class StoppedError(Exception):
@@ -44,7 +48,6 @@ class _Asked(NamedTuple):
     group: ResilientGroup
     verb: str
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     key: tuple[str, int]
     header: bytes
 
@@ -56,7 +59,7 @@ class Tail:
         self._conductor = conductor
         self._peers = peers
         self.mode = Mode.LOG
-        """LOG, EXCHANGE or LOOPBACK; a recovery changes it in the middle of a call."""
+        """LOG, EXCHANGE or LOOPBACK in a tail; a recovery changes it in the middle of a call."""
         self._commits = 0
         self._sequence: dict[str, int] = {}
         self._finishers: Sequence[int] = ()
@@ -76,22 +79,33 @@ class Tail:
         """From now on collectives are worked out from what was published."""
         self._finishers = finishers
 
+    def close(self) -> None:
+        """The Session is over."""
+        self._end_exchange()
+
     def _end_exchange(self) -> None:
         while self._clique:
             self._clique.popitem()[1].close()
 
-    def call(self, group: ResilientGroup, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
-        """Runs a collective, and returns its completed work."""
-        asked = self._asked(group, verb, args, kwargs)
+    def call(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
+        """Runs a collective, and returns its completed work. Raises UsageError for one that could not be finished."""
+        asked = self._asked(group, verb, args)
         given = VERBS[verb].given(args, group.rank())
-        data = bytes_of(given)
-        if not self._peers.log(asked.key, asked.header, data) and not self._told_large:
-            self._told_large = True
-            self._conductor.note("tail_too_large", {"collective": verb, "bytes": len(data)})
+        data = b"".join(map(bytes_of, given))
+        self._log(asked.key, asked.header, data, verb)
         work = self._until_done(asked, given, data)
+        self._completed()
+        return work
+
+    def _log(self, key: tuple[str, int], header: bytes, data: bytes, verb: str) -> None:
+        if not self._peers.log(key, header, data) and not self._told_large:
+            self._told_large = True
+            detail = {"collective": verb, "bytes": len(data), "call": line()}
+            self._conductor.note("tail_too_large", detail)
+
+    def _completed(self) -> None:
         self._count += 1
         self._peers.completed(self._count)
-        return work
 
     def _until_done(self, asked: _Asked, given: Tensors, data: bytes) -> dist.Work:
         while True:
@@ -106,25 +120,28 @@ class Tail:
                 if asked.group.inner is not None or self.mode is not Mode.LOG:
                     raise
                 error = failure  # the group is closed: a recovery has begun
-            if not self._conductor.survive(error):
-                raise error if error is not None else RuntimeError("a recovery was announced, and did not come about")
+            self._survive(error)
             fill_all(given, data)
+
+    def _survive(self, error: BaseException | None) -> None:
+        if not self._conductor.survive(error):
+            raise error if error is not None else RuntimeError("a recovery was announced, and did not come about")
 
     def _try(self, asked: _Asked) -> dist.Work:
         if self.mode is Mode.EXCHANGE:
             return self._exchange(asked)
         if self.mode is Mode.LOOPBACK:
             return asked.group.run_alone(asked.verb, asked.args)
-        work = asked.group.run(asked.verb, asked.args, asked.kwargs)
+        work = asked.group.run(asked.verb, asked.args)
         work.wait()
         return work
 
-    def _asked(self, group: ResilientGroup, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Asked:
+    def _asked(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> _Asked:
+        header = _checked_header(verb, args)
         name = group.group_name
         sequence = self._sequence.get(name, 0)
         self._sequence[name] = sequence + 1
-        header = header_of(verb, args, kwargs)
-        return _Asked(group, verb, args, kwargs, (name, sequence), header)
+        return _Asked(group, verb, args, (name, sequence), header)
 
     # -- from what was published
 
@@ -136,66 +153,85 @@ class Tail:
             self._reduce(asked)
         return done(asked.args[0] if asked.args else [])
 
-    def _args_of(self, asked: _Asked, member: int) -> tuple[Any, ...]:
-        return self._call_of(asked, member)[0]
-
     def _reduce(self, asked: _Asked) -> None:
-        members = asked.group.global_ranks
         me, adder = asked.group.rank(), self._adder(asked)
-        if me == adder:
-            calls = [self._call_of(asked, member) for member in range(len(members))]
-            self._clique_of(len(members)).run(asked.verb, calls)
-            results = [bytes_of(VERBS[asked.verb].filled(args, member)) for member, (args, _) in enumerate(calls)]
-            same = len(set(results)) == 1
-            self._peers.log_result(asked.key, msgspec.msgpack.encode(results[:1] if same else results))
-        else:
-            results = self._result_of(asked, members[adder])
+        results = self._result_of(asked, asked.group.global_ranks[adder]) if me != adder else None
+        if results is None:
+            results = self._added_up(asked)
+            if me == adder:
+                self._peers.log_result(asked.key, msgspec.msgpack.encode(results))
         fill_all(VERBS[asked.verb].filled(asked.args, me), results[me if len(results) > 1 else 0])
+
+    def _added_up(self, asked: _Asked) -> list[bytes]:
+        """What each member gets; one where all get the same."""
+        calls = [self._args_of(asked, member) or self._neutral(asked, member) for member in range(asked.group.size())]
+        self._clique_of(len(calls)).run(asked.verb, calls)
+        filled = [VERBS[asked.verb].filled(args, member) for member, args in enumerate(calls)]
+        results = [b"".join(map(bytes_of, tensors)) for tensors in filled]
+        return results[:1] if len(set(results)) == 1 else results
 
     def _adder(self, asked: _Asked) -> int:
         """Which member does what one is to do: the lowest finisher. One that asks is a finisher itself."""
         return next(member for member, rank in enumerate(asked.group.global_ranks) if rank in self._finishers)
 
-    def _result_of(self, asked: _Asked, adder: int) -> list[bytes]:
+    def _result_of(self, asked: _Asked, adder: int) -> list[bytes] | None:
+        """The adder's result, waited for; None if there is none to come."""
         while True:
+            completed = self._peers.completed_of(adder)  # before the log: who publishes a result does so first
             call = self._peers.call(adder, asked.key, self._commits)
             if call is not None and call.result is not None:
                 return msgspec.msgpack.decode(call.result, type=list[bytes])
+            if call is not None and completed > call.place:
+                return None  # too large to be published; or the collective was over there before the fault
             self._rest()
 
-    def _call_of(self, asked: _Asked, member: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a member's call, with its inputs; waits for a finisher's. Raises UsageError."""
+    def _args_of(self, asked: _Asked, member: int) -> Args | None:
+        """The arguments of a member's call, with its inputs; waits for a finisher's. None: it died before that."""
         rank = asked.group.global_ranks[member]
-        while (call := self._peers.call(rank, asked.key, self._commits)) is None:
-            if rank not in self._finishers:
-                return self._missing(asked, member, rank)
-            self._rest()
-        verb, args, kwargs = call_of(call.header)
-        if verb != asked.verb:
-            raise UsageError(f"after the update rank {rank} calls {verb} where this rank calls {asked.verb}")
+        call = self._call_of(rank, asked.key)
+        if call is None:
+            self._tell_missing(asked, member, rank)
+            return None
         if call.inputs is None:
+            self._give_up(
+                f"a fault cut the tail in which rank {rank} called more collectives than RESILIENT_TAIL_LOG_BYTES "
+                f"takes, or larger ones: its part of {asked.verb} at {line()} can't be had again"
+            )
+        verb, args = call_of(call.header)
+        if verb != asked.verb:
             raise UsageError(
-                f"a fault cut the tail in which rank {rank} called {verb} with more than RESILIENT_TAIL_LOG_BYTES "
-                "takes: its part can't be had again"
+                f"after the update rank {rank} calls {verb} where this rank calls {asked.verb} at {line()}"
             )
         fill_all(VERBS[verb].given(args, member), call.inputs)
-        return args, kwargs
+        return args
 
-    def _missing(self, asked: _Asked, member: int, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call that a rank would have made, which died before it came to it."""
-        if asked.verb in _SOURCE_NEEDED:
-            raise UsageError(
-                f"rank {rank} died in the tail of update {self._commits - 1} before it came to the {asked.verb} "
-                "that it was the source of: nobody knows what it would have sent"
+    def _call_of(self, rank: int, key: tuple[str, int]) -> Call | None:
+        """What the rank has published; waits for a finisher. None: it died before it came there."""
+        while (call := self._peers.call(rank, key, self._commits)) is None and rank in self._finishers:
+            self._rest()
+        return call
+
+    def _tell_missing(self, asked: _Asked, member: int, rank: int) -> None:
+        """A rank died before it came to the collective."""
+        if asked.verb in _SOURCE_NEEDED or carries_objects():
+            self._give_up(
+                f"rank {rank} died in the tail of update {self._commits - 1} before it came to the {asked.verb} at "
+                f"{line()}: nobody knows what it would have sent"
             )
-        _, args, kwargs = call_of(asked.header)
-        value = _neutral_of(args) if VERBS[asked.verb].move is None else 0.0
-        for tensor in VERBS[asked.verb].given(args, member):
-            integral = not tensor.dtype.is_floating_point
-            tensor.fill_(_extreme(tensor, value) if integral and abs(value) == float("inf") else value)
-        if VERBS[asked.verb].given(args, member) and asked.group.rank() == self._adder(asked):
+        if asked.group.rank() == self._adder(asked) and VERBS[asked.verb].given(call_of(asked.header)[1], member):
             self._conductor.note("tail_input_missing", {"collective": asked.verb, "of": rank})
-        return args, kwargs
+
+    def _neutral(self, asked: _Asked, member: int) -> Args:
+        """Arguments like this rank's own, with inputs that change no result."""
+        _, args = call_of(asked.header)
+        for tensor in VERBS[asked.verb].given(args, member):
+            _fill_neutral(tensor, args)
+        return args
+
+    def _give_up(self, why: str) -> NoReturn:
+        self._conductor.give_up_tail(why)
+        while True:
+            self._rest()
 
     def _rest(self) -> None:
         if self._conductor.stopped():
@@ -207,19 +243,148 @@ class Tail:
             self._clique[size] = Clique(size)
         return self._clique[size]
 
+    # -- messages from one rank to another
 
-def _neutral_of(args: Sequence[Any]) -> float:
-    """The element that changes no result: 0 for a sum, 1 for a product, an infinity for a minimum or maximum."""
-    kinds: Any = dist.ReduceOp.RedOpType  # torch's stub leaves its members out
-    for value in args:
-        if hasattr(value, "reduceOp"):
-            operation = value.reduceOp.op
-            return {kinds.PRODUCT: 1.0, kinds.MIN: float("inf"), kinds.MAX: float("-inf"), kinds.BAND: -1.0}.get(
-                operation, 0.0
+    def message(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
+        """Sends or receives. What is sent is published before, so that the receiver finds it there after a fault."""
+        channel, number = group.number(verb, args)
+        if group.takes_from_any and verb != "send":
+            raise UsageError(
+                f"{line()}: a receive from any source makes it unknown which message comes next, so that those "
+                "after the update could not be told apart after a fault: name the source (src=)"
             )
-    return 0.0
+        work = Message(self, group, verb, args, (channel, number))
+        if verb == "send":
+            self._log(work.key, _checked_header(verb, args), b"".join(map(bytes_of, args[0])), verb)
+            self._completed()
+        if self.mode is Mode.LOG:
+            work.post()
+        return work
+
+    @property
+    def place(self) -> int | None:
+        """After how many updates the tail is that runs now; None in the body of a step."""
+        return self._commits if self.mode in _IN_TAIL or self.mode is Mode.LOOPBACK else None
+
+    def end_message(self, work: Message) -> None:
+        """Waits for a message of this tail."""
+        while True:
+            error: BaseException | None = None
+            try:
+                if self.mode is Mode.EXCHANGE:
+                    self._deliver(work)
+                elif self.mode is Mode.LOG:
+                    work.wait_inner()
+                return
+            except StoppedError:
+                pass
+            except (RuntimeError, UsageError) as failure:
+                if self.mode is not Mode.LOG:
+                    raise
+                error = failure
+            self._survive(error)
+
+    def _deliver(self, work: Message) -> None:
+        if work.verb == "send":
+            return
+        rank = work.group.global_ranks[work.args[1]]
+        call = self._call_of(rank, work.key)
+        if call is None:
+            self._give_up(
+                f"rank {rank} died in the tail of update {self._commits - 1} before it sent what rank "
+                f"{self._peers.rank} receives at {work.where}: nobody knows what that would have been"
+            )
+        if call.inputs is None:
+            self._give_up(
+                f"a fault cut the tail in which rank {rank} sent more than RESILIENT_TAIL_LOG_BYTES takes to rank "
+                f"{self._peers.rank}, which receives it at {work.where}: it can't be had again"
+            )
+        fill_all(work.args[0], call.inputs)
 
 
-def _extreme(tensor: torch.Tensor, value: float) -> int:
-    limits = torch.iinfo(tensor.dtype)
-    return limits.max if value > 0 else limits.min
+class Message(dist.Work):
+    """One message of a tail."""
+
+    def __init__(
+        self, tail: Tail, group: ResilientGroup, verb: str, args: tuple[Any, ...], key: tuple[str, int]
+    ) -> None:
+        super().__init__()
+        self.group, self.verb, self.args, self.key = group, verb, args, key
+        self.where = line()
+        self._tail = tail
+        self._place = tail.place
+        self._inner: dist.Work | None = None
+        self._error: BaseException | None = None
+        self._done = False
+
+    def post(self) -> None:
+        """Gives it to the group. An error is kept for who waits."""
+        try:
+            self._inner = self.group.run_inner(self.verb, self.args)
+        except (RuntimeError, UsageError) as error:
+            self._error = error
+
+    def wait_inner(self) -> None:
+        """Waits for the group's work. Raises what that failed with, again and again."""
+        if self._inner is None:
+            raise self._error if self._error is not None else RuntimeError("a fault has cut the message")
+        self._inner.wait()
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 - the group's own time-out covers it
+        """Raises RuntimeError if a fault has cut a message that is waited for after its own tail."""
+        if self._done:
+            return True
+        if self._place == self._tail.place:
+            self._tail.end_message(self)
+        else:
+            self._wait_late()
+        self._done = True
+        return True
+
+    def _wait_late(self) -> None:
+        try:
+            self.wait_inner()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a fault has cut the message that was begun after an update, at {self.where}, and is waited for in a "
+                "later step: wait for it before the step ends"
+            ) from error
+
+    def is_completed(self) -> bool:
+        return self._done  # as gloo: not before it was waited for
+
+    def source_rank(self) -> int:
+        return int(self.args[1])
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+def _checked_header(verb: str, args: tuple[Any, ...]) -> bytes:
+    try:
+        return header_of(verb, args)
+    except UsageError as error:
+        raise UsageError(f"{line()}: {verb} after the update can't be finished after a fault: {error}") from None
+
+
+def _fill_neutral(tensor: torch.Tensor, args: Sequence[Any]) -> None:
+    """With the element that changes no result: 0 for a sum, 1 for a product, the ends of the range for extremes."""
+    kinds: Any = dist.ReduceOp.RedOpType  # torch's stub leaves its members out
+    operation = next((value.reduceOp.op for value in args if hasattr(value, "reduceOp")), kinds.SUM)
+    if operation == kinds.PRODUCT:
+        tensor.fill_(1)
+    elif operation == kinds.BAND:
+        tensor.zero_().bitwise_not_()
+    elif operation in (kinds.MIN, kinds.MAX):
+        tensor.fill_(_extreme(tensor.dtype, largest=operation == kinds.MIN))
+    else:
+        tensor.zero_()
+
+
+def _extreme(dtype: torch.dtype, *, largest: bool) -> float:
+    if dtype is torch.bool:
+        return largest
+    if dtype.is_floating_point:
+        return float("inf") if largest else float("-inf")
+    limits = torch.iinfo(dtype)
+    return limits.max if largest else limits.min

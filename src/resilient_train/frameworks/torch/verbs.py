@@ -17,11 +17,15 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 
 Args = Sequence[Any]
 Tensors = list[torch.Tensor]
-Of = Callable[[int], Args]
-"""The arguments of a member's call, by its rank in the group."""
+Of = Callable[[int], Args | None]
+"""The arguments of a member's call, by its rank in the group; None: it died before it made it."""
 
 POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 """gloo's works for these have no future, and may be waited for once only."""
+
+
+AS_IT_LIES = frozenset({"allreduce", "reduce", "broadcast", "scatter"})
+"""gloo takes the memory behind these verbs' tensors as it lies, transposed or not; for the others it makes copies."""
 
 
 class Verb(NamedTuple):
@@ -96,29 +100,36 @@ def _of_root(args: Args, me: int) -> Tensors:
 
 
 def _broadcast(me: int, _size: int, args: Args, of: Of) -> None:
-    root = root_of(args)
-    if me != root:
-        for place, value in zip(_list(args[0]), _list(of(root)[0]), strict=True):
+    theirs = of(root_of(args)) if me != root_of(args) else None
+    if theirs is not None:
+        for place, value in zip(_list(args[0]), _list(theirs[0]), strict=True):
             if place is not value:
-                place.copy_(value)
+                _copy_as_it_lies(place, value)
 
 
 def _allgather(_me: int, size: int, args: Args, of: Of) -> None:
     for member in range(size):
-        for places, value in zip(args[0], _list(of(member)[1]), strict=True):
-            places[member].copy_(value)
+        _put([places[member] for places in args[0]], of(member))
 
 
 def _allgather_lists(_me: int, size: int, args: Args, of: Of) -> None:
     for member in range(size):
-        for place, value in zip(args[0][member], _list(of(member)[1]), strict=True):
-            place.copy_(value)
+        _put(args[0][member], of(member))
+
+
+def _put(places: Tensors, theirs: Args | None) -> None:
+    """What a member gives; zeros if that is not known."""
+    if theirs is None:
+        for place in places:
+            place.zero_()
+        return
+    for place, value in zip(places, _list(theirs[1]), strict=True):
+        place.copy_(value.reshape(place.shape))
 
 
 def _allgather_into(_me: int, size: int, args: Args, of: Of) -> None:
     for member in range(size):
-        for output, value in zip(_list(args[0]), _list(of(member)[1]), strict=True):
-            output.view(-1).chunk(size)[member].copy_(value.reshape(-1))
+        _put([output.view(-1).tensor_split(size)[member] for output in _list(args[0])], of(member))
 
 
 def _gather(me: int, size: int, args: Args, of: Of) -> None:
@@ -127,8 +138,27 @@ def _gather(me: int, size: int, args: Args, of: Of) -> None:
 
 
 def _scatter(me: int, _size: int, args: Args, of: Of) -> None:
-    for output, parts in zip(args[0], of(root_of(args))[1], strict=False):
-        output.copy_(parts[me])
+    theirs = of(root_of(args))
+    for output, parts in zip(args[0], theirs[1] if theirs is not None else [], strict=False):
+        _copy_as_it_lies(output, parts[me])
+
+
+def _copy_as_it_lies(place: torch.Tensor, value: torch.Tensor) -> None:
+    if place.stride() == value.stride():
+        place.copy_(value)
+    else:
+        in_memory(place).copy_(in_memory(value))
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order in which they lie."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in one piece of memory, in whatever order, each once."""
+    dense: bool = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return dense
 
 
 def _given_to_scatter(args: Args, me: int) -> Tensors:
@@ -137,23 +167,26 @@ def _given_to_scatter(args: Args, me: int) -> Tensors:
 
 def _alltoall(me: int, size: int, args: Args, of: Of) -> None:
     for member in range(size):
-        _copy_alike(args[0][member], of(member)[1][me])
+        theirs = of(member)
+        _copy_alike(args[0][member], theirs[1][me] if theirs is not None else None)
 
 
 def _alltoall_into(me: int, size: int, args: Args, of: Of) -> None:
     outputs = _split(args[0], args[2], size)
     for member in range(size):
         theirs = of(member)
-        _copy_alike(outputs[member], _split(theirs[1], theirs[3], size)[me])
+        _copy_alike(outputs[member], _split(theirs[1], theirs[3], size)[me] if theirs is not None else None)
 
 
 def _split(tensor: torch.Tensor, sizes: Any, parts: int) -> Sequence[torch.Tensor]:
-    return torch.split(tensor, list(sizes)) if sizes else tensor.chunk(parts)
+    return torch.split(tensor, list(sizes)) if sizes else tensor.tensor_split(parts)
 
 
-def _copy_alike(place: torch.Tensor, value: torch.Tensor) -> None:
-    if place.shape == value.shape:  # on a rank that is alone they may differ
+def _copy_alike(place: torch.Tensor, value: torch.Tensor | None) -> None:
+    if value is not None and place.shape == value.shape:  # on a rank that is alone they may differ
         place.copy_(value)
+    else:
+        place.zero_()
 
 
 def _wait_for_all(_me: int, size: int, _args: Args, of: Of) -> None:
@@ -168,7 +201,7 @@ def _own_part(me: int, _size: int, args: Args) -> None:
 
 def _own_chunk(me: int, size: int, args: Args) -> None:
     for output, value in zip(_list(args[0]), _list(args[1]), strict=True):
-        output.view(-1).copy_(value.reshape(-1).chunk(size)[me])
+        output.view(-1).copy_(value.reshape(-1).tensor_split(size)[me])
 
 
 _REDUCE = Verb(_first, filled=_first)

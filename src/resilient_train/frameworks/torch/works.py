@@ -12,6 +12,7 @@ thread then completes that future once more, torch throws in it and the process 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -127,6 +128,64 @@ class KeptWork(GuardedWork):
             self._cut(error)
             return
         super()._inner_ended(future)
+
+
+class _InThread:
+    """Gives a future to a work that has none: another thread waits for it."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        threading.Thread(target=self._wait, args=(future,), name="rt-wait-message", daemon=True).start()
+        return future
+
+    def _wait(self, future: torch.futures.Future[Any]) -> None:
+        work, self._work = self._work, None  # type: ignore[assignment] # nobody else keeps what gloo may have forgotten
+        try:
+            work.wait()
+        except RuntimeError as error:
+            future.set_exception(error)
+        else:
+            future.set_result([])
+
+
+class GuardedMessage(dist.Work):
+    """One message from a rank to another. gloo's work for it has no future and may be waited for once only."""
+
+    def __init__(self, inner: dist.Work, live: dict[int, GuardedWork], source: int) -> None:
+        super().__init__()
+        self._inner: dist.Work | None = inner
+        self._live = live
+        self._source = source
+        self._error: RuntimeError | None = None
+        self._done = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - gloo's own time-out covers it
+        """Raises RuntimeError if it failed or was let go; again, if it is asked again."""
+        if self._inner is not None:
+            inner, self._inner = self._inner, None
+            try:
+                GuardedWork(_InThread(inner), self._live).wait()  # type: ignore[arg-type] # as far as a guard knows it
+            except RuntimeError as error:
+                self._error = RuntimeError(*error.args)
+                raise
+            if self._source < 0:
+                self._source = inner.source_rank()
+            self._done = True
+        elif self._error is not None:
+            raise RuntimeError(*self._error.args)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def source_rank(self) -> int:
+        return self._source
+
+    def synchronize(self) -> None:
+        self.wait()
 
 
 class Works:

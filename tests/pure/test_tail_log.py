@@ -1,0 +1,108 @@
+"""The log of a tail as other ranks read it, also where it is too small."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from resilient_train._native import Board
+from resilient_train.session.peers import Peers
+from resilient_train.state.arena import Arena
+
+LOG_BYTES = 400
+Pair = tuple[Peers, Peers]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """The log of rank 0, by itself and as rank 1 reads it."""
+    board = Board.create(2)
+    arenas = [Arena.create(64, LOG_BYTES) for _ in range(2)]
+
+    def borrow(rank: int) -> Arena:
+        return Arena(os.dup(arenas[rank].fd))
+
+    def reserve(_bytes: int) -> Arena:
+        raise AssertionError("nobody publishes here")
+
+    yield tuple(Peers(board, rank, arena, borrow, reserve) for rank, arena in enumerate(arenas))  # type: ignore[misc]
+    for arena in arenas:
+        arena.close()
+
+
+def test_calls_and_a_result(pair: Pair) -> None:
+    mine, theirs = pair
+    mine.reset_log(3)
+    assert mine.log(("world", 0), b"header", b"inputs")
+    assert mine.log(("pair", 0), b"other", b"")
+    mine.log_result(("pair", 0), b"result")
+    first, second = (theirs.call(0, (name, 0), 3) for name in ("world", "pair"))
+    assert first is not None
+    assert (first.header, first.inputs, first.place, first.result) == (b"header", b"inputs", 0, None)
+    assert second is not None
+    assert (second.place, second.result) == (1, b"result")
+    assert theirs.call(0, ("world", 1), 3) is None
+    assert theirs.call(0, ("world", 0), 4) is None
+
+
+def test_a_call_that_is_too_large_is_told_and_the_next_one_is_kept(pair: Pair) -> None:
+    mine, theirs = pair
+    mine.reset_log(1)
+    assert not mine.log(("world", 0), b"header", bytes(LOG_BYTES))
+    assert mine.log(("world", 1), b"header", b"small")
+    large, small = (theirs.call(0, ("world", sequence), 1) for sequence in range(2))
+    assert large is not None
+    assert large.inputs is None
+    assert small is not None
+    assert (small.inputs, small.place) == (b"small", 1)
+
+
+def test_results_take_no_room_from_calls(pair: Pair) -> None:
+    mine, theirs = pair
+    mine.reset_log(1)
+    assert mine.log(("world", 0), b"header", bytes(200))
+    mine.log_result(("world", 0), bytes(LOG_BYTES))
+    mine.log_result(("world", 0), bytes(200))
+    assert mine.log(("world", 1), b"header", bytes(100))
+    call = theirs.call(0, ("world", 0), 1)
+    assert call is not None
+    assert call.result == bytes(200)
+
+
+def test_many_calls_fill_the_log_and_all_others_are_known_to_be_missing(pair: Pair) -> None:
+    """Nobody may take a call that was made for one that its rank died before."""
+    mine, theirs = pair
+    mine.reset_log(1)
+    kept = [mine.log(("world", sequence), b"header", b"") for sequence in range(100)]
+    assert kept.count(True) == kept.index(False) > 5
+    calls = [theirs.call(0, ("world", sequence), 1) for sequence in range(101)]
+    assert all(call is not None for call in calls)
+    assert [call is not None and call.inputs is not None for call in calls[:100]] == kept
+
+
+def test_a_log_of_no_size_keeps_nothing_and_says_so(pair: Pair) -> None:
+    board, arena = Board.create(1), Arena.create(64, 0)
+
+    def nobody(_: int) -> Arena:
+        raise AssertionError
+
+    peers = Peers(board, 0, arena, nobody, nobody)
+    peers.reset_log(1)
+    assert not peers.log(("world", 0), b"header", b"")
+    call = peers.call(0, ("world", 0), 1)
+    assert call is not None
+    assert call.inputs is None
+
+
+def test_a_new_tail_begins_anew(pair: Pair) -> None:
+    mine, theirs = pair
+    mine.reset_log(1)
+    for sequence in range(100):
+        mine.log(("world", sequence), b"header", b"")
+    assert theirs.call(0, ("world", 99), 1) is not None
+    mine.reset_log(2)
+    assert theirs.call(0, ("world", 0), 2) is None
+    assert mine.log(("world", 0), b"header", b"new")
+    call = theirs.call(0, ("world", 0), 2)
+    assert call is not None
+    assert (call.inputs, call.place) == (b"new", 0)

@@ -324,6 +324,11 @@ def init_barrier_wanted() -> bool:
     return os.environ.get("TORCH_DIST_INIT_BARRIER", "0") not in ("", "0")
 
 
+def gloo_connects_late() -> bool:
+    """Whether gloo is told to connect two ranks when they first need it."""
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
+
+
 _THREADS = "OMP_NUM_THREADS"
 
 

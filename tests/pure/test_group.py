@@ -1,7 +1,9 @@
 """A process group whose peers went away between the building of its connections and their use."""
 
+import ipaddress
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from resilient_train.errors import ProtocolError, UsageError
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.group import Built, ResilientGroup
 from resilient_train.frameworks.torch.transports import gloo
@@ -79,3 +82,36 @@ def test_what_counts_as_a_connection_of_the_group() -> None:
         number = ours.fileno()
         ours.close()
         assert not gloo.is_connected(number, inode)
+
+
+def published(name: bytes, storage: bytes) -> bytes:
+    """As gloo writes it: the host's name, a ``sockaddr_storage`` and a number, the numbers of pairs."""
+    address = storage.ljust(128, b"\xbf") + b"\xff" * 8
+    return struct.pack("<Q", len(name)) + name + struct.pack("<Q", len(address)) + address + bytes(16)
+
+
+def listeners(*values: Any) -> frozenset[gloo.Address]:
+    book = gloo.AddressBook()
+    for value in values:
+        book.note(value)
+    return book.listeners()
+
+
+@pytest.mark.parametrize("name", [b"", b"vm", b"a-host-with-a-long-name"])
+def test_where_members_listen(name: bytes) -> None:
+    four = struct.pack("=H", socket.AF_INET) + struct.pack(">H", 4321) + bytes([192, 0, 2, 7])
+    six = struct.pack("=H", socket.AF_INET6) + struct.pack(">H", 7) + bytes(4) + ipaddress.ip_address("fd00::2").packed
+    found = listeners(published(name, four), published(name, six))
+    assert {(str(address), port) for address, port in found} == {("192.0.2.7", 4321), ("fd00::2", 7)}
+
+
+@pytest.mark.parametrize("value", [b"", b"short", "text", published(b"vm", b"\x01\x00" + bytes(20)), b"\xff" * 300])
+def test_an_address_of_another_gloo_is_refused(value: Any) -> None:
+    with pytest.raises(ProtocolError, match="in a form that is not known here"):
+        listeners(value)
+
+
+def test_a_gloo_that_connects_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    with pytest.raises(UsageError, match="TORCH_GLOO_LAZY_INIT"):
+        gloo.create(dist.HashStore(), gloo.AddressBook(), 0, 1, timedelta(seconds=1))

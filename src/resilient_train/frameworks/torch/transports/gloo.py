@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,6 +14,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
+from resilient_train.config import gloo_connects_late
+from resilient_train.errors import ProtocolError, UsageError
+
+Address = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
+"""With the port."""
+_STORAGE_BYTES = 128
 Socket = tuple[int, int]
 """(descriptor, inode): numbers alone are reused too soon to tell old from new."""
 
@@ -32,20 +40,26 @@ def create(
 ) -> tuple[dist.ProcessGroup, list[Socket]]:
     """A group, and its connections. Blocks until all members have come. ``book``: what went through ``store``.
 
-    Raises RuntimeError if a member dies meanwhile (gloo notices after about 5 s).
+    Raises RuntimeError if a member dies meanwhile (gloo notices after about 5 s), ProtocolError if it is not this gloo,
+    UsageError if it is told to connect late.
     """
+    if gloo_connects_late():
+        raise UsageError(
+            "TORCH_GLOO_LAZY_INIT lets gloo connect ranks when they first need it: such connections can't be known, "
+            "nor shut when a rank is lost; unset it"
+        )
     before = sockets()
     group = stock_group(store, rank, size, timeout)
     fresh = [pair for pair in sockets() if pair not in before and is_connected(*pair)]
     # Others may have opened connections meanwhile, on other threads: the user's are none of ours to shut.
-    ports = book.ports()
-    return group, [pair for pair in fresh if ports & ends(pair[0])] if ports else fresh
+    listeners = book.listeners()
+    return group, [pair for pair in fresh if listeners & ends(pair[0])]
 
 
 class AddressBook:
-    """The addresses that members publish in the store for each other: a ``sockaddr`` lies in each."""
-
-    _FAMILY, _PORT = slice(16, 18), slice(18, 20)
+    """What members publish in the store for each other: the host's name, a ``sockaddr_storage``, numbers of pairs. Each
+    part has its length before it, in 8 bytes.
+    """
 
     def __init__(self) -> None:
         self._values: list[bytes] = []
@@ -54,23 +68,37 @@ class AddressBook:
         """One value that was written or read."""
         self._values.append(value if isinstance(value, bytes) else str(value).encode())
 
-    def ports(self) -> frozenset[int]:
-        """Where members listen; empty if one of the values is not understood."""
-        found = set()
-        for value in self._values:
-            if int.from_bytes(value[self._FAMILY], "little") not in (socket.AF_INET, socket.AF_INET6):
-                return frozenset()
-            found.add(int.from_bytes(value[self._PORT], "big"))
-        return frozenset(found)
+    def listeners(self) -> frozenset[Address]:
+        """Where members listen. Raises ProtocolError for a value that is none of this gloo's."""
+        return frozenset(map(_listener, self._values))
 
 
-def ends(descriptor: int) -> set[int]:
-    """The ports of both ends of a connection."""
+def _listener(value: bytes) -> Address:
+    length = int.from_bytes(value[:8], "little")
+    name_end = 8 + length
+    storage = value[name_end + 8 :]
+    family = int.from_bytes(storage[:2], sys.byteorder)
+    places = {int(socket.AF_INET): slice(4, 8), int(socket.AF_INET6): slice(8, 24)}
+    if len(storage) < _STORAGE_BYTES or family not in places:
+        raise ProtocolError(
+            "gloo publishes its addresses in a form that is not known here, so that its connections can't be told from "
+            f"others: torch {torch.__version__} is not the one that this version was made for"
+        )
+    return ipaddress.ip_address(storage[places[family]]), int.from_bytes(storage[2:4], "big")
+
+
+def ends(descriptor: int) -> set[Address]:
+    """Both ends of a connection."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as probe:
-            return {probe.getsockname()[1], probe.getpeername()[1]}
+            return {(ipaddress.ip_address(name[0].partition("%")[0]), name[1]) for name in _names(probe)}
     except OSError:
         return set()
+
+
+def _names(connection: socket.socket) -> Iterator[tuple[str, int]]:
+    yield connection.getsockname()[:2]
+    yield connection.getpeername()[:2]
 
 
 def inode(descriptor: int) -> int:

@@ -103,7 +103,7 @@ def test_what_a_replacement_could_not_have_is_refused_at_once(
 ) -> None:
     run = launch(tmp_path / "run", SCRIPT, story, ranks=2)
     assert run.code == 2, run.explain()
-    told = next(each for each in run.err.splitlines() if each.startswith("resilient-run: the job ends"))
+    told = next(each for each in run.err.splitlines() if "resilient-run: the job ends" in each)
     text = (JOBS / SCRIPT).read_text().splitlines()
     start = next(number for number, each in enumerate(text) if each.startswith(f"def {story}("))
     number = next(number for number in range(start, len(text)) if line in text[number])
@@ -134,7 +134,7 @@ def test_a_replacement_that_does_something_else_is_refused(tmp_path: Path, how: 
     arguments = ("differing", "--how", how)
     run = run_of(tmp_path, *arguments, plan="kill rank=1 step=3 phase=COMPUTE")
     assert run.code == 2, run.explain()
-    told = [each for each in run.err.splitlines() if each.startswith("resilient-run: the job ends")]
+    told = [each for each in run.err.splitlines() if "resilient-run: the job ends" in each]
     assert len(told) == 1
     assert "rank 1 can't be replaced, since its script does not do again what it did at first" in told[0]
     assert DIFFERENCES[how] in told[0], told

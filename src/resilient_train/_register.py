@@ -1,7 +1,8 @@
 """Makes the backend ``resilient`` known to torch.distributed, now or when torch is imported, and never imports torch.
 
-Under our agent, ``init_process_group()`` without a backend, or with gloo, makes a resilient group as well: a script
-needs no other change than the import (``RESILIENT_WRAP_BACKEND=0`` switches that off).
+Under our agent, ``init_process_group()`` without a backend, or with gloo, makes a resilient group as well, and so do
+``new_group`` and what calls it (a DeviceMesh): a script needs no other change than the import. torch goes on telling
+the backend that was asked for. (``RESILIENT_WRAP_BACKEND=0`` switches that off.)
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -56,19 +58,53 @@ def wrap_for_forks() -> None:
 
 
 def _wrap(distributed: Any) -> None:
+    _wrap_init(distributed)
+    _wrap_helper(distributed.distributed_c10d)
+
+
+def _wrap_init(distributed: Any) -> None:
     original = distributed.init_process_group
 
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        chosen = _BACKEND if backend in (None, "gloo") and _is_ours() else backend
-        if standby.stage is not None and chosen == _BACKEND and not config.init_barrier_wanted():
+        ours = backend == _BACKEND or (_is_for_gloo(backend) and _is_ours())
+        if standby.stage is not None and ours and not config.init_barrier_wanted():
             given = len(args) >= _RANK_PLACE or kwargs.get("rank", -1) != -1
             if not given:
                 kwargs["rank"] = 0  # until it is known; a group of ours can learn it later
-        return original(chosen, *args, **kwargs)
+        return original(backend, *args, **kwargs)
 
     distributed.init_process_group = init_process_group
     distributed.distributed_c10d.init_process_group = init_process_group
+
+
+def _wrap_helper(c10d: Any) -> None:
+    """Every group is made by one function of torch's, whoever wants it."""
+    original = c10d._new_process_group_helper  # noqa: SLF001 - torch is pinned, see tests/pure/test_torch_private.py
+    names = tuple(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        asked = given["backend"]
+        if not (_is_for_gloo(asked) and _is_ours()):
+            return original(**given)
+        group, store = original(**{**given, "backend": c10d.Backend(_BACKEND)})
+        if store is not None:
+            group.show_as_gloo()
+            world = c10d._world  # noqa: SLF001 - likewise
+            world.pg_map[group] = asked, store
+            world.pg_backend_config[group] = "cpu:gloo"
+        return group, store
+
+    c10d._new_process_group_helper = new_process_group_helper  # noqa: SLF001 - likewise
+
+
+def _is_for_gloo(backend: str | None) -> bool:
+    """Whether a group that is asked for so uses gloo. "undefined" is torch's word for no word."""
+    if backend is None or backend in ("undefined", "gloo"):
+        return True
+    return ":" in backend and all(part.rpartition(":")[2] == "gloo" for part in backend.lower().split(","))
 
 
 def _is_ours() -> bool:

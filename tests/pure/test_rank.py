@@ -311,8 +311,14 @@ def test_the_last_snapshot_of_who_is_left() -> None:
     rank = rank_after(*recovering(SAVE, *IN_TAIL, on.TailCut(stopped=True)))
     assert rank.state == Tail(SAVE), "the tail runs to its end first"
     assert names(rank.on(on.Next(9))) == ["Record", "Publish", "Save"]
+    rank = rank_after(*recovering(SAVE, *IN_TAIL, on.TailCut(stopped=True)))
+    assert names(rank.on(on.Exit("error", "KeyError: 3"))) == ["TellTailFailed", "Record", "Publish", "Save"]
     (waits,) = rank_after(*IN_BODY, on.Exit("interrupted"), STOP, on.Quieted(1)).on(SaveLast(1, 1))
     assert waits == do.AwaitEnd()
+
+
+def test_an_error_in_a_tail_is_the_users() -> None:
+    assert names(rank_after(*IN_TAIL).on(on.Exit("error", "KeyError: 3"))) == ["Return"]
 
 
 def test_copies_are_independent() -> None:

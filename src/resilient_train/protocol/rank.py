@@ -408,8 +408,17 @@ def _applied(rank: Rank, plan: Plan | None) -> Effects:
 
 
 @_row(Tail, on.Exit)
-def _exit_in_tail(_: Rank, __: Tail, ___: on.Exit) -> Effects:
-    return _JUST_RETURN
+def _exit_in_tail(rank: Rank, state: Tail, event: on.Exit) -> Effects:
+    if event.how != "error" or not isinstance(state.duty, SaveLast):
+        return _JUST_RETURN
+    # The user's code was given this rank's own values for everybody's, and did not like them. The update is whole.
+    return (do.TellTailFailed(event.text), *_save_behind_tail(rank, state.duty))
+
+
+def _save_behind_tail(rank: Rank, order: SaveLast) -> Effects:
+    rank.standing = Standing(rank.standing.commits, Phase.COMPUTE)
+    rank.state = Save(At.HEAD)
+    return (_RECORD, _PUBLISH, do.Save(order))
 
 
 @_row(Tail, on.UpdateBegins)
@@ -424,13 +433,12 @@ def _hook_in_tail(_: Rank, __: Tail, ___: Any) -> Effects:
 
 @_row(Tail, on.Next, on.Over)
 def _tail_over(rank: Rank, state: Tail, event: on.Next | on.Over) -> Effects:
-    rank.standing = Standing(rank.standing.commits, Phase.COMPUTE)
     _asked(rank, event)
+    if isinstance(state.duty, SaveLast):
+        return _save_behind_tail(rank, state.duty)
+    rank.standing = Standing(rank.standing.commits, Phase.COMPUTE)
     if isinstance(state.duty, Plan):
         return (_RECORD, *_target(rank, state.duty, copied=False, redone=False))
-    if isinstance(state.duty, SaveLast):
-        rank.state = Save(At.HEAD)
-        return (_RECORD, _PUBLISH, do.Save(state.duty))
     if not event.stopped and not rank.over and rank.number < rank.total:
         rank.state, rank.drawn = _OPEN, 1
         return _HEAD_AFTER_TAIL

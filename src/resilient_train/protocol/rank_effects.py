@@ -71,6 +71,12 @@ class SendDamaged(Effect, frozen=True):
     text: str
 
 
+class TellTailFailed(Effect, frozen=True):
+    """Tells people: the rest of a tail, run for the last save without the others, has failed; it is saved as it is."""
+
+    text: str
+
+
 class SendJoined(Effect, frozen=True):
     """Tells the agent how far this rank has come."""
 

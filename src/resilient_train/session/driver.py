@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import textwrap
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -280,6 +281,7 @@ class Driver:
             do.SendStarted: self._send_started,
             do.SendTrouble: self._send_trouble,
             do.SendDamaged: self._send_damaged,
+            do.TellTailFailed: self._tell_tail_failed,
             do.SendJoined: self._send_joined,
             do.SendDone: self._send_done,
             do.SendFinish: self._send_finish,
@@ -344,6 +346,10 @@ class Driver:
 
     def _send_trouble(self, effect: do.SendTrouble) -> None:
         self._link.channel.send(m.Trouble(self._rank.generation, _short(effect.text)))
+
+    def _tell_tail_failed(self, effect: do.TellTailFailed) -> None:
+        traceback.print_exception(self._error)
+        self._event("tail_failed", {"error": effect.text})
 
     def _send_damaged(self, effect: do.SendDamaged) -> None:
         self._link.channel.send(m.Damaged(self._rank.generation, _short(effect.text)))

@@ -30,7 +30,7 @@ RANK, WORLD = dist.get_rank(), dist.get_world_size()
 assert WORLD == 4
 CHAIN = [dist.new_group([low, low + 1]) for low in range(3)]
 MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-THREE = dist.new_group([3, 1, 2])
+THREE = dist.new_group([3, 1, 2], backend="gloo")
 MINE = [CHAIN[low] for low in range(3) if RANK in (low, low + 1)]
 Results = list[torch.Tensor]
 
@@ -127,6 +127,7 @@ def gathers(step: int) -> Results:
     dist.all_gather_into_tensor(whole, given(step, 12, 1))
     dist.reduce_scatter_tensor(part, given(step, 24, 2))
     outputs = [torch.zeros(6), torch.zeros(3)]
+    dist.monitored_barrier()
     with dist._coalescing_manager():
         dist.all_reduce(outputs[0].copy_(given(step, 6, 3)))
         dist.all_reduce(outputs[1].copy_(given(step, 3, 4)))
@@ -245,6 +246,7 @@ def main() -> None:
                 share = loss.detach().clone()
                 for group in MINE:
                     dist.all_reduce(share, group=group)
+                dist.monitored_barrier()
                 dist.all_reduce(share, group=MESH["outer"].get_group())
                 (loss / share).backward()
                 optimizer.step()

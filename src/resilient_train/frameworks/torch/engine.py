@@ -102,6 +102,12 @@ class TorchEngine:
             return problem
         if not dist.is_initialized():
             return "this process has no process group: call torch.distributed.init_process_group first"
+        strange = group_module.strange_backend()
+        if strange:
+            return (
+                f"a process group of this process has the backend {strange!r}, which can't be rebuilt after a fault: "
+                "make it with gloo, after resilient_train is imported"
+            )
         if not isinstance(dist.group.WORLD, ResilientGroup):
             refused = f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in"
             if where := taken_by_name():
@@ -237,6 +243,8 @@ class TorchEngine:
             if isinstance(work, GuardedWork):
                 self._works.append(work)
             return work
+        if mode is not Mode.UPDATE and verb == "monitored_barrier":
+            return self._tail.call(group, "barrier", ())
         if mode is not Mode.UPDATE:
             return self._tail.call(group, verb, args)
         raise UsageError(

@@ -12,8 +12,9 @@ import select
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import GroupName
@@ -25,7 +26,7 @@ from resilient_train.frameworks.torch.set_up import SetUp
 from resilient_train.frameworks.torch.store import CancellableStore
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, run_alone
-from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, Works
+from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, MonitoredBarrier, Works
 
 BACKEND = "resilient"
 _NO_RANK = -1
@@ -39,6 +40,7 @@ class Watcher(Protocol):
         ...
 
 
+_CPU = torch.device("cpu")
 groups: dict[str, ResilientGroup] = {}
 """All groups of this process by name, in the order of their creation."""
 works = Works()
@@ -87,6 +89,7 @@ class ResilientGroup(dist.ProcessGroup):
         self._rank, self._size, self._name, self._desc = rank, size, name, "resilient"
         self.global_ranks = tuple(global_ranks) or tuple(range(size))
         self._store, self._timeout = store, timeout
+        self._backend_name = BACKEND
         self.spans_job = not groups or len(self.global_ranks) == next(iter(groups.values())).size()
         """The first group of a process is that of all ranks."""
         self.inner: dist.ProcessGroup | None = None
@@ -131,6 +134,8 @@ class ResilientGroup(dist.ProcessGroup):
 
     def close_inner(self, why: str) -> None:
         """Drops the inner group. Another thread frees it: that joins gloo's threads, in milliseconds or never."""
+        if self.inner is not None:
+            self._timeout = self._get_backend(_CPU).options._timeout  # the user may have set another one
         held = [self.inner] if self.inner is not None else []
         self.inner, self.sockets, self._closed_why = None, [], why
         drop(held)
@@ -150,8 +155,18 @@ class ResilientGroup(dist.ProcessGroup):
 
     # -- what torch asks of a group; the C++ base has its size, but keeps names only inside backends of its own
 
+    def show_as_gloo(self) -> None:
+        """The user asked for gloo, by name or by saying nothing: so the group answers as one of gloo's."""
+        self._backend_name = "gloo"
+
+    def name(self) -> str:
+        return self._backend_name
+
+    def _get_backend_name(self) -> str:
+        return self._backend_name
+
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return BACKEND
+        return BACKEND  # in C++: where DDP hears "gloo", it looks for a backend in the base class
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
         if self._nobody and standby.stage is not None:
@@ -178,6 +193,66 @@ class ResilientGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._desc
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """That of gloo, of the present generation."""
+        return self._running("_get_backend")._get_backend(device)
+
+    def _running(self, asked: str) -> Any:
+        if self.inner is None:
+            why = "it has not joined the others yet" if self.solo else self._closed_why
+            raise UsageError(f"process group {self._name!r} can't answer {asked}: {why}")
+        return self.inner
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        if self.inner is not None:
+            self.inner.set_timeout(timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return cast("int", self._running("_get_sequence_number_for_group")._get_sequence_number_for_group())
+
+    def _set_sequence_number_for_group(self) -> None:
+        """A group of gloo's has one from the start."""
+
+    def _backend_id(self, kind: Any) -> int:
+        return cast("int", self._running("_backend_id")._backend_id(kind))
+
+    use_pg_for_symm_mem_rendezvous = False
+
+    def _enable_collectives_timing(self) -> None:
+        """As gloo, which has none."""
+
+    def _register_on_completion_hook(self, hook: Any) -> None:
+        self._running("_register_on_completion_hook")._register_on_completion_hook(hook)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._running("_start_coalescing")._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return cast("dist.Work", self._running("_end_coalescing")._end_coalescing(device))
+
+    def split_group(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError("a part that is split from a group can't be rebuilt after a fault: use dist.new_group(ranks)")
+
+    def merge_remote_group(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError("a group that is merged from two can't be rebuilt after a fault: use dist.new_group(ranks)")
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """After an update it is a plain barrier, which is finished from the logs."""
+        if self.solo:
+            return
+        if _watcher is not None:
+            _watcher.issue(self, "monitored_barrier", (timeout, wait_all_ranks)).wait()
+        else:
+            self._running("monitored_barrier").monitored_barrier(timeout, wait_all_ranks)
+
     def abort(self) -> None:
         self.close_inner("it was aborted")
 
@@ -201,6 +276,8 @@ class ResilientGroup(dist.ProcessGroup):
             raise UsageError(f"process group {self._name!r} can't be used: {self._closed_why or 'it is not built'}")
         if _watcher is None:
             return cast("dist.Work", getattr(self.inner, verb)(*args))
+        if verb == "monitored_barrier":
+            return GuardedMessage(MonitoredBarrier(self.inner, *args), works.live, 0)
         if verb in POINT_TO_POINT:
             source = -1 if verb == "recv_anysource" else args[1]
             return GuardedMessage(getattr(self.inner, verb)(*args), works.live, source)
@@ -253,9 +330,14 @@ for _verb in (*VERBS, *POINT_TO_POINT):
     setattr(ResilientGroup, _verb, _make_verb(_verb))
 
 
-def create(options: Any, _backend_options: Any) -> ResilientGroup:
-    """Torch calls this for ``init_process_group("resilient")`` and ``new_group``."""
+def create(options: Any, backend_options: Any) -> ResilientGroup:
+    """Torch calls this for ``init_process_group`` and ``new_group``. Raises UsageError."""
     global _set_up
+    if backend_options is not None:
+        raise UsageError(
+            f"pg_options ({type(backend_options).__name__}) can't be kept for a group that is rebuilt after a fault: "
+            "leave them out"
+        )
     link = config.read_link() if standby.stage is None else None
     if _set_up is None and not _loop_has_begun and _is_replaceable(link):
         _set_up = SetUp()
@@ -286,6 +368,13 @@ def hccl_groups() -> list[dist.ProcessGroup]:
     """The groups of this process, but for the default one, that torch_npu's HCCL serves."""
     backends = dist.distributed_c10d._world.pg_map
     return [each for each, (backend, _) in backends.items() if "hccl" in backend and each is not dist.group.WORLD]
+
+
+def strange_backend() -> str:
+    """That of a group beside the default one which nobody could rebuild; empty if there is none."""
+    backends = dist.distributed_c10d._world.pg_map
+    others = (each for each in backends if each is not dist.group.WORLD and not isinstance(each, ResilientGroup))
+    return next((backends[each][0] for each in others if "hccl" not in backends[each][0]), "")
 
 
 def drop(held: list[dist.ProcessGroup], then: Callable[[], None] = lambda: None) -> None:

@@ -133,7 +133,7 @@ class KeptWork(GuardedWork):
 class _InThread:
     """Gives a future to a work that has none: another thread waits for it."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: Any) -> None:
         self._work = work
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -142,7 +142,7 @@ class _InThread:
         return future
 
     def _wait(self, future: torch.futures.Future[Any]) -> None:
-        work, self._work = self._work, None  # type: ignore[assignment] # nobody else keeps what gloo may have forgotten
+        work, self._work = self._work, None  # nobody else keeps what gloo may have forgotten
         try:
             work.wait()
         except RuntimeError as error:
@@ -151,12 +151,22 @@ class _InThread:
             future.set_result([])
 
 
+class MonitoredBarrier:
+    """gloo's monitored barrier, which runs while it is waited for, as a work."""
+
+    def __init__(self, group: Any, timeout: timedelta | None, wait_all_ranks: bool) -> None:
+        self._group, self._timeout, self._wait_all_ranks = group, timeout, wait_all_ranks
+
+    def wait(self) -> None:
+        self._group.monitored_barrier(self._timeout, self._wait_all_ranks)
+
+
 class GuardedMessage(dist.Work):
     """One message from a rank to another. gloo's work for it has no future and may be waited for once only."""
 
-    def __init__(self, inner: dist.Work, live: dict[int, GuardedWork], source: int) -> None:
+    def __init__(self, inner: Any, live: dict[int, GuardedWork], source: int) -> None:
         super().__init__()
-        self._inner: dist.Work | None = inner
+        self._inner: Any = inner
         self._live = live
         self._source = source
         self._error: RuntimeError | None = None

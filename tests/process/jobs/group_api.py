@@ -3,7 +3,7 @@
 ``group_api.py FILE BACKEND``; rank 0 of two writes FILE.
 """
 
-import datetime
+import datetime as dt
 import json
 import os
 import sys
@@ -24,7 +24,7 @@ import resilient_train  # noqa: F401 - in both runs; it does nothing without an 
 
 warnings.simplefilter("ignore")
 asked = None if sys.argv[2] == "none" else sys.argv[2]
-dist.init_process_group(asked, timeout=datetime.timedelta(seconds=40))
+dist.init_process_group(asked, timeout=dt.timedelta(seconds=40))
 RANK = dist.get_rank()
 OTHER = 1 - RANK
 WORLD: Any = dist.group.WORLD
@@ -33,7 +33,7 @@ backend = WORLD._get_backend(CPU)
 made = {
     "none": dist.new_group([0, 1]),
     "gloo": dist.new_group([0, 1], backend="gloo", group_desc="dp"),
-    "map": dist.new_group([0, 1], backend="cpu:gloo", timeout=datetime.timedelta(seconds=30)),
+    "map": dist.new_group([0, 1], backend="cpu:gloo", timeout=dt.timedelta(seconds=30)),
     "local": dist.new_group([0, 1], use_local_synchronization=True),
     "alone": dist.new_group([RANK], use_local_synchronization=True),
 }
@@ -90,7 +90,7 @@ def objects() -> list[Any]:
 def work_api() -> list[Any]:
     tensor = given(2)
     work = dist.all_reduce(tensor, async_op=True)
-    return [work.wait(datetime.timedelta(seconds=20)), work.is_completed(), work.get_future().wait(), work.result()]
+    return [work.wait(dt.timedelta(seconds=20)), work.is_completed(), work.get_future().wait(), work.result()]
 
 
 def message_api() -> list[Any]:
@@ -99,8 +99,8 @@ def message_api() -> list[Any]:
 
 
 def new_timeout() -> list[Any]:
-    c10d._set_pg_timeout(datetime.timedelta(seconds=33), made["none"])
-    made["map"].set_timeout(datetime.timedelta(seconds=34))
+    c10d._set_pg_timeout(dt.timedelta(seconds=33), made["none"])
+    made["map"].set_timeout(dt.timedelta(seconds=34))
     return [str(made[name]._get_backend(CPU).options._timeout) for name in ("none", "map")]
 
 
@@ -138,7 +138,7 @@ QUESTIONS: dict[str, Callable[[], Any]] = {
     "supports": lambda: [backend.supports_splitting, backend.supports_coalescing, backend.supports_time_estimate],
     "hooks": lambda: [WORLD._has_hooks(), WORLD.use_pg_for_symm_mem_rendezvous],
     "hook": lambda: WORLD._register_on_completion_hook(print),
-    "timing": lambda: WORLD._enable_collectives_timing(),
+    "timing": WORLD._enable_collectives_timing,
     "store": lambda: type(WORLD.get_group_store()).__name__,
     "sequence": lambda: type(WORLD._get_sequence_number_for_group()).__name__,
     "resolved": lambda: c10d._resolve_process_group(WORLD.group_name) is WORLD,
@@ -149,9 +149,9 @@ QUESTIONS: dict[str, Callable[[], Any]] = {
     ],
     "timeouts": new_timeout,
     "barrier": lambda: [dist.barrier(), dist.barrier(device_ids=[0]), dist.barrier(async_op=True).wait()],
-    "monitored": lambda: dist.monitored_barrier(made["gloo"], datetime.timedelta(seconds=20), wait_all_ranks=True),
-    "monitored by itself": lambda: WORLD.monitored_barrier(),
-    "monitored without a word": lambda: dist.monitored_barrier(),
+    "monitored": lambda: dist.monitored_barrier(made["gloo"], dt.timedelta(seconds=20), wait_all_ranks=True),
+    "monitored by itself": WORLD.monitored_barrier,
+    "monitored without a word": dist.monitored_barrier,
     "subgroups": lambda: [dist.new_subgroups(1)[0].size(), dist.new_subgroups_by_enumeration([[0, 1]])[0].size()],
     "not a member": lambda: dist.get_rank(dist.new_group([1])) if RANK == 0 else dist.new_group([1]).rank(),
     "mesh": lambda: [mesh["outer"].get_group().size(), mesh["inner"].get_group().size(), overridden.get_group().name()],

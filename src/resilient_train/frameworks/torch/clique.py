@@ -16,16 +16,24 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch.group import drop
-from resilient_train.frameworks.torch.transports.gloo import stock_group
+from resilient_train.frameworks.torch.transports.gloo import sockets, stock_group
 
 _TIMEOUT = timedelta(seconds=60)
+_FILES_EACH = 8
+"""Of a member beside its connections, amply."""
+_USERS_FILES = 300
+"""That may be open beside sockets, or be opened meanwhile."""
 
 
 class Clique:
     """``size`` members. Made for one tail; ``close`` frees the threads and sockets."""
 
     def __init__(self, size: int) -> None:
+        """Raises UsageError if the process may not open as many files."""
+        self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        _allow_files(len(sockets()) + size * (size + _FILES_EACH))
         store = HashStore()
         groups: list[Any] = [None] * size
 
@@ -51,6 +59,7 @@ class Clique:
 
     def close(self) -> None:
         """Lets the groups go; another thread waits for theirs."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._limit)
         groups, self._groups = self._groups, []
         drop(groups, _descriptors.give_back)
 
@@ -83,6 +92,16 @@ class _Descriptors:
 
 
 _descriptors = _Descriptors()
+
+
+def _allow_files(count: int) -> None:
+    """Too many would end the process, in a thread of gloo's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count + _USERS_FILES:
+        wanted = count + _USERS_FILES
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            raise UsageError(f"this process may not open {wanted} files (ulimit -Hn is {hard})")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _on_threads(work: Callable[[int], None], count: int) -> None:

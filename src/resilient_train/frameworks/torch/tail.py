@@ -240,7 +240,12 @@ class Tail:
 
     def _clique_of(self, size: int) -> Clique:
         if size not in self._clique:
-            self._clique[size] = Clique(size)
+            try:
+                self._clique[size] = Clique(size)
+            except UsageError as error:
+                self._give_up(
+                    f"a fault cut the tail of update {self._commits - 1}, and it can't be worked out: {error}"
+                )
         return self._clique[size]
 
     # -- messages from one rank to another

@@ -48,6 +48,16 @@ def test_in_other_loops(tmp_path: Path, undisturbed: Reference, variant: str) ->
     assert_identical(run, reference, ranks=3, recoveries=4, once=variant != "undo")
 
 
+def test_the_next_fault_comes_when_the_state_is_copied(tmp_path: Path, undisturbed: Reference) -> None:
+    """Rank 1 copies what an update was cut in, and waits for all; what it had remembered of that step is gone."""
+    plan = (
+        "uce rank=1 step=3 phase=UPDATING at=start target=optimizer; kill rank=2 phase=RESTORE at=end generation=1; "
+        "uce rank=1 step=6 phase=COMPUTE at=backward target=param; kill rank=0 phase=RESTORE at=end generation=3"
+    )
+    run = launch(tmp_path / "run", "train.py", "--steps", "9", ranks=3, flags=("--faults", plan))
+    assert_identical(run, undisturbed(ranks=3, steps=9), ranks=3, recoveries=4)
+
+
 def test_again_and_again_costs_the_process(tmp_path: Path, undisturbed: Reference) -> None:
     """The same step fails each time: bad memory that stays bad. Then the process is replaced (ARF)."""
     plan = "; ".join(["uce rank=1 step=4 phase=COMPUTE at=forward"] * 5)

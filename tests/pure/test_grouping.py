@@ -166,3 +166,26 @@ def test_a_buffer_of_another_shape_does_not_fit() -> None:
         rank.model[0].register_buffer("table", torch.ones(size))
     with pytest.raises(LayoutError, match=r"buffer '0.table' is \(1,\) of torch.float32 there, and \(4,\)"):
         source.give(target)
+
+
+def test_nothing_is_rolled_back_to_what_was_before_a_copy() -> None:
+    """A rank that lost memory copies a later update; then the next recovery begins, and has it roll back."""
+    source, target = Rank(), Rank()
+    engine, other = TorchEngine(target.objects), TorchEngine(source.objects)
+    engine.begin()
+    engine.save_undo()
+    source.train(0, 3)
+    source.unfreeze()
+    offer = other.sources()
+
+    def fetch(local: list[Span]) -> None:
+        for there, here in zip(offer.spans, local, strict=True):
+            if here.size:
+                view(here)[:] = view(there)
+
+    engine.receive(offer.manifest, fetch, offer.digest)
+    torch.rand(3)
+    random = torch.get_rng_state()
+    engine.rollback()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert target.state.core_digest() == source.state.core_digest()

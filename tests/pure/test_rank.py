@@ -184,6 +184,15 @@ def test_damage_of_what_is_not_replicated_is_redone() -> None:
     assert not rank_after(*IN_BODY, on.Exit("interrupted"), STOP, on.Quieted(1, damaged=True)).intact
 
 
+def test_memory_that_is_lost_behind_a_cut_body() -> None:
+    """What the rank was to do under the plan counts on its state: a newer recovery must come first."""
+    rank = rank_after(*recovering(Plan(1, 0, {}), *READY, on.Stopped()), on.Ok())
+    assert isinstance(rank.state, Drain)
+    assert names(rank.on(on.Exit("fault", "UCE", damaged=True, lost=True))) == ["SendDamaged", "Return"]
+    assert not rank.intact
+    assert names(rank.on(on.Next(9))) == ["SendTrouble", "AwaitStop"]
+
+
 @pytest.mark.parametrize(("before", "commits"), [(IN_BODY, 1), (READY, 2)])
 def test_a_plan_for_somebody_else(before: tuple[Any, ...], commits: int) -> None:
     rank = rank_after(*before)

@@ -517,8 +517,12 @@ def _hook_in_drain(_: Rank, __: Drain, ___: Any) -> Effects:
 
 
 @_row(Drain, on.Exit)
-def _exit_in_drain(_: Rank, __: Drain, event: on.Exit) -> Effects:
-    return _JUST_RETURN if event.how == "leaves" else (_AGAIN,)
+def _exit_in_drain(rank: Rank, _: Drain, event: on.Exit) -> Effects:
+    if event.how == "leaves":
+        return _JUST_RETURN
+    if event.lost:
+        rank.state = Drain(text=event.text)  # no part in a plan that counts on this rank's state
+    return (*_told_damage(rank, event), _AGAIN)
 
 
 @_row((Body, Tail, Update, Drain), on.Enter)

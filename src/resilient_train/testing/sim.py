@@ -19,7 +19,7 @@ from resilient_train.testing.checks import ViolationError
 from resilient_train.testing.cluster import Driver, Faults, Layout, Move, World
 from resilient_train.testing.rank import Program
 
-MAX_TRANSITIONS = 50_000
+MAX_TRANSITIONS = 20_000
 """More than any job of ``draw_layout`` needs; a job that is still running then is not coming to its end."""
 
 LAYOUTS: tuple[tuple[tuple[int, ...], ...], ...] = (

@@ -369,16 +369,17 @@ class TorchEngine:
 
     def mend(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str, damage: Damage) -> int:
         # The source's own buffers come along for the digest's sake; this rank's are taken from its publication next.
-        self._mark_safe()
+        self._begin_anew()
         mine = {id(buffer) for buffer in self._ranks_own.buffers.changed().values()}
         own = {path for path, tensor in self._replicated.tensors().items() if id(tensor) in mine}
         return self._replicated.mend(read_offer(manifest).tree, fetch, digest, damage.replicated | own)
 
     def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
-        self._mark_safe()
+        self._begin_anew()
         return self._replicated.receive(read_offer(manifest).tree, fetch, digest)
 
-    def _mark_safe(self) -> None:
+    def _begin_anew(self) -> None:
+        self._start = self._undo = None  # a rollback would mix what was remembered with the state that comes
         if not self._device.repairs_memory:
             return
         # Before the content comes, because reading a marked tensor fails; the digest says whether the content is right.

@@ -322,6 +322,8 @@ def test_the_last_snapshot_of_who_is_left() -> None:
     assert names(rank.on(on.Next(9))) == ["Record", "Publish", "Save"]
     rank = rank_after(*recovering(SAVE, *IN_TAIL, on.TailCut(stopped=True)))
     assert names(rank.on(on.Exit("error", "KeyError: 3"))) == ["TellTailFailed", "Record", "Publish", "Save"]
+    rank = rank_after(*IN_TAIL, on.Exit(), STOP, on.Quieted(1))
+    assert names(rank.on(SAVE)) == ["Rollback", "Publish", "Save"], "what its tail drew is published nowhere yet"
     (waits,) = rank_after(*IN_BODY, on.Exit("interrupted"), STOP, on.Quieted(1)).on(SaveLast(1, 1))
     assert waits == do.AwaitEnd()
 

@@ -606,7 +606,9 @@ def _save_last(rank: Rank, state: Agree, order: SaveLast) -> Effects:
         rank.state = Tail(order)
         return (_MODE[do.Mode.LOOPBACK], _AGAIN)
     rank.state = Save(state.at)
-    return (_ROLLBACK, do.Save(order))
+    # Between the end of its tail and the next head: what the tail has changed of its own is not published yet.
+    publish = () if rank.drawn else (_PUBLISH,)
+    return (_ROLLBACK, *publish, do.Save(order))
 
 
 @_row(Build, on.Ok)

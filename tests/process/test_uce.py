@@ -52,10 +52,11 @@ def test_the_next_fault_comes_when_the_state_is_copied(tmp_path: Path, undisturb
     """Rank 1 copies what an update was cut in, and waits for all; what it had remembered of that step is gone."""
     plan = (
         "uce rank=1 step=3 phase=UPDATING at=start target=optimizer; kill rank=2 phase=RESTORE at=end generation=1; "
-        "uce rank=1 step=6 phase=COMPUTE at=backward target=param; kill rank=0 phase=RESTORE at=end generation=3"
+        "uce rank=1 step=6 phase=COMPUTE at=backward target=param; "
+        "kill rank=2 phase=RESTORE at=end generation=3 incarnation=1"
     )
     run = launch(tmp_path / "run", "train.py", "--steps", "9", ranks=3, flags=("--faults", plan))
-    assert_identical(run, undisturbed(ranks=3, steps=9), ranks=3, recoveries=4)
+    assert_identical(run, undisturbed(ranks=3, steps=9), ranks=3, recoveries=2)
 
 
 def test_again_and_again_costs_the_process(tmp_path: Path, undisturbed: Reference) -> None:

@@ -19,6 +19,12 @@ from resilient_train.protocol.progress import Activity
 SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 
 
+class Ranked(SimpleNamespace):
+    """A process: hashable."""
+
+    __hash__ = object.__hash__
+
+
 class Rig:
     """As much of an agent as is asked. Time passes only when it is told to."""
 
@@ -29,9 +35,10 @@ class Rig:
         self.faults: list[str] = []
         self.later: list[Any] = []
         agent: Any = object.__new__(Agent)
-        ranks = {rank: SimpleNamespace(rank=rank, ends=lambda rank=rank: self.ended[rank]) for rank in (0, 1)}
+        ranks = {rank: Ranked(rank=rank, ends=lambda rank=rank: self.ended[rank]) for rank in (0, 1)}
         agent._processes = SimpleNamespace(current=ranks)
         agent._board = self.board
+        agent._fenced = {}
         agent._controller = SimpleNamespace(generation=3)
         agent._loop = SimpleNamespace(call_later=lambda _, what, *told: self.later.append((what, told)))
         agent._on_unexplained = lambda generation, detail: self.faults.append(detail)
@@ -62,6 +69,15 @@ def test_a_death_is_on_its_way() -> None:
     rig.look_again()
     assert rig.faults == []
     assert rig.later == []
+
+
+def test_a_rank_was_just_killed() -> None:
+    """By the agent: the kernel may not have said so yet."""
+    rig = Rig()
+    rig.agent._fenced[rig.agent._processes.current[1]] = "its memory keeps failing"
+    rig.trouble()
+    rig.look_again()
+    assert rig.faults == []
 
 
 def test_a_rank_leaves_and_comes_back() -> None:

@@ -378,7 +378,7 @@ class Agent:
 
     def _goes(self, process: RankProcess) -> bool:
         activity = progress_of(self._board.progress(process.rank)).activity
-        return process.ends() or activity is Activity.LEAVING
+        return process in self._fenced or process.ends() or activity is Activity.LEAVING
 
     def _on_unexplained(self, generation: int, detail: str, culprit: int = -1) -> None:
         standings = self._standings()

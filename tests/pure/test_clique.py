@@ -25,14 +25,14 @@ except UsageError as error:
 tensors = [torch.full((3,), float(member)) for member in range(20)]
 clique.run("allreduce", [([tensor], c10d.AllreduceOptions()) for tensor in tensors])
 clique.close()
-print({tensor.tolist()[0] for tensor in tensors}, resource.getrlimit(resource.RLIMIT_NOFILE) == (256, hard))
+print({tensor.tolist()[0] for tensor in tensors})
 sys.stdout.flush()
 os._exit(0)
 """
 
 
 @pytest.mark.parametrize(
-    ("hard", "told"), [(5000, r"\{190.0\} True"), (400, r"this process may not open \d+ files \(ulimit -Hn is 400\)")]
+    ("hard", "told"), [(5000, r"\{190.0\}"), (400, r"this process may not open \d+ files \(ulimit -Hn is 400\)")]
 )
 def test_more_members_than_files(hard: int, told: str) -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:

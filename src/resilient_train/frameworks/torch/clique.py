@@ -32,7 +32,6 @@ class Clique:
 
     def __init__(self, size: int) -> None:
         """Raises UsageError if the process may not open as many files."""
-        self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         _allow_files(len(sockets()) + size * (size + _FILES_EACH))
         store = HashStore()
         groups: list[Any] = [None] * size
@@ -59,7 +58,6 @@ class Clique:
 
     def close(self) -> None:
         """Lets the groups go; another thread waits for theirs."""
-        resource.setrlimit(resource.RLIMIT_NOFILE, self._limit)
         groups, self._groups = self._groups, []
         drop(groups, _descriptors.give_back)
 
@@ -95,7 +93,7 @@ _descriptors = _Descriptors()
 
 
 def _allow_files(count: int) -> None:
-    """Too many would end the process, in a thread of gloo's."""
+    """Too many would end the process, in a thread of gloo's. The limit stays: nobody knows when the last is closed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count + _USERS_FILES:
         wanted = count + _USERS_FILES

@@ -39,13 +39,8 @@ class Clique:
         def build(member: int) -> None:
             groups[member] = stock_group(store, member, size, _TIMEOUT)
 
-        _descriptors.take()
+        _on_threads(build, size)
         self._groups: list[dist.ProcessGroup] = groups
-        try:
-            _on_threads(build, size)
-        except BaseException:
-            self.close()
-            raise
 
     def run(self, verb: str, calls: Sequence[Sequence[Any]]) -> None:
         """Runs ``verb`` with each member's arguments, which are filled as the members' own would be."""
@@ -59,37 +54,7 @@ class Clique:
     def close(self) -> None:
         """Lets the groups go; another thread waits for theirs."""
         groups, self._groups = self._groups, []
-        drop(groups, _descriptors.give_back)
-
-
-class _Descriptors:
-    """As many as the process may ask for, while there are cliques: one of n takes about n * (n + 4), for a short time.
-
-    ``select`` in another thread can't watch those above 1,024: one that is opened meanwhile may be one of them.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._cliques = 0
-        self._soft = 0
-
-    def take(self) -> None:
-        with self._lock:
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            if not self._cliques:
-                self._soft = soft
-            self._cliques += 1
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-    def give_back(self) -> None:
-        with self._lock:
-            self._cliques -= 1
-            if not self._cliques:
-                _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-                resource.setrlimit(resource.RLIMIT_NOFILE, (self._soft, hard))
-
-
-_descriptors = _Descriptors()
+        drop(groups)
 
 
 def _allow_files(count: int) -> None:

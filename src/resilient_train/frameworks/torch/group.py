@@ -377,15 +377,10 @@ def strange_backend() -> str:
     return next((backends[each][0] for each in others if "hccl" not in backends[each][0]), "")
 
 
-def drop(held: list[dist.ProcessGroup], then: Callable[[], None] = lambda: None) -> None:
-    """Frees groups, of which the caller keeps no other reference, on another thread; calls ``then`` from there."""
-
-    def free() -> None:
-        held.clear()
-        then()
-
+def drop(held: list[dist.ProcessGroup]) -> None:
+    """Frees groups, of which the caller keeps no other reference, on another thread."""
     if held:
-        dropper = threading.Thread(target=free, name="rt-drop-group", daemon=True)
+        dropper = threading.Thread(target=held.clear, name="rt-drop-group", daemon=True)
         _droppers.append(dropper)
         dropper.start()
     _droppers[:] = [thread for thread in _droppers if thread.is_alive()]

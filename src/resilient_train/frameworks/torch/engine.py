@@ -95,16 +95,16 @@ class TorchEngine:
     def group_problem(self) -> str:
         if not dist.is_initialized():
             return "this process has no process group: call torch.distributed.init_process_group first"
+        if not isinstance(dist.group.WORLD, ResilientGroup):
+            return (
+                f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in: "
+                'import resilient_train before init_process_group, or pass it backend="resilient"'
+            )
         strange = group_module.strange_backend()
         if strange:
             return (
                 f"a process group of this process has the backend {strange!r}, which can't be rebuilt after a fault: "
                 "make it with gloo, after resilient_train is imported"
-            )
-        if not isinstance(dist.group.WORLD, ResilientGroup):
-            return (
-                f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in: "
-                'import resilient_train before init_process_group, or pass it backend="resilient"'
             )
         return ""
 

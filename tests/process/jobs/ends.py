@@ -13,7 +13,10 @@ import resilient_train as rt
 
 mode = sys.argv[1]
 if mode == "gloo-kept":
-    dist.distributed_c10d.init_process_group.__wrapped__("gloo")
+    # As if the group had been made before resilient_train was imported.
+    c10d = dist.distributed_c10d
+    c10d._new_process_group_helper = c10d._new_process_group_helper.__wrapped__
+    dist.init_process_group("gloo")
 elif mode != "no-group":
     dist.init_process_group("resilient")
 rank = dist.get_rank() if dist.is_initialized() else 0

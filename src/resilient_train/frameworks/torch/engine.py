@@ -102,12 +102,6 @@ class TorchEngine:
             return problem
         if not dist.is_initialized():
             return "this process has no process group: call torch.distributed.init_process_group first"
-        strange = group_module.strange_backend()
-        if strange:
-            return (
-                f"a process group of this process has the backend {strange!r}, which can't be rebuilt after a fault: "
-                "make it with gloo, after resilient_train is imported"
-            )
         if not isinstance(dist.group.WORLD, ResilientGroup):
             refused = f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in"
             if where := taken_by_name():
@@ -116,6 +110,12 @@ class TorchEngine:
                     "it is torch's own: move `import resilient_train` above that line"
                 )
             return f'{refused}: import resilient_train before init_process_group, or pass it backend="resilient"'
+        strange = group_module.strange_backend()
+        if strange:
+            return (
+                f"a process group of this process has the backend {strange!r}, which can't be rebuilt after a fault: "
+                "make it with gloo, after resilient_train is imported"
+            )
         return ""
 
     def sockets(self) -> list[tuple[int, int]]:

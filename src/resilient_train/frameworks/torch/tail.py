@@ -218,7 +218,9 @@ class Tail:
                 f"rank {rank} died in the tail of update {self._commits - 1} before it came to the {asked.verb} at "
                 f"{line()}: nobody knows what it would have sent"
             )
-        if asked.group.rank() == self._adder(asked) and VERBS[asked.verb].given(call_of(asked.header)[1], member):
+        # Of what all look at, one tells; what is gathered at a root, nobody else looks at.
+        tells = asked.verb == "gather" or asked.group.rank() == self._adder(asked)
+        if tells and VERBS[asked.verb].given(call_of(asked.header)[1], member):
             self._conductor.note("tail_input_missing", {"collective": asked.verb, "of": rank})
 
     def _neutral(self, asked: _Asked, member: int) -> Args:

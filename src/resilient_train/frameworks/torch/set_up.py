@@ -100,8 +100,8 @@ class SetUp:
             return group.run(verb, args)
         try:
             header = header_of(verb, args)
-        except UsageError as error:
-            raise UsageError(f"{line()} calls {verb} before the loop: {error}") from None
+        except UsageError:
+            header = header_of(verb, ())  # it runs; where its result can't be kept either, the Session says so
         call = _Call(group, verb, args, header, line())
         if standby.stage is not None:
             if verb != _WAITING:

@@ -102,6 +102,8 @@ class GuardedWork(dist.Work):
         return bool(self._outcome.done())
 
     def result(self) -> Any:
+        if self.is_completed():
+            self._inner.wait()  # gloo completes the future first, and says a moment later that the work is over
         return self._inner.result()
 
     def source_rank(self) -> int:

@@ -107,7 +107,11 @@ class Job:
     def steps(self) -> int:
         """Recorded by the rank that is ahead. One that is run again after a loss of all is recorded again."""
         found = [path.read_text().rstrip().rpartition("\n")[2] for path in self.records.glob("*.jsonl")]
-        return max((json.loads(line)["step"] for line in found if line.endswith("}")), default=-1) + 1
+        steps = [-1]
+        for line in found:
+            with contextlib.suppress(ValueError):  # a rank was killed in the middle of a line
+                steps.append(json.loads(line)["step"])
+        return max(steps) + 1
 
     def signal(self, number: int, *ranks: int) -> None:
         for rank in ranks:

@@ -82,8 +82,11 @@ def test_the_memory_that_a_process_reads(device: FakeDevice, tmp_path: Path) -> 
         mapper.stdout.readline()
         assert control_path(mapper.pid).samefile(tmp_path / "device"), "mapped"
         mapper.stdin.close()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+    shows = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(shows, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdout.readline()  # it runs what it is to run: before that its environment is its parent's
         assert reads(other.pid, tmp_path / "device"), "named in its environment"
         (tmp_path / "device").write_bytes(bytes(15_192))
         with pytest.raises(ConfigError, match="runs with no look-alike device"):
@@ -95,8 +98,11 @@ def test_the_memory_that_a_process_reads(device: FakeDevice, tmp_path: Path) -> 
 
 def test_no_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+    shows = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(shows, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdout.readline()  # it runs what it is to run: before that its environment is its parent's
         with pytest.raises(ConfigError, match="names no control memory"):
             control_path(other.pid)
         other.stdin.close()

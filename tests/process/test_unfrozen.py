@@ -41,7 +41,7 @@ def test_with_undo_too(tmp_path: Path) -> None:
 
 def test_all_start_again_with_the_groups_of_the_checkpoint(tmp_path: Path) -> None:
     """From behind the step that adds them: it will not run again."""
-    plan = "kill rank=0 step=10 phase=COMPUTE; kill rank=1 step=10 phase=COMPUTE"
+    plan = "kill rank=0 step=10 phase=COMPUTE; kill rank=1 phase=STOP generation=1"
     reference = launch(tmp_path / "reference", "unfrozen.py", "body", STEPS, ranks=2)
     arguments = ("unfrozen.py", "body", STEPS, "--save", "4")
     run = launch(tmp_path / "run", *arguments, ranks=2, flags=("--faults", plan))

@@ -12,7 +12,7 @@ import torch.distributed as dist  # noqa: E402 - only where torch is
 from torch._C import _distributed_c10d as c10d  # noqa: E402 - likewise
 
 from resilient_train.errors import UsageError  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.call_codec import call_of, header_of  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.call_codec import call_of, check_repeatable, header_of  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.calls import in_places  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.verbs import VERBS  # noqa: E402 - likewise
 
@@ -82,9 +82,9 @@ def test_torchs_own_calls_stay_as_they_are() -> None:
     [
         (lambda: in_places("broadcast", (ONE, "two"), {}), "with a str that it does not take"),
         (lambda: in_places("all_gather_single", (ONE,), {}), "called with 1 arguments where it takes 2"),
-        (lambda: header_of("allreduce", ([torch.ones(1, 4).expand(3, 4)],)), "pass tensor.contiguous"),
-        (lambda: header_of("broadcast", ([torch.ones(6, 4)[::2]],)), "pass tensor.contiguous"),
-        (lambda: header_of("allreduce", ([torch.ones(4).to_sparse()],)), "torch.sparse_coo"),
+        (lambda: check_repeatable("allreduce", ([torch.ones(1, 4).expand(3, 4)],)), "pass tensor.contiguous"),
+        (lambda: check_repeatable("broadcast", ([torch.ones(6, 4)[::2]],)), "pass tensor.contiguous"),
+        (lambda: check_repeatable("allreduce", ([torch.ones(4).to_sparse()],)), "torch.sparse_coo"),
     ],
 )
 def test_what_is_refused(call: Callable[[], Any], told: str) -> None:
@@ -96,4 +96,4 @@ def test_a_factor_is_refused() -> None:
     options = c10d.AllreduceOptions()
     options.reduceOp = dist._make_nccl_premul_sum(2.0)
     with pytest.raises(UsageError, match="PREMUL_SUM"):
-        header_of("allreduce", ([ONE], options))
+        check_repeatable("allreduce", ([ONE], options))

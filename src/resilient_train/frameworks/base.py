@@ -73,7 +73,7 @@ class Call(NamedTuple):
     result: bytes | None = None
 
 
-class Peers(Protocol):
+class Tails(Protocol):
     """What an engine knows of the other ranks: their tails, which outlive them."""
 
     @property
@@ -264,7 +264,7 @@ class Framework(Protocol):
 
     # -- the step
 
-    def attach(self, conductor: Conductor, peers: Peers) -> None:
+    def attach(self, conductor: Conductor, peers: Tails) -> None:
         """Hooks the optimizers, the scaler and the process groups."""
         ...
 

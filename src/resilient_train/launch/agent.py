@@ -371,9 +371,11 @@ class Agent:
 
     def _on_trouble(self, generation: int, detail: str, deadline: float) -> None:
         """A collective has failed. If a rank dies or leaves, that is why, and its end says more."""
+        if generation != self._controller.generation:
+            return
         if time.monotonic() < deadline and any(map(self._goes, self._processes.current.values())):
             self._loop.call_later(_LEAVING_POLL_S, self._on_trouble, generation, detail, deadline)
-        elif generation == self._controller.generation:
+        else:
             self._on_unexplained(generation, detail)
 
     def _goes(self, process: RankProcess) -> bool:

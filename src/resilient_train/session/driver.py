@@ -174,7 +174,7 @@ class Driver:
     def _next(self, total: int) -> Step | None:
         self._pulse.stays()
         self._injector.between(self._rank)
-        step: Step | None = self._drive(on.Next(total, self._stopped()))
+        step: Step | None = self._drive(on.Next(total, self.stopped()))
         return step
 
     def enter(self, step: Step) -> None:
@@ -207,7 +207,7 @@ class Driver:
             if finish and self._begun and not self._told_end:
                 self._step = None
                 self._injector.between(self._rank)
-                self._drive(on.Over(self._stopped()))
+                self._drive(on.Over(self.stopped()))
                 self._ended()
         finally:
             self._release()
@@ -230,7 +230,7 @@ class Driver:
 
     def survive(self, error: BaseException | None) -> bool:
         """A collective of the tail failed, or waits for who has gone. Takes part in the recovery. True: again."""
-        stopped = self._stopped()
+        stopped = self.stopped()
         if not (stopped or self._engine.groups_broken()):
             return False
         if error is not None:
@@ -239,7 +239,7 @@ class Driver:
 
     def stopped(self) -> bool:
         """Whether a recovery newer than this rank's generation is under way."""
-        return self._stopped()
+        return self._peers.stop_raised(self._rank.generation)
 
     def give_up_tail(self, why: str) -> None:
         """See ``frameworks/base.Conductor``."""
@@ -250,9 +250,6 @@ class Driver:
         self._event(kind, detail)
 
     # -- the machine
-
-    def _stopped(self) -> bool:
-        return self._peers.stop_raised(self._rank.generation)
 
     def _drive(self, event: Any) -> Any:
         """Hands ``event`` to the machine, and performs what it wants until the thread is the user's again."""

@@ -5,6 +5,7 @@ Prints one line per violation, then ``violations=M``. HOW: ``time`` kills at ins
 is a deliberately wrong one.
 """
 
+import itertools
 import os
 import random
 import shutil
@@ -123,14 +124,14 @@ def trial(folder: Path, wrong: str, *, die_at: int = 0, wait_s: float = 0) -> in
 
 
 def at_any_instant(folder: Path, trials: int, seed: int) -> Iterator[str]:
-    """Each writer goes on from what the one before has left."""
+    """Each writer goes on from what the one before has left. On a busy machine more of them are needed."""
     draw = random.Random(seed)
     acknowledged = 0
-    for number in range(trials):
+    for number in itertools.count():
+        if number >= trials and acknowledged >= trials / 4:
+            return
         acknowledged = max(acknowledged, trial(folder, "", wait_s=draw.uniform(0, LONGEST_S)))
         yield from (f"trial {number}: {text}" for text in violations(folder, acknowledged))
-    if acknowledged < trials / 4:
-        yield f"{acknowledged} checkpoints are too few to say anything"
 
 
 def at_every_call(folder: Path, trials: int, every: int, wrong: str) -> Iterator[str]:

@@ -97,10 +97,13 @@ class Own:
             self.open("any time")
             time.sleep(0.002)
 
-    def check(self) -> None:
+    def connections(self) -> dict[str, socket.socket]:
+        """Those of now: others are opened all the time."""
         with self._lock:
-            held = dict(self.held)
-        for name, connection in held.items():
+            return dict(self.held)
+
+    def check(self) -> None:
+        for name, connection in self.connections().items():
             word = os.urandom(8)
             connection.sendall(word)
             answer = connection.recv(100)
@@ -110,7 +113,7 @@ class Own:
 def check_taken(own: Own, *, complete: bool) -> None:
     """None of ours is taken for a group's; ``complete``: all of a group's are."""
     taken = [each for group in group_module.groups.values() for each in group.sockets]
-    mine = {(connection.fileno(), inode(connection.fileno())) for connection in own.held.values()}
+    mine = {(connection.fileno(), inode(connection.fileno())) for connection in own.connections().values()}
     assert not mine & set(taken), mine & set(taken)
     expected = sum(group.size() - 1 for group in group_module.groups.values())
     assert len(taken) == expected or not complete, f"{len(taken)} connections are taken for the groups', of {expected}"

@@ -16,15 +16,25 @@ from resilient_train.frameworks.torch.verbs import AS_IT_LIES, is_dense
 from resilient_train.state.transfer import view
 
 _FIELDS = ("rootRank", "rootTensor")
+_PREMUL_SUM = dist.ReduceOp.RedOpType.PREMUL_SUM  # type: ignore[attr-defined] # torch's stub leaves it out
 
 
 def header_of(verb: str, args: Sequence[Any]) -> bytes:
-    """Raises UsageError for what can't be kept, and for what gloo would read beyond its memory."""
+    """Raises UsageError for an argument that can't be written down."""
+    return msgspec.msgpack.encode([verb, _encode(list(args))])
+
+
+def check_repeatable(verb: str, args: Sequence[Any]) -> None:
+    """Raises UsageError for a call that can't be made again of its header and inputs, as gloo would have made it."""
+    for tensor in _tensors_in(args):
+        if tensor.layout is not torch.strided:
+            raise UsageError(f"its tensor has the layout {tensor.layout}, which can't be kept for a repetition")
     if verb in AS_IT_LIES and not all(map(is_dense, _tensors_in(args[:2]))):
         raise UsageError(
             "its tensor does not lie in one piece of memory, as gloo takes it to: pass tensor.contiguous()"
         )
-    return msgspec.msgpack.encode([verb, _encode(list(args))])
+    if any(hasattr(each, "reduceOp") and each.reduceOp.op == _PREMUL_SUM for each in args):
+        raise UsageError("its PREMUL_SUM has a factor that can't be kept for a repetition: multiply first")
 
 
 def call_of(header: bytes) -> tuple[str, tuple[Any, ...]]:
@@ -66,11 +76,9 @@ def fill_all(tensors: Sequence[torch.Tensor], data: bytes) -> None:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            raise UsageError(f"its tensor has the layout {value.layout}, which can't be kept for a repetition")
         dtype, shape = str(value.dtype), list(value.shape)
         # Where an element lies decides in which order gloo adds it up.
-        strided = not value.is_contiguous() and is_dense(value)
+        strided = value.layout is torch.strided and not value.is_contiguous() and is_dense(value)
         return {"S": [dtype, shape, list(value.stride())]} if strided else {"T": [dtype, shape]}
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
@@ -78,7 +86,7 @@ def _encode(value: Any) -> Any:
     if name in OPTIONS:
         fields = {field: getattr(value, field) for field in _FIELDS if hasattr(value, field)}
         if hasattr(value, "reduceOp"):
-            fields["reduceOp"] = _number_of(value.reduceOp.op)
+            fields["reduceOp"] = int(value.reduceOp.op)
         return {"O": [name, fields]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -104,14 +112,8 @@ def _decode(value: Any) -> Any:
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return [value] if value.layout is torch.strided else []
+        return [value]
     return [each for item in value for each in _tensors_in(item)] if isinstance(value, (list, tuple)) else []
-
-
-def _number_of(operation: Any) -> int:
-    if operation == dist.ReduceOp.RedOpType.PREMUL_SUM:  # type: ignore[attr-defined] # torch's stub leaves it out
-        raise UsageError("its PREMUL_SUM has a factor that can't be kept for a repetition: multiply first")
-    return int(operation)
 
 
 def _reduce_op(number: int) -> Any:

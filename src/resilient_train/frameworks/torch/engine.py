@@ -22,10 +22,10 @@ from resilient_train.frameworks.base import (
     Fingerprint,
     Image,
     Objects,
-    Peers,
     Share,
     Sources,
     Strides,
+    Tails,
     Workers,
 )
 from resilient_train.frameworks.supported import torch_problem
@@ -85,7 +85,7 @@ class TorchEngine:
         self._mode = Mode.DIRECT
         self._renewed = False
         """The groups' connections are new ones, and the tail before them may not be over yet."""
-        self._peers: Peers | None = None
+        self._peers: Tails | None = None
         self._tail: Tail | None = None
         self._start: _Start | None = None
         self._undo: dict[str, Any] | None = None
@@ -195,7 +195,7 @@ class TorchEngine:
 
     # -- the step
 
-    def attach(self, conductor: Conductor, peers: Peers) -> None:
+    def attach(self, conductor: Conductor, peers: Tails) -> None:
         self._peers = peers
         self._tail = Tail(conductor, peers)
         self._steps.attach(conductor)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from resilient_train import config, standby
-from resilient_train.errors import ConfigError, UsageError
+from resilient_train.errors import ConfigError
 from resilient_train.frameworks import predecessor
 from resilient_train.frameworks.torch.call_codec import bytes_of, fill_all, header_of, size_of, told
 from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
@@ -98,11 +98,7 @@ class SetUp:
         """Carries a collective out, or answers it."""
         if self._first.full or self._ddp.is_this():
             return group.run(verb, args)
-        try:
-            header = header_of(verb, args)
-        except UsageError:
-            header = header_of(verb, ())  # it runs; where its result can't be kept either, the Session says so
-        call = _Call(group, verb, args, header, line())
+        call = _Call(group, verb, args, header_of(verb, args), line())
         if standby.stage is not None:
             if verb != _WAITING:
                 standby.stage.needs_rank(f"calls {verb}")

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.base import Call, Conductor, Peers
-from resilient_train.frameworks.torch.call_codec import bytes_of, call_of, fill_all, header_of
+from resilient_train.frameworks.base import Call, Conductor, Tails
+from resilient_train.frameworks.torch.call_codec import bytes_of, call_of, check_repeatable, fill_all, header_of
 from resilient_train.frameworks.torch.caller import carries_objects
 from resilient_train.frameworks.torch.clique import Clique
 from resilient_train.frameworks.torch.group import ResilientGroup
@@ -55,7 +55,7 @@ class _Asked(NamedTuple):
 class Tail:
     """The tail of one rank."""
 
-    def __init__(self, conductor: Conductor, peers: Peers) -> None:
+    def __init__(self, conductor: Conductor, peers: Tails) -> None:
         self._conductor = conductor
         self._peers = peers
         self.mode = Mode.LOG
@@ -71,9 +71,8 @@ class Tail:
         """The update was applied, the ``commits``-th."""
         self._commits = commits
         self._end_exchange()
-        if self._count:
-            self._sequence.clear()
-            self._count = 0
+        self._sequence.clear()
+        self._count = 0
 
     def begin_exchange(self, finishers: Sequence[int]) -> None:
         """From now on collectives are worked out from what was published."""
@@ -369,6 +368,7 @@ class Message(dist.Work):
 
 def _checked_header(verb: str, args: tuple[Any, ...]) -> bytes:
     try:
+        check_repeatable(verb, args)
         return header_of(verb, args)
     except UsageError as error:
         raise UsageError(f"{line()}: {verb} after the update can't be finished after a fault: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -36,6 +37,7 @@ def now(kind: str, **fields: Any) -> Event:
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)
+_BEGIN = b'{"kind":'
 
 
 def to_line(event: Event) -> bytes:
@@ -46,3 +48,13 @@ def to_line(event: Event) -> bytes:
 def from_line(line: bytes) -> Event:
     """The event of one JSON line. Raises ``msgspec.ValidationError`` or ``DecodeError`` if it isn't one."""
     return _decoder.decode(line)
+
+
+def event_in(line: bytes) -> Event | None:
+    """The event that ``line`` is, or ends with: a full disk cuts a line, and the next one follows it. None: neither."""
+    begin = 0
+    while begin >= 0:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            return from_line(line[begin:])
+        begin = line.find(_BEGIN, begin + 1)
+    return None

@@ -33,12 +33,12 @@ import psutil
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "process"))
 
-from running import LAUNCHER, read_events, start  # noqa: E402
+from running import LAUNCHER, start  # noqa: E402
 from watched_jobs import end_holder, holder_pid  # noqa: E402
 
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError  # noqa: E402
 from resilient_train.launch.asking import Follower, ask  # noqa: E402
-from resilient_train.observe.sinks import EVENTS_FILE  # noqa: E402
+from resilient_train.observe.sinks import EVENTS_FILE, read_events  # noqa: E402
 from resilient_train.protocol.messages import Inject  # noqa: E402
 
 STEPS = 300
@@ -422,8 +422,8 @@ class Bandit:
 
 def digests(job: Job) -> dict[int, tuple[str, str]]:
     """Rank -> what it had at its end."""
-    ends = [event for event in read_events(job.run) if event["kind"] == "session_end"]
-    return {e["rank"]: (e["detail"]["params_digest"], e["detail"]["rank_digest"]) for e in ends}
+    ends = [event for event in read_events(job.run / EVENTS_FILE) if event.kind == "session_end"]
+    return {end.rank: (end.detail["params_digest"], end.detail["rank_digest"]) for end in ends}
 
 
 def main() -> int:

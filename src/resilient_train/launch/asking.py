@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from resilient_train.errors import ConfigError, ProtocolError, ResilientError
-from resilient_train.events import Event, from_line
+from resilient_train.events import Event, event_in, from_line
 from resilient_train.observe.sinks import EVENTS_FILE
 from resilient_train.protocol.messages import Hello, Inject, Query, Reply
 from resilient_train.transport import Channel
@@ -178,11 +178,7 @@ class Follower:
             data = file.read()
         self._offset += len(data)
         *complete, self._torn = (self._torn + data).split(b"\n")
-        events = []
-        for line in complete:
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                events.append(from_line(line))
-        return events
+        return [event for event in map(event_in, complete) if event is not None]
 
     def wait_for(self, order: Ordered, limit_s: float) -> Event:
         """The event of the fault's hitting. Raises NotHitError if the rank goes first, or when the time is over."""

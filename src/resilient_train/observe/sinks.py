@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
-from resilient_train.events import Event, from_line, to_line
+from resilient_train.events import Event, event_in, to_line
 
 EVENTS_FILE = "events.jsonl"
 
@@ -42,10 +40,10 @@ class JsonLines:
 
     def write(self, event: Event) -> None:
         """Appends one line."""
-        why = self._why
+        why, line = self._why, to_line(event)
         try:
-            if not why:
-                os.write(self._descriptor, to_line(event))
+            if not why and os.write(self._descriptor, line) < len(line):
+                why = "the disk is full; the last line is cut"
         except OSError as error:
             why = str(error)
         if why:
@@ -83,8 +81,5 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
 
     Raises FileNotFoundError if there is no such file.
     """
-    events = []
-    for line in Path(path).read_bytes().splitlines():
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            events.append(from_line(line))
-    return sorted(events, key=lambda event: event.time_ns)
+    found = map(event_in, Path(path).read_bytes().splitlines())
+    return sorted((event for event in found if event is not None), key=lambda event: event.time_ns)

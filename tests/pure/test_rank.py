@@ -11,7 +11,7 @@ from resilient_train.errors import ProtocolError
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.messages import Finished, Plan, Pull, Resume, SaveLast
-from resilient_train.protocol.rank import TABLE, At, Barrier, Body, Drain, Left, Open, Rank, Save, Tail, Update
+from resilient_train.protocol.rank import TABLE, At, Barrier, Body, Build, Drain, Left, Open, Rank, Save, Tail, Update
 from resilient_train.protocol.standing import Phase, Standing
 
 SAVE = SaveLast(1, 1, part=0, parts=1, shard=0, shards=1)
@@ -129,7 +129,7 @@ def test_the_part_in_a_plan(before: tuple[Any, ...], plan: Plan, standing: Any, 
         did += names(rank.on(event))
     assert rank.standing == standing
     assert rank.intact
-    assert ("Rewind" in did) == (does == "takes back")
+    assert ("Rollback" in did) == (does == "takes back")
     assert ("Committed" in did) == (does == "applies")
     assert "Fetch" not in did
     assert did[-1] == "AwaitResume"
@@ -182,6 +182,15 @@ def test_damage_of_what_is_not_replicated_is_redone() -> None:
     assert rank.intact
     assert not rank_after(*IN_BODY, on.Exit("fault", damaged=True, lost=True)).intact
     assert not rank_after(*IN_BODY, on.Exit("interrupted"), STOP, on.Quieted(1, damaged=True)).intact
+
+
+def test_who_has_lost_its_state_says_no_less_than_before() -> None:
+    """Others may apply the update that it was READY for."""
+    rank = rank_after(*READY, on.Stopped(), on.Quieted(1, damaged=True), Plan(1, 1, {1: 0}))
+    assert names(rank.on(on.Ok())) == ["SetMode", "Cut"]
+    assert rank.standing == (0, Phase.READY)
+    rank.on(on.Exit("interrupted"))
+    assert names(rank.on(on.Next(9))) == ["Rollback", "Fetch"]
 
 
 def test_memory_that_is_lost_behind_a_cut_body() -> None:
@@ -277,6 +286,20 @@ def test_misuse(before: tuple[Any, ...], event: Any, text: str) -> None:
     (effect,) = rank_after(*before).on(event)
     assert isinstance(effect, do.Misuse)
     assert re.search(text, effect.text)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [(*IN_BODY, on.Exit()), (*IN_TAIL, on.Exit()), recovering(Plan(1, 0, {}), *READY, on.Stopped())],
+    ids=["open", "tail", "drain"],
+)
+def test_another_call_of_steps_goes_further(before: tuple[Any, ...]) -> None:
+    rank = rank_after(*before)
+    if isinstance(rank.state, Build):
+        rank.on(on.Ok())
+        rank.on(on.Exit("interrupted"))
+    rank.on(on.Next(17))
+    assert rank.total == 17
 
 
 def test_what_cannot_happen_is_an_error() -> None:

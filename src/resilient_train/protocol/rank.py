@@ -438,7 +438,7 @@ def _tail_over(rank: Rank, state: Tail, event: on.Next | on.Over) -> Effects:
         return _save_behind_tail(rank, state.duty)
     rank.standing = Standing(rank.standing.commits, Phase.COMPUTE)
     if isinstance(state.duty, Plan):
-        return (_RECORD, *_target(rank, state.duty, copied=False, redone=False))
+        return _target(rank, state.duty, copied=False, redone=False)
     if not event.stopped and not rank.over and rank.number < rank.total:
         rank.state, rank.drawn = _OPEN, 1
         return _HEAD_AFTER_TAIL
@@ -627,6 +627,8 @@ def _built(rank: Rank, state: Build, _: on.Ok) -> Effects:
         rank.standing = Standing(plan.commits - 1, Phase.UPDATING)
         rank.state = Update(plan)
         return (_RECORD, *_UPDATING)
+    if not rank.intact:  # others may apply the update that this rank was READY for: its record stays
+        return _cut(rank, at, Drain(plan))
     # The gradients go with the body.
     rank.standing = Standing(rank.standing.commits, Phase.COMPUTE)
     return (_RECORD, *_cut(rank, at, Drain(plan)))
@@ -648,14 +650,14 @@ def _part(rank: Rank, plan: Plan) -> Effects:
     begun = rank.drawn > 0
     rank.place, rank.written, rank.scaled = 0, frozenset(), False
     rank.attempt += begun
-    return (_ROLLBACK, do.Rewind(again=True), *_target(rank, plan, copied=False, redone=begun))
+    return (_ROLLBACK, *_target(rank, plan, copied=False, redone=begun))
 
 
 @_row(Restore, on.Ok)
 def _restored(rank: Rank, state: Restore, event: on.Ok) -> Effects:
     rank.base, rank.place, rank.drawn, rank.attempt = event.value, 0, 0, 0
     rank.written, rank.scaled = frozenset(), False
-    return (do.Rewind(again=False), *_target(rank, state.plan, copied=True, redone=False))
+    return (do.ForgetBatches(), *_target(rank, state.plan, copied=True, redone=False))
 
 
 @_row((Restore, Target), on.Failed)

@@ -159,13 +159,11 @@ class Draw(Effect, frozen=True):
 
 
 class Rollback(Effect, frozen=True):
-    """Back to ``Mark``, if nothing was committed since."""
+    """Back to ``Mark``, if nothing was committed or fetched since. The batches that were drawn are kept."""
 
 
-class Rewind(Effect, frozen=True):
-    """The loop stands at the window's head again. ``again``: with the batches that were drawn."""
-
-    again: bool
+class ForgetBatches(Effect, frozen=True):
+    """The loop stands at the head of another window: what was drawn for this one is not drawn again."""
 
 
 class SaveUndo(Effect, frozen=True):
@@ -237,8 +235,8 @@ class Build(Effect, frozen=True):
 
 
 class Fetch(Effect, frozen=True):
-    """Copies the state from ``source``, and takes up what this rank had published. Ok(number of the next step), Failed
-    or Stopped.
+    """Copies the state from ``source``, and takes up what this rank had published; with that ``Mark`` is forgotten.
+    Ok(number of the next step), Failed or Stopped.
     """
 
     plan: Plan

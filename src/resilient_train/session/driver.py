@@ -295,7 +295,7 @@ class Driver:
             do.Mark: lambda _: self._engine.begin(),
             do.Draw: self._draw,
             do.Rollback: lambda _: self._engine.rollback(),
-            do.Rewind: self._rewind,
+            do.ForgetBatches: self._forget_batches,
             do.SaveUndo: lambda _: self._engine.save_undo(),
             do.Committed: self._committed,
             do.Synchronize: lambda _: self._engine.synchronize(),
@@ -412,9 +412,8 @@ class Driver:
             # The batch is kept, so nothing is drawn for it; but drawing it had moved the random numbers.
             self._engine.restore_random_state(random)
 
-    def _rewind(self, effect: do.Rewind) -> None:
-        if not effect.again:
-            self._kept = []
+    def _forget_batches(self, _: do.ForgetBatches) -> None:
+        self._kept = []
 
     def _committed(self, _: do.Committed) -> None:
         self._kept = []

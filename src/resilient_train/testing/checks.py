@@ -39,7 +39,7 @@ def check(world: World) -> None:
 def _check_rank(world: World, rank: SimRank) -> None:
     machine = rank.machine
     commits, phase = machine.standing
-    if machine.intact and phase is not Phase.UPDATING and rank.connected:
+    if machine.intact and phase is not Phase.UPDATING and rank.connected and not rank.heard:
         expected = world.chains.model[world.shard[rank.rank]][commits]
         model = rank.model if rank.undo is None else rank.undo
         require(model == expected, f"rank {rank.rank} is not in the undisturbed state after {commits} updates")
@@ -83,6 +83,8 @@ def check_end(world: World) -> None:
     assert world.ended is not None
     if world.ended.code == 143 or world.controller.leaving is not None:
         return  # it was asked to end, or saved its state
+    if world.left or not world.layout.replaces:
+        return  # a script has failed by itself, or one loss is the end
     held = {world.shard[rank.rank] for rank in world.ranks if rank.alive and rank.machine.intact}
     # A rank may have been cut without having said so yet.
     torn = {rank.rank for rank in world.ranks if rank.alive and rank.machine.standing.phase is Phase.UPDATING}

@@ -37,6 +37,12 @@ class Layout(NamedTuple):
     tails: tuple[int | tuple[tuple[int, ...], ...], ...]
     replicas: tuple[tuple[int, ...], ...] = ()
     program: Program = Program()
+    begun: int = 0
+    """The job goes on from what was saved before that update."""
+    pulls: bool = False
+    """No rank can read another's memory: state is sent over the group."""
+    replaces: bool = True
+    """Lost ranks are replaced. Else the job ends, and who is left saves its state."""
 
     def calls(self, update: int) -> tuple[tuple[int, ...], ...]:
         """The members of each collective in the tail of that update."""
@@ -54,6 +60,8 @@ class Faults(NamedTuple):
     """A collective fails although nobody died."""
     damages: int = 0
     """A rank's memory loses data in the middle of a step (UCE)."""
+    heard: int = 0
+    """The same, which a rank hears of when its device comes to rest."""
     fences: int = 0
     """A phase of a recovery takes too long. Whoever is silent may only be slow."""
     hangs: int = 0
@@ -98,14 +106,19 @@ class Collective(NamedTuple):
     left: frozenset[int] = frozenset()
 
 
+Own = tuple[int, int, int]
+"""A rank's own state, the number of the step that comes next, and how many tails have changed that state."""
+Word = tuple[int, int] | None
+"""Before which update, and what."""
 OVER = "over"
 Log = tuple[int, tuple[tuple[int, int, int | str | None], ...]]
 """Of which update's tail, and its collectives by index: input, and the result where it was published; or OVER."""
 _BUDGETS = {
-    "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "fence": "fences",
+    "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "loss": "heard", "fence": "fences",
     "hang": "hangs", "failure": "failures", "asked to end": "asked",
 }  # fmt: skip
 _POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
+_POLICY_OF_SAVERS = msgspec.structs.replace(_POLICY, replace=False)
 
 
 class World:
@@ -119,12 +132,17 @@ class World:
         self.groups = self.table.groups
         self.shard = [next(i for i, group in enumerate(self.groups) if rank in group) for rank in range(size)]
         self.program = layout.program
-        self.chains = Chains(self.groups, len(layout.tails), layout.program.accumulate)
-        self.controller = self.driver.controller(size, _POLICY)
+        program = layout.program
+        self.chains = Chains(self.groups, [*map(program.writers, range(len(layout.tails)))], program.accumulate)
+        self.controller = self.driver.controller(size, _POLICY if layout.replaces else _POLICY_OF_SAVERS)
         self.stop_generation = 0
         self.standings = [Standing(0, Phase.APPLIED)] * size
         self.logs: list[Log] = [(0, ())] * size
-        self.published: list[tuple[tuple[int, tuple[int, int]], ...]] = [()] * size
+        self.published: list[tuple[tuple[int, Own], ...]] = [()] * size
+        self.words: list[tuple[Word, Word]] = [(None, None)] * size
+        """What each rank shows of the state that it holds before an even and an odd update."""
+        self.handed_over: frozenset[tuple[int, int, int]] = frozenset()
+        """(generation, source, target) of states that were sent over the group."""
         self.ranks = [SimRank(rank, -1, Rank(rank)) for rank in range(size)]
         self.up: dict[tuple[int, int], tuple[m.FromRank, ...]] = {}
         self.down: list[tuple[m.FromAgent, ...]] = [()] * size
@@ -134,6 +152,8 @@ class World:
         self.unreaped: tuple[tuple[int, int], ...] = ()
         self.fenced: frozenset[tuple[int, int]] = frozenset()
         """(rank, incarnation) that the controller has had killed: it knows of these deaths before it sees them."""
+        self.left: frozenset[tuple[int, int]] = frozenset()
+        """(rank, incarnation) that have ended with an error of the script's."""
         self.tail_calls: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
         self.tail_results: dict[tuple[int, int], int] = {}
         self.missing: frozenset[tuple[int, int]] = frozenset()
@@ -165,7 +185,7 @@ class World:
         if self.controller.stage is Stage.FINISHED:
             return found  # a death is nobody's loss any more; the real job then ends with an exit code of its own
         found += [Move("agent", rank, "sees the death", incarnation) for rank, incarnation in self.unseen]
-        if self.driver.two_witnesses:
+        if self.driver.two_witnesses or self.left:
             found += [Move("agent", rank, "reaps", incarnation) for rank, incarnation in (*self.unseen, *self.unreaped)]
         return found
 
@@ -183,6 +203,8 @@ class World:
             found += [Move("fault", rank.rank, "failure") for rank in alive if rank.can_fail]
         if self.budget.damages:
             found += [Move("fault", rank.rank, "damage") for rank in alive if rank.in_body]
+        if self.budget.heard:
+            found += [Move("fault", rank.rank, "loss") for rank in alive if rank.at_rest]
         if self.budget.asked and self.controller.stage in (Stage.RUNNING, Stage.RECOVERING):
             found.append(Move("fault", 0, "asked to end"))
         if self.budget.fences and self.controller.stage is Stage.RECOVERING:
@@ -220,7 +242,7 @@ class World:
         elif move.name == "asked to end":
             self.controller = copy_controller(self.controller)
             self.carry_out(self.controller.leave(143, "asked"))
-        elif move.name == "damage":
+        elif move.name in ("damage", "loss"):
             self.writable(move.about).lose_data(self)
         else:
             self.writable(move.about).fail(self)
@@ -228,11 +250,13 @@ class World:
     def kill(self, rank: int) -> None:
         """SIGKILL: what the rank has written to shared memory and sent stays."""
         victim = self.writable(rank)
-        if not victim.alive:
-            return
+        if victim.alive:
+            self._gone(victim)
+
+    def _gone(self, victim: SimRank) -> None:
         victim.die()
-        self.down[rank] = ()
-        self.unseen += ((rank, victim.incarnation),)
+        self.down[victim.rank] = ()
+        self.unseen += ((victim.rank, victim.incarnation),)
 
     # -- the agent
 
@@ -241,13 +265,14 @@ class World:
         rank, incarnation = move.about, move.incarnation
         if move.name == "sees the death":
             self.unseen = tuple(pair for pair in self.unseen if pair != (rank, incarnation))
-            if self.driver.two_witnesses:
+            if self.driver.two_witnesses or self.left:
                 self.unreaped += ((rank, incarnation),)
             self.carry_out(self.controller.lost(rank, incarnation, "died", self.standings))
         elif move.name == "reaps":
             self.unseen = tuple(pair for pair in self.unseen if pair != (rank, incarnation))
             self.unreaped = tuple(pair for pair in self.unreaped if pair != (rank, incarnation))
-            self.carry_out(self.controller.exited(rank, incarnation, -9, self.standings))
+            code = 1 if (rank, incarnation) in self.left else -9
+            self.carry_out(self.controller.exited(rank, incarnation, code, self.standings))
         elif move.name == "loses patience":
             trouble = self.troubles[move.about]
             self.troubles = self.troubles[: move.about] + self.troubles[move.about + 1 :]
@@ -276,9 +301,9 @@ class World:
                 self.carry_out(controller.damaged(rank, incarnation, generation, detail, self.standings))
             case m.Captured(last=generation):
                 self._captured(rank, generation)
-            case m.Offer(target=target):
+            case m.Offer(target=other) | m.Pull(source=other):
                 if frame.generation == controller.generation and controller.incarnations[rank] == incarnation:
-                    self.carry_out([Send(target, frame)])
+                    self.carry_out([Send(other, frame)])
             case _:
                 raise ViolationError(f"rank {rank} sent {type(frame).__name__}, which the simulation does not know")
 
@@ -345,7 +370,7 @@ class World:
         members = self.table.peers(rank) if self.driver.barrier_over_replicas else range(self.layout.world_size)
         return all(self.standings[member] >= target for member in members)
 
-    def publish(self, rank: int, commits: int, own: tuple[int, int]) -> None:
+    def publish(self, rank: int, commits: int, own: Own) -> None:
         """Writes into the rank's arena; the last four publications are kept."""
         pair = (commits, own)
         if pair not in self.published[rank][-1:]:
@@ -448,8 +473,9 @@ class World:
         return next((entry for entry in entries if entry[0] == index), None) if of == commits else None
 
     def leave_with_error(self, who: SimRank) -> None:
-        """The process ends with an error that nobody could explain."""
-        self.kill(who.rank)
+        """The process ends with an error: nobody could explain a fault, or the user's program is wrong."""
+        self.left |= {(who.rank, who.incarnation)}
+        self._gone(who)
 
     def members(self, group: int) -> Sequence[int]:
         """The ranks of a group; -1 is the world."""
@@ -466,7 +492,7 @@ class World:
         """An independent world in the same state."""
         new = object.__new__(World)
         new.__dict__.update(self.__dict__)
-        for name in ("standings", "logs", "published", "ranks", "down"):
+        for name in ("standings", "logs", "published", "words", "ranks", "down"):
             setattr(new, name, list(getattr(self, name)))
         return new
 
@@ -476,6 +502,7 @@ class World:
         calls = frozenset((key, call) for key, call in self.collectives.items() if key[0] in live)
         parts = (
             self.budget, self.stop_generation, tuple(self.standings), tuple(self.logs), tuple(self.published),
+            tuple(self.words), self.left, frozenset(each for each in self.handed_over if each[0] in live),
             tuple(rank.key() for rank in self.ranks),
             frozenset((k, tuple(map(frame_key, q))) for k, q in self.up.items()),
             tuple(tuple(map(frame_key, queue)) for queue in self.down),

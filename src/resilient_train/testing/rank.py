@@ -18,7 +18,7 @@ from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.rank import Rank
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.testing import values
-from resilient_train.testing.checks import require
+from resilient_train.testing.checks import ViolationError, require
 
 if TYPE_CHECKING:
     from resilient_train.testing.cluster import World
@@ -36,10 +36,12 @@ class At(enum.IntEnum):
     REDUCE = 3  # in it
     REDUCED = 4
     WRITE = 5  # an optimizer writes
-    TAIL = 6  # before a collective of the tail, or behind the last
-    IN_TAIL = 7  # in it
-    LEFT = 8
-    DEAD = 9
+    SCALE = 6  # before the gradient scaler's update
+    END = 7  # of a body with whose end the update is over
+    TAIL = 8  # before a collective of the tail, or behind the last
+    IN_TAIL = 9  # in it
+    LEFT = 10
+    DEAD = 11
 
 
 class Program(NamedTuple):
@@ -50,6 +52,31 @@ class Program(NamedTuple):
     undo: bool = False
     breaks: bool = False
     """It leaves the loop by itself, after the last update."""
+    scaler: bool = False
+    """A gradient scaler refuses some updates: of each three the second, and of the third the last optimizer's part."""
+    swallows: bool = False
+    """It goes on in a body that the hook of an optimizer has left."""
+    misuse: str = ""
+    """One of MISUSES, done from the last update but one on: the job ends with an error."""
+
+    def writers(self, update: int) -> int:
+        """How many optimizers write in that update."""
+        return (self.optimizers, 0, self.optimizers - 1)[update % 3] if self.scaler else self.optimizers
+
+
+STEPS_OUTSIDE, CHANGES_UNSEEN = "steps outside", "changes unseen"
+MISUSES: dict[str, tuple[At, bool, on.Event]] = {
+    "steps twice": (At.REDUCED, True, on.UpdateBegins()),
+    "steps twice in the tail": (At.TAIL, True, on.UpdateBegins()),
+    STEPS_OUTSIDE: (At.DEAD, False, on.UpdateBegins()),
+    "enters twice": (At.BODY, False, on.Enter()),
+    "enters twice in the update": (At.REDUCED, True, on.Enter()),
+    "enters twice in the tail": (At.TAIL, True, on.Enter()),
+    "enters twice behind a cut": (At.HEAD, False, on.Enter()),
+    "leaves behind a cut": (At.HEAD, False, on.Over()),
+    CHANGES_UNSEEN: (At.BODY, False, on.Exit()),
+}
+"""Where each is done, whether an optimizer has written by then, and what the session sees of it."""
 
 
 VISIBLE = (
@@ -63,15 +90,40 @@ _FRAMES: dict[type[fx.Effect], tuple[type[Any], ...]] = {
     fx.AwaitFinished: (m.Finished,),
     fx.AwaitEnd: (),
 }
+_ENDS = frozenset((
+    *(fx.CheckCollectives, fx.Cross, fx.AwaitStop, fx.Quiesce, fx.AwaitResume, fx.AwaitPlan, fx.AwaitFinished),
+    *(fx.AwaitEnd, fx.Build, fx.Fetch, fx.Serve, fx.Save),
+    *(fx.Return, fx.ReturnStep, fx.ReturnEnd, fx.Cut, fx.GiveUp, fx.Misuse),
+))  # fmt: skip
+"""With one of these a list ends: the rank waits, or the thread is the user's again."""
+_IN_A_BODY = frozenset((fx.Disarm, fx.Return, fx.Misuse))
+"""What is done with interrupts let in."""
+_NEXT_CALL = {
+    At.BOOT: "connects",
+    At.HEAD: "asks for a step",
+    At.REDUCED: "updates",
+    At.WRITE: "has written",
+    At.SCALE: "updates the scaler",
+    At.END: "ends the body",
+    At.TAIL: "goes on in the tail",
+}
+"""What the user's program does next, where that does not depend on others."""
+_HEAD, _HOOK, _EXIT, _CALL, _OTHER = range(5)
+"""Which of the session's functions the user's code has called last: each has answers of its own."""
+_NOTHING, _COPIED, _SILENT = -1, -2, -3
+"""Nothing is shown that was not looked at; this rank holds a copy, its words are older; it holds one, and says nothing.
+"""
 
 
 class SimRank:
     """The process of one rank, from its start to its death."""
 
     __slots__ = (
-        *("_key", "alive", "armed", "at", "base", "batches", "breaks", "calls", "connected", "copying", "cut", "grads"),
-        *("incarnation", "layout", "machine", "mode", "model", "offer", "own", "pending", "rank", "start", "step"),
-        *("tail_index", "todo", "undo", "writer"),
+        *("_key", "alive", "armed", "at", "base", "batches", "behind_cut", "breaks", "built", "busy", "calls"),
+        *("called", "connected", "heard", "tries"),
+        *("copying", "cut", "entered", "grad", "grads", "incarnation", "laid", "layout", "listens", "machine", "mode"),
+        *("model", "offer", "outside", "own", "pending", "pulled", "rank", "saved", "shown", "start", "step"),
+        *("swallowed", "tail_index", "tails", "todo", "undo", "unseen", "untold", "writer"),
     )
 
     def __init__(self, rank: int, incarnation: int, machine: Rank) -> None:
@@ -84,16 +136,44 @@ class SimRank:
         self.model = self.base = values.TORN
         self.undo: int | None = None
         self.own = 0
+        self.tails = 0
+        """What the tails have changed in the rank's own state: so many it has run to their ends."""
         self.start: int | None = None
         self.batches: tuple[int, ...] = ()
+        self.grad = 0
+        """What this rank's backward passes have accumulated."""
         self.grads: tuple[int, ...] = ()
+        """What the ranks of the shard have reduced."""
         self.calls: dict[int, int] = {}
         self.step = self.tail_index = self.writer = 0
         self.offer: m.Offer | None = None
         self.armed = self.copying = self.cut = False
         """A stop interrupts the user's code; a snapshot is copied; a backward pass was cut, its reducer not reset."""
-        self.breaks = self.layout = False
-        """The loop is being left by itself. The reducer has the layout that the job's first update has decided."""
+        self.breaks = False
+        """The loop is being left by itself."""
+        self.layout = -1
+        """The update whose backward passes have decided the layout of the reducer."""
+        self.laid = False
+        """It is laid out so. The first backward pass behind that update does it, in a collective of its own."""
+        self.listens = self.entered = False
+        """To the backward passes, for their order. This rank has called a collective of the window."""
+        self.saved = -1
+        """The update from before which the last snapshot was begun."""
+        self.shown = _NOTHING
+        """The update from before which this rank has shown what it holds, and not yet looked at its replicas."""
+        self.busy = self.untold = self.unseen = False
+        """The device has not done all; memory lost data, and nobody was told; parameters have changed unasked."""
+        self.behind_cut = self.swallowed = self.outside = self.pulled = False
+        """The body was cut, or goes on although its optimizer's hook has left it; the tail runs between two bodies;
+        the source was asked to send its state.
+        """
+        self.heard = False
+        """The device tells of lost memory at the end of what a stop has cut."""
+        self.called = _OTHER
+        self.built = -1
+        """The generation whose groups this process has."""
+        self.tries = 0
+        """How often the window was begun again."""
         self._key: int | None = None
 
     def copy(self) -> SimRank:
@@ -110,8 +190,10 @@ class SimRank:
         if self._key is None:
             self._key = hash((
                 self.at, self.alive, self.incarnation, self.connected, self.mode, self.model, self.base, self.undo,
-                self.own, self.armed, self.copying, self.cut, self.layout, self.breaks, self.start, self.batches,
-                self.grads, tuple(self.calls.items()), self.tail_index, self.writer,
+                self.own, self.armed, self.copying, self.cut, self.laid, self.layout, self.listens, self.entered,
+                self.breaks, self.start, self.batches, self.grad, self.grads, tuple(self.calls.items()), self.saved,
+                self.tail_index, self.tails, self.writer, self.shown, self.busy, self.untold, self.unseen,
+                self.behind_cut, self.swallowed, self.outside, self.pulled, self.heard, self.called,
                 tuple(map(_effect_key, self.todo)), _effect_key(self.pending),
                 self.offer.source if self.offer else -1, self.machine.key(),
             ))  # fmt: skip
@@ -120,8 +202,11 @@ class SimRank:
     def prepare(self, world: World) -> None:
         """A first process starts with the initial state; a replacement has none that counts."""
         if not self.machine.joining:
-            self.model = values.first_model(world.shard[self.rank])
-            self.own = values.first_own(self.rank)
+            self.built = 0
+            begun = world.layout.begun
+            self.model = world.chains.model[world.shard[self.rank]][begun]
+            self.own = world.chains.own[self.rank][begun]
+            self.layout, self.laid = (0, True) if begun else (-1, False)
         self.calls = dict.fromkeys((WORLD, world.shard[self.rank]), 0)
 
     def die(self) -> None:
@@ -129,8 +214,9 @@ class SimRank:
         self.alive = self.connected = False
         self.at = At.DEAD
         self.todo, self.pending, self.offer, self.undo, self.start = (), None, None, None, None
-        self.model = self.base = self.own = 0
+        self.model = self.base = self.own = self.grad = 0
         self.grads, self.batches, self.calls = (), (), {}
+        self.saved, self.shown = -1, _NOTHING
 
     def stopped(self, world: World) -> bool:
         """Whether a stop newer than the rank's generation is raised."""
@@ -151,12 +237,30 @@ class SimRank:
     @property
     def can_fail(self) -> bool:
         """Whether what this rank waits for may fail although nobody died."""
-        return not self.todo and isinstance(self.pending, (fx.Build, fx.Fetch))
+        return (
+            not self.todo and isinstance(self.pending, (fx.Build, fx.Fetch, fx.Serve, fx.AwaitStop))
+        ) or self._misled
+
+    @property
+    def _misled(self) -> bool:
+        """Whether the rest of a body gets this rank's own values for everybody's, and may not like them."""
+        return self.idle and self.at is At.TAIL and self.mode is fx.Mode.LOOPBACK and not self.outside
 
     @property
     def in_body(self) -> bool:
         """Whether its memory may be damaged in the body of a step."""
-        return self.idle and self.at in (At.BODY, At.REDUCED)
+        return self.idle and self.at in (At.BODY, At.REDUCED, At.END)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether lost memory is heard of when the device comes to rest, and the step can be left."""
+        waits = not self.todo and isinstance(self.pending, fx.Quiesce) and not self.pending.tail
+        return waits and self.machine.intact and not self.heard
+
+    def _may_be_left(self, world: World) -> bool:
+        """Whether the user's code that runs now is a body of which nothing has to stay."""
+        in_body = self.at in (At.BODY, At.REDUCE, At.REDUCED, At.SCALE, At.END) and not self.swallowed
+        return in_body and (world.program.undo or not self.writer)
 
     # -- which transitions there are
 
@@ -182,8 +286,12 @@ class SimRank:
 
     def feed(self, world: World, event: Any) -> None:
         """The machine is told; what nobody else sees is done at once."""
-        world.visited.add((_state_name(self.machine), type(event).__name__))
-        self._run(world, self.machine.on(event))
+        world.visited.add((type(self.machine.state).__name__, type(event).__name__))
+        effects = self.machine.on(event)
+        ends = [type(effect) in _ENDS for effect in effects]
+        if ends[-1:] != [True] or sum(ends) != 1:
+            raise ViolationError(f"rank {self.rank}: {effects} must have one end")
+        self._run(world, effects)
 
     def _run(self, world: World, effects: tuple[fx.Effect, ...]) -> None:
         self.todo = ()
@@ -192,25 +300,30 @@ class SimRank:
                 self.todo = effects[index:]
                 return
             if type(effect) in self._WAITING:
-                assert index == len(effects) - 1, f"{effect} is not the last of its list"
                 self.pending = effect
                 self._WAITING[type(effect)](self, world)
+            else:
+                self._perform(world, effect)  # the last of a list may feed the machine again
+            if not self.alive:
                 return
-            self._perform(world, effect)  # the last of a list may feed the machine again
+        told, stands = world.standings[self.rank], self.machine.standing
+        if told != stands and self.alive and self.machine.intact:
+            raise ViolationError(f"the record of rank {self.rank} says {told}, and it stands at {stands}")
 
     # -- effects
 
     def _perform(self, world: World, effect: fx.Effect) -> None:
-        perform = self._PERFORM.get(type(effect))
-        if perform is not None:
-            perform(self, world, effect)
+        if self.armed and type(effect) not in _IN_A_BODY:
+            raise ViolationError(f"rank {self.rank} may be interrupted in {type(effect).__name__}")
+        self._PERFORM[type(effect)](self, world, effect)
 
     def _record(self, world: World, _: fx.Effect) -> None:
+        require(not self.busy, f"rank {self.rank} says how far it is before its device is")
         world.standings[self.rank] = self.machine.standing
 
     def _publish(self, world: World, effect: fx.Publish) -> None:
         commits, number = self.machine.standing.commits, self.machine.number
-        world.publish(self.rank, commits + effect.ahead, (self.own, number + effect.ahead))
+        world.publish(self.rank, commits + effect.ahead, (self.own, number + effect.ahead, self.tails))
 
     def _reset_log(self, world: World, _: fx.Effect) -> None:
         world.logs[self.rank] = (self.machine.standing.commits, ())
@@ -219,9 +332,11 @@ class SimRank:
         world.send(self, m.Started(str(self.model), ("world",), world.layout.replicas))
 
     def _send_trouble(self, world: World, effect: fx.SendTrouble) -> None:
+        require(not self.untold, f"rank {self.rank} asks why, and knows that its memory lost data")
         world.send(self, m.Trouble(self.machine.generation, effect.text))
 
     def _send_damaged(self, world: World, effect: fx.SendDamaged) -> None:
+        self.untold = False
         world.send(self, m.Damaged(self.machine.generation, effect.text))
 
     def _send_joined(self, world: World, _: fx.Effect) -> None:
@@ -229,9 +344,13 @@ class SimRank:
         world.send(self, m.Joined(self.machine.generation, commits, phase, self.machine.intact, 0, ("world",)))
 
     def _send_done(self, world: World, effect: fx.SendDone) -> None:
-        world.send(self, m.Done(self.machine.generation, effect.redone, self.machine.number, self.machine.over))
+        self._has_groups()
+        self._has_shown("stands at the plan's target")
+        world.send(self, m.Done(self.machine.generation, effect.redone, self.machine.base, self.machine.over))
 
     def _send_finish(self, world: World, _: fx.Effect) -> None:
+        self._has_shown("comes to its end")
+        self.copying = False
         world.send(self, m.Finish(self.machine.generation))
 
     def _offer(self, world: World, effect: fx.Offer) -> None:
@@ -243,6 +362,40 @@ class SimRank:
         offers = [m.Offer(generation, self.rank, to, self.incarnation, b"", str(self.model)) for to in effect.targets]
         world.send(self, *offers)
 
+    def _show_state(self, world: World, effect: fx.ShowState) -> None:
+        """As ``session/comparison.py`` has it, but for that each head is one at which a comparison is due."""
+        commits = self.machine.standing.commits
+        even, odd = world.words[self.rank]
+        if effect.where == "copied":
+            require(self.shown == _COPIED, f"rank {self.rank} says that it holds a copy")
+            self.shown, world.words[self.rank] = _SILENT, (None, None)
+            return
+        require(self.shown != _COPIED, f"rank {self.rank} shows a copy")
+        if effect.where != "target":
+            self._has_looked("shows the next")
+        self.shown, word = commits, (commits, self.model)
+        world.words[self.rank] = (even, word) if commits % 2 else (word, odd)
+
+    def _compare(self, world: World, _: fx.Compare) -> None:
+        commits, self.shown = self.shown, _NOTHING
+        require(commits != _COPIED, f"rank {self.rank} compares a copy by what it has shown before")
+        if commits < 0:
+            return
+        words = [world.words[each][commits % 2] for each in world.table.peers(self.rank)]
+        held = {word[1] for word in words if word is not None and word[0] == commits}
+        require(len(held) == 1, f"replicas of rank {self.rank} show different things before update {commits}")
+
+    def _check_unchanged(self, world: World, _: fx.CheckUnchanged) -> None:
+        if self.unseen:
+            world.leave_with_error(self)
+
+    def _has_looked(self, what: str) -> None:
+        require(self.shown == _NOTHING, f"rank {self.rank} {what}, and has not looked at what its replicas have shown")
+
+    def _has_shown(self, what: str) -> None:
+        shown = self.shown in (self.machine.standing.commits, _SILENT)
+        require(shown, f"rank {self.rank} {what}, and has not shown what it holds")
+
     def _exchange(self, _: World, __: fx.Exchange) -> None:
         self.mode = fx.Mode.EXCHANGE
 
@@ -250,12 +403,22 @@ class SimRank:
         self.mode = effect.mode
 
     def _draw(self, _: World, __: fx.Effect) -> None:
-        place = self.machine.place
-        if place == len(self.batches):
-            self.own = values.drawn(self.own)
-            self.batches = (*self.batches, self.own)
-        else:
-            self.own = self.batches[place]
+        place, commits = self.machine.place, self.machine.standing.commits
+        if not place:
+            self.entered = False
+        if place < len(self.batches):
+            self.tries += not place
+            if place:  # what the batch before has drawn is taken back along with its body
+                self.own = self.batches[place]
+            else:
+                self._has_looked("begins an update again")
+            return
+        if not place:
+            self.tries = 0
+            self._has_shown("begins an update")
+            require(self.saved == commits, f"rank {self.rank} begins update {commits} without a snapshot")
+        self.own = values.drawn(self.own)
+        self.batches = (*self.batches, self.own)
 
     def _arm(self, _: World, __: fx.Effect) -> None:
         self.armed = True
@@ -263,89 +426,178 @@ class SimRank:
     def _disarm(self, _: World, __: fx.Effect) -> None:
         self.armed = False
 
-    def _snapshot_begin(self, _: World, __: fx.Effect) -> None:
-        self.copying = True
+    def _snapshot_begin(self, world: World, _: fx.Effect) -> None:
+        """Each head is one at which a snapshot is due."""
+        commits = self.machine.standing.commits
+        require(not self.copying, f"rank {self.rank} begins a snapshot, and the one before is not complete")
+        published = world.published[self.rank][-1:] == ((commits, (self.own, self.machine.number, self.tails)),)
+        require(published, f"rank {self.rank} begins a snapshot of what it has not published")
+        self.copying, self.saved = True, commits
 
     def _snapshot_fence(self, _: World, __: fx.Effect) -> None:
         self.copying = False
 
     def _learn_layout(self, _: World, __: fx.Effect) -> None:
-        self.layout = True
+        if self.layout < 0 and self.listens:
+            self.layout = self.machine.standing.commits
 
     def _rebuild_reducer(self, _: World, effect: fx.RebuildReducer) -> None:
         self.cut = False
-        if effect.copied:
-            self.layout = self.machine.standing.commits > 0
+        commits = self.machine.standing.commits
+        if effect.copied or self.layout >= commits:
+            self.layout = 0 if commits else -1
+        self.laid = commits > 0
+        self.listens = False
 
     def _mark(self, _: World, __: fx.Effect) -> None:
         self.start = self.own
+        self.listens = True
 
     def _rollback(self, _: World, __: fx.Effect) -> None:
         if self.start is not None:
             self.own = self.start
-            self.grads = ()
+            self.grad, self.grads = 0, ()
             if self.undo is not None:
                 self.model, self.undo = self.undo, None
 
-    def _rewind(self, _: World, effect: fx.Rewind) -> None:
-        if not effect.again:
-            self.batches = ()
+    def _forget_batches(self, _: World, __: fx.Effect) -> None:
+        self.batches = ()
 
     def _save_undo(self, _: World, __: fx.Effect) -> None:
         if self.undo is None:
             self.undo = self.model
 
+    def _synchronize(self, _: World, __: fx.Effect) -> None:
+        self.busy = False
+
     def _committed(self, world: World, __: fx.Effect) -> None:
+        require(not self.busy, f"rank {self.rank} drops what it could go back to before its device is done")
+        require(not self.copying, f"rank {self.rank} is over with an update, and its snapshot is not complete")
+        self._has_looked("is over with an update")
         self.start = self.undo = None
         self.batches = self.grads = ()
+        self.grad = 0  # the user's program sets its gradients to zero
         world.high_water = max(world.high_water, self.machine.standing.commits)
 
     def _return(self, world: World, effect: fx.Return) -> None:
         """The user's code goes on."""
         program = world.program
-        if effect.value:  # a cut body, or a collective that is called again
-            self.at = At.TAIL if self.at is At.IN_TAIL else At.HEAD
-            return
-        if self.at is At.HEAD:
+        wanted = (_EXIT, _CALL) if effect.value else (_HOOK, _EXIT, _OTHER)
+        require(self.called in wanted, f"rank {self.rank} is answered what it has not asked")
+        if self.mode is not fx.Mode.LOOPBACK:
+            self._has_groups()
+        if effect.value and self.at is At.IN_TAIL:  # the collective is called again
+            self.at = At.TAIL
+            require(self.mode is not fx.Mode.LOG, f"rank {self.rank} calls a collective of a group that is gone")
+        elif effect.value:
+            self._goes_on_behind_a_cut()
+        elif self.at is At.HEAD:
             self.at = At.BODY
         elif self.at is At.BODY:  # a micro-step's end
             self.at = At.HEAD
         elif self.at is At.REDUCED:
             self.at = At.WRITE
             require(not self.copying, f"rank {self.rank} writes while a snapshot is copied")
+            mode = fx.Mode.DIRECT if program.undo else fx.Mode.UPDATE
+            require(self.mode is mode, f"rank {self.rank} writes in mode {self.mode}")
+            if not program.undo:
+                self._has_looked("writes")
             if self.model != values.TORN:
                 self.base, self.model = self.model, values.TORN
         elif self.at is At.WRITE:
             self.writer += 1
-            if self.writer < program.optimizers:
-                self.at = At.REDUCED
-            elif not program.undo:
-                self._tail_begins()
-        elif self.at is At.TAIL:  # the body's end
-            self.at = At.HEAD
-            self.breaks = program.breaks and self.machine.standing.commits == len(world.layout.tails)
+            self._to_the_next_write(world)
+        elif self.at is At.END:
+            self.outside = True
+            self._tail_begins()
+        elif self.at is At.TAIL:
+            self._leaves_the_body(world)
+        self._check_armed(world)
+
+    def _has_groups(self) -> None:
+        built = self.built == self.machine.generation
+        require(built, f"rank {self.rank} goes on without the groups of generation {self.machine.generation}")
+
+    def _to_the_next_write(self, world: World) -> None:
+        program = world.program
+        if self.writer < self._writers(world):
+            self.at = At.REDUCED
+        elif program.scaler:
+            self.at = At.SCALE
+        elif program.undo or self.swallowed:
+            self.at = At.END
+        else:
+            self._tail_begins()
+
+    def _writers(self, world: World) -> int:
+        return world.program.writers(self.step // world.program.accumulate)
+
+    def _tail_begins(self) -> None:
+        self.at, self.tail_index = At.TAIL, 0
+        require(self.mode not in (fx.Mode.DIRECT, fx.Mode.UPDATE), f"rank {self.rank} has a tail in mode {self.mode}")
+
+    def _leaves_the_body(self, world: World) -> None:
+        self.tails += 1
+        self.at = At.HEAD
+        self.breaks = world.program.breaks and self.machine.standing.commits == len(world.layout.tails)
+
+    def _goes_on_behind_a_cut(self) -> None:
+        self.at, self.behind_cut = At.HEAD, True
+        require(self.mode is fx.Mode.LOOPBACK, f"rank {self.rank} goes on behind a cut body in mode {self.mode}")
+
+    def _check_armed(self, world: World) -> None:
+        if self.armed is not self._may_be_left(world):
+            raise ViolationError(f"rank {self.rank} is {'' if self.armed else 'not '}armed at {self.at.name}")
 
     def _return_step(self, world: World, _: fx.Effect) -> None:
+        require(self.called == _HEAD, f"rank {self.rank} is given a step that it has not asked for")
         self.at, self.writer = At.HEAD, 0
+        self.behind_cut = self.swallowed = self.outside = False
         self.step = self.machine.number
         commits = self.machine.standing.commits
         require(commits < len(world.layout.tails), f"rank {self.rank} begins a step that no other rank runs")
+        require(not self.unseen, f"rank {self.rank} trains on with a change that nobody has seen")
+        counted = (self.tries > 0) is (self.machine.attempt > 0)
+        require(counted, f"rank {self.rank} is told attempt {self.machine.attempt}, and has tried {self.tries} times")
+        again = f"rank {self.rank} tells the hang detector of collectives of another window"
+        require(self.machine.place > 0 or not self.entered, again)
         if self.machine.place == 0:
             expected = world.chains.own[self.rank][commits]
             require(self.batches[0] == values.drawn(expected), f"rank {self.rank} starts {commits} elsewhere")
-        self.feed(world, on.Enter())
+            require(
+                self.start == self.own == self.batches[0], f"rank {self.rank} can't go back to the start of {commits}"
+            )
+        self._check_armed(world)
+        if world.program.misuse == STEPS_OUTSIDE and self._late(world):
+            self._misuse_step(world)
+        else:
+            self.called = _OTHER
+            self.feed(world, on.Enter())
 
     def _return_end(self, _: World, __: fx.Effect) -> None:
+        require(self.called == _HEAD, f"rank {self.rank} leaves its loop from within")
+        self._has_looked("ends")
+        require(self.mode is fx.Mode.DIRECT, f"rank {self.rank} is behind its loop in mode {self.mode}")
         self.at, self.connected = At.LEFT, False
 
     def _cut(self, world: World, _: fx.Effect) -> None:
-        self.feed(world, on.Exit("interrupted"))
+        """Raised in the hook of an optimizer."""
+        require(not self.armed, f"rank {self.rank} may be interrupted in a hook")
+        require(self.called == _HOOK, f"rank {self.rank} raises what nobody expects")
+        self.called = _EXIT
+        if not world.program.swallows:
+            self.feed(world, on.Exit("interrupted"))
+            return
+        self.swallowed = True
+        self.writer += 1
+        self._to_the_next_write(world)
 
     def _give_up(self, world: World, _: fx.Effect) -> None:
         world.leave_with_error(self)
 
-    def _misuse(self, _: World, effect: fx.Misuse) -> None:
-        require(condition=False, text=effect.text)
+    def _misuse(self, world: World, effect: fx.Misuse) -> None:
+        require(bool(world.program.misuse), effect.text)
+        world.leave_with_error(self)
 
     # -- what the machine waits for
 
@@ -366,12 +618,22 @@ class SimRank:
         if kind is fx.Build:
             # What was built before a stop is not used after it.
             return ["is stopped"] if stopped else ["has built"] * world.complete(self, WORLD)
+        if isinstance(effect, fx.Serve):
+            if (self.machine.generation, self.rank, effect.pull.target) in world.handed_over:
+                return ["has served"]
+            return ["fails"] * (stopped or not world.ranks[effect.pull.target].alive)
         assert kind is fx.Fetch
         if self.offer is None:
             return ["receives"] if self._relevant(world) is not None else []
         source = world.ranks[self.offer.source]
-        names = ["copies"] if source.alive and source.incarnation == self.offer.pid else []
-        return names + ["is stopped"] * (stopped and not names)
+        if not source.alive or source.incarnation != self.offer.pid:
+            return ["fails"]
+        if not world.layout.pulls:
+            return ["copies"]
+        if not self.pulled:
+            return ["pulls"]
+        serving = isinstance(source.pending, fx.Serve) and source.pending.pull.target == self.rank
+        return ["copies"] * serving + ["fails"] * stopped
 
     def _receive(self, world: World, name: str) -> None:
         effect, event = self.pending, None
@@ -382,11 +644,20 @@ class SimRank:
             case "is stopped":
                 event = on.Stopped()
             case "sees the stop" if type(effect) is fx.Quiesce:
-                event = on.Quieted(world.stop_generation)
+                event = on.Quieted(world.stop_generation, self.heard)
+                self.heard = False
+            case "pulls":
+                assert self.offer is not None
+                self.pulled = True
+                world.send(self, m.Pull(self.machine.generation, self.offer.source, self.rank))
             case "copies":
                 event = self._copies(world)
             case "has built":
+                self.built = self.machine.generation
                 world.leave(self, WORLD)
+                event = on.Ok()
+            case "has checked":
+                self.busy = False
                 event = on.Ok()
             case "passes":
                 world.standings[self.rank] = Standing(self.machine.standing.commits, Phase.UPDATING)
@@ -437,16 +708,26 @@ class SimRank:
         commits = self.machine.standing.commits
         whole = self.model == world.chains.model[world.shard[self.rank]][commits]
         require(whole, f"rank {self.rank} saves a wrong state")
+        over = self.machine.standing.phase is not Phase.APPLIED
+        require(over, f"rank {self.rank} saves in the middle of a tail")
+        published = [state for of, state in world.published[self.rank] if of == commits]
+        own = (world.chains.own[self.rank][commits], self.machine.base, self.tails)
+        require(published[-1:] == [own], f"rank {self.rank} saves update {commits}, and has not published its start")
+        require(not self.copying, f"rank {self.rank} saves, and the snapshot before is not complete")
         order = effect.order
+        if order is None:
+            self._has_looked("saves")
         require(
             order is None or order.commits == commits, f"rank {self.rank} saves update {commits}, asked for another"
         )
-        world.send(self, m.Captured(commits, self.machine.number, 0, store=True, last=self.machine.generation))
+        world.send(self, m.Captured(commits, self.machine.base, 0, store=True, last=self.machine.generation))
 
     def _begins_to_quiesce(self, world: World) -> None:
         self.calls = dict.fromkeys((WORLD, world.shard[self.rank]), 0)
         self.offer = None
-        self.copying = self.armed = False
+        self.copying = self.busy = self.pulled = False
+        require(not self.armed, f"rank {self.rank} may be interrupted in a recovery")
+        require(not self.untold, f"rank {self.rank} has lost memory, and has not said so")
 
     def _begins_to_build(self, world: World) -> None:
         # Frames of older recoveries would be skipped one by one.
@@ -464,9 +745,11 @@ class SimRank:
         require(intact, f"source {source.rank} changed before its copy was acknowledged")
         states = [state for of, state in world.published[self.rank] if of == commits]
         require(bool(states), f"rank {self.rank} had published nothing from which update {commits} starts")
-        self.model, (self.own, number) = source.model, states[-1]
-        self.start = None
+        self.model, (self.own, number, self.tails) = source.model, states[-1]
+        self.start = self.undo = None
+        self.shown = _COPIED
         self.offer = None
+        world.handed_over |= {(self.machine.generation, source.rank, self.rank)}
         return on.Ok(number)
 
     # -- the user's program
@@ -476,76 +759,117 @@ class SimRank:
         return names + ["is interrupted"] * (self.armed and self.stopped(world))
 
     def _next_calls(self, world: World, *, stopped: bool) -> list[str]:
-        if self.at is At.BOOT:
-            return ["connects"]
-        if self.at is At.HEAD:
-            return ["asks for a step"]
+        if world.program.misuse and self._misuses(world):
+            return ["misuses the step"]
+        if self.at is At.REDUCE:
+            return ["has reduced"] * world.complete(self, world.shard[self.rank])
+        if self.at is At.IN_TAIL:
+            return self._in_tail(world, stopped=stopped)
         if self.at is At.BODY:
             last = self.machine.place == world.program.accumulate - 1
             return ["reduces" if last else "ends the body"]
-        if self.at is At.REDUCE:
-            return ["has reduced"] * world.complete(self, world.shard[self.rank])
-        if self.at is At.REDUCED:
-            return ["updates"]
-        if self.at is At.WRITE:
-            return ["has written"]
-        if self.at is At.TAIL:
-            return ["goes on in the tail"]
-        return self._in_tail(world, stopped=stopped)
+        return [_NEXT_CALL[self.at]]
+
+    def _misuses(self, world: World) -> bool:
+        at, written, _ = MISUSES[world.program.misuse]
+        where = self.behind_cut if at is At.HEAD else written == (self.writer > 0)
+        return self.at is at and where and not self.outside and self._late(world)
+
+    def _late(self, world: World) -> bool:
+        return self.machine.standing.commits >= len(world.layout.tails) - 1
+
+    def _misuse_step(self, world: World) -> None:
+        """What the documentation forbids: whoever does it is told."""
+        kind = world.program.misuse
+        self.called = _OTHER
+        self.unseen = kind == CHANGES_UNSEEN
+        self.feed(world, MISUSES[kind][2])
+        require(not self.alive, f"rank {self.rank} {kind}, and nobody has told it")
 
     def _connect(self, world: World) -> None:
-        self.at, self.connected = At.HEAD, True
+        self.at, self.connected, self.called = At.HEAD, True, _HEAD
         world.greet(self)
-        self.feed(world, on.Begin(self._total(world), 0))
+        begun = world.layout.begun
+        self.feed(world, on.Begin(self._total(world), begun * world.program.accumulate, begun))
 
     def _ask_for_step(self, world: World) -> None:
         stopped = self.stopped(world)
+        self.called = _HEAD
         self.feed(world, on.Over(stopped) if self.breaks else on.Next(self._total(world), stopped))
 
     def _total(self, world: World) -> int:
         return (len(world.layout.tails) + world.program.breaks) * world.program.accumulate
 
     def _interrupted(self, world: World) -> None:
-        self.cut = True
+        require(self._may_be_left(world), f"rank {self.rank} is interrupted at {self.at.name}")
+        self.cut, self.called = True, _EXIT
         self.feed(world, on.Exit("interrupted"))
 
     def _reduce(self, world: World) -> None:
         commits, shard = self.machine.standing.commits, world.shard[self.rank]
         require(not self.cut, f"rank {self.rank} reduces with a reducer that was cut")
-        require(self.layout or not commits, f"rank {self.rank} reduces with another layout")
+        require(self.layout == (0 if commits else -1), f"rank {self.rank} reduces with another layout")
         require(self.mode is fx.Mode.DIRECT, f"rank {self.rank} reduces in mode {self.mode}")
-        world.enter(self, shard, ("grad", commits), values.gradient(self.rank, self.batches))
+        self._compute()
+        self.entered = True
+        world.enter(self, shard, ("grad", commits, self.laid), self.grad)
+        self.laid = commits > 0
         self.at = At.REDUCE
+
+    def _compute(self) -> None:
+        """The body's forward and backward pass."""
+        batch = self.batches[self.machine.place]
+        self.grad = values.gradient(self.rank, self.grad, batch, self.own)
+        self.own = values.used(self.own)
 
     def _reduced(self, world: World) -> None:
         self.grads = tuple(value for _, value in world.leave(self, world.shard[self.rank]))
-        self.at = At.REDUCED
+        self._to_the_next_write(world)
 
     def _update(self, world: World) -> None:
+        self.called = _HOOK
         self.feed(world, on.UpdateBegins(self.writer))
 
     def _written(self, world: World) -> None:
-        last = self.writer == world.program.optimizers - 1
-        if last:
-            self.model = values.updated(self.base, self.grads)
+        self.called = _OTHER
+        self.busy = True
+        if self.writer == world.program.optimizers - 1:
+            self.model = values.updated(self.base, self.grads, self.writer + 1)
         self.feed(world, on.UpdateEnds(self.writer))
-        if last and world.program.undo:
+
+    def _scale(self, world: World) -> None:
+        """The scaler is updated; where it has refused something it has changed, and it is replicated."""
+        writers = self._writers(world)
+        if writers < world.program.optimizers and not self.swallowed:
+            if not writers:
+                self.undo = self.base = self.model
+            self.model = values.updated(self.base, self.grads, writers)
+        refused = writers < world.program.optimizers or self.swallowed
+        self.called = _OTHER
+        self.feed(world, on.ScalerUpdated())
+        if refused:
+            self.at = At.END
+        else:
             self._tail_begins()
 
-    def _tail_begins(self) -> None:
-        self.at, self.tail_index = At.TAIL, 0
-
     def _end_body(self, world: World) -> None:
+        if self.at is At.BODY:
+            self._compute()
+        self.called = _EXIT
         self.feed(world, on.Exit())
 
     def _tail(self, world: World) -> None:
         """The next collective of the tail that this rank is in, or the body's end."""
         commits = self.machine.standing.commits
-        calls = world.layout.calls(commits - 1) if self.machine.standing.phase is Phase.APPLIED else ()
+        calls = world.layout.calls(commits - 1)
         while self.tail_index < len(calls) and self.rank not in calls[self.tail_index]:
             self.tail_index += 1
         if self.tail_index >= len(calls):
-            self.feed(world, on.Exit())
+            if self.outside:
+                self._leaves_the_body(world)
+            else:
+                self.called = _EXIT
+                self.feed(world, on.Exit())
             return
         index = self.tail_index
         if self.mode in (fx.Mode.LOG, fx.Mode.EXCHANGE):
@@ -576,26 +900,39 @@ class SimRank:
         self.at = At.TAIL
 
     def _tail_cut(self, world: World) -> None:
+        self.called = _CALL
         self.feed(world, on.TailCut(stopped=self.stopped(world)))
 
     # -- faults
 
     def fail(self, world: World) -> None:
         """A collective failed, the update was cut, or what the rank waits for."""
-        if isinstance(self.pending, (fx.Build, fx.Fetch, fx.AwaitStop)):
+        if isinstance(self.pending, (fx.Build, fx.Fetch, fx.Serve, fx.AwaitStop)):
             self._receive(world, "fails")
+        elif self._misled:
+            self.called = _EXIT
+            self.feed(world, on.Exit("error", "this one is missing"))
         elif self.at is At.IN_TAIL:
-            self.feed(world, on.TailCut(stopped=self.stopped(world)))
+            self._tail_cut(world)
         elif isinstance(self.pending, fx.CheckCollectives):
             self._receive(world, "finds them failed")
         else:
-            self.cut = True
-            self.feed(world, on.Exit("fault", "failed", damaged=self.at is At.WRITE, lost=self.at is At.WRITE))
+            self.cut, self.called = True, _EXIT
+            self.untold = self.at is At.WRITE
+            self.feed(world, on.Exit("fault", "failed", damaged=self.untold, lost=self.untold))
 
     def lose_data(self, world: World) -> None:
         """Memory of this rank's is damaged."""
         self.model = values.TORN
+        if self.pending is not None:
+            self.heard = True
+            return
+        self.untold = self.cut = True
+        self.called = _EXIT
         self.feed(world, on.Exit("fault", "lost data", damaged=True, lost=True))
+
+    def _nothing_but_told(self, _: World, __: fx.Effect) -> None:
+        """Somebody reads it."""
 
     def _nothing(self, world: World) -> None:
         pass
@@ -608,6 +945,7 @@ class SimRank:
         fx.SendStarted: _send_started,
         fx.SendTrouble: _send_trouble,
         fx.SendDamaged: _send_damaged,
+        fx.TellTailFailed: _nothing_but_told,
         fx.SendJoined: _send_joined,
         fx.SendDone: _send_done,
         fx.SendFinish: _send_finish,
@@ -618,12 +956,16 @@ class SimRank:
         fx.SnapshotFence: _snapshot_fence,
         fx.LearnLayout: _learn_layout,
         fx.RebuildReducer: _rebuild_reducer,
+        fx.ShowState: _show_state,
+        fx.Compare: _compare,
+        fx.CheckUnchanged: _check_unchanged,
+        fx.Synchronize: _synchronize,
         fx.SetMode: _set_mode,
         fx.Exchange: _exchange,
         fx.Draw: _draw,
         fx.Mark: _mark,
         fx.Rollback: _rollback,
-        fx.Rewind: _rewind,
+        fx.ForgetBatches: _forget_batches,
         fx.SaveUndo: _save_undo,
         fx.Committed: _committed,
         fx.Return: _return,
@@ -633,11 +975,9 @@ class SimRank:
         fx.GiveUp: _give_up,
         fx.Misuse: _misuse,
     }
-    """What is not here has nothing to do in a process that is a model."""
-
     _WAITING: ClassVar[dict[type[fx.Effect], Callable[..., None]]] = {
         **dict.fromkeys((fx.CheckCollectives, fx.Cross, fx.AwaitStop, fx.AwaitResume, fx.AwaitPlan), _nothing),
-        **dict.fromkeys((fx.AwaitFinished, fx.AwaitEnd, fx.Fetch), _nothing),
+        **dict.fromkeys((fx.AwaitFinished, fx.AwaitEnd, fx.Fetch, fx.Serve), _nothing),
         fx.Quiesce: _begins_to_quiesce,
         fx.Build: _begins_to_build,
         fx.Save: _begins_to_save,
@@ -648,19 +988,15 @@ class SimRank:
         "is interrupted": _interrupted,
         "reduces": _reduce,
         "has reduced": _reduced,
+        "misuses the step": _misuse_step,
         "updates": _update,
+        "updates the scaler": _scale,
         "has written": _written,
         "ends the body": _end_body,
         "goes on in the tail": _tail,
         "has the result": _has_result,
         "sees its collective cut": _tail_cut,
     }
-
-
-def _state_name(machine: Rank) -> str:
-    state = machine.state
-    at = getattr(state, "at", None)
-    return f"{type(state).__name__}({at.name})" if at is not None else type(state).__name__
 
 
 def _effect_key(effect: fx.Effect | None) -> Any:

@@ -17,7 +17,7 @@ from resilient_train.protocol.controller import Stage
 from resilient_train.testing import checks
 from resilient_train.testing.checks import ViolationError
 from resilient_train.testing.cluster import Driver, Faults, Layout, Move, World
-from resilient_train.testing.rank import Program
+from resilient_train.testing.rank import MISUSES, Program
 
 MAX_TRANSITIONS = 20_000
 """More than any job of ``draw_layout`` needs; a job that is still running then is not coming to its end."""
@@ -32,12 +32,31 @@ LAYOUTS: tuple[tuple[tuple[int, ...], ...], ...] = (
 )
 
 
+PROGRAMS = (
+    *[Program()] * 6,
+    Program(accumulate=2),
+    Program(optimizers=2),
+    Program(undo=True),
+    Program(accumulate=2, undo=True),
+    Program(optimizers=2, undo=True),
+    Program(breaks=True),
+    Program(scaler=True),
+    Program(accumulate=2, scaler=True),
+    Program(optimizers=2, scaler=True),
+    Program(optimizers=2, scaler=True, swallows=True),
+)
+
+
 class Outcome(NamedTuple):
     """How a simulated job went. ``given_up``: every holder of a shard was lost, so the job ended."""
 
     transitions: int
     generations: int
     given_up: bool
+
+
+_IN_THE_UPDATE = ("steps twice", "enters twice in the update")
+"""Misuses between two optimizers."""
 
 
 class SimulationError(ViolationError):
@@ -48,12 +67,16 @@ def draw_layout(rng: random.Random) -> Layout:
     """A job: who holds what, how many updates, which collectives after each, what kind of loop."""
     groups = rng.choice(LAYOUTS)
     size = sum(map(len, groups))
-    program = rng.choice(
-        (*[Program()] * 4, Program(accumulate=2), Program(optimizers=2), Program(undo=True), Program(breaks=True))
+    program = rng.choice(PROGRAMS)
+    if rng.random() < 0.1:
+        kind = rng.choice((*MISUSES,))
+        program = Program(optimizers=2 if kind in _IN_THE_UPDATE else 1, misuse=kind)
+    updates = rng.randint(1, 5)
+    tails = tuple(_draw_tail(rng, size) for _ in range(updates))
+    layout = Layout(size, tails, groups if len(groups) > 1 else (), program)
+    return layout._replace(
+        begun=rng.choice((*[0] * 9, updates // 2)), pulls=rng.random() < 0.2, replaces=rng.random() < 0.9
     )
-    updates = range(rng.randint(1, 5))
-    tails = tuple(_draw_tail(rng, size) for _ in updates) if not program.undo else (0,) * len(updates)
-    return Layout(size, tails, groups if len(groups) > 1 else (), program)
 
 
 def _draw_tail(rng: random.Random, size: int) -> int | tuple[tuple[int, ...], ...]:
@@ -70,6 +93,7 @@ def draw_faults(rng: random.Random) -> Faults:
         cuts=rng.choice((0, 0, 1)),
         glitches=rng.choice((0, 0, 1, 2)),
         damages=rng.choice((0, 0, 1, 2)),
+        heard=rng.choice((0, 0, 0, 1)),
         fences=rng.choice((0, 0, 0, 1)),
         hangs=rng.choice((0, 0, 1, 2)),
         failures=rng.choice((0, 0, 1)),

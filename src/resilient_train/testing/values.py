@@ -28,14 +28,21 @@ def drawn(own: int) -> int:
     return hash((3, own))
 
 
-def gradient(rank: int, owns: Sequence[int]) -> int:
-    """What a rank contributes to an update; ``owns`` are its states after each batch of the window."""
-    return hash((4, rank, *owns))
+def used(own: int) -> int:
+    """The rank's own state after the body of a step, which has drawn random numbers."""
+    return hash((7, own))
 
 
-def updated(model: int, gradients: Sequence[int]) -> int:
-    """The state after an update with the contributions of a replica group, in the order of its ranks."""
-    return hash((5, model, *gradients))
+def gradient(rank: int, before: int, batch: int, own: int) -> int:
+    """What a rank contributes to an update: ``before``, and what the body makes of a batch in its own state."""
+    return hash((4, rank, before, batch, own))
+
+
+def updated(model: int, gradients: Sequence[int], writers: int) -> int:
+    """The state after an update with the contributions of a replica group, in the order of its ranks. ``writers``: so
+    many optimizers write; where it is fewer than all, the gradient scaler has refused, and has changed.
+    """
+    return hash((5, model, writers, *gradients))
 
 
 def logged(rank: int, commits: int, index: int) -> int:
@@ -44,24 +51,23 @@ def logged(rank: int, commits: int, index: int) -> int:
 
 
 class Chains:
-    """The undisturbed run: ``model[shard][c]`` and ``own[rank][c]`` are the states from which update c starts."""
+    """The undisturbed run: ``model[shard][c]`` and ``own[rank][c]`` are the states from which update c starts.
 
-    def __init__(self, groups: Sequence[Sequence[int]], updates: int, accumulate: int = 1) -> None:
+    ``writers`` has for each update how many optimizers write; an update has so many steps as ``accumulate`` says.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], writers: Sequence[int], accumulate: int = 1) -> None:
         ranks = sorted(rank for group in groups for rank in group)
         self.own = {rank: [first_own(rank)] for rank in ranks}
         self.model = [[first_model(shard)] for shard in range(len(groups))]
-        for _ in range(updates):
-            owns = {rank: _batches(self.own[rank][-1], accumulate) for rank in ranks}
-            for shard, group in enumerate(groups):
-                gradients = [gradient(rank, owns[rank]) for rank in group]
-                self.model[shard].append(updated(self.model[shard][-1], gradients))
+        for count in writers:
+            gradients = dict.fromkeys(ranks, 0)
             for rank in ranks:
-                self.own[rank].append(owns[rank][-1])
-
-
-def _batches(own: int, count: int) -> list[int]:
-    found = []
-    for _ in range(count):
-        own = drawn(own)
-        found.append(own)
-    return found
+                own = self.own[rank][-1]
+                for _ in range(accumulate):
+                    own = drawn(own)
+                    gradients[rank] = gradient(rank, gradients[rank], own, own)
+                    own = used(own)
+                self.own[rank].append(own)
+            for shard, group in enumerate(groups):
+                self.model[shard].append(updated(self.model[shard][-1], [gradients[rank] for rank in group], count))

@@ -137,3 +137,23 @@ def test_survivors_that_are_paused_in_a_recovery_are_waited_for(tmp_path: Path, 
     assert_identical(run, undisturbed(ranks=RANKS, steps=STEPS), ranks=RANKS, recoveries=run.recoveries())
     assert {event["rank"] for event in run.of("spawned")[RANKS:]} == {1}, run.explain()
     assert "nobody else has its state" in run.err
+
+
+@pytest.mark.timeout(120)
+def test_one_that_is_stopped_before_the_first_step(tmp_path: Path, undisturbed: Reference) -> None:
+    """The others would wait for it for ever: all start again. Found by the soak."""
+    run_dir, held = tmp_path / "run", tmp_path / "held"
+    held.touch()
+    script = [str(JOBS / "train.py"), "--steps", "9", "--hold", str(held)]
+    command = [*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *script]
+    with start(command) as process:
+        wait_for(run_dir, process, "spawned", RANKS)
+        os.kill(pid_of(run_dir, 1), signal.SIGSTOP)
+        wait_for(run_dir, process, "restart_all", 1)
+        held.unlink()
+        out, err = process.communicate(timeout=100)
+    run = Run(run_dir, process.returncode, out, err, read_events(run_dir))
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=RANKS, steps=9).digests(), run.explain()
+    (again,) = run.of("restart_all")
+    assert "stopped (SIGSTOP) before the first step" in again["detail"]["reason"]

@@ -5,7 +5,8 @@ import pytest
 from pure.probe_rig import LIMIT_MS, Make, eventually
 from resilient_train._native import Board, Probes
 from resilient_train.launch.alarms import Alarms
-from resilient_train.protocol.controller import Controller, Stage
+from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.job import Stage
 from resilient_train.protocol.policy import Policy
 from resilient_train.testing.fake_device import FakeDevice
 
@@ -33,8 +34,8 @@ class Hearer:
 
 def ears(policy: Policy | None = None) -> tuple[Board, Alarms, Hearer, Controller]:
     board, controller = Board.create(2), Controller(2, policy)
-    controller.stage = Stage.RUNNING
-    return board, Alarms(board, controller), Hearer(), controller
+    controller.job.stage = Stage.RUNNING
+    return board, Alarms(board, controller.job), Hearer(), controller
 
 
 def watched(make: Make, board: Board, rank: int, probe: str, **limits: int) -> Probes:
@@ -101,10 +102,10 @@ def test_only_while_the_job_trains(make: Make, device: FakeDevice) -> None:
     device.set_last_error(507904)
     eventually(lambda: board.alarms(0))
     for stage in (Stage.STARTING, Stage.RECOVERING, Stage.FINISHED):
-        controller.stage = stage
+        controller.job.stage = stage
         alarms.look(hearer)
     assert hearer.done == []
-    controller.stage = Stage.RUNNING
+    controller.job.stage = Stage.RUNNING
     alarms.look(hearer)
     assert hearer.done == [("rebuild", 0)]
 

@@ -10,8 +10,8 @@ from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.launch.caches import PLACES, SWITCHES, Cache, given, look
 from resilient_train.launch.doctor import Grade, as_dict, judge
-from resilient_train.launch.job import Job
 from resilient_train.launch.processes import Processes
+from resilient_train.launch.spec import JobSpec
 from resilient_train.protocol.policy import Policy
 
 
@@ -54,7 +54,7 @@ class NoLogs:
 
 def environs(run_dir: Path, max_restarts: int) -> list[dict[str, str]]:
     """Of a first rank, a replacement, one after a restart of all, and the standbys."""
-    job = Job(
+    job = JobSpec(
         command=("true",),
         world_size=2,
         run_dir=run_dir,

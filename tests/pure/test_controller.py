@@ -3,7 +3,8 @@
 import pytest
 
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
-from resilient_train.protocol.controller import EXIT_UNRECOVERABLE, Controller, Stage
+from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
 from resilient_train.protocol.messages import Differs, Finished, Joined, Plan, Resume, Started, Stop
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.standing import Phase, Standing
@@ -30,26 +31,26 @@ def running(size: int = 3, policy: Policy | None = None, replicas: tuple[tuple[i
         controller.greeted(rank, 0)
         digest = str(next((g for g in replicas if rank in g), "all"))
         controller.started(rank, 0, Started(digest, ("world",), replicas))
-    assert controller.stage is Stage.RUNNING
+    assert controller.job.stage is Stage.RUNNING
     return controller
 
 
 def join(
     controller: Controller, rank: int, *, holds: bool = True, commits: int = 0, phase: Phase = Phase.COMPUTE
 ) -> list:
-    message = Joined(controller.generation, commits, int(phase), holds, 0, ("world",))
-    return controller.joined(rank, controller.incarnations[rank], message)
+    message = Joined(controller.job.generation, commits, int(phase), holds, 0, ("world",))
+    return controller.joined(rank, controller.job.incarnations[rank], message)
 
 
 def recover(controller: Controller, lost: int, *, commits: int = 0) -> list[Command]:
-    for rank in range(controller.world_size):
+    for rank in range(controller.job.world_size):
         commands = join(controller, rank, holds=rank != lost, commits=commits)
     return commands
 
 
 def finish_recovery(controller: Controller) -> list[Command]:
-    for rank in range(controller.world_size):
-        commands = controller.done(rank, controller.incarnations[rank], controller.generation)
+    for rank in range(controller.job.world_size):
+        commands = controller.done(rank, controller.job.incarnations[rank], controller.job.generation)
     return commands
 
 
@@ -90,7 +91,7 @@ def test_a_loss_stops_all_and_forks_last() -> None:
     assert commands[0] == RaiseStop(1)
     assert [s.lost for s in sent(commands, Stop)] == [(1,)] * 3
     assert commands[-1] == Spawn(1, 1, joining=True, attempt=0)
-    assert controller.stage is Stage.RECOVERING
+    assert controller.job.stage is Stage.RECOVERING
 
 
 def test_a_death_counts_once() -> None:
@@ -98,7 +99,7 @@ def test_a_death_counts_once() -> None:
     controller.lost(1, 0, "died", COMPUTE_0)
     assert controller.lost(1, 0, "died", COMPUTE_0) == []
     assert controller.exited(1, 0, -9, COMPUTE_0) == []
-    assert controller.generation == 1
+    assert controller.job.generation == 1
 
 
 def test_a_recovery() -> None:
@@ -108,7 +109,7 @@ def test_a_recovery() -> None:
     assert plan == Plan(1, 0, {1: 0}, (), (1,))
     assert others == [plan] * 2
     assert sent(finish_recovery(controller), Resume) == [Resume(1)] * 3
-    assert controller.stage is Stage.RUNNING
+    assert controller.job.stage is Stage.RUNNING
 
 
 def test_who_speaks_of_the_past_is_not_heard() -> None:
@@ -120,7 +121,7 @@ def test_who_speaks_of_the_past_is_not_heard() -> None:
     join(controller, 0)
     join(controller, 2)
     assert controller.joined(1, 0, dead) == [], "its incarnation is over"
-    assert controller.plan is None
+    assert controller.job.plan is None
     assert controller.done(0, 0, 1) == [], "no plan yet"
     assert sent(join(controller, 1, holds=False), Plan)
     assert controller.done(0, 0, 0) == []
@@ -183,7 +184,7 @@ def test_loss_of_a_script_without_session_ends() -> None:
 
 def test_loss_of_a_script_that_would_have_made_a_session() -> None:
     controller = Controller(2)
-    controller.uses_us = lambda: True
+    controller.job.uses_us = lambda: True
     assert len(of(controller.exited(1, 0, -9, COMPUTE_0), Spawn)) == 2
 
 
@@ -224,7 +225,7 @@ def test_who_had_finished_finishes_again_after_a_recovery() -> None:
     recover(controller, 1)
     finish_recovery(controller)
     assert controller.finish(1, 1, 1) == controller.finish(2, 0, 1) == []
-    assert controller.stage is Stage.RUNNING
+    assert controller.job.stage is Stage.RUNNING
     assert sent(controller.finish(0, 0, 1), Finished)
 
 
@@ -256,10 +257,11 @@ def test_recoveries_that_never_come_to_their_end_are_given_up_with_the_state_sav
     commands = controller.lost(1, 0, "died", standings)
     for _ in range(3):
         recover(controller, 1, commits=4)
-        commands = controller.expired(controller.generation, standings, 9)
+        commands = controller.expired(controller.job.generation, standings, 9)
         assert killed(commands) == []
-    assert of(commands, Note)[0].kind == "leaving"
-    assert "recoveries keep failing" in of(commands, Note)[0].detail["reason"]
+    handed_over, leaving = of(commands, Note)
+    assert (handed_over.kind, handed_over.detail["strategy"], leaving.kind) == ("escalated", "HCCE", "leaving")
+    assert "recoveries keep failing" in leaving.detail["reason"]
 
 
 def test_a_replacement_that_strays_costs_no_state() -> None:
@@ -295,22 +297,22 @@ def test_the_last_one_that_has_the_state_is_never_killed() -> None:
     join(controller, 1, holds=False, commits=3)
     join(controller, 2, holds=False, commits=3)
     for _ in range(3):
-        assert killed(controller.fence(controller.awaited(), "hung", standings)) == []
-    assert controller.expired(controller.generation, standings, 9, stopped={0}) == [
+        assert killed(controller.fence(controller.job.awaited(), "hung", standings)) == []
+    assert controller.expired(controller.job.generation, standings, 9, stopped={0}) == [
         Note("spared", rank=0, detail={"ranks": [0], "reason": "did not join the recovery within 9 s"})
     ], "it may be continued"
-    (end,) = of(controller.expired(controller.generation, standings, 9), EndJob)
+    (end,) = of(controller.expired(controller.job.generation, standings, 9), EndJob)
     assert end.code == EXIT_UNRECOVERABLE
     assert "[0] did not join the recovery within 9 s" in end.reason
 
 
 def test_a_last_one_that_does_not_come_costs_what_was_not_saved() -> None:
     controller = running(2)
-    controller.can_go_back = lambda: True
+    controller.job.can_go_back = lambda: True
     controller.lost(1, 0, "died", COMPUTE_0)
     join(controller, 1, holds=False)
     assert len(of(controller.expired(1, COMPUTE_0, 9), Spawn)) == 2
-    assert controller.stage is Stage.STARTING
+    assert controller.job.stage is Stage.STARTING
 
 
 def test_where_all_are_named_all_are_asked() -> None:
@@ -367,11 +369,11 @@ def test_damaged_memory_is_a_fault_that_costs_no_process() -> None:
 def test_memory_that_is_damaged_again_and_again_costs_the_process() -> None:
     controller = running(policy=Policy(max_stuck=3))
     for _ in range(2):
-        assert not of(controller.damaged(1, 0, controller.generation, "memory error", COMPUTE_0), Kill)
+        assert not of(controller.damaged(1, 0, controller.job.generation, "memory error", COMPUTE_0), Kill)
         for rank in range(3):
             join(controller, rank, holds=rank != 1)
         finish_recovery(controller)
-    assert killed(controller.damaged(1, 0, controller.generation, "memory error", COMPUTE_0)) == [1]
+    assert killed(controller.damaged(1, 0, controller.job.generation, "memory error", COMPUTE_0)) == [1]
 
 
 def test_a_damaged_rank_keeps_the_others_from_rolling_forward() -> None:
@@ -386,13 +388,13 @@ def test_a_damaged_rank_keeps_the_others_from_rolling_forward() -> None:
 def test_failed_collectives_in_a_row_end_the_job_but_not_over_its_life() -> None:
     controller = running(policy=Policy(max_stuck=3, save_last=False))
     for commits in range(1, 8):
-        assert not of(controller.failed_collective(controller.generation, "flaky"), EndJob)
+        assert not of(controller.failed_collective(controller.job.generation, "flaky"), EndJob)
         recover(controller, -1, commits=commits)
         finish_recovery(controller)
     ends = []
     while not ends:
-        ends = of(controller.failed_collective(controller.generation, "flaky"), EndJob)
-    assert controller.generation <= 7 + 3
+        ends = of(controller.failed_collective(controller.job.generation, "flaky"), EndJob)
+    assert controller.job.generation <= 7 + 3
     assert "keep failing" in ends[0].reason
 
 
@@ -400,37 +402,37 @@ def test_repairs_are_bounded_within_a_window_of_updates() -> None:
     controller = running(policy=Policy(max_repairs=3, repairs_window=10, save_last=False))
     for commits in (1, 5, 9, 16, 20):
         standings = [Standing(commits, Phase.COMPUTE)] * 3
-        assert not of(controller.failed_collective(controller.generation, "flaky", standings), EndJob)
+        assert not of(controller.failed_collective(controller.job.generation, "flaky", standings), EndJob)
         recover(controller, -1, commits=commits)
         finish_recovery(controller)
     standings = [Standing(22, Phase.COMPUTE)] * 3
-    assert not of(controller.failed_collective(controller.generation, "flaky", standings), EndJob)
+    assert not of(controller.failed_collective(controller.job.generation, "flaky", standings), EndJob)
     recover(controller, -1, commits=22)
     finish_recovery(controller)
-    commands = controller.failed_collective(controller.generation, "flaky", standings, culprit=2)
+    commands = controller.failed_collective(controller.job.generation, "flaky", standings, culprit=2)
     assert killed(commands) == [2], "its device says so, so it is replaced"
-    assert of(controller.failed_collective(controller.generation, "flaky", standings), EndJob)
+    assert of(controller.failed_collective(controller.job.generation, "flaky", standings), EndJob)
 
 
 def test_survivors_that_a_recovery_waits_for() -> None:
     controller = running()
-    assert controller.awaited() == []
+    assert controller.job.awaited() == []
     controller.lost(1, 0, "died", COMPUTE_0)
     join(controller, 0)
-    assert controller.awaited() == [2], "the replacement has other things to do first"
+    assert controller.job.awaited() == [2], "the replacement has other things to do first"
     join(controller, 2)
-    assert controller.awaited() == []
+    assert controller.job.awaited() == []
 
 
 def test_a_rank_that_dies_again_and_again_without_a_commit_between() -> None:
     controller = running(policy=Policy(max_stuck=3))
     for _ in range(10):
-        commands = controller.lost(1, controller.incarnations[1], "died", COMPUTE_0)
+        commands = controller.lost(1, controller.job.incarnations[1], "died", COMPUTE_0)
         if of(commands, EndJob):
             break
         recover(controller, 1)
         finish_recovery(controller)
-    assert controller.restarts == 2
+    assert controller.job.restarts == 2
     assert "without one committed update" in of(commands, EndJob)[0].reason
 
 
@@ -446,16 +448,26 @@ def test_stop_ends_once() -> None:
     controller = running()
     assert of(controller.stop(143, "SIGTERM"), EndJob) == [EndJob(143, "SIGTERM")]
     assert controller.stop(143, "SIGTERM") == []
-    assert controller.stage is Stage.ENDED
+    assert controller.job.stage is Stage.ENDED
+
+
+def test_who_is_stopped_before_the_first_step_costs_all_their_start() -> None:
+    """Nobody has a state yet that must be kept, whatever the replica groups will be."""
+    controller = Controller(2)
+    controller.launch()
+    controller.greeted(0, 0)
+    assert killed(controller.fence({1}, "hung", COMPUTE_0)) == [1]
+    spawns = of(controller.lost(1, 0, "hung", COMPUTE_0), Spawn)
+    assert [(spawn.rank, spawn.incarnation, spawn.joining) for spawn in spawns] == [(0, 1, False), (1, 1, False)]
 
 
 def test_every_fault_is_noted() -> None:
     commands = running().lost(1, 0, "died", COMPUTE_0)
-    assert Note("fault", rank=1, detail={"lost": [1], "reason": "rank 1 died"}) in commands
+    assert Note("fault", rank=1, detail={"lost": [1], "reason": "rank 1 died", "strategy": "ARF"}) in commands
 
 
 def differs(controller: Controller, rank: int, held: str) -> list[Command]:
-    return controller.differs(rank, controller.incarnations[rank], Differs(5, [("w", held)], averages=True))
+    return controller.differs(rank, controller.job.incarnations[rank], Differs(5, [("w", held)], averages=True))
 
 
 @pytest.mark.parametrize("stage", [Stage.RUNNING, Stage.FINISHED])

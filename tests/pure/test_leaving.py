@@ -6,11 +6,13 @@ import pytest
 
 from pure.test_controller import finish_recovery, join, of, recover, running, sent
 from resilient_train.protocol.commands import EndJob, Kill, Note, RaiseStop, Spawn
-from resilient_train.protocol.controller import EXIT_UNRECOVERABLE, Controller, Stage
+from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
 from resilient_train.protocol.leaving import Choice, choose
 from resilient_train.protocol.messages import Joined, Plan, Resume, SaveLast
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.strategies import ttp
 
 AT_7 = [Standing(7, Phase.COMPUTE)] * 4
 NO_REPLACEMENT = Policy(replace=False)
@@ -57,7 +59,7 @@ def given_up(size: int = 4, replicas: tuple[tuple[int, ...], ...] = ()) -> Contr
     commands = controller.lost(1, 0, "died", AT_7[:size])
     assert of(commands, RaiseStop) == [RaiseStop(1)]
     assert not of(commands, Spawn)
-    assert controller.stage is Stage.LEAVING
+    assert controller.job.stage is Stage.LEAVING
     return controller
 
 
@@ -72,8 +74,8 @@ def test_survivors_share_the_state_of_their_group_and_one_writes_for_the_dead() 
         3: (2, 3, 2, 3),
     }
     assert [sorted(orders[rank].others) for rank in (0, 2, 3)] == [[1], [], []]
-    assert controller.savers(1) == ((0, 2, 3),)
-    assert controller.savers(0) == ()
+    assert ttp.savers(controller.job, 1) == ((0, 2, 3),)
+    assert ttp.savers(controller.job, 0) == ()
     (end,) = of(controller.saved_last("saved: /there"), EndJob)
     assert end.code == EXIT_UNRECOVERABLE
     assert "switched off" in end.reason
@@ -106,10 +108,10 @@ def test_a_saver_that_dies_makes_the_others_begin_again() -> None:
     for rank in (0, 2, 3):
         join(controller, rank, commits=7)
     assert of(controller.lost(2, 0, "died", AT_7), RaiseStop) == [RaiseStop(2)]
-    assert controller.savers(1) == (), "what was captured for the first try does not count"
+    assert ttp.savers(controller.job, 1) == (), "what was captured for the first try does not count"
     assert join(controller, 0, commits=7) == []
     assert {order.shards for order in sent(join(controller, 3, commits=7), SaveLast)} == {2}
-    assert controller.savers(2) == ((0, 3),)
+    assert ttp.savers(controller.job, 2) == ((0, 3),)
 
 
 def test_a_shard_without_holder_is_told() -> None:
@@ -127,7 +129,7 @@ def test_who_does_not_come_is_killed_and_left_out() -> None:
     controller = given_up()
     join(controller, 0, commits=7)
     join(controller, 2, commits=7)
-    assert controller.awaited() == [3]
+    assert controller.job.awaited() == [3]
     assert [each.rank for each in of(controller.expired(1, AT_7, 9), Kill)] == [3]
     assert sent(controller.lost(3, 0, "was killed", AT_7), SaveLast)
 
@@ -144,7 +146,7 @@ def test_who_has_not_come_in_half_of_the_time_is_left_out() -> None:
     controller.leave(143, "it got SIGTERM")
     join(controller, 0, commits=7)
     assert controller.hurry(), "one that holds everything is enough"
-    assert controller.stage is Stage.LEAVING
+    assert controller.job.stage is Stage.LEAVING
     assert join(controller, 2, commits=7) == [], "it has not come in time, and is left out"
     (order,) = sent(join(controller, 0, commits=7), SaveLast)
     assert sorted(order.others) == [1, 2, 3]
@@ -173,7 +175,7 @@ def test_a_replacement_that_has_not_come_yet_is_not_waited_for() -> None:
     controller = running(4, policy=Policy(max_restarts=1))
     controller.lost(1, 0, "died", AT_7)
     controller.lost(2, 0, "died", AT_7)
-    assert controller.stage is Stage.LEAVING
+    assert controller.job.stage is Stage.LEAVING
     join(controller, 0, commits=7)
     assert sent(join(controller, 3, commits=7), SaveLast)
     assert join(controller, 1, holds=False) == []
@@ -194,7 +196,7 @@ def test_asked_to_end_all_come_to_the_head_of_the_same_window() -> None:
     (plan,) = {plan.last for plan in sent(join(controller, 3, commits=7, phase=Phase.READY), Plan)}
     assert plan
     assert len(sent(finish_recovery(controller), Resume)) == 4
-    assert controller.savers(1) == ((0, 1, 2, 3),)
+    assert ttp.savers(controller.job, 1) == ((0, 1, 2, 3),)
     (end,) = of(controller.saved_last("saved"), EndJob)
     assert end.code == 143
 
@@ -220,7 +222,7 @@ def test_no_replacement_left_while_the_job_leaves() -> None:
 
 def test_all_ranks_lost_while_the_job_leaves_nothing_starts_again() -> None:
     controller = running(2)
-    controller.can_go_back = lambda: True
+    controller.job.can_go_back = lambda: True
     controller.leave(143, "it got SIGTERM")
     controller.lost(0, 0, "died", AT_7[:2])
     (end,) = of(controller.lost(1, 0, "died", AT_7[:2]), EndJob)

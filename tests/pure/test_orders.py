@@ -207,8 +207,8 @@ class Desk:
         self.notes: list[dict[str, Any]] = []
         self.sent: list[m.Reply] = []
         controller = Controller(2, Policy())
-        waiting = Waiting(board, controller, self, self.notes.append)  # type: ignore[arg-type]
-        self._operators = Operators(board, controller, self, waiting, self._note)  # type: ignore[arg-type]
+        waiting = Waiting(board, controller.job, self, self.notes.append)  # type: ignore[arg-type]
+        self._operators = Operators(board, controller.job, self, waiting, self._note)  # type: ignore[arg-type]
 
     def _note(self, kind: str, **fields: Any) -> None:
         self.notes.append({"kind": kind, **fields})

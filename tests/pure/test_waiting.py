@@ -9,7 +9,8 @@ import pytest
 from resilient_train._native import Board
 from resilient_train.launch import waiting as module
 from resilient_train.launch.waiting import Waiting
-from resilient_train.protocol.controller import Controller, Stage
+from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.job import Stage
 from resilient_train.protocol.messages import Joined, Started
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.standing import Standing, standing_of
@@ -32,10 +33,10 @@ class Rig:
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         self.board = Board.create(2)
         self.controller = Controller(2, Policy())
-        self.controller.uses_us = lambda: uses_us
+        self.controller.job.uses_us = lambda: uses_us
         self.current: dict[int, Process] = {}
         self.said: list[str] = []
-        self.waiting = Waiting(self.board, self.controller, self, self.said.append)  # type: ignore[arg-type]
+        self.waiting = Waiting(self.board, self.controller.job, self, self.said.append)  # type: ignore[arg-type]
 
     def living(self) -> Iterator[Process]:
         return (each for each in self.current.values() if each.code is None)
@@ -57,7 +58,7 @@ class Rig:
             self.controller.greeted(rank, 0)
             self.controller.started(rank, 0, Started("digest", (), (), 0))
             self.board.set_standing(rank, 5, 1, 7)
-        assert self.controller.stage is Stage.RUNNING
+        assert self.controller.job.stage is Stage.RUNNING
 
 
 @pytest.fixture

@@ -12,10 +12,12 @@ from collections import deque
 import pytest
 
 from resilient_train.protocol.commands import Command, EndJob, Send
-from resilient_train.protocol.controller import Controller, Stage
+from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.job import Stage
 from resilient_train.protocol.messages import Joined, SaveLast, Started, Stop
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.strategies import ttp
 
 SEEDS = 3000
 LAYOUTS = {2: ((0, 1),), 3: ((0, 1, 2),), 4: ((0, 2), (1, 3)), 6: ((0, 2, 4), (1, 3, 5))}
@@ -39,7 +41,7 @@ class Job:
         for rank in range(size):
             group = next(group for group in LAYOUTS[size] if rank in group)
             self.controller.started(rank, 0, Started(str(group), (), LAYOUTS[size]))
-        assert self.controller.stage is Stage.RUNNING
+        assert self.controller.job.stage is Stage.RUNNING
         self.standings = standings(self.chance, size)
         self.living = set(range(size))
         self.inbox: dict[int, deque[Stop | SaveLast]] = {rank: deque() for rank in range(size)}
@@ -79,7 +81,7 @@ class Job:
         if isinstance(frame, Joined):
             self.carry_out(self.controller.joined(rank, 0, frame))
             return
-        savers = self.controller.savers(frame)
+        savers = ttp.savers(self.controller.job, frame)
         if not savers:
             return
         captured.setdefault(frame, set()).add(rank)
@@ -94,19 +96,19 @@ class Job:
         assert len({order.commits for order in orders.values()}) == 1
         assert sorted(order.shard for order in orders.values()) == list(range(len(orders)))
         assert {order.shards for order in orders.values()} == {len(orders)}
-        for group, members in zip(savers, self.controller.replicas.groups, strict=True):
+        for group, members in zip(savers, self.controller.job.replicas.groups, strict=True):
             assert set(group) <= set(members)
             assert [orders[rank].part for rank in group] == list(range(len(group)))
             assert {orders[rank].parts for rank in group} == {len(group)}
         owned = [*orders, *(other for order in orders.values() for other in order.others)]
-        assert sorted(owned) == list(range(self.controller.world_size))
+        assert sorted(owned) == list(range(self.controller.job.world_size))
         for rank, order in orders.items():
             commits, phase = self.standings[rank]
             assert commits == order.commits
             assert phase is not Phase.UPDATING, "its update was cut: what it has is half one state, half another"
 
     def run(self) -> None:
-        size = self.controller.world_size
+        size = self.controller.job.world_size
         self.kill(self.chance.randrange(size))
         deaths = self.chance.choice([0, 0, 1, 2])
         captured: dict[int, set[int]] = {}

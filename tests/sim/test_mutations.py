@@ -8,8 +8,11 @@ from resilient_train.protocol import controller as controller_module
 from resilient_train.protocol import verdict
 from resilient_train.protocol.commands import Command, Kill
 from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.job import Job
+from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.protocol.verdict import Account, Verdict, decide
+from resilient_train.strategies.base import Fault
 from resilient_train.testing.cluster import Driver, Faults, Layout
 from resilient_train.testing.explore import Counterexample, explore
 from resilient_train.testing.sim import SimulationError, simulate
@@ -61,7 +64,13 @@ def test_a_damaged_rank_whose_standing_does_not_count(monkeypatch: pytest.Monkey
 
 
 class NoIncarnations(Controller):
-    def _current(self, rank: int, incarnation: int) -> bool:
+    def __init__(self, world_size: int, policy: Policy | None = None) -> None:
+        super().__init__(world_size, policy)
+        self.job = AllAreCurrent(world_size, policy)
+
+
+class AllAreCurrent(Job):
+    def current(self, rank: int, incarnation: int) -> bool:
         return True
 
 
@@ -70,9 +79,9 @@ def test_a_controller_that_listens_to_the_dead() -> None:
 
 
 class ForgetsEvidence(Controller):
-    def _begin(self, lost: tuple[int, ...], reason: str) -> list[Command]:
-        self._evidence = {rank: standing for rank, standing in self._evidence.items() if rank in lost}
-        return super()._begin(lost, reason)
+    def _fault(self, fault: Fault) -> list[Command]:
+        self.job.evidence = {rank: standing for rank, standing in self.job.evidence.items() if rank == fault.rank}
+        return super()._fault(fault)
 
 
 def test_a_controller_that_forgets_the_first_death_at_the_second() -> None:

@@ -28,7 +28,7 @@ def test_many_seeds() -> None:
     transitions = sum(each.transitions for each in outcomes)
     print(f"{len(outcomes)} jobs, {transitions} transitions, {recoveries} recoveries, {given_up} given up")
     assert recoveries > len(outcomes), "the schedules hardly hit anything"
-    assert 0 < given_up < len(outcomes) / 2
+    assert 0 < given_up < len(outcomes) * 2 / 3, "of five jobs one replaces nobody, or does what is forbidden"
 
 
 @pytest.mark.parametrize("seed", [0, 92, 4711])

@@ -17,7 +17,7 @@ from resilient_train.launch.connections import LARGE, SMALL, Connection, Server
 from resilient_train.launch.operators import Operators
 from resilient_train.launch.processes import Processes
 from resilient_train.protocol import messages as m
-from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.job import Job
 from resilient_train.transport import from_rank
 
 RankConnection = Connection[m.FromRank]
@@ -58,7 +58,7 @@ class Admission(Server[m.FromRank]):
     def __init__(
         self,
         token: str,
-        controller: Controller,
+        job: Job,
         processes: Processes,
         operators: Operators,
         hearer: Hearer,
@@ -66,7 +66,7 @@ class Admission(Server[m.FromRank]):
     ) -> None:
         self.connections: dict[int, RankConnection] = {}
         self._token = token
-        self._controller = controller
+        self._job = job
         self._processes = processes
         self._operators = operators
         self._hearer = hearer
@@ -141,8 +141,8 @@ class Admission(Server[m.FromRank]):
         return ""
 
     def _is_current(self, rank: int, incarnation: int) -> bool:
-        known = 0 <= rank < self._controller.world_size and rank in self._processes.current
-        return known and self._controller.incarnations[rank] == incarnation
+        known = 0 <= rank < self._job.world_size and rank in self._processes.current
+        return known and self._job.incarnations[rank] == incarnation
 
     def forget(self, rank: int) -> RankConnection | None:
         """The rank gets another process: the connection of the one before, to be closed."""

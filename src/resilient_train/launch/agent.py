@@ -27,7 +27,6 @@ from resilient_train.launch.descriptors import raise_limit
 from resilient_train.launch.fork.imports import target_of, uses_us
 from resilient_train.launch.fork.pool import Pool
 from resilient_train.launch.fork.zygote import Root
-from resilient_train.launch.job import Job
 from resilient_train.launch.last_words import how_it_failed
 from resilient_train.launch.logs import Logs
 from resilient_train.launch.lookout import LOOK_S, Lookout
@@ -35,14 +34,16 @@ from resilient_train.launch.operators import Operators
 from resilient_train.launch.processes import Processes, RankProcess
 from resilient_train.launch.rendezvous import make_store
 from resilient_train.launch.saves import Saves
+from resilient_train.launch.spec import JobSpec
 from resilient_train.launch.telling import end_of, line, pause_told, told
 from resilient_train.launch.waiting import Waiting
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
-from resilient_train.protocol.controller import EXIT_UNRECOVERABLE, Controller
+from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.hang import Finding, Verdict
+from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.progress import Activity, progress_of
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.session.pulse import STACKS_FOLDER
@@ -71,36 +72,37 @@ DIFFER_GRACE_S = 2.0
 class Agent:
     """``run`` returns the job's exit code. ``root``: what ranks are forked from, or why they can't be."""
 
-    def __init__(self, job: Job, sink: Sink, root: Root | str) -> None:
-        self._job = job
+    def __init__(self, spec: JobSpec, sink: Sink, root: Root | str) -> None:
+        self._spec = spec
         self._sink = sink
         limit = raise_limit()
-        self._controller = Controller(job.world_size, job.policy)
-        self._board = Board.create(job.world_size)
+        self._controller = Controller(spec.world_size, spec.policy)
+        self._job = self._controller.job
+        self._board = Board.create(spec.world_size)
         self._deaths = DeathWatch(self._board)
-        self._logs = Logs(job)
-        self._arenas = [Arena.create(DEFAULT_SLOT_BYTES, job.settings.tail_log_bytes) for _ in range(job.world_size)]
-        self._store = make_store(job.host, job.port)
-        self._socket_path = job.run_dir / "agent-0.sock"
-        self._pool = Pool(root, job.command, job.settings, self._on_standby)
+        self._logs = Logs(spec)
+        self._arenas = [Arena.create(DEFAULT_SLOT_BYTES, spec.settings.tail_log_bytes) for _ in range(spec.world_size)]
+        self._store = make_store(spec.host, spec.port)
+        self._socket_path = spec.run_dir / "agent-0.sock"
+        self._pool = Pool(root, spec.command, spec.settings, self._on_standby)
         token = new_token()
-        self._processes = Processes(job, self._logs, self._pool, self._socket_path, self._store.port, token, limit)
+        self._processes = Processes(spec, self._logs, self._pool, self._socket_path, self._store.port, token, limit)
         self._reaping: set[RankProcess] = set()
         self._set_ups: dict[int, bytes] = {}
         """What the ranks were given before their loops, for who takes their places."""
         self._unborn: dict[int, Spawn] = {}
         """Ranks whose process is asked for, and not there yet."""
         self._fenced: dict[RankProcess, str] = {}
-        self._lookout = Lookout(self._board, self._controller, self._processes, job.settings)
-        self._alarms = Alarms(self._board, self._controller)
-        self._waiting = Waiting(self._board, self._controller, self._processes, self._say)
-        operators = Operators(self._board, self._controller, self._processes, self._waiting, self._note)
-        self._admission = Admission(token, self._controller, self._processes, operators, self, self._note)
-        keep = job.settings.keep_checkpoints
-        self._saves = Saves(job.run_dir, job.world_size, keep, self._note, self._say, self._board.settle)
-        self._controller.can_go_back = self._saves.can_go_back
-        self._controller.uses_us = functools.cache(functools.partial(uses_us, target_of(job.command)))
-        self._departure = Departure(self._board, self._controller, self._saves, self._arenas, job.settings)
+        self._lookout = Lookout(self._board, self._job, self._processes, spec.settings)
+        self._alarms = Alarms(self._board, self._job)
+        self._waiting = Waiting(self._board, self._job, self._processes, self._say)
+        operators = Operators(self._board, self._job, self._processes, self._waiting, self._note)
+        self._admission = Admission(token, self._job, self._processes, operators, self, self._note)
+        keep = spec.settings.keep_checkpoints
+        self._saves = Saves(spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle)
+        self._job.can_go_back = self._saves.can_go_back
+        self._job.uses_us = functools.cache(functools.partial(uses_us, target_of(spec.command)))
+        self._departure = Departure(self._board, self._controller, self._saves, self._arenas, spec.settings)
         self._ending: EndJob | None = None
         self._ended = asyncio.Event()
         self._choosing = False
@@ -114,12 +116,12 @@ class Agent:
         self._loop.set_exception_handler(self._on_bug)
         self._departure.carry_out = self._carry_out
         try:
-            connections_max = 4 * self._job.world_size + 256
+            connections_max = 4 * self._spec.world_size + 256
             self._listener = Listener(self._socket_path, self._admission, listen(self._socket_path), connections_max)
         except OSError as error:
             raise ConfigError(f"the agent can't listen at {self._socket_path}: {error}") from None
         self._loop.add_reader(self._deaths.fd, self._on_deaths)
-        for number in {signal.SIGUSR1, *(getattr(signal, name) for name in self._job.signals)}:
+        for number in {signal.SIGUSR1, *(getattr(signal, name) for name in self._spec.signals)}:
             self._loop.add_signal_handler(number, self._on_signal, number)
         logs = self._begin_task(self._show_logs())
         self._loop.call_soon(self._look_out)
@@ -131,9 +133,9 @@ class Agent:
             if self._ending is not None:
                 await self._stop_ranks()
             failed = self._ending is not None and self._ending.code != 0
-            await self._saves.finish(self._job.shutdown_timeout_s, failed=failed)
+            await self._saves.finish(self._spec.shutdown_timeout_s, failed=failed)
             if self._ending is not None and self._ending.code and (left := await self._saves.left()):
-                self._say(f"started again with --run-dir {self._job.run_dir}, the job goes on from {left}")
+                self._say(f"started again with --run-dir {self._spec.run_dir}, the job goes on from {left}")
         finally:
             logs.cancel()
             self._pool.close()
@@ -218,7 +220,7 @@ class Agent:
             self._on_bug(self._loop, {"message": "a task has failed", "exception": error})
 
     def _standings(self) -> list[Standing]:
-        return [standing_of(self._board.standing(rank)) for rank in range(self._job.world_size)]
+        return [standing_of(self._board.standing(rank)) for rank in range(self._spec.world_size)]
 
     # -- the look-out's Keeper
 
@@ -234,7 +236,7 @@ class Agent:
 
     def expire(self, limit_s: float, stopped: Collection[int]) -> None:
         standings = self._standings()
-        self._carry_out(self._controller.expired(self._controller.generation, standings, limit_s, stopped))
+        self._carry_out(self._controller.expired(self._job.generation, standings, limit_s, stopped))
 
     def tell_pause(self, paused_s: float, stopped: Collection[int]) -> None:
         pids = [self._processes.current[rank].pid for rank in stopped]
@@ -242,10 +244,10 @@ class Agent:
         self._say(pause_told(paused_s, pids))
 
     def give_up_collective(self, detail: str, *, culprit: int = -1) -> None:
-        self._on_unexplained(self._controller.generation, detail, culprit)
+        self._on_unexplained(self._job.generation, detail, culprit)
 
     def mend(self, rank: int, detail: str) -> None:
-        generation, incarnation = self._controller.generation, self._controller.incarnations[rank]
+        generation, incarnation = self._job.generation, self._job.incarnations[rank]
         self._carry_out(self._controller.damaged(rank, incarnation, generation, detail, self._standings()))
 
     def note(self, kind: str, rank: int, detail: dict[str, Any]) -> None:
@@ -257,7 +259,7 @@ class Agent:
         if finding.verdict is Verdict.SUSPECT:
             self._say(
                 f"rank {ranks} has stood still for {finding.stalled_ms / 1000:.1f} s and is replaced after "
-                f"{finding.limit_ms / 1000:.1f} s: {finding.why} (stacks: {self._job.run_dir}/{STACKS_FOLDER}; work "
+                f"{finding.limit_ms / 1000:.1f} s: {finding.why} (stacks: {self._spec.run_dir}/{STACKS_FOLDER}; work "
                 "that takes its time belongs in `with session.slow(...)`)"
             )
 
@@ -265,9 +267,9 @@ class Agent:
 
     def greet(self, rank: int, hello: m.Hello, connection: RankConnection) -> None:
         self._processes.current[rank].greeted = True
-        self._board.set_identity(rank, self._controller.generation, hello.incarnation, hello.pid)
+        self._board.set_identity(rank, self._job.generation, hello.incarnation, hello.pid)
         connection.send(
-            m.Welcome(self._controller.generation, self._controller.attempt, self._saves.source),
+            m.Welcome(self._job.generation, self._job.attempt, self._saves.source),
             [self._board.fd, self._arenas[rank].fd],
         )
         self._carry_out(self._controller.greeted(rank, hello.incarnation))
@@ -279,11 +281,11 @@ class Agent:
         match frame:
             case m.Reserve(slot_bytes=slot_bytes):
                 self._grow(rank, slot_bytes, connection)
-            case m.Borrow(rank=lender) if 0 <= lender < self._job.world_size:
+            case m.Borrow(rank=lender) if 0 <= lender < self._spec.world_size:
                 connection.send(m.Arena(lender), [self._arenas[lender].fd])
             case m.OpenVault():
                 self._begin_task(self._open_vault(connection))
-            case m.Offer(target=other) | m.Pull(source=other) if frame.generation == self._controller.generation:
+            case m.Offer(target=other) | m.Pull(source=other) if frame.generation == self._job.generation:
                 self._carry_out([Send(other, frame)])
             case _:
                 self._on_report(rank, incarnation, frame)
@@ -354,9 +356,9 @@ class Agent:
             case m.Unsaved(generation=generation, reason=text):
                 self._departure.failed(generation, text)
             case m.Captured():
-                self._saves.captured(rank, frame, controller.replicas.groups)
+                self._saves.captured(rank, frame, self._job.replicas.groups)
             case m.Skipped():
-                self._saves.skipped(rank, frame, controller.replicas.groups)
+                self._saves.skipped(rank, frame, self._job.replicas.groups)
             case m.Unrestorable(source=source, reason=text):
                 self._saves.refuse(source)
                 self._carry_out(controller.start_again(rank, incarnation, text))
@@ -365,13 +367,13 @@ class Agent:
             case m.Strayed(text=text):
                 self._carry_out(controller.strayed(rank, incarnation, text))
             case m.Refused(text=text):
-                self._carry_out(controller.refuse(text))
+                self._carry_out(controller.stop(2, text))
             case _:
                 self._note("foreign_frame", rank=rank, detail={"text": type(frame).__name__})
 
     def _on_trouble(self, generation: int, detail: str, deadline: float) -> None:
         """A collective has failed. If a rank dies or leaves, that is why, and its end says more."""
-        if generation != self._controller.generation:
+        if generation != self._job.generation:
             return
         if time.monotonic() < deadline and any(map(self._goes, self._processes.current.values())):
             self._loop.call_later(_LEAVING_POLL_S, self._on_trouble, generation, detail, deadline)
@@ -415,8 +417,8 @@ class Agent:
                     self._tell(kind, detail)
                     if kind == "leaving":
                         self._departure.begin()
-                    if kind == "started" and self._job.policy.replace:
-                        self._processes.train(self._controller.attempt)
+                    if kind == "started" and self._spec.policy.replace:
+                        self._processes.train(self._job.attempt)
                 case EndJob():
                     if self._ending is None:
                         self._ending = command
@@ -433,7 +435,7 @@ class Agent:
             self._carry_out(self._controller.stop(EXIT_UNRECOVERABLE, f"{again.detail['reason']}, and {blind}"))
             return
         if blind:
-            self._carry_out(self._controller.refuse(blind))
+            self._carry_out(self._controller.stop(2, blind))
             return
         if again is not None:
             detail = self._with_commits(again.detail)
@@ -528,7 +530,7 @@ class Agent:
             self._board.set_asked(process.rank, signal.SIGTERM)  # a rank that would only write it down ends now
             process.signal_group(signal.SIGTERM)
             process.signal(signal.SIGCONT)
-        deadline = self._loop.time() + self._job.shutdown_timeout_s
+        deadline = self._loop.time() + self._spec.shutdown_timeout_s
         while any(True for _ in self._processes.living()) and self._loop.time() < deadline:  # noqa: ASYNC110 - nothing tells it
             await asyncio.sleep(0.01)
 
@@ -547,14 +549,14 @@ class Agent:
     # -- what is said
 
     def _note(self, kind: str, *, time_ns: int = 0, generation: int = -1, **fields: Any) -> None:
-        generation = self._controller.generation if generation < 0 else generation
+        generation = self._job.generation if generation < 0 else generation
         self._sink.write(Event(kind=kind, time_ns=time_ns or time.time_ns(), generation=generation, **fields))
 
     def _tell(self, kind: str, detail: dict[str, Any]) -> None:
         if kind in ("fault", "leaving"):
             self._fault_ns = time.monotonic_ns()
-        kind = "assembled" if kind == "resumed" and self._controller.leaving else kind
-        for text in told(kind, self._controller.generation, (time.monotonic_ns() - self._fault_ns) / 1e6, detail):
+        kind = "assembled" if kind == "resumed" and self._job.leaving else kind
+        for text in told(kind, self._job.generation, (time.monotonic_ns() - self._fault_ns) / 1e6, detail):
             self._say(text)
 
     def _say(self, text: str) -> None:

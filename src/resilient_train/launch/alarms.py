@@ -16,7 +16,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from resilient_train._native import Board
-from resilient_train.protocol.controller import Controller, Stage
+from resilient_train.protocol.job import Job, Stage
 
 
 class Hearer(Protocol):
@@ -42,15 +42,15 @@ class Hearer(Protocol):
 class Alarms:
     """``look`` is called some twenty times a second; one load per rank while all is well."""
 
-    def __init__(self, board: Board, controller: Controller) -> None:
+    def __init__(self, board: Board, job: Job) -> None:
         self._board = board
-        self._controller = controller
+        self._job = job
         self._seen: set[tuple[int, int, str, str]] = set()
         """(rank, incarnation, probe, kind) that were told; acting on them is another matter."""
 
     def look(self, hearer: Hearer) -> None:
         """Acts on at most one alarm: whatever is done, a recovery follows, and what is left is found after it."""
-        if self._controller.stage is not Stage.RUNNING:
+        if self._job.stage is not Stage.RUNNING:
             return
         for rank in range(self._board.world_size):
             alarms = self._board.alarms(rank)
@@ -60,7 +60,7 @@ class Alarms:
                 return
 
     def _tell(self, rank: int, probe: str, kind: str, hearer: Hearer) -> None:
-        told = (rank, self._controller.incarnations[rank], probe, kind)
+        told = (rank, self._job.incarnations[rank], probe, kind)
         if told not in self._seen:
             self._seen.add(told)
             hearer.note("probe_disabled" if kind == "DISABLED" else "alarm", rank, {"probe": probe, "kind": kind})
@@ -68,9 +68,9 @@ class Alarms:
     def _act(self, rank: int, probe: str, kind: str, hearer: Hearer) -> bool:
         if kind == "DEVICE":
             hearer.fence([rank], f"its device failed, says {probe}")
-        elif kind == "UCE" and self._controller.policy.mend:
+        elif kind == "UCE" and self._job.policy.mend:
             hearer.mend(rank, f"uncorrectable memory error, says {probe}")
-        elif kind in ("HCCE", "LINK") and self._controller.policy.rebuild:
+        elif kind in ("HCCE", "LINK") and self._job.policy.rebuild:
             self._board.clear_alarms(rank)  # the rank has nothing to add; if it persists, it comes as an error
             hearer.give_up_collective(f"rank {rank}: {kind} from {probe}", culprit=rank)
         else:

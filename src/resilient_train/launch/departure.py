@@ -1,6 +1,6 @@
 """The agent's part when a job has to end: has the ranks' last snapshots written to storage, within the time there is.
 
-Who saves what is the controller's decision (``protocol/leaving.py``).
+Who saves what is the controller's decision (``strategies/ttp.py``).
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from resilient_train._native import Board
 from resilient_train.config import Settings
 from resilient_train.launch.saves import Saves
 from resilient_train.protocol.commands import Command
-from resilient_train.protocol.controller import EXIT_UNRECOVERABLE, Controller
+from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.messages import Captured, FromAgent, SaveLast
 from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.arena import Arena
+from resilient_train.strategies import ttp
 
 EXIT_SAVED = {
     signal.SIGTERM: 128 + signal.SIGTERM,
@@ -48,7 +50,7 @@ class Departure:
 
     def look(self) -> None:
         """A rank may have been asked to end (SIGTERM): then so is the job. Cheap: a load per rank."""
-        if self._controller.leaving is not None:
+        if self._controller.job.leaving is not None:
             return
         for rank in range(self._board.world_size):
             number = self._board.asked(rank)
@@ -67,7 +69,7 @@ class Departure:
 
     def begin(self) -> None:
         """The job is about to end: from now on the time runs."""
-        leaving = self._controller.leaving
+        leaving = self._controller.job.leaving
         assert leaving is not None
         if not self._timed:
             self._timed = True
@@ -87,20 +89,20 @@ class Departure:
 
     def captured(self, rank: int, frame: Captured) -> None:
         """A rank's last snapshot is complete. When all are, they go to storage."""
-        savers = self._controller.savers(frame.last)
+        savers = ttp.savers(self._controller.job, frame.last)
         if not savers:
             return  # of a generation that is over
         if frame.last != self._generation:
             self._generation = frame.last
             self._captured = {}
         self._captured[rank] = frame
-        leaving = self._controller.leaving
+        leaving = self._controller.job.leaving
         assert leaving is not None
         if set(self._captured) == {each for group in savers for each in group}:
-            groups = self._controller.replicas.groups
+            groups = self._controller.job.replicas.groups
             differing = disagreeing(groups, {each: held.fingerprint for each, held in self._captured.items()})
             if differing:
-                self.carry_out(self._controller.refuse(
+                self.carry_out(self._controller.stop(2,
                     f"{leaving.reason}; nothing is saved, because ranks {differing} are to hold the same bits after "
                     f"{frame.commits} updates, and don't"
                 ))  # fmt: skip
@@ -111,9 +113,9 @@ class Departure:
 
     def failed(self, generation: int, reason: str) -> None:
         """A rank can't do its part."""
-        if self._controller.savers(generation):
+        if ttp.savers(self._controller.job, generation):
             self._over(generation, f"its state could not be saved: {reason}")
 
     def _over(self, generation: int, outcome: str) -> None:
-        if generation == self._controller.generation:
+        if generation == self._controller.job.generation:
             self.carry_out(self._controller.saved_last(outcome))

@@ -13,7 +13,7 @@ from string import Template
 from typing import NamedTuple
 
 from resilient_train.launch.console import Console
-from resilient_train.launch.job import Job
+from resilient_train.launch.spec import JobSpec
 
 _CHUNK_BYTES = 1 << 16
 _LAST_S = 1.0
@@ -71,7 +71,7 @@ class _Follower:
 class Logs:
     """All logs of a node. ``show_new`` is called every now and then by the agent's loop."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobSpec) -> None:
         self._job = job
         self._followers: dict[tuple[int, int], list[_Follower]] = {}
         self._ended: list[_Follower] = []

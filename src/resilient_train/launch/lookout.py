@@ -17,14 +17,14 @@ from resilient_train._native import Board
 from resilient_train.config import Settings
 from resilient_train.interrupt import STACKS_SIGNAL
 from resilient_train.launch.processes import Processes
-from resilient_train.protocol.controller import Controller, Stage
 from resilient_train.protocol.hang import Finding, HangDetector, Limits, RunState, Verdict
+from resilient_train.protocol.job import Job, Stage
 from resilient_train.protocol.jobclock import JobClock
 from resilient_train.protocol.progress import Activity, Progress, progress_of
 
 LOOK_S = 0.05
 _STOPPED_LOOKS = 20
-"""Looks at a rank that stays stopped in the middle of a recovery, before it is killed."""
+"""Looks at a rank that stays stopped before the first step or in the middle of a recovery, before it is killed."""
 _AGAIN_NS = 10_000_000_000
 """Between two lines of the same kind, and between two tries to have the same rank given up."""
 
@@ -56,7 +56,7 @@ class Keeper(Protocol):
 class Lookout:
     """``look`` is called every ``LOOK_S``."""
 
-    def __init__(self, board: Board, controller: Controller, processes: Processes, settings: Settings) -> None:
+    def __init__(self, board: Board, job: Job, processes: Processes, settings: Settings) -> None:
         limits = Limits(floor_ms=int(settings.hang_floor_s * 1000), fixed_ms=int(settings.hang_timeout_s * 1000))
         self._detector = HangDetector(board.world_size, limits)
         self._clock = JobClock(board.world_size, settings.beat_ms)
@@ -64,7 +64,7 @@ class Lookout:
         self._leave_limit_ms = limits.fixed_ms or limits.floor_ms
         self._phase_limit_s = settings.join_timeout_s
         self._board = board
-        self._controller = controller
+        self._job = job
         self._processes = processes
         self._seen: tuple[Stage, int, bool] = (Stage.STARTING, 0, False)
         self._since_ns = 0
@@ -74,18 +74,31 @@ class Lookout:
 
     def look(self, keeper: Keeper) -> None:
         """One look. Cheap while the job moves: a few loads per rank."""
-        controller = self._controller
-        if controller.stage not in (Stage.RUNNING, Stage.RECOVERING, Stage.LEAVING):
+        job = self._job
+        if job.stage is Stage.STARTING:
+            self._look_at_start(keeper)
+        if job.stage not in (Stage.RUNNING, Stage.RECOVERING, Stage.LEAVING):
             return
         ranks = [progress_of(self._board.progress(rank)) for rank in range(self._board.world_size)]
         self._tick(ranks, keeper)
         self._notice_phase()
-        if controller.stage is not Stage.RUNNING:
+        if job.stage is not Stage.RUNNING:
             self._look_at_recovery(ranks, keeper)
         elif self._finds_hangs:
             finding = self._detector.observe(self._clock.now_ns, ranks, self._state)
             if finding is not None:
                 self._act(finding, keeper)
+
+    def _look_at_start(self, keeper: Keeper) -> None:
+        """All wait for one that is stopped. Where all are, nobody is to blame."""
+        job = self._job
+        if not (self._finds_hangs and (job.aware or job.uses_us())):
+            return
+        stopped = [rank for rank in range(job.world_size) if self._state(rank) is RunState.STOPPED]
+        blamed = stopped if len(stopped) < job.world_size else []
+        self._stopped = {rank: self._stopped.get(rank, 0) + 1 for rank in blamed}
+        due = [rank for rank, looks in self._stopped.items() if looks >= _STOPPED_LOOKS]
+        self._fence(due, "hung: its process was stopped (SIGSTOP)", keeper)
 
     def _tick(self, ranks: list[Progress], keeper: Keeper) -> None:
         paused_before = self._clock.paused_ns
@@ -101,8 +114,8 @@ class Lookout:
 
     def _notice_phase(self) -> None:
         """Each phase of a recovery has a limit of its own: until all have joined, and until all are where they go."""
-        controller = self._controller
-        seen = controller.stage, controller.generation, controller.plan is None
+        job = self._job
+        seen = job.stage, job.generation, job.plan is None
         if self._seen == seen:
             return
         if self._seen[:2] != seen[:2]:
@@ -118,7 +131,7 @@ class Lookout:
 
     def _look_at_recovery(self, ranks: list[Progress], keeper: Keeper) -> None:
         """It waits for all ranks, and one that is stopped, or does not leave its step, will never come."""
-        waited_for = self._controller.awaited() if self._controller.plan is None else range(len(ranks))
+        waited_for = self._job.awaited() if self._job.plan is None else range(len(ranks))
         if any(ranks[rank].activity is Activity.SLOW for rank in waited_for):
             self._since_ns = self._clock.now_ns
         waited_ms = (self._clock.now_ns - self._since_ns) // 1_000_000
@@ -131,7 +144,7 @@ class Lookout:
             self._fence(stopped_ranks, reason, keeper)
             if waited_ms > self._leave_limit_ms:
                 reason = f"hung: it did not leave its step within {waited_ms} ms of a fault elsewhere"
-                self._fence(self._controller.awaited(), reason, keeper)
+                self._fence(self._job.awaited(), reason, keeper)
         if waited_ms > self._phase_limit_s * 1000:
             self._since_ns = self._clock.now_ns
             keeper.expire(self._phase_limit_s, [rank for rank, looks in self._stopped.items() if looks])

@@ -13,7 +13,7 @@ from resilient_train.launch.processes import Processes, RankProcess
 from resilient_train.launch.waiting import Waiting
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
-from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.job import Job
 from resilient_train.session.injection import SIGNALS
 
 
@@ -23,13 +23,13 @@ class Operators:
     def __init__(
         self,
         board: Board,
-        controller: Controller,
+        job: Job,
         processes: Processes,
         waiting: Waiting,
         note: Callable[..., None],
     ) -> None:
         self._board = board
-        self._controller = controller
+        self._job = job
         self._processes = processes
         self._waiting = waiting
         self._note = note
@@ -77,7 +77,7 @@ class Operators:
         if not self._board.exchange_order(rank, orders.LISTENING, word):
             if self._board.order(rank) == orders.NOBODY:
                 why = (
-                    f"it is in no loop of a Session now (the job is {self._controller.stage.value}), and {frame.kind} "
+                    f"it is in no loop of a Session now (the job is {self._job.stage.value}), and {frame.kind} "
                     "happens inside one; kill and stop work always"
                 )
             else:
@@ -87,14 +87,14 @@ class Operators:
         return m.Reply(status={"pid": process.pid, "incarnation": process.incarnation, "order": number})
 
     def _status(self) -> dict[str, Any]:
-        controller = self._controller
+        job = self._job
         return {
-            "stage": controller.stage.value,
+            "stage": job.stage.value,
             **self._waiting.status(),
-            "generation": controller.generation,
-            "restarts": controller.attempt,
-            "replacements": controller.restarts - controller.attempt,
-            "max_restarts": controller.policy.max_restarts,
+            "generation": job.generation,
+            "restarts": job.attempt,
+            "replacements": job.restarts - job.attempt,
+            "max_restarts": job.policy.max_restarts,
             "ranks": [self._waiting.rank(rank) for rank in range(self._board.world_size)],
             "standbys": self._processes.standbys(),
         }

@@ -19,8 +19,8 @@ from resilient_train.launch.descriptors import Limit, restore_limit
 from resilient_train.launch.fork.imports import target_of
 from resilient_train.launch.fork.live import cold
 from resilient_train.launch.fork.pool import Pool, Waiting
-from resilient_train.launch.job import Job
 from resilient_train.launch.logs import Logs, Streams
+from resilient_train.launch.spec import JobSpec
 from resilient_train.protocol.hang import RunState
 
 _PF_EXITING = 0x4
@@ -130,7 +130,7 @@ class Processes:
     """The living and the not yet reaped processes of a node."""
 
     def __init__(
-        self, job: Job, logs: Logs, pool: Pool, socket_path: Path, port: int, token: str, limit: Limit | None = None
+        self, job: JobSpec, logs: Logs, pool: Pool, socket_path: Path, port: int, token: str, limit: Limit | None = None
     ) -> None:
         """``limit``: how many descriptors the user lets a process have; None: no other than this one has."""
         self._job = job

@@ -24,7 +24,7 @@ from resilient_train.frameworks.supported import torch_problem, version_line
 from resilient_train.launch.claim import Claim
 from resilient_train.launch.console import Console
 from resilient_train.launch.fork.zygote import Born, Root, start_root
-from resilient_train.launch.job import Job
+from resilient_train.launch.spec import JobSpec
 from resilient_train.launch.telling import line
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.summary import summary
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_job(argv: list[str]) -> Job | argparse.Namespace:
+def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
     """The job that the command line describes; for several nodes, the parsed flags, which torchrun itself will run.
 
     Raises ConfigError for what can't be run, SystemExit(2) for what argparse refuses.
@@ -112,7 +112,7 @@ def make_job(argv: list[str]) -> Job | argparse.Namespace:
             raise ConfigError(f"fault plan: {clause.describe()!r}: this job has ranks 0 to {launch.nproc_per_node - 1}")
     quiet, prefixed = _console(launch.logs_specs, launch.nproc_per_node)
     prefix = {} if launch.log_line_prefix_template is None else {"log_prefix": launch.log_line_prefix_template}
-    return Job(
+    return JobSpec(
         command=_command(command, arguments),
         world_size=launch.nproc_per_node,
         run_dir=run_dir,
@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     environ = config.environ_copy()
     try:
         job = make_job(argv)
-        if guessed and isinstance(job, Job) and job.world_size == 1:
+        if guessed and isinstance(job, JobSpec) and job.world_size == 1:
             config.unset_threads()
     except ConfigError as error:
         print(f"resilient-run: {error}", file=sys.stderr)
@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _enter_run_dir(job: Job) -> Claim:
+def _enter_run_dir(job: JobSpec) -> Claim:
     """Makes the run directory, for this user alone, and takes it. Exits with 2 if that can't be."""
     try:
         job.run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -246,7 +246,7 @@ def _ranks_wanted(argv: list[str]) -> str:
     return config.environ_copy().get("PET_NPROC_PER_NODE", "1")
 
 
-def _start_root(job: Job, environ: dict[str, str]) -> Root | Born | str:
+def _start_root(job: JobSpec, environ: dict[str, str]) -> Root | Born | str:
     if not job.settings.standby:
         return "switched off (--standby 0)"
     try:
@@ -281,7 +281,7 @@ def _without_effect() -> list[str]:
     return texts
 
 
-def run_job(job: Job, argv: list[str], root: Root | str) -> int:
+def run_job(job: JobSpec, argv: list[str], root: Root | str) -> int:
     """Runs a job of one node; returns its exit code."""
     from resilient_train.launch.agent import EXIT_BUG, Agent
 
@@ -320,7 +320,7 @@ def run_job(job: Job, argv: list[str], root: Root | str) -> int:
     return code
 
 
-def _sum_up(job: Job, code: int, console: Console) -> None:
+def _sum_up(job: JobSpec, code: int, console: Console) -> None:
     """The last line, and the trace. They only tell: the job is over, and its exit code is known."""
     from resilient_train.observe.trace import write_trace
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from resilient_train._native import Board
 from resilient_train.launch.processes import Processes
-from resilient_train.protocol.controller import Controller, Stage
+from resilient_train.protocol.job import Job, Stage
 from resilient_train.protocol.standing import standing_of
 
 SAY_S = 10.0
@@ -23,9 +23,9 @@ _NO_SESSION = "no rank has come to a Session; before the first step nothing is r
 class Waiting:
     """``look`` is called twenty times a second. ``say`` writes to the console."""
 
-    def __init__(self, board: Board, controller: Controller, processes: Processes, say: Callable[[str], None]) -> None:
+    def __init__(self, board: Board, job: Job, processes: Processes, say: Callable[[str], None]) -> None:
         self._board = board
-        self._controller = controller
+        self._job = job
         self._processes = processes
         self._say = say
         self._key: object = None
@@ -34,8 +34,8 @@ class Waiting:
 
     def look(self) -> None:
         """Says what the job waits for, if it has waited for long."""
-        controller = self._controller
-        key = (controller.stage, controller.generation, controller.attempt, controller.plan is None)
+        job = self._job
+        key = (job.stage, job.generation, job.attempt, job.plan is None)
         if key != self._key:
             self._key, self._since, self._told = key, time.monotonic(), 0
             return
@@ -48,20 +48,20 @@ class Waiting:
 
     def told(self, waited_s: float) -> str:
         """One line about the present stage; empty where there is nothing to be waited for."""
-        controller = self._controller
-        whom = ", ".join(self._described(rank) for rank in controller.waits_for())
+        job = self._job
+        whom = ", ".join(self._described(rank) for rank in job.waits_for())
         since = f"since {waited_s:.0f} s"
-        if controller.stage is Stage.STARTING:
-            if not (controller.aware or controller.uses_us()):  # without one this stage lasts as long as the job
+        if job.stage is Stage.STARTING:
+            if not (job.aware or job.uses_us()):  # without one this stage lasts as long as the job
                 return f"starting {since}: {_NO_SESSION} ({whom})" if self._told == 1 else ""
             return f"starting {since}: waits for {whom}"
-        if controller.stage is Stage.RECOVERING:
-            what = "to join" if controller.plan is None else "to rebuild its groups and have its state"
-            return f"recovery {controller.generation}: waits {since} for {whom} {what}"
-        if controller.stage is Stage.LEAVING or controller.leaving is not None:
+        if job.stage is Stage.RECOVERING:
+            what = "to join" if job.plan is None else "to rebuild its groups and have its state"
+            return f"recovery {job.generation}: waits {since} for {whom} {what}"
+        if job.stage is Stage.LEAVING or job.leaving is not None:
             return f"the state is being saved {since}: waits for {whom or 'storage'}"
         living = ", ".join(f"rank {each.rank} (process {each.pid})" for each in self._processes.living())
-        if controller.stage in (Stage.FINISHED, Stage.ENDED) and living:
+        if job.stage in (Stage.FINISHED, Stage.ENDED) and living:
             return f"the training is over; waits {since} for the end of {living}"
         return ""
 
@@ -76,18 +76,18 @@ class Waiting:
 
     def status(self) -> dict[str, Any]:
         """For an operator: how long the stage has lasted (seconds), and the ranks that it waits for."""
-        return {"stage_s": round(time.monotonic() - self._since, 1), "waits_for": self._controller.waits_for()}
+        return {"stage_s": round(time.monotonic() - self._since, 1), "waits_for": self._job.waits_for()}
 
     def rank(self, rank: int) -> dict[str, Any]:
         """Where a rank is. ``commits`` and ``step`` are None until its process has come to its loop."""
-        controller = self._controller
+        job = self._job
         process = self._processes.current.get(rank)
-        if process is not None and process.incarnation != controller.incarnations[rank]:
+        if process is not None and process.incarnation != job.incarnations[rank]:
             process = None  # its predecessor
         code = process.exit_code() if process is not None else None
         commits, phase = standing_of(self._board.standing(rank))
         step: int | None = self._board.step(rank)
-        where = controller.on_its_way(rank) or phase.name
+        where = job.on_its_way(rank) or phase.name
         if code is not None:
             where = "ENDED"
         known = where not in ("STARTING", "JOINING")
@@ -95,7 +95,7 @@ class Waiting:
             "rank": rank,
             "pid": process.pid if process is not None and code is None else None,
             "age_s": round(time.monotonic() - process.begun, 1) if process is not None else None,
-            "incarnation": controller.incarnations[rank],
+            "incarnation": job.incarnations[rank],
             "commits": commits if known else None,
             "phase": where,
             "step": step if known else None,

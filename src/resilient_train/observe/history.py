@@ -13,7 +13,7 @@ from resilient_train.events import Event
 from resilient_train.observe.fields import seconds_of
 from resilient_train.observe.sinks import EVENTS_FILE, read_events
 from resilient_train.observe.timeline import Outcome, Run, read_run
-from resilient_train.protocol.controller import EXIT_UNRECOVERABLE
+from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 
 _NS_PER_S = 1e9
 _T = TypeVar("_T")

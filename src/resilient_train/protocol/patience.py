@@ -23,10 +23,13 @@ class Patience:
             self.furthest = commits
             self._deaths.clear()
 
-    def died(self, rank: int) -> int:
-        """One more death of the rank: how often in a row."""
-        self._deaths[rank] = self._deaths.get(rank, 0) + 1
-        return self._deaths[rank]
+    def died(self, rank: int) -> None:
+        """One more death of the rank."""
+        self._deaths[rank] = self.deaths(rank) + 1
+
+    def deaths(self, rank: int) -> int:
+        """How often it has died in a row."""
+        return self._deaths.get(rank, 0)
 
     def failed(self) -> bool:
         """One more failure that cost no process. True: too many, in a row or lately."""

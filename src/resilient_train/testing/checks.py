@@ -75,13 +75,13 @@ def _seems_to_hold(world: World, rank: SimRank) -> bool:
         return rank.alive
     on_its_way = any(key[0] == rank.rank for key in world.up)
     trained = machine.generation >= 0
-    return trained and (machine.generation < world.controller.generation or on_its_way)
+    return trained and (machine.generation < world.controller.job.generation or on_its_way)
 
 
 def check_end(world: World) -> None:
     """The job may be given up only if some shard is in no living rank any more."""
     assert world.ended is not None
-    if world.ended.code == 143 or world.controller.leaving is not None:
+    if world.ended.code == 143 or world.controller.job.leaving is not None:
         return  # it was asked to end, or saved its state
     if world.left or not world.layout.replaces:
         return  # a script has failed by itself, or one loss is the end

@@ -6,7 +6,7 @@ they are written (``World.copy`` is shallow), so that an exploration can branch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,14 +14,15 @@ import msgspec
 from resilient_train.errors import ProtocolError
 from resilient_train.protocol import messages as m
 from resilient_train.protocol.commands import Command, EndJob, Kill, RaiseStop, Send, Spawn
-from resilient_train.protocol.controller import Controller, Stage
+from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.holders import Holders
-from resilient_train.protocol.patience import Patience
+from resilient_train.protocol.job import Stage
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.rank import Rank
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.protocol.replicas import ReplicaTable
 from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.strategies import ttp
 from resilient_train.testing import checks, values
 from resilient_train.testing.checks import ViolationError
 from resilient_train.testing.rank import WORLD, At, Program, SimRank
@@ -171,7 +172,7 @@ class World:
     @property
     def final(self) -> bool:
         """Every rank has left, or the job has ended for want of a replica. A rank may die after all have finished."""
-        if self.controller.stage is Stage.FINISHED:
+        if self.controller.job.stage is Stage.FINISHED:
             return all(rank.at is At.LEFT or not rank.alive for rank in self.ranks)
         return self.ended is not None
 
@@ -182,7 +183,7 @@ class World:
         found = [Move("rank", rank.rank, name) for rank in self.ranks for name in rank.moves(self)]
         found += [Move("agent", rank, "reads", incarnation) for (rank, incarnation), queue in self.up.items() if queue]
         found += [Move("agent", index, "loses patience") for index in range(len(self.troubles))]
-        if self.controller.stage is Stage.FINISHED:
+        if self.controller.job.stage is Stage.FINISHED:
             return found  # a death is nobody's loss any more; the real job then ends with an exit code of its own
         found += [Move("agent", rank, "sees the death", incarnation) for rank, incarnation in self.unseen]
         if self.driver.two_witnesses or self.left:
@@ -191,7 +192,7 @@ class World:
 
     def faults(self) -> list[Move]:
         """The faults that may happen now."""
-        if self.ended is not None or self.controller.stage is Stage.FINISHED or not self.controller.aware:
+        if self.ended is not None or self.controller.job.stage is Stage.FINISHED or not self.controller.job.aware:
             return []  # before the first Hello the agent can't know that the job wants to be recovered
         alive = [rank for rank in self.ranks if rank.alive]
         found = [Move("fault", rank.rank, "kill") for rank in alive] if self.budget.kills else []
@@ -205,11 +206,11 @@ class World:
             found += [Move("fault", rank.rank, "damage") for rank in alive if rank.in_body]
         if self.budget.heard:
             found += [Move("fault", rank.rank, "loss") for rank in alive if rank.at_rest]
-        if self.budget.asked and self.controller.stage in (Stage.RUNNING, Stage.RECOVERING):
+        if self.budget.asked and self.controller.job.stage in (Stage.RUNNING, Stage.RECOVERING):
             found.append(Move("fault", 0, "asked to end"))
-        if self.budget.fences and self.controller.stage is Stage.RECOVERING:
+        if self.budget.fences and self.controller.job.stage is Stage.RECOVERING:
             found.append(Move("fault", 0, "fence"))
-        if self.budget.hangs and self.controller.stage in (Stage.RUNNING, Stage.RECOVERING):
+        if self.budget.hangs and self.controller.job.stage in (Stage.RUNNING, Stage.RECOVERING):
             found += [Move("fault", members, "hang") for members in range(1, 1 << self.layout.world_size)]
         return found
 
@@ -232,15 +233,15 @@ class World:
         if move.name == "kill":
             self.kill(move.about)
         elif move.name == "fence":
-            self.controller = copy_controller(self.controller)
+            self.controller = self.controller.copy()
             everybody = range(self.layout.world_size)
-            self.carry_out(self.controller.expired(self.controller.generation, self.standings, 1.0, everybody))
+            self.carry_out(self.controller.expired(self.controller.job.generation, self.standings, 1.0, everybody))
         elif move.name == "hang":
-            self.controller = copy_controller(self.controller)
+            self.controller = self.controller.copy()
             named = [rank for rank in range(self.layout.world_size) if move.about >> rank & 1]
             self.carry_out(self.controller.fence(named, "hung", self.standings))
         elif move.name == "asked to end":
-            self.controller = copy_controller(self.controller)
+            self.controller = self.controller.copy()
             self.carry_out(self.controller.leave(143, "asked"))
         elif move.name in ("damage", "loss"):
             self.writable(move.about).lose_data(self)
@@ -261,7 +262,7 @@ class World:
     # -- the agent
 
     def _agent(self, move: Move) -> None:
-        self.controller = copy_controller(self.controller)
+        self.controller = self.controller.copy()
         rank, incarnation = move.about, move.incarnation
         if move.name == "sees the death":
             self.unseen = tuple(pair for pair in self.unseen if pair != (rank, incarnation))
@@ -302,14 +303,14 @@ class World:
             case m.Captured(last=generation):
                 self._captured(rank, generation)
             case m.Offer(target=other) | m.Pull(source=other):
-                if frame.generation == controller.generation and controller.incarnations[rank] == incarnation:
+                if frame.generation == controller.job.generation and controller.job.incarnations[rank] == incarnation:
                     self.carry_out([Send(other, frame)])
             case _:
                 raise ViolationError(f"rank {rank} sent {type(frame).__name__}, which the simulation does not know")
 
     def _captured(self, rank: int, generation: int) -> None:
         """As ``launch/departure.py`` has it."""
-        savers = self.controller.savers(generation)
+        savers = ttp.savers(self.controller.job, generation)
         self.captured |= {(generation, rank)}
         if savers and {r for g, r in self.captured if g == generation} == {r for group in savers for r in group}:
             self.carry_out(self.controller.saved_last("saved"))
@@ -356,8 +357,8 @@ class World:
 
     def greet(self, sender: SimRank) -> None:
         """The agent gets a Hello; it answers at once, so that this is one transition."""
-        if not self.controller.aware:
-            self.controller = copy_controller(self.controller)
+        if not self.controller.job.aware:
+            self.controller = self.controller.copy()
         self.carry_out(self.controller.greeted(sender.rank, sender.incarnation))
 
     def send(self, sender: SimRank, *frames: m.FromRank) -> None:
@@ -521,25 +522,14 @@ def frame_key(frame: Any) -> Any:
     return (type(frame).__name__, *msgspec.structs.astuple(frame))
 
 
-_copiers: dict[type, Callable[[Any], Any]] = {each: each.copy for each in (list, dict, set, Patience, Holders)}
-_POLICY_ONLY = frozenset(("policy", "restarts", "_patience"))
+_POLICY_ONLY = frozenset(("policy", "restarts", "patience"))
 """Counters that decide nothing but when to give up, which no simulated job comes near."""
 _FIXED = frozenset(("world_size", "replicas", "aware", "attempt", "can_go_back", "uses_us"))
 
 
-def copy_controller(controller: Controller) -> Controller:
-    """An independent controller in the same state."""
-    new = object.__new__(type(controller))
-    new.__dict__.update(
-        (name, _copiers[type(value)](value) if type(value) in _copiers else value)
-        for name, value in controller.__dict__.items()
-    )
-    return new
-
-
 def controller_key(controller: Controller) -> tuple[Any, ...]:
     """What decides the controller's behaviour, without the counters of its policy."""
-    state = controller.__dict__
+    state = controller.job.__dict__
     return tuple(_hashable(state[name]) for name in state if name not in _POLICY_ONLY and name not in _FIXED)
 
 

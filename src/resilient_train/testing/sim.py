@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from resilient_train.protocol.controller import Stage
+from resilient_train.protocol.job import Stage
 from resilient_train.testing import checks
 from resilient_train.testing.checks import ViolationError
 from resilient_train.testing.cluster import Driver, Faults, Layout, Move, World
@@ -116,8 +116,8 @@ class _Scheduler:
         rng = self._rng
         moves, faults = world.moves(), world.faults()
         # Most mistakes are made where a recovery is hit by the next fault.
-        chance = self._fault_chance * (4 if world.controller.stage is Stage.RECOVERING else 1)
-        if world.controller.stage is Stage.STARTING:
+        chance = self._fault_chance * (4 if world.controller.job.stage is Stage.RECOVERING else 1)
+        if world.controller.job.stage is Stage.STARTING:
             chance = self._fault_chance / 4
         if faults and rng.random() < chance:
             return rng.choice(faults)
@@ -157,14 +157,14 @@ def simulate(
             checks.require(count < MAX_TRANSITIONS, f"the job is not over after {count} transitions")
             assert move is not None
             if trace is not None:
-                trace(f"{count:6} generation {world.controller.generation} {_place(world, move)} {move}")
+                trace(f"{count:6} generation {world.controller.job.generation} {_place(world, move)} {move}")
             world.step(move)
             count += 1
         checks.check_final(world)
     except ViolationError as error:
         again = f"python -m resilient_train.testing.sim --seed {seed} --trace"
         raise SimulationError(f"seed {seed}, transition {count}: {error}\nrepeat it with: {again}") from error
-    return Outcome(count, world.controller.generation, world.ended is not None)
+    return Outcome(count, world.controller.job.generation, world.ended is not None)
 
 
 def _place(world: World, move: Move) -> str:

@@ -10,7 +10,7 @@ from resilient_train.config import Settings
 from resilient_train.protocol.policy import Policy
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A job of one node. ``command`` may hold torchrun's ``${local_rank}`` macro."""
 
     command: tuple[str, ...]

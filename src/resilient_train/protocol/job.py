@@ -1,0 +1,161 @@
+"""What is known of a job that is watched over, and what is done to all of it at once.
+
+The controller writes down here what happened; a strategy acts on it. Whatever a recovery must remember that is cut by
+another one is in ``Job``, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+from typing import Any
+
+from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
+from resilient_train.protocol.holders import Holders
+from resilient_train.protocol.leaving import Leaving
+from resilient_train.protocol.messages import End, Finished, Joined, Plan, Resume, Started, Stop
+from resilient_train.protocol.patience import Patience
+from resilient_train.protocol.policy import Policy, why_give_up
+from resilient_train.protocol.replicas import ReplicaTable
+from resilient_train.protocol.standing import Standing
+
+EXIT_UNRECOVERABLE = 75
+"""The job could not go on after a fault: EX_TEMPFAIL, "try again later", which schedulers may requeue."""
+NOBODY_LEFT = "no living rank holds a replica of its state, so it cannot be rebuilt"
+
+
+class Stage(enum.StrEnum):
+    """Where the job as a whole stands."""
+
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
+    FINISHED = "FINISHED"
+    LEAVING = "LEAVING"
+    ENDED = "ENDED"
+
+
+class Job:
+    """Methods return the commands to carry out, in order."""
+
+    def __init__(self, world_size: int, policy: Policy | None = None) -> None:
+        assert world_size >= 1
+        self.world_size = world_size
+        self.policy = policy or Policy()
+        self.stage = Stage.STARTING
+        self.generation = 0
+        self.attempt = 0
+        """How often all ranks were started again."""
+        self.restarts = 0
+        self.aware = False
+        """Some rank has said Hello: the script uses this library."""
+        self.can_go_back: Callable[[], bool] = lambda: False
+        """Whether all ranks could start again from a saved state, or the loss of theirs costs nothing that was ever to
+        be kept. Asked only where nothing else is left.
+        """
+        self.uses_us: Callable[[], bool] = lambda: False
+        """Whether the script imports this library, as far as its text tells. Asked where no rank has said Hello yet."""
+        self.incarnations = [0] * world_size
+        self.replicas = ReplicaTable(world_size)
+        self.holders = Holders(self.replicas.groups)
+        self.patience = Patience(self.policy)
+        self.evidence: dict[int, Standing] = {}
+        """The step records of the ranks that were lost since the job last ran."""
+        self.leaving: Leaving | None = None
+        """The job is to end."""
+        self.started: dict[int, Started] = {}
+        self.joined: dict[int, Joined] = {}
+        self.plan: Plan | None = None
+        self.done: set[int] = set()
+        self.finished: set[int] = set()
+        self.over = False
+        """Some rank's loop has ended, see ``messages.Resume``."""
+
+    # -- what is done to all
+
+    def begin(self, lost: tuple[int, ...], reason: str, *, by: str, kind: str = "fault") -> list[Command]:
+        """A new recovery, in the place of one that is under way. ``by``: the strategy, for the event."""
+        self.generation += 1
+        self.stage = Stage.RECOVERING
+        self.plan = None
+        self.over = False
+        for answers in (self.joined, self.done, self.finished):
+            answers.clear()
+        detail: dict[str, object] = {"lost": list(lost), "reason": reason, "strategy": by}
+        return [
+            RaiseStop(self.generation),
+            Note(kind, rank=lost[0] if lost else -1, detail=detail),
+            *self.to_all(Stop(self.generation, lost, reason)),
+        ]
+
+    def kill(self, ranks: Collection[int], reason: str) -> list[Command]:
+        """Gives up processes that may still run: their deaths come back as losses. Nobody else kills a rank.
+
+        The caller has made sure that they are not the last that hold the state of a replica group.
+        """
+        assert self.stage is Stage.STARTING or not self.holders.last(ranks), ranks
+        commands: list[Command] = []
+        for rank in sorted(ranks):
+            self.holders.killed(rank)
+            commands += [Note("fenced", rank=rank, detail={"reason": reason}), Kill(rank, reason)]
+        return commands
+
+    def end(self, code: int, reason: str) -> list[Command]:
+        """Now, with nothing saved. Nothing is left to do if it has ended."""
+        if self.stage is Stage.ENDED:
+            return []
+        self.stage = Stage.ENDED
+        return [
+            Note("job_end", detail={"code": code, "reason": reason}),
+            *self.to_all(End(code, reason)),
+            EndJob(code, reason),
+        ]
+
+    def to_all(self, message: Stop | Plan | Resume | Finished | End) -> list[Send]:
+        """A frame for each rank."""
+        return [Send(rank, message) for rank in range(self.world_size)]
+
+    # -- what is known
+
+    def current(self, rank: int, incarnation: int) -> bool:
+        """Messages of a dead incarnation are dropped: they may arrive after the death that they were sent before."""
+        return self.incarnations[rank] == incarnation
+
+    def spent(self, rank: int) -> str:
+        """Why the rank's process is not replaced once more; empty if it may be."""
+        return why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=self.patience.deaths(rank))
+
+    def left_out(self) -> set[int]:
+        """The ranks without which the job ends."""
+        return self.leaving.gone if self.leaving else set()
+
+    def waits_for(self) -> list[int]:
+        """The ranks that the present stage waits for."""
+        everybody = set(range(self.world_size)) - self.left_out()
+        if self.stage is Stage.STARTING:
+            return sorted(everybody - self.started.keys())
+        if self.stage in (Stage.RECOVERING, Stage.LEAVING):
+            return sorted(everybody - (self.done if self.plan is not None else self.joined.keys()))
+        return sorted(everybody - self.finished) if self.stage is Stage.RUNNING and self.finished else []
+
+    def on_its_way(self, rank: int) -> str:
+        """What a process does that has not come to its loop; empty if it has."""
+        if self.stage is Stage.STARTING:
+            return "" if rank in self.started else "STARTING"
+        return "JOINING" if rank in self.holders.absent else ""
+
+    def awaited(self) -> list[int]:
+        """Survivors that a recovery waits for: they have heard of it, or should have, and have not joined."""
+        if self.stage not in (Stage.RECOVERING, Stage.LEAVING) or self.plan is not None:
+            return []
+        return [rank for rank in self.waits_for() if rank not in self.holders.absent]
+
+    def copy(self) -> Job:
+        """An independent one in the same state."""
+        new = object.__new__(type(self))
+        new.__dict__.update((name, _copied(value)) for name, value in self.__dict__.items())
+        return new
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, dict, set, Patience, Holders)) else value

@@ -1,0 +1,46 @@
+"""RSC: state is gone, or the job has not begun. All ranks start again, from what was saved or from nothing."""
+
+from __future__ import annotations
+
+from resilient_train.protocol.commands import Command, Note, Spawn
+from resilient_train.protocol.job import Job, Stage
+from resilient_train.strategies.base import Fault, Kind
+
+NAME = "RSC"
+KINDS = frozenset((Kind.LOST, Kind.STATE_GONE, Kind.AT_START))
+
+
+def refuses(fault: Fault, job: Job) -> str:
+    """Where the state is not lost, nothing was saved that was to be kept, or no more are started again."""
+    if fault.kind is not Kind.AT_START and not _goes_back(fault, job):
+        return fault.reason
+    if not (job.policy.restart_on_error or job.aware or job.uses_us()):
+        none = "its script has no Session, or that is switched off (--max-restarts N would restart it)"
+        return f"{fault.reason}, and {none}"
+    spent = job.spent(fault.rank)
+    if fault.kind is Kind.LOST and spent:
+        return fault.reason  # which says so
+    return spent and f"{fault.reason}, and {spent}"
+
+
+def _goes_back(fault: Fault, job: Job) -> bool:
+    """A state is given up only where nothing else is left."""
+    gone = fault.kind is Kind.STATE_GONE or job.holders.gone()
+    return gone and job.leaving is None and job.can_go_back()
+
+
+def begin(fault: Fault, job: Job) -> list[Command]:
+    """Nothing of what the ranks had done counts any more."""
+    if fault.kind is not Kind.AT_START:
+        job.stage = Stage.STARTING
+        job.plan = None
+        job.patience.start_again()
+        for memory in (job.joined, job.done, job.finished, job.evidence):
+            memory.clear()
+    job.restarts += 1
+    job.attempt += 1
+    job.started.clear()
+    job.incarnations = [incarnation + 1 for incarnation in job.incarnations]
+    detail = {"reason": fault.reason, "attempt": job.attempt, "state_lost": fault.kind is not Kind.AT_START}
+    spawns = [Spawn(r, job.incarnations[r], joining=False, attempt=job.attempt) for r in range(job.world_size)]
+    return [Note("restart_all", rank=fault.rank, detail=detail), *spawns]

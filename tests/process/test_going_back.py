@@ -82,3 +82,24 @@ def test_one_way_back_after_the_other(run_dir: Path, tmp_path: Path, who_fails: 
     (told,) = [line for line in run.err.splitlines() if "the job ends" in line]
     assert f"rank 0 was killed by signal 9 before the first step, and {folder} can't be read" in told
     assert "Traceback" not in run.err
+
+
+def test_storage_that_comes_back(run_dir: Path) -> None:
+    """The ranks' state is lost, and so is what was in memory, while storage is away. Found by the soak."""
+    folder, away = run_dir / "checkpoints", run_dir / "out of sight"
+    with job(run_dir, "--steps", str(STEPS), "--save", "2", "--pace", str(run_dir / "enough")) as running:
+        running.await_more("saved", 2)
+        holder = stop_holder(run_dir)
+        folder.rename(away)
+        folder.write_text("in the way")
+        os.kill(holder, signal.SIGKILL)
+        kill_ranks(running)
+        running.await_more("storage_unreadable")
+        folder.unlink()
+        away.rename(folder)
+        running.await_more("restored", RANKS)
+        (run_dir / "enough").touch()
+        run = running.end()
+    assert run.code == 0, run.explain()
+    assert {each["source"] for each in running.heard("restored")} == {"storage"}
+    assert "can't be read" in run.err

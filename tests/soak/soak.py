@@ -39,14 +39,14 @@ from watched_jobs import end_holder, holder_pid  # noqa: E402
 
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError  # noqa: E402
 from resilient_train.launch.asking import Follower, ask  # noqa: E402
-from resilient_train.observe.sinks import EVENTS_FILE  # noqa: E402
+from resilient_train.observe.sinks import EVENTS_FILE, read_events  # noqa: E402
 from resilient_train.protocol.messages import Inject  # noqa: E402
 
 STEPS = 300
 QUIET_STEPS = 12
 """At the end nobody is hit: a job that is over before its fault is repaired shows nothing."""
 PATIENCE_S = 120.0
-FAULTS_A_JOB = 20
+FAULTS_A_JOB = 25
 IN_A_ROW = 3
 """A rank that dies five times without a committed update in between ends the job, as it should."""
 VARIANTS = (
@@ -377,8 +377,8 @@ class Bandit:
         job, rng = self._job, self._rng
         while left and self._wait(lambda: job.started):
             steps = job.steps() + rng.randrange(1, 18)
-            in_recovery = functools.partial(getattr, job, "recovering")
-            reached = self._wait(in_recovery if rng.random() < 0.3 else self._after(steps), limit_s=3.0)
+            soon = rng.random() < 0.5  # in a recovery, if there is one before
+            reached = self._wait(functools.partial(self._may_strike, steps, soon=soon), limit_s=10.0)
             if not reached or job.steps() > STEPS - QUIET_STEPS:
                 break
             time.sleep(rng.choice((0.0, 0.002, 0.02, 0.1)) * rng.random())
@@ -388,8 +388,8 @@ class Bandit:
             pass
         return left
 
-    def _after(self, steps: int) -> Callable[[], bool]:
-        return lambda: self._job.steps() >= steps
+    def _may_strike(self, steps: int, *, soon: bool) -> bool:
+        return (soon and self._job.recovering) or self._job.steps() >= steps
 
     def _strike(self) -> bool:
         job, rng = self._job, self._rng
@@ -429,9 +429,14 @@ def ends(job: Job) -> dict[int, str]:
 
 
 def steps(job: Job) -> set[tuple[int, str]]:
-    """(rank, what it said of a step: samples, loss). A rank that died in a tail has said nothing of that step."""
-    found = {(r, line) for r in range(job.ranks) for line in (job.records / f"rank{r}.jsonl").read_text().splitlines()}
-    return {(rank, line) for rank, line in found if line.endswith("}")}  # a kill may have torn one
+    """(rank, what it said of a step: samples, loss). A rank that died in a tail has said nothing of that step, and what
+    it had not given to the loss is missing there, which is told.
+    """
+    lines = [(r, line) for r in range(job.ranks) for line in (job.records / f"rank{r}.jsonl").read_text().splitlines()]
+    events = [event for path in job.run.glob("events*.jsonl") for event in read_events(path)]
+    told = {event.step for event in events if event.kind == "tail_input_missing"}
+    whole = [(rank, line) for rank, line in lines if line.endswith("}")]  # a kill may have torn one
+    return {(rank, line) for rank, line in whole if json.loads(line)["step"] not in told}
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ import msgspec
 
 from resilient_train.errors import HolderLostError, VaultError
 from resilient_train.launch.holding import find_holder
-from resilient_train.launch.stored import find_stored, is_there
+from resilient_train.launch.stored import Stored, find_stored, is_there
 from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.checkpoint.libraries import libraries_here
@@ -30,6 +30,9 @@ CHECKPOINTS = "checkpoints"
 _REPLY_TIMEOUT_S = 2.0
 """The agent waits for the holder at the start of ranks only, and not for long: it has recoveries to carry out."""
 _SLOW_S = 30.0
+_PATIENCE_S = 60.0
+"""For storage that does not let itself be read, when all ranks have lost their state: it may come back."""
+_LOOK_AGAIN_S = 1.0
 _SEE_S = 10.0
 """At the end of a job it is told what is left, if storage says so within this time."""
 _TOLD = {
@@ -120,18 +123,20 @@ class Saves:
 
     async def choose(self, *, needed: bool = False) -> str:
         """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
-        see, and nothing is in memory (snapshots there are as new as what was written of them). ``needed``: or there is
-        nothing, and the ranks have lost a state that was meant to be kept by themselves alone.
+        see, and nothing is in memory (snapshots there are as new as what was written of them). ``needed``: the ranks
+        have lost a state. Then the storage has some time to come back, and it is impossible as well where there is
+        nothing, though it was meant to be kept by the ranks themselves alone.
         """
         self._captured.clear()  # by ranks that are no more
         self._newest_over = 0
         self._settle(0)
         self.source = None
-        memory = self._held() if socket_path(self._run_dir).exists() else None
-        refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
-        slow = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_slow)
-        stored = await find_stored(self._folder, refused, bytes_too=True)
-        slow.cancel()
+        deadline = time.monotonic() + (_PATIENCE_S if needed else 0)
+        memory, stored = await self._look()
+        while stored.unreadable and memory is None and time.monotonic() < deadline:
+            self._tell_unreadable(stored.unreadable)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            memory, stored = await self._look()
         if stored.unreadable and memory is None:
             return (
                 f"{self._folder} can't be read ({stored.unreadable}), and may hold checkpoints of this run: mend it, "
@@ -145,6 +150,21 @@ class Saves:
             self._pass_over(path, reason)
         self.source = _newest(memory, stored.source)
         return "nothing is saved" if needed and self.source is None and not self._wanted else ""
+
+    async def _look(self) -> tuple[Source | None, Stored]:
+        memory = self._held() if socket_path(self._run_dir).exists() else None
+        refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
+        slow = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_slow)
+        try:
+            return memory, await find_stored(self._folder, refused, bytes_too=True)
+        finally:
+            slow.cancel()
+
+    def _tell_unreadable(self, reason: str) -> None:
+        self._note("storage_unreadable", detail={"reason": reason})
+        if "storage_unreadable" not in self._troubles:
+            self._troubles.add("storage_unreadable")
+            self._say(f"{self._folder} can't be read ({reason}); that is tried for {_PATIENCE_S:g} s")
 
     def _tell_slow(self) -> None:
         self._say(f"the checkpoints in {self._folder} are still being read")

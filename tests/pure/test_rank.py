@@ -344,7 +344,9 @@ def test_the_last_snapshot_of_who_is_left() -> None:
     assert rank.state == Tail(SAVE), "the tail runs to its end first"
     assert names(rank.on(on.Next(9))) == ["Record", "Publish", "Save"]
     rank = rank_after(*recovering(SAVE, *IN_TAIL, on.TailCut(stopped=True)))
+    assert names(rank.copy().on(on.Exit())) == names(rank.copy().on(on.Exit("leaves"))) == ["Return"], "it goes on"
     assert names(rank.on(on.Exit("error", "KeyError: 3"))) == ["TellTailFailed", "Record", "Publish", "Save"]
+    assert names(rank_after(*IN_TAIL).on(on.Exit("error", "KeyError: 3"))) == ["Return"], "the user's own"
     rank = rank_after(*IN_TAIL, on.Exit(), STOP, on.Quieted(1))
     assert names(rank.on(SAVE)) == ["Rollback", "Publish", "Save"], "what its tail drew is published nowhere yet"
     (waits,) = rank_after(*IN_BODY, on.Exit("interrupted"), STOP, on.Quieted(1)).on(SaveLast(1, 1))

@@ -52,6 +52,7 @@ JOBS: dict[str, tuple[Layout | None, Faults | None]] = {
     "savers": (Layout(3, (1, 1), replaces=False), Faults(kills=2, glitches=1)),
     "undoing savers": (Layout(2, (0, 0), program=Program(undo=True), replaces=False), Faults(kills=1)),
     "few savers": (Layout(4, (1, 1), ((0, 1), (2, 3)), replaces=False), Faults(kills=2)),
+    "waiting savers": (Layout(4, (2, 2), replaces=False), Faults(kills=3)),
     "breaks": (Layout(3, (1, 0), program=Program(breaks=True)), Faults(kills=3, glitches=1)),
     "leaves": (Layout(3, (1, 1), program=Program(breaks=True)), Faults(kills=1, damages=1, asked=1)),
     "undo": (Layout(2, (0, 0), program=Program(accumulate=2, optimizers=2, undo=True)), Faults(kills=1, damages=2)),

@@ -50,7 +50,8 @@ def launcher(kind: str, ranks: int, run_dir: Path) -> list[str]:
     if kind == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [
-        sys.executable, "-m", "resilient_train.launch.run", "--nproc-per-node", str(ranks), "--run-dir", str(run_dir)
+        *(sys.executable, "-m", "resilient_train.launch.cli.run"),
+        *("--nproc-per-node", str(ranks), "--run-dir", str(run_dir)),
     ]  # fmt: skip
 
 

@@ -44,7 +44,7 @@ from resilient_train.observe.timeline import recoveries
 from resilient_train.session.injection import SIGNALS
 
 WARM_S = 2.0
-"""The look-out knows what is usual after some looks at a job that trains; before that it is slower on purpose."""
+"""The hang watch knows what is usual after some looks at a job that trains; before that it is slower on purpose."""
 HANG_FLOOR_S = 0.5
 """For the false alarms: a hundredth of the default, or no pause of this job could ever be an alarm."""
 

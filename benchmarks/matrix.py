@@ -31,7 +31,7 @@ NAMES = {
 }
 _LIMIT_S = 300.0
 _EVERY = {"stop": 200}
-"""Steps from one fault to the next where it is not 10: these take half a second, in which the look-out times some."""
+"""Steps from one fault to the next where it is not 10: these take half a second, in which the hang watch times some."""
 Cell = tuple[str, float]
 """Strategy and milliseconds."""
 

@@ -18,7 +18,7 @@ from typing import Any
 from common import HERE, BenchmarkError, Table, show, summary, write_json
 
 from resilient_train.child import clean_environ, sigterm_unwinds
-from resilient_train.launch.holding import ensure_holder
+from resilient_train.state.vault.holder_process import ensure_holder
 
 ROUNDS = 15
 FRESH = 10

@@ -21,7 +21,7 @@ DEPTHS = ("forked", "built")
 
 
 class AgentLink(msgspec.Struct, frozen=True):
-    """What the agent told this process about itself when it started it; see ``launch/processes.py``."""
+    """What the agent told this process about itself when it started it; see ``launch/agent/processes.py``."""
 
     socket: str
     rank: int

@@ -1,6 +1,6 @@
 """Where a process that runs the user's script, and is no rank yet, waits to become one.
 
-A rank waits nowhere: ``stage`` is None in it. In a standby (``launch/fork/ahead.py``) it is what its agent told it.
+A rank waits nowhere: ``stage`` is None in it. In a standby (``launch/fork/prestart.py``) it is what its agent told it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LAUNCHER = [sys.executable, "-m", "resilient_train.launch.run"]
+LAUNCHER = [sys.executable, "-m", "resilient_train.launch.cli.run"]
 HARMLESS = ("RESILIENT_", "MS_", "TORCHELASTIC_")
 """Variables that begin so are read when a job starts, and not when torch is imported."""
 

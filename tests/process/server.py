@@ -1,8 +1,8 @@
 """The test server: a process that has imported torch and the launcher once, and forks a launcher for each job.
 
 ``server.py DESCRIPTOR``: a Unix socket to the tests (``served.Served``). A launcher that is forked from here has what
-a new ``python -m resilient_train.launch.run`` has, but for the seconds that the imports take. It ends when the socket
-is closed, and takes what it has started along.
+a new ``python -m resilient_train.launch.cli.run`` has, but for the seconds that the imports take. It ends when the
+socket is closed, and takes what it has started along.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from pathlib import Path
 
 from resilient_train import _native, _register
 
-LAUNCHER = "resilient_train.launch.run"
+LAUNCHER = "resilient_train.launch.cli.run"
 
 
 def import_all() -> None:
     _register.wrap_for_forks()
     from resilient_train.launch.fork.zygote import ALWAYS
 
-    for name in (LAUNCHER, "resilient_train.launch.agent", "torch.distributed.run", "asyncio", *ALWAYS):
+    for name in (LAUNCHER, "resilient_train.launch.agent.agent", "torch.distributed.run", "asyncio", *ALWAYS):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()

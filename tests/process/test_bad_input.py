@@ -6,7 +6,7 @@ import pytest
 from running import LAUNCHER, start
 
 from bad_inputs import BAD, Bad, complaint, words_of
-from resilient_train.launch.cli import main
+from resilient_train.launch.cli.tool import main
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)

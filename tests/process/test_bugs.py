@@ -10,8 +10,8 @@ from running import JOBS, launch, start
 
 BROKEN = """
 import sys
-from resilient_train.launch import {module}
-from resilient_train.launch.run import main
+from resilient_train.launch.agent import {module}
+from resilient_train.launch.cli.run import main
 
 def broken(self, *args, **kwargs):
     calls.append(1)
@@ -38,8 +38,8 @@ Controller.stop = stop
     ("module", "name", "more"),
     [
         ("logs", "Logs.show_new", ""),  # a task
-        ("lookout", "Lookout.look", ""),  # a callback
-        ("lookout", "Lookout.look", STOP_FAILS),
+        ("hang_watch", "HangWatch.look", ""),  # a callback
+        ("hang_watch", "HangWatch.look", STOP_FAILS),
         ("saves", "Saves.open", ""),  # a task that a rank waits for
         ("saves", "Saves.finish", ""),  # the main one
     ],

@@ -112,7 +112,7 @@ def test_nothing_outlives_the_block(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_demonstration_and_its_processes(number, tmp_path):
     code = (
-        "import sys; from resilient_train import child; from resilient_train.launch.cli import main; "
+        "import sys; from resilient_train import child; from resilient_train.launch.cli.tool import main; "
         f"child._LAUNCH = {HANGS!r}; child._TERM_GRACE_S = 0.2; "
         f"sys.exit(main(['demo', '--run-dir', {str(tmp_path)!r}]))"
     )

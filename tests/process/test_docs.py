@@ -19,7 +19,7 @@ from saved_jobs import wait_for
 from documented import PAGES, ROOT, Block, blocks, write_file
 from resilient_train.demo import run as demos
 from resilient_train.faults import parse_plan
-from resilient_train.launch.cli import main
+from resilient_train.launch.cli.tool import main
 from resilient_train.testing import drill as drills
 
 ALL = [block for page in PAGES for block in blocks(page)]

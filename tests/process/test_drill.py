@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from running import JOBS, LAUNCHER, start
 
-from resilient_train.launch.cli import main
+from resilient_train.launch.cli.tool import main
 from resilient_train.testing import drill as drills
 
-TOOL = [sys.executable, "-m", "resilient_train.launch.cli", "drill", "--json"]
+TOOL = [sys.executable, "-m", "resilient_train.launch.cli.tool", "drill", "--json"]
 DRILLED = str(JOBS / "drilled.py")
 
 

@@ -19,8 +19,8 @@ from running import JOBS, LAUNCHER, start
 from test_vault import IMAGE_BYTES, Rig, newest, rig, take  # noqa: F401 - a fixture
 from watched_jobs import end_holder
 
-from resilient_train.launch.holding import _log
 from resilient_train.state.vault.client import socket_path
+from resilient_train.state.vault.holder_process import _log
 
 RANKS = 2
 WRITES = """

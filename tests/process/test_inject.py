@@ -25,7 +25,7 @@ from resilient_train.transport import Channel, encode
 
 STEPS = 160
 """At the pace of an operator these last 24 s; then the job is let go."""
-TOOL = [sys.executable, "-m", "resilient_train.launch.cli"]
+TOOL = [sys.executable, "-m", "resilient_train.launch.cli.tool"]
 
 
 class Running:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_vault import IMAGE_BYTES, TIMEOUT_S, Rig, eventually, newest, rig, take  # noqa: F401 - a fixture
 
-from resilient_train.launch.saves import Saves
+from resilient_train.launch.agent.saves import Saves
 from resilient_train.protocol.messages import Source
 from resilient_train.state.vault.client import socket_path
 

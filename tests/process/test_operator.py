@@ -11,7 +11,7 @@ from typing import Any
 
 from running import JOBS, LAUNCHER, start
 
-TOOL = [sys.executable, "-m", "resilient_train.launch.cli"]
+TOOL = [sys.executable, "-m", "resilient_train.launch.cli.tool"]
 OURS = re.compile(r"\d\d:\d\d:\d\d resilient-run: ")
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from resilient_train import child
 from resilient_train.config import Settings
+from resilient_train.launch.agent.processes import RankProcess
 from resilient_train.launch.fork.frames import gates
-from resilient_train.launch.fork.pool import Pool, Waiting
-from resilient_train.launch.processes import RankProcess
+from resilient_train.launch.fork.standby_pool import Pool, Waiting
 
 LEAVES_ONE = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.exit({code})"
 PATIENCE_S = 20.0

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from running import JOBS, LAUNCHER, Reference, Run, read_events, start
 
-from resilient_train.launch.asking import Follower
+from resilient_train.launch.cli.asking import Follower
 from resilient_train.observe.sinks import EVENTS_FILE
 
 RANKS = 3

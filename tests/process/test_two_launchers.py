@@ -120,7 +120,7 @@ def test_strangers_ranks_and_other_versions_are_told_so(tmp_path: Path) -> None:
         assert texts[1]
         assert f"version {m.PROTOCOL_VERSION + 1} of the protocol" in texts[2]
         asked = subprocess.run(
-            [sys.executable, "-m", "resilient_train.launch.cli", "status", str(run_dir), "--json"],
+            [sys.executable, "-m", "resilient_train.launch.cli.tool", "status", str(run_dir), "--json"],
             capture_output=True,
             text=True,
             timeout=60,

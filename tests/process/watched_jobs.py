@@ -15,7 +15,7 @@ from typing import Any
 from running import JOBS, LAUNCHER, Run, read_events, start
 
 from resilient_train.errors import HolderLostError
-from resilient_train.launch.asking import Follower
+from resilient_train.launch.cli.asking import Follower
 from resilient_train.observe.sinks import EVENTS_FILE
 from resilient_train.state.checkpoint.manifest import parse_name
 from resilient_train.state.checkpoint.verify import newest_complete, verify

@@ -18,7 +18,7 @@ def refused(
     """Runs ``resilient-train`` in an empty directory: it must say ``words`` in one line, and end with exit code 2."""
 
     def refused(arguments: list[str], words: str) -> None:
-        from resilient_train.launch.cli import main
+        from resilient_train.launch.cli.tool import main
 
         monkeypatch.chdir(tmp_path)
         assert main(arguments) == 2

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from pure.stories import at, beginning, normal_end, one_kill, write
-from resilient_train.launch import advise as module
-from resilient_train.launch.advise import Options, advise, as_dict, as_lines
-from resilient_train.launch.cli import main
+from resilient_train.launch.cli import advise as module
+from resilient_train.launch.cli.advise import Options, advise, as_dict, as_lines
+from resilient_train.launch.cli.tool import main
 from resilient_train.protocol.messages import Reply
 from resilient_train.state.failures import guess
 from resilient_train.state.interval import Tier, best_steps, overhead

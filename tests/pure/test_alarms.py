@@ -4,7 +4,7 @@ import pytest
 
 from pure.probe_rig import LIMIT_MS, Make, eventually
 from resilient_train._native import Board, Probes
-from resilient_train.launch.alarms import Alarms
+from resilient_train.launch.agent.alarms import Alarms
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.job import Stage
 from resilient_train.protocol.policy import Policy

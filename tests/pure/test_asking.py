@@ -10,7 +10,7 @@ import pytest
 from pure.stories import whole_run, write
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event, to_line
-from resilient_train.launch.asking import Follower, NotHitError, Ordered, newest_run
+from resilient_train.launch.cli.asking import Follower, NotHitError, Ordered, newest_run
 
 ORDER = Ordered(rank=1, incarnation=2, number=5)
 

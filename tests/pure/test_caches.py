@@ -8,9 +8,9 @@ import pytest
 from pure.test_doctor import HEALTHY
 from resilient_train import config
 from resilient_train.errors import ConfigError
-from resilient_train.launch.caches import PLACES, SWITCHES, Cache, given, look
-from resilient_train.launch.doctor import Grade, as_dict, judge
-from resilient_train.launch.processes import Processes
+from resilient_train.launch.agent.caches import PLACES, SWITCHES, Cache, given, look
+from resilient_train.launch.agent.processes import Processes
+from resilient_train.launch.cli.doctor import Grade, as_dict, judge
 from resilient_train.launch.spec import JobSpec
 from resilient_train.protocol.policy import Policy
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pure.checkpoint_rig import write
-from resilient_train.launch.cli import main
+from resilient_train.launch.cli.tool import main
 from resilient_train.state.checkpoint.libraries import libraries_here
 
 
@@ -98,7 +98,7 @@ def test_other_versions_are_told_and_no_fault(tmp_path: Path, capsys: pytest.Cap
 def test_versions_are_known_without_the_libraries() -> None:
     """In a process of its own: this one has imported torch."""
     program = (
-        "import sys; from resilient_train.launch import saves, verify; "
+        "import sys; from resilient_train.launch.agent import saves; from resilient_train.launch.cli import verify; "
         "from resilient_train.state.checkpoint.libraries import libraries_here; "
         "print(*libraries_here()); assert 'torch' not in sys.modules"
     )

@@ -12,8 +12,8 @@ import pytest
 
 from pure.stories import HOSTILE, whole_run, write
 from resilient_train.events import Event, to_line
-from resilient_train.launch import asking
-from resilient_train.launch.cli import main
+from resilient_train.launch.cli import asking
+from resilient_train.launch.cli.tool import main
 from resilient_train.protocol.messages import FromRank, Hello, Inject, Query, Reply
 from resilient_train.transport import FrameBuffer, encode
 
@@ -280,13 +280,14 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_does_not_import_torch_before_it_needs_it():
     done = run_python(
-        "import sys, resilient_train.launch.cli as c; c.main(['report', '/nowhere']); print('torch' in sys.modules)"
+        "import sys, resilient_train.launch.cli.tool as tool; tool.main(['report', '/nowhere'])\n"
+        "print('torch' in sys.modules)"
     )
     assert done.stdout == "False\n"
 
 
 def test_a_terminal_without_the_bars_characters_and_a_reader_that_leaves(run):
-    command = f"{sys.executable} -m resilient_train.launch.cli report {run}"
+    command = f"{sys.executable} -m resilient_train.launch.cli.tool report {run}"
     ascii_only = subprocess.run(
         f"PYTHONIOENCODING=ascii {command}", shell=True, capture_output=True, text=True, timeout=60, check=False
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from resilient_train.launch.console import Console
+from resilient_train.launch.agent.console import Console
 
 Pipe = tuple[int, int]
 

@@ -316,7 +316,7 @@ def test_a_last_one_that_does_not_come_costs_what_was_not_saved() -> None:
 
 
 def test_where_all_are_named_all_are_asked() -> None:
-    """A pause that the look-out does not know: nobody is killed, and whoever hears the stop goes on."""
+    """A pause that the hang watch does not know: nobody is killed, and whoever hears the stop goes on."""
     controller = running(policy=Policy(max_stuck=3, save_last=False))
     commands = controller.fence({0, 1, 2}, "hung", COMPUTE_0)
     assert killed(commands) == []

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from resilient_train.config import PREFIX, Settings
-from resilient_train.launch.cli import app
+from resilient_train.launch.cli.tool import app
 from resilient_train.protocol import messages
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def test_commands() -> None:
 
 
 def test_flags_of_the_launcher() -> None:
-    from resilient_train.launch.run import _parser
+    from resilient_train.launch.cli.run import _parser
 
     page = text_of("docs/reference/commands.md")
     ours = next(group for group in _parser()._action_groups if group.title == "resilient_train")

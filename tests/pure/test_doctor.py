@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from resilient_train.config import DEFAULT_SWITCHES, Described, Settings, Switches, describe, read_settings
-from resilient_train.launch.doctor import Facts, Grade, Probe, StandingBy, as_dict, as_lines, gather, judge
+from resilient_train.launch.cli.doctor import Facts, Grade, Probe, StandingBy, as_dict, as_lines, gather, judge
 
 HEALTHY = Facts(
     system="Linux",

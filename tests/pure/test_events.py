@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from resilient_train.events import now, to_line
-from resilient_train.launch.asking import Follower
+from resilient_train.launch.cli.asking import Follower
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 
 
@@ -26,6 +26,6 @@ def test_a_line_that_a_full_disk_has_cut_costs_no_other(tmp_path: Path, capfd: p
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     other.write(last)
     assert (sink.dropped, other.dropped) == (1, 1)
-    assert "the disk is full" in capfd.readouterr().err
+    assert "events can't be written" in capfd.readouterr().err
     assert read_events(path) == [first, last]
     assert follower.read() == [first, last]

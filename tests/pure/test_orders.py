@@ -11,8 +11,8 @@ from resilient_train._native import Board
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
 from resilient_train.faults import INJECTABLE, TARGETS, UCE_PLACES, check_fault, parse_plan, place_in_step
-from resilient_train.launch.operators import Operators
-from resilient_train.launch.waiting import Waiting
+from resilient_train.launch.agent.operators import Operators
+from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
 from resilient_train.protocol.controller import Controller

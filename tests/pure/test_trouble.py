@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from resilient_train._native import Board, Page
-from resilient_train.launch.agent import Agent
-from resilient_train.launch.processes import RankProcess
+from resilient_train.launch.agent.agent import Agent
+from resilient_train.launch.agent.processes import RankProcess
 from resilient_train.protocol.progress import Activity
 
 SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -39,7 +39,7 @@ class Rig:
         agent._processes = SimpleNamespace(current=ranks)
         agent._board = self.board
         agent._fenced = {}
-        agent._controller = SimpleNamespace(generation=3)
+        agent._job = SimpleNamespace(generation=3)
         agent._loop = SimpleNamespace(call_later=lambda _, what, *told: self.later.append((what, told)))
         agent._on_unexplained = lambda generation, detail: self.faults.append(detail)
         self.agent = agent
@@ -64,7 +64,7 @@ def test_a_death_is_on_its_way() -> None:
     rig.trouble()
     rig.look_again()
     assert rig.faults == []
-    rig.agent._controller.generation = 4  # it is seen
+    rig.agent._job.generation = 4  # it is seen
     rig.ended[1] = False  # and its place is taken
     rig.look_again()
     assert rig.faults == []

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from resilient_train._native import Board
-from resilient_train.launch import waiting as module
-from resilient_train.launch.waiting import Waiting
+from resilient_train.launch.agent import waiting as module
+from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.job import Stage
 from resilient_train.protocol.messages import Joined, Started

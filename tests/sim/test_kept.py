@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from resilient_train._native import Board
-from resilient_train.launch.holdings import Holdings, RefusedError
 from resilient_train.session.snapshot_names import OFF, SnapshotNames
 from resilient_train.state.vault.client import common_commits
 from resilient_train.state.vault.record import Snapshot
 from resilient_train.state.vault.room import Room
 from resilient_train.state.vault.slots import Draft, SlotPair
+from resilient_train.state.vault.snapshot_index import RefusedError, SnapshotIndex
 
 MANY = [40, pytest.param(3_000, marks=pytest.mark.long)]
 WINDOWS = 16
@@ -158,7 +158,7 @@ class Job:
         self.rule = rule
         self.dues = [self.chance.random() < 0.67 for _ in range(WINDOWS)]
         self.board = Board.create(self.chance.choice([1, 2, 3, 4]))
-        self.holdings = Holdings(lambda: Room("memory", 1 << 40, 1 << 40))
+        self.holdings = SnapshotIndex(lambda: Room("memory", 1 << 40, 1 << 40))
         self.image_bytes = IMAGE_BYTES
         self.processes = [Process(self, rank) for rank in range(self.board.world_size)]
         self.windows: dict[int, Iterator[None]] = {}

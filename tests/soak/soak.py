@@ -38,7 +38,7 @@ from running import LAUNCHER, start  # noqa: E402
 from watched_jobs import end_holder, holder_pid  # noqa: E402
 
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError  # noqa: E402
-from resilient_train.launch.asking import Follower, ask  # noqa: E402
+from resilient_train.launch.cli.asking import Follower, ask  # noqa: E402
 from resilient_train.observe.sinks import EVENTS_FILE, read_events  # noqa: E402
 from resilient_train.protocol.messages import Inject  # noqa: E402
 

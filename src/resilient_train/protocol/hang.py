@@ -56,7 +56,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Verdict(enum.StrEnum):
-    """What a look-out should do about ``Finding.ranks``."""
+    """What a hang watch should do about ``Finding.ranks``."""
 
     STRAGGLER = "straggler"
     SUSPECT = "suspect"

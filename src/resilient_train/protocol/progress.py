@@ -29,7 +29,7 @@ class Activity(enum.IntEnum):
 
 
 class Progress(NamedTuple):
-    """A rank's step record, as a look-out reads it. ``collectives``: entered in this window, or in this tail."""
+    """A rank's step record, as a hang watch reads it. ``collectives``: entered in this window, or in this tail."""
 
     commits: int
     phase: Phase

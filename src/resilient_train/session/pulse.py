@@ -1,4 +1,4 @@
-"""What this rank lets the agent's look-out see of its progress, and its Python stacks on request.
+"""What this rank lets the agent's hang watch see of its progress, and its Python stacks on request.
 
 The stacks are written by ``faulthandler`` from inside the signal handler: no bytecode runs, no lock is taken, so they
 come also out of a loop that never lets go of the GIL. A stopped process writes nothing.
@@ -33,7 +33,7 @@ class Pulse:
         self._activity = Activity.TRAINING
 
     def open(self) -> None:
-        """From now on the look-out may ask for stacks."""
+        """From now on the hang watch may ask for stacks."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(open_to_append(self._path), "a")

@@ -309,7 +309,7 @@ class World:
                 raise ViolationError(f"rank {rank} sent {type(frame).__name__}, which the simulation does not know")
 
     def _captured(self, rank: int, generation: int) -> None:
-        """As ``launch/departure.py`` has it."""
+        """As ``launch/agent/last_save.py`` has it."""
         savers = ttp.savers(self.controller.job, generation)
         self.captured |= {(generation, rank)}
         if savers and {r for g, r in self.captured if g == generation} == {r for group in savers for r in group}:

@@ -20,9 +20,9 @@ _register.wrap_for_forks()  # as the launcher does, before torch is imported
 from torch._C._distributed_c10d import TCPStore  # noqa: E402
 
 from resilient_train.config import AgentLink, Settings, environ_copy, link_environ  # noqa: E402
-from resilient_train.launch.fork import pool  # noqa: E402
+from resilient_train.launch.agent.logs import Streams  # noqa: E402
+from resilient_train.launch.fork import standby_pool  # noqa: E402
 from resilient_train.launch.fork.zygote import Born, start_root  # noqa: E402
-from resilient_train.launch.logs import Streams  # noqa: E402
 
 SCRIPT = str(Path(__file__).with_name("early.py"))
 LIMIT_S = 1.5
@@ -51,7 +51,7 @@ class Little:
         self.environ = {**os.environ, **shared, **link_environ(link)}
         self.command = (sys.executable, "-u", SCRIPT, str(self.mode), str(folder))
         settings = Settings(standby_depth="built", standby_limit_s=LIMIT_S)
-        self.pool = pool.Pool(root, self.command, settings, lambda *event: self.events.append(event))
+        self.pool = standby_pool.Pool(root, self.command, settings, lambda *event: self.events.append(event))
 
     async def until(self, condition) -> None:
         deadline = time.monotonic() + 30
@@ -134,7 +134,7 @@ async def main(folder: Path, root) -> None:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    pool._PAUSE_S = 0.01
+    standby_pool._PAUSE_S = 0.01
     first = start_root(place / "standby.log", environ_copy())
     if isinstance(first, Born):
         first.begin()

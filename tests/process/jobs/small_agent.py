@@ -20,10 +20,10 @@ _register.wrap_for_forks()  # as the launcher does, before torch is imported
 from torch.distributed import run as _torchrun  # noqa: E402, F401
 
 from resilient_train.config import Settings, environ_copy  # noqa: E402
-from resilient_train.launch.fork import pool  # noqa: E402
+from resilient_train.launch.agent.logs import Streams  # noqa: E402
+from resilient_train.launch.agent.processes import _start_cold  # noqa: E402
+from resilient_train.launch.fork import standby_pool  # noqa: E402
 from resilient_train.launch.fork.zygote import Born, start_root  # noqa: E402
-from resilient_train.launch.logs import Streams  # noqa: E402
-from resilient_train.launch.processes import _start_cold  # noqa: E402
 
 SCRIPT = str(Path(__file__).with_name("forked.py"))
 CASES = {
@@ -50,7 +50,7 @@ class Little:
         self.events: list[tuple[str, dict]] = []
         self.environ = {**os.environ, "RANK": "0"}
         self.command = (sys.executable, "-u", SCRIPT)
-        self.pool = pool.Pool(root, self.command, Settings(), lambda *event: self.events.append(event))
+        self.pool = standby_pool.Pool(root, self.command, Settings(), lambda *event: self.events.append(event))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():  # noqa: ASYNC110 - a process ends without telling this loop
@@ -120,7 +120,7 @@ async def main(folder: Path, root) -> None:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    pool._PAUSE_S = 0.05
+    standby_pool._PAUSE_S = 0.05
     first = start_root(place / "standby.log", environ_copy())
     if isinstance(first, Born):
         first.begin()

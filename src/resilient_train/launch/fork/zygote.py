@@ -70,7 +70,7 @@ class Born(NamedTuple):
         if self.gate is None:
             live(self.command, self.target)
             return
-        from resilient_train.launch.fork.ahead import run_ahead
+        from resilient_train.launch.fork.prestart import run_ahead
 
         run_ahead(self.gate, self.attempt, lambda: live(self.command, self.target))
 

@@ -2,5 +2,5 @@
 
 ``record`` says what a slot's record is, ``slots`` writes and reads a pair of them, ``room`` asks whether memory will
 do,
-``client`` is how a rank or an agent talks to the holder (``launch/holder.py``), in the words of ``frames``.
+``client`` is how a rank or an agent talks to the holder (``state/vault/holder.py``), in the words of ``frames``.
 """

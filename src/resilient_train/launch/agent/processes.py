@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from resilient_train import _native, config
-from resilient_train.launch import caches
-from resilient_train.launch.descriptors import Limit, restore_limit
+from resilient_train.descriptors import Limit, restore_limit
+from resilient_train.launch.agent import caches
+from resilient_train.launch.agent.logs import Logs, Streams
 from resilient_train.launch.fork.imports import target_of
 from resilient_train.launch.fork.live import cold
-from resilient_train.launch.fork.pool import Pool, Waiting
-from resilient_train.launch.logs import Logs, Streams
+from resilient_train.launch.fork.standby_pool import Pool, Waiting
 from resilient_train.launch.spec import JobSpec
 from resilient_train.protocol.hang import RunState
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from resilient_train.errors import ProtocolError
-from resilient_train.launch.connections import LARGE, SMALL, Connection, Server
-from resilient_train.launch.operators import Operators
-from resilient_train.launch.processes import Processes
+from resilient_train.launch.agent.operators import Operators
+from resilient_train.launch.agent.processes import Processes
 from resilient_train.protocol import messages as m
 from resilient_train.protocol.job import Job
+from resilient_train.server import LARGE, SMALL, Connection, Server
 from resilient_train.transport import from_rank
 
 RankConnection = Connection[m.FromRank]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from resilient_train._native import Board
-from resilient_train.launch.processes import Processes
+from resilient_train.launch.agent.processes import Processes
 from resilient_train.protocol.job import Job, Stage
 from resilient_train.protocol.standing import standing_of
 

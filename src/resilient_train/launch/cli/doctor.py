@@ -20,7 +20,8 @@ from resilient_train import config
 from resilient_train._native import Probes, ProbeStatus, death_watch_supported
 from resilient_train.errors import ResilientError
 from resilient_train.frameworks.supported import torch_installed, torch_problem
-from resilient_train.launch import asking, caches
+from resilient_train.launch.agent import caches
+from resilient_train.launch.cli import asking
 from resilient_train.observe.report import Line
 from resilient_train.protocol.messages import Query
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from resilient_train.launch import connections
-from resilient_train.launch.connections import LARGE, SMALL, Connection, Listener, Room, Server
+from resilient_train import server as module
+from resilient_train.server import LARGE, SMALL, Connection, Listener, Room, Server
 from resilient_train.transport import FrameBuffer, encode, listen
 
 PATIENCE_S = 20.0
@@ -139,7 +139,7 @@ class Poor(socket.socket):
 
 
 def test_without_descriptors_nobody_is_let_in_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_PAUSE_S", 0.02)
+    monkeypatch.setattr(module, "_PAUSE_S", 0.02)
     server = Echo()
 
     async def story(listener: Listener[Frame], path: Path) -> None:
@@ -236,8 +236,8 @@ def test_descriptors_wait_with_their_frame(tmp_path: Path) -> None:
 
 
 def test_who_does_not_say_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_GREETING_S", 0.3)
-    monkeypatch.setattr(connections, "_SILENT_MAX", 4)
+    monkeypatch.setattr(module, "_GREETING_S", 0.3)
+    monkeypatch.setattr(module, "_SILENT_MAX", 4)
     server = Echo()
 
     async def story(_: Listener[Frame], path: Path) -> None:

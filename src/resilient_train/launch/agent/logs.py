@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from resilient_train.launch.console import Console
+from resilient_train.launch.agent.console import Console
 from resilient_train.launch.spec import JobSpec
 
 _CHUNK_BYTES = 1 << 16

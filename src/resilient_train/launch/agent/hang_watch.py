@@ -1,4 +1,4 @@
-"""The agent's look-out: for hangs, and for recoveries that do not come to their end.
+"""The agent's hang watch: for hangs, and for recoveries that do not come to their end.
 
 It reads all ranks' progress from shared memory and asks the kernel about their processes. What it finds is decided in
 ``protocol/hang.py``, who is killed for it in ``protocol/controller.py``. What is done: an event; the Python stacks of
@@ -16,7 +16,7 @@ from typing import Protocol
 from resilient_train._native import Board
 from resilient_train.config import Settings
 from resilient_train.interrupt import STACKS_SIGNAL
-from resilient_train.launch.processes import Processes
+from resilient_train.launch.agent.processes import Processes
 from resilient_train.protocol.hang import Finding, HangDetector, Limits, RunState, Verdict
 from resilient_train.protocol.job import Job, Stage
 from resilient_train.protocol.jobclock import JobClock
@@ -30,7 +30,7 @@ _AGAIN_NS = 10_000_000_000
 
 
 class Keeper(Protocol):
-    """What the look-out may do: implemented by the agent."""
+    """What the hang watch may do: implemented by the agent."""
 
     def fence(self, ranks: Collection[int], reason: str) -> None:
         """Has the ranks' processes killed, as far as that may be; their deaths will be told with ``reason``."""
@@ -53,7 +53,7 @@ class Keeper(Protocol):
         ...
 
 
-class Lookout:
+class HangWatch:
     """``look`` is called every ``LOOK_S``."""
 
     def __init__(self, board: Board, job: Job, processes: Processes, settings: Settings) -> None:

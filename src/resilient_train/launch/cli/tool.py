@@ -23,8 +23,8 @@ from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.events import Event, now
 from resilient_train.faults import INJECTABLE, TARGETS, check_fault, nearest
 from resilient_train.frameworks.supported import torch_installed, torch_problem, version_line
-from resilient_train.launch import asking
-from resilient_train.launch.asking import RUNS
+from resilient_train.launch.cli import asking
+from resilient_train.launch.cli.asking import RUNS
 from resilient_train.observe.report import Line, as_dict, lines, show
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.timeline import read_run
@@ -150,7 +150,7 @@ def drill(
 @app.command()
 def doctor(as_json: Json = False) -> int:
     """Say what works on this machine and with these switches, what does not, and why."""
-    from resilient_train.launch import doctor as doctors
+    from resilient_train.launch.cli import doctor as doctors
 
     facts = doctors.gather()
     findings = doctors.judge(facts)
@@ -201,7 +201,7 @@ def advise(
     as_json: Json = False,
 ) -> int:
     """Say how often to save, why, and what the present interval costs."""
-    from resilient_train.launch import advise as advices
+    from resilient_train.launch.cli import advise as advices
 
     # The flags are named like the fields.
     given = {name: value for name, value in locals().items() if name in advices.Options.__struct_fields__}
@@ -216,7 +216,7 @@ def verify(
     as_json: Json = False,
 ) -> int:
     """Read a checkpoint (of a run: all of them) and say whether it is whole, and which file is broken."""
-    from resilient_train.launch import verify as verifying
+    from resilient_train.launch.cli import verify as verifying
 
     found = verifying.reports(path)
     _answer(as_json, verifying.as_dict(found), verifying.as_lines(found))

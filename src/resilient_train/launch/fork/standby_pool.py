@@ -26,6 +26,7 @@ import msgspec
 
 from resilient_train import config
 from resilient_train.errors import ProtocolError
+from resilient_train.launch.agent.logs import Streams
 from resilient_train.launch.fork.frames import (
     Ahead,
     Answer,
@@ -44,7 +45,6 @@ from resilient_train.launch.fork.frames import (
 )
 from resilient_train.launch.fork.imports import Target, target_of
 from resilient_train.launch.fork.zygote import Root
-from resilient_train.launch.logs import Streams
 
 _ANSWER_S = 1.0
 """A fork takes some 10 ms. A cold start takes longer than this, so waiting as long is worth it, and no longer."""

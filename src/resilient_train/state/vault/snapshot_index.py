@@ -19,7 +19,7 @@ class RefusedError(Exception):
         self.frame = frames.Refused(cause, text)
 
 
-class Holdings:
+class SnapshotIndex:
     """Pins are by owner, any hashable thing: when it ends, ``release_all`` takes back what it has pinned."""
 
     def __init__(self, tightest: Callable[[], room.Room] = room.tightest) -> None:

@@ -17,26 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train._native import Board, DeathWatch
+from resilient_train.descriptors import raise_limit
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
-from resilient_train.launch.admission import Admission, RankConnection, new_token
-from resilient_train.launch.alarms import Alarms
-from resilient_train.launch.connections import Listener
-from resilient_train.launch.departure import Departure
-from resilient_train.launch.descriptors import raise_limit
+from resilient_train.launch.agent.admission import Admission, RankConnection, new_token
+from resilient_train.launch.agent.alarms import Alarms
+from resilient_train.launch.agent.console_text import end_of, line, pause_told, told
+from resilient_train.launch.agent.hang_watch import LOOK_S, HangWatch
+from resilient_train.launch.agent.last_save import LastSave
+from resilient_train.launch.agent.last_words import how_it_failed
+from resilient_train.launch.agent.logs import Logs
+from resilient_train.launch.agent.operators import Operators
+from resilient_train.launch.agent.processes import Processes, RankProcess
+from resilient_train.launch.agent.rendezvous import make_store
+from resilient_train.launch.agent.saves import Saves
+from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.launch.fork.imports import target_of, uses_us
-from resilient_train.launch.fork.pool import Pool
+from resilient_train.launch.fork.standby_pool import Pool
 from resilient_train.launch.fork.zygote import Root
-from resilient_train.launch.last_words import how_it_failed
-from resilient_train.launch.logs import Logs
-from resilient_train.launch.lookout import LOOK_S, Lookout
-from resilient_train.launch.operators import Operators
-from resilient_train.launch.processes import Processes, RankProcess
-from resilient_train.launch.rendezvous import make_store
-from resilient_train.launch.saves import Saves
 from resilient_train.launch.spec import JobSpec
-from resilient_train.launch.telling import end_of, line, pause_told, told
-from resilient_train.launch.waiting import Waiting
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
@@ -46,6 +45,7 @@ from resilient_train.protocol.hang import Finding, Verdict
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.progress import Activity, progress_of
 from resilient_train.protocol.standing import Standing, standing_of
+from resilient_train.server import Listener
 from resilient_train.session.pulse import STACKS_FOLDER
 from resilient_train.state.arena import DEFAULT_SLOT_BYTES, Arena
 from resilient_train.transport import listen
@@ -93,7 +93,7 @@ class Agent:
         self._unborn: dict[int, Spawn] = {}
         """Ranks whose process is asked for, and not there yet."""
         self._fenced: dict[RankProcess, str] = {}
-        self._lookout = Lookout(self._board, self._job, self._processes, spec.settings)
+        self._hang_watch = HangWatch(self._board, self._job, self._processes, spec.settings)
         self._alarms = Alarms(self._board, self._job)
         self._waiting = Waiting(self._board, self._job, self._processes, self._say)
         operators = Operators(self._board, self._job, self._processes, self._waiting, self._note)
@@ -102,7 +102,7 @@ class Agent:
         self._saves = Saves(spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle)
         self._job.can_go_back = self._saves.can_go_back
         self._job.uses_us = functools.cache(functools.partial(uses_us, target_of(spec.command)))
-        self._departure = Departure(self._board, self._controller, self._saves, self._arenas, spec.settings)
+        self._last_save = LastSave(self._board, self._controller, self._saves, self._arenas, spec.settings)
         self._ending: EndJob | None = None
         self._ended = asyncio.Event()
         self._choosing = False
@@ -114,7 +114,7 @@ class Agent:
         """Runs the job to its end. Raises ConfigError if it can't begin."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._on_bug)
-        self._departure.carry_out = self._carry_out
+        self._last_save.carry_out = self._carry_out
         try:
             connections_max = 4 * self._spec.world_size + 256
             self._listener = Listener(self._socket_path, self._admission, listen(self._socket_path), connections_max)
@@ -152,7 +152,7 @@ class Agent:
         for rank, seen_ns in self._deaths.take():
             process = self._processes.current.get(rank)
             if process is not None and not process.reported:
-                by = "look-out" if process in self._fenced else "futex"
+                by = "fenced" if process in self._fenced else "futex"
                 self._note("death_seen", rank=rank, time_ns=seen_ns, detail={"by": by})
                 process.reported = True
                 process.signal_group(signal.SIGKILL)  # its watchdog is gone: whatever is left must not train on
@@ -193,7 +193,7 @@ class Agent:
         self._tell(kind, detail)
 
     def _on_signal(self, number: int) -> None:
-        self._departure.asked("resilient-run", number)
+        self._last_save.asked("resilient-run", number)
 
     def _on_bug(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in a callback is a bug of ours. A job that nobody looks after any more must not go on."""
@@ -222,13 +222,13 @@ class Agent:
     def _standings(self) -> list[Standing]:
         return [standing_of(self._board.standing(rank)) for rank in range(self._spec.world_size)]
 
-    # -- the look-out's Keeper
+    # -- the hang watch's Keeper
 
     def _look_out(self) -> None:
         self._alarms.look(self)
-        self._departure.look()
+        self._last_save.look()
         self._waiting.look()
-        self._lookout.look(self)
+        self._hang_watch.look(self)
         self._loop.call_later(LOOK_S, self._look_out)
 
     def fence(self, ranks: Collection[int], reason: str) -> None:
@@ -352,9 +352,9 @@ class Agent:
                 self._loop.call_later(DIFFER_GRACE_S, lambda: self._carry_out(controller.disagreed()))
                 self._carry_out(controller.differs(rank, incarnation, frame))
             case m.Captured(last=generation) if generation >= 0:
-                self._departure.captured(rank, frame)
+                self._last_save.captured(rank, frame)
             case m.Unsaved(generation=generation, reason=text):
-                self._departure.failed(generation, text)
+                self._last_save.failed(generation, text)
             case m.Captured():
                 self._saves.captured(rank, frame, self._job.replicas.groups)
             case m.Skipped():
@@ -405,7 +405,7 @@ class Agent:
                     self._kill(self._processes.current[rank], reason)
                 case Send(rank=rank, message=message):
                     if rank in self._admission.connections:
-                        self._admission.connections[rank].send(self._departure.completed(message))
+                        self._admission.connections[rank].send(self._last_save.completed(message))
                 case Note(kind="restart_all"):
                     self._kill_ranks_for_good()
                     self._begin_task(self._start_all(commands[commands.index(command) + 1 :], command))
@@ -416,7 +416,7 @@ class Agent:
                     self._note(kind, rank=rank, detail=detail)
                     self._tell(kind, detail)
                     if kind == "leaving":
-                        self._departure.begin()
+                        self._last_save.begin()
                     if kind == "started" and self._spec.policy.replace:
                         self._processes.train(self._job.attempt)
                 case EndJob():

@@ -29,12 +29,12 @@ from typing import Any
 
 import msgspec
 
+from resilient_train.descriptors import raise_limit
 from resilient_train.errors import ProtocolError
-from resilient_train.launch.connections import SMALL, Connection, Listener, Server
-from resilient_train.launch.descriptors import raise_limit
-from resilient_train.launch.holdings import Holdings, RefusedError, describe
+from resilient_train.server import SMALL, Connection, Listener, Server
 from resilient_train.state.vault import frames, slots
 from resilient_train.state.vault.client import socket_path
+from resilient_train.state.vault.snapshot_index import RefusedError, SnapshotIndex, describe
 from resilient_train.state.vault.work import Pinned, Work, load, perform
 from resilient_train.transport import listen
 
@@ -83,12 +83,12 @@ class Holder(Server[frames.ToHolder]):
         *,
         grace_s: float = GRACE_S,
         first_s: float = FIRST_S,
-        holdings: Holdings | None = None,
+        holdings: SnapshotIndex | None = None,
     ) -> None:
         self._works = works
         self._grace_s = grace_s
         self._hurry = self._finished = False
-        self._holdings = holdings or Holdings()
+        self._index = holdings or SnapshotIndex()
         self._members: set[_Client] = set()
         self._pidfds: dict[_Client, int] = {}
         self._alone_until_s: float | None = time.monotonic() + first_s
@@ -130,14 +130,14 @@ class Holder(Server[frames.ToHolder]):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), self._patience_s())
         self._news.clear()
-        if self._holdings.outgrown():
-            self._loop.call_soon(self._holdings.drop_superseded)
+        if self._index.outgrown():
+            self._loop.call_soon(self._index.drop_superseded)
 
     def _patience_s(self) -> float | None:
         alone_s = None if self._alone_until_s is None else max(0.0, self._alone_until_s - time.monotonic())
         if self._under_way and alone_s == 0.0:
             alone_s = None  # the work's end is news
-        return _TIDY_S if self._holdings.outgrown() and (alone_s is None or alone_s > _TIDY_S) else alone_s
+        return _TIDY_S if self._index.outgrown() and (alone_s is None or alone_s > _TIDY_S) else alone_s
 
     # -- clients
 
@@ -157,7 +157,7 @@ class Holder(Server[frames.ToHolder]):
         if pidfd >= 0:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
-        self._holdings.release_all(connection)
+        self._index.release_all(connection)
         if connection in self._members:
             self._members.remove(connection)
             if not self._members:
@@ -192,7 +192,7 @@ class Holder(Server[frames.ToHolder]):
         client.send(frames.Done())
 
     def _handle(self, client: _Client, frame: frames.ToHolder) -> tuple[frames.FromHolder, list[int]]:
-        held = self._holdings
+        held = self._index
         match frame:
             case frames.Reserve(rank, image_bytes):
                 return _stores([held.reserve(rank, image_bytes)], held.sequence(rank))
@@ -223,9 +223,9 @@ class Holder(Server[frames.ToHolder]):
         errand = _Errand(client, order, work)
         try:
             for rank, sequence in order.snapshots:
-                errand.pinned.append(self._holdings.pin(errand, rank, sequence))
+                errand.pinned.append(self._index.pin(errand, rank, sequence))
         except RefusedError as refused:
-            self._holdings.release_all(errand)
+            self._index.release_all(errand)
             client.send(frames.Result(order.number, b"", refused.frame.text))
             return
         self._under_way += 1
@@ -239,7 +239,7 @@ class Holder(Server[frames.ToHolder]):
 
     def _on_over(self, errand: _Errand) -> None:
         self._under_way -= 1
-        self._holdings.release_all(errand)
+        self._index.release_all(errand)
         if errand.result.error:
             _say(errand.result.error)
         errand.client.send(errand.result)
@@ -273,8 +273,8 @@ def claim(path: Path) -> socket.socket | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m resilient_train.launch.holder RUN_DIR``; see ``holding.find_holder``."""
-    parser = argparse.ArgumentParser(prog="resilient_train.launch.holder")
+    """``python -m resilient_train.state.vault.holder RUN_DIR``; see ``holding.find_holder``."""
+    parser = argparse.ArgumentParser(prog="resilient_train.state.vault.holder")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--node", type=int, default=0)
     parser.add_argument("--grace-s", type=float, default=GRACE_S)

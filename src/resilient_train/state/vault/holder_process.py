@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from resilient_train.errors import HolderLostError
-from resilient_train.launch.holder import GRACE_S
 from resilient_train.state.vault.client import REPLY_TIMEOUT_S, Vault
+from resilient_train.state.vault.holder import GRACE_S
 
 _READY_TIMEOUT_S = 20.0
 _RETRY_S = 0.02
@@ -68,7 +68,7 @@ async def _start(run_dir: Path, node: int, grace_s: float, works: Mapping[str, s
     """None: there is another one by now."""
     log = _log(run_dir, node)
     readable, writable = os.pipe()
-    command = [sys.executable, "-P", "-m", "resilient_train.launch.holder", str(run_dir), "--node", str(node)]
+    command = [sys.executable, "-P", "-m", "resilient_train.state.vault.holder", str(run_dir), "--node", str(node)]
     command += ["--grace-s", str(grace_s), "--ready-fd", str(writable)]
     command += [f"--work={name}={place}" for name, place in works.items()]
     try:

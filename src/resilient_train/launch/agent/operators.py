@@ -8,12 +8,12 @@ from typing import Any
 from resilient_train._native import Board
 from resilient_train.errors import ConfigError
 from resilient_train.faults import check_fault
-from resilient_train.launch.connections import Connection
-from resilient_train.launch.processes import Processes, RankProcess
-from resilient_train.launch.waiting import Waiting
+from resilient_train.launch.agent.processes import Processes, RankProcess
+from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
 from resilient_train.protocol.job import Job
+from resilient_train.server import Connection
 from resilient_train.session.injection import SIGNALS
 
 

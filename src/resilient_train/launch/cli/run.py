@@ -21,11 +21,11 @@ from resilient_train.errors import ConfigError
 from resilient_train.events import now
 from resilient_train.faults import nearest, parse_plan
 from resilient_train.frameworks.supported import torch_problem, version_line
-from resilient_train.launch.claim import Claim
-from resilient_train.launch.console import Console
+from resilient_train.launch.agent.claim import Claim
+from resilient_train.launch.agent.console import Console
+from resilient_train.launch.agent.console_text import line
 from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.spec import JobSpec
-from resilient_train.launch.telling import line
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.summary import summary
 from resilient_train.protocol.policy import DEFAULT_MAX_RESTARTS, Policy
@@ -283,7 +283,7 @@ def _without_effect() -> list[str]:
 
 def run_job(job: JobSpec, argv: list[str], root: Root | str) -> int:
     """Runs a job of one node; returns its exit code."""
-    from resilient_train.launch.agent import EXIT_BUG, Agent
+    from resilient_train.launch.agent.agent import EXIT_BUG, Agent
 
     console = Console(sys.stderr.fileno())
     try:

@@ -11,7 +11,7 @@ import msgspec
 
 from resilient_train import config
 from resilient_train.errors import ConfigError, ResilientError
-from resilient_train.launch import asking
+from resilient_train.launch.cli import asking
 from resilient_train.observe.history import History, Standing, history_of
 from resilient_train.observe.report import Line
 from resilient_train.observe.sinks import EVENTS_FILE

@@ -19,7 +19,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _NOT_THE_END = ("Exception ignored", "Error in atexit", "Error in sys.excepthook")
 """Lines behind which a traceback follows that did not end the process."""
 _IGNORED = "(that one)"
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]), "<")
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[2]), "<")
 
 
 def how_it_failed(log: Path, code: int, others: Mapping[int, Path] | None = None) -> str:

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from resilient_train.errors import HolderLostError, VaultError
-from resilient_train.launch.holding import find_holder
-from resilient_train.launch.stored import Stored, find_stored, is_there
+from resilient_train.launch.agent.stored import Stored, find_stored, is_there
 from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.checkpoint.libraries import libraries_here
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK, Flush, Flushed
+from resilient_train.state.vault.holder_process import find_holder
 
 CHECKPOINTS = "checkpoints"
 _REPLY_TIMEOUT_S = 2.0

@@ -13,7 +13,7 @@ import msgspec
 
 from resilient_train._native import Board
 from resilient_train.config import Settings
-from resilient_train.launch.saves import Saves
+from resilient_train.launch.agent.saves import Saves
 from resilient_train.protocol.commands import Command
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
@@ -32,7 +32,7 @@ means that the job shall go on later (``sbatch --signal=USR1@120``).
 """
 
 
-class Departure:
+class LastSave:
     """``carry_out`` takes the controller's commands."""
 
     def __init__(

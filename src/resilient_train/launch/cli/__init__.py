@@ -1,0 +1,1 @@
+"""The commands: ``run`` is ``resilient-run``, ``tool`` is ``resilient-train``; the others are what that does."""

@@ -16,9 +16,9 @@ import pytest
 from resilient_train.protocol.rank import TABLE
 
 
-def _load() -> ModuleType:
+def _load(name: str) -> ModuleType:
     """The tests of a folder do not import one another by name (``--import-mode=importlib``)."""
-    spec = importlib.util.spec_from_file_location("mutants", Path(__file__).with_name("mutants.py"))
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +27,8 @@ def _load() -> ModuleType:
     return module
 
 
-mutants = _load()
+mutants = _load("mutants")
+diagram = _load("diagram")
 
 NO_UPDATE = "a hook of an optimizer that ends has begun: in a tail or behind a cut its beginning has raised"
 NOTHING_BEGUN = "the driver tells the end of a loop that has begun"
@@ -57,6 +58,10 @@ def test_every_row_is_visited() -> None:
     while rows - visited - set(UNVISITED) and (seed := next(seeds, None)) is not None:
         visited |= {shape.row for shape in mutants.listening(seed)}
     assert rows - visited == set(UNVISITED)
+
+
+def test_the_page_shows_the_machine() -> None:
+    assert diagram.PAGE.read_text() == diagram.page(mutants.shapes()), "run `python tests/sim/diagram.py`"
 
 
 def test_the_list_has_every_mutant() -> None:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from resilient_train._native import Board, Page, Watchdog
+from resilient_train._native import Board, Page, Probes, Watchdog
 from resilient_train.errors import ConfigError
-from resilient_train.frameworks.base import Call
+from resilient_train.frameworks.roles import Call
 from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.standing import UPDATING, Standing
 from resilient_train.state.arena import Arena, ArenaFullError, Entry
@@ -261,6 +261,10 @@ class Peers:
     def alarms(self) -> list[tuple[str, str]]:
         """(probe, kind) of what this rank's probes have found since ``clear_alarms``."""
         return list(self._board.alarms(self.rank))
+
+    def alarm_by(self, probes: Probes) -> None:
+        """What these find from now on sets this rank's alarms, without its Python."""
+        probes.alarm(self._board, self.rank)
 
     def clear_alarms(self) -> None:
         """Before the findings are taken, so that a new one in between raises its alarm again."""

@@ -63,7 +63,7 @@ def test_there_is_no_such_fault(kind: str, target: str, words: str) -> None:
 
 
 def alone(board: Board) -> Peers:
-    def nobody(_: int) -> Arena:
+    def nobody(_: int) -> int:
         raise AssertionError("no arena is asked for")
 
     return Peers(board, 1, Arena.create(64, 0), nobody, nobody)

@@ -27,19 +27,19 @@ WATCHED: dict[str, tuple[str, ...]] = {
         "session.driver:Driver.before_update",
         "session.driver:Driver.after_update",
     ),
-    "random": ("frameworks.torch.engine:TorchEngine.random_state",),
-    "capture": ("frameworks.torch.engine:TorchEngine.rank_state", "session.loader:Cursor.position"),
-    "pack": ("frameworks.torch.engine:TorchEngine.pack",),
+    "random": ("frameworks.torch.data:random_state",),
+    "capture": ("frameworks.torch.rank_state:RankState.packed", "session.loader:Cursor.position"),
+    "pack": ("frameworks.torch.data:pack",),
     "publish": ("session.publication:Publication.publish", "session.peers:Peers.publish"),
-    "begin": ("frameworks.torch.engine:TorchEngine.begin", "frameworks.torch.engine:TorchEngine.committed"),
+    "begin": ("frameworks.torch.step:Step.begin", "frameworks.torch.collectives:Collectives.begin_tail"),
     "machine": ("protocol.rank:Rank.on",),
     "record": ("_native:Page.write", "_native:Page.begin", "_native:Board.set_tail"),
     "arrive": ("_native:Page.arrive",),
     "barrier": ("_native:Page.cross",),
     "interrupt": ("interrupt:Interrupt.arm", "interrupt:Interrupt.disarm"),
-    "intact": ("frameworks.torch.engine:TorchEngine.collectives_intact",),
+    "intact": ("frameworks.torch.collectives:Collectives.intact",),
     "guard": (
-        "frameworks.torch.engine:TorchEngine.issue",
+        "frameworks.torch.collectives:Collectives.issue",
         "frameworks.torch.works:GuardedWork.__init__",
         "frameworks.torch.works:GuardedWork._inner_ended",
     ),
@@ -110,13 +110,14 @@ def watch_cost_us() -> float:
 def watching() -> Iterator[Ledger]:
     """A ledger that fills while the block runs; afterwards every function is as it was."""
     ledger = Ledger()
-    undo: list[tuple[type, str, Any]] = []
+    undo: list[tuple[Any, str, Any]] = []
     try:
         for label, places in WATCHED.items():
             for place in places:
-                module, _, path = place.partition(":")
-                name, _, attribute = path.partition(".")
-                owner = getattr(importlib.import_module(f"resilient_train.{module}"), name, None)
+                name, _, path = place.partition(":")
+                module = importlib.import_module(f"resilient_train.{name}")
+                of, _, attribute = path.rpartition(".")
+                owner = getattr(module, of, None) if of else module
                 original = vars(owner).get(attribute) if owner is not None else None
                 if owner is None or original is None:
                     ledger.missing.append(place)

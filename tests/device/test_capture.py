@@ -15,10 +15,11 @@ from torch import nn  # noqa: E402
 
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier  # noqa: E402
 from resilient_train.errors import VaultError  # noqa: E402
-from resilient_train.frameworks.base import Image, Objects, Share  # noqa: E402
-from resilient_train.frameworks.torch.replicated import Replicated  # noqa: E402
-from resilient_train.frameworks.torch.saved import Saved  # noqa: E402
+from resilient_train.frameworks.accelerator import Host  # noqa: E402
+from resilient_train.frameworks.roles import Image, Objects, Share  # noqa: E402
+from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
 from resilient_train.frameworks.torch.staging import BUFFER_BYTES, Staging  # noqa: E402
+from resilient_train.frameworks.torch.state import State  # noqa: E402
 from resilient_train.state.checkpoint.held import HeldImage, fill_from  # noqa: E402
 from resilient_train.state.vault.slots import SlotPair, create, image_digest  # noqa: E402
 
@@ -41,8 +42,8 @@ class Job:
         layers += [each for _ in range(11) for each in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
         self.model = nn.Sequential(*layers).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused)
-        self.replicated = Replicated(Objects((self.model,), (self.optimizer,)), staging)
-        self.saved = Saved(self.replicated)
+        objects = Objects((self.model,), (self.optimizer,))
+        self.state = State(objects, RankState(objects.models, {}), Host(), staging)
         self.draw = torch.Generator().manual_seed(seed)
 
     def forward_backward(self) -> None:
@@ -55,7 +56,7 @@ class Job:
 
     def values(self) -> list[torch.Tensor]:
         """All of the state, on the host."""
-        return [each.detach().cpu().clone() for each in self.replicated.tensors().values()]
+        return [each.detach().cpu().clone() for each in self.state.tensors().values()]
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def pair() -> Iterator[SlotPair]:
 
 def load(job: Job, image: Image, memory: memoryview, digests: bytes) -> None:
     held = HeldImage("the snapshot", memory, image_digest(digests))
-    job.saved.load(image.tree, image.names, lambda targets: fill_from([held], targets, Copier()))
+    job.state.load(image.tree, image.names, lambda targets: fill_from([held], targets, Copier()))
 
 
 def assert_equal(job: Job, expected: list[torch.Tensor]) -> None:
@@ -89,7 +90,7 @@ def test_a_snapshot_beside_a_training_step(pair: SlotPair, limit_bytes: int, *, 
         expected = job.values() if commits % 2 else None
         draft = pair.begin()
         assert draft is not None
-        image = job.saved.image(commits, WHOLE)
+        image = job.state.image(commits, WHOLE)
         memory = draft.image[: image.total_bytes]
         capture = image.begin(memory, Copier())
         if expected is None:  # nothing has waited for the device: the copies have to
@@ -117,7 +118,7 @@ def test_a_snapshot_beside_a_training_step(pair: SlotPair, limit_bytes: int, *, 
 
 def load_present(job: Job, other: Job) -> None:
     """``other`` takes up what ``job`` is now."""
-    image = job.saved.image(0, WHOLE)
+    image = job.state.image(0, WHOLE)
     memory = memoryview(mmap.mmap(-1, image.total_bytes))
     load(other, image, memory, image.begin(memory, Copier()).finish())
 
@@ -128,7 +129,7 @@ def test_a_damaged_snapshot_touches_nothing() -> None:
     job.forward_backward()
     job.update()
     before = other.values()
-    image = job.saved.image(0, WHOLE)
+    image = job.state.image(0, WHOLE)
     memory = memoryview(mmap.mmap(-1, image.total_bytes))
     digests = image.begin(memory, Copier()).finish()
     memory[-1] ^= 1

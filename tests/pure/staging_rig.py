@@ -10,10 +10,11 @@ from torch import nn
 
 from pure.fake_accelerator import Machine
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier
-from resilient_train.frameworks.base import Image, Objects, Share
-from resilient_train.frameworks.torch.replicated import Replicated
-from resilient_train.frameworks.torch.saved import Saved
+from resilient_train.frameworks.accelerator import Host
+from resilient_train.frameworks.roles import Image, Objects, Share
+from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.staging import Staging
+from resilient_train.frameworks.torch.state import State
 
 STEP = 7
 WHOLE = Share(0, 1, 0, 1)
@@ -38,7 +39,9 @@ class Model(nn.Module):
 class Trained:
     """A model, its optimizer and its state: on the machine's device, or on the host."""
 
-    def __init__(self, machine: Machine | None = None, *, seed: int = 0, buffers: int = 32) -> None:
+    def __init__(
+        self, machine: Machine | None = None, *, seed: int = 0, buffers: int = 32, staging: Staging | None = None
+    ) -> None:
         self.machine = machine
         self.model = Model(seed)
         if machine is not None:
@@ -48,9 +51,9 @@ class Trained:
                 self.model._buffers[name] = machine.to_device(buffer)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=False)
         module, pin = (lambda _: machine), machine.pin if machine is not None else torch.empty
-        staging = Staging(buffers * DIGEST_CHUNK_BYTES, module, pin)
+        staging = staging or Staging(buffers * DIGEST_CHUNK_BYTES, module, pin)
         objects = Objects((self.model,), (self.optimizer,))
-        self.saved = Saved(Replicated(objects, staging))
+        self.state = State(objects, RankState((), {}), Host(), staging)
 
     def update(self, factor: float) -> None:
         """What an optimizer does to parameters and moments."""
@@ -66,7 +69,7 @@ class Trained:
 
     def values(self) -> list[torch.Tensor]:
         """All tensors of the state as they will be when the device has done all."""
-        tensors = self.saved._replicated.tensors().values()
+        tensors = self.state.tensors().values()
         return [self.machine.value(each) if self.machine else each.detach().clone() for each in tensors]
 
 
@@ -85,7 +88,7 @@ def room(image: Image) -> memoryview:
 
 def host_image(host: Trained) -> tuple[bytes, bytes]:
     """What the image of this state is, and its digests."""
-    image = host.saved.image(STEP, WHOLE)
+    image = host.state.image(STEP, WHOLE)
     memory = room(image)
     capture = image.begin(memory, Copier())
     digests = capture.finish()

@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from resilient_train.errors import ConfigError, StateError  # noqa: E402
-from resilient_train.frameworks.base import Objects  # noqa: E402
-from resilient_train.frameworks.torch.engine import TorchEngine  # noqa: E402
+from resilient_train.frameworks.accelerator import Host  # noqa: E402
+from resilient_train.frameworks.roles import Engine, Objects  # noqa: E402
+from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch.leaves import span_of  # noqa: E402
-from resilient_train.frameworks.torch.replicated import Replicated  # noqa: E402
+from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
+from resilient_train.frameworks.torch.state import State  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -30,8 +32,8 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 
 
-def take(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TorchEngine:
-    return TorchEngine(Objects((model,), optimizers))
+def take(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Engine:
+    return engine_for(Objects((model,), optimizers))
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -159,9 +161,10 @@ def test_a_digest_is_of_the_memory_behind_a_sharded_tensor(fake_world: None) -> 
 
     first, other, same = build(1.0), build(2.0), build(1.0)
     assert first[1].weight.data_ptr() == 0
-    digests = [Replicated(Objects((each,), ())).core_digest() for each in (first, other, same)]
+    states = [State(Objects((each,), ()), RankState((), {}), Host()) for each in (first, other, same)]
+    digests = [state.fingerprint().digest() for state in states]
     assert digests[0] == digests[2] != digests[1]
-    assert Replicated(Objects((first,), ())).sources().digest != Replicated(Objects((other,), ())).sources().digest
+    assert states[0].sources().digest == states[2].sources().digest != states[1].sources().digest
 
 
 def test_a_tensor_without_memory_is_an_error_wherever_it_is_looked_at(fake_world: None) -> None:

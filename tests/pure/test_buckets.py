@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from resilient_train.errors import TransferError  # noqa: E402
 from resilient_train.frameworks.torch import buckets as buckets_module  # noqa: E402
+from resilient_train.frameworks.torch import group as group_module  # noqa: E402
 from resilient_train.frameworks.torch.buckets import Buckets  # noqa: E402
+from resilient_train.frameworks.torch.group import ResilientGroup  # noqa: E402
 
 
 class CutError(Exception):
@@ -52,9 +54,9 @@ class Reversed(nn.Module):
         return x
 
 
-def wrap(kind: str) -> DistributedDataParallel:
+def wrap(kind: str, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
     torch.manual_seed(1)
-    flags: dict[str, Any] = {"bucket_cap_mb": 0.0004}
+    flags: dict[str, Any] = {"bucket_cap_mb": 0.0004, "process_group": group}
     if kind.startswith("static"):
         flags["static_graph"] = True
     if kind == "dynamic":
@@ -113,7 +115,7 @@ def test_layout_is_the_undisturbed_one(kind: str, commits: int, cut: bool) -> No
     replacement = wrap(kind)
     joined = Buckets((replacement,))
     own.restore(None, commits)
-    joined.restore(recorded.passes, commits)
+    joined.restore(recorded.layout(), commits)
     for update in range(commits, commits + 3):
         for wrapper, buckets in ((job, recorded), (survivor, own), (replacement, joined)):
             train(wrapper, buckets, range(update, update + 1))
@@ -173,7 +175,7 @@ def test_a_rehearsal_needs_memory_for_one_gradient_only() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets_module, "_share_gradients", share)
-        Buckets((fresh,)).restore(buckets.passes, 2)
+        Buckets((fresh,)).restore(buckets.layout(), 2)
     assert len(places) == 1
     assert layout(fresh) == layout(wrapper)
 
@@ -197,7 +199,7 @@ def test_gradients_are_left_as_they_were() -> None:
     fresh = wrap("static")
     kept = torch.ones(8, 8)
     fresh.module.layers[0].weight.grad = kept
-    Buckets((fresh,)).restore(buckets.passes, 2)
+    Buckets((fresh,)).restore(buckets.layout(), 2)
     assert fresh.module.layers[0].weight.grad is kept
     assert torch.equal(kept, torch.ones(8, 8))
     assert fresh.module.layers[1].weight.grad is None
@@ -213,13 +215,41 @@ def test_hooks_of_the_users_hear_nothing() -> None:
     for name, parameter in fresh.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
         parameter.register_hook(lambda _, name=name: heard.append(name))
-    Buckets((fresh,)).restore(buckets.passes, 2)
+    Buckets((fresh,)).restore(buckets.layout(), 2)
     assert heard == []
     run_pass(fresh)
     assert len(heard) == 2 * len(list(fresh.parameters()))
     assert layout(fresh) == layout(wrapper)
 
 
+def test_no_collective_of_a_restoration_leaves_the_rank() -> None:
+    """The reducer broadcasts the new layout, when others may not be there to hear it."""
+    heard: list[str] = []
+
+    class Others:
+        def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
+            heard.append(verb)
+            return group.run(verb, args)
+
+    group = dist.new_group([0], backend="resilient")
+    wrapper, fresh = wrap("plain", group), wrap("plain", group)
+    buckets = Buckets((wrapper,))
+    group_module.watch(Others())
+    try:
+        train(wrapper, buckets, range(2))
+        assert "broadcast" in heard, "laying out does broadcast"
+        heard.clear()
+        Buckets((fresh,)).restore(buckets.layout(), 2)
+        assert heard == []
+        assert layout(fresh) == layout(wrapper)
+        dist.all_reduce(torch.ones(1), group=group)
+        assert heard == ["allreduce"], "and then the others are there again"
+    finally:
+        group_module.watch(None)
+
+
 def test_a_job_with_other_wrappers_is_refused() -> None:
     with pytest.raises(TransferError, match="2 DDP wrappers, this rank 1"):
-        Buckets((wrap("plain"),)).restore([[], []], 1)
+        Buckets((wrap("plain"),)).restore(Buckets((wrap("plain"), wrap("plain"))).layout(), 1)
+    with pytest.raises(TransferError, match="can't be read"):
+        Buckets((wrap("plain"),)).restore(b"no layout", 1)

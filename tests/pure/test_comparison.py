@@ -21,7 +21,7 @@ COMPUTE, READY = 1, 2
 ARENA = Arena.create(1 << 12)
 
 
-def nobody(_: int) -> Arena:
+def nobody(_: int) -> int:
     raise AssertionError
 
 
@@ -38,7 +38,7 @@ class Rank:
         self.made = 0
         self.told: list[Differs] = []
         self.found_at = -1
-        engine: Any = SimpleNamespace(
+        state: Any = SimpleNamespace(
             fingerprint=self._fingerprint, rows=lambda: [("w", str(self.model))], averages=lambda: True
         )
         link: Any = SimpleNamespace(
@@ -47,7 +47,7 @@ class Rank:
             channel=SimpleNamespace(send=self.told.append),
             wait_for_the_end=self._end,
         )
-        self.comparison = Comparison(link, engine, groups)
+        self.comparison = Comparison(link, state, groups)
 
     def _fingerprint(self) -> Any:
         self.made += 1

@@ -9,22 +9,25 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import TransferError  # noqa: E402
-from resilient_train.frameworks.base import Objects  # noqa: E402
+from resilient_train.frameworks.roles import Damage, Objects  # noqa: E402
 from resilient_train.frameworks.torch.damage import InjectedErrors, assess, extent, move  # noqa: E402
-from resilient_train.frameworks.torch.replicated import Replicated  # noqa: E402
+from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
+from resilient_train.frameworks.torch.state import State  # noqa: E402
 from resilient_train.state.transfer import Span, view  # noqa: E402
 
 
-def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Replicated]:
+def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, State]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
-    return model, optimizer, Replicated(Objects((model,), (optimizer,), (), None, {}, {}))
+    state = engine_for(Objects((model,), (optimizer,))).state
+    assert isinstance(state, State)
+    return model, optimizer, state
 
 
-def copying(source: Replicated, fetched: list[int]):
+def copying(source: State, fetched: list[int]):
     """A ``fetch`` from another copy of the state in this process; notes how many bytes were asked for."""
     remote = source.sources()
 
@@ -85,11 +88,13 @@ def test_only_what_was_hit_is_fetched_into_new_memory(path: tuple) -> None:
     damage = assess(errors.take(), state.tensors(), {})
     fetched: list[int] = []
     remote, fetch = copying(replica, fetched)
-    size = state.mend(remote.manifest, fetch, remote.digest, damage.replicated)
+    size = state.mend(remote.manifest, fetch, remote.digest, damage)
     mended = state.tensors()[path]
     assert torch.equal(mended, good)
     assert mended.data_ptr() != before
-    assert fetched == [size] == [good.numel() * good.element_size()]
+    own = {("buffers", 0, f"1.{name}") for name in ("running_mean", "running_var", "num_batches_tracked")}
+    with_own = [state.tensors()[each] for each in {path} | own]  # the digest is of the source's
+    assert sum(fetched) == size == sum(each.numel() * each.element_size() for each in with_own)
     assert dict(model.named_parameters())["0.weight"].requires_grad
     assert errors.take() == []
 
@@ -100,7 +105,7 @@ def test_a_repair_of_the_wrong_tensor_is_refused() -> None:
     InjectedErrors().poison(state.tensors()[PATHS[0]].detach())
     remote, fetch = copying(replica, [])
     with pytest.raises(TransferError, match="differs from the replica"):
-        state.mend(remote.manifest, fetch, remote.digest, frozenset({PATHS[1]}))
+        state.mend(remote.manifest, fetch, remote.digest, Damage(frozenset({PATHS[1]}), (), 0))
 
 
 def test_memory_moves_under_whoever_holds_the_tensor() -> None:

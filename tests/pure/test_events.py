@@ -13,7 +13,9 @@ from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 def test_a_line_that_a_full_disk_has_cut_costs_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / EVENTS_FILE
     follower = Follower(tmp_path)
-    first, cut = now("first"), now("cut", detail={"kind": "kill", "text": 'it says {"kind":"x"}'})
+    # Longer than what is said of the disk: the limit below is also that of the file in which pytest catches stderr.
+    first = now("first", detail={"text": "x" * 1000})
+    cut = now("cut", detail={"kind": "kill", "text": 'it says {"kind":"x"}'})
     last = now("last", detail={"kind": "stop"})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     sink, other = JsonLines(path), JsonLines(path)

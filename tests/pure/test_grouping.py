@@ -11,10 +11,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import LayoutError, StateError  # noqa: E402
-from resilient_train.frameworks.base import Objects  # noqa: E402
-from resilient_train.frameworks.torch.engine import TorchEngine  # noqa: E402
+from resilient_train.frameworks.roles import Objects  # noqa: E402
+from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch.grouping import parameters_of  # noqa: E402
-from resilient_train.frameworks.torch.replicated import Replicated  # noqa: E402
 from resilient_train.state.transfer import Span, view  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -28,7 +27,8 @@ class Rank:
         self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
         self.optimizer = make(self.model[2].parameters(), lr=1e-2)
         self.objects = Objects((self.model,), (self.optimizer,))
-        self.state = Replicated(self.objects)
+        self.engine = engine_for(self.objects)
+        self.state, self.step = self.engine.state, self.engine.step
 
     def unfreeze(self, lr: float = 1e-3) -> None:
         self.optimizer.add_param_group({"params": list(self.model[0].parameters()), "lr": lr})
@@ -48,6 +48,7 @@ class Rank:
                 if here.size:
                     view(here)[:] = view(there)
 
+        other.step.forget()
         other.state.receive(sources.manifest, fetch, sources.digest)
 
 
@@ -66,7 +67,7 @@ def test_a_replacement_gets_the_groups_of_its_source(make: Callable, *, knows: b
     assert [group["lr"] for group in target.optimizer.param_groups] == [1e-2, 1e-3]
     for rank in (source, target):
         rank.train(4, 7)
-    assert source.state.core_digest() == target.state.core_digest()
+    assert source.state.fingerprint().digest() == target.state.fingerprint().digest()
 
 
 def test_a_replacement_that_is_ahead_of_its_source_goes_back_to_it() -> None:
@@ -78,47 +79,47 @@ def test_a_replacement_that_is_ahead_of_its_source_goes_back_to_it() -> None:
     for rank in (source, target):
         rank.unfreeze()
         rank.train(2, 4)
-    assert source.state.core_digest() == target.state.core_digest()
+    assert source.state.fingerprint().digest() == target.state.fingerprint().digest()
 
 
 def test_groups_are_part_of_the_digest() -> None:
     """So that a group which one rank alone has is found before it has changed a parameter."""
     first, other = Rank(), Rank()
-    assert first.state.core_digest() == other.state.core_digest()
+    assert first.state.fingerprint().digest() == other.state.fingerprint().digest()
     other.unfreeze()
-    assert first.state.core_digest() != other.state.core_digest()
+    assert first.state.fingerprint().digest() != other.state.fingerprint().digest()
 
 
 def test_a_step_that_is_cut_takes_its_group_back() -> None:
     """It will add it again."""
     rank = Rank()
     rank.train(0, 2)
-    engine = TorchEngine(rank.objects)
+    step = rank.step
     held = rank.optimizer.param_groups[0]["params"]
     for _ in range(3):
-        engine.begin()
+        step.begin()
         rank.unfreeze()
-        engine.rollback()
+        step.rollback()
         assert len(rank.optimizer.param_groups) == 1
     assert rank.optimizer.param_groups[0]["params"] is held, "LBFGS, for one, holds on to the list"
     rank.unfreeze()
-    engine.begin()
+    step.begin()
     rank.optimizer.param_groups.pop()
     rank.optimizer.param_groups[0]["params"].append(rank.model[0].weight)
-    engine.rollback()
+    step.rollback()
     assert [len(group["params"]) for group in rank.optimizer.param_groups] == [2, 2]
 
 
 def test_an_update_that_is_undone_takes_its_group_back() -> None:
     rank = Rank()
-    engine = TorchEngine(rank.objects)
-    engine.begin()
-    engine.save_undo()
-    before = rank.state.core_digest()
+    step = rank.step
+    step.begin()
+    step.save_undo()
+    before = rank.state.fingerprint().digest()
     rank.unfreeze()
     rank.train(0, 1)
-    engine.rollback()
-    assert rank.state.core_digest() == before
+    step.rollback()
+    assert rank.state.fingerprint().digest() == before
     assert len(rank.optimizer.state) == 0
 
 
@@ -135,28 +136,28 @@ def test_state_of_a_parameter_that_has_left_its_group_is_handed_on() -> None:
         assert len(parameters_of(rank.optimizer)) == 2
         rank.unfreeze()
         rank.train(2, 4)
-    assert source.state.core_digest() == target.state.core_digest()
+    assert source.state.fingerprint().digest() == target.state.fingerprint().digest()
 
 
 def test_what_has_no_name_in_another_process_is_an_error() -> None:
     rank = Rank()
     rank.optimizer.state[rank] = {}
     with pytest.raises(StateError, match="AdamW keeps state under a Rank"):
-        rank.state.core_digest()
+        rank.state.fingerprint().digest()
     rank = Rank()
     rank.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     with pytest.raises(StateError, match="in no registered model"):
-        rank.state.core_digest()
+        rank.state.fingerprint().digest()
 
 
 @pytest.mark.parametrize("grown", ["source", "target"])
 def test_a_model_that_grew_does_not_fit(grown: str) -> None:
     ranks = {"source": Rank(), "target": Rank()}
     ranks[grown].model.append(nn.Linear(1, 1))
-    before = ranks["target"].state.core_digest()
+    before = ranks["target"].state.fingerprint().digest()
     with pytest.raises(LayoutError, match=r"'3.bias' is (missing|only) here: .* can't grow while it trains"):
         ranks["source"].give(ranks["target"])
-    assert ranks["target"].state.core_digest() == before, "nothing of it was taken up"
+    assert ranks["target"].state.fingerprint().digest() == before, "nothing of it was taken up"
 
 
 def test_a_buffer_of_another_shape_does_not_fit() -> None:
@@ -171,21 +172,14 @@ def test_a_buffer_of_another_shape_does_not_fit() -> None:
 def test_nothing_is_rolled_back_to_what_was_before_a_copy() -> None:
     """A rank that lost memory copies a later update; then the next recovery begins, and has it roll back."""
     source, target = Rank(), Rank()
-    engine, other = TorchEngine(target.objects), TorchEngine(source.objects)
-    engine.begin()
-    engine.save_undo()
+    step = target.step
+    step.begin()
+    step.save_undo()
     source.train(0, 3)
     source.unfreeze()
-    offer = other.sources()
-
-    def fetch(local: list[Span]) -> None:
-        for there, here in zip(offer.spans, local, strict=True):
-            if here.size:
-                view(here)[:] = view(there)
-
-    engine.receive(offer.manifest, fetch, offer.digest)
+    source.give(target)
     torch.rand(3)
     random = torch.get_rng_state()
-    engine.rollback()
+    step.rollback()
     assert torch.equal(torch.get_rng_state(), random)
-    assert target.state.core_digest() == source.state.core_digest()
+    assert target.state.fingerprint().digest() == source.state.fingerprint().digest()

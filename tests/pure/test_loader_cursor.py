@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_train.errors import ConfigError
-from resilient_train.frameworks.base import Workers
+from resilient_train.frameworks.roles import Workers
 from resilient_train.session.loader import Cursor
 
 
@@ -67,7 +67,7 @@ class Stateful:
         self.place, self.resumed = state["place"], True
 
 
-class Engine:
+class Data:
     """Without torch."""
 
     def random_state(self) -> bytes:
@@ -75,6 +75,12 @@ class Engine:
 
     def restore_random_state(self, state: bytes) -> None:
         random.setstate(pickle.loads(state))
+
+    def pack(self, tree: Any) -> bytes:
+        return pickle.dumps(tree)
+
+    def unpack(self, packed: bytes) -> Any:
+        return pickle.loads(packed)
 
     def workers(self, loader: Any) -> Workers:
         there = getattr(loader, "workers", None)
@@ -92,7 +98,7 @@ class Engine:
 
 
 def cursor(loader: Any) -> Cursor:
-    return Cursor(loader, Engine())
+    return Cursor(loader, Data())
 
 
 def take(position: Cursor, count: int) -> list[tuple[Any, int]]:

@@ -21,13 +21,11 @@ from pure import npu_signatures  # noqa: E402
 from pure.probe_rig import Copy  # noqa: E402
 from pure.recorded_npu import RecordedNpu  # noqa: E402
 from resilient_train._native import Board  # noqa: E402
-from resilient_train.config import Settings  # noqa: E402
 from resilient_train.errors import ConfigError, DeviceError, TransferError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
-from resilient_train.frameworks.base import Damage, Objects  # noqa: E402
-from resilient_train.frameworks.torch import device as device_module  # noqa: E402
-from resilient_train.frameworks.torch import group as group_module  # noqa: E402
-from resilient_train.frameworks.torch.engine import TorchEngine  # noqa: E402
+from resilient_train.frameworks.roles import Damage, Engine, Objects  # noqa: E402
+from resilient_train.frameworks.torch import groups as groups_module  # noqa: E402
+from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch_npu import device as npu_device  # noqa: E402
 from resilient_train.frameworks.torch_npu.device import NpuDevice  # noqa: E402
 from resilient_train.protocol import rank_effects as do  # noqa: E402
@@ -55,60 +53,74 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> RecordedNpu:
     return recorded
 
 
-def trained_engine() -> TorchEngine:
+def trained_engine() -> Engine:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
-    return TorchEngine(Objects((model,), (optimizer,), (), None, {}, {}))
+    return engine_for(Objects((model,), (optimizer,), (), None, {}, {}))
 
 
-def recover(engine: TorchEngine, damage: Damage = UNDAMAGED, *, replaced: bool = False) -> Damage:
+def first_weight(engine: Engine) -> torch.Tensor:
+    state: Any = engine.state
+    weight: torch.Tensor = state.tensors()["model", 0, "0.weight"]
+    return weight
+
+
+def accelerator_of(engine: Engine) -> type:
+    groups: Any = engine.groups
+    return type(groups._accelerator)
+
+
+def recover(engine: Engine, damage: Damage = UNDAMAGED, *, replaced: bool = False) -> Damage:
     """The engine's part from Quiesce to Build, as ``session/driver.py`` asks for it."""
-    engine.close_groups()
-    confirmed = engine.confirm(damage)
-    engine.adopt_groups([], replaced=replaced)
+    engine.groups.close()
+    confirmed = engine.device.confirm(damage)
+    engine.groups.adopt([], replaced=replaced)
     return confirmed
 
 
-def mend(engine: TorchEngine, damage: Damage) -> int:
+def mend(engine: Engine, damage: Damage) -> int:
     """From a replica in this process; returns the bytes that were fetched."""
     with pytest.MonkeyPatch.context() as elsewhere:
         elsewhere.delitem(sys.modules, "torch_npu")
-        offer = trained_engine().sources()
+        offer = trained_engine().state.sources()
 
     def fetch(local: list[Span]) -> None:
         for there, here in zip(offer.spans, local, strict=True):
             if here.size:
                 view(here)[:] = view(there)
 
-    return engine.mend(offer.manifest, fetch, offer.digest, damage)
+    return engine.state.mend(offer.manifest, fetch, offer.digest, damage)
 
 
-def report(engine: TorchEngine, tensor: torch.Tensor | None) -> Damage:
+def report(engine: Engine, tensor: torch.Tensor | None) -> Damage:
     """The device tells of a range: in this tensor, or in memory that nobody knows."""
-    engine._errors.unchecked = True
+    device: Any = engine.device
+    device._unchecked = True
     address = tensor.data_ptr() if tensor is not None else 64
-    return engine.assess([Span(address, 8)])
+    return device.assess([Span(address, 8)])
 
 
 # -- the order, for each kind of fault
 
 
-def test_memory_error_in_a_parameter(npu: RecordedNpu, device: FakeDevice, copy: Copy) -> None:
+def test_memory_error_in_a_parameter(
+    npu: RecordedNpu, device: FakeDevice, copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the device's own list to the repaired bits. torch_npu repairs the addresses, so we must not."""
+    monkeypatch.setenv("RESILIENT_ACL_LIBRARY", copy("libascendcl.so"))
     engine = trained_engine()
-    engine._errors = device_module.DeviceErrors(Settings(acl_library=copy("libascendcl.so")))
-    engine._errors.start(Board.create(1), 0)
-    victim = engine._objects.models[0][0].weight
+    engine.device.watch(lambda probes: probes.alarm(Board.create(1), 0))
+    victim = first_weight(engine)
     device.set_uce([(victim.data_ptr() + 16, 64)])
-    (hit,) = engine.device_errors(wait=True)
+    (hit,) = engine.device.errors(wait=True)
     npu.take()
     npu.answer("npu.check_uce_in_memory", 3)
     address = victim.data_ptr()
     assert (hit.address, hit.size) == (address + 16, 64)
-    damage = engine.assess([hit])
+    damage = engine.device.assess([hit])
     assert npu.take() == [], "what stands behind the `with` of the step may still use the device"
     assert damage.replicated == {("model", 0, "0.weight")}
     assert recover(engine, damage) == damage
@@ -119,7 +131,7 @@ def test_memory_error_in_a_parameter(npu: RecordedNpu, device: FakeDevice, copy:
     tensors = [call["tensor_obj"] for _, call in marked]
     assert any(tensor is victim for tensor in tensors)
     assert len(tensors) >= 6 + 3 * 6 + 3, "parameters, moments with their counts, buffers"
-    engine._errors.stop()
+    engine.device.close()
     assert device.calls("aclrtMemUceRepair") == []
     mend(engine, damage)
     assert npu.take() == [], "marked once"
@@ -144,7 +156,7 @@ def test_collective_that_failed(npu: RecordedNpu) -> None:
 def test_replaced_peer(npu: RecordedNpu, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = trained_engine()
     npu.take()
-    monkeypatch.setattr(group_module, "hccl_groups", lambda: ["one", "another"])
+    monkeypatch.setattr(groups_module, "hccl_groups", lambda: ["one", "another"])
     npu.answer("distributed.reinit_process_group", "the group")
     recover(engine, replaced=True)
     others = [("reinit_process_group", {"group": each, "rebuild_link": True}) for each in ("one", "another")]
@@ -155,10 +167,10 @@ def test_groups_that_hccl_serves() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         other = dist.new_group([0])
-        assert group_module.hccl_groups() == []
+        assert groups_module.hccl_groups() == []
         for each, (_, store) in list(dist.distributed_c10d._world.pg_map.items()):
             dist.distributed_c10d._world.pg_map[each] = ("cpu:gloo,npu:hccl", store)
-        assert group_module.hccl_groups() == [other]
+        assert groups_module.hccl_groups() == [other]
     finally:
         dist.destroy_process_group()
 
@@ -166,11 +178,12 @@ def test_groups_that_hccl_serves() -> None:
 def test_the_device_knows_of_more(npu: RecordedNpu) -> None:
     """Several bits flipped: no address. Or it lies in a tensor that the Session does not know. All is fetched."""
     engine = trained_engine()
+    state: Any = engine.state
     npu.answer("npu.check_uce_in_memory", 3)
     for damage in (UNDAMAGED, report(engine, None)):
         everything = recover(engine, damage)
-        assert everything.replicated == set(engine._replicated.tensors())
-        assert everything.own == tuple(engine._ranks_own.buffers.changed())
+        assert everything.replicated == set(state.tensors())
+        assert everything.own == tuple(state._rank_state.buffers.changed())
         npu.take()
         mend(engine, everything)
         assert {name for name, _ in npu.take()} == {"update_npu_tensor_to_safe"}
@@ -185,18 +198,17 @@ class QuietDriver(Driver):
         nothing: Any = SimpleNamespace(wait=lambda: None, notice=lambda _: None)
         self._engine, self._peers, self.saving, self._watch = engine, peers, nothing, nothing
         self._link: Any = SimpleNamespace(rank=0)
-        self._device = DeviceErrors(peers, engine, self._event, mends=True)
-        self._handover = Handover(self._link, engine, "auto")
+        self._device = DeviceErrors(peers, engine.device, self._event, mends=True)
+        self._handover = Handover(self._link, engine.state, engine.step, engine.groups, "auto")
 
     def _event(self, kind: str, detail: dict[str, Any]) -> None:
         self.events.append(f"{kind}: {detail.get('tensors', detail.get('error'))}")
 
 
 def stopped_engine(found: Damage) -> Any:
-    nothing = dict.fromkeys(("close_groups", "assess"), lambda *_: None)
-    return SimpleNamespace(
-        confirm=lambda _: found, sockets=list, device_errors=lambda wait: [], device_notes=list, **nothing
-    )
+    groups = SimpleNamespace(sockets=list, close=lambda: None)
+    device = SimpleNamespace(confirm=lambda _: found, errors=lambda wait: [], notes=list)
+    return SimpleNamespace(groups=groups, device=device, state=None, step=None)
 
 
 def test_damage_that_only_the_check_finds() -> None:
@@ -212,10 +224,10 @@ def test_damage_that_only_the_check_finds() -> None:
 def test_second_fault_before_the_restart(npu: RecordedNpu) -> None:
     engine = trained_engine()
     npu.take()
-    damage = report(engine, engine._objects.models[0][0].weight)
+    damage = report(engine, first_weight(engine))
     npu.answer("npu.check_uce_in_memory", 3)
-    engine.close_groups()
-    damage = engine.confirm(damage)
+    engine.groups.close()
+    damage = engine.device.confirm(damage)
     recover(engine, damage, replaced=True)
     assert npu.take() == [STOP, CHECK, CHECK, RESTART, NEW_LINKS]
 
@@ -223,7 +235,7 @@ def test_second_fault_before_the_restart(npu: RecordedNpu) -> None:
 def test_second_fault_after_the_restart(npu: RecordedNpu) -> None:
     """torch_npu has forgotten by then; what the first check said still holds."""
     engine = trained_engine()
-    damage = report(engine, engine._objects.models[0][0].weight)
+    damage = report(engine, first_weight(engine))
     npu.answer("npu.check_uce_in_memory", 3)
     damage = recover(engine, damage)
     npu.answer("npu.check_uce_in_memory", 0)
@@ -238,11 +250,10 @@ def test_a_process_that_joins_stops_nothing(npu: RecordedNpu, monkeypatch: pytes
     engine = trained_engine()
     npu.take()
     solo = SimpleNamespace(solo=True, close_inner=lambda why: None, adopt=lambda built: None)
-    monkeypatch.setattr(group_module, "groups", {"world": solo})
-    monkeypatch.setattr("resilient_train.frameworks.torch.engine.groups", {"world": solo})
-    engine.close_groups()
-    engine.confirm(UNDAMAGED)
-    engine.adopt_groups([None], replaced=True)
+    monkeypatch.setattr(groups_module, "groups", {"world": solo})
+    engine.groups.close()
+    engine.device.confirm(UNDAMAGED)
+    engine.groups.adopt([None], replaced=True)
     assert npu.take() == []
 
 
@@ -250,20 +261,21 @@ def test_the_device_is_done_before_it_may_be_stopped(npu: RecordedNpu) -> None:
     """Before READY and before APPLIED. What it was still doing would be lost, and the others would not know."""
     engine = trained_engine()
     npu.take()
-    assert engine.collectives_intact()
-    engine.synchronize()
+    driver = QuietDriver(engine)
+    assert driver._check_collectives(do.CheckCollectives()) == on.Ok(1)
+    engine.device.synchronize()
     assert npu.take() == [("synchronize", {"device": 3})] * 2
     npu.answer("npu.synchronize", RuntimeError("UCE ERROR, error code is 507053"))
     with pytest.raises(RuntimeError, match="507053"):
-        engine.collectives_intact()
+        driver._check_collectives(do.CheckCollectives())
 
 
 def test_injected_errors_are_not_the_devices(npu: RecordedNpu) -> None:
     """The device knows nothing of them, and says so; that is no contradiction."""
     engine = trained_engine()
     with pytest.raises(RuntimeError, match="injected"):
-        engine.poison("param")
-    damage = engine.assess(engine.device_errors(wait=True))
+        engine.drill.poison("param")
+    damage = engine.device.assess(engine.device.errors(wait=True))
     assert recover(engine, damage) == damage
     assert mend(engine, damage) > 0
 
@@ -329,7 +341,7 @@ def test_failing_verb(npu: RecordedNpu, verb: str, answer: Any, text: str, repla
     engine = trained_engine()
     npu.answer("npu.check_uce_in_memory", 3)
     npu.answer(verb, answer)
-    damage = report(engine, engine._objects.models[0][0].weight)
+    damage = report(engine, first_weight(engine))
     npu.take()
     with pytest.raises(DeviceError, match=text) as caught:
         mend(engine, recover(engine, damage, replaced=replaced))
@@ -343,7 +355,7 @@ def test_device_error_ends_the_process(monkeypatch: pytest.MonkeyPatch, capfd: p
     killed = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
     error: list[Exception] = [DeviceError("rank 0: it is gone")]
-    driver = QuietDriver(None)
+    driver = QuietDriver(stopped_engine(UNDAMAGED))
     driver._rank: Any = SimpleNamespace(on=lambda _: (do.Mark(),))
     driver._injector: Any = SimpleNamespace(clauses=[])
     driver._perform = {do.Mark: lambda _: raise_it(error[0])}
@@ -368,14 +380,14 @@ def raise_it(error: Exception) -> None:
 def test_without_torch_npu_nothing_is_told() -> None:
     assert "torch_npu" not in sys.modules
     engine = trained_engine()
-    assert isinstance(engine._device, Host)
+    assert accelerator_of(engine) is Host
     assert recover(engine, replaced=True) is UNDAMAGED
 
 
 def test_torch_npu_that_is_loaded_and_not_used(npu: RecordedNpu) -> None:
     """``import torch`` loads every backend that is installed."""
     npu.answer("npu.is_initialized", value=False)
-    assert isinstance(trained_engine()._device, Host)
+    assert accelerator_of(trained_engine()) is Host
     assert {name for name, _ in npu.take()} == {"is_initialized"}
 
 

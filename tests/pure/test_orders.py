@@ -63,20 +63,20 @@ def test_there_is_no_such_fault(kind: str, target: str, words: str) -> None:
 
 
 def alone(board: Board) -> Peers:
-    def nobody(_: int) -> Arena:
+    def nobody(_: int) -> int:
         raise AssertionError("no arena is asked for")
 
     return Peers(board, 1, Arena.create(64, 0), nobody, nobody)
 
 
-class Engine:
+class Drill:
     """Remembers what was done to it."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
         self.hooks: dict[str, Any] = {}
 
-    def break_collectives(self) -> None:
+    def cut(self) -> None:
         self.done.append("hcce")
 
     def poison(self, target: str) -> None:
@@ -95,23 +95,23 @@ class Rank:
     """Rank 1's injector, in a loop of which every step begins by ``step``."""
 
     def __init__(self, board: Board, plan: str = "") -> None:
-        self.engine = Engine()
+        self.drill = Drill()
         self.events: list[Event] = []
         self.number = 0
         self.generation = 0
-        self.injector = Injector(parse_plan(plan), 1, 0, self, self.engine, alone(board))  # type: ignore[arg-type]
+        self.injector = Injector(parse_plan(plan), 1, 0, self, self.drill, alone(board))  # type: ignore[arg-type]
 
     def write(self, event: Event) -> None:
         self.events.append(event)
 
     def listen(self) -> None:
-        self.injector.listen(self.engine, lambda: self.number, lambda: self.generation)  # type: ignore[arg-type]
+        self.injector.listen(lambda: self.number, lambda: self.generation)
 
     def step(self, number: int) -> None:
         self.number = number
         self.injector.enters(number)
         for place in ("forward", "backward"):
-            self.engine.hooks.get(place, lambda: None)()
+            self.drill.hooks.get(place, lambda: None)()
 
 
 @pytest.fixture
@@ -123,11 +123,11 @@ def test_an_order_hits_in_the_next_step_once(board: Board) -> None:
     rank = Rank(board)
     rank.listen()
     rank.step(0)
-    assert (rank.events, rank.engine.hooks) == ([], {}), "nothing is hooked before it is needed"
+    assert (rank.events, rank.drill.hooks) == ([], {}), "nothing is hooked before it is needed"
     assert board.exchange_order(1, LISTENING, orders.pack(Order(7, "hcce")))
     rank.step(1)
     rank.step(2)
-    assert rank.engine.done == ["hcce"]
+    assert rank.drill.done == ["hcce"]
     (event,) = rank.events
     assert (event.kind, event.rank, event.step, event.phase) == ("injected", 1, 1, "COMPUTE")
     assert event.detail == {"kind": "hcce", "at": "start", "order": 7}
@@ -140,7 +140,7 @@ def test_memory_is_lost_in_the_middle_of_a_pass(board: Board) -> None:
     for number, target in enumerate(TARGETS):
         board.set_order(1, orders.pack(Order(number + 1, "uce", target)))
         rank.step(number)
-    assert rank.engine.done == [f"uce {target}" for target in TARGETS]
+    assert rank.drill.done == [f"uce {target}" for target in TARGETS]
     places = ["backward" if target == "gradient" else "forward" for target in TARGETS]
     assert [event.detail["at"] for event in rank.events] == places
 
@@ -151,10 +151,10 @@ def test_a_step_that_was_cut_before_the_fault_leaves_it_to_the_next(board: Board
     board.set_order(1, orders.pack(Order(1, "uce", "param")))
     rank.injector.enters(3)
     rank.number = 4  # between two steps, or in a validation pass, the model is the user's
-    rank.engine.hooks["forward"]()
-    assert rank.engine.done == []
+    rank.drill.hooks["forward"]()
+    assert rank.drill.done == []
     rank.step(4)
-    assert rank.engine.done == ["uce param"]
+    assert rank.drill.done == ["uce param"]
     rank.step(5)
     assert len(rank.events) == 1
 
@@ -165,7 +165,7 @@ def test_a_plan_and_an_order(board: Board) -> None:
     board.set_order(1, orders.pack(Order(1, "uce", "buffer")))
     rank.step(1)
     rank.step(2)
-    assert rank.engine.done == ["hcce", "uce buffer", "hcce"]
+    assert rank.drill.done == ["hcce", "uce buffer", "hcce"]
     assert [event.detail.get("order") for event in rank.events] == [None, 1, None]
 
 

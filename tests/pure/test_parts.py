@@ -6,21 +6,21 @@ import random
 
 import torch
 
-from resilient_train.frameworks.base import Objects
-from resilient_train.frameworks.torch.engine import TorchEngine
+from resilient_train.frameworks.roles import Objects
+from resilient_train.frameworks.torch.engine import engine_for
 
 
 def test_every_part_shows_alone() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters())
     generator, ema = torch.Generator(), torch.nn.Linear(2, 2)
-    engine = TorchEngine(Objects((model,), (optimizer,), extra={"ema": ema}, rank_extra={"own": generator}))
+    drill = engine_for(Objects((model,), (optimizer,), extra={"ema": ema}, rank_extra={"own": generator})).drill
     batch = [torch.zeros(2), "text"]
 
     def changed_by(change: object) -> set[str]:
-        before = engine.parts({"batch": batch})
+        before = drill.parts({"batch": batch})
         change()  # type: ignore[operator]
-        after = engine.parts({"batch": batch})
+        after = drill.parts({"batch": batch})
         return {name for name in before | after if before.get(name) != after.get(name)}
 
     def settings() -> None:
@@ -40,6 +40,6 @@ def test_every_part_shows_alone() -> None:
 
 def test_a_batch_of_things_that_nobody_knows_is_left_out() -> None:
     model = torch.nn.Linear(2, 2)
-    engine = TorchEngine(Objects((model,), (torch.optim.SGD(model.parameters()),)))
-    assert not any(name.startswith("batch") for name in engine.parts({"batch": object()}))
-    assert "batch.tensor" in engine.parts({"batch": torch.zeros(0)})
+    drill = engine_for(Objects((model,), (torch.optim.SGD(model.parameters()),))).drill
+    assert not any(name.startswith("batch") for name in drill.parts({"batch": object()}))
+    assert "batch.tensor" in drill.parts({"batch": torch.zeros(0)})

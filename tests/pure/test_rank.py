@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from typing import Any
 
 import pytest
 
 from resilient_train.errors import ProtocolError
+from resilient_train.protocol import rank as machine
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.messages import Finished, Plan, Pull, Resume, SaveLast
 from resilient_train.protocol.rank import TABLE, At, Barrier, Body, Build, Drain, Left, Open, Rank, Save, Tail, Update
 from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.session import driver
 
 SAVE = SaveLast(1, 1, part=0, parts=1, shard=0, shards=1)
 STOP = on.Next(9, stopped=True)
@@ -364,3 +368,18 @@ def test_copies_are_independent() -> None:
     other.on(on.Exit())
     assert other.key() != rank.key()
     assert rank.standing == Standing(0, Phase.COMPUTE)
+
+
+def test_the_driver_looks_at_no_state() -> None:
+    """What it may read of a Rank is what it tells others; a look at the state would be a decision of its own."""
+    tree = ast.parse(inspect.getsource(driver))
+    taken = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == machine.__name__]
+    assert [alias.name for node in taken for alias in node.names] == ["Rank"]
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and name_of(node.value) == "rank"}
+    assert "standing" in read, "the test sees what is read"
+    assert "state" not in read
+
+
+def name_of(node: ast.expr) -> str:
+    """``rank`` of both ``rank`` and ``self._rank``."""
+    return (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")).lstrip("_")

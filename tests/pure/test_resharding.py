@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pure.checkpoint_rig import write
-from resilient_train.frameworks.base import Strides
+from resilient_train.frameworks.roles import Strides
 from resilient_train.protocol.messages import Refused, Source
 from resilient_train.session.loader import Cursor
 from resilient_train.session.published import Published, read
@@ -27,42 +27,34 @@ from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 from resilient_train.frameworks.torch.data import drop_workers, fast_forward, strides, workers  # noqa: E402
 
 
-class Engine:
-    """What resharding asks of an engine."""
+class Own:
+    """The part of a RankState that a newcomer asks for."""
 
     def __init__(self) -> None:
         self.buffers = b""
 
-    strides = staticmethod(strides)
-
-    def adopt_rank_state(self, state: bytes) -> None:
+    def adopt(self, state: bytes) -> None:
         self.buffers = state
 
-    def rank_state(self) -> bytes:
+    def packed(self) -> bytes:
         return b"adopted " + self.buffers
 
-    def random_state(self) -> bytes:
-        return b"seeded here"
 
-    def pack(self, tree: Any) -> bytes:
-        return msgspec.msgpack.encode(tree)
+class Data:
+    """Loaders are torch's; random numbers are none."""
 
-    def unpack(self, payload: bytes) -> Any:
-        return msgspec.msgpack.decode(payload)
-
-
-def cursor_over(loader: Any) -> Cursor:
-    return Cursor(loader, Loading())
-
-
-class Loading:
-    """What a cursor asks of an engine."""
-
-    random_state = staticmethod(lambda: b"")
+    random_state = staticmethod(lambda: b"seeded here")
     restore_random_state = staticmethod(lambda _: None)
     workers = staticmethod(workers)
     drop_workers = staticmethod(drop_workers)
     fast_forward = staticmethod(fast_forward)
+    strides = staticmethod(strides)
+    pack = staticmethod(msgspec.msgpack.encode)
+    unpack = staticmethod(msgspec.msgpack.decode)
+
+
+def cursor_over(loader: Any) -> Cursor:
+    return Cursor(loader, Data())
 
 
 def loader_of(rank: int, world: int, batch: int, *, samples: int, drop_last: bool = False) -> DataLoader:
@@ -77,7 +69,7 @@ def published(place: Cursor, batch: int, replicas: int, loader: bytes = b"") -> 
 
 def moved(rank: int, world: int, batch: int, held: Published, samples: int, **options: Any) -> tuple[Cursor, dict]:
     place = cursor_over(loader_of(rank, world, batch, samples=samples, **options))
-    payload, found = reshard(Engine(), place, held, held)
+    payload, found = reshard(Own(), Data(), place, held, held)
     told = read(payload)
     place.load(place.position()._replace(epoch=told.epoch, taken=told.taken, skipped=told.skipped))
     return place, found
@@ -151,20 +143,20 @@ def test_a_new_rank_keeps_its_own_random_numbers() -> None:
     first = cursor_over(loader_of(0, 2, 4, samples=64))
     first.next()
     place = cursor_over(loader_of(2, 3, 4, samples=64))
-    told = read(reshard(Engine(), place, None, published(first, 4, 2))[0])
+    told = read(reshard(Own(), Data(), place, None, published(first, 4, 2))[0])
     assert (told.random, told.epoch_random, told.rank) == (b"seeded here", b"seeded here", b"adopted buffers")
     assert (told.commits, told.number, told.skipped) == (9, 9, 2)
-    kept = read(reshard(Engine(), place, published(first, 4, 2), published(first, 4, 2))[0])
+    kept = read(reshard(Own(), Data(), place, published(first, 4, 2), published(first, 4, 2))[0])
     assert (kept.random, kept.rank) == (b"random", b"buffers")
 
 
 def test_loaders_that_nobody_can_divide() -> None:
     plain = cursor_over([1, 2, 3])
     plain.next()
-    told, found = reshard(Engine(), plain, None, published(plain, 0, 0))
+    told, found = reshard(Own(), Data(), plain, None, published(plain, 0, 0))
     assert (read(told).taken, "not known" in found["loader"]) == (1, True)
-    stateful = published(plain, 0, 0, loader=Engine().pack({"inner": {"at": 1}, "generators": []}))
-    told, found = reshard(Engine(), plain, stateful, stateful)
+    stateful = published(plain, 0, 0, loader=Data.pack({"inner": {"at": 1}, "generators": []}))
+    told, found = reshard(Own(), Data(), plain, stateful, stateful)
     assert (read(told).epoch, read(told).taken, read(told).loader) == (0, 0, b"")
     assert "begins again" in found["loader"]
 
@@ -190,7 +182,7 @@ def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
         raise SystemExit(2)
 
     link = SimpleNamespace(rank=0, world_size=4, channel=SimpleNamespace(send=sent.append), wait_for_the_end=end)
-    restoring = Restoring(link, Engine(), None, tmp_path, ((0, 1), (2, 3)), lambda *_: None)
+    restoring = Restoring(link, None, None, None, tmp_path, ((0, 1), (2, 3)), lambda *_: None)
     with pytest.raises(SystemExit):
         restoring.restore(Source("storage", 8, str(path)))
     (refused,) = sent

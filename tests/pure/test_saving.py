@@ -32,7 +32,7 @@ RANK = 1
 """Not 0: that one decides when, with what it measures."""
 
 
-def nobody(_: int) -> Arena:
+def nobody(_: int) -> int:
     raise AssertionError("no other rank's arena is asked for")
 
 
@@ -59,15 +59,14 @@ class Rank:
             expect=lambda _: VaultOpened(""),
         )
         made = SimpleNamespace(digest=lambda: DIGEST)
-        engine: Any = SimpleNamespace(
-            image=trained.saved.image, layout=lambda: b"", fingerprint=lambda: made, on_host=lambda: True
-        )
+        state: Any = SimpleNamespace(image=trained.state.image, fingerprint=lambda: made, on_host=lambda: True)
+        step: Any = SimpleNamespace(layout=lambda: b"")
         publication: Any = SimpleNamespace(latest=b"published")
         self.events: list[tuple[str, dict[str, Any]]] = []
         groups = ((0, 1),)
-        comparison = Comparison(link, engine, groups)
+        comparison = Comparison(link, state, groups)
         self.saving = Saving(
-            link, engine, publication, "run", groups, lambda *event: self.events.append(event), comparison
+            link, state, step, publication, "run", groups, lambda *event: self.events.append(event), comparison
         )
         self.saving.every(Wish(steps=1))
 

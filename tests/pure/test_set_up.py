@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # noqa: E402
 from resilient_train import config, standby  # noqa: E402
 from resilient_train.errors import ConfigError  # noqa: E402
 from resilient_train.frameworks import predecessor  # noqa: E402
-from resilient_train.frameworks.base import Objects  # noqa: E402
+from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch.call_codec import bytes_of, header_of  # noqa: E402
 from resilient_train.frameworks.torch.clique import Clique  # noqa: E402
 from resilient_train.frameworks.torch.set_up import SetUp  # noqa: E402

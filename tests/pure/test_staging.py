@@ -12,9 +12,9 @@ from pure.fake_accelerator import DEVICE, DeviceTensor, Machine  # noqa: E402
 from pure.staging_rig import STEP, TIMEOUT_S, WHOLE, LateCopier, Trained, host_image, room, trained_pair  # noqa: E402
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier  # noqa: E402
 from resilient_train.errors import MemoryLimitError, TransferError, VaultError  # noqa: E402
-from resilient_train.frameworks.base import Objects, Share  # noqa: E402
+from resilient_train.frameworks.roles import Objects, Share  # noqa: E402
 from resilient_train.frameworks.torch import staging  # noqa: E402
-from resilient_train.frameworks.torch.replicated import Replicated  # noqa: E402
+from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch.staging import Staging  # noqa: E402
 from resilient_train.state.checkpoint.held import HeldImage, fill_from  # noqa: E402
 from resilient_train.state.vault.slots import image_digest  # noqa: E402
@@ -39,7 +39,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_snapshot_is_of_the_windows_head(order: dict[str, bool], buffers: int) -> None:
     device, host = trained_pair(Machine(**order), buffers=buffers)
     expected, digests = host_image(host)
-    image = device.saved.image(STEP, WHOLE)
+    image = device.state.image(STEP, WHOLE)
     memory = room(image)
     capture = image.begin(memory, Copier())
     device.forward()
@@ -53,7 +53,7 @@ def test_a_snapshot_is_of_the_windows_head(order: dict[str, bool], buffers: int)
 def test_a_rank_copies_its_own_part_only() -> None:
     machine = Machine(**EAGER_TRAINING)
     device, _ = trained_pair(machine)
-    image = device.saved.image(STEP, Share(1, 3, 1, 3))
+    image = device.state.image(STEP, Share(1, 3, 1, 3))
     copied = sum(len(part.tensor.view(-1)) for part in image.begin.args[0] if isinstance(part.tensor, DeviceTensor))
     everything = sum(value.numel() for value in device.values())
     assert 0 < copied < everything
@@ -63,7 +63,7 @@ def test_a_rank_copies_its_own_part_only() -> None:
 def test_a_buffer_is_not_filled_again_before_it_is_in_the_slot() -> None:
     """The copies off the device come at once, those to the slot when somebody waits for them."""
     device, host = trained_pair(Machine(**EAGER_COPIES), buffers=2)
-    image, copier = device.saved.image(STEP, WHOLE), LateCopier()
+    image, copier = device.state.image(STEP, WHOLE), LateCopier()
     copier.go.set()
     memory = room(image)
     capture = image.begin(memory, copier)
@@ -76,7 +76,7 @@ def test_the_fence_waits_for_the_device_and_not_for_the_slot() -> None:
     machine = Machine(**EAGER_TRAINING)
     device, host = trained_pair(machine)
     expected, _ = host_image(host)
-    image, copier = device.saved.image(STEP, WHOLE), LateCopier()
+    image, copier = device.state.image(STEP, WHOLE), LateCopier()
     memory = room(image)
     capture = image.begin(memory, copier)
     capture.fence()
@@ -94,7 +94,7 @@ def test_the_training_thread_gives_the_device_nothing_and_waits_for_nothing() ->
     machine.held.set()
     copier = LateCopier()
     copier.go.set()
-    image = device.saved.image(STEP, WHOLE)
+    image = device.state.image(STEP, WHOLE)
     capture = image.begin(room(image), copier)
     assert copier.waits == 0
     fenced = threading.Thread(target=capture.fence)
@@ -112,7 +112,7 @@ def test_tensors_live_until_they_are_copied() -> None:
     machine = Machine(**EAGER_TRAINING)
     device, host = trained_pair(machine)
     expected, _ = host_image(host)
-    image = device.saved.image(STEP, WHOLE)
+    image = device.state.image(STEP, WHOLE)
     memory = room(image)
     machine.held.set()
     capture = image.begin(memory, Copier())
@@ -129,7 +129,7 @@ def test_buffers_are_kept_from_snapshot_to_snapshot() -> None:
     machine = Machine(**EAGER_TRAINING)
     device, host = trained_pair(machine, buffers=3)
     for factor in (0.125, 0.0625, 0.5):
-        image = device.saved.image(STEP, WHOLE)
+        image = device.state.image(STEP, WHOLE)
         memory = room(image)
         capture = image.begin(memory, Copier())
         capture.fence()
@@ -145,7 +145,7 @@ def test_buffers_are_kept_from_snapshot_to_snapshot() -> None:
 def test_a_device_that_fails_costs_the_snapshot() -> None:
     machine = Machine(**LAZY)
     device, host = trained_pair(machine)
-    image = device.saved.image(STEP, WHOLE)
+    image = device.state.image(STEP, WHOLE)
     memory = room(image)
     machine.broken = True
     capture = image.begin(memory, Copier())
@@ -157,7 +157,7 @@ def test_a_device_that_fails_costs_the_snapshot() -> None:
     memory.release()
     machine.broken = False
     before = len(machine.pinned)
-    image = device.saved.image(STEP, WHOLE)
+    image = device.state.image(STEP, WHOLE)
     memory = room(image)
     image.begin(memory, Copier()).finish()
     assert bytes(memory) == host_image(host)[0]
@@ -168,7 +168,7 @@ def test_a_device_that_fails_costs_the_snapshot() -> None:
 def test_an_aborted_capture_writes_no_more() -> None:
     machine = Machine(**EAGER_TRAINING)
     device, host = trained_pair(machine, buffers=2)
-    image, copier = device.saved.image(STEP, WHOLE), LateCopier()
+    image, copier = device.state.image(STEP, WHOLE), LateCopier()
     slot = mmap.mmap(-1, image.total_bytes)
     with memoryview(slot) as memory:
         capture = image.begin(memory[:], copier)
@@ -179,7 +179,7 @@ def test_an_aborted_capture_writes_no_more() -> None:
         assert not aborting.is_alive()
     slot.close()  # a BufferError while somebody holds a view of it
     assert copier.waits < 4
-    image = device.saved.image(STEP, WHOLE)
+    image = device.state.image(STEP, WHOLE)
     memory = room(image)
     image.begin(memory, Copier()).finish()
     assert bytes(memory) == host_image(host)[0]
@@ -190,7 +190,7 @@ def test_without_pinned_memory_nothing_is_begun() -> None:
     machine = Machine(**LAZY)
     machine.pinned_limit = 0
     device, _ = trained_pair(machine)
-    image = device.saved.image(STEP, WHOLE)
+    image = device.state.image(STEP, WHOLE)
     slot = mmap.mmap(-1, image.total_bytes)
     with memoryview(slot) as memory, pytest.raises(MemoryLimitError, match="out of memory"):
         image.begin(memory, Copier())
@@ -202,7 +202,7 @@ def test_the_pinned_memory_that_there_is_will_do() -> None:
     machine.pinned_limit = 1
     device, host = trained_pair(machine)
     expected, _ = host_image(host)
-    image = device.saved.image(STEP, WHOLE)
+    image = device.state.image(STEP, WHOLE)
     memory = room(image)
     capture = image.begin(memory, Copier())
     capture.fence()
@@ -213,7 +213,7 @@ def test_the_pinned_memory_that_there_is_will_do() -> None:
 
 def restore(into: Trained, host: Trained, *, damaged: bool = False) -> None:
     """Takes up the snapshot of ``host``."""
-    image = host.saved.image(STEP, WHOLE)
+    image = host.state.image(STEP, WHOLE)
     memory = room(image)
     digest = image_digest(image.begin(memory, Copier()).finish())
     if damaged:
@@ -222,7 +222,7 @@ def restore(into: Trained, host: Trained, *, damaged: bool = False) -> None:
     try:
         os.pwrite(fd, memory, 0)
         held = HeldImage("the snapshot", fd, 0, image.total_bytes, digest)
-        into.saved.load(image.tree, image.names, lambda targets: fill_from([held], targets, Copier()))
+        into.state.load(image.tree, image.names, lambda targets: fill_from([held], targets, Copier()))
     finally:
         os.close(fd)
 
@@ -288,12 +288,11 @@ def test_a_snapshot_comes_back_without_pinned_memory() -> None:
 
 def test_a_job_that_stays_on_the_host_pins_nothing() -> None:
     unused = Staging(1 << 30, pinned=lambda _: pytest.fail("memory was pinned"))
-    host, other = Trained(), Trained(seed=5)
-    other.saved._replicated.staging = unused
+    host, other = Trained(), Trained(seed=5, staging=unused)
     host.update(0.5)
     restore(other, host)
     assert_same(other, host)
-    other.saved.image(STEP, WHOLE).begin(room(other.saved.image(STEP, WHOLE)), Copier()).finish()
+    other.state.image(STEP, WHOLE).begin(room(other.state.image(STEP, WHOLE)), Copier()).finish()
 
 
 def test_a_device_that_fails_while_it_is_filled_is_told() -> None:
@@ -311,4 +310,4 @@ def test_a_device_that_fails_while_it_is_filled_is_told() -> None:
 @pytest.mark.parametrize(("asked", "made"), [(0, 2), (5, 5)])
 def test_the_setting_is_how_much_may_be_pinned(asked: int, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESILIENT_PINNED_BYTES", str(asked * staging.BUFFER_BYTES + 1))
-    assert Replicated(Objects((), ())).staging._most == made
+    assert engine_for(Objects((), ())).state._staging._most == made

@@ -12,14 +12,15 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import UsageError  # noqa: E402
-from resilient_train.frameworks.base import Objects  # noqa: E402
-from resilient_train.frameworks.torch.steps import Steps  # noqa: E402
+from resilient_train.frameworks.roles import Objects  # noqa: E402
+from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
+from resilient_train.frameworks.torch.step import Step  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
 class Told:
-    """A Conductor that writes down what it is told."""
+    """Updates that writes down what it is told."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -56,14 +57,14 @@ def registered(model: nn.Module) -> Communicating:
 
 
 @pytest.fixture
-def steps(model: nn.Module, registered: Communicating) -> Iterator[tuple[Steps, Told]]:
-    steps, told = Steps(Objects((model,), (registered,))), Told()
+def steps(model: nn.Module, registered: Communicating) -> Iterator[tuple[Step, Told]]:
+    steps, told = engine_for(Objects((model,), (registered,))).step, Told()
     steps.attach(told)
     yield steps, told
     steps.detach()
 
 
-def test_a_collective_in_a_step_is_the_optimizers(steps: tuple[Steps, Told], registered: Communicating) -> None:
+def test_a_collective_in_a_step_is_the_optimizers(steps: tuple[Step, Told], registered: Communicating) -> None:
     seen, told = steps
     registered.step()
     registered.call = lambda: seen.check_collective("allreduce")
@@ -76,7 +77,7 @@ def test_a_collective_in_a_step_is_the_optimizers(steps: tuple[Steps, Told], reg
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_collective_in_a_closure_is_the_users(
-    steps: tuple[Steps, Told], registered: Communicating, *, named: bool
+    steps: tuple[Step, Told], registered: Communicating, *, named: bool
 ) -> None:
     seen, _ = steps
     calls = []
@@ -93,7 +94,7 @@ def test_a_collective_in_a_closure_is_the_users(
         registered.step(closure)
 
 
-def test_a_foreign_optimizer_on_a_registered_parameter_is_refused(steps: tuple[Steps, Told], model: nn.Module) -> None:
+def test_a_foreign_optimizer_on_a_registered_parameter_is_refused(steps: tuple[Step, Told], model: nn.Module) -> None:
     _, told = steps
     before = model.weight.clone()
     foreign = torch.optim.AdamW([model.weight], lr=0.5)
@@ -103,7 +104,7 @@ def test_a_foreign_optimizer_on_a_registered_parameter_is_refused(steps: tuple[S
     assert told.told == []
 
 
-def test_a_foreign_optimizer_of_something_else_is_nobodys_business(steps: tuple[Steps, Told], model: nn.Module) -> None:
+def test_a_foreign_optimizer_of_something_else_is_nobodys_business(steps: tuple[Step, Told], model: nn.Module) -> None:
     latent = nn.Parameter(torch.ones(2))
     latent.grad = torch.ones(2)
     foreign = torch.optim.SGD([latent], lr=0.5)
@@ -126,7 +127,7 @@ def test_what_a_registered_optimizer_calls_is_its_own_doing(model: nn.Module) ->
     model(torch.ones(1, 3)).sum().backward()
     outer = Outer(model.parameters(), lr=0.1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps, told = Steps(Objects((model,), (outer,))), Told()
+    steps, told = engine_for(Objects((model,), (outer,))).step, Told()
     steps.attach(told)
     try:
         outer.step()

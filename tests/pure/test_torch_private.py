@@ -39,21 +39,21 @@ def test_ddp_reduces_named_parameters_of_its_module_in_order() -> None:
 
 
 def test_scaler_keeps_what_was_unscaled_where_a_redo_clears_it() -> None:
-    """``Replicated.restore_small``: a rank that was READY redoes its step, and unscales again."""
-    from resilient_train.frameworks.base import Objects
-    from resilient_train.frameworks.torch.engine import TorchEngine
+    """``State.restore_small``: a rank that was READY redoes its step, and unscales again."""
+    from resilient_train.frameworks.roles import Objects
+    from resilient_train.frameworks.torch.engine import engine_for
 
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    engine = TorchEngine(Objects((model,), (optimizer,), (), scaler, {}, {}))
+    step = engine_for(Objects((model,), (optimizer,), (), scaler, {}, {})).step
     for _ in range(2):
-        engine.begin()
+        step.begin()
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()
         scaler.unscale_(optimizer)
         with pytest.raises(RuntimeError, match="already been called"):
             scaler.unscale_(optimizer)
-        engine.rollback()
+        step.rollback()
 
 
 def test_group_can_be_subclassed_with_all_verbs() -> None:

@@ -1,23 +1,50 @@
-"""Engines: what the Session must be able to ask of a training framework. One sub-package per framework."""
+"""Engines: what a Session asks of a training framework (``roles.py``), and how the one for a user's model is found.
+
+An engine is an entry point of the group ``resilient_train.engines``, so another package can bring one.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, cast
 
 from resilient_train.errors import ConfigError
-from resilient_train.frameworks.base import Framework, Objects
+from resilient_train.frameworks.roles import Engine, Objects, Plugin
+
+GROUP = "resilient_train.engines"
 
 
-def engine_for(objects: Objects) -> Framework:
-    """The engine for the framework that ``objects.model`` belongs to. Raises ConfigError for a foreign one."""
-    for model in objects.models:
-        if any(base.__module__.partition(".")[0] == "torch" for base in type(model).__mro__):
-            # torch is an extra: only a process that holds a torch model has any business importing its engine.
-            from resilient_train.frameworks.torch.engine import TorchEngine
-
-            return TorchEngine(objects)
-    raise ConfigError(f"model is a {_qualified(objects.models)}: no engine for it (torch.nn.Module is supported)")
+@functools.cache
+def installed() -> tuple[EntryPoint, ...]:
+    """The engines of all installed packages. Reads what pip has written of each package: some milliseconds."""
+    return tuple(entry_points(group=GROUP))
 
 
-def _qualified(models: tuple[Any, ...]) -> str:
-    return ", ".join(f"{type(model).__module__}.{type(model).__qualname__}" for model in models) or "missing"
+def engine_for(objects: Objects) -> Engine:
+    """The engine that claims the objects. Raises ConfigError if none does, or several do, or one can't be imported."""
+    plugins = [(_named(each), _imported(each)) for each in installed()]
+    claiming = [(name, plugin) for name, plugin in plugins if plugin.claims(objects)]
+    if len(claiming) == 1:
+        return claiming[0][1].engine_for(objects)
+    models = ", ".join(_qualified(model) for model in objects.models) or "missing"
+    if claiming:
+        names = ", ".join(name for name, _ in claiming)
+        raise ConfigError(f"model is {models}: several engines claim it ({names}): uninstall all of these but one")
+    names = ", ".join(name for name, _ in plugins) or "none; is resilient_train itself installed by pip?"
+    raise ConfigError(f"model is {models}: no engine for it. Engines found: {names}")
+
+
+def _imported(entry: EntryPoint) -> Plugin:
+    try:
+        return cast("Plugin", entry.load())
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"engine {_named(entry)} can't be imported: {error}") from error
+
+
+def _named(entry: EntryPoint) -> str:
+    return f"{entry.name} of {entry.dist.name}" if entry.dist is not None else entry.name
+
+
+def _qualified(model: Any) -> str:
+    return f"{type(model).__module__}.{type(model).__qualname__}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from resilient_train.frameworks.base import Framework
+from resilient_train.frameworks.roles import State
 from resilient_train.protocol.messages import Differs
 from resilient_train.protocol.replicas import alike
 from resilient_train.session.link import Link
@@ -22,9 +22,9 @@ from resilient_train.session.link import Link
 class Comparison:
     """One rank's part. ``groups`` are the replica groups."""
 
-    def __init__(self, link: Link, engine: Framework, groups: Sequence[Sequence[int]]) -> None:
+    def __init__(self, link: Link, state: State, groups: Sequence[Sequence[int]]) -> None:
         self._link = link
-        self._engine = engine
+        self._state = state
         self._replicas = next((group for group in groups if link.rank in group), (link.rank,))
         self._origin = 0
         self._written = -1
@@ -53,7 +53,7 @@ class Comparison:
         if self.alone:
             return 0
         if self._written != commits or digest:
-            held = fingerprint(digest or self._engine.fingerprint().digest())
+            held = fingerprint(digest or self._state.fingerprint().digest())
             self._link.peers.set_fingerprint(commits, held)
             self._written = commits
         return self._link.peers.fingerprint(self._link.rank, commits)
@@ -71,7 +71,7 @@ class Comparison:
             return
         peers = self._link.peers
         if not alike(peers.fingerprint(rank, commits) for rank in self._replicas):
-            self._link.channel.send(Differs(commits, self._engine.rows(), self._engine.averages()))
+            self._link.channel.send(Differs(commits, self._state.rows(), self._state.averages()))
             self._link.wait_for_the_end()
 
 

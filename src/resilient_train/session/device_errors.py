@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from resilient_train.errors import DeviceError
-from resilient_train.frameworks.base import Damage, Framework
+from resilient_train.frameworks.roles import Damage, Device
 from resilient_train.session.peers import Peers
 
 
@@ -16,10 +16,10 @@ class DeviceErrors:
     """
 
     def __init__(
-        self, peers: Peers, engine: Framework, tell: Callable[[str, dict[str, Any]], None], *, mends: bool
+        self, peers: Peers, device: Device, tell: Callable[[str, dict[str, Any]], None], *, mends: bool
     ) -> None:
         self._peers = peers
-        self._engine = engine
+        self._device = device
         self._tell = tell
         self._mends = mends
 
@@ -30,17 +30,17 @@ class DeviceErrors:
     def asked(self, *, wait: bool) -> Damage | None:
         """What was lost since the last time; None: nothing. ``wait``: there is reason to expect some."""
         self._peers.clear_alarms()
-        ranges = self._engine.device_errors(wait=wait) if self._mends else []
+        ranges = self._device.errors(wait=wait) if self._mends else []
         self.tell()
         if not ranges:
             return None
-        damage = self._engine.assess(ranges)
+        damage = self._device.assess(ranges)
         self._tell("uce", {"ranges": [list(span) for span in ranges], "tensors": damage.names()})
         return damage
 
     def check_after_update(self) -> None:
         """There a step can't be left (decision 12). Raises DeviceError if memory lost data."""
-        ranges = self._engine.device_errors(wait=True) if self._mends else []
+        ranges = self._device.errors(wait=True) if self._mends else []
         if ranges:
             raise DeviceError(
                 f"rank {self._peers.rank}: {sum(each.size for each in ranges)} bytes of its device's memory lost data "
@@ -52,12 +52,12 @@ class DeviceErrors:
 
         Raises DeviceError where the device can't be repaired.
         """
-        found = self._engine.confirm(damage)
+        found = self._device.confirm(damage)
         if found is not damage:
             self._tell("uce", {"ranges": [], "tensors": found.names()})
         return found
 
     def tell(self) -> None:
         """Writes what the device's libraries have said into the run's events."""
-        for note in self._engine.device_notes():
+        for note in self._device.notes():
             self._tell("device", note)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from resilient_train.config import AgentLink
-from resilient_train.frameworks.base import Framework
+from resilient_train.frameworks.roles import Drill
 
 FOLDER = "drill_records"
 
@@ -39,8 +39,8 @@ def path_of(run_dir: Path, rank: int, incarnation: int) -> Path:
 class DrillRecords:
     """Does nothing unless ``wanted``. Raises OSError where the file can't be written: a drill would compare nothing."""
 
-    def __init__(self, agent: AgentLink, engine: Framework, *, wanted: bool) -> None:
-        self._engine = engine
+    def __init__(self, agent: AgentLink, drill: Drill, *, wanted: bool) -> None:
+        self._drill = drill
         self._names: list[str] = []
         self._encoder = msgspec.json.Encoder()
         self._descriptor = -1
@@ -53,7 +53,7 @@ class DrillRecords:
         """Writes a record of the present state; ``place``: in the data, behind the batch."""
         if self._descriptor < 0:
             return
-        found = self._engine.parts({"batch": batch, "loader": place})
+        found = self._drill.parts({"batch": batch, "loader": place})
         names = list(found)
         if names != self._names:
             self._names = names

@@ -29,7 +29,7 @@ from resilient_train.errors import (
 )
 from resilient_train.events import now
 from resilient_train.faults import parse_plan
-from resilient_train.frameworks.base import Framework, Objects
+from resilient_train.frameworks.roles import Engine, Objects
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import rank_effects as do
@@ -61,12 +61,12 @@ def _short(text: str) -> str:
 
 
 class Driver:
-    """One rank under an agent: the Body of each step, and the Conductor of the engine."""
+    """One rank under an agent: the Body of each step; what the engine's ``Step`` and ``Collectives`` report to."""
 
     def __init__(
         self,
         agent: config.AgentLink,
-        engine: Framework,
+        engine: Engine,
         cursor: Cursor,
         objects: Objects,
         replicas: tuple[tuple[int, ...], ...],
@@ -87,23 +87,30 @@ class Driver:
             undo=undo,
         )
         self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
-        self._publication = Publication(self._link, engine, cursor)
+        self._publication = Publication(self._link, engine.rank_state, engine.data, cursor)
         groups = replicas or (tuple(range(agent.world_size)),)
-        self._comparison = Comparison(self._link, engine, groups)
+        self._comparison = Comparison(self._link, engine.state, groups)
         self.saving = Saving(
-            self._link, engine, self._publication, agent.run_dir, groups, self._event, self._comparison
+            self._link,
+            engine.state,
+            engine.step,
+            self._publication,
+            agent.run_dir,
+            groups,
+            self._event,
+            self._comparison,
         )
-        self._idle = Idle(engine, self._event, tells=agent.rank == 0)
+        self._idle = Idle(engine.step, self._event, tells=agent.rank == 0)
         plan = parse_plan(settings.faults)
-        self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine, self._peers)
-        self._records = DrillRecords(agent, engine, wanted=settings.drill_records)
+        self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine.drill, self._peers)
+        self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
-        self._handover = Handover(self._link, engine, settings.transfer)
+        self._handover = Handover(self._link, engine.state, engine.step, engine.groups, settings.transfer)
         mends = config.read_switches().uce
-        self._device = DeviceErrors(self._peers, engine, self._event, mends=mends)
-        self._explainer = Explainer(self._peers, engine, self._device, self._handover)
-        self._watch = Watch(self._peers, self._link.generation, engine.release_waiters, settings)
+        self._device = DeviceErrors(self._peers, engine.device, self._event, mends=mends)
+        self._explainer = Explainer(self._peers, engine.groups, self._device, self._handover)
+        self._watch = Watch(self._peers, self._link.generation, engine.groups.release_waiters, settings)
         self._kept: list[Drawn] = []
         """The batches of the window, for a redo."""
         self._step: Step | None = None
@@ -142,10 +149,11 @@ class Driver:
         self._begun = True
         record = self._end_set_up()
         allow_readers()
-        self._injector.listen(self._engine, lambda: self._rank.number, lambda: self._rank.generation)
+        self._injector.listen(lambda: self._rank.number, lambda: self._rank.generation)
         self._pulse.open()
-        self._engine.attach(self, self._peers)
-        self._engine.watch_device(self._peers.board, self._link.rank)
+        self._engine.step.attach(self)
+        self._engine.collectives.attach(self, self._peers)
+        self._engine.device.watch(self._peers.alarm_by)
         self._watch.start()
         self.saving.open()
         commits, source = 0, self._link.source
@@ -153,7 +161,7 @@ class Driver:
             if source is not None:
                 commits, start = source.commits, self._publication.take_up(self.saving.restore(source))
             try:
-                self._engine.check_state()
+                self._engine.state.check()
             except StateError as error:
                 self._link.channel.send(m.Refused(str(error)))
                 raise
@@ -166,7 +174,7 @@ class Driver:
 
     def _end_set_up(self) -> bytes:
         try:
-            return self._engine.end_set_up()
+            return self._engine.collectives.end_set_up()
         except ConfigError as error:
             self._link.channel.send(m.Refused(str(error)))
             raise
@@ -212,7 +220,7 @@ class Driver:
         finally:
             self._release()
 
-    # -- the engine's Conductor
+    # -- what the engine reports
 
     def before_update(self, optimizer: Any) -> None:
         """The optimizer is about to write: interrupts are held from here to the head of the loop."""
@@ -231,7 +239,7 @@ class Driver:
     def survive(self, error: BaseException | None) -> bool:
         """A collective of the tail failed, or waits for who has gone. Takes part in the recovery. True: again."""
         stopped = self.stopped()
-        if not (stopped or self._engine.groups_broken()):
+        if not (stopped or self._engine.groups.broken()):
             return False
         if error is not None:
             self._error = error
@@ -242,7 +250,7 @@ class Driver:
         return self._peers.stop_raised(self._rank.generation)
 
     def give_up_tail(self, why: str) -> None:
-        """See ``frameworks/base.Conductor``."""
+        """See ``frameworks/roles.Conductor``."""
         self._link.channel.send(m.Unfinishable(self._rank.generation, why))
 
     def note(self, kind: str, detail: dict[str, Any]) -> None:
@@ -290,18 +298,18 @@ class Driver:
             do.CheckUnchanged: lambda _: self._idle.body_ended(self._number, self._rank.base),
             do.Arm: lambda _: self._watch.interrupt.arm(self._rank.generation),
             do.Disarm: lambda _: self._watch.interrupt.disarm(),
-            do.SetMode: lambda effect: self._engine.set_mode(effect.mode),
+            do.SetMode: lambda effect: self._engine.collectives.set_mode(effect.mode),
             do.Exchange: self._exchange,
-            do.Mark: lambda _: self._engine.begin(),
+            do.Mark: lambda _: self._engine.step.begin(),
             do.Draw: self._draw,
-            do.Rollback: lambda _: self._engine.rollback(),
+            do.Rollback: lambda _: self._engine.step.rollback(),
             do.ForgetBatches: self._forget_batches,
-            do.SaveUndo: lambda _: self._engine.save_undo(),
+            do.SaveUndo: lambda _: self._engine.step.save_undo(),
             do.Committed: self._committed,
-            do.Synchronize: lambda _: self._engine.synchronize(),
-            do.LearnLayout: lambda _: self._engine.gradients_ready(self._rank.standing.commits),
+            do.Synchronize: lambda _: self._engine.device.synchronize(),
+            do.LearnLayout: lambda _: self._engine.step.gradients_ready(self._rank.standing.commits),
             do.RebuildReducer: self._rebuild_reducer,
-            do.CheckCollectives: lambda _: on.Ok(int(self._engine.collectives_intact())),
+            do.CheckCollectives: self._check_collectives,
             do.Cross: self._cross,
             do.AwaitStop: self._await_stop,
             do.Quiesce: self._quiesce,
@@ -337,9 +345,9 @@ class Driver:
         self._peers.reset_log(self._rank.standing.commits)
 
     def _send_started(self, _: do.SendStarted) -> None:
-        digest, _own = self._engine.digests()
-        self._watch.guard_sockets(self._engine.sockets())
-        self._link.channel.send(m.Started(digest, self._engine.group_names(), self._replicas, self._rank.number))
+        digest, groups = self._engine.state.fingerprint().digest(), self._engine.groups
+        self._watch.guard_sockets(groups.sockets())
+        self._link.channel.send(m.Started(digest, groups.names(), self._replicas, self._rank.number))
 
     def _send_trouble(self, effect: do.SendTrouble) -> None:
         self._link.channel.send(m.Trouble(self._rank.generation, _short(effect.text)))
@@ -352,12 +360,10 @@ class Driver:
         self._link.channel.send(m.Damaged(self._rank.generation, _short(effect.text)))
 
     def _send_joined(self, _: do.SendJoined) -> None:
-        rank, engine = self._rank, self._engine
+        rank, names = self._rank, self._engine.groups.names()
         commits, phase = rank.standing
         tail_done = self._peers.completed_of(rank.me)
-        joined = m.Joined(
-            rank.generation, commits, phase, rank.intact, tail_done, engine.group_names(), self._quiet_since_ns
-        )
+        joined = m.Joined(rank.generation, commits, phase, rank.intact, tail_done, names, self._quiet_since_ns)
         self._link.channel.send(joined)
 
     def _send_done(self, effect: do.SendDone) -> None:
@@ -380,7 +386,7 @@ class Driver:
                 comparison.forget()
             case "end":
                 self._records.take(self._rank.number, None, self._cursor.place)
-                self._digests = self._engine.digests()
+                self._digests = self._engine.state.fingerprint().digest(), self._publication.digest()
                 comparison.write(commits, self._digests[0])
 
     def _compare(self, effect: do.Compare) -> None:
@@ -392,7 +398,7 @@ class Driver:
 
     def _exchange(self, effect: do.Exchange) -> None:
         self._peers.forget_logs()
-        self._engine.exchange(effect.plan.finishers)
+        self._engine.collectives.exchange(effect.plan.finishers)
 
     def _draw(self, _: do.Draw) -> None:
         place = self._rank.place
@@ -406,24 +412,31 @@ class Driver:
                 self.outlive(error)
                 raise
             self._pulse.at(Activity.TRAINING)
-            random = self._engine.random_state() if place else None
+            random = self._engine.data.random_state() if place else None
             self._kept.append(Drawn(batch, random, self._cursor.place))
         elif (random := self._kept[place].random) is not None:
             # The batch is kept, so nothing is drawn for it; but drawing it had moved the random numbers.
-            self._engine.restore_random_state(random)
+            self._engine.data.restore_random_state(random)
 
     def _forget_batches(self, _: do.ForgetBatches) -> None:
         self._kept = []
 
     def _committed(self, _: do.Committed) -> None:
         self._kept = []
-        self._engine.committed(self._rank.standing.commits)
+        self._engine.step.forget()
+        self._engine.collectives.begin_tail(self._rank.standing.commits)
 
     def _rebuild_reducer(self, effect: do.RebuildReducer) -> None:
-        manifest = self._handover.take_layout() if effect.copied else None
-        self._engine.settle(manifest, self._rank.standing.commits)
+        layout = self._handover.take_layout() if effect.copied else None
+        self._engine.step.rebuild_reducer(layout, self._rank.standing.commits)
 
     # -- what the rank waits for
+
+    def _check_collectives(self, _: do.CheckCollectives) -> on.Event:
+        intact = self._engine.collectives.intact()
+        if intact:
+            self._engine.device.synchronize()
+        return on.Ok(int(intact))
 
     def _cross(self, _: do.Cross) -> on.Event:
         rank = self._rank
@@ -447,8 +460,8 @@ class Driver:
         damage = None if effect.tail else self._device.heard()  # there the alarm stays for the recovery after this one
         self._watch.notice(generation)
         self._quiet_since_ns = time.time_ns()
-        guarded = bool(self._engine.sockets())
-        self._engine.close_groups()
+        guarded = bool(self._engine.groups.sockets())
+        self._engine.groups.close()
         known = damage if damage is not None else self._handover.damaged
         self._handover.damaged = self._device.confirmed(known)
         if self._handover.damaged is not known and effect.tail:
@@ -484,14 +497,14 @@ class Driver:
 
     def _build(self, effect: do.Build) -> on.Event:
         generation = effect.plan.generation
-        built = build_groups(self._link, self._engine, generation)
+        built = build_groups(self._link, self._engine.groups, generation)
         if built is None:
             return on.Stopped()
         if isinstance(built, Exception):
             self._error = built
             return on.Failed(f"building groups: {built}")
-        self._engine.adopt_groups(built, replaced=bool(effect.plan.replaced))
-        self._watch.guard_sockets(self._engine.sockets())
+        self._engine.groups.adopt(built, replaced=bool(effect.plan.replaced))
+        self._watch.guard_sockets(self._engine.groups.sockets())
         # A stop that the watchdog handled before it knew of the new sockets would find nothing to shut.
         if self._peers.stop_raised(generation):
             return on.Stopped()
@@ -581,7 +594,10 @@ class Driver:
             return
         self._released = True
         self._pulse.leaving()
-        self._engine.detach()
+        self._engine.device.close()
+        self._engine.collectives.detach()
+        self._engine.step.detach()
+        self._engine.drill.close()
         self._device.tell()
         self._watch.close()
         self.saving.close()

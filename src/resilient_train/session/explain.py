@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from resilient_train.errors import TrainingInterrupted
-from resilient_train.frameworks.base import Framework
+from resilient_train.frameworks.roles import Groups
 from resilient_train.protocol.rank_events import Exit
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.device_errors import DeviceErrors
@@ -14,9 +14,9 @@ from resilient_train.session.peers import Peers
 class Explainer:
     """What is damaged goes to ``handover``."""
 
-    def __init__(self, peers: Peers, engine: Framework, device: DeviceErrors, handover: Handover) -> None:
+    def __init__(self, peers: Peers, groups: Groups, device: DeviceErrors, handover: Handover) -> None:
         self._peers = peers
-        self._engine = engine
+        self._groups = groups
         self._device = device
         self._handover = handover
 
@@ -43,6 +43,6 @@ class Explainer:
             self._handover.damaged = damage
             names = ", ".join(damage.names()) or "no state"
             return Exit("fault", f"uncorrectable memory error ({names})", damaged=True, lost=damage.lost)
-        if standing.phase is Phase.COMPUTE and self._engine.groups_broken():
+        if standing.phase is Phase.COMPUTE and self._groups.broken():
             return Exit("fault", text)
         return Exit("error", text)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from resilient_train.errors import TransferError
-from resilient_train.frameworks.base import Damage, Framework, Sources
+from resilient_train.frameworks.roles import Damage, Groups, Sources, State, Step
 from resilient_train.protocol.messages import Fetched, Offer, Plan, Pull
 from resilient_train.session.link import Link
 from resilient_train.state.transfer import Span, read_from
@@ -16,12 +19,22 @@ from resilient_train.state.transfer import Span, read_from
 NOTHING_DAMAGED = Damage(frozenset(), (), 0)
 
 
+class Offered(msgspec.Struct, array_like=True):
+    """What an Offer's manifest holds: the state's tree, where its bytes lie in the source's memory, and the layout."""
+
+    tree: bytes
+    spans: list[tuple[int, int]]
+    layout: bytes
+
+
 class Handover:
     """``transfer`` is the setting of that name. ``damaged``: what of this rank's state is lost, where not all is."""
 
-    def __init__(self, link: Link, engine: Framework, transfer: str) -> None:
+    def __init__(self, link: Link, state: State, step: Step, groups: Groups, transfer: str) -> None:
         self._link = link
-        self._engine = engine
+        self._state = state
+        self._step = step
+        self._groups = groups
         self._transfer = transfer
         self._sources: Sources | None = None
         self._layout: bytes | None = None
@@ -29,15 +42,16 @@ class Handover:
 
     def offer(self, generation: int, targets: tuple[int, ...]) -> None:
         """Describes this rank's state to each rank that is to copy it. Held unchanged until Resume."""
-        self._sources = self._engine.sources()
+        self._sources = sources = self._state.sources()
+        spans = [(span.address, span.size) for span in sources.spans]
+        manifest = msgspec.msgpack.encode(Offered(sources.manifest, spans, self._step.layout()))
         for target in targets:
-            manifest, digest = self._sources.manifest, self._sources.digest
-            self._link.channel.send(Offer(generation, self._link.rank, target, os.getpid(), manifest, digest))
+            self._link.channel.send(Offer(generation, self._link.rank, target, os.getpid(), manifest, sources.digest))
 
     def serve(self, pull: Pull) -> None:
         """Sends the state to a rank that can't read it. Raises RuntimeError."""
         assert self._sources is not None, "pulled without an offer"
-        self._engine.send_over_group(self._sources, pull.target)
+        self._groups.send(self._sources.spans, pull.target)
 
     def forget(self) -> None:
         """Nobody copies any more."""
@@ -49,22 +63,24 @@ class Handover:
         Raises TransferError, RuntimeError or OSError: the source may have died under the copy.
         """
         begun_ns = time.monotonic_ns()
-        size, way = self._receive(offer)
+        offered = _read(offer)
+        self._step.forget()  # a rollback would mix what it remembers with the state that comes
+        size, way = self._receive(offer, offered)
         took_ns = time.monotonic_ns() - begun_ns
         self._link.channel.send(Fetched(plan.generation, offer.source, size, took_ns, way))
         if published is None:
             raise TransferError(f"rank {self._link.rank} had published nothing from which update {plan.commits} starts")
-        self._layout = offer.manifest
+        self._layout = offered.layout
         return load(published)
 
     def take_layout(self) -> bytes:
-        """The manifest of what was taken over last, for the engine to read the layout from."""
+        """That of what was taken over last: see ``Step.rebuild_reducer``."""
         assert self._layout is not None, "nothing was copied"
         layout, self._layout = self._layout, None
         return layout
 
-    def _receive(self, offer: Offer) -> tuple[int, str]:
-        remote = self._engine.remote_spans(offer.manifest)
+    def _receive(self, offer: Offer, offered: Offered) -> tuple[int, str]:
+        remote = [Span(*pair) for pair in offered.spans]
 
         def read_memory(local: list[Span]) -> None:
             wanted = [Span(r.address, min(r.size, here.size)) for r, here in zip(remote, local, strict=True)]
@@ -75,11 +91,18 @@ class Handover:
             try:
                 if damaged.lost:
                     with contextlib.suppress(TransferError):  # an update was begun: then all of it is fetched
-                        return self._engine.mend(offer.manifest, read_memory, offer.digest, damaged), "memory"
-                return self._engine.receive(offer.manifest, read_memory, offer.digest), "memory"
+                        return self._state.mend(offered.tree, read_memory, offer.digest, damaged), "memory"
+                return self._state.receive(offered.tree, read_memory, offer.digest), "memory"
             except PermissionError:
                 if self._transfer == "memory":
                     raise
         self._link.channel.send(Pull(offer.generation, offer.source, self._link.rank))
-        fetch = self._engine.fetch_over_group(offer.source)
-        return self._engine.receive(offer.manifest, fetch, offer.digest), "group"
+        fetch = functools.partial(self._groups.receive, source=offer.source)
+        return self._state.receive(offered.tree, fetch, offer.digest), "group"
+
+
+def _read(offer: Offer) -> Offered:
+    try:
+        return msgspec.msgpack.decode(offer.manifest, type=Offered)
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"the replica's offer can't be read: {error}") from None

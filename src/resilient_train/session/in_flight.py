@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from resilient_train.frameworks.base import Image
+from resilient_train.frameworks.roles import Image
 from resilient_train.protocol.messages import Captured
 from resilient_train.state.capture import Capture
 from resilient_train.state.vault import trailer

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from resilient_train.events import now
 from resilient_train.faults import FROM_OUTSIDE, Injection, place_in_step
-from resilient_train.frameworks.base import Framework
+from resilient_train.frameworks.roles import Drill
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import orders
 from resilient_train.protocol import rank_effects as do
@@ -43,7 +43,7 @@ ACTS: dict[str, Act] = {
     **{kind: _signal_self(number) for kind, number in SIGNALS.items()},
     "loop": _loop_for_ever,
 }
-"""Kinds that need nothing of the engine's."""
+"""Kinds that need no ``Drill``."""
 _RAISING = "uce"
 """The kind that raises, as an operation of the device's does: so only where the user's code, or a hook, runs."""
 _BEFORE = {
@@ -70,13 +70,14 @@ class Injector:
         rank: int,
         incarnation: int,
         sink: Sink,
-        engine: Framework,
+        drill: Drill,
         peers: Peers,
     ) -> None:
         self.clauses = [each for each in plan if each.rank == rank and each.incarnation == incarnation]
         self._rank = rank
         self._incarnation = incarnation
         self._sink = sink
+        self._drill = drill
         self._peers = peers
         self._owner_pid = os.getpid()
         self._ordered: tuple[Injection, orders.Order] | None = None
@@ -84,8 +85,8 @@ class Injector:
         self._generation: Callable[[], int] = lambda: 0
         self._acts: dict[str, Act] = {
             **ACTS,
-            "hcce": lambda _: engine.break_collectives(),
-            "uce": lambda clause: engine.poison(clause.target),
+            "hcce": lambda _: drill.cut(),
+            "uce": lambda clause: drill.poison(clause.target),
         }
 
     # -- places
@@ -182,10 +183,10 @@ class Injector:
         if place in self._hooks:
             self._hooks.pop(place)()
 
-    def listen(self, engine: Framework, step: Callable[[], int], generation: Callable[[], int]) -> None:
-        """The loop begins: faults can hit inside the engine's own code, and an operator may order some."""
+    def listen(self, step: Callable[[], int], generation: Callable[[], int]) -> None:
+        """The loop begins: faults can hit inside the framework's own code, and an operator may order some."""
         self._generation = generation
-        for place, hook in (("forward", engine.call_in_forward), ("backward", engine.call_in_backward)):
+        for place, hook in (("forward", self._drill.call_in_forward), ("backward", self._drill.call_in_backward)):
             self._hooks[place] = functools.partial(hook, self.caller("COMPUTE", place, step))
         for place in list(self._hooks):  # the others cost each pass a call, so they wait until an order needs them
             if any(each.at == place for each in self.clauses):

@@ -7,10 +7,8 @@ from typing import NoReturn, TypeVar
 
 from resilient_train.config import AgentLink
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError
-from resilient_train.protocol.messages import Arena as ArenaFrame
-from resilient_train.protocol.messages import Borrow, End, FromAgent, Hello, Refused, Reply, Reserve, Welcome
+from resilient_train.protocol.messages import Arena, Borrow, End, FromAgent, Hello, Refused, Reply, Reserve, Welcome
 from resilient_train.session.peers import Peers
-from resilient_train.state.arena import Arena
 from resilient_train.transport import Channel
 
 _Frame = TypeVar("_Frame", bound=FromAgent)
@@ -38,17 +36,17 @@ class Link:
         board, arena = self.channel.take_descriptors(2)
         self.peers = Peers.attach(link.rank, link.world_size, (board, arena), self._borrow, self._reserve)
 
-    def _borrow(self, rank: int) -> Arena:
+    def _borrow(self, rank: int) -> int:
         self.channel.send(Borrow(rank))
         return self._receive_arena()
 
-    def _reserve(self, slot_bytes: int) -> Arena:
+    def _reserve(self, slot_bytes: int) -> int:
         self.channel.send(Reserve(slot_bytes))
         return self._receive_arena()
 
-    def _receive_arena(self) -> Arena:
-        self.expect(ArenaFrame)
-        return Arena(self.channel.take_descriptors(1)[0])
+    def _receive_arena(self) -> int:
+        self.expect(Arena)
+        return self.channel.take_descriptors(1)[0]
 
     def expect(self, kind: type[_Frame]) -> _Frame:
         """Waits for the agent's answer of that kind. SystemExit: the job ends."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from resilient_train.errors import ConfigError
-from resilient_train.frameworks.base import Workers
+from resilient_train.frameworks.roles import Data, Workers
 
 
 class Batch(NamedTuple):
@@ -32,29 +32,18 @@ class Drawn(NamedTuple):
 class Position(NamedTuple):
     """Which batch comes next: pass over the data, batches taken of it, and the random state that the pass began with.
 
-    ``own``: what the loader itself says of its position, and the states of its generators; None if it has neither.
+    ``own``: what the loader itself says of its position, and the states of its generators, packed; empty if it has
+    neither.
     ``reused``: the pass began, or will begin, with workers that are there from the pass before.
     """
 
     epoch: int
     taken: int
     random: bytes
-    own: dict[str, Any] | None
+    own: bytes
     skipped: int = 0
     """Samples of this rank at the head of the pass that are left out: used already, in a world of another size."""
     reused: bool = False
-
-
-class Loading(Protocol):
-    """What a Cursor needs of the engine: see ``frameworks/base.Framework``."""
-
-    def random_state(self) -> bytes: ...
-    def restore_random_state(self, state: bytes) -> None: ...
-    def workers(self, loader: Any) -> Workers: ...
-    def drop_workers(self, loader: Any) -> None: ...
-    def fast_forward(
-        self, loader: Any, batches: int, samples: int, begin: Callable[[Any], Iterator[Any]]
-    ) -> Iterator[Any]: ...
 
 
 class Cursor:
@@ -65,11 +54,11 @@ class Cursor:
     batches before the position are skipped (by index, where the loader is a DataLoader).
     """
 
-    def __init__(self, loader: Any, engine: Loading) -> None:
+    def __init__(self, loader: Any, data: Data) -> None:
         if loader is not None and not hasattr(loader, "__iter__"):
             raise ConfigError(f"loader is a {type(loader).__qualname__}, which can't be iterated over")
         self.loader = loader
-        self._engine = engine
+        self._data = data
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
             getattr(loader, "load_state_dict", None)
         )
@@ -96,7 +85,7 @@ class Cursor:
             if self._index == 0 and not self._skipped:
                 raise ConfigError("the loader gave no batch in a whole epoch") from None
             self._epoch, self._index, self._skipped, self._iterator = self._epoch + 1, 0, 0, None
-            self._reused = self._engine.workers(self.loader) is not Workers.MADE_ANEW
+            self._reused = self._data.workers(self.loader) is not Workers.MADE_ANEW
             return self.next()
         self._index += 1
         return Batch(value, self._epoch)
@@ -109,42 +98,47 @@ class Cursor:
     def position(self) -> Position:
         """The position before the next batch."""
         inner = self.loader.state_dict() if self._stateful and self._index else None
-        own = None
+        own = b""
         if inner is not None or self._generators:
             begun = self._index or self._skipped
             generators = self._epoch_generators if begun else [each.get_state() for each in self._generators]
-            own = {"inner": inner, "generators": generators}
+            own = self._data.pack({"inner": inner, "generators": generators})
         return Position(self._epoch, self._index, self._epoch_random, own, self._skipped, self._reuses())
+
+    def keeps_place(self, own: bytes) -> bool:
+        """Whether in a position's ``own`` the loader itself says where it was (a StatefulDataLoader in an epoch)."""
+        return bool(own) and self._data.unpack(own)["inner"] is not None
 
     def _reuses(self) -> bool:
         return self._has_workers(self.loader) if self._reused is None else self._reused
 
     def _has_workers(self, loader: Any) -> bool:
-        return self._engine.workers(loader) is Workers.THERE
+        return self._data.workers(loader) is Workers.THERE
 
     def load(self, position: Position) -> None:
         """Takes up a position. The global random state is left as it was."""
-        self._epoch, self._index, self._epoch_random, own, self._skipped, self._reused = position
+        self._epoch, self._index, self._epoch_random, packed, self._skipped, self._reused = position
         self._iterator = None
-        self._epoch_generators = own["generators"] if own else []
+        own = self._data.unpack(packed) if packed else {"inner": None, "generators": []}
+        self._epoch_generators = own["generators"]
         for generator, value in zip(self._generators, self._epoch_generators, strict=True):
             generator.set_state(value)
         if self.loader is None or (self._index == 0 and not self._skipped):
             return
         self._set_epoch()
-        now = self._engine.random_state()
+        now = self._data.random_state()
         if self._stateful:
-            assert own is not None, "a stateful loader's position without its state"
+            assert own["inner"] is not None, "a stateful loader's position without its state"
             self.loader.load_state_dict(own["inner"])
             self._iterator = iter(self.loader)
         else:
-            self._engine.restore_random_state(self._epoch_random)
-            self._iterator = self._engine.fast_forward(self.loader, self._index, self._skipped, self._begin)
-        self._engine.restore_random_state(now)
+            self._data.restore_random_state(self._epoch_random)
+            self._iterator = self._data.fast_forward(self.loader, self._index, self._skipped, self._begin)
+        self._data.restore_random_state(now)
 
     def _begin_epoch(self) -> None:
         self._set_epoch()
-        self._epoch_random = self._engine.random_state()
+        self._epoch_random = self._data.random_state()
         self._epoch_generators = [each.get_state() for each in self._generators]
         self._reused = self._reuses()
         self._iterator = self._begin(self.loader)
@@ -157,13 +151,13 @@ class Cursor:
         """
         has = self._has_workers(loader)
         if self._reused and not has:
-            now, own = self._engine.random_state(), [each.get_state() for each in self._generators]
+            now, own = self._data.random_state(), [each.get_state() for each in self._generators]
             iter(loader)  # it has workers now; what it drew for them does not count
-            self._engine.restore_random_state(now)
+            self._data.restore_random_state(now)
             for generator, state in zip(self._generators, own, strict=True):
                 generator.set_state(state)
         elif has and not self._reused:
-            self._engine.drop_workers(loader)
+            self._data.drop_workers(loader)
         return iter(loader)
 
     def _set_epoch(self) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from resilient_train._native import Board, Page, Watchdog
+from resilient_train._native import Board, Page, Probes, Watchdog, hear_terminate
 from resilient_train.errors import ConfigError
-from resilient_train.frameworks.base import Call
+from resilient_train.frameworks.roles import Call
 from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.standing import UPDATING, Standing
 from resilient_train.state.arena import Arena, ArenaFullError, Entry
@@ -64,11 +64,12 @@ class _Reader:
 class Peers:
     """All ranks of a node, as seen from one of them.
 
-    ``borrow`` gives another rank's arena, ``reserve`` a larger one for this rank; both ask the agent.
+    ``borrow`` gives the descriptor of another rank's arena, ``reserve`` that of a larger one for this rank; both ask
+    the agent.
     """
 
     def __init__(
-        self, board: Board, rank: int, arena: Arena, borrow: Callable[[int], Arena], reserve: Callable[[int], Arena]
+        self, board: Board, rank: int, arena: Arena, borrow: Callable[[int], int], reserve: Callable[[int], int]
     ) -> None:
         self.rank = rank
         self.world_size = board.world_size
@@ -90,8 +91,8 @@ class Peers:
         rank: int,
         world_size: int,
         descriptors: tuple[int, int],
-        borrow: Callable[[int], Arena],
-        reserve: Callable[[int], Arena],
+        borrow: Callable[[int], int],
+        reserve: Callable[[int], int],
     ) -> Peers:
         """Maps the board and the rank's arena. Raises ConfigError if the job has another number of ranks."""
         board = Board.attach(descriptors[0])
@@ -142,10 +143,9 @@ class Peers:
         """This rank's watchdog, not yet started."""
         return Watchdog(self._board, self.rank, beat_ms=beat_ms, grace_ms=grace_ms, signal_number=signal_number)
 
-    @property
-    def board(self) -> Board:
-        """For native code that writes this rank's page by itself (probes, the handler of SIGTERM)."""
-        return self._board
+    def hear_terminate(self) -> None:
+        """From now on a first SIGTERM or SIGUSR1 is only written into this rank's page; the agent looks at it."""
+        hear_terminate(self._board, self.rank)
 
     # -- a rank's own state
 
@@ -154,7 +154,7 @@ class Peers:
         try:
             self._arena.publish(commits, payload)
         except ArenaFullError as full:
-            larger = self._reserve(full.needed_bytes * 2)
+            larger = Arena(self._reserve(full.needed_bytes * 2))
             larger.log_continue(self._arena)
             self._readers.pop(self.rank, None)
             self._arena.close()
@@ -212,7 +212,7 @@ class Peers:
         """What that rank, or its dead process, has logged of a collective of the tail after ``commits`` updates."""
         reader = self._readers.get(rank)
         if reader is None:
-            arena = self._arena if rank == self.rank else self._borrow(rank)
+            arena = self._arena if rank == self.rank else Arena(self._borrow(rank))
             reader = self._readers[rank] = _Reader(arena)
         return reader.call(key, commits, lambda: self._board.tail(rank)[0])
 
@@ -261,6 +261,10 @@ class Peers:
     def alarms(self) -> list[tuple[str, str]]:
         """(probe, kind) of what this rank's probes have found since ``clear_alarms``."""
         return list(self._board.alarms(self.rank))
+
+    def alarm_by(self, probes: Probes) -> None:
+        """What these find from now on sets this rank's alarms, without its Python."""
+        probes.alarm(self._board, self.rank)
 
     def clear_alarms(self) -> None:
         """Before the findings are taken, so that a new one in between raises its alarm again."""

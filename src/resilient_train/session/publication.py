@@ -6,34 +6,36 @@ from typing import Any
 
 import msgspec
 
-from resilient_train.frameworks.base import Framework
+from resilient_train.frameworks.roles import Data, RankState
 from resilient_train.session.link import Link
 from resilient_train.session.loader import Cursor, Position
 from resilient_train.session.published import Published, read
 from resilient_train.session.resharding import reshard
+from resilient_train.state.transfer import digest
 
 
 class Publication:
     """Random state, unsynchronised buffers, loader position and the number of the step that comes next."""
 
-    def __init__(self, link: Link, engine: Framework, cursor: Cursor) -> None:
+    def __init__(self, link: Link, rank_state: RankState, data: Data, cursor: Cursor) -> None:
         self._link = link
-        self._engine = engine
+        self._rank_state = rank_state
+        self._data = data
         self._cursor = cursor
-        strides = engine.strides(cursor.loader)
+        strides = data.strides(cursor.loader)
         self._strides = (strides.batch, strides.replicas) if strides else (0, 0)
         self._encoder = msgspec.msgpack.Encoder()
         self.latest = b""
         """What was published last."""
         self._newest: object = None
-        """What was published last: its parts where they can be compared, or else the bytes."""
+        """Its parts."""
 
     def publish(self, commits: int, number: int) -> None:
         """Publishes what this rank needs to start update ``commits`` with step ``number``, unless it is published."""
-        engine, position = self._engine, self._cursor.position()
-        own, random = engine.rank_state(), engine.random_state()
-        parts = None if position.own else (commits, number, random, position, own)
-        if parts is not None and parts == self._newest:
+        position = self._cursor.position()
+        own, random = self._rank_state.packed(), self._data.random_state()
+        parts = commits, number, random, position, own
+        if parts == self._newest:
             return
         payload = self._encoder.encode(
             Published(
@@ -43,29 +45,32 @@ class Publication:
                 position.epoch,
                 position.taken,
                 position.random,
-                engine.pack(position.own) if position.own else b"",
+                position.own,
                 own,
                 position.skipped,
                 *self._strides,
                 position.reused,
             )
         )
-        if parts is not None or payload != self._newest:
-            self._link.peers.publish(commits, payload)
-        self._newest = parts or payload
+        self._link.peers.publish(commits, payload)
+        self._newest = parts
         self.latest = payload
 
     def take_up(self, payload: bytes) -> int:
         """Puts a publication back, in this process. Returns the number of the step that comes next."""
         held = read(payload)
-        loader = self._engine.unpack(held.loader) if held.loader else None
-        self._cursor.load(Position(held.epoch, held.taken, held.epoch_random, loader, held.skipped, held.reused))
-        self._engine.load_rank_state(held.rank)
-        self._engine.restore_random_state(held.random)
+        self._cursor.load(Position(held.epoch, held.taken, held.epoch_random, held.loader, held.skipped, held.reused))
+        self._rank_state.restore(held.rank)
+        self._data.restore_random_state(held.random)
         self._newest = None
         self.latest = payload
         return held.number
 
     def elsewhere(self, own: bytes | None, first: bytes) -> tuple[bytes, dict[str, Any]]:
         """What this rank goes on from in a world of another size, see ``resharding.reshard``."""
-        return reshard(self._engine, self._cursor, read(own) if own is not None else None, read(first))
+        mine = read(own) if own is not None else None
+        return reshard(self._rank_state, self._data, self._cursor, mine, read(first))
+
+    def digest(self) -> str:
+        """Of what this rank alone has, but for the place in the data."""
+        return digest(self._rank_state.packed() + self._data.random_state(), [])

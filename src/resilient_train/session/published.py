@@ -8,7 +8,7 @@ from resilient_train.errors import ProtocolError
 
 
 class Published(msgspec.Struct, array_like=True):
-    """Before update ``commits``. Trees that may hold anything are packed by the engine; empty where there is none.
+    """Before update ``commits``. What may hold anything is packed by the engine; empty where there is none.
 
     Random numbers and position are apart from them: they change at every step, and msgspec alone takes a microsecond.
     """

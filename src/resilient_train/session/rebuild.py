@@ -6,20 +6,20 @@ import os
 import threading
 from typing import Any
 
-from resilient_train.frameworks.base import Framework
+from resilient_train.frameworks.roles import Groups
 from resilient_train.protocol.messages import FromAgent, Stop
 from resilient_train.session.link import Link
 
 
-def build_groups(link: Link, engine: Framework, generation: int) -> Any:
-    """The engine's groups, built but not adopted; the error that ended the building; or None: a newer stop came."""
+def build_groups(link: Link, groups: Groups, generation: int) -> Any:
+    """The groups, built but not adopted; the error that ended the building; or None: a newer stop came."""
     readable, writable = os.pipe2(os.O_CLOEXEC)
     cancelled = threading.Event()
     outcome: list[Any] = []
 
     def build() -> None:
         try:
-            outcome.append(engine.build_groups(generation, link.attempt, cancelled))
+            outcome.append(groups.build(generation, link.attempt, cancelled))
         except Exception as error:
             outcome.append(error)
         finally:

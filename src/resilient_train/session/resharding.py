@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from resilient_train.frameworks.base import Framework, Strides
+from resilient_train.frameworks.roles import Data, RankState, Strides
 from resilient_train.session.loader import Cursor
 from resilient_train.session.published import Published
 
@@ -28,20 +28,23 @@ class _Place(NamedTuple):
     found: dict[str, Any]
 
 
-def reshard(engine: Framework, cursor: Cursor, own: Published | None, first: Published) -> tuple[bytes, dict[str, Any]]:
+def reshard(
+    rank_state: RankState, data: Data, cursor: Cursor, own: Published | None, first: Published
+) -> tuple[bytes, dict[str, Any]]:
     """What this rank is to take up, and in words for the event how its place in the data was found.
 
     ``own`` is what the rank of its place had published in the old world, None if there was none; ``first`` that of the
     first rank of its group.
     """
-    place = _place(engine, engine.strides(cursor.loader), first)
-    base = _newcomer(engine, first) if own is None else own
-    loader = base.loader if own is not None and not _keeps_place(engine, own) else _fresh(engine, cursor)
+    place = _place(cursor, data.strides(cursor.loader), first)
+    base = _newcomer(rank_state, data, first) if own is None else own
+    # As the script has made it, where the one of the old world says where it was.
+    loader = base.loader if own is not None and not cursor.keeps_place(own.loader) else cursor.position().own
     moved = msgspec.structs.replace(base, epoch=place.epoch, taken=place.taken, skipped=place.skipped, loader=loader)
     return msgspec.msgpack.encode(moved), place.found
 
 
-def _place(engine: Framework, strides: Strides | None, first: Published) -> _Place:
+def _place(cursor: Cursor, strides: Strides | None, first: Published) -> _Place:
     """The same on all ranks, so that their epochs end together.
 
     Where ranks divide one order among them (``Strides``), the old ones had used its first ``used`` samples. The new
@@ -50,7 +53,7 @@ def _place(engine: Framework, strides: Strides | None, first: Published) -> _Pla
     """
     if not first.taken and not first.skipped:
         return _Place(first.epoch, 0, 0, {"loader": "an epoch began", "epoch": first.epoch})
-    if _keeps_place(engine, first):
+    if cursor.keeps_place(first.loader):
         told = "its own state can't be divided anew: the epoch begins again"
         return _Place(first.epoch, 0, 0, {"loader": told, "epoch": first.epoch})
     if strides is None or not first.replicas:
@@ -65,18 +68,7 @@ def _place(engine: Framework, strides: Strides | None, first: Published) -> _Pla
     return _Place(first.epoch, 0, skipped, found)
 
 
-def _keeps_place(engine: Framework, published: Published) -> bool:
-    """Whether the loader itself had said where it was (a StatefulDataLoader in an epoch)."""
-    return bool(published.loader) and engine.unpack(published.loader)["inner"] is not None
-
-
-def _newcomer(engine: Framework, first: Published) -> Published:
-    engine.adopt_rank_state(first.rank)
-    random = engine.random_state()
-    return msgspec.structs.replace(first, random=random, epoch_random=random, rank=engine.rank_state())
-
-
-def _fresh(engine: Framework, cursor: Cursor) -> bytes:
-    """The loader as the script has made it."""
-    own = cursor.position().own
-    return engine.pack(own) if own else b""
+def _newcomer(rank_state: RankState, data: Data, first: Published) -> Published:
+    rank_state.adopt(first.rank)
+    random = data.random_state()
+    return msgspec.structs.replace(first, random=random, epoch_random=random, rank=rank_state.packed())

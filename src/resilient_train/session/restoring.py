@@ -18,7 +18,7 @@ from resilient_train.errors import (
     TransferError,
     VaultError,
 )
-from resilient_train.frameworks.base import Framework
+from resilient_train.frameworks.roles import State, Step
 from resilient_train.protocol.messages import Refused, Source, Unrestorable
 from resilient_train.protocol.replicas import alike
 from resilient_train.session.link import Link
@@ -45,14 +45,16 @@ class Restoring:
     def __init__(
         self,
         link: Link,
-        engine: Framework,
+        state: State,
+        step: Step,
         publication: Publication,
         run_dir: Path,
         groups: tuple[tuple[int, ...], ...],
         event: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._link = link
-        self._engine = engine
+        self._state = state
+        self._step = step
         self._publication = publication
         self._run_dir = run_dir
         self._groups = groups
@@ -74,7 +76,7 @@ class Restoring:
         except (CheckpointError, ProtocolError, TransferError, VaultError, OSError) as error:
             self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}"))
             self._link.wait_for_the_end()
-        self._engine.restore_layout(own.layout, source.commits)
+        self._step.rebuild_reducer(own.layout, source.commits)
         self._event("restored", {"source": source.kind, "commits": source.commits, "path": source.path})
         return own.published
 
@@ -86,7 +88,7 @@ class Restoring:
                     f"has {len(self._groups)}: their number can't change (that of the ranks in them can)"
                 )
             tree = checkpoint.tree(self._group())
-            self._engine.load(tree.tree, tree.names, checkpoint.load)
+            self._state.load(tree.tree, tree.names, checkpoint.load)
             own = checkpoint.rank_state(self._link.rank)
             if checkpoint.manifest.replica_groups != self._groups or own is None:  # it may have died with the rank
                 return self._from_another_world(checkpoint)
@@ -120,7 +122,7 @@ class Restoring:
                 )
             images = [image for image, _ in held.values()]
             mine = held[self._link.rank][1]
-            self._engine.load(mine.tree, mine.names, lambda targets: fill_from(images, targets, Copier()))
+            self._state.load(mine.tree, mine.names, lambda targets: fill_from(images, targets, Copier()))
         return _unpacked(mine.own[self._link.rank])
 
     @contextlib.contextmanager

@@ -26,7 +26,7 @@ from resilient_train.errors import (
     TransferError,
     VaultError,
 )
-from resilient_train.frameworks.base import Framework, Image, Share
+from resilient_train.frameworks.roles import Image, Share, State, Step
 from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Skipped, Source, Unsaved, VaultOpened
 from resilient_train.session.autosave import cadence_for
@@ -54,7 +54,8 @@ class Saving:
     def __init__(
         self,
         link: Link,
-        engine: Framework,
+        state: State,
+        step: Step,
         publication: Publication,
         run_dir: str,
         groups: tuple[tuple[int, ...], ...],
@@ -63,7 +64,8 @@ class Saving:
     ) -> None:
         self._comparison = comparison
         self._link = link
-        self._engine = engine
+        self._state = state
+        self._layout = step.layout
         self._publication = publication
         self._run_dir = Path(run_dir)
         self._groups = groups
@@ -73,7 +75,7 @@ class Saving:
         self._vault: Vault | None = None
         self._pair: SlotPair | None = None
         self._backing: Backing | None = None
-        self._restoring = Restoring(link, engine, publication, self._run_dir, self._groups, event)
+        self._restoring = Restoring(link, state, step, publication, self._run_dir, self._groups, event)
         self._copier = Copier()
         self._names = SnapshotNames(link.peers)
         self._in_flight: SnapshotInFlight | None = None
@@ -184,9 +186,9 @@ class Saving:
         if store:
             held = self._comparison.write(commits)
             return lambda: held
-        if self._comparison.alone or not self._engine.on_host():
+        if self._comparison.alone or not self._state.on_host():
             return lambda: 0
-        made = self._engine.fingerprint()
+        made = self._state.fingerprint()
         return lambda: fingerprint(made.digest())
 
     def _leave_out(self, commits: int, reason: str) -> None:
@@ -217,7 +219,7 @@ class Saving:
         if order is not None:
             own |= {rank: self._packed(other) for rank, other in order.others.items()}
             share = Share(order.part, order.parts, order.shard, order.shards)
-        image = self._engine.image(step, share)
+        image = self._state.image(step, share)
         pair = self._room_for(self._connected(), image, own)
         while (draft := self._names.begin(pair)) is None:
             # Storage still reads the snapshot before last. The agent ends this process when the time is over.
@@ -227,10 +229,10 @@ class Saving:
         self._complete(self._copy(draft, image, commits, step, own, store=True, known=known, last=generation))
 
     def _described(self, step: int) -> tuple[Image, dict[int, bytes]]:
-        return self._engine.image(step, self._share()), {self._link.rank: self._packed(self._publication.latest)}
+        return self._state.image(step, self._share()), {self._link.rank: self._packed(self._publication.latest)}
 
     def _packed(self, published: bytes) -> bytes:
-        return msgspec.msgpack.encode(Own(published, self._engine.layout()))
+        return msgspec.msgpack.encode(Own(published, self._layout()))
 
     def _copy(
         self,

@@ -25,7 +25,7 @@ from typing import Any, Literal, Self, TypeVar
 from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks import engine_for
-from resilient_train.frameworks.base import Framework, Objects
+from resilient_train.frameworks.roles import Objects
 from resilient_train.observe.sinks import say_aside
 from resilient_train.session.cadence import wish
 from resilient_train.session.carried import Carried, check_places, watch
@@ -91,10 +91,10 @@ class Session:
                 )
             check_places(objects.extra)
             engine = engine_for(objects)
-            self._cursor = _cursor(loader, engine)
+            self._cursor = Cursor(loader, engine.data)
             if link is not None:
-                problem = engine.group_problem() if link.world_size > 1 else ""
-                problem = problem or engine.set_up_problem()
+                problem = engine.groups.problem() if link.world_size > 1 else ""
+                problem = problem or engine.collectives.set_up_problem()
                 if problem:
                     raise ConfigError(problem)  # noqa: TRY301 - likewise
                 self._driver = Driver(link, engine, self._cursor, objects, tuple(map(tuple, replicas)), undo=undo)
@@ -221,7 +221,3 @@ def _several(thing: Any) -> tuple[Any, ...]:
     if thing is None:
         return ()
     return tuple(thing) if isinstance(thing, (list, tuple)) else (thing,)
-
-
-def _cursor(loader: Any, engine: Framework) -> Cursor:
-    return Cursor(loader, engine)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from resilient_train._native import hear_terminate, leave_terminate
+from resilient_train._native import leave_terminate
 from resilient_train.config import Settings
 from resilient_train.interrupt import SIGNAL, Interrupt
 from resilient_train.session.peers import Peers
@@ -39,7 +39,7 @@ class Watch:
         self._watchdog.start(self._generation)
         self._thread.start()
         self.interrupt.install()
-        hear_terminate(self._peers.board, self._peers.rank)
+        self._peers.hear_terminate()
 
     def notice(self, generation: int) -> None:
         """The training thread has noticed this stop."""

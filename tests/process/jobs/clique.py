@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from resilient_train.frameworks.base import Call
+from resilient_train.frameworks.roles import Call
 from resilient_train.frameworks.torch.group import ResilientGroup, wait_for_droppers
 from resilient_train.frameworks.torch.tail import Tail
 from resilient_train.frameworks.torch.transports.gloo import stock_group

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from resilient_train.errors import ConfigError
-from resilient_train.frameworks.base import Objects
+from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.grouping import parameters_of
 from resilient_train.frameworks.torch.leaves import is_sharded
 

@@ -26,6 +26,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.errors import TransferError
+from resilient_train.frameworks.torch.group import alone
 
 
 class Pass(msgspec.Struct, array_like=True, frozen=True):
@@ -107,29 +108,44 @@ class Buckets:
             hook.remove()
         self._hooks.clear()
 
-    def restore(self, passes: list[list[Pass]] | None, commits: int) -> None:
+    def layout(self) -> bytes:
+        """The record, for another process."""
+        return msgspec.msgpack.encode(self.passes)
+
+    def restore(self, layout: bytes | None, commits: int) -> None:
         """Brings every reducer to where an undisturbed one is before update ``commits``. No collective is run.
 
-        ``passes`` is a replica's record, None for a rank that has its own. Must run while the groups are alone or
-        silent: laying out broadcasts the layout, which ``quiet`` keeps at home. Raises TransferError.
+        ``layout`` is a replica's record, None for a rank that has its own. Raises TransferError.
         """
         self.forget()
-        if passes is not None:
-            if len(passes) != len(self._wrappers):
-                raise TransferError(f"the replica has {len(passes)} DDP wrappers, this rank {len(self._wrappers)}")
-            self.passes = passes
+        if layout is not None:
+            self._take(layout)
         self.passes = [[each for each in of_one if each.update < commits] for of_one in self.passes]
         self.known = self._complete()
-        for wrapper, parameters, of_one in zip(self._wrappers, self._parameters, self.passes, strict=True):
-            wrapper.reducer._reset_state()  # also forgets that it has laid out anew, so a survivor rehearses as well
-            if wrapper.static_graph:
-                _restore_static(wrapper, parameters, of_one)
-            elif not of_one and wrapper._has_rebuilt_buckets:
-                _renew(wrapper)  # in the very update that is redone: its first pass had the first layout
-            elif of_one and not wrapper.find_unused_parameters:
-                order = list(dict.fromkeys(of_one[0].written))
-                if len(order) == len(parameters):
-                    _rehearse(wrapper, parameters, [order])
+        with alone():  # laying out broadcasts the layout
+            for wrapper, parameters, of_one in zip(self._wrappers, self._parameters, self.passes, strict=True):
+                _restore(wrapper, parameters, of_one)
+
+    def _take(self, layout: bytes) -> None:
+        try:
+            passes = msgspec.msgpack.decode(layout, type=list[list[Pass]])
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"the layout of DDP's buckets can't be read: {error}") from None
+        if len(passes) != len(self._wrappers):
+            raise TransferError(f"the replica has {len(passes)} DDP wrappers, this rank {len(self._wrappers)}")
+        self.passes = passes
+
+
+def _restore(wrapper: DistributedDataParallel, parameters: list[torch.nn.Parameter], passes: list[Pass]) -> None:
+    wrapper.reducer._reset_state()  # also forgets that it has laid out anew, so a survivor rehearses as well
+    if wrapper.static_graph:
+        _restore_static(wrapper, parameters, passes)
+    elif not passes and wrapper._has_rebuilt_buckets:
+        _renew(wrapper)  # in the very update that is redone: its first pass had the first layout
+    elif passes and not wrapper.find_unused_parameters:
+        order = list(dict.fromkeys(passes[0].written))
+        if len(order) == len(parameters):
+            _rehearse(wrapper, parameters, [order])
 
 
 def _restore_static(wrapper: DistributedDataParallel, parameters: list[torch.nn.Parameter], passes: list[Pass]) -> None:

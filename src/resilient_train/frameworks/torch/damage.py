@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from resilient_train.frameworks.base import Damage
+from resilient_train.frameworks.roles import Damage
 from resilient_train.frameworks.torch.leaves import local, span_of
 from resilient_train.state.transfer import Span
 from resilient_train.state.tree import Path

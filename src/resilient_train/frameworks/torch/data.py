@@ -1,4 +1,4 @@
-"""A loader from its n-th batch on, without loading what comes before it."""
+"""Random numbers, and a loader from its n-th batch on: this module is ``frameworks/roles.Data``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from resilient_train.frameworks.base import Strides, Workers
+from resilient_train.frameworks.roles import Strides, Workers
+from resilient_train.frameworks.torch.generators import random_state, restore_random_state
+from resilient_train.frameworks.torch.leaves import pack, unpack
+
+__all__ = [
+    "drop_workers",
+    "fast_forward",
+    "pack",
+    "random_state",
+    "restore_random_state",
+    "strides",
+    "unpack",
+    "workers",
+]
 
 
 def strides(loader: Any) -> Strides | None:
-    """See ``frameworks/base.Framework``: known of a DataLoader with a DistributedSampler, both as torch made them."""
+    """Known of a DataLoader with a DistributedSampler, both as torch made them."""
     sampler = getattr(loader, "sampler", None)
     plain = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
     if not plain or not isinstance(sampler, DistributedSampler) or loader.batch_size is None:
@@ -24,14 +37,13 @@ def strides(loader: Any) -> Strides | None:
 
 
 def workers(loader: Any) -> Workers:
-    """See ``frameworks/base.Framework``: only a DataLoader with ``persistent_workers`` keeps them."""
+    """Only a DataLoader with ``persistent_workers`` keeps them."""
     if not getattr(loader, "persistent_workers", False):
         return Workers.MADE_ANEW
     return Workers.KEPT if getattr(loader, "_iterator", None) is None else Workers.THERE
 
 
 def drop_workers(loader: Any) -> None:
-    """See ``frameworks/base.Framework``."""
     loader._iterator = None
 
 

@@ -1,8 +1,8 @@
-"""The device of this rank: who must be told of a recovery, and what its own libraries say of its errors.
+"""The device of this rank: see ``frameworks/roles.Device``; and who must be told of a recovery (``accelerator``).
 
 On an Ascend device the native probes ask ACL for its last error and its list of damaged memory; on an NVIDIA GPU they
 ask NVML. A finding sets the rank's alarm in the step record, so that the agent hears of it without this process's
-Python. The operation that fails may come first, so ``take`` can wait for the next look at the device before it says
+Python. The operation that fails may come first, so ``errors`` can wait for the next look at the device before it says
 that there is nothing.
 """
 
@@ -11,15 +11,18 @@ from __future__ import annotations
 import select
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from resilient_train._native import Board, Finding, Probes, ProbeStatus
+from resilient_train._native import Finding, Probes, ProbeStatus
 from resilient_train.config import Settings
 from resilient_train.frameworks.accelerator import Accelerator, Host
-from resilient_train.frameworks.torch.damage import InjectedErrors
+from resilient_train.frameworks.roles import Damage
+from resilient_train.frameworks.torch.damage import InjectedErrors, assess, move
+from resilient_train.frameworks.torch.rank_state import RankState
+from resilient_train.frameworks.torch.state import State
 from resilient_train.frameworks.torch_npu.device import NpuDevice
 from resilient_train.state.transfer import Span
 
@@ -30,33 +33,35 @@ _LOOKING = ("waiting", "opening", "polling")
 _REPAIR_LIMIT_MS = 5000
 
 
-class DeviceErrors:
-    """The errors of this rank's device. Does nothing, and has no thread, where there is no device to ask."""
+class Device:
+    """Asks for errors only where there is a device to ask; else it has no thread."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, accelerator: Accelerator, state: State, rank_state: RankState) -> None:
+        self._accelerator = accelerator
+        self.synchronize = accelerator.synchronize  # twice a step: one call less
+        self._state = state
+        self._rank_state = rank_state
         self._injected = InjectedErrors()
         self._probes: Probes | None = None
         self._acl = settings.acl_library or (_ACL if _npu() is not None else "")
         self._nvml = settings.nvml_library or (_NVML if _uses_cuda() else "")
         self._poll_ms = settings.probe_ms
         self._notes: list[dict[str, Any]] = []
-        self.unchecked = False
-        """The device has reported ranges since somebody last set this to False. Injected ones it knows nothing of."""
+        self._unchecked = False
+        """The device has reported ranges since the last ``confirm``. Injected ones it knows nothing of."""
 
-    def start(self, board: Board, rank: int) -> None:
-        """Begins to ask, where there is a device. What is found sets the rank's alarms."""
+    def watch(self, alarm: Callable[[Probes], None]) -> None:
         if not self._acl and not self._nvml:
             return
         device, uuid = _device()
         probes = Probes(
             hccl="", nccl="", acl=self._acl, nvml=self._nvml, device=device, uuid=uuid, poll_ms=self._poll_ms
         )
-        probes.alarm(board, rank)
+        alarm(probes)
         probes.start()
         self._probes = probes
 
-    def stop(self) -> None:
-        """Idempotent."""
+    def close(self) -> None:
         probes, self._probes = self._probes, None
         if probes is not None:
             self._keep(probes.take())
@@ -66,16 +71,34 @@ class DeviceErrors:
         """Destroys the tensor's bytes and reports them, in the device's place."""
         self._injected.poison(tensor)
 
-    def take(self, *, wait: bool) -> list[Span]:
-        """The ranges of memory that lost data since the last call; ``wait`` for the device's next answer."""
+    def errors(self, *, wait: bool) -> list[Span]:
         return self._injected.take() or self._look(wait=wait)
 
-    def take_notes(self) -> list[dict[str, Any]]:
-        """All that the probes have said since the last call, for the run's events."""
+    def notes(self) -> list[dict[str, Any]]:
         if self._probes is not None:
             self._keep(self._probes.take())
         notes, self._notes = self._notes, []
         return notes
+
+    def assess(self, ranges: list[Span]) -> Damage:
+        own = self._rank_state.buffers.changed()
+        damage = assess(ranges, self._state.tensors(), own)
+        if not self._accelerator.repairs_memory:
+            self._repair(ranges)
+            for name in damage.own:
+                move(own[name])
+        return damage
+
+    def confirm(self, damage: Damage) -> Damage:
+        if not self._accelerator.stopped:
+            return damage
+        persistent = self._accelerator.check(reported=self._unchecked)
+        self._unchecked = False
+        if damage.lost or not persistent:
+            return damage
+        # No tensor is known to be hit, and yet one is: the device did not say which, or it is not registered.
+        everything = frozenset(self._state.tensors())
+        return Damage(everything, tuple(self._rank_state.buffers.changed()), damage.elsewhere)
 
     def _keep(self, findings: Sequence[Finding]) -> None:
         self._notes += [{"kind": f.kind, "probe": f.probe, "code": f.code, "text": f.text} for f in findings]
@@ -94,11 +117,11 @@ class DeviceErrors:
             # The first look that ends may have begun before the operation failed.
             over = status.polls >= begun + 2 or status.state not in _LOOKING or time.monotonic() > deadline
             if found or over or not wait:
-                self.unchecked = self.unchecked or bool(found)
+                self._unchecked = self._unchecked or bool(found)
                 return found
             select.select([probes.fd], [], [], self._poll_ms / 1000)
 
-    def repair(self, ranges: Sequence[Span]) -> None:
+    def _repair(self, ranges: Sequence[Span]) -> None:
         """Tells the device that the content of these ranges is given up (``aclrtMemUceRepair``)."""
         if self._probes is not None and self._acl and ranges:
             self._probes.repair_memory([(span.address, span.size) for span in ranges], _REPAIR_LIMIT_MS)

@@ -17,7 +17,7 @@ from resilient_train.state.tree import flatten
 
 
 class Fingerprint:
-    """See ``frameworks/base.Fingerprint``. ``copier`` is its own until ``digest`` was asked for."""
+    """See ``frameworks/roles.Fingerprint``. ``copier`` is its own until ``digest`` was asked for."""
 
     def __init__(self, tree: Mapping[str, Any], copier: Copier) -> None:
         self._payload, tensors = flatten(tree, TENSORS)

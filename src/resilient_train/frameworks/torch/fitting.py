@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from resilient_train.errors import LayoutError
-from resilient_train.frameworks.base import Objects
+from resilient_train.frameworks.roles import Objects
 from resilient_train.state.tree import Slot
 
 _WHY = "a script has to build the same objects whenever it is started, and a model can't grow while it trains"
 
 
 def check(told: Mapping[str, Any], objects: Objects) -> None:
-    """Raises LayoutError. ``told`` is a tree of ``Replicated`` with a Slot in the place of each tensor."""
+    """Raises LayoutError. ``told`` is a tree of ``State`` with a Slot in the place of each tensor."""
     small = told["small"]
     counts = {
         "models": (len(told["model"]), len(objects.models)),

@@ -8,9 +8,10 @@ without waiting for the others. In a standby that builds them ahead, the rank it
 
 from __future__ import annotations
 
+import contextlib
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
@@ -56,6 +57,24 @@ def watch(watcher: Watcher | None) -> None:
     """Lets ``watcher`` see every collective from now on; None ends it."""
     global _watcher
     _watcher = watcher
+
+
+class _Alone:
+    """The watcher of a process that is by itself for a while."""
+
+    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
+        return group.run_alone(verb, args)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside the block each collective gives what it gives if all others contribute what this rank does."""
+    global _watcher
+    before, _watcher = _watcher, _Alone()
+    try:
+        yield
+    finally:
+        _watcher = before
 
 
 def set_up() -> SetUp | None:
@@ -362,19 +381,6 @@ def _is_replaceable(link: config.AgentLink | None) -> bool:
         return standby.stage is not None
     switches = config.read_switches()
     return switches.arf and not config.why_off(config.read_settings(), switches)
-
-
-def hccl_groups() -> list[dist.ProcessGroup]:
-    """The groups of this process, but for the default one, that torch_npu's HCCL serves."""
-    backends = dist.distributed_c10d._world.pg_map
-    return [each for each, (backend, _) in backends.items() if "hccl" in backend and each is not dist.group.WORLD]
-
-
-def strange_backend() -> str:
-    """That of a group beside the default one which nobody could rebuild; empty if there is none."""
-    backends = dist.distributed_c10d._world.pg_map
-    others = (each for each in backends if each is not dist.group.WORLD and not isinstance(each, ResilientGroup))
-    return next((backends[each][0] for each in others if "hccl" not in backends[each][0]), "")
 
 
 def drop(held: list[dist.ProcessGroup]) -> None:

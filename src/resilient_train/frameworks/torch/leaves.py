@@ -1,16 +1,19 @@
-"""torch's tensors as the trees of ``state/tree.py`` see them."""
+"""torch's tensors as the trees of ``state/tree.py`` see them, and the objects that such trees are taken from."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import msgspec
 import torch
 
-from resilient_train.errors import ProtocolError, StateError
+from resilient_train.errors import ConfigError, ProtocolError, StateError
 from resilient_train.state.transfer import Span, view
 from resilient_train.state.tree import Path, Slot, TensorKind, flatten, unflatten
 
+PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+"""Types of values that nobody can change."""
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -101,3 +104,31 @@ def unpack(packed: bytes) -> Any:
         return tensor
 
     return unflatten(payload, TENSORS, place)
+
+
+def state_of(thing: Any) -> Any:
+    """``state_dict()``, or ``get_state()`` of a torch.Generator. Raises ConfigError for a thing that has neither."""
+    for name in ("state_dict", "get_state"):
+        if callable(getattr(thing, name, None)):
+            return getattr(thing, name)()
+    raise ConfigError(
+        f"{type(thing).__qualname__} has neither state_dict() nor get_state(): its state can't be carried"
+    )
+
+
+def restore_object(thing: Any, state: Any) -> None:
+    """The inverse of ``state_of``."""
+    (thing.load_state_dict if callable(getattr(thing, "load_state_dict", None)) else thing.set_state)(state)
+
+
+def copy_tree(value: Any) -> Any:
+    """A copy of a tree of state whose tensors and containers are its own."""
+    if type(value) in PLAIN:  # nearly all of it; asking whether a float is a Mapping takes a microsecond
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: copy_tree(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copy_tree(item) for item in value) if type(value) in (list, tuple) else value
+    return value

@@ -14,8 +14,7 @@ import msgspec
 import torch
 
 from resilient_train._native import Glance
-from resilient_train.frameworks.torch.leaves import TENSORS, pack, span_of, unpack
-from resilient_train.frameworks.torch.replicated import restore_object, state_of
+from resilient_train.frameworks.torch.leaves import TENSORS, pack, restore_object, span_of, state_of, unpack
 from resilient_train.state.tree import flatten
 
 # Their kernels write the running statistics without telling the version counter.
@@ -75,17 +74,18 @@ class Buffers:
 
 
 class RankState:
-    """All of it together, as one tree."""
+    """All of it together, as one tree: see ``frameworks/roles.RankState``."""
 
     def __init__(self, models: tuple[torch.nn.Module, ...], extra: Mapping[str, Any]) -> None:
         self.buffers = Buffers(models)
         self._extra = extra
         self._same: _SameBuffers | None = None
-        self.any = bool(extra) or self.buffers.any()
+        self._any = bool(extra) or self.buffers.any()
         """Whether there is anything at all."""
 
     def packed(self) -> bytes:
-        """The present state without the random numbers, empty if there is none. Raises StateError."""
+        if not self._any:
+            return b""
         buffers = self.buffers.changed()
         if not buffers and not self._extra:
             return b""
@@ -97,14 +97,13 @@ class RankState:
         return pack({"buffers": buffers, "extra": {name: state_of(each) for name, each in self._extra.items()}})
 
     def restore(self, state: bytes) -> None:
-        """Puts a packed state back, in this process or in another that built the same model. Raises ProtocolError."""
+        """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
         if state:
             tree = unpack(state)
             self.buffers.restore(tree["buffers"])
             self._restore_extra(tree["extra"])
 
     def adopt(self, state: bytes) -> None:
-        """Takes up the buffers of another rank's packed state. What the user calls a rank's own stays as it is."""
         if state:
             self.buffers.restore(unpack(state)["buffers"])
 

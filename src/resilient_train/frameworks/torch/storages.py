@@ -10,9 +10,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.base import Objects
-from resilient_train.frameworks.torch.leaves import local
-from resilient_train.frameworks.torch.replicated import state_of
+from resilient_train.frameworks.roles import Objects
+from resilient_train.frameworks.torch.leaves import local, state_of
 
 Memory = frozenset[StorageWeakRef]
 """Storages by name: it holds on to the names only, and a name is given once as long as somebody holds on to it."""

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.base import Call, Conductor, Tails
+from resilient_train.frameworks.roles import Call, Conductor, Tails
 from resilient_train.frameworks.torch.call_codec import bytes_of, call_of, check_repeatable, fill_all, header_of
 from resilient_train.frameworks.torch.caller import carries_objects
 from resilient_train.frameworks.torch.clique import Clique

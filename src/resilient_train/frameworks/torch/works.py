@@ -201,11 +201,15 @@ class GuardedMessage(dist.Work):
 
 
 class Works:
-    """All works under way in this process."""
+    """All works under way in this process, and those of the bodies since the last update."""
 
     def __init__(self) -> None:
         self.live: dict[int, GuardedWork] = {}
         """By id; a work takes itself out when it ends."""
+        self.since_update: list[GuardedWork] = []
+        """Those that bodies have begun since the last update, also if they have ended: the next one needs them all to
+        have succeeded.
+        """
 
     def drain(self, timeout_s: float) -> int:
         """Waits until no work is under way: until then gloo may write into gradients. Returns how many were let go."""

@@ -193,6 +193,8 @@ def _import(gate: Gate, order: Import) -> Ready | Unfit:
             return Unfit(f"importing {each.module} {odd}", culprit)
     if shadow := hidden(folder):
         return Unfit(shadow)
+    if "resilient_train.frameworks" in sys.modules:
+        sys.modules["resilient_train.frameworks"].installed()  # or each fork would look for them
     gc.collect()
     gc.freeze()  # what a fork's collector does not look at it need not copy
     return Ready(len(sys.modules), failed, time.process_time(), _rss_bytes())

@@ -1,4 +1,4 @@
-"""The state that replicas share: parameters, buffers, optimizers, schedulers, scaler and what else was registered."""
+"""The state that replicas share: see ``frameworks/roles.State``."""
 
 from __future__ import annotations
 
@@ -10,48 +10,33 @@ import torch
 
 from resilient_train import _native, config
 from resilient_train.errors import ConfigError, TransferError
-from resilient_train.frameworks.base import Objects, Sources
+from resilient_train.frameworks.accelerator import Accelerator
+from resilient_train.frameworks.roles import Damage, Image, Objects, Share, Sources
 from resilient_train.frameworks.torch import fitting
+from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.checkpoint import piece_of
 from resilient_train.frameworks.torch.damage import move
 from resilient_train.frameworks.torch.entries import entries_of, put_entries
 from resilient_train.frameworks.torch.fingerprint import Fingerprint, rows_of
 from resilient_train.frameworks.torch.grouping import described, found, groups_of, places, regroup
-from resilient_train.frameworks.torch.leaves import TENSORS, dense, dtype_of, local, span_of
+from resilient_train.frameworks.torch.images import Images
+from resilient_train.frameworks.torch.leaves import (
+    PLAIN,
+    TENSORS,
+    copy_tree,
+    dense,
+    dtype_of,
+    local,
+    restore_object,
+    span_of,
+    state_of,
+)
+from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.staging import Staging, on_host
 from resilient_train.state.checkpoint.target import Target
-from resilient_train.state.transfer import Span, digest, view
+from resilient_train.state.transfer import Span, view
+from resilient_train.state.transfer import digest as digest_of
 from resilient_train.state.tree import Path, Slot, flatten, unflatten
-
-_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
-
-
-def state_of(thing: Any) -> Any:
-    """``state_dict()``, or ``get_state()`` of a torch.Generator. Raises ConfigError for a thing that has neither."""
-    for name in ("state_dict", "get_state"):
-        if callable(getattr(thing, name, None)):
-            return getattr(thing, name)()
-    raise ConfigError(
-        f"{type(thing).__qualname__} has neither state_dict() nor get_state(): its state can't be carried"
-    )
-
-
-def restore_object(thing: Any, state: Any) -> None:
-    """The inverse of ``state_of``."""
-    (thing.load_state_dict if callable(getattr(thing, "load_state_dict", None)) else thing.set_state)(state)
-
-
-def copy_tree(value: Any) -> Any:
-    """A copy of a tree of state whose tensors and containers are its own."""
-    if type(value) in _PLAIN:  # nearly all of it; asking whether a float is a Mapping takes a microsecond
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: copy_tree(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copy_tree(item) for item in value) if type(value) in (list, tuple) else value
-    return value
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +60,7 @@ class _Settings:
         self.plain = True
         for key, value in self.copy.items():
             kind = type(value)
-            if kind not in _PLAIN and not (kind is tuple and _PLAIN.issuperset(map(type, value))):
+            if kind not in PLAIN and not (kind is tuple and PLAIN.issuperset(map(type, value))):
                 self.copy[key] = copy_tree(value)
                 self.plain = False
         self.values = list(group.values())
@@ -91,15 +76,18 @@ class _Settings:
         )
 
 
-class Replicated:
-    """Describes, digests and takes over the replicated state of one rank.
+class State:
+    """``rank_state``: what it says of buffers counts where both know of one."""
 
-    ``staging``: the way to an accelerator.
-    """
-
-    def __init__(self, objects: Objects, staging: Staging | None = None) -> None:
+    def __init__(
+        self, objects: Objects, rank_state: RankState, accelerator: Accelerator, staging: Staging | None = None
+    ) -> None:
         self._objects = objects
-        self.staging = staging or Staging(config.read_settings().pinned_bytes)
+        self._rank_state = rank_state
+        self._accelerator = accelerator
+        self._staging = staging or Staging(config.read_settings().pinned_bytes)
+        self._images = Images(self._staging)
+        self._checked_plans = 0
         self._copier = _native.Copier()
         self._fingerprint: Fingerprint | None = None
         self._built = fitting.layout_of(objects.models)
@@ -173,50 +161,48 @@ class Replicated:
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(copy_tree(settings))
 
-    def check_unchanged(self) -> None:
-        """Raises LayoutError if a model is no more what it was when the Session began."""
-        fitting.check_unchanged(self._built, fitting.layout_of(self._objects.models))
-
     def check(self) -> None:
-        """Raises StateError if some of the state can't be carried to another process."""
         flatten(self.tree(), TENSORS)
+        self._rank_state.packed()
 
     def sources(self) -> Sources:
-        """The state as spans of memory, in the order of the manifest's slots."""
         payload, tensors = flatten(self.tree(), TENSORS)
         kept = [dense(tensor) for tensor in tensors.values()]
         spans = [span_of(tensor) for tensor in kept]
-        return Sources(payload, digest(payload, spans), spans, kept)
-
-    def core_digest(self) -> str:
-        """Digest of parameters and optimizer state."""
-        return self.fingerprint().digest()
+        return Sources(payload, digest_of(payload, spans), spans, kept)
 
     def fingerprint(self) -> Fingerprint:
-        """Begins to make ``core_digest``, on other threads."""
         if self._fingerprint is not None:
             self._fingerprint.digest()
         self._fingerprint = Fingerprint(self.tree(core=True), self._copier)
         return self._fingerprint
 
     def on_host(self) -> bool:
-        """Whether the parameters lie in the host's memory."""
         return all(on_host(parameter) for model in self._objects.models for parameter in model.parameters())
 
     def rows(self) -> list[tuple[str, str]]:
-        """What ``core_digest`` covers, by name, each with its own digest."""
         return rows_of(self.tree(core=True))
+
+    def averages(self) -> bool:
+        trained = (model for model in self._objects.models if any(p.requires_grad for p in model.parameters()))
+        return all(wrappers_in((model,)) for model in trained)
 
     def tensors(self) -> dict[Path, torch.Tensor]:
         """All tensors of the state by path."""
         return flatten(self.tree(), TENSORS)[1]
 
-    def mend(self, manifest: bytes, fetch: Callable[[list[Span]], None], expected: str, lost: frozenset[Path]) -> int:
-        """Fetches the tensors in ``lost`` only, into new memory; the others are this rank's own and stay.
+    def _make_usable(self) -> None:
+        """Before the content comes, because reading a marked tensor fails; the digest says whether it is right."""
+        if self._accelerator.repairs_memory:
+            self._accelerator.mark_safe([*self.tensors().values(), *self._rank_state.buffers.changed().values()])
 
-        ``fetch`` gets empty spans for what stays. Raises TransferError if the whole is not the replica's state then.
-        """
+    def mend(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str, damage: Damage) -> int:
+        """The damaged tensors get new memory. ``fetch`` gets empty spans for what stays."""
+        self._make_usable()
         mine = self.tensors()
+        # The source's own buffers come along for the digest's sake; this rank's are taken from its publication next.
+        own = {id(buffer) for buffer in self._rank_state.buffers.changed().values()}
+        lost = damage.replicated | {path for path, tensor in mine.items() if id(tensor) in own}
         landing: list[torch.Tensor] = []
         wanted: list[bool] = []
 
@@ -234,41 +220,43 @@ class Replicated:
         spans = [span_of(tensor.detach()) for tensor in landing]
         with torch.no_grad():
             fetch([span if want else Span(span.address, 0) for span, want in zip(spans, wanted, strict=True)])
-        if digest(manifest, spans) != expected:
+        if digest_of(manifest, spans) != digest:
             raise TransferError("what was not damaged differs from the replica's")
         self._apply(tree)
         return sum(span.size for span, want in zip(spans, wanted, strict=True) if want)
 
-    def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], expected: str) -> int:
-        """Takes a replica's state over. Parameters and buffers are filled where they lie; DDP holds on to them.
-
-        Raises TransferError if the state doesn't fit this model, or arrived with another digest than ``expected``.
-        """
+    def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
+        """Parameters and buffers are filled where they lie; DDP holds on to them."""
+        self._make_usable()
         tree, landing, uploads = self._land(manifest)
         spans = [span_of(tensor.detach()) for tensor in landing]
         with torch.no_grad():
             fetch(spans)
-        arrived = digest(manifest, spans)
-        if arrived != expected:
-            raise TransferError(f"the replica's state arrived damaged: digest {arrived} instead of {expected}")
-        self.staging.upload(uploads)
+        arrived = digest_of(manifest, spans)
+        if arrived != digest:
+            raise TransferError(f"the replica's state arrived damaged: digest {arrived} instead of {digest}")
+        self._staging.upload(uploads)
         self._apply(tree)
         return sum(span.size for span in spans)
 
-    def take_up(self, manifest: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
-        """Takes a saved state over; ``names`` are those of its tensors. Raises TransferError if it doesn't fit.
+    def image(self, step: int, share: Share) -> Image:
+        image = self._images.image(self.tree(), step, share)
+        if self._images.plans != self._checked_plans:
+            fitting.check_unchanged(self._built, fitting.layout_of(self._objects.models))
+            self._checked_plans = self._images.plans
+        return image
 
-        What lies on an accelerator is written to when all has come whole, and not before.
-        """
-        tree, landing, uploads = self._land(manifest)
+    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
+        """What lies on an accelerator is written to when all has come whole, and not before."""
+        loaded, landing, uploads = self._land(tree)
         if len(names) != len(landing):
             raise TransferError(f"the saved state has {len(landing)} tensors, and names for {len(names)}")
         fill([
             Target(piece_of(name, tensor), view(span_of(tensor.detach())))
             for name, tensor in zip(names, landing, strict=True)
         ])  # fmt: skip
-        self.staging.upload(uploads)
-        self._apply(tree)
+        self._staging.upload(uploads)
+        self._apply(loaded)
 
     def _land(self, manifest: bytes) -> tuple[Any, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The state's tree, of the model's own tensors and new ones; for each the host memory to be filled; and what

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,13 +10,11 @@ import numpy as np
 import torch
 
 from resilient_train._native import Copier
-from resilient_train.frameworks.base import Image, Share
+from resilient_train.frameworks.roles import Image, Share
 from resilient_train.frameworks.torch.checkpoint import contents, memory_of, piece_of, skipped_bytes
 from resilient_train.frameworks.torch.leaves import is_sharded, local
-from resilient_train.frameworks.torch.replicated import Replicated
-from resilient_train.frameworks.torch.staging import Part, on_host
+from resilient_train.frameworks.torch.staging import Part, Staging, on_host
 from resilient_train.state.capture import Capture, HostCapture
-from resilient_train.state.checkpoint.target import Target
 from resilient_train.state.image import ImagePlan, plan_image
 from resilient_train.state.sharding import Piece, divide
 
@@ -39,19 +37,19 @@ class _Layout(NamedTuple):
     """... these indices."""
 
 
-class Saved:
-    """Describes the state for a copy, and takes a copy up."""
+class Images:
+    """Describes the state for a copy. ``staging``: the way from an accelerator."""
 
-    def __init__(self, replicated: Replicated) -> None:
-        self._replicated = replicated
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
         self._plan: tuple[Share, list[Piece], ImagePlan] | None = None
         self.plans = 0
         """So many times the state's layout was another one than before."""
         self._layout: _Layout | None = None
 
-    def image(self, step: int, share: Share) -> Image:
-        """See ``frameworks/base.Framework``."""
-        held = contents(self._replicated.tree())
+    def image(self, tree: Any, step: int, share: Share) -> Image:
+        """See ``frameworks/roles.State``; ``tree`` is the state."""
+        held = contents(tree)
         tensors = held.tensors
         if all(map(on_host, tensors.values())):
             layout = self._laid_out(share, tensors)
@@ -77,7 +75,7 @@ class Saved:
         for piece, _ in plan.places:
             tensor = _still(piece.name, tensors[piece.name])
             parts.append(Part(local(tensor), skipped_bytes(piece, tensor), piece.size_bytes))
-        return partial(self._replicated.staging.capture, parts)
+        return partial(self._staging.capture, parts)
 
     def _laid_out(self, share: Share, tensors: Mapping[str, torch.Tensor]) -> _Layout:
         """Most of what a snapshot asks of each tensor is the same each time, and this is time of the training."""
@@ -106,10 +104,6 @@ class Saved:
             self.plans += 1
             self._plan = share, pieces, plan_image(pieces, share.shard, share.shards)
         return self._plan[2]
-
-    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
-        """See ``frameworks/base.Framework``."""
-        self._replicated.take_up(tree, names, fill)
 
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:

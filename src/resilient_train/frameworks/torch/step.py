@@ -1,27 +1,51 @@
-"""Sees every optimizer of this process step: the registered ones for the Session, others for what they may break."""
+"""A window of steps, and every optimizer of this process: see ``frameworks/roles.Step``.
+
+The registered optimizers are seen for the Session, the others for what they may break.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.base import Conductor, Objects
+from resilient_train.frameworks.roles import Objects, Updates
+from resilient_train.frameworks.torch import admission
 from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
+from resilient_train.frameworks.torch.buckets import Buckets
+from resilient_train.frameworks.torch.generators import random_state, restore_random_state
+from resilient_train.frameworks.torch.leaves import copy_tree
+from resilient_train.frameworks.torch.rank_state import RankState
+from resilient_train.frameworks.torch.samples import Samples
+from resilient_train.frameworks.torch.state import State
 
 
-class Steps:
+class _Start(NamedTuple):
+    """What a redo of the window goes back to; the parameters have not changed by then."""
+
+    random: bytes
+    gradients: bool
+    rank_state: bytes
+    small: dict[str, Any]
+
+
+class Step:
     """Knows the registered optimizers whose ``step()`` is under way, as long as they are not in a closure of the
     user's.
     """
 
-    def __init__(self, objects: Objects) -> None:
-        self._optimizers = objects.optimizers
-        self._models = objects.models
+    def __init__(self, objects: Objects, state: State, rank_state: RankState) -> None:
+        self._objects = objects
+        self._state = state
+        self._rank_state = rank_state
+        self._samples = Samples(objects.models)
+        self._buckets = Buckets(objects.models)
+        self._start: _Start | None = None
+        self._undo: dict[str, Any] | None = None
         self._registered = {id(optimizer): _sizes(optimizer) for optimizer in objects.optimizers}
         """With the sizes of their groups when these were looked at."""
         self._harmless: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -30,13 +54,13 @@ class Steps:
         self._running: list[torch.optim.Optimizer] = []
         """The innermost comes last. One may be there twice: where its class and the class above both have hooks."""
 
-    def attach(self, conductor: Conductor) -> None:
-        """From now on ``conductor`` is told of each update, and an update by a foreign optimizer is refused."""
+    def attach(self, updates: Updates) -> None:
+        """From now on ``updates`` is told of each, and one by a foreign optimizer is refused."""
 
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if optimizer not in self._running:
                 self._check_groups(optimizer)
-                conductor.before_update(optimizer)
+                updates.before_update(optimizer)
             self._running.append(optimizer)
             closures = any(map(callable, args[1:])) or any(map(callable, kwargs.values()))
             return self._with_closures(args, kwargs) if closures else None
@@ -44,22 +68,89 @@ class Steps:
         def after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
             self._running.pop()
             if optimizer not in self._running:
-                conductor.after_update(optimizer)
+                updates.after_update(optimizer)
 
-        for optimizer in self._optimizers:
+        for optimizer in self._objects.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
         self._handles.append(register_optimizer_step_pre_hook(self._refuse_foreign))
+        if self._objects.scaler is not None:
+            self._hook_scaler(updates)
+
+    def _hook_scaler(self, updates: Updates) -> None:
+        scaler = self._objects.scaler
+        update = scaler.update
+
+        def update_and_tell(*args: Any, **kwargs: Any) -> None:
+            update(*args, **kwargs)
+            updates.after_scaler()
+
+        scaler.update = update_and_tell
 
     def detach(self) -> None:
-        """Undoes ``attach``."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._buckets.forget()
+        if self._objects.scaler is not None:
+            vars(self._objects.scaler).pop("update", None)
+
+    # -- the window
 
     def begin(self) -> None:
-        """No step is under way: one that was may have been left by an exception."""
+        self._running.clear()  # a step that was under way may have been left by an exception
+        self._samples.take()
+        self._undo = None
+        self._start = _Start(
+            random_state(), torch.is_grad_enabled(), self._rank_state.packed(), self._state.small_copy()
+        )
+        if not self._buckets.known:
+            self._buckets.record()
+
+    def rollback(self) -> None:
+        start = self._start
         self._running.clear()
+        if start is None:
+            return
+        if self._undo is not None:
+            self._state.restore(self._undo)
+            self._undo = None
+        # `with torch.set_grad_enabled(False)` switches before its `with` begins; cut in between, nobody switches back.
+        torch.set_grad_enabled(start.gradients)
+        for optimizer in self._objects.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for model in self._objects.models:
+            model.zero_grad(set_to_none=True)
+        self._rank_state.rollback(start.rank_state)
+        self._state.restore_small(start.small)
+        restore_random_state(start.random)
+
+    def save_undo(self) -> None:
+        if self._undo is None:
+            self._undo = copy_tree(self._state.tree())
+
+    def forget(self) -> None:
+        self._start = self._undo = None
+
+    def changed_unasked(self) -> str:
+        return self._samples.changed()
+
+    def without_optimizer(self) -> list[str]:
+        return admission.without_optimizer(self._objects)
+
+    # -- the layout of DDP's buckets
+
+    def gradients_ready(self, update: int) -> None:
+        if not self._buckets.known:
+            self._buckets.recorded(update)
+
+    def layout(self) -> bytes:
+        return self._buckets.layout()
+
+    def rebuild_reducer(self, layout: bytes | None, commits: int) -> None:
+        self._buckets.restore(layout, commits)
+
+    # -- optimizers
 
     def check_collective(self, verb: str) -> None:
         """A collective is called. Raises UsageError if an optimizer does it by itself."""
@@ -75,7 +166,7 @@ class Steps:
         sizes = _sizes(optimizer)
         if sizes == self._registered[id(optimizer)]:
             return
-        strange = stranger(optimizer, {id(each) for model in self._models for each in model.parameters()})
+        strange = stranger(optimizer, {id(each) for model in self._objects.models for each in model.parameters()})
         if strange is not None:
             raise UsageError(f"{type(optimizer).__qualname__} {strange}: {HOW_TO_REGISTER}")
         self._registered[id(optimizer)] = sizes
@@ -103,7 +194,7 @@ class Steps:
         if self._harmless.get(optimizer) == groups:
             return
         theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for model in self._models:
+        for model in self._objects.models:
             for name, parameter in model.named_parameters():
                 if id(parameter) in theirs:
                     raise UsageError(

@@ -1,0 +1,577 @@
+"""What a Session asks of a training framework: an ``Engine``, which is a few roles, each with its own callers.
+
+A caller takes the roles it needs, and no role asks for another one. Everything runs in the training thread unless said
+otherwise. ``frameworks/__init__.py`` finds the engine of a user's model; ``frameworks/torch/engine.py`` is the first.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from resilient_train._native import Copier, Probes
+from resilient_train.protocol.rank_effects import Mode
+from resilient_train.state.capture import Capture
+from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.transfer import Span
+from resilient_train.state.tree import Path
+
+
+class Objects(NamedTuple):
+    """What the user registered with the Session. ``extra`` is replicated, ``rank_extra`` is each rank's own."""
+
+    models: tuple[Any, ...]
+    optimizers: tuple[Any, ...]
+    schedulers: tuple[Any, ...] = ()
+    scaler: Any = None
+    extra: Mapping[str, Any] = {}
+    rank_extra: Mapping[str, Any] = {}
+
+
+class Updates(Protocol):
+    """What ``Step`` reports to: the driver."""
+
+    def before_update(self, optimizer: Any) -> None:
+        """An optimizer is about to write."""
+        ...
+
+    def after_update(self, optimizer: Any) -> None:
+        """An optimizer has written."""
+        ...
+
+    def after_scaler(self) -> None:
+        """The gradient scaler was updated, whether it let the optimizer write or not."""
+        ...
+
+
+class Conductor(Protocol):
+    """What ``Collectives`` asks when one of a tail fails: the driver."""
+
+    def survive(self, error: BaseException | None) -> bool:
+        """A collective of the tail failed, or waits for who has gone (None). Takes part in the recovery; True if the
+        collective is to be called again.
+        """
+        ...
+
+    def stopped(self) -> bool:
+        """Whether a recovery is under way that this rank does not take part in yet."""
+        ...
+
+    def give_up_tail(self, why: str) -> None:
+        """Nobody can finish this tail: the job is to end with its state saved. Returns; a stop follows."""
+        ...
+
+    def note(self, kind: str, detail: dict[str, Any]) -> None:
+        """Writes an event of this rank."""
+        ...
+
+
+class Call(NamedTuple):
+    """What a rank has published of a collective of its tail.
+
+    ``place``: among the calls of its tail, from 0. ``inputs`` None: they were too large (``header`` may be empty then).
+    ``result``: what came of it, where this rank has published that.
+    """
+
+    header: bytes
+    inputs: bytes | None
+    place: int = 0
+    result: bytes | None = None
+
+
+class Tails(Protocol):
+    """What ``Collectives`` knows of the other ranks: their tails, which outlive them. ``session/peers.py``."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        ...
+
+    def enter_collective(self) -> None:
+        """One more collective of all ranks is entered (for the hang detector). May be called on any thread."""
+        ...
+
+    def log(self, key: tuple[str, int], header: bytes, inputs: bytes) -> bool:
+        """Publishes what this rank gives to a collective of the tail. False: it is too large, and that is published."""
+        ...
+
+    def log_result(self, key: tuple[str, int], result: bytes) -> None:
+        """Publishes the result of a collective of the tail, before ``completed``; not if it is too large."""
+        ...
+
+    def completed(self, count: int) -> None:
+        """So many calls of the tail are over: the first ones that were published."""
+        ...
+
+    def completed_of(self, rank: int) -> int:
+        """The last word of the rank's ``completed``."""
+        ...
+
+    def call(self, rank: int, key: tuple[str, int], commits: int) -> Call | None:
+        """What that rank, or its dead process, has published of a collective of the tail after ``commits`` updates."""
+        ...
+
+
+class Sources(NamedTuple):
+    """Replicated state, ready to be read by another process: ``manifest`` describes it, ``spans`` are its bytes."""
+
+    manifest: bytes
+    digest: str
+    spans: list[Span]
+    keep_alive: Any
+
+
+class Share(NamedTuple):
+    """Which part of its replica group's state a rank saves, and which shard of the checkpoint that is."""
+
+    part: int
+    parts: int
+    shard: int
+    shards: int
+
+
+class Image(NamedTuple):
+    """A rank's share of the replicated state, as it will lie in a checkpoint's shard (``state/image.py``)."""
+
+    total_bytes: int
+    begin: Callable[[memoryview, Copier], Capture]
+    """Begins to copy into memory of that size. What an update changes is not copied before; all else is. Raises
+    MemoryLimitError, with nothing begun.
+    """
+    tree: bytes
+    """The state without its tensors ..."""
+    names: tuple[str, ...]
+    """... and what these are called in the shards, in the order of their numbers in ``tree``."""
+
+
+class Strides(NamedTuple):
+    """A loader whose ranks take every ``replicas``-th sample of an order that is the same in a job of any size."""
+
+    batch: int
+    """Samples in a batch of one rank."""
+    replicas: int
+    samples: int
+    """Of one rank in an epoch."""
+
+
+class Damage(NamedTuple):
+    """Whose damaged memory was: which tensors owned it."""
+
+    replicated: frozenset[Path]
+    own: tuple[str, ...]
+    elsewhere: int
+    """Ranges in which no registered state lies."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether state was hit that the step's redo does not bring back."""
+        return bool(self.replicated or self.own)
+
+    def names(self) -> list[str]:
+        """The tensors hit, for people."""
+        return [*sorted(".".join(map(str, path)) for path in self.replicated), *self.own]
+
+
+class Workers(enum.Enum):
+    """Of a loader."""
+
+    MADE_ANEW = 0
+    """Each pass makes its own, or has none."""
+    KEPT = 1
+    """The first pass will make them, and the others go on with them."""
+    THERE = 2
+    """They are made."""
+
+
+class Fingerprint(Protocol):
+    """A digest that is being made on other threads; what it is of must stay as it is until it is there."""
+
+    def digest(self) -> str:
+        """Waits for it: hexadecimal digits."""
+        ...
+
+
+class Groups(Protocol):
+    """The process groups, from one recovery to the next.
+
+    Called by the driver (at the start, and where it quiesces and builds), ``session/rebuild.py``, ``watch.py``,
+    ``explain.py``, ``handover.py``; and by the Session (``problem``).
+    """
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the process groups that can be rebuilt, in the order of their creation."""
+        ...
+
+    def problem(self) -> str:
+        """Why a lost rank could not be replaced with the process group that this process has; empty if it can."""
+        ...
+
+    def sockets(self) -> list[tuple[int, int]]:
+        """(descriptor, inode) of the connections that must be shut to unblock a collective."""
+        ...
+
+    def release_waiters(self) -> int:
+        """Lets every waiter on a collective go, with an error; on any thread. Returns how many there were."""
+        ...
+
+    def broken(self) -> bool:
+        """Whether a connection of a group is gone: a peer died, or closed it."""
+        ...
+
+    def close(self) -> None:
+        """Stops the device. Waits for collectives under way to fail (they write into gradients until they do). Then
+        drops the inner groups of the old generation; collectives now fail until they are rebuilt. Raises DeviceError.
+        """
+        ...
+
+    def build(self, generation: int, attempt: int, cancelled: threading.Event) -> Any:
+        """Builds all groups of a generation, for ``adopt``. Runs on a helper thread; may block and may raise."""
+        ...
+
+    def adopt(self, built: Any, *, replaced: bool) -> None:
+        """Puts the groups that ``build`` built in the place of the old ones; the device computes again.
+
+        ``replaced``: some ranks are new processes. Raises DeviceError.
+        """
+        ...
+
+    def send(self, spans: list[Span], target: int) -> None:
+        """Sends the bytes to rank ``target``, which calls ``receive``, over the rebuilt world group.
+
+        Raises RuntimeError.
+        """
+        ...
+
+    def receive(self, spans: list[Span], source: int) -> None:
+        """Fills the spans with what rank ``source`` sends. Raises RuntimeError."""
+        ...
+
+
+class Collectives(Protocol):
+    """What the user's code calls of the groups: how each call is carried out, and whether all went well.
+
+    Called by the driver; and by the Session (``set_up_problem``).
+    """
+
+    def set_up_problem(self) -> str:
+        """What of the collectives so far could not be given to a process that takes this one's place, and what to do
+        about it; empty if there is nothing.
+        """
+        ...
+
+    def end_set_up(self) -> bytes:
+        """The loop begins: the record of the collectives before it, for such a process; empty in one.
+
+        Raises ConfigError for a ``set_up_problem``, SystemExit in a process that has not done what its predecessor did.
+        """
+        ...
+
+    def attach(self, conductor: Conductor, tails: Tails) -> None:
+        """From now on every collective is seen, and ``set_mode`` says what becomes of it."""
+        ...
+
+    def detach(self) -> None:
+        """Undoes ``attach``."""
+        ...
+
+    def set_mode(self, mode: Mode) -> None:
+        """How collectives of the user's are carried out from now on."""
+        ...
+
+    def exchange(self, finishers: Sequence[int]) -> None:
+        """As ``set_mode(Mode.EXCHANGE)``. ``finishers``: the ranks that run what is left of the tail."""
+        ...
+
+    def begin_tail(self, commits: int) -> None:
+        """The update is applied, the ``commits``-th; its tail begins."""
+        ...
+
+    def intact(self) -> bool:
+        """Whether every collective of the bodies since the last update has succeeded."""
+        ...
+
+
+class Device(Protocol):
+    """The device of this rank, and the errors of its memory. Called by the driver and ``session/device_errors.py``."""
+
+    def watch(self, alarm: Callable[[Probes], None]) -> None:
+        """Begins to ask the device for its errors, where there is one. ``alarm``: tells native probes whose alarms to
+        set when they find something.
+        """
+        ...
+
+    def close(self) -> None:
+        """Asks no more. Idempotent."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all that it was given. Raises what an operation on it has failed with."""
+        ...
+
+    def notes(self) -> list[dict[str, Any]]:
+        """What was found since the last call, for people."""
+        ...
+
+    def errors(self, *, wait: bool) -> list[Span]:
+        """Address ranges of device memory that have lost data since the last call.
+
+        ``wait``: there is reason to expect some, so the device's next answer is waited for.
+        """
+        ...
+
+    def assess(self, ranges: list[Span]) -> Damage:
+        """Whose the ranges are. This rank's own tensors among them are lost; they get new memory if need be."""
+        ...
+
+    def confirm(self, damage: Damage) -> Damage:
+        """After ``Groups.close``: the damage, as far as the stopped device itself knows of more than ``damage``.
+
+        Raises DeviceError where the device can't be repaired.
+        """
+        ...
+
+
+class State(Protocol):
+    """What replicas share: parameters, buffers, optimizers, schedulers, scaler, and what else was registered.
+
+    Called by the driver, ``session/handover.py`` (from a replica), ``saving.py`` and ``restoring.py`` (to storage and
+    back), ``comparison.py`` (is it the same?).
+    """
+
+    def check(self) -> None:
+        """Raises StateError if some of it can't be carried to another process."""
+        ...
+
+    def sources(self) -> Sources:
+        """It, for a replacement to copy."""
+        ...
+
+    def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
+        """Takes over a replica's ``sources``: ``fetch`` fills the local spans, which are in the order of the replica's.
+        Returns bytes. Raises TransferError, a LayoutError where the replica has another model.
+
+        What ``Step.begin`` remembers must be forgotten before.
+        """
+        ...
+
+    def mend(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str, damage: Damage) -> int:
+        """Like ``receive``, for the damaged tensors only. TransferError if the others differ from the replica's."""
+        ...
+
+    def image(self, step: int, share: Share) -> Image:
+        """What to copy, until the next update begins, for a snapshot of the state from before ``step``.
+
+        Raises LayoutError for a state that no new process could take up.
+        """
+        ...
+
+    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
+        """Takes up a saved state: ``fill`` fills the tensors. Raises LayoutError if the state isn't this model's."""
+        ...
+
+    def fingerprint(self) -> Fingerprint:
+        """Begins a digest of parameters and optimizer state: equal on all ranks of a replica group, and nowhere else by
+        chance.
+        """
+        ...
+
+    def on_host(self) -> bool:
+        """Whether it lies in the host's memory, which other threads read beside the training."""
+        ...
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What ``fingerprint`` covers: (name, digest) of each tensor and each value."""
+        ...
+
+    def averages(self) -> bool:
+        """Whether the models that are trained are wrapped by what averages gradients among replicas."""
+        ...
+
+
+class RankState(Protocol):
+    """What this rank alone has, beside its random numbers: buffers that are not synchronised, ``rank_state``.
+
+    Called by ``session/publication.py`` and ``resharding.py``.
+    """
+
+    def packed(self) -> bytes:
+        """It, now; empty if there is nothing. Raises StateError for values that can't be carried."""
+        ...
+
+    def restore(self, state: bytes) -> None:
+        """Puts back what ``packed`` returned, in this process or another."""
+        ...
+
+    def adopt(self, state: bytes) -> None:
+        """Takes up of another rank's what any rank may have: its buffers."""
+        ...
+
+
+class Data(Protocol):
+    """Random numbers, and loaders: what decides which batch comes next.
+
+    Called by ``session/loader.py`` (all but ``strides``), the driver, ``publication.py`` and ``resharding.py``.
+    """
+
+    def random_state(self) -> bytes:
+        """The state of the global random number generators."""
+        ...
+
+    def restore_random_state(self, state: bytes) -> None:
+        """Puts a ``random_state`` back."""
+        ...
+
+    def workers(self, loader: Any) -> Workers:
+        """Where the workers of the loader's next pass come from."""
+        ...
+
+    def drop_workers(self, loader: Any) -> None:
+        """The next ``iter(loader)`` begins with new ones."""
+        ...
+
+    def fast_forward(
+        self, loader: Any, batches: int, samples: int, begin: Callable[[Any], Iterator[Any]]
+    ) -> Iterator[Any]:
+        """An iterator over ``loader`` that starts at batch ``batches``, without loading what it skips if possible.
+
+        ``begin`` is called in place of ``iter``, for the loader or one that stands for it.
+
+        Batches are counted behind this rank's first ``samples`` samples: above 0 only where ``strides`` knows the
+        loader.
+        """
+        ...
+
+    def strides(self, loader: Any) -> Strides | None:
+        """How the ranks divide an epoch among them; None where that can't be known from outside."""
+        ...
+
+    def pack(self, tree: Any) -> bytes:
+        """What a loader says of its position, and the framework's tensors in it. Raises StateError for values that
+        can't be carried.
+        """
+        ...
+
+    def unpack(self, packed: bytes) -> Any:
+        """The inverse of ``pack``. Raises ProtocolError."""
+        ...
+
+
+class Step(Protocol):
+    """A window (the steps up to and including one update): its updates are seen, and it can be taken back.
+
+    Called by the driver, ``session/handover.py``, ``saving.py`` and ``restoring.py`` (the layout that travels with the
+    state), ``idle.py`` (bodies without an update).
+    """
+
+    def attach(self, updates: Updates) -> None:
+        """Hooks the optimizers and the scaler."""
+        ...
+
+    def detach(self) -> None:
+        """Undoes ``attach``."""
+        ...
+
+    def begin(self) -> None:
+        """A window begins: remember what a redo must restore."""
+        ...
+
+    def rollback(self) -> None:
+        """Back to ``begin``, unless ``forget`` was called since: gradients dropped; RNG, unsynchronised buffers,
+        schedulers and scaler as they were.
+        """
+        ...
+
+    def save_undo(self) -> None:
+        """Keeps a copy of the replicated state, so that ``rollback`` can also take an update back."""
+        ...
+
+    def forget(self) -> None:
+        """Nothing can be rolled back any more: the update is applied, or other state takes the place of this one."""
+        ...
+
+    def gradients_ready(self, update: int) -> None:
+        """All backward passes of ``update`` are over; the first ones decide the layout of DDP's buckets."""
+        ...
+
+    def layout(self) -> bytes:
+        """What an undisturbed process has learnt in its first steps, and a new one needs for the same bits."""
+        ...
+
+    def rebuild_reducer(self, layout: bytes | None, commits: int) -> None:
+        """Brings this process to where an undisturbed one is before update ``commits``. ``layout``: that of whoever
+        this rank's state comes from; None: it is its own. Raises TransferError.
+        """
+        ...
+
+    def changed_unasked(self) -> str:
+        """The name of a parameter that has changed since ``begin`` without an update; empty if none was seen. A look at
+        a few words, other ones for each window.
+        """
+        ...
+
+    def without_optimizer(self) -> list[str]:
+        """The names of parameters that want to be trained, and are in no registered optimizer."""
+        ...
+
+
+class Drill(Protocol):
+    """Faults on request, and a look at all of the state.
+
+    Called by ``session/injection.py`` and ``drill_records.py``.
+    """
+
+    def cut(self) -> None:
+        """Shuts this rank's connections: collectives fail, here and on its peers."""
+        ...
+
+    def poison(self, target: str) -> None:
+        """Destroys a tensor of that kind (``faults.TARGETS``) and raises, as an operation on it would."""
+        ...
+
+    def call_in_forward(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` in the middle of each forward pass, until ``close``."""
+        ...
+
+    def call_in_backward(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` in the middle of each backward pass, some gradients being ready and some not."""
+        ...
+
+    def close(self) -> None:
+        """Takes its hooks away."""
+        ...
+
+    def parts(self, more: Mapping[str, Any]) -> dict[str, str]:
+        """A digest of each tensor, generator and other part of this rank's state by its name, and of the trees in
+        ``more``. It reads all of the state.
+        """
+        ...
+
+
+class Engine(NamedTuple):
+    """One framework, for the objects of one Session."""
+
+    groups: Groups
+    collectives: Collectives
+    device: Device
+    state: State
+    rank_state: RankState
+    data: Data
+    step: Step
+    drill: Drill
+
+
+class Plugin(Protocol):
+    """What an entry point of the group ``resilient_train.engines`` names: a module, or an object, with two functions.
+
+    It is imported for every Session, so it should import its framework in ``engine_for`` only.
+    """
+
+    def claims(self, objects: Objects) -> bool:
+        """Whether these are objects of its framework. At most one engine may say so."""
+        ...
+
+    def engine_for(self, objects: Objects) -> Engine:
+        """The engine for them. Raises ConfigError for what it can't take, and says why."""
+        ...

@@ -1,0 +1,110 @@
+"""The collectives that the user's code calls, all groups together: see ``frameworks/roles.Collectives``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from resilient_train.errors import UsageError
+from resilient_train.frameworks.roles import Conductor, Objects, Tails
+from resilient_train.frameworks.torch import group as group_module
+from resilient_train.frameworks.torch.group import ResilientGroup, works
+from resilient_train.frameworks.torch.groups import DRAIN_S, Groups
+from resilient_train.frameworks.torch.storages import Memory, registered
+from resilient_train.frameworks.torch.tail import Tail
+from resilient_train.frameworks.torch.verbs import POINT_TO_POINT
+from resilient_train.frameworks.torch.works import GuardedWork
+from resilient_train.protocol.rank_effects import Mode
+
+
+class Collectives:
+    """``check`` is told of each call, and raises UsageError for one that may not be."""
+
+    def __init__(self, objects: Objects, groups: Groups, check: Callable[[str], None]) -> None:
+        self._objects = objects
+        self._groups = groups
+        self._check = check
+        self._mode = Mode.DIRECT
+        self._tails: Tails | None = None
+        self._tail: Tail | None = None
+
+    def set_up_problem(self) -> str:
+        set_up = group_module.set_up()
+        return set_up.problem(self._registered) if set_up is not None else ""
+
+    def end_set_up(self) -> bytes:
+        set_up = group_module.set_up()
+        record = set_up.finish(self._registered) if set_up is not None else b""
+        group_module.end_set_up()
+        return record
+
+    def _registered(self) -> Memory:
+        return registered(self._objects)
+
+    def attach(self, conductor: Conductor, tails: Tails) -> None:
+        self._tails = tails
+        self._tail = Tail(conductor, tails)
+        group_module.watch(self)
+
+    def detach(self) -> None:
+        group_module.watch(None)
+        if self._tail is not None:
+            self._tail.close()
+        group_module.wait_for_droppers(DRAIN_S)
+
+    def set_mode(self, mode: Mode) -> None:
+        self._mode = mode
+        if self._groups.renewed and mode is Mode.DIRECT:
+            self._groups.go_on()
+        if self._tail is not None:
+            self._tail.mode = mode
+
+    def exchange(self, finishers: Sequence[int]) -> None:
+        assert self._tail is not None
+        self._tail.begin_exchange(finishers)
+        self.set_mode(Mode.EXCHANGE)
+
+    def begin_tail(self, commits: int) -> None:
+        assert self._tail is not None
+        self._tail.begin(commits)
+
+    def intact(self) -> bool:
+        begun, works.since_update = works.since_update, []
+        try:
+            for work in begun:
+                if not work.succeeded:
+                    work.wait()
+        except RuntimeError:
+            return False
+        return True
+
+    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
+        """A collective is called; see ``group.Watcher``."""
+        assert self._tails is not None
+        assert self._tail is not None
+        self._check(verb)
+        mode = self._mode
+        if mode is Mode.LOOPBACK:
+            return group.run_alone(verb, args)
+        if verb in POINT_TO_POINT:
+            return (
+                group.run(verb, args) if mode in (Mode.DIRECT, Mode.UPDATE) else self._tail.message(group, verb, args)
+            )
+        if group.spans_job:
+            self._tails.enter_collective()
+        if mode is Mode.DIRECT:
+            work = group.run(verb, args)
+            if isinstance(work, GuardedWork):
+                works.since_update.append(work)
+            return work
+        if mode is not Mode.UPDATE and verb == "monitored_barrier":
+            return self._tail.call(group, "barrier", ())
+        if mode is not Mode.UPDATE:
+            return self._tail.call(group, verb, args)
+        raise UsageError(
+            f"{verb} was called while the update of this step is only half done (one optimizer has written and another "
+            "has not, or a closure that was given to optimizer.step() communicates): pass Session(undo=True), so that "
+            "such a step can be redone"
+        )

@@ -1,0 +1,113 @@
+"""All process groups of this process: see ``frameworks/roles.Groups``. One of them: ``group.py``."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.distributed as dist
+
+from resilient_train.frameworks.accelerator import Accelerator
+from resilient_train.frameworks.supported import torch_problem
+from resilient_train.frameworks.torch.by_name import taken_by_name
+from resilient_train.frameworks.torch.group import Built, ResilientGroup, groups, works
+from resilient_train.state.transfer import Span, chunks, view
+
+DRAIN_S = 0.25
+_CHUNK_BYTES = 16 << 20
+
+
+class Groups:
+    """``accelerator``: the device computes and communicates again together, so both are stopped and begun here."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self.renewed = False
+        """The connections are new ones, and the tail before them may not be over yet: see ``go_on``."""
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(groups)
+
+    def problem(self) -> str:
+        if problem := torch_problem(torch.__version__):
+            return problem
+        if not dist.is_initialized():
+            return "this process has no process group: call torch.distributed.init_process_group first"
+        if not isinstance(dist.group.WORLD, ResilientGroup):
+            refused = f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in"
+            if where := taken_by_name():
+                return (
+                    f"{refused}: {where} imports init_process_group by its name before resilient_train is imported, so "
+                    "it is torch's own: move `import resilient_train` above that line"
+                )
+            return f'{refused}: import resilient_train before init_process_group, or pass it backend="resilient"'
+        strange = _strange_backend()
+        if strange:
+            return (
+                f"a process group of this process has the backend {strange!r}, which can't be rebuilt after a fault: "
+                "make it with gloo, after resilient_train is imported"
+            )
+        return ""
+
+    def sockets(self) -> list[tuple[int, int]]:
+        return [pair for group in groups.values() for pair in group.sockets]
+
+    def release_waiters(self) -> int:
+        return works.release()
+
+    def broken(self) -> bool:
+        return any(group.inner is None or group.broken() for group in groups.values())
+
+    def close(self) -> None:
+        if not any(group.solo for group in groups.values()):  # a process that joins has had no peer to wait for
+            self._accelerator.stop()
+        works.drain(DRAIN_S)
+        works.since_update.clear()
+        for group in groups.values():
+            group.close_inner("a recovery is under way")
+
+    def build(self, generation: int, attempt: int, cancelled: threading.Event) -> list[Built]:
+        return [group.build(generation, attempt, cancelled) for group in groups.values()]
+
+    def adopt(self, built: list[Built], *, replaced: bool) -> None:
+        if self._accelerator.stopped:
+            self._accelerator.restart(hccl_groups(), replaced=replaced)
+        for group, each in zip(groups.values(), built, strict=True):
+            group.adopt(each)
+        self.renewed = True
+
+    def go_on(self) -> None:
+        """All ranks go on from here: what a cut body had begun is lost, and what was on its way to another rank."""
+        self.renewed = False
+        works.since_update.clear()
+        for group in groups.values():
+            group.forget_messages()
+
+    def send(self, spans: list[Span], target: int) -> None:
+        for piece in chunks(spans, _CHUNK_BYTES):
+            _world().run("send", ([_as_tensor(piece)], target, 0)).wait()
+
+    def receive(self, spans: list[Span], source: int) -> None:
+        for piece in chunks(spans, _CHUNK_BYTES):
+            _world().run("recv", ([_as_tensor(piece)], source, 0)).wait()
+
+
+def _world() -> ResilientGroup:
+    return next(iter(groups.values()))
+
+
+def _as_tensor(span: Span) -> torch.Tensor:
+    return torch.frombuffer(view(span), dtype=torch.uint8)
+
+
+def hccl_groups() -> list[dist.ProcessGroup]:
+    """The groups of this process, but for the default one, that torch_npu's HCCL serves."""
+    backends = dist.distributed_c10d._world.pg_map
+    return [each for each, (backend, _) in backends.items() if "hccl" in backend and each is not dist.group.WORLD]
+
+
+def _strange_backend() -> str:
+    """That of a group beside the default one which nobody could rebuild; empty if there is none."""
+    backends = dist.distributed_c10d._world.pg_map
+    others = (each for each in backends if each is not dist.group.WORLD and not isinstance(each, ResilientGroup))
+    return next((backends[each][0] for each in others if "hccl" not in backends[each][0]), "")

@@ -1,0 +1,141 @@
+"""What becomes of a collective, and of what is known of it, by the mode that it is called in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402 - only where torch is
+
+from resilient_train.errors import UsageError  # noqa: E402
+from resilient_train.frameworks.accelerator import Host  # noqa: E402
+from resilient_train.frameworks.roles import Objects  # noqa: E402
+from resilient_train.frameworks.torch import groups as groups_module  # noqa: E402
+from resilient_train.frameworks.torch.collectives import Collectives  # noqa: E402
+from resilient_train.frameworks.torch.group import works  # noqa: E402
+from resilient_train.frameworks.torch.groups import Groups  # noqa: E402
+from resilient_train.frameworks.torch.works import GuardedWork  # noqa: E402
+from resilient_train.protocol.rank_effects import Mode  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Work(GuardedWork):
+    """Has ended, well or not."""
+
+    def __init__(self, error: str) -> None:
+        dist.Work.__init__(self)
+        self.succeeded = not error
+        self.error = error
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self.error:
+            raise RuntimeError(self.error)
+        return True
+
+
+class Group:
+    """Notes how a collective is run. ``error``: what those that are run fail with."""
+
+    spans_job = True
+    solo = False
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.error = ""
+        self.forgotten = 0
+
+    def run(self, verb: str, _args: Any) -> Work:
+        self.ran.append(verb)
+        return Work(self.error)
+
+    def run_alone(self, verb: str, _args: Any) -> Work:
+        self.ran.append(f"{verb} alone")
+        return Work("")
+
+    def close_inner(self, why: str) -> None:
+        pass
+
+    def adopt(self, built: Any) -> None:
+        assert built == "new"
+
+    def forget_messages(self) -> None:
+        self.forgotten += 1
+
+
+class Rank:
+    """The collectives of one rank, with one group."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.entered = 0
+        self.checked: list[str] = []
+        self.groups = Groups(Host())
+        self.collectives = Collectives(Objects((), ()), self.groups, self.checked.append)
+        self.collectives.attach(SimpleNamespace(), SimpleNamespace(enter_collective=self._enter))  # type: ignore[arg-type]
+
+    def _enter(self) -> None:
+        self.entered += 1
+
+    def call(self, error: str = "", verb: str = "allreduce") -> None:
+        self.group.error = error
+        self.collectives.issue(self.group, verb, ())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    group = Group()
+    monkeypatch.setattr(groups_module, "groups", {"world": group})
+    made = Rank(group)
+    yield made
+    made.collectives.detach()
+    works.since_update.clear()
+
+
+def test_an_update_needs_all_collectives_since_the_one_before(rank: Rank) -> None:
+    """Nobody else may have waited for one that failed; and the mode may change in between."""
+    rank.call()
+    rank.call("a peer is gone")
+    for mode in (Mode.UPDATE, Mode.LOG, Mode.DIRECT):
+        rank.collectives.set_mode(mode)
+    rank.call()
+    assert not rank.collectives.intact()
+    rank.call()
+    assert rank.collectives.intact(), "each counts once"
+    assert rank.entered == 4
+    assert rank.checked == ["allreduce"] * 4
+
+
+def test_what_a_cut_body_had_begun_does_not_count_any_more(rank: Rank) -> None:
+    rank.call("cut")
+    rank.groups.close()
+    rank.call("begun by a thread that had not heard of it")
+    rank.groups.adopt(["new"], replaced=True)
+    rank.collectives.set_mode(Mode.LOOPBACK)
+    assert rank.group.forgotten == 0, "the tail before may have messages under way"
+    rank.collectives.set_mode(Mode.DIRECT)
+    assert rank.group.forgotten == 1
+    assert rank.collectives.intact()
+    rank.collectives.set_mode(Mode.DIRECT)
+    assert rank.group.forgotten == 1
+
+
+def test_behind_a_cut_body_each_rank_is_alone(rank: Rank) -> None:
+    rank.collectives.set_mode(Mode.LOOPBACK)
+    rank.call()
+    assert rank.group.ran == ["allreduce alone"]
+    assert rank.entered == 0, "the others do not wait for it"
+    assert rank.collectives.intact()
+
+
+def test_a_collective_in_a_half_done_update_is_refused(rank: Rank) -> None:
+    rank.collectives.set_mode(Mode.UPDATE)
+    with pytest.raises(UsageError, match="half done"):
+        rank.call()
+    rank.call(verb="send")
+    assert rank.group.ran == ["send"]

@@ -93,7 +93,7 @@ class DeafToTroubleInRecovery(Controller):
     def failed_collective(
         self, generation: int, detail: str, standings: Sequence[Standing] = (), *, culprit: int = -1
     ) -> list[Command]:
-        if self.stage != "RUNNING":
+        if self.job.stage != "RUNNING":
             return []
         return super().failed_collective(generation, detail, standings, culprit=culprit)
 
@@ -111,7 +111,7 @@ class KillsTheLast(Controller):
     """As the time-out of a recovery once did: whoever is silent is killed, whatever it holds."""
 
     def fence(self, ranks: Collection[int], reason: str, standings: Sequence[Standing] = ()) -> list[Command]:
-        return [Kill(rank, reason) for rank in ranks] if self.stage in ("RUNNING", "RECOVERING") else []
+        return [Kill(rank, reason) for rank in ranks] if self.job.stage in ("RUNNING", "RECOVERING") else []
 
 
 @pytest.mark.parametrize("faults", [Faults(hangs=1), Faults(kills=1, fences=1)])

@@ -110,6 +110,21 @@ def test_an_agent_without_descriptors_goes_on(tmp_path: Path, undisturbed: Refer
     assert_identical(run, undisturbed(ranks=RANKS, steps=STEPS), ranks=RANKS, recoveries=1)
 
 
+@pytest.mark.timeout(120)
+def test_an_agent_that_is_to_save_without_descriptors(tmp_path: Path, undisturbed: Reference) -> None:
+    """The first checkpoint of the job: whatever that reads for the first time can't be opened. Found by the soak."""
+    run_dir = tmp_path / "run"
+    with start(command(run_dir, "--save", "4", "--pace", str(run_dir / "enough"))) as process:
+        wait_for_step(run_dir, 1)
+        with allowed(process.pid, 0):
+            wait_for_step(run_dir, 6)
+            assert process.poll() is None
+        (run_dir / "enough").touch()
+        out, err = process.communicate(timeout=60)
+    run = Run(run_dir, process.returncode, out, err, read_events(run_dir))
+    assert_identical(run, undisturbed(ranks=RANKS, steps=STEPS), ranks=RANKS, recoveries=0)
+
+
 def test_a_holder_without_descriptors_keeps_what_it_holds(rig: Rig) -> None:  # noqa: F811
     vault = rig.start()
     pair = vault.reserve(0, 300_000)

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 
 import msgspec
 import pytest
@@ -173,17 +174,19 @@ def test_inject_without_run_and_rank_says_which_were_chosen(run, agent, tmp_path
 
 
 def test_inject_waits_until_the_rank_is_hit(run, agent, capsys):
-    agent(encode(Reply(status={"pid": 7, "incarnation": 1, "order": 3})))
+    asked = agent(encode(Reply(status={"pid": 7, "incarnation": 1, "order": 3}))).asked
     hit = Event(kind="injected", time_ns=1, rank=1, incarnation=1, step=41, detail={"kind": "uce", "order": 3})
 
     def append() -> None:
+        while len(asked) < 2:  # what was there before the order does not count
+            time.sleep(0.01)
         with (run / "events.jsonl").open("ab") as file:
             file.write(to_line(hit))
 
-    timer = threading.Timer(0.1, append)
-    timer.start()
+    rank = threading.Thread(target=append)
+    rank.start()
     assert main(["inject", str(run), "uce", "--rank", "1", "--json", "--now"]) == 0
-    timer.join()
+    rank.join()
     told = {"run": str(run), "kind": "uce", "rank": 1, "target": "param", "pid": 7, "incarnation": 1, "step": 41}
     assert json.loads(capsys.readouterr().out) == told
 

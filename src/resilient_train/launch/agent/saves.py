@@ -92,6 +92,7 @@ class Saves:
         self._under_way: _Save | None = None
         self._last: Callable[[], None] | None = None
         """The end-of-life checkpoint, waiting for the one before it."""
+        self._libraries = libraries_here()  # now: it opens files, and there may be no descriptors when it is asked for
         self._unsaved = False
         self._refused: set[Source] = set()
         self._told: set[str] = set()
@@ -252,7 +253,7 @@ class Saves:
         self._go_on()
 
     def _job(self, of: Captured, groups: tuple[tuple[int, ...], ...], savers: tuple[tuple[int, ...], ...]) -> Flush:
-        return Flush(str(self._folder), of.step, of.commits, groups, libraries_here(), self._keep, savers)
+        return Flush(str(self._folder), of.step, of.commits, groups, self._libraries, self._keep, savers)
 
     def _go_on(self) -> None:
         if self._last is not None and self._under_way is None:

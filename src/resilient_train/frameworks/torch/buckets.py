@@ -55,6 +55,16 @@ class Buckets:
         self.known = False
         """All passes that decide are recorded: in nearly every step ``record`` and ``recorded`` have nothing to do."""
 
+    @property
+    def shares_buffers(self) -> list[bool]:
+        """Of each wrapper, whether its next forward pass begins with rank 0's buffers, by what the last one was."""
+        return [wrapper.require_forward_param_sync for wrapper in self._wrappers]
+
+    @shares_buffers.setter
+    def shares_buffers(self, values: list[bool]) -> None:
+        for wrapper, value in zip(self._wrappers, values, strict=True):
+            wrapper.require_forward_param_sync = value
+
     def record(self) -> None:
         """An update begins: listens to its backward passes, unless all that matters is known. ``recorded`` ends it."""
         if self.known:

@@ -31,14 +31,14 @@ from resilient_train.frameworks.base import (
 from resilient_train.frameworks.supported import torch_problem
 from resilient_train.frameworks.torch import admission
 from resilient_train.frameworks.torch import group as group_module
-from resilient_train.frameworks.torch.buckets import Buckets, Pass, wrappers_in
+from resilient_train.frameworks.torch.buckets import Buckets, wrappers_in
 from resilient_train.frameworks.torch.by_name import taken_by_name
 from resilient_train.frameworks.torch.damage import assess, move
 from resilient_train.frameworks.torch.data import drop_workers, fast_forward, strides, workers
 from resilient_train.frameworks.torch.device import DeviceErrors, accelerator
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.group import Built, ResilientGroup, groups, works
-from resilient_train.frameworks.torch.layout import OfferTree, read_layout, read_offer
+from resilient_train.frameworks.torch.layout import History, OfferTree, read_layout, read_offer
 from resilient_train.frameworks.torch.leaves import pack, unpack
 from resilient_train.frameworks.torch.parts import parts
 from resilient_train.frameworks.torch.rank_state import RankState
@@ -65,6 +65,7 @@ class _Start(NamedTuple):
     gradients: bool
     ranks_own: bytes
     small: dict[str, Any]
+    shares_buffers: list[bool]
 
 
 class TorchEngine:
@@ -258,7 +259,9 @@ class TorchEngine:
         self._steps.begin()
         self._samples.take()
         self._undo = None
-        self._start = _Start(random_state(), torch.is_grad_enabled(), self.rank_state(), self._replicated.small_copy())
+        shares = self._buckets.shares_buffers
+        small = self._replicated.small_copy()
+        self._start = _Start(random_state(), torch.is_grad_enabled(), self.rank_state(), small, shares)
         if not self._buckets.known:
             self._buckets.record()
 
@@ -278,6 +281,7 @@ class TorchEngine:
             model.zero_grad(set_to_none=True)
         self._ranks_own.rollback(start.ranks_own)
         self._replicated.restore_small(start.small)
+        self._buckets.shares_buffers = start.shares_buffers
         restore_random_state(start.random)
 
     def committed(self, commits: int) -> None:
@@ -319,7 +323,7 @@ class TorchEngine:
 
     def sources(self) -> Sources:
         inner = self._replicated.sources()
-        manifest = OfferTree(inner.manifest, [(span.address, span.size) for span in inner.spans], self._buckets.passes)
+        manifest = OfferTree(inner.manifest, [(span.address, span.size) for span in inner.spans], self._history())
         return Sources(msgspec.msgpack.encode(manifest), inner.digest, inner.spans, inner.keep_alive)
 
     def remote_spans(self, manifest: bytes) -> list[Span]:
@@ -423,15 +427,20 @@ class TorchEngine:
         return all(wrappers_in((model,)) for model in trained)
 
     def settle(self, manifest: bytes | None, commits: int) -> None:
-        self._settle(read_offer(manifest).passes if manifest is not None else None, commits)
+        self._settle(read_offer(manifest).history if manifest is not None else None, commits)
 
-    def _settle(self, passes: list[list[Pass]] | None, commits: int) -> None:
+    def _settle(self, history: History | None, commits: int) -> None:
         before, self._mode = self._mode, Mode.LOOPBACK
         try:
-            self._buckets.restore(passes, commits)
+            self._buckets.restore(history.passes if history is not None else None, commits)
         finally:
             self._mode = before
+        if history is not None:
+            self._buckets.shares_buffers = history.shares_buffers
         self._works.clear()
+
+    def _history(self) -> History:
+        return History(self._buckets.passes, self._buckets.shares_buffers)
 
     def image(self, step: int, share: Share) -> Image:
         image = self._saved.image(step, share)
@@ -441,7 +450,7 @@ class TorchEngine:
         return image
 
     def layout(self) -> bytes:
-        return msgspec.msgpack.encode(self._buckets.passes)
+        return msgspec.msgpack.encode(self._history())
 
     def restore_layout(self, layout: bytes, commits: int) -> None:
         self._settle(read_layout(layout), commits)

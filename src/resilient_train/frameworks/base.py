@@ -448,6 +448,10 @@ class Framework(Protocol):
 
     # -- data
 
+    def look(self, arguments: Any) -> bytes:
+        """A digest of a few words of the data in nested ``arguments``, without waiting for a device; empty if none."""
+        ...
+
     def random_state(self) -> bytes:
         """The state of the global random number generators."""
         ...

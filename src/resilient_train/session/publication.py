@@ -24,15 +24,17 @@ class Publication:
         self._strides = (strides.batch, strides.replicas) if strides else (0, 0)
         self._encoder = msgspec.msgpack.Encoder()
         self.latest = b""
+        self.called = b""
+        """What the step was to be called with that this process takes up."""
         """What was published last."""
         self._newest: object = None
         """What was published last: its parts where they can be compared, or else the bytes."""
 
-    def publish(self, commits: int, number: int) -> None:
+    def publish(self, commits: int, number: int, called: bytes = b"") -> None:
         """Publishes what this rank needs to start update ``commits`` with step ``number``, unless it is published."""
         engine, position = self._engine, self._cursor.position()
         own, random = engine.rank_state(), engine.random_state()
-        parts = None if position.own else (commits, number, random, position, own)
+        parts = None if position.own else (commits, number, random, position, own, called)
         if parts is not None and parts == self._newest:
             return
         payload = self._encoder.encode(
@@ -48,6 +50,7 @@ class Publication:
                 position.skipped,
                 *self._strides,
                 position.reused,
+                called,
             )
         )
         if parts is not None or payload != self._newest:
@@ -64,6 +67,7 @@ class Publication:
         self._engine.restore_random_state(held.random)
         self._newest = None
         self.latest = payload
+        self.called = held.called
         return held.number
 
     def elsewhere(self, own: bytes | None, first: bytes) -> tuple[bytes, dict[str, Any]]:

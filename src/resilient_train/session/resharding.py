@@ -37,7 +37,9 @@ def reshard(engine: Framework, cursor: Cursor, own: Published | None, first: Pub
     place = _place(engine, engine.strides(cursor.loader), first)
     base = _newcomer(engine, first) if own is None else own
     loader = base.loader if own is not None and not _keeps_place(engine, own) else _fresh(engine, cursor)
-    moved = msgspec.structs.replace(base, epoch=place.epoch, taken=place.taken, skipped=place.skipped, loader=loader)
+    moved = msgspec.structs.replace(
+        base, epoch=place.epoch, taken=place.taken, skipped=place.skipped, loader=loader, called=b""
+    )
     return msgspec.msgpack.encode(moved), place.found
 
 

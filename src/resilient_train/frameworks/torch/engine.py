@@ -31,6 +31,7 @@ from resilient_train.frameworks.base import (
 from resilient_train.frameworks.supported import torch_problem
 from resilient_train.frameworks.torch import admission
 from resilient_train.frameworks.torch import group as group_module
+from resilient_train.frameworks.torch.arguments import look
 from resilient_train.frameworks.torch.buckets import Buckets, wrappers_in
 from resilient_train.frameworks.torch.by_name import taken_by_name
 from resilient_train.frameworks.torch.damage import assess, move
@@ -233,6 +234,11 @@ class TorchEngine:
         mode = self._mode
         if mode is Mode.LOOPBACK:
             return group.run_alone(verb, args)
+        if mode is Mode.BETWEEN:
+            raise UsageError(
+                f"{verb} was called between two session.call() of one accumulation window, and a fault would have some "
+                "ranks call bodies again without what stands between them; call it in a body, or behind the update"
+            )
         if verb in POINT_TO_POINT:
             return (
                 group.run(verb, args) if mode in (Mode.DIRECT, Mode.UPDATE) else self._tail.message(group, verb, args)
@@ -459,6 +465,9 @@ class TorchEngine:
         self._saved.load(tree, names, fill)
 
     # -- data
+
+    def look(self, arguments: Any) -> bytes:
+        return look(arguments)
 
     def random_state(self) -> bytes:
         return random_state()

@@ -12,7 +12,7 @@ SANITIZERS := plain address thread
 # ThreadSanitizer of older compilers cannot place its memory under full address randomisation.
 FIXED_ADDRESSES := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
-.PHONY: setup wheel newcomer demo test test-full test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx \
+.PHONY: setup wheel newcomer demo test test-full test-integrations test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx \
     format clean
 .DELETE_ON_ERROR:
 
@@ -40,6 +40,16 @@ newcomer: wheel
 	rm -rf build/newcomer /tmp/tutorial /tmp/tutorial2 /tmp/tutorial3
 	set -o pipefail; $(PYTHON) tests/newcomer/newcomer.py dist/*.whl build/newcomer --pip-flags "$(PIP_FLAGS)" \
 	    2>&1 | tee build/newcomer.log
+
+# Trainers of other libraries, in an environment of their own (a gigabyte). torch first and pinned: they would fetch a
+# CUDA build.
+INTEGRATIONS := build/integrations
+test-integrations: wheel
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install -q $(PIP_FLAGS) torch==2.13.0
+	$(INTEGRATIONS)/bin/python -m pip install -q $(PIP_FLAGS) torch==2.13.0 -r tests/integrations/requirements.txt
+	$(INTEGRATIONS)/bin/python -m pip install -q $(PIP_FLAGS) --no-deps --force-reinstall $(WHEEL)/*.whl
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PYTEST_FLAGS)
 
 demo: setup
 	$(BIN)/resilient-train demo

@@ -415,6 +415,10 @@ class Data(Protocol):
     Called by ``session/loader.py`` (all but ``strides``), the driver, ``publication.py`` and ``resharding.py``.
     """
 
+    def look(self, arguments: Any) -> bytes:
+        """A digest of a few words of the data in nested ``arguments``, without waiting for a device; empty if none."""
+        ...
+
     def random_state(self) -> bytes:
         """The state of the global random number generators."""
         ...

@@ -30,6 +30,8 @@ class Mode(enum.StrEnum):
     """Over the group, its inputs and results being published."""
     EXCHANGE = "exchange"
     """From what its members have published; the group is not used."""
+    BETWEEN = "between"
+    """It is refused: two calls of ``session.call`` stand on either side, and one update comes after both of them."""
     LOOPBACK = "loopback"
     """As if this rank were alone: the step will run again, or nobody is left."""
 

@@ -30,7 +30,7 @@ from resilient_train.errors import (
 from resilient_train.events import now
 from resilient_train.faults import parse_plan
 from resilient_train.frameworks.roles import Engine, Objects
-from resilient_train.observe.sinks import EVENTS_FILE, JsonLines
+from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, say_aside
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
@@ -115,6 +115,12 @@ class Driver:
         """The batches of the window, for a redo."""
         self._step: Step | None = None
         """The step that the user has; None between two."""
+        self._called = b""
+        """What the body of a call gets."""
+        self.calling = self._entered = False
+        """The loop calls its bodies (``calls.py``), and a fault must bring it back to one that it knows. The first has
+        begun.
+        """
         self._answer: Any = None
         self._error: BaseException = RuntimeError("no error")
         """What failed last, to be raised if nobody can explain it."""
@@ -134,15 +140,65 @@ class Driver:
             raise UsageError(
                 "this Session's loop is over: one loop for a Session (step.epoch tells passes over the data)"
             )
-        step = self._next(total) if self._begun else self._begin(total, start)
+        step = self.next_step(total, start)
         while step is not None:
-            self._step = step
             yield step
-            self._step = None
             if not step.entered:
                 raise UsageError(f"step {step.number} was not used: write `with step:` around the loop's body")
-            step = self._next(total)
+            step = self.next_step(total)
         self._ended()
+
+    def announces(self, arguments: Any) -> None:
+        """The next body gets these. Tells people if another process had begun its step with other ones."""
+        self._called = self._engine.data.look(arguments)
+        begun, self._publication.called = self._publication.called, b""
+        if begun and self._called != begun:
+            self._event("other_data", {})
+            say_aside(
+                f"rank {self._link.rank}: step {self._rank.number} gets other data than in the process whose place "
+                "this one takes: the bits will not be those of the undisturbed run; the loop must find its place in "
+                "the data by session.position alone (docs/how-to/trainers.md)"
+            )
+
+    def next_step(self, total: int, start: int = 0) -> Step | None:
+        """The next step, or the same again; None: the loop is over. With the first one the loop begins."""
+        self._step = None
+        self._step = self._next(total) if self._begun else self._begin(total, start)
+        return self._step
+
+    @property
+    def begun(self) -> bool:
+        """This rank has met the others."""
+        return self._begun
+
+    @property
+    def number(self) -> int:
+        """The number of the step that runs or comes next."""
+        return self._rank.number
+
+    @property
+    def place(self) -> int:
+        """Of that step in its window."""
+        return self._rank.place
+
+    @property
+    def over(self) -> bool:
+        """The loop is over."""
+        return self._rank.over
+
+    @property
+    def window_open(self) -> bool:
+        """Whether a fault would bring back a step that has begun."""
+        return bool(self._kept)
+
+    @property
+    def joined_late(self) -> bool:
+        """This process has taken the place of another one in a running job."""
+        return self._rank.joining
+
+    def set_mode(self, mode: do.Mode) -> None:
+        """How collectives of the loop's are carried out until its next call."""
+        self._engine.collectives.set_mode(mode)
 
     def _begin(self, total: int, start: int) -> Step | None:
         """Meets the other ranks for the first time; a replacement meets them in the middle of a recovery."""
@@ -187,6 +243,7 @@ class Driver:
 
     def enter(self, step: Step) -> None:
         """The body begins."""
+        self._entered = True
         self._injector.enters(step.number)
         self._drive(on.Enter())
 
@@ -336,7 +393,7 @@ class Driver:
 
     def _publish(self, effect: do.Publish) -> None:
         rank, ahead = self._rank, effect.ahead
-        self._publication.publish(rank.standing.commits + ahead, rank.number + ahead)
+        self._publication.publish(rank.standing.commits + ahead, rank.number + ahead, b"" if ahead else self._called)
 
     def _arrive(self, _: do.Arrive) -> None:
         self._peers.arrive(self._rank.standing, self._number)
@@ -518,7 +575,7 @@ class Driver:
         self._injector.at("RESTORE", "start", generation=effect.plan.generation)
         published = self._peers.published(effect.plan.commits)
         try:
-            return on.Ok(self._handover.take(effect.plan, offer, published, self._publication.take_up))
+            return on.Ok(self._handover.take(effect.plan, offer, published, self._take_up))
         except LayoutError as error:  # no other source, and no second try, would do
             told = (
                 f"rank {self._link.rank} can't be replaced from rank {offer.source}, whose state does not fit: {error}"
@@ -528,6 +585,18 @@ class Driver:
         except (TransferError, RuntimeError, OSError) as error:
             self._error = error
             return on.Failed(f"copying state: {error}")
+
+    def _take_up(self, published: bytes) -> int:
+        number = self._publication.take_up(published)
+        if self._entered:
+            self._publication.called = b""  # it has its own arguments
+        if self.calling and self._entered and number != self._rank.base:
+            told = (
+                f"rank {self._link.rank} can't finish the body of step {self._rank.number}, whose update it has lost "
+                "and the other ranks have applied; it is replaced"
+            )
+            fail_stop(self._event, "body_lost", told)
+        return number
 
     def _serve(self, effect: do.Serve) -> on.Event:
         try:

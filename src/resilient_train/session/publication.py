@@ -27,14 +27,16 @@ class Publication:
         self._encoder = msgspec.msgpack.Encoder()
         self.latest = b""
         """What was published last."""
+        self.called = b""
+        """What the step was to be called with that this process takes up."""
         self._newest: object = None
         """Its parts."""
 
-    def publish(self, commits: int, number: int) -> None:
+    def publish(self, commits: int, number: int, called: bytes = b"") -> None:
         """Publishes what this rank needs to start update ``commits`` with step ``number``, unless it is published."""
         position = self._cursor.position()
         own, random = self._rank_state.packed(), self._data.random_state()
-        parts = commits, number, random, position, own
+        parts = commits, number, random, position, own, called
         if parts == self._newest:
             return
         payload = self._encoder.encode(
@@ -50,6 +52,7 @@ class Publication:
                 position.skipped,
                 *self._strides,
                 position.reused,
+                called,
             )
         )
         self._link.peers.publish(commits, payload)
@@ -64,6 +67,7 @@ class Publication:
         self._data.restore_random_state(held.random)
         self._newest = None
         self.latest = payload
+        self.called = held.called
         return held.number
 
     def elsewhere(self, own: bytes | None, first: bytes) -> tuple[bytes, dict[str, Any]]:

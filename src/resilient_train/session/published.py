@@ -28,6 +28,8 @@ class Published(msgspec.Struct, array_like=True):
     replicas: int = 0
     reused: bool = False
     """See ``loader.Position``."""
+    called: bytes = b""
+    """What the step's body is called with, see ``roles.Data.look``; empty where that is not known yet."""
 
 
 def read(payload: bytes) -> Published:

@@ -10,7 +10,8 @@
                 optimizer.step()
                 optimizer.zero_grad()
 
-Without an agent (plain ``python``, plain ``torchrun``) it is a plain loop: no thread, no signal handler, no hook.
+A loop that owns its step (a Trainer of another library) gives its body to ``session.call`` instead. Without an agent
+(plain ``python``, plain ``torchrun``) it is a plain loop: no thread, no signal handler, no hook.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 from resilient_train import config
-from resilient_train.errors import ConfigError
+from resilient_train.errors import ConfigError, UsageError
 from resilient_train.frameworks import engine_for
 from resilient_train.frameworks.roles import Objects
 from resilient_train.observe.sinks import say_aside
 from resilient_train.session.cadence import wish
+from resilient_train.session.calls import Call, Calls, PlainCalls, Position
 from resilient_train.session.carried import Carried, check_places, watch
 from resilient_train.session.driver import Driver
 from resilient_train.session.link import refuse
 from resilient_train.session.loader import Cursor
+from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
 from resilient_train.standby import standby_point
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 _open: Session | None = None
@@ -76,6 +80,8 @@ class Session:
         link = config.read_link()
         off = "no agent here (not started by resilient-run)"
         self._driver: Driver | None = None
+        self._calls: Calls | PlainCalls | None = None
+        self._calling = self._stepping = False
         self._number = 0
         try:
             if link is not None:
@@ -90,7 +96,7 @@ class Session:
                     "this process has had its Session: under resilient-run a job has one Session, one loop"
                 )
             check_places(objects.extra)
-            engine = engine_for(objects)
+            self._engine = engine = engine_for(objects)
             self._cursor = Cursor(loader, engine.data)
             if link is not None:
                 problem = engine.groups.problem() if link.world_size > 1 else ""
@@ -120,6 +126,9 @@ class Session:
         is where the Session's protection ends: it waits there until all ranks have come. Raises UsageError if a step's
         ``with`` is left out.
         """
+        if self._calls is not None:
+            raise UsageError(_MIXED)
+        self._stepping = True
         if self._driver is not None:
             yield from self._driver.steps(total, start)
             return
@@ -128,6 +137,49 @@ class Session:
             batch = self._cursor.next()
             yield Step(_PLAIN, self._number, batch.value, batch.epoch)
             self._number += 1
+
+    def call(self, body: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls ``body``, one step of a loop that owns its step, and gives what it returns.
+
+        A fault before the update: ``body`` is called again, with the same arguments, the same random numbers and this
+        rank's own state as it was. From the update on it is repaired inside, and ``body`` runs to its end once. Where
+        gradients are accumulated, the bodies of the window that have returned already are called again as well.
+
+        So a body may run several times, up to the update: it must not change anything then that is not registered, and
+        not its arguments. What stands between two calls runs once. An exception of ``body`` passes. Raises UsageError
+        for a call within a call, after one that an exception has left before its update, or beside ``steps()``.
+        """
+        calls = self._called()
+        if self._calling:
+            raise UsageError("session.call() was called within a body of session.call(): one call is one step")
+        self._calling = True
+        try:
+            result: R = calls.make(Call(body, args, kwargs))
+        finally:
+            self._calling = False
+        return result
+
+    @property
+    def position(self) -> Position:
+        """Where the loop around ``call`` stands; a new process begins there. All ranks ask at the same place.
+
+        Whoever asks for it before the first call meets the other ranks here: what is registered has its values then.
+        Raises UsageError beside ``steps()``.
+        """
+        return self._called().position()
+
+    def _called(self) -> Calls | PlainCalls:
+        if self._stepping:
+            raise UsageError(_MIXED)
+        if self._calls is None:
+            if self._cursor.loader is not None:
+                raise UsageError(
+                    "session.call() and session.position draw no batches: leave out Session(loader=...) and give each "
+                    "body its batch as an argument"
+                )
+            random = BodiesRandom(self._engine.data)
+            self._calls = PlainCalls(random) if self._driver is None else Calls(self._driver, random)
+        return self._calls
 
     def save_every(
         self,
@@ -184,7 +236,7 @@ class Session:
         driver, self._driver = self._driver, None
         if driver is not None:
             watch(on=False)
-            driver.close(finish=finish)
+            (self._calls if isinstance(self._calls, Calls) else driver).close(finish=finish)
 
 
 def resilient(**registered: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -202,6 +254,9 @@ def resilient(**registered: Any) -> Callable[[Callable[..., R]], Callable[..., R
         return run
 
     return decorate
+
+
+_MIXED = "a Session has one loop: either session.steps(), or session.call() and session.position"
 
 
 class _Plain:

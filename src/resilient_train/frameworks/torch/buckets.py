@@ -39,6 +39,15 @@ class Pass(msgspec.Struct, array_like=True, frozen=True):
     written: list[int]
 
 
+class History(msgspec.Struct, array_like=True):
+    """Of each DDP wrapper the backward passes that decided its buckets, and whether its next forward pass begins with
+    rank 0's buffers: not so behind a pass without gradients or in ``no_sync``.
+    """
+
+    passes: list[list[Pass]]
+    shares_buffers: list[bool]
+
+
 def wrappers_in(models: tuple[torch.nn.Module, ...]) -> list[DistributedDataParallel]:
     """All DDP wrappers in the models."""
     return [module for model in models for module in model.modules() if isinstance(module, DistributedDataParallel)]
@@ -55,6 +64,16 @@ class Buckets:
         self._hooks: list[Any] = []
         self.known = False
         """All passes that decide are recorded: in nearly every step ``record`` and ``recorded`` have nothing to do."""
+
+    @property
+    def shares_buffers(self) -> list[bool]:
+        """Of each wrapper, whether its next forward pass begins with rank 0's buffers, by what the last one was."""
+        return [wrapper.require_forward_param_sync for wrapper in self._wrappers]
+
+    @shares_buffers.setter
+    def shares_buffers(self, values: list[bool]) -> None:
+        for wrapper, value in zip(self._wrappers, values, strict=True):
+            wrapper.require_forward_param_sync = value
 
     def record(self) -> None:
         """An update begins: listens to its backward passes, unless all that matters is known. ``recorded`` ends it."""
@@ -110,7 +129,7 @@ class Buckets:
 
     def layout(self) -> bytes:
         """The record, for another process."""
-        return msgspec.msgpack.encode(self.passes)
+        return msgspec.msgpack.encode(History(self.passes, self.shares_buffers))
 
     def restore(self, layout: bytes | None, commits: int) -> None:
         """Brings every reducer to where an undisturbed one is before update ``commits``. No collective is run.
@@ -128,12 +147,12 @@ class Buckets:
 
     def _take(self, layout: bytes) -> None:
         try:
-            passes = msgspec.msgpack.decode(layout, type=list[list[Pass]])
+            history = msgspec.msgpack.decode(layout, type=History)
         except msgspec.MsgspecError as error:
             raise TransferError(f"the layout of DDP's buckets can't be read: {error}") from None
-        if len(passes) != len(self._wrappers):
-            raise TransferError(f"the replica has {len(passes)} DDP wrappers, this rank {len(self._wrappers)}")
-        self.passes = passes
+        if len(history.passes) != len(self._wrappers):
+            raise TransferError(f"the replica has {len(history.passes)} DDP wrappers, this rank {len(self._wrappers)}")
+        self.passes, self.shares_buffers = history.passes, history.shares_buffers
 
 
 def _restore(wrapper: DistributedDataParallel, parameters: list[torch.nn.Parameter], passes: list[Pass]) -> None:

@@ -88,6 +88,11 @@ class Collectives:
         mode = self._mode
         if mode is Mode.LOOPBACK:
             return group.run_alone(verb, args)
+        if mode is Mode.BETWEEN:
+            raise UsageError(
+                f"{verb} was called between two session.call() of one accumulation window, and a fault would have some "
+                "ranks call bodies again without what stands between them; call it in a body, or behind the update"
+            )
         if verb in POINT_TO_POINT:
             return (
                 group.run(verb, args) if mode in (Mode.DIRECT, Mode.UPDATE) else self._tail.message(group, verb, args)

@@ -31,6 +31,7 @@ class _Start(NamedTuple):
     gradients: bool
     rank_state: bytes
     small: dict[str, Any]
+    shares_buffers: list[bool]
 
 
 class Step:
@@ -101,9 +102,8 @@ class Step:
         self._running.clear()  # a step that was under way may have been left by an exception
         self._samples.take()
         self._undo = None
-        self._start = _Start(
-            random_state(), torch.is_grad_enabled(), self._rank_state.packed(), self._state.small_copy()
-        )
+        own, small = self._rank_state.packed(), self._state.small_copy()
+        self._start = _Start(random_state(), torch.is_grad_enabled(), own, small, self._buckets.shares_buffers)
         if not self._buckets.known:
             self._buckets.record()
 
@@ -123,6 +123,7 @@ class Step:
             model.zero_grad(set_to_none=True)
         self._rank_state.rollback(start.rank_state)
         self._state.restore_small(start.small)
+        self._buckets.shares_buffers = start.shares_buffers
         restore_random_state(start.random)
 
     def save_undo(self) -> None:

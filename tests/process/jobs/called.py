@@ -1,0 +1,148 @@
+"""A loop that owns its step, by ``session.call``; and the same one by ``with step:``, to compare.
+
+Dropout, BatchNorm, clipping, a scheduler and a logged all-reduce after the update. The batch is made from the number of
+the step. ``--draws``: the loop draws random numbers between two steps. ``--evaluates``: it runs
+the model without gradients there.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import resilient_train as rt
+from resilient_train.config import read_link
+
+
+class Job:
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.asked = asked
+        torch.manual_seed(0)
+        layers = [
+            nn.Linear(12, 48),
+            nn.BatchNorm1d(48),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Linear(48, 48),
+            nn.Linear(48, 4),
+        ]
+        self.model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.01)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(1000 + dist.get_rank())
+        link = read_link()
+        self.runs = Path(link.run_dir) / f"runs_rank{dist.get_rank()}.jsonl" if link else None
+
+    def batch_of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        seeded = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        return torch.randn(8, 12, generator=seeded), torch.randint(4, (8,), generator=seeded)
+
+    def body(self, number: int, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        self.tell(number, "begins")
+        every = self.asked.accumulate
+        last = number % every == every - 1
+        loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+        if not last:
+            with self.model.no_sync():
+                (loss / every).backward()
+            return loss.item()
+        (loss / every).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        self.tell(number, "ends")
+        return mean.item()
+
+    def between(self, number: int) -> None:
+        if self.asked.draws:
+            torch.rand(1 + number)
+        if self.asked.evaluates and number % 3 == 2:  # by DDP's wrapper, as a Trainer does
+            with torch.no_grad():
+                self.model.eval()(torch.ones(4, 12))
+            self.model.train()
+        every = self.asked.accumulate
+        if number % every == every - 1 and number % 3 == 2:
+            dist.barrier()
+
+    def go_wrong(self, session: rt.Session) -> None:
+        """In step 1, once; of the first window, unless each step updates."""
+        batch = self.batch_of(1)
+        match self.asked.wrong:
+            case "nested":
+                session.call(session.call, self.body, 1, batch)
+            case "mixed":
+                next(session.steps(12))
+            case "between":
+                session.call(self.body, 1, batch)
+                dist.barrier()
+            case "again":
+                with contextlib.suppress(ZeroDivisionError):
+                    session.call(lambda: 1 // 0)
+                session.call(self.body, 1, batch)
+            case "tail":
+
+                def body() -> None:
+                    self.body(1, batch)
+                    raise ZeroDivisionError
+
+                try:
+                    session.call(body)
+                except ZeroDivisionError:
+                    print("passed", flush=True)
+
+    def tell(self, number: int, what: str) -> None:
+        if self.runs is not None:
+            with self.runs.open("a") as file:
+                file.write(json.dumps([number, what]) + "\n")
+
+    def run(self) -> None:
+        made = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        with rt.Session(**made, undo=self.asked.undo) as session:
+            if self.asked.save:
+                session.save_every(steps=self.asked.save)
+            if self.asked.way == "steps":
+                for step in session.steps(self.asked.steps):
+                    with step:
+                        self.body(step.number, self.batch_of(step.number))
+                    if step.done:
+                        self.between(step.number)
+                return
+            start = session.position
+            print(f"rank {dist.get_rank()} begins at {start}", flush=True)
+            for number in range(start.step, self.asked.steps):
+                place = number + (self.asked.strays and start.step > 0)
+                if number == 1 and self.asked.wrong:
+                    self.go_wrong(session)
+                    continue
+                loss = session.call(self.body, number, batch=self.batch_of(place))
+                assert isinstance(loss, float)
+                assert session.position.step == number + 1
+                self.between(number)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--way", default="call", choices=["call", "steps"])
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--save", type=int, default=0)
+    parser.add_argument("--draws", action="store_true")
+    parser.add_argument("--evaluates", action="store_true")
+    parser.add_argument("--strays", action="store_true", help="a new process takes other batches")
+    parser.add_argument("--wrong", default="", help="what is done in step 1")
+    parser.add_argument("--undo", action="store_true")
+    arguments = parser.parse_args()
+    dist.init_process_group("resilient")
+    Job(arguments).run()
+    dist.destroy_process_group()

@@ -1,0 +1,168 @@
+"""``session.call``: loops that own their step are repaired as those are whose step is a ``with``, to the same bits."""
+
+import json
+from pathlib import Path
+
+import pytest
+from identity import no_commit_lost
+from running import Run, launch
+
+EVERYWHERE = (
+    "kill rank=1 step=5 phase=COMPUTE at=backward; kill rank=0 step=7 phase=UPDATING; "
+    "hcce rank=1 step=9 incarnation=1; kill rank=1 step=11 phase=APPLIED at=end incarnation=1; "
+    "kill rank=0 step=13 phase=BETWEEN incarnation=1; kill rank=0 step=15 phase=READY at=barrier incarnation=2"
+)
+IN_WINDOWS = (
+    "kill rank=1 step=5 phase=COMPUTE at=backward; kill rank=0 step=7 phase=COMPUTE at=end; "
+    "hcce rank=1 step=10 incarnation=1; kill rank=0 step=14 phase=UPDATING incarnation=1; "
+    "kill rank=1 step=17 phase=APPLIED incarnation=1"
+)
+"""With three steps to an update: in the last of a window, in its second, in the second of all, at an update."""
+
+
+def run_of(folder: Path, *arguments: str, plan: str = "", ranks: int = 2, **environ: str) -> Run:
+    flags = ("--faults", plan) if plan else ()
+    return launch(folder, "called.py", *arguments, ranks=ranks, flags=flags, timeout_s=100, **environ)
+
+
+def assert_same(run: Run, *others: Run, recoveries: int) -> None:
+    """Parameters, optimizer states, and what each rank has of its own: buffers and random numbers."""
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == recoveries, run.explain()
+    assert no_commit_lost(run), run.explain()
+    for other in others:
+        assert other.code == 0, other.explain()
+        assert run.digests() == other.digests(), run.explain()
+
+
+def runs(run: Run, rank: int) -> list[tuple[int, str]]:
+    lines = (run.run_dir / f"runs_rank{rank}.jsonl").read_text().splitlines()
+    return [tuple(json.loads(line)) for line in lines]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("accumulate", "plan"), [(1, EVERYWHERE), (3, IN_WINDOWS)])
+def test_a_loop_that_calls_its_bodies(tmp_path: Path, accumulate: int, plan: str) -> None:
+    arguments = ("--steps", "18", "--accumulate", str(accumulate))
+    steps = run_of(tmp_path / "steps", "--way", "steps", *arguments)
+    quiet = run_of(tmp_path / "quiet", *arguments)
+    assert_same(quiet, steps, recoveries=0)
+    run = run_of(tmp_path / "run", *arguments, plan=plan)
+    assert len(run.of("injected")) == plan.count("rank="), run.explain()
+    assert_same(run, quiet, recoveries=plan.count("rank="))
+    for rank in range(2):  # behind the update nothing ran twice
+        ended = [number for number, what in runs(run, rank) if what == "ends"]
+        assert len(ended) == len(set(ended)), ended
+
+
+@pytest.mark.timeout(300)
+def test_all_bodies_of_the_window_run_again(tmp_path: Path) -> None:
+    """Of three to an update, the third is cut: its rank calls all three again, in this one call, and goes on."""
+    plan = "kill rank=1 step=5 phase=COMPUTE at=backward"
+    run = run_of(tmp_path / "run", "--steps", "9", "--accumulate", "3", plan=plan)
+    assert run.code == 0, run.explain()
+    begun = [number for number, what in runs(run, 0) if what == "begins"]
+    assert begun == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]
+    assert "rank 1 begins at Position(step=3, over=False)" in run.out
+
+
+@pytest.mark.timeout(300)
+def test_what_the_loop_draws_does_not_move_the_bodies(tmp_path: Path) -> None:
+    """A rank is lost where only it knew what the loop had drawn."""
+    quiet = run_of(tmp_path / "quiet", "--draws")
+    plan = "kill rank=1 step=4 phase=BETWEEN; kill rank=0 step=7 phase=APPLIED at=end; kill rank=1 step=9 incarnation=1"
+    run = run_of(tmp_path / "run", "--draws", plan=plan)
+    assert_same(run, quiet, recoveries=3)
+
+
+@pytest.mark.timeout(300)
+def test_undo(tmp_path: Path) -> None:
+    quiet = run_of(tmp_path / "quiet", "--undo")
+    plan = "kill rank=1 step=4 phase=COMPUTE at=backward; kill rank=0 step=7 phase=READY at=barrier"
+    assert_same(run_of(tmp_path / "run", "--undo", plan=plan), quiet, recoveries=2)
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_whose_update_was_torn_is_replaced(tmp_path: Path) -> None:
+    """Memory that is lost before the update is fetched again, and the body is called again; in the update, the body can
+    neither end nor run again."""
+    plan = (
+        "uce rank=1 step=3 phase=COMPUTE at=backward target=param; uce rank=1 step=6 phase=UPDATING at=start "
+        "target=optimizer"
+    )
+    run = run_of(tmp_path / "run", plan=plan)
+    (lost,) = run.of("body_lost")
+    assert lost["rank"] == 1
+    assert len(run.of("spawned")) == 3, run.explain()
+    assert "rank 1 begins at Position(step=7, over=False)" in run.out
+    assert_same(run, run_of(tmp_path / "quiet"), recoveries=2)
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_lost_behind_the_last_call(tmp_path: Path) -> None:
+    plan = "kill rank=1 step=11 phase=APPLIED at=end; kill rank=0 step=11 phase=APPLIED at=end"
+    quiet = run_of(tmp_path / "quiet", ranks=3)
+    assert_same(run_of(tmp_path / "run", plan=plan, ranks=3), quiet, recoveries=1)
+
+
+@pytest.mark.timeout(300)
+def test_all_lost_and_started_again(tmp_path: Path) -> None:
+    """All ranks lost: all begin at the newest checkpoint. Started again, a job begins there too."""
+    quiet = run_of(tmp_path / "quiet", "--steps", "14")
+    plan = "kill rank=0 step=9; kill rank=1 step=9"
+    run = run_of(tmp_path / "run", "--save", "4", plan=plan)
+    assert run.code == 0, run.explain()
+    assert len(run.of("injected")) == 2
+    assert "rank 0 begins at Position(step=0, over=False)" in run.out
+    again = [line for line in run.out.splitlines() if "begins at Position(step=" in line][2:]
+    assert len(again) == 2, run.out
+    assert all("step=0" not in line for line in again), run.out
+    longer = run_of(tmp_path / "run", "--save", "4", "--steps", "14")
+    assert longer.code == 0, longer.explain()
+    begun = [line for line in longer.out.splitlines() if "begins at Position(step=" in line][-2:]
+    assert {line.split("step=")[1].split(",")[0] for line in begun} <= {"4", "8"}, longer.out  # as storage keeps up
+    assert longer.digests() == quiet.digests(), longer.explain()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ["steps", "call"])
+def test_behind_an_evaluation_no_buffers_are_shared(tmp_path: Path, way: str) -> None:
+    """DDP leaves out the broadcast of a forward pass if the one before it had no gradients: a new process had none."""
+    arguments = ("--way", way, "--evaluates")
+    plan = "kill rank=1 step=3 phase=COMPUTE at=backward; kill rank=0 step=6 phase=COMPUTE at=start"
+    run = run_of(tmp_path / "run", *arguments, plan=plan)
+    assert_same(run, run_of(tmp_path / "quiet", *arguments), recoveries=2)
+
+
+@pytest.mark.timeout(300)
+def test_a_loop_that_finds_another_place_in_its_data_is_told(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "--strays", plan="kill rank=1 step=5 phase=COMPUTE at=backward")
+    assert run.code == 0, run.explain()
+    (told,) = run.of("other_data")
+    assert (told["rank"], told["incarnation"], told["step"]) == (1, 1, 5)
+    assert run.err.count("rank 1: step 5 gets other data than in the process whose place this one takes") == 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("nested", "session.call() was called within a body of session.call(): one call is one step"),
+        ("mixed", "a Session has one loop: either session.steps(), or session.call() and session.position"),
+        ("between", "barrier was called between two session.call() of one accumulation window"),
+        ("again", "the body of step 1 was left by an exception before its update, and session.call() was called again"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, what: str, words: str) -> None:
+    run = run_of(tmp_path / "run", "--accumulate", "3", "--wrong", what)
+    assert run.code == 1, run.explain()
+    assert f"UsageError: {words}" in run.err
+
+
+@pytest.mark.timeout(300)
+def test_an_exception_behind_the_update_is_the_users(tmp_path: Path) -> None:
+    """It passes, and the loop may go on: the update counts."""
+    plan = "kill rank=1 step=7 phase=COMPUTE at=backward"
+    quiet = run_of(tmp_path / "quiet", "--wrong", "tail")
+    assert_same(run_of(tmp_path / "run", "--wrong", "tail", plan=plan), quiet, recoveries=1)
+    assert quiet.out.count("passed") == 2

@@ -1,0 +1,158 @@
+"""``session.call`` without an agent, and the order of calls and random numbers with one that is played."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import resilient_train as rt
+from resilient_train.errors import UsageError
+from resilient_train.frameworks.torch.arguments import look
+from resilient_train.protocol.rank_effects import Mode
+from resilient_train.session.calls import Call, Calls
+from resilient_train.session.randomness import BodiesRandom
+from resilient_train.session.step import Step
+
+
+class Numbers:
+    """An engine with random numbers: a state is how many were drawn of which stream."""
+
+    def __init__(self) -> None:
+        self.state = b"0"
+
+    def random_state(self) -> bytes:
+        return self.state
+
+    def restore_random_state(self, state: bytes) -> None:
+        self.state = state
+
+    def draw(self) -> None:
+        self.state = str(int(self.state) + 1).encode()
+
+
+class PlayedDriver:
+    """Three steps to an update; ``cuts``: at which of all bodies (by their order) a fault comes."""
+
+    def __init__(self, *cuts: int, joined_late: bool = False) -> None:
+        self.cuts, self.joined_late = cuts, joined_late
+        self.begun = self.calling = self.over = False
+        self.base = self.place = self.bodies = 0
+        self.modes: list[Mode] = []
+        self.next = False
+        self.cut = False
+
+    @property
+    def number(self) -> int:
+        return self.base + self.place
+
+    @property
+    def window_open(self) -> bool:
+        return self.begun and (self.place > 0 or not self.next)
+
+    def announces(self, arguments: Any) -> None:
+        pass
+
+    def set_mode(self, mode: Mode) -> None:
+        self.modes.append(mode)
+
+    def next_step(self, total: int) -> Step:
+        if self.cut:
+            self.place = 0
+        self.begun, self.cut, self.next = True, False, False
+        return Step(self, self.number)
+
+    def enter(self, step: Step) -> None:
+        pass
+
+    def leave(self, step: Step, error: BaseException | None) -> bool:
+        self.bodies += 1
+        if self.bodies in self.cuts:
+            self.cut = True
+            return True
+        if error is None:
+            self.place += 1
+            if self.place == 3:
+                self.base, self.place, self.next = self.base + 3, 0, True
+        return False
+
+
+def played(driver: PlayedDriver, numbers: Numbers) -> tuple[Calls, list[str]]:
+    seen: list[str] = []
+    return Calls(driver, BodiesRandom(numbers)), seen  # type: ignore[arg-type] # what they need of them
+
+
+def test_a_cut_window_is_called_again_from_its_first_body() -> None:
+    numbers = Numbers()
+    calls, seen = played(PlayedDriver(5), numbers)
+
+    def body(name: str) -> str:
+        seen.append(name)
+        return name.upper()
+
+    results = [calls.make(Call(body, (name,), {})) for name in "abcdefg"]
+    assert results == list("ABCDEFG")
+    assert seen == list("abcde" + "de" + "fg")
+
+
+def test_collectives_between_two_calls_of_a_window_are_off() -> None:
+    driver = PlayedDriver()
+    calls, _ = played(driver, Numbers())
+    for _ in range(3):
+        calls.make(Call(lambda: None, (), {}))
+    assert driver.modes == [Mode.BETWEEN, Mode.DIRECT, Mode.BETWEEN, Mode.DIRECT]
+
+
+def test_a_process_that_joins_late_is_alone_until_its_first_call() -> None:
+    driver = PlayedDriver(joined_late=True)
+    calls, _ = played(driver, Numbers())
+    assert calls.position().step == 0
+    assert driver.modes == [Mode.LOOPBACK]
+    calls.make(Call(lambda: None, (), {}))
+    assert driver.modes == [Mode.LOOPBACK, Mode.DIRECT, Mode.BETWEEN]
+
+
+def test_bodies_and_loop_draw_each_their_own_numbers() -> None:
+    numbers = Numbers()
+    random = BodiesRandom(numbers)  # type: ignore[arg-type] # what it needs of an engine
+    seen = []
+    for drawn in (0, 0, 3, 0, 1):
+        for _ in range(drawn):
+            numbers.draw()
+        with random:
+            seen.append(numbers.state)
+            numbers.draw()
+    assert seen == [b"0", b"1", b"2", b"3", b"4"]  # as if the loop had drawn nothing
+    assert numbers.state == b"6"  # two by bodies, while nobody else had drawn; four by the loop
+
+
+def test_without_an_agent_bodies_are_called() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with rt.Session(model=model, optimizer=optimizer) as session:
+        assert session.position == (0, False)
+        assert session.call(lambda a, b=0: a + b, 1, b=2) == 3
+        assert session.position.step == 1
+        with pytest.raises(ZeroDivisionError):
+            session.call(lambda: 1 // 0)
+        with pytest.raises(UsageError, match="within a body"):
+            session.call(session.call, print)
+        with pytest.raises(UsageError, match="one loop"):
+            next(session.steps(3))
+    with rt.Session(model=model, optimizer=optimizer) as session:
+        next(session.steps(3))
+        with pytest.raises(UsageError, match="one loop"):
+            session.call(print)
+    with rt.Session(model=model, optimizer=optimizer, loader=[1]) as session:
+        with pytest.raises(UsageError, match="leave out"):
+            session.call(print)
+
+
+def test_a_look_tells_one_batch_from_another() -> None:
+    batch = torch.arange(1000.0)
+    assert look(((batch,), {})) == look(((batch.clone(),), {}))
+    assert look(([batch],)) != look(([batch + 1],))
+    assert look({"x": batch}) != look({"x": batch.double()})
+    assert look(batch.reshape(10, 100)) != look(batch)
+    assert look(batch.numpy()) != look(batch.numpy()[::-1])
+    assert look((torch.zeros(0), torch.tensor(1.0), torch.randn(3).bfloat16(), torch.ones(2, 3).t())) != b""
+    assert look((3, "words", None)) == b""

@@ -39,7 +39,7 @@ from watched_jobs import end_holder, holder_pid  # noqa: E402
 
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError  # noqa: E402
 from resilient_train.launch.cli.asking import Follower, ask  # noqa: E402
-from resilient_train.observe.sinks import EVENTS_FILE, read_events  # noqa: E402
+from resilient_train.observe.sinks import EVENTS_FILE  # noqa: E402
 from resilient_train.protocol.messages import Inject  # noqa: E402
 
 STEPS = 300
@@ -429,14 +429,12 @@ def ends(job: Job) -> dict[int, str]:
 
 
 def steps(job: Job) -> set[tuple[int, str]]:
-    """(rank, what it said of a step: samples, loss). A rank that died in a tail has said nothing of that step, and what
-    it had not given to the loss is missing there, which is told.
+    """(rank, what it said of a step: samples, loss). A rank that died in a tail has said nothing of that step; where it
+    had not given its part, zeros stand for it in the others' words (event ``tail_input_missing``).
     """
     lines = [(r, line) for r in range(job.ranks) for line in (job.records / f"rank{r}.jsonl").read_text().splitlines()]
-    events = [event for path in job.run.glob("events*.jsonl") for event in read_events(path)]
-    told = {event.step for event in events if event.kind == "tail_input_missing"}
-    whole = [(rank, line) for rank, line in lines if line.endswith("}")]  # a kill may have torn one
-    return {(rank, line) for rank, line in whole if json.loads(line)["step"] not in told}
+    told = [(rank, line, json.loads(line)) for rank, line in lines if line.endswith("}")]  # a kill may have torn one
+    return {(rank, line) for rank, line, of in told if of["step"] == 0 or 0 not in of["counts"]}
 
 
 def main() -> int:

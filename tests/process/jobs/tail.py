@@ -204,7 +204,7 @@ class Deaths:
         if victim is None:
             return
         if victim == RANK:
-            entered = self._peers.board.tail(RANK)[0]
+            entered = self._peers._board.tail(RANK)[0]
             told.with_suffix(".new").write_text(str(os.getpid()))
             told.with_suffix(".new").rename(told)
             threading.Thread(target=self._die_behind, args=(entered,), daemon=True).start()
@@ -213,7 +213,7 @@ class Deaths:
             time.sleep(0.001)
 
     def _die_behind(self, entered: int) -> None:
-        while self._peers.board.tail(RANK)[0] == entered:
+        while self._peers._board.tail(RANK)[0] == entered:
             time.sleep(0.0005)
         os.kill(os.getpid(), signal.SIGKILL)
 

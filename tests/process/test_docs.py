@@ -40,7 +40,7 @@ def test_nothing_is_left_out(block: Block) -> None:
     if block.note.startswith("not run"):
         assert len(block.why_not) > 15, "say why"
     else:
-        assert block.language in ("python", "sh", "console", "text"), block.language
+        assert block.language in ("python", "sh", "console", "text", "mermaid"), block.language
         assert block.note in (*NOTES, "") or block.note.startswith("file: "), block.note
     if block.language == "text":
         assert not any(COMMAND.match(line) for line in block.text.splitlines()), "a command: make it a block of sh"

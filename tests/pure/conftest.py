@@ -5,10 +5,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from pure.probe_rig import FILES, OFF, POLL_MS, Copy, Make
 from resilient_train._native import Probes
 from resilient_train.testing.fake_device import VARIABLE, FakeDevice, library
+
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pure.test_controller import finish_recovery, join, of, recover, running, se
 from resilient_train.protocol.commands import EndJob, Kill, Note, RaiseStop, Spawn
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
-from resilient_train.protocol.leaving import Choice, choose
 from resilient_train.protocol.messages import Joined, Plan, Resume, SaveLast
 from resilient_train.protocol.policy import Policy
+from resilient_train.protocol.savers import Choice, choose
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.strategies import ttp
 

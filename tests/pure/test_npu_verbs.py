@@ -32,7 +32,7 @@ from resilient_train.protocol import rank_effects as do  # noqa: E402
 from resilient_train.protocol import rank_events as on  # noqa: E402
 from resilient_train.session.device_errors import DeviceErrors  # noqa: E402
 from resilient_train.session.driver import Driver  # noqa: E402
-from resilient_train.session.handover import Handover  # noqa: E402
+from resilient_train.session.from_replica import FromReplica  # noqa: E402
 from resilient_train.state.transfer import Span, view  # noqa: E402
 from resilient_train.testing.fake_device import FakeDevice  # noqa: E402
 
@@ -199,7 +199,7 @@ class QuietDriver(Driver):
         self._engine, self._peers, self.saving, self._watch = engine, peers, nothing, nothing
         self._link: Any = SimpleNamespace(rank=0)
         self._device = DeviceErrors(peers, engine.device, self._event, mends=True)
-        self._handover = Handover(self._link, engine.state, engine.step, engine.groups, "auto")
+        self._from_replica = FromReplica(self._link, engine.state, engine.step, engine.groups, "auto")
 
     def _event(self, kind: str, detail: dict[str, Any]) -> None:
         self.events.append(f"{kind}: {detail.get('tensors', detail.get('error'))}")

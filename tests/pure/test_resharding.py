@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pure.checkpoint_rig import write
 from resilient_train.frameworks.roles import Strides
 from resilient_train.protocol.messages import Refused, Source
+from resilient_train.session.from_saved import FromSaved
 from resilient_train.session.loader import Cursor
 from resilient_train.session.published import Published, read
 from resilient_train.session.resharding import reshard
-from resilient_train.session.restoring import Restoring
 
 torch = pytest.importorskip("torch")
 
@@ -182,7 +182,7 @@ def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
         raise SystemExit(2)
 
     link = SimpleNamespace(rank=0, world_size=4, channel=SimpleNamespace(send=sent.append), wait_for_the_end=end)
-    restoring = Restoring(link, None, None, None, tmp_path, ((0, 1), (2, 3)), lambda *_: None)
+    restoring = FromSaved(link, None, None, None, tmp_path, ((0, 1), (2, 3)), lambda *_: None)
     with pytest.raises(SystemExit):
         restoring.restore(Source("storage", 8, str(path)))
     (refused,) = sent

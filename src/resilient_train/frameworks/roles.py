@@ -197,7 +197,7 @@ class Groups(Protocol):
     """The process groups, from one recovery to the next.
 
     Called by the driver (at the start, and where it quiesces and builds), ``session/rebuild.py``, ``watch.py``,
-    ``explain.py``, ``handover.py``; and by the Session (``problem``).
+    ``explain.py``, ``from_replica.py``; and by the Session (``problem``).
     """
 
     def names(self) -> tuple[str, ...]:
@@ -336,8 +336,8 @@ class Device(Protocol):
 class State(Protocol):
     """What replicas share: parameters, buffers, optimizers, schedulers, scaler, and what else was registered.
 
-    Called by the driver, ``session/handover.py`` (from a replica), ``saving.py`` and ``restoring.py`` (to storage and
-    back), ``comparison.py`` (is it the same?).
+    Called by the driver, ``session/from_replica.py``, ``saving.py`` and ``from_saved.py`` (to storage and back),
+    ``comparison.py`` (is it the same?).
     """
 
     def check(self) -> None:
@@ -465,8 +465,8 @@ class Data(Protocol):
 class Step(Protocol):
     """A window (the steps up to and including one update): its updates are seen, and it can be taken back.
 
-    Called by the driver, ``session/handover.py``, ``saving.py`` and ``restoring.py`` (the layout that travels with the
-    state), ``idle.py`` (bodies without an update).
+    Called by the driver, ``session/from_replica.py``, ``saving.py`` and ``from_saved.py`` (the layout that travels with
+    the state), ``idle.py`` (bodies without an update).
     """
 
     def attach(self, updates: Updates) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
 from resilient_train.protocol.holders import Holders
-from resilient_train.protocol.leaving import Leaving
 from resilient_train.protocol.messages import End, Finished, Joined, Plan, Resume, Started, Stop
 from resilient_train.protocol.patience import Patience
 from resilient_train.protocol.policy import Policy, why_give_up
 from resilient_train.protocol.replicas import ReplicaTable
+from resilient_train.protocol.savers import Leaving
 from resilient_train.protocol.standing import Standing
 
 EXIT_UNRECOVERABLE = 75

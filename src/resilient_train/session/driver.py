@@ -41,7 +41,7 @@ from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
 from resilient_train.session.explain import Explainer
 from resilient_train.session.fail_stop import fail_stop, lost_worker
-from resilient_train.session.handover import Handover
+from resilient_train.session.from_replica import FromReplica
 from resilient_train.session.idle import Idle
 from resilient_train.session.injection import Injector
 from resilient_train.session.link import Link, leave
@@ -106,10 +106,10 @@ class Driver:
         self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
-        self._handover = Handover(self._link, engine.state, engine.step, engine.groups, settings.transfer)
+        self._from_replica = FromReplica(self._link, engine.state, engine.step, engine.groups, settings.transfer)
         mends = config.read_switches().uce
         self._device = DeviceErrors(self._peers, engine.device, self._event, mends=mends)
-        self._explainer = Explainer(self._peers, engine.groups, self._device, self._handover)
+        self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         self._watch = Watch(self._peers, self._link.generation, engine.groups.release_waiters, settings)
         self._kept: list[Drawn] = []
         """The batches of the window, for a redo."""
@@ -347,7 +347,7 @@ class Driver:
             do.SendJoined: self._send_joined,
             do.SendDone: self._send_done,
             do.SendFinish: self._send_finish,
-            do.Offer: lambda effect: self._handover.offer(self._rank.generation, effect.targets),
+            do.Offer: lambda effect: self._from_replica.offer(self._rank.generation, effect.targets),
             do.SnapshotBegin: lambda _: self.saving.head(self._rank.standing.commits, self._rank.number),
             do.SnapshotFence: lambda _: self.saving.fence(),
             do.ShowState: self._show_state,
@@ -484,7 +484,7 @@ class Driver:
         self._engine.collectives.begin_tail(self._rank.standing.commits)
 
     def _rebuild_reducer(self, effect: do.RebuildReducer) -> None:
-        layout = self._handover.take_layout() if effect.copied else None
+        layout = self._from_replica.take_layout() if effect.copied else None
         self._engine.step.rebuild_reducer(layout, self._rank.standing.commits)
 
     # -- what the rank waits for
@@ -512,23 +512,23 @@ class Driver:
 
     def _quiesce(self, effect: do.Quiesce) -> on.Event:
         self.saving.wait()
-        self._handover.forget()
+        self._from_replica.forget()
         generation = self._peers.stop_generation
         damage = None if effect.tail else self._device.heard()  # there the alarm stays for the recovery after this one
         self._watch.notice(generation)
         self._quiet_since_ns = time.time_ns()
         guarded = bool(self._engine.groups.sockets())
         self._engine.groups.close()
-        known = damage if damage is not None else self._handover.damaged
-        self._handover.damaged = self._device.confirmed(known)
-        if self._handover.damaged is not known and effect.tail:
+        known = damage if damage is not None else self._from_replica.damaged
+        self._from_replica.damaged = self._device.confirmed(known)
+        if self._from_replica.damaged is not known and effect.tail:
             raise DeviceError(
                 f"rank {self._link.rank}: its device lost memory after the update, where a step can't be left "
                 "(decision 12); this process ends so that it is replaced"
             )
         if guarded:
             self._await_watchdog(generation)
-        return on.Quieted(generation, self._handover.damaged.lost)
+        return on.Quieted(generation, self._from_replica.damaged.lost)
 
     def _await_watchdog(self, generation: int) -> None:
         """The watchdog shuts the old group's sockets by number; no new one may be opened before it is done."""
@@ -575,7 +575,7 @@ class Driver:
         self._injector.at("RESTORE", "start", generation=effect.plan.generation)
         published = self._peers.published(effect.plan.commits)
         try:
-            return on.Ok(self._handover.take(effect.plan, offer, published, self._take_up))
+            return on.Ok(self._from_replica.take(effect.plan, offer, published, self._take_up))
         except LayoutError as error:  # no other source, and no second try, would do
             told = (
                 f"rank {self._link.rank} can't be replaced from rank {offer.source}, whose state does not fit: {error}"
@@ -600,7 +600,7 @@ class Driver:
 
     def _serve(self, effect: do.Serve) -> on.Event:
         try:
-            self._handover.serve(effect.pull)
+            self._from_replica.serve(effect.pull)
         except RuntimeError as error:
             self._error = error
             return on.Failed(f"sending state: {error}")

@@ -7,18 +7,18 @@ from resilient_train.frameworks.roles import Groups
 from resilient_train.protocol.rank_events import Exit
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.device_errors import DeviceErrors
-from resilient_train.session.handover import Handover
+from resilient_train.session.from_replica import FromReplica
 from resilient_train.session.peers import Peers
 
 
 class Explainer:
-    """What is damaged goes to ``handover``."""
+    """What is damaged goes to ``from_replica``."""
 
-    def __init__(self, peers: Peers, groups: Groups, device: DeviceErrors, handover: Handover) -> None:
+    def __init__(self, peers: Peers, groups: Groups, device: DeviceErrors, from_replica: FromReplica) -> None:
         self._peers = peers
         self._groups = groups
         self._device = device
-        self._handover = handover
+        self._from_replica = from_replica
 
     def exit(self, error: BaseException | None, standing: Standing, generation: int) -> Exit:
         """An ordinary exception is the user's, unless a recovery is under way, memory lost data, or a peer hung up.
@@ -40,7 +40,7 @@ class Explainer:
             return Exit("fault", text)  # and the device is not waited for
         damage = self._device.asked(wait=True)
         if damage is not None:
-            self._handover.damaged = damage
+            self._from_replica.damaged = damage
             names = ", ".join(damage.names()) or "no state"
             return Exit("fault", f"uncorrectable memory error ({names})", damaged=True, lost=damage.lost)
         if standing.phase is Phase.COMPUTE and self._groups.broken():

@@ -3,7 +3,7 @@
 A snapshot is begun at the head of a window and copied behind its forward and backward passes. What an update changes
 is whole again at the next fence: before the update, before a recovery, at the end. Which windows begin with one, the
 same on all ranks: see ``cadence.py``. Which of its two slots a rank overwrites: ``snapshot_names.py``. The way back:
-``restoring.py``.
+``from_saved.py``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Ski
 from resilient_train.session.autosave import cadence_for
 from resilient_train.session.cadence import Cadence, Due, Wish
 from resilient_train.session.comparison import Comparison, fingerprint
+from resilient_train.session.from_saved import FromSaved, Own
 from resilient_train.session.in_flight import SnapshotInFlight
 from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
-from resilient_train.session.restoring import Own, Restoring
 from resilient_train.session.snapshot_names import SnapshotNames
 from resilient_train.state.sharding import shares
 from resilient_train.state.vault import trailer
@@ -75,7 +75,7 @@ class Saving:
         self._vault: Vault | None = None
         self._pair: SlotPair | None = None
         self._backing: Backing | None = None
-        self._restoring = Restoring(link, state, step, publication, self._run_dir, self._groups, event)
+        self._restoring = FromSaved(link, state, step, publication, self._run_dir, self._groups, event)
         self._copier = Copier()
         self._names = SnapshotNames(link.peers)
         self._in_flight: SnapshotInFlight | None = None
@@ -312,7 +312,7 @@ class Saving:
             self._vault = None
 
     def restore(self, source: Source) -> bytes:
-        """See ``Restoring.restore``."""
+        """See ``FromSaved.restore``."""
         published = self._restoring.restore(source)
         self._newest = source.commits
         return published

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from resilient_train.protocol.commands import Command, Note, Send
 from resilient_train.protocol.job import Job, Stage
-from resilient_train.protocol.leaving import Leaving, choose, why_none
+from resilient_train.protocol.savers import Leaving, choose, why_none
 from resilient_train.strategies.base import Fault, Kind
 
 NAME = "TTP"

@@ -39,7 +39,7 @@ class Own(msgspec.Struct, frozen=True, array_like=True):
     layout: bytes
 
 
-class Restoring:
+class FromSaved:
     """Takes up what ``Saving`` has saved. ``groups`` are the replica groups, ``event`` writes an event of this rank."""
 
     def __init__(

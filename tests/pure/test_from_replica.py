@@ -16,8 +16,8 @@ from resilient_train.errors import TransferError  # noqa: E402
 from resilient_train.frameworks.roles import Damage, Objects  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.protocol.messages import Fetched, Offer, Plan, Pull  # noqa: E402
-from resilient_train.session import handover as handover_module  # noqa: E402
-from resilient_train.session.handover import Handover  # noqa: E402
+from resilient_train.session import from_replica as module  # noqa: E402
+from resilient_train.session.from_replica import FromReplica  # noqa: E402
 from resilient_train.state.transfer import Span, view  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -38,7 +38,7 @@ class Rank:
         self.engine = engine_for(Objects((self.model,), (self.optimizer,)))
         link: Any = SimpleNamespace(rank=number, channel=SimpleNamespace(send=self.sent.append))
         groups: Any = SimpleNamespace(send=self._send, receive=self._receive)
-        self.handover = Handover(link, self.engine.state, self.engine.step, groups, transfer)
+        self.handover = FromReplica(link, self.engine.state, self.engine.step, groups, transfer)
 
     def _send(self, spans: list[Span], target: int) -> None:
         assert target == 1
@@ -110,7 +110,7 @@ def test_over_the_group_because_memory_can_not_be_read(
     def refused(*_: Any) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(handover_module, "read_from", refused)
+    monkeypatch.setattr(module, "read_from", refused)
     over_the_group(ranks)
 
 
@@ -126,7 +126,7 @@ def test_a_copy_that_fails_half_way_leaves_nothing_to_roll_back_to(
         raise OSError("the source has died")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="has died"):
-        patch.setattr(handover_module, "read_from", torn)
+        patch.setattr(module, "read_from", torn)
         target.take(offer)
     torch.rand(3)
     random = torch.get_rng_state()

@@ -27,7 +27,7 @@ class Offered(msgspec.Struct, array_like=True):
     layout: bytes
 
 
-class Handover:
+class FromReplica:
     """``transfer`` is the setting of that name. ``damaged``: what of this rank's state is lost, where not all is."""
 
     def __init__(self, link: Link, state: State, step: Step, groups: Groups, transfer: str) -> None:

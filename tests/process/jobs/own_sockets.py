@@ -154,6 +154,9 @@ def main() -> None:
                 check_taken(own, complete=step.number == 0)
     own.check()
     (own.folder / f"checked_{link.rank}").write_text(str(len(own.held)))
+    # Who leaves closes its connections: not before all have looked at theirs.
+    while not all((own.folder / f"checked_{rank}").exists() for rank in range(dist.get_world_size())):
+        time.sleep(0.005)
     dist.destroy_process_group()
 
 

@@ -21,16 +21,12 @@ from resilient_train.protocol.commands import Command, EndJob, Kill, Note, Spawn
 from resilient_train.protocol.job import Stage
 from resilient_train.protocol.rank import Rank
 from resilient_train.testing import checks
-from resilient_train.testing.cluster import Driver, Faults, Layout, Move, World
+from resilient_train.testing.cluster import BUDGETS, Driver, Faults, Layout, Move, World
 from resilient_train.testing.rank import Program
 
 FOLDER = Path(__file__).parents[1] / "stories"
 TURNS = 20_000
 _FAULT = re.compile(r"(?P<kind>[a-z ]+) of (?P<rank>\d+) in (?P<state>[A-Z]\w+) of step (?P<step>\d+)")
-_BUDGET = {
-    "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "loss": "heard", "fence": "fences",
-    "hang": "hangs", "failure": "failures", "asked to end": "asked",
-}  # fmt: skip
 
 
 class Blow(NamedTuple):
@@ -118,7 +114,7 @@ class _Telling:
 
         budget: dict[str, int] = {}
         for blow in story.blows:
-            budget[_BUDGET[blow.kind]] = budget.get(_BUDGET[blow.kind], 0) + 1
+            budget[BUDGETS[blow.kind]] = budget.get(BUDGETS[blow.kind], 0) + 1
         self._world = _Told(story.layout, Faults(**budget), Driver(rank=Speaking, two_witnesses=False))
         self._world.say = self.say
 

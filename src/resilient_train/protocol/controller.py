@@ -21,7 +21,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.protocol.commands import Command, Note, Spawn
 from resilient_train.protocol.disagreement import sentence
 from resilient_train.protocol.holders import Holders
-from resilient_train.protocol.job import NOBODY_LEFT, Job, Stage
+from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
 from resilient_train.protocol.messages import Differs, Finished, Joined, Plan, Resume, Started
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.replicas import agreed
@@ -86,7 +86,7 @@ class Controller:
         return [*commands, *self.job.end(leaving.code if leaving else fault.code, fault.reason)]
 
     def lost(
-        self, rank: int, incarnation: int, reason: str, standings: Sequence[Standing], *, code: int | None = None
+        self, rank: int, incarnation: int, reason: str, standings: Sequence[Standing], *, code: int = EXIT_UNRECOVERABLE
     ) -> list[Command]:
         """A rank's process died. ``standings`` are all ranks' step records at that moment; ``code`` is the job's exit
         code if it ends by that.
@@ -96,7 +96,7 @@ class Controller:
             return []
         if job.stage is Stage.LEAVING:
             return ttp.lose(job, rank)
-        fault = Fault(Kind.LOST, reason, rank) if code is None else Fault(Kind.LOST, reason, rank, code=code)
+        fault = Fault(Kind.LOST, reason, rank, code=code)
         if job.stage is Stage.STARTING:
             return self._fault(fault._replace(kind=Kind.AT_START, reason=f"rank {rank} {reason} before the first step"))
         job.evidence[rank] = standings[rank]

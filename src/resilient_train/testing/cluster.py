@@ -114,7 +114,7 @@ Word = tuple[int, int] | None
 OVER = "over"
 Log = tuple[int, tuple[tuple[int, int, int | str | None], ...]]
 """Of which update's tail, and its collectives by index: input, and the result where it was published; or OVER."""
-_BUDGETS = {
+BUDGETS = {
     "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "loss": "heard", "fence": "fences",
     "hang": "hangs", "failure": "failures", "asked to end": "asked",
 }  # fmt: skip
@@ -228,7 +228,7 @@ class World:
         checks.check(self)
 
     def _fault(self, move: Move) -> None:
-        name = _BUDGETS[move.name]
+        name = BUDGETS[move.name]
         self.budget = self.budget._replace(**{name: getattr(self.budget, name) - 1})
         if move.name == "kill":
             self.kill(move.about)

@@ -97,8 +97,9 @@ class HangWatch:
         stopped = [rank for rank in range(job.world_size) if self._state(rank) is RunState.STOPPED]
         blamed = stopped if len(stopped) < job.world_size else []
         self._stopped = {rank: self._stopped.get(rank, 0) + 1 for rank in blamed}
-        due = [rank for rank, looks in self._stopped.items() if looks >= _STOPPED_LOOKS]
-        self._fence(due, "hung: its process was stopped (SIGSTOP)", keeper)
+        # Not by _fence: the job's clock stands still before the first step, and all of this may come several times.
+        if due := [rank for rank, looks in self._stopped.items() if looks % _STOPPED_LOOKS == 0]:
+            keeper.fence(due, "hung: its process was stopped (SIGSTOP)")
 
     def _tick(self, ranks: list[Progress], keeper: Keeper) -> None:
         paused_before = self._clock.paused_ns

@@ -162,9 +162,9 @@ class Saves:
             slow.cancel()
 
     def _tell_unreadable(self, reason: str) -> None:
-        self._note("storage_unreadable", detail={"reason": reason})
         if "storage_unreadable" not in self._troubles:
             self._troubles.add("storage_unreadable")
+            self._note("storage_unreadable", detail={"reason": reason})
             self._say(f"{self._folder} can't be read ({reason}); that is tried for {_PATIENCE_S:g} s")
 
     def _tell_slow(self) -> None:

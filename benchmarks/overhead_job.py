@@ -108,12 +108,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"parameters": work.size(), "rank": dist.get_rank(), "torch": torch.__version__}
     with contextlib.ExitStack() as stack:
         lanes: dict[str, Run] = {}
-        if arguments.lanes != "session":
-            lanes["plain"] = plain_lane(work, side)
         if arguments.lanes != "plain":
             lanes["session"] = stack.enter_context(session_lane(make(arguments.model), total))
-        for run in lanes.values():
-            run(warm_up)
+            lanes["session"](warm_up)
+        if arguments.lanes != "session":
+            # Behind the Session's first step: before it, a wrapped model that is not registered is refused.
+            lanes["plain"] = plain_lane(work, side)
+            lanes["plain"](warm_up)
         result["block_times"] = alternate(lanes, blocks, steps, side)
         if split_blocks:
             result["split"] = split(lanes["session"], split_blocks, steps, side)

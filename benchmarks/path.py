@@ -55,12 +55,16 @@ def job(folder: Path) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     rank = dist.get_rank()
-    path = Counting()
+    path = None
     with rt.Session(model=model, optimizer=optimizer) as session:
         for step in session.steps(STEPS):
-            if rank == 0 and step.number in (HEALTHY + 1, HIT + 1) and step.attempt == 0:
+            if path is not None and step.attempt == 0:
                 sys.setprofile(None)
                 path.tell("a healthy step" if step.number == HEALTHY + 1 else "from a kill to the update behind it")
+                path = None
+            if rank == 0 and step.number in (HEALTHY, HIT) and step.attempt == 0:
+                path = Counting()
+                sys.setprofile(path)
             with step:
                 if rank == 1 and step.number == HIT and not (folder / "hit").exists():
                     (folder / "hit").touch()
@@ -68,9 +72,6 @@ def job(folder: Path) -> None:
                 model(torch.randn(4, 8)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if rank == 0 and step.number in (HEALTHY - 1, HIT - 1):
-                    path = Counting()
-                    sys.setprofile(path)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from resilient_train.launch.agent.operators import Operators
 from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
+from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.orders import LISTENING, NOBODY, Order
 from resilient_train.protocol.policy import Policy
@@ -105,11 +106,15 @@ class Rank:
         self.events.append(event)
 
     def listen(self) -> None:
-        self.injector.listen(lambda: self.number, lambda: self.generation)
+        self.injector.open(lambda: self.number, lambda: self.generation)
+
+    def enter(self, number: int) -> None:
+        self.number = number
+        self.injector.listen(number)
+        self.injector.asked(on.Enter(), self)  # type: ignore[arg-type]
 
     def step(self, number: int) -> None:
-        self.number = number
-        self.injector.enters(number)
+        self.enter(number)
         for place in ("forward", "backward"):
             self.drill.hooks.get(place, lambda: None)()
 
@@ -149,7 +154,7 @@ def test_a_step_that_was_cut_before_the_fault_leaves_it_to_the_next(board: Board
     rank = Rank(board)
     rank.listen()
     board.set_order(1, orders.pack(Order(1, "uce", "param")))
-    rank.injector.enters(3)
+    rank.enter(3)
     rank.number = 4  # between two steps, or in a validation pass, the model is the user's
     rank.drill.hooks["forward"]()
     assert rank.drill.done == []

@@ -37,13 +37,15 @@ def path_of(run_dir: Path, rank: int, incarnation: int) -> Path:
 
 
 class DrillRecords:
-    """Does nothing unless ``wanted``. Raises OSError where the file can't be written: a drill would compare nothing."""
+    """Raises OSError where the file can't be written: a drill would compare nothing."""
 
     def __init__(self, agent: AgentLink, drill: Drill, *, wanted: bool) -> None:
         self._drill = drill
         self._names: list[str] = []
         self._encoder = msgspec.json.Encoder()
         self._descriptor = -1
+        self.wanted = wanted
+        """Whether records are written: ``take`` need not be called otherwise."""
         if wanted:
             path = path_of(Path(agent.run_dir), agent.rank, agent.incarnation)
             path.parent.mkdir(exist_ok=True)
@@ -51,8 +53,6 @@ class DrillRecords:
 
     def take(self, step: int, batch: Any, place: tuple[int, int]) -> None:
         """Writes a record of the present state; ``place``: in the data, behind the batch."""
-        if self._descriptor < 0:
-            return
         found = self._drill.parts({"batch": batch, "loader": place})
         names = list(found)
         if names != self._names:

@@ -45,7 +45,7 @@ from resilient_train.session.from_replica import FromReplica
 from resilient_train.session.idle import Idle
 from resilient_train.session.injection import Injector
 from resilient_train.session.link import Link, leave
-from resilient_train.session.loader import Cursor, Drawn
+from resilient_train.session.loader import NO_BATCH, Batch, Cursor, Drawn
 from resilient_train.session.publication import Publication
 from resilient_train.session.pulse import Pulse
 from resilient_train.session.rebuild import build_groups
@@ -54,6 +54,7 @@ from resilient_train.session.step import Step
 from resilient_train.session.watch import Watch
 
 _WATCHDOG_S = 5.0
+_ENDS_WELL = on.Exit("ok")
 
 
 def _short(text: str) -> str:
@@ -205,7 +206,7 @@ class Driver:
         self._begun = True
         record = self._end_set_up()
         allow_readers()
-        self._injector.listen(lambda: self._rank.number, lambda: self._rank.generation)
+        self._injector.open(lambda: self._rank.number, lambda: self._rank.generation)
         self._pulse.open()
         self._engine.step.attach(self)
         self._engine.collectives.attach(self, self._peers)
@@ -237,14 +238,13 @@ class Driver:
 
     def _next(self, total: int) -> Step | None:
         self._pulse.stays()
-        self._injector.between(self._rank)
         step: Step | None = self._drive(on.Next(total, self.stopped()))
         return step
 
     def enter(self, step: Step) -> None:
         """The body begins."""
         self._entered = True
-        self._injector.enters(step.number)
+        self._injector.listen(step.number)
         self._drive(on.Enter())
 
     def leave(self, step: Step, error: BaseException | None) -> bool:  # noqa: ARG002 - a Body is asked so
@@ -252,9 +252,8 @@ class Driver:
         if self._watch.interrupt.armed:
             self._watch.interrupt.disarm()
         if error is None:
-            self._injector.leaves(self._rank)
-        else:
-            self._error = error
+            return bool(self._drive(_ENDS_WELL))
+        self._error = error
         try:
             event = self._explainer.exit(error, self._rank.standing, self._rank.generation)
         except DeviceError as failure:
@@ -271,7 +270,6 @@ class Driver:
         try:
             if finish and self._begun and not self._told_end:
                 self._step = None
-                self._injector.between(self._rank)
                 self._drive(on.Over(self.stopped()))
                 self._ended()
         finally:
@@ -282,12 +280,10 @@ class Driver:
     def before_update(self, optimizer: Any) -> None:
         """The optimizer is about to write: interrupts are held from here to the head of the loop."""
         self._drive(on.UpdateBegins(self._optimizers[id(optimizer)]))
-        self._injector.raising("UPDATING", self._rank)
 
     def after_update(self, optimizer: Any) -> None:
         """The optimizer has written."""
         self._drive(on.UpdateEnds(self._optimizers[id(optimizer)]))
-        self._injector.raising("APPLIED", self._rank)
 
     def after_scaler(self) -> None:
         """The scaler was updated; if no optimizer ran it had refused the update."""
@@ -320,18 +316,23 @@ class Driver:
         """Hands ``event`` to the machine, and performs what it wants until the thread is the user's again."""
         perform, injector, rank = self._perform, self._injector, self._rank
         self._answer = None
+        if injector.clauses:
+            injector.asked(event, rank)
+        heard = event
         try:
-            while event is not None:
-                effects = rank.on(event)
-                event = None
+            while heard is not None:
+                effects = rank.on(heard)
+                heard = None
                 for effect in effects:
                     if injector.clauses:
                         injector.before(effect, rank)
-                    event = perform[effect.__class__](effect)
+                    heard = perform[effect.__class__](effect)
                     if injector.clauses:
-                        injector.after(effect, event, rank)
+                        injector.after(effect, heard, rank)
         except DeviceError as error:
             self._fail_stop(error)
+        if injector.clauses:
+            injector.answered(event, rank)
         return self._answer
 
     def _performers(self) -> dict[type[do.Effect], Callable[[Any], Any]]:
@@ -442,7 +443,8 @@ class Driver:
             case "copied":
                 comparison.forget()
             case "end":
-                self._records.take(self._rank.number, None, self._cursor.place)
+                if self._records.wanted:
+                    self._records.take(self._rank.number, None, self._cursor.place)
                 self._digests = self._engine.state.fingerprint().digest(), self._publication.digest()
                 comparison.write(commits, self._digests[0])
 
@@ -462,18 +464,24 @@ class Driver:
         if not place:
             self._peers.begin_window()
         if place == len(self._kept):
-            self._pulse.at(Activity.LOADING)
-            try:
-                batch = self._cursor.next()
-            except Exception as error:
-                self.outlive(error)
-                raise
-            self._pulse.at(Activity.TRAINING)
+            batch = self._next_batch()
             random = self._engine.data.random_state() if place else None
             self._kept.append(Drawn(batch, random, self._cursor.place))
         elif (random := self._kept[place].random) is not None:
             # The batch is kept, so nothing is drawn for it; but drawing it had moved the random numbers.
             self._engine.data.restore_random_state(random)
+
+    def _next_batch(self) -> Batch:
+        if self._cursor.loader is None:
+            return NO_BATCH
+        self._pulse.at(Activity.LOADING)
+        try:
+            batch = self._cursor.next()
+        except Exception as error:
+            self.outlive(error)
+            raise
+        self._pulse.at(Activity.TRAINING)
+        return batch
 
     def _forget_batches(self, _: do.ForgetBatches) -> None:
         self._kept = []
@@ -619,7 +627,8 @@ class Driver:
 
     def _return_step(self, _: do.ReturnStep) -> None:
         drawn, number = self._kept[self._rank.place], self._rank.number
-        self._records.take(number, drawn.batch.value, drawn.place)
+        if self._records.wanted:
+            self._records.take(number, drawn.batch.value, drawn.place)
         self._answer = Step(self, number, drawn.batch.value, drawn.batch.epoch, self._rank.attempt)
 
     def _cut(self, _: do.Cut) -> NoReturn:

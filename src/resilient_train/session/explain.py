@@ -20,14 +20,12 @@ class Explainer:
         self._device = device
         self._from_replica = from_replica
 
-    def exit(self, error: BaseException | None, standing: Standing, generation: int) -> Exit:
+    def exit(self, error: BaseException, standing: Standing, generation: int) -> Exit:
         """An ordinary exception is the user's, unless a recovery is under way, memory lost data, or a peer hung up.
 
         After the update it is: what a fault does to a collective there is repaired inside the call. Raises DeviceError
         if memory lost data there.
         """
-        if error is None:
-            return Exit("ok")
         if isinstance(error, TrainingInterrupted):
             return Exit("interrupted")
         if not isinstance(error, Exception):

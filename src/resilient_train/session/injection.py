@@ -61,7 +61,7 @@ _AFTER = {do.Cross: ("UPDATING", "start"), do.Build: ("REBUILD", "end")}
 class Injector:
     """Hits at places of a step, and before and behind effects of the rank machine; each clause hits once.
 
-    ``before``, ``after`` need not be called where there are no ``clauses``.
+    Nothing but ``listen`` need be called where there are no ``clauses``.
     """
 
     def __init__(
@@ -91,29 +91,30 @@ class Injector:
 
     # -- places
 
-    def enters(self, step: int) -> None:
-        """The body of a step begins."""
-        if self.clauses or self._peers.order() != orders.LISTENING:
+    def listen(self, step: int) -> None:
+        """A step begins: an operator's order hits in it."""
+        if self._peers.order() != orders.LISTENING:
             self._look_for_order(step)
-            self.at("COMPUTE", "start", step=step)
 
-    def leaves(self, rank: Rank) -> None:
-        """The body of a step has ended well."""
-        if self.clauses and rank.standing.phase is Phase.APPLIED:
-            self.at("APPLIED", "end", step=rank.number - 1)
-        elif self.clauses and rank.standing.phase is Phase.COMPUTE and not rank.written and not rank.scaled:
-            self.at("COMPUTE", "end", step=rank.number)
+    def asked(self, event: on.Event, rank: Rank) -> None:
+        """The user's code has come here, and the machine is about to hear of it."""
+        match event:
+            case on.Enter():
+                self.at("COMPUTE", "start", step=rank.number)
+            case on.Exit(how="ok") if rank.standing.phase is Phase.APPLIED:
+                self.at("APPLIED", "end", step=rank.number - 1)
+            case on.Exit(how="ok") if rank.standing.phase is Phase.COMPUTE and not rank.written and not rank.scaled:
+                self.at("COMPUTE", "end", step=rank.number)
+            case on.Next() | on.Over() if rank.standing.phase is Phase.APPLIED:
+                self.at("BETWEEN", "start", step=rank.number)
 
-    def between(self, rank: Rank) -> None:
-        """The loop wants its next step."""
-        if self.clauses and rank.standing.phase is Phase.APPLIED:
-            self.at("BETWEEN", "start", step=rank.number)
-
-    def raising(self, phase: str, rank: Rank) -> None:
-        """A hook has come to its end."""
-        if self.clauses:
-            step = rank.number - (rank.standing.phase is Phase.APPLIED)
-            self.at(phase, "start", step=step, raising=True)
+    def answered(self, event: on.Event, rank: Rank) -> None:
+        """The thread goes back to the user's code, or to an optimizer: where an operation of the device can raise."""
+        step = rank.number - (rank.standing.phase is Phase.APPLIED)
+        if isinstance(event, on.UpdateBegins):
+            self.at("UPDATING", "start", step=step, raising=True)
+        elif isinstance(event, on.UpdateEnds):
+            self.at("APPLIED", "start", step=step, raising=True)
 
     def before(self, effect: do.Effect, rank: Rank) -> None:
         """The effect is about to be performed."""
@@ -183,7 +184,7 @@ class Injector:
         if place in self._hooks:
             self._hooks.pop(place)()
 
-    def listen(self, step: Callable[[], int], generation: Callable[[], int]) -> None:
+    def open(self, step: Callable[[], int], generation: Callable[[], int]) -> None:
         """The loop begins: faults can hit inside the framework's own code, and an operator may order some."""
         self._generation = generation
         for place, hook in (("forward", self._drill.call_in_forward), ("backward", self._drill.call_in_backward)):

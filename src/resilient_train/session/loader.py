@@ -16,7 +16,7 @@ class Batch(NamedTuple):
     epoch: int
 
 
-_NONE = Batch(None, 0)
+NO_BATCH = Batch(None, 0)
 
 
 class Drawn(NamedTuple):
@@ -44,6 +44,9 @@ class Position(NamedTuple):
     skipped: int = 0
     """Samples of this rank at the head of the pass that are left out: used already, in a world of another size."""
     reused: bool = False
+
+
+_NOWHERE = Position(0, 0, b"", b"")
 
 
 class Cursor:
@@ -75,7 +78,7 @@ class Cursor:
     def next(self) -> Batch:
         """The next batch; a new epoch begins where one ends. Raises ConfigError for a loader that gives nothing."""
         if self.loader is None:
-            return _NONE
+            return NO_BATCH
         if self._iterator is None:
             self._begin_epoch()
         assert self._iterator is not None
@@ -97,6 +100,8 @@ class Cursor:
 
     def position(self) -> Position:
         """The position before the next batch."""
+        if self.loader is None:
+            return _NOWHERE
         inner = self.loader.state_dict() if self._stateful and self._index else None
         own = b""
         if inner is not None or self._generators:

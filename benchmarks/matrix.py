@@ -60,7 +60,7 @@ def run_kind(kind: str, ranks: int, folder: Path) -> dict[tuple[str, str], Cell]
     clauses = list(plan_of(kind, ranks))
     steps = clauses[-1].step + 3
     # What --faults would refuse in an undisturbed run, a drill would as well: it is the same launcher.
-    options = drill.Options(command=(str(JOB), "--steps", str(steps)), run_dir=folder, ranks=ranks)
+    options = drill.DrillOptions(command=(str(JOB), "--steps", str(steps)), run_dir=folder, ranks=ranks)
     _, expected, _ = drill.run_once(options, "undisturbed", "", _LIMIT_S)
     text = "; ".join(clause.describe() for clause in clauses)
     code, story, events = drill.run_once(options, "disturbed", text, _LIMIT_S)

@@ -37,7 +37,7 @@ from common import (
 from resilient_train.child import sigterm_unwinds
 from resilient_train.events import Event
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
-from resilient_train.observe.timeline import Outcome, Recovery, recoveries
+from resilient_train.observe.timeline import Recovery, RecoveryOutcome, recoveries
 from resilient_train.session.injection import SIGNALS
 
 POLL_S = 0.02
@@ -219,7 +219,7 @@ def undisturbed_steps_ms(commits: list[list[Commit]], story: list[Recovery]) -> 
 def measured(hit: Hit, story: list[Recovery], events: list[Event], watch: Watch) -> dict[str, Any]:
     """One recovery in milliseconds. Raises BenchmarkError if the kill led to none."""
     after = [each for each in story if hit.rank in each.lost and each.fault_ns >= hit.time_ns]
-    found = [each for each in after if each.outcome is Outcome.RESUMED]
+    found = [each for each in after if each.outcome is RecoveryOutcome.RESUMED]
     commit = next_common_commit(watch.commits, hit.time_ns)
     if not found or commit is None:
         raise BenchmarkError(f"no recovery in the events for {hit}")

@@ -1,4 +1,4 @@
-"""What can go wrong, as values; and the little language in which a plan of injected faults is written.
+"""The little language in which a plan of injected faults is written.
 
 A plan is a list of clauses separated by ``;``::
 
@@ -16,38 +16,11 @@ unless it says otherwise, and hits once. Clauses for the phases of a recovery (S
 from __future__ import annotations
 
 import difflib
-import enum
 from collections.abc import Iterable
 
 import msgspec
 
 from resilient_train.errors import ConfigError
-
-
-class FaultKind(enum.StrEnum):
-    """The kinds of fault of the design. Each is seen by someone and repaired by a strategy."""
-
-    RANK_LOST = "RANK_LOST"
-    HANG = "HANG"
-    UCE = "UCE"
-    HCCE = "HCCE"
-    TRE = "TRE"
-    SDC = "SDC"
-    LINK = "LINK"
-    NODE_LOST = "NODE_LOST"
-    CONTROLLER_LOST = "CONTROLLER_LOST"
-    SIGTERM = "SIGTERM"
-
-
-class Fault(msgspec.Struct, frozen=True):
-    """A fault that somebody saw. ``seen_ns`` is wall-clock nanoseconds; ``witness`` says who or what saw it."""
-
-    kind: FaultKind
-    rank: int
-    seen_ns: int = 0
-    witness: str = ""
-    detail: str = ""
-
 
 INJECTABLE = ("kill", "stop", "loop", "hcce", "uce")
 """Kinds that a plan and ``resilient-train inject`` accept."""

@@ -39,15 +39,15 @@ _SILENT_MAX = 64
 """Connections without a greeting; of more than these the oldest is closed."""
 
 
-class Room(NamedTuple):
+class ReadLimits(NamedTuple):
     """What a peer may take up here: the largest frame it may send, and how much may wait for it to read."""
 
     frame_bytes: int
     waiting_bytes: int
 
 
-SMALL = Room(1 << 20, 16 << 20)
-LARGE = Room(MAX_FRAME_BYTES, MAX_FRAME_BYTES + (16 << 20))
+SMALL = ReadLimits(1 << 20, 16 << 20)
+LARGE = ReadLimits(MAX_FRAME_BYTES, MAX_FRAME_BYTES + (16 << 20))
 """For a rank: one frame of the largest kind (a description of a state) passes, in either direction."""
 
 
@@ -76,7 +76,7 @@ class Connection(Generic[Received]):
         self._waiting_bytes = 0
         self._waiting_max_bytes = _GREETING_BYTES
 
-    def admit(self, room: Room) -> None:
+    def admit(self, room: ReadLimits) -> None:
         """The peer is known: it may take up that much from now on."""
         self._frames.limit_bytes, self._waiting_max_bytes = room
 

@@ -10,7 +10,7 @@ from typing import NoReturn, Protocol
 NAME = "rt.standby_point()"
 
 
-class Stage(Protocol):
+class StandbyStage(Protocol):
     """A process without a rank, between the script's first line and the point where it waits.
 
     ``wraps``: see ``config.wraps_backend``. Who asks for it there would be taken for the script.
@@ -31,10 +31,10 @@ class Stage(Protocol):
         ...
 
 
-stage: Stage | None = None
+stage: StandbyStage | None = None
 
 
-def enter(entered: Stage | None) -> None:
+def enter(entered: StandbyStage | None) -> None:
     """From now on this process waits there; None: it has become a rank."""
     global stage
     stage = entered

@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier  # noqa: E402
 from resilient_train.errors import VaultError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
-from resilient_train.frameworks.roles import Image, Objects, Share  # noqa: E402
+from resilient_train.frameworks.roles import Image, Objects, SaveShare  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
 from resilient_train.frameworks.torch.staging import BUFFER_BYTES, Staging  # noqa: E402
 from resilient_train.frameworks.torch.state import State  # noqa: E402
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator here (cuda or npu)"),
 ]
-WHOLE = Share(0, 1, 0, 1)
+WHOLE = SaveShare(0, 1, 0, 1)
 WIDTH = 1536
 
 

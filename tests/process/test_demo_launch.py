@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from resilient_train import child
-from resilient_train.demo.run import Options, as_dict, compare
+from resilient_train.demo.run import DemoOptions, as_dict, compare
 
 pytestmark = pytest.mark.process
 
@@ -80,7 +80,7 @@ def test_both_runs_are_followed_and_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(child, "_LAUNCH", TRAINS)
     monkeypatch.setenv("RESILIENT_FAULTS", "kill rank=0 step=1")
     told = []
-    options = Options(run_dir=tmp_path / "demo", steps=6, ranks=2)
+    options = DemoOptions(run_dir=tmp_path / "demo", steps=6, ranks=2)
     result = compare(options, lambda name, done, steps, news: told.append((name, done, steps, news)))
     assert result.problems == []
     assert as_dict(result)["identical"]
@@ -94,7 +94,7 @@ def test_both_runs_are_followed_and_compared(tmp_path, monkeypatch):
 
 def test_a_run_that_fails_is_told_with_the_end_of_its_log(tmp_path, monkeypatch):
     monkeypatch.setattr(child, "_LAUNCH", FAILS)
-    result = compare(Options(run_dir=tmp_path, steps=6, ranks=2), quiet)
+    result = compare(DemoOptions(run_dir=tmp_path, steps=6, ranks=2), quiet)
     assert not result.good
     assert "undisturbed run ended with exit code 3" in result.problems[0]
     assert "a reason in the log" in result.problems[0]

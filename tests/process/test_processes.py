@@ -17,7 +17,7 @@ from resilient_train import child
 from resilient_train.config import Settings
 from resilient_train.launch.agent.processes import RankProcess
 from resilient_train.launch.fork.frames import gates
-from resilient_train.launch.fork.standby_pool import Pool, Waiting
+from resilient_train.launch.fork.standby_pool import Pool, Standby
 
 LEAVES_ONE = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.exit({code})"
 PATIENCE_S = 20.0
@@ -97,7 +97,7 @@ def test_a_standby_is_reaped_when_its_group_was_killed(killed: list[tuple[int, i
         ours, theirs = gates()
         with theirs:
             started, left = leader()
-            spare = Waiting(started.pid, ours)
+            spare = Standby(started.pid, ours)
             pool._spares.append(spare)
             until(lambda: not runs(started.pid))
             assert pool.reap(started.pid)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from resilient_train.state.checkpoint.draft import Draft
+from resilient_train.state.checkpoint.draft import CheckpointDraft
 from resilient_train.state.checkpoint.libraries import libraries_here
 from resilient_train.state.checkpoint.manifest import FileEntry, Kind
 from resilient_train.state.checkpoint.restore import Checkpoint
-from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.image import ImagePlan, plan_image
 from resilient_train.state.sharding import Piece, whole
 
@@ -78,7 +78,7 @@ def write(
     libraries: Mapping[str, str] | None = None,
 ) -> Path:
     """A complete checkpoint of ``shards`` replica groups of one rank each."""
-    with Draft.begin(folder, step, kind) as draft:
+    with CheckpointDraft.begin(folder, step, kind) as draft:
         entries = add_files(draft, step, shards)
         return draft.commit(
             entries,
@@ -91,7 +91,7 @@ def write(
         )
 
 
-def add_files(draft: Draft, step: int, shards: int) -> list[FileEntry]:
+def add_files(draft: CheckpointDraft, step: int, shards: int) -> list[FileEntry]:
     entries = []
     for shard in range(shards):
         plan = plan_image(pieces(shard, shards), shard, shards)
@@ -105,7 +105,7 @@ def add_files(draft: Draft, step: int, shards: int) -> list[FileEntry]:
 
 def loaded(checkpoint: Checkpoint, wanted: list[Piece], *, digests: bool = True) -> list[np.ndarray]:
     arrays = [np.full(piece.shape, 1, NUMPY[piece.dtype]) for piece in wanted]
-    targets = [Target(piece, memory_of(array)) for piece, array in zip(wanted, arrays, strict=True)]
+    targets = [BlockTarget(piece, memory_of(array)) for piece, array in zip(wanted, arrays, strict=True)]
     checkpoint.load(targets, digests=digests)
     return arrays
 

@@ -11,13 +11,13 @@ from torch import nn
 from pure.fake_accelerator import Machine
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier
 from resilient_train.frameworks.accelerator import Host
-from resilient_train.frameworks.roles import Image, Objects, Share
+from resilient_train.frameworks.roles import Image, Objects, SaveShare
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.staging import Staging
 from resilient_train.frameworks.torch.state import State
 
 STEP = 7
-WHOLE = Share(0, 1, 0, 1)
+WHOLE = SaveShare(0, 1, 0, 1)
 TIMEOUT_S = 20
 
 

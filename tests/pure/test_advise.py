@@ -7,7 +7,7 @@ import pytest
 
 from pure.stories import at, beginning, normal_end, one_kill, write
 from resilient_train.launch.cli import advise as module
-from resilient_train.launch.cli.advise import Options, advise, as_dict, as_lines
+from resilient_train.launch.cli.advise import AdviseOptions, advise, as_dict, as_lines
 from resilient_train.launch.cli.tool import main
 from resilient_train.protocol.messages import Reply
 from resilient_train.state.failures import guess
@@ -27,7 +27,7 @@ def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def text(options: Options) -> str:
+def text(options: AdviseOptions) -> str:
     return "\n".join(line.text for line in as_lines(advise(options)))
 
 
@@ -63,9 +63,11 @@ def test_it_explains_itself_to_people(capsys) -> None:
         "more for each day of training",
     ):
         assert words in out, out
-    assert "no reason to change it" in text(Options(stall_s=20, step_s=6, devices=1024, present_steps=440))
-    assert "every step (6 s)" in text(Options(stall_s=0, step_s=6, devices=1024))
-    assert "is ever finished" in text(Options(stall_s=1, step_s=60, devices=4, mtbf_hours=0.01, present_steps=9000))
+    assert "no reason to change it" in text(AdviseOptions(stall_s=20, step_s=6, devices=1024, present_steps=440))
+    assert "every step (6 s)" in text(AdviseOptions(stall_s=0, step_s=6, devices=1024))
+    assert "is ever finished" in text(
+        AdviseOptions(stall_s=1, step_s=60, devices=4, mtbf_hours=0.01, present_steps=9000)
+    )
 
 
 def test_two_kinds_of_saves(capsys) -> None:
@@ -150,10 +152,10 @@ def test_no_interval_that_storage_can_not_carry(tmp_path: Path, capsys) -> None:
 def test_going_back_is_a_failure(tmp_path: Path) -> None:
     back = [at(2000, "restart_all", reason="all ranks are lost", attempt=1), at(2600, "started", step=0)]
     write(tmp_path, [*beginning(), *back, at(5500, "session_end", 0, step=50), *normal_end(5500)])
-    advice = advise(Options(run_dir=tmp_path, stall_s=0.1))
+    advice = advise(AdviseOptions(run_dir=tmp_path, stall_s=0.1))
     assert advice.basis.rate == guess(3).seen(1, 5.0)
     assert "1 fault in 5 s of training: 0 repaired without a checkpoint, 0 ended the run, after 1 all" in text(
-        Options(run_dir=tmp_path, stall_s=0.1)
+        AdviseOptions(run_dir=tmp_path, stall_s=0.1)
     )
 
 
@@ -162,7 +164,7 @@ def test_older_runs_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> No
         write(tmp_path, [*beginning(), at(2500, "session_end", 0, step=step), at(2500, "finished")])
         (tmp_path / "events.jsonl").rename(tmp_path / f"{name}.jsonl")
     write(tmp_path, beginning())
-    assert advise(Options(run_dir=tmp_path, stall_s=0.1)).basis.step_s == pytest.approx(0.1)
+    assert advise(AdviseOptions(run_dir=tmp_path, stall_s=0.1)).basis.step_s == pytest.approx(0.1)
 
 
 def test_a_running_job_is_asked_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +172,7 @@ def test_a_running_job_is_asked_where_it_is(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(module.time, "time_ns", lambda: begun + 3600 * 10**9)
     status = {"ranks": [{"rank": 0, "step": 7200}, {"rank": 1, "step": 7199}, {"rank": 2, "step": None}]}
     monkeypatch.setattr(module.asking, "ask", lambda _run, _question: Reply(status=status))
-    basis = advise(Options(run_dir=write(tmp_path, beginning()), stall_s=0.1)).basis
+    basis = advise(AdviseOptions(run_dir=write(tmp_path, beginning()), stall_s=0.1)).basis
     assert basis.step_s == pytest.approx(0.5)
     assert basis.history is not None
     assert basis.history.trained_s == pytest.approx(3600)
@@ -179,8 +181,8 @@ def test_a_running_job_is_asked_where_it_is(tmp_path: Path, monkeypatch: pytest.
 def test_the_file_of_ato(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ato.json"
     path.write_text('{"failure_count": 4, "total_steps": 6000}')
-    options = Options(stall_s=20, step_s=6, devices=1024)
-    by_flag = advise(Options(stall_s=20, step_s=6, devices=1024, ato_path=path)).basis.rate
+    options = AdviseOptions(stall_s=20, step_s=6, devices=1024)
+    by_flag = advise(AdviseOptions(stall_s=20, step_s=6, devices=1024, ato_path=path)).basis.rate
     assert by_flag == guess(1024).seen(4, 36_000)
     monkeypatch.setenv("MS_ENABLE_TFT", f"{{ATO:1,ATO_PATH:{path},ATO_THRESHOLD:4}}")
     assert advise(options).basis.rate.mtbf_s == 9000, "the threshold is reached: only what was seen"
@@ -229,5 +231,5 @@ def test_a_run_that_does_not_tell(tmp_path: Path, capsys) -> None:
 
 
 def test_an_infinite_cost_is_null_in_json() -> None:
-    result = as_dict(advise(Options(stall_s=1, step_s=60, devices=1, mtbf_hours=0.001, present_steps=10_000)))
+    result = as_dict(advise(AdviseOptions(stall_s=1, step_s=60, devices=1, mtbf_hours=0.001, present_steps=10_000)))
     assert module.msgspec.json.decode(module.msgspec.json.encode(result))["present_cost"] is None

@@ -27,17 +27,17 @@ from pure.checkpoint_rig import (
 from resilient_train.errors import CheckpointError, ConfigError, StorageError
 from resilient_train.state import digest
 from resilient_train.state.checkpoint import segments
-from resilient_train.state.checkpoint.draft import Draft
+from resilient_train.state.checkpoint.draft import CheckpointDraft
 from resilient_train.state.checkpoint.files import write_image
 from resilient_train.state.checkpoint.manifest import folder_name, parse_name
 from resilient_train.state.checkpoint.restore import read_checkpoint
-from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.checkpoint.verify import verify
 from resilient_train.state.image import plan_image
 from resilient_train.state.sharding import Piece, whole
 
 
-def commit(draft: Draft, shards: int = 2, **changes) -> Path:
+def commit(draft: CheckpointDraft, shards: int = 2, **changes) -> Path:
     fields = {"commits": draft.step, "reason": "", "replica_groups": [[r] for r in range(shards)], "shards": shards}
     return draft.commit(add_files(draft, draft.step, shards), libraries={}, **(fields | changes))
 
@@ -95,7 +95,7 @@ def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, 1, shards=4)
     with read_checkpoint(path) as checkpoint:
         first = pieces(0, 4)[0]
-        target = [Target(first, memoryview(bytearray(first.size_bytes)))]
+        target = [BlockTarget(first, memoryview(bytearray(first.size_bytes)))]
         assert checkpoint.load(target, digests=False) == first.size_bytes
         assert checkpoint.load(target) == (path / "shard-0-of-4.safetensors").stat().st_size
 
@@ -128,11 +128,11 @@ def test_damage_is_seen_on_arrival(tmp_path: Path) -> None:
 def test_another_model(piece: Piece, words: str, tmp_path: Path) -> None:
     with read_checkpoint(write(tmp_path, 1)) as checkpoint:
         with pytest.raises(ConfigError, match=words):
-            checkpoint.load([Target(piece, memoryview(bytearray(piece.size_bytes)))])
+            checkpoint.load([BlockTarget(piece, memoryview(bytearray(piece.size_bytes)))])
 
 
 def test_ranks_whose_own_state_is_lost(tmp_path: Path) -> None:
-    with Draft.begin(tmp_path, 3, "ttp") as draft:
+    with CheckpointDraft.begin(tmp_path, 3, "ttp") as draft:
         files = [entry for entry in add_files(draft, 3, 2) if not entry.name.startswith("rank-1")]
         (draft.path / "rank-1-of-2.msgpack").unlink()
         path = draft.commit(
@@ -152,26 +152,26 @@ def test_a_newer_one_of_the_same_step_takes_its_place(tmp_path: Path) -> None:
 
 def test_what_was_not_committed_goes(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    with pytest.raises(RuntimeError), Draft.begin(tmp_path, 2) as draft:
+    with pytest.raises(RuntimeError), CheckpointDraft.begin(tmp_path, 2) as draft:
         add_files(draft, 2, 2)
         raise RuntimeError
     assert names(tmp_path) == ["step_1"]
 
 
 def test_a_dead_writers_draft_makes_room_a_living_ones_does_not(tmp_path: Path) -> None:
-    first = Draft.begin(tmp_path, 2)
+    first = CheckpointDraft.begin(tmp_path, 2)
     add_files(first, 2, 2)
     with pytest.raises(StorageError, match="is being written by another process"):
-        Draft.begin(tmp_path, 2)
+        CheckpointDraft.begin(tmp_path, 2)
     first.close()  # as the kernel does for the dead
-    with Draft.begin(tmp_path, 2) as draft:
+    with CheckpointDraft.begin(tmp_path, 2) as draft:
         commit(draft)
     assert verify(tmp_path / "step_2").ok
 
 
 def test_several_processes_write_one(tmp_path: Path) -> None:
-    with Draft.begin(tmp_path, 2) as draft:
-        others = Draft.join(draft.path)
+    with CheckpointDraft.begin(tmp_path, 2) as draft:
+        others = CheckpointDraft.join(draft.path)
         files = add_files(others, 2, 2)
         others.close()
         assert draft.path.exists(), "only who began it takes it away"
@@ -180,12 +180,12 @@ def test_several_processes_write_one(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_is_being_removed_is_not_joined(tmp_path: Path) -> None:
-    draft = Draft.begin(tmp_path, 2)
+    draft = CheckpointDraft.begin(tmp_path, 2)
     draft.close()
     fd = os.open(draft.path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(StorageError, match="is being removed"):
-        Draft.join(draft.path)
+        CheckpointDraft.join(draft.path)
     os.close(fd)
 
 

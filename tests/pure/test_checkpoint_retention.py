@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pure.checkpoint_rig import names, write
-from resilient_train.state.checkpoint.draft import Draft
+from resilient_train.state.checkpoint.draft import CheckpointDraft
 from resilient_train.state.checkpoint.retention import retain, tidy
 from resilient_train.state.checkpoint.verify import newest_complete, verify
 
@@ -70,8 +70,8 @@ def test_other_things_are_left_alone(tmp_path: Path) -> None:
 
 def test_leftovers_of_the_dead(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    Draft.begin(tmp_path, 2).close()
-    living = Draft.begin(tmp_path, 3)
+    CheckpointDraft.begin(tmp_path, 2).close()
+    living = CheckpointDraft.begin(tmp_path, 3)
     write(tmp_path, 4).rename(tmp_path / "step_4_gone")
     write(tmp_path, 5).rename(tmp_path / "step_5_replaced")
     write(tmp_path, 6)
@@ -99,7 +99,7 @@ def test_moved_aside_and_nothing_in_its_place(tmp_path: Path) -> None:
 def test_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can say whether the writer lives: its draft stays until its step is written again."""
     monkeypatch.setattr("resilient_train.state.checkpoint.files.fcntl.flock", _no_locks)
-    Draft.begin(tmp_path, 2).close()
+    CheckpointDraft.begin(tmp_path, 2).close()
     assert tidy(tmp_path) == []
     write(tmp_path, 3)
     assert names(tmp_path) == ["step_2_tmp", "step_3"]

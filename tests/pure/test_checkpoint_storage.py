@@ -13,7 +13,7 @@ import pytest
 
 from pure.checkpoint_rig import add_files, image, names, pieces, write
 from resilient_train.errors import StorageError
-from resilient_train.state.checkpoint.draft import Draft
+from resilient_train.state.checkpoint.draft import CheckpointDraft
 from resilient_train.state.checkpoint.libraries import libraries_here
 from resilient_train.state.checkpoint.retention import retain, tidy
 from resilient_train.state.checkpoint.verify import newest_complete, verify
@@ -88,7 +88,7 @@ def test_a_replacement_that_fails_loses_nothing(tmp_path: Path, call: str, times
 def test_one_that_is_replaced_and_can_not_be_deleted(tmp_path: Path, call: str, at: int) -> None:
     """The new one is in place: its save has not failed."""
     write(tmp_path, 1, shards=2)
-    with pytest.MonkeyPatch.context() as patch, Draft.begin(tmp_path, 1) as draft:
+    with pytest.MonkeyPatch.context() as patch, CheckpointDraft.begin(tmp_path, 1) as draft:
         files = add_files(draft, 1, 3)
         Failing(patch, errno.EIO, at, calls=(call,))
         draft.commit(files, commits=1, reason="", replica_groups=[[0], [1], [2]], shards=3, libraries=libraries_here())
@@ -121,8 +121,8 @@ def test_somebody_elses_file_in_place_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_joined_writer_takes_only_its_file_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Draft.begin(tmp_path, 1) as draft:
-        other = Draft.join(draft.path)
+    with CheckpointDraft.begin(tmp_path, 1) as draft:
+        other = CheckpointDraft.join(draft.path)
         plan = plan_image(pieces(0, 1), 0, 1)
         Failing(monkeypatch, errno.ENOSPC, 1, calls=("pwrite",))
         with pytest.raises(StorageError):

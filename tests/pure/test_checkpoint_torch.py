@@ -25,7 +25,7 @@ from resilient_train.frameworks.torch.checkpoint import (  # noqa: E402
     piece_of,
 )
 from resilient_train.state import sharding  # noqa: E402
-from resilient_train.state.checkpoint.draft import Draft  # noqa: E402
+from resilient_train.state.checkpoint.draft import CheckpointDraft  # noqa: E402
 from resilient_train.state.checkpoint.restore import read_checkpoint  # noqa: E402
 from resilient_train.state.checkpoint.verify import verify  # noqa: E402
 from resilient_train.state.image import ImagePlan, plan_image  # noqa: E402
@@ -73,7 +73,7 @@ def fill(
 
 def save(folder: Path, slots: list[tuple[ImagePlan, memoryview]], groups, names=(), tree: bytes = b"\xc0") -> Path:
     shards = len(slots)
-    with Draft.begin(folder, STEP) as draft:
+    with CheckpointDraft.begin(folder, STEP) as draft:
         files = [
             draft.add_image(shard, shards, slot, plan.total_bytes, shard).entry
             for shard, (plan, slot) in enumerate(slots)

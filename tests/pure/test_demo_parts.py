@@ -6,7 +6,7 @@ import pytest
 
 from pure.stories import at, beginning, normal_end, one_kill, whole_run
 from resilient_train.demo.plot import draw
-from resilient_train.demo.run import Comparison, Ended, Options, _problems, as_dict, as_lines, read_losses
+from resilient_train.demo.run import DemoOptions, Ended, RunComparison, _problems, as_dict, as_lines, read_losses
 from resilient_train.errors import ConfigError
 from resilient_train.observe.timeline import read_run
 
@@ -15,7 +15,7 @@ LOSSES = {rank: {step: 5.0 - step / 10 for step in range(20)} for rank in range(
 
 @pytest.fixture
 def options(tmp_path):
-    return Options(run_dir=tmp_path, steps=20, ranks=3, faults="kill rank=2 step=7 phase=COMPUTE at=backward")
+    return DemoOptions(run_dir=tmp_path, steps=20, ranks=3, faults="kill rank=2 step=7 phase=COMPUTE at=backward")
 
 
 def ended(events, name="disturbed", exit_code=0, losses=LOSSES):
@@ -24,7 +24,7 @@ def ended(events, name="disturbed", exit_code=0, losses=LOSSES):
 
 def compared(options, disturbed):
     expected = ended([*beginning(), *normal_end()], "undisturbed")
-    return Comparison(options, expected, disturbed, _problems(options, expected, disturbed))
+    return RunComparison(options, expected, disturbed, _problems(options, expected, disturbed))
 
 
 def test_equal_digests_and_a_recovery_for_each_fault_are_a_success(options):
@@ -79,13 +79,13 @@ def test_a_run_that_ended_badly_says_how(options):
 @pytest.mark.parametrize("wrong", [{"steps": 5}, {"ranks": 1}, {"faults": "kill rank=4 step=1"}, {"faults": "kill"}])
 def test_options_that_can_not_work_are_refused(wrong, tmp_path):
     with pytest.raises(ConfigError):
-        Options(run_dir=tmp_path, **wrong)
+        DemoOptions(run_dir=tmp_path, **wrong)
 
 
 def test_default_faults_are_inside_the_run(tmp_path):
     for steps in (6, 7, 60):
         for ranks in (2, 3, 4):
-            assert len(Options(run_dir=tmp_path, steps=steps, ranks=ranks).plan()) == 2
+            assert len(DemoOptions(run_dir=tmp_path, steps=steps, ranks=ranks).plan()) == 2
 
 
 def test_the_last_loss_of_a_step_counts_and_torn_lines_are_left_out(tmp_path):

@@ -8,12 +8,12 @@ import pytest
 
 from resilient_train.errors import ConfigError
 from resilient_train.faults import parse_plan
-from resilient_train.testing.drill import Options, plan
+from resilient_train.testing.drill import DrillOptions, plan
 
 
-def options(**changes: object) -> Options:
+def options(**changes: object) -> DrillOptions:
     fields = {"command": ("train.py",), "run_dir": Path("/nowhere/drill"), "ranks": 3, **changes}
-    return Options(**fields)  # type: ignore[arg-type]
+    return DrillOptions(**fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from resilient_train.faults import parse_plan
-from resilient_train.session.drill_records import Names, Record, path_of
+from resilient_train.session.drill_records import DrillRecord, Names, path_of
 from resilient_train.testing.drill import explain
 from resilient_train.testing.drill_comparison import Difference, DrillComparison
 
@@ -29,7 +29,7 @@ def write(run_dir: Path, changes: Changes, *, updates: int = 5) -> Path:
             lines = [msgspec.json.encode(Names(NAMES))]
             for update in range(first, max(last, first + 1)):
                 written = changes.get((rank, incarnation, update), [usual(rank, update)])
-                lines += [msgspec.json.encode(Record(2 * update, digests)) for digests in written]
+                lines += [msgspec.json.encode(DrillRecord(2 * update, digests)) for digests in written]
             path = path_of(run_dir, rank, incarnation)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"\n".join(lines) + b'\n{"type":"rec')

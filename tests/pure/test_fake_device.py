@@ -10,7 +10,7 @@ import pytest
 
 from pure.probe_rig import COMM, OFF, Copy, Make, let_it_poll
 from resilient_train._native import Probes
-from resilient_train.testing.fake_device import FUNCTIONS, VARIABLE, Call, FakeDevice
+from resilient_train.testing.fake_device import FUNCTIONS, VARIABLE, DeviceCall, FakeDevice
 
 
 def test_control_memory_is_checked(tmp_path: Path, device: FakeDevice) -> None:
@@ -48,7 +48,7 @@ def test_ring_keeps_the_newest_calls(make: Make, device: FakeDevice) -> None:
     calls = device.calls("aclrtPeekAtLastError")
     assert 0 < len(calls) <= 256
     assert calls[-1].number > 256
-    assert all(isinstance(call, Call) and call.pid == os.getpid() for call in calls)
+    assert all(isinstance(call, DeviceCall) and call.pid == os.getpid() for call in calls)
 
 
 def test_declarations_are_those_of_the_vendor(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from resilient_train.errors import ProtocolError, UsageError
 from resilient_train.frameworks.torch import group as group_module
-from resilient_train.frameworks.torch.group import Built, ResilientGroup
+from resilient_train.frameworks.torch.group import BuiltGroup, ResilientGroup
 from resilient_train.frameworks.torch.transports import gloo
 
 Connection = tuple[socket.socket, socket.socket]
@@ -38,7 +38,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> None:
 def adopted(ours: socket.socket, inode: int) -> ResilientGroup:
     group = ResilientGroup(dist.HashStore(), 0, 2, "group", [0, 1], timedelta(seconds=1))
     inner: Any = SimpleNamespace(allreduce=lambda *_: "done")
-    group.adopt(Built(inner, [(ours.fileno(), inode)]))
+    group.adopt(BuiltGroup(inner, [(ours.fileno(), inode)]))
     return group
 
 

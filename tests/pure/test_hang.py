@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from resilient_train.protocol.hang import Finding, HangDetector, Limits, RunState, Verdict
+from resilient_train.protocol.hang import HangDetector, Limits, RunState, Stall, Suspicion
 from resilient_train.protocol.progress import Activity, Progress
 from resilient_train.protocol.standing import Phase
 
@@ -27,7 +27,7 @@ class Job:
         self.detector = HangDetector(self.ranks, self.limits)
         self.progress = [Progress(0, Phase.COMPUTE, 0, Activity.TRAINING)] * self.ranks
         self.states = [RunState.RUNNING] * self.ranks
-        self.found: list[Finding] = []
+        self.found: list[Stall] = []
 
     def pass_ms(self, duration_ms: float) -> None:
         """Time goes by; nobody moves."""
@@ -57,7 +57,7 @@ class Job:
 
     def until_hung(self, limit_ms: float) -> float:
         begin_ms = self.now_ms
-        while not any(each.verdict in (Verdict.HUNG, Verdict.TOGETHER) for each in self.found):
+        while not any(each.verdict in (Suspicion.HUNG, Suspicion.TOGETHER) for each in self.found):
             assert self.now_ms < begin_ms + limit_ms, f"no finding in {limit_ms} ms: {self.found}"
             self.pass_ms(LOOK_MS)
         return self.now_ms - begin_ms
@@ -77,7 +77,7 @@ def test_a_stopped_process_is_found_within_two_slow_steps_and_200_ms() -> None:
         job.put(2, collectives=1)
         job.states[2] = RunState.STOPPED
         assert job.until_hung(10 * step_ms + 1000) <= 2 * (step_ms + LOOK_MS) + 200
-        assert (job.found[-1].verdict, job.found[-1].ranks) == (Verdict.HUNG, (2,))
+        assert (job.found[-1].verdict, job.found[-1].ranks) == (Suspicion.HUNG, (2,))
         assert "SIGSTOP" in job.found[-1].why
 
 
@@ -95,7 +95,7 @@ def test_a_process_stopped_for_one_look_only_is_not_hung() -> None:
     job.look()
     job.states[1] = RunState.RUNNING
     job.pass_ms(1000)
-    assert all(each.verdict is Verdict.STRAGGLER for each in job.found)
+    assert all(each.verdict is Suspicion.STRAGGLER for each in job.found)
 
 
 def test_a_stopped_process_before_the_job_is_known() -> None:
@@ -126,7 +126,7 @@ def test_the_one_who_holds_the_others_up_is_named(culprit: Progress, others: Pro
     job.progress[3] = culprit
     waited_ms = job.until_hung(100_000)
     assert 60_000 <= waited_ms <= 60_200
-    assert [each.verdict for each in job.found] == [Verdict.STRAGGLER, Verdict.SUSPECT, Verdict.HUNG]
+    assert [each.verdict for each in job.found] == [Suspicion.STRAGGLER, Suspicion.SUSPECT, Suspicion.HUNG]
     assert all(each.ranks == (3,) for each in job.found)
     assert ("batch" in job.found[-1].why) == (culprit.activity is Activity.LOADING)
 
@@ -149,14 +149,14 @@ def test_all_in_one_collective_have_no_culprit() -> None:
     job = running(fixed_ms=1000)
     job.all_at(Phase.COMPUTE, 2)
     assert 10_000 <= job.until_hung(20_000) <= 10_100
-    assert (job.found[-1].verdict, job.found[-1].ranks) == (Verdict.TOGETHER, ())
+    assert (job.found[-1].verdict, job.found[-1].ranks) == (Suspicion.TOGETHER, ())
 
 
 def test_first_steps_have_the_long_limit_and_are_not_counted() -> None:
     job = Job()
     job.put(0, collectives=1)
     job.pass_ms(400_000)
-    assert [each.verdict for each in job.found] == [Verdict.SUSPECT]
+    assert [each.verdict for each in job.found] == [Suspicion.SUSPECT]
     job.steps(3, lambda: 90_000)
     job.steps(20, lambda: 100)
     assert job.detector._limit_ms() == 60_000
@@ -189,7 +189,7 @@ def test_a_recovery_begins_anew_and_keeps_what_is_usual() -> None:
     job.found.clear()
     job.detector.restart(int(job.now_ms * 1e6))
     job.pass_ms(59_000)
-    assert all(each.verdict is not Verdict.HUNG for each in job.found)
+    assert all(each.verdict is not Suspicion.HUNG for each in job.found)
     assert job.detector._stopped_ms() < 1000
 
 
@@ -205,5 +205,5 @@ def test_no_false_alarm_in_a_hundred_thousand_steps() -> None:
 
         job = Job(ranks=2)
         job.steps(20_000, step_ms)
-        alarms = [each for each in job.found if each.verdict is not Verdict.STRAGGLER]
+        alarms = [each for each in job.found if each.verdict is not Suspicion.STRAGGLER]
         assert alarms == [], f"seed {seed}"

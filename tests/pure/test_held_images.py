@@ -12,7 +12,7 @@ from pure.checkpoint_rig import CUT, NAMES, NUMPY, WHOLE, image, pieces, value
 from resilient_train._native import Copier
 from resilient_train.errors import ConfigError, VaultError
 from resilient_train.state.checkpoint.held import HeldImage, fill_from
-from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.digest import chunk_digests
 from resilient_train.state.image import plan_image
 from resilient_train.state.sharding import whole
@@ -46,9 +46,9 @@ def arrays() -> dict[str, np.ndarray]:
     return {name: np.zeros(shape, NUMPY[dtype]) for name, (dtype, shape) in (CUT | WHOLE).items()}
 
 
-def targets(into: dict[str, np.ndarray]) -> list[Target]:
+def targets(into: dict[str, np.ndarray]) -> list[BlockTarget]:
     return [
-        Target(
+        BlockTarget(
             whole(name, *(CUT | WHOLE)[name]),
             memoryview(array.reshape(-1)).cast("B") if array.size else memoryview(b""),
         )
@@ -96,6 +96,6 @@ def test_a_share_that_is_cut_off_is_refused(held: Shares) -> None:
 
 
 def test_another_models_tensor_is_refused(held: Shares) -> None:
-    wanted = [Target(whole("model.9.weight", "F32", (1,)), memoryview(bytearray(4)))]
+    wanted = [BlockTarget(whole("model.9.weight", "F32", (1,)), memoryview(bytearray(4)))]
     with pytest.raises(ConfigError, match=r"model\.9\.weight"):
         fill_from([held(0, 1)], wanted, Copier())

@@ -4,7 +4,7 @@ import pytest
 
 from pure.stories import HOSTILE, at, beginning, normal_end, ns, one_kill, whole_run, write
 from resilient_train.events import Event
-from resilient_train.observe.history import History, Standing, read_history
+from resilient_train.observe.history import History, LatestStep, read_history
 from resilient_train.observe.sinks import read_events
 
 
@@ -74,7 +74,7 @@ def test_steps_count_from_where_the_run_began() -> None:
 
 
 def test_a_running_job_is_known_up_to_now() -> None:
-    history = read_history([beginning()], Standing(ns(10_500), 50))
+    history = read_history([beginning()], LatestStep(ns(10_500), 50))
     assert history.trained_s == pytest.approx(10)
     assert history.step_s == pytest.approx(0.2)
 

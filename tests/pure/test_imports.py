@@ -17,18 +17,18 @@ from resilient_train.config import (
 )
 from resilient_train.errors import ConfigError
 from resilient_train.launch.fork.environ_watch import EnvironWatch, noted
-from resilient_train.launch.fork.imports import Target, Wanted, hidden, scan, target_of, uses_us
+from resilient_train.launch.fork.imports import Script, Wanted, hidden, scan, target_of, uses_us
 
 
-def write(folder: Path, **files: str) -> Target:
+def write(folder: Path, **files: str) -> Script:
     for name, text in files.items():
         path = folder / (name.replace("__dot__", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return Target(script=str(folder / "train.py"))
+    return Script(script=str(folder / "train.py"))
 
 
-def names(target: Target, folder: Path) -> list[str]:
+def names(target: Script, folder: Path) -> list[str]:
     plan = scan(target, str(folder))
     assert not plan.refusal
     return [each.module for each in plan.imports]
@@ -76,9 +76,9 @@ def test_a_module(tmp_path: Path) -> None:
         pack__dot____main__="import wave\n",
         pack__dot__run="import json\n",
     )
-    assert names(Target(module="pack"), tmp_path) == ["csv", "wave"]
-    assert names(Target(module="pack.run"), tmp_path) == ["csv", "json"]
-    assert names(Target(module="not.there"), tmp_path) == []
+    assert names(Script(module="pack"), tmp_path) == ["csv", "wave"]
+    assert names(Script(module="pack.run"), tmp_path) == ["csv", "json"]
+    assert names(Script(module="not.there"), tmp_path) == []
 
 
 def test_a_script_that_does_not_compile_is_the_ranks_business(tmp_path: Path) -> None:
@@ -141,8 +141,8 @@ def test_commands_that_can_be_followed(tmp_path: Path) -> None:
     script = str(tmp_path / "train.py")
     Path(script).touch()
     python = (sys.executable, "-u")
-    assert target_of((*python, script, "-m", "x")) == Target(script=script, arguments=("-m", "x"))
-    assert target_of((*python, "-m", "pack.run", "--steps")) == Target(module="pack.run", arguments=("--steps",))
+    assert target_of((*python, script, "-m", "x")) == Script(script=script, arguments=("-m", "x"))
+    assert target_of((*python, "-m", "pack.run", "--steps")) == Script(module="pack.run", arguments=("--steps",))
     for command in (
         (),
         ("/bin/sh", "x"),
@@ -270,4 +270,4 @@ def test_a_module_of_a_package_that_uses_this_library(tmp_path: Path, monkeypatc
     write(tmp_path, pkg__dot____init__="", pkg__dot____main__="from .deep import run",
           pkg__dot__deep__dot____init__="from ..other import x", pkg__dot__other="import resilient_train")  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    assert uses_us(Target(module="pkg"))
+    assert uses_us(Script(module="pkg"))

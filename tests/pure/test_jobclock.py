@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from resilient_train.protocol.hang import HangDetector, Limits, RunState, Verdict
+from resilient_train.protocol.hang import HangDetector, Limits, RunState, Suspicion
 from resilient_train.protocol.jobclock import JobClock
 from resilient_train.protocol.progress import Activity, Progress
 from resilient_train.protocol.standing import Phase
@@ -108,7 +108,7 @@ def test_who_is_not_continued_is_found_after_the_time_of_a_job_that_is_not_known
     detector = HangDetector(3, Limits())
     now_ms = 0.0
     states = [RunState.RUNNING] * 3
-    found: list[Verdict] = []
+    found: list[Suspicion] = []
 
     def look(progress: Progress) -> None:
         nonlocal now_ms
@@ -127,4 +127,4 @@ def test_who_is_not_continued_is_found_after_the_time_of_a_job_that_is_not_known
     assert found == []
     for _ in range(4):
         look(last)
-    assert found == [Verdict.HUNG]
+    assert found == [Suspicion.HUNG]

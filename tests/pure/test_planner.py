@@ -14,7 +14,7 @@ from resilient_train.state.advisor import Advisor
 from resilient_train.state.failures import AtoInfo, FailureRate
 from resilient_train.state.interval import Tier
 from resilient_train.state.nested import Nested, nested_overhead, nested_steps
-from resilient_train.state.planner import Plan, Planner
+from resilient_train.state.planner import Planner, SavePlan
 
 HOUR_S = 3600.0
 
@@ -33,10 +33,10 @@ def measured(plan: Planner, *, step_s: float = 0.5, memory_s: float = 0.1, store
 
 def test_it_begins_with_what_measures_soon() -> None:
     fresh = planner()
-    assert fresh.plan() == Plan(10, 20)
+    assert fresh.plan() == SavePlan(10, 20)
     fresh.step(1.0)
     fresh.kept(0.1)
-    assert fresh.plan() == Plan(10, 20), "storage is not measured yet"
+    assert fresh.plan() == SavePlan(10, 20), "storage is not measured yet"
 
 
 def test_the_plan_is_the_exact_optimum() -> None:

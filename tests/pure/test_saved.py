@@ -7,7 +7,7 @@ import pytest
 
 from pure.stories import HOSTILE, at, beginning, normal_end, one_kill
 from resilient_train.observe.report import as_dict, lines
-from resilient_train.observe.saved import Origin, Saved, Trouble, WayBack
+from resilient_train.observe.saved import NotSaved, Origin, Saved, WayBack
 from resilient_train.observe.sinks import read_events
 from resilient_train.observe.timeline import read_run
 
@@ -63,7 +63,7 @@ def test_what_is_missing_is_counted_once_for_each_step():
     off = at(1600, "save_off", 2, reason="900 MB are missing")
     events = [*beginning(), *early, skipped(1400, 10, "storage is busy"), failed, off]
     found = saved_of(*events)
-    assert found.left_out == (Trouble(5, "rank 0: the holder does not answer"), Trouble(10, "storage is busy"))
+    assert found.left_out == (NotSaved(5, "rank 0: the holder does not answer"), NotSaved(10, "storage is busy"))
     text = text_of(*events)
     assert "checkpoints left out: 2; the last, of step 10: storage is busy" in text
     assert "checkpoints failed: 1; the last, of step 15: No space left on device" in text

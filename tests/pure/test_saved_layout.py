@@ -8,14 +8,14 @@ torch = pytest.importorskip("torch")
 
 from pure.staging_rig import STEP, WHOLE, Trained, room  # noqa: E402
 from resilient_train._native import Copier  # noqa: E402
-from resilient_train.frameworks.roles import Share  # noqa: E402
+from resilient_train.frameworks.roles import SaveShare  # noqa: E402
 from resilient_train.frameworks.torch.images import Images  # noqa: E402
 from resilient_train.frameworks.torch.staging import Staging  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
-def copied(host: Trained, share: Share = WHOLE, images: Images | None = None) -> bytes:
+def copied(host: Trained, share: SaveShare = WHOLE, images: Images | None = None) -> bytes:
     """By what has kept the layout from the copy before. (``State.image`` would refuse models of another shape.)"""
     image = (images or host.state._images).image(host.state.tree(), STEP, share)
     memory = room(image)
@@ -23,7 +23,7 @@ def copied(host: Trained, share: Share = WHOLE, images: Images | None = None) ->
     return bytes(memory)
 
 
-def fresh(host: Trained, share: Share = WHOLE) -> bytes:
+def fresh(host: Trained, share: SaveShare = WHOLE) -> bytes:
     """By something that has kept nothing."""
     return copied(host, share, Images(Staging(1 << 30)))
 
@@ -92,9 +92,9 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("share", [WHOLE, Share(1, 3, 1, 3)])
+@pytest.mark.parametrize("share", [WHOLE, SaveShare(1, 3, 1, 3)])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_is_found_out(change: Callable[[Trained], None], share: Share) -> None:
+def test_what_changes_is_found_out(change: Callable[[Trained], None], share: SaveShare) -> None:
     host = Trained()
     host.update(0.5)
     assert copied(host, share) == fresh(host, share)
@@ -119,5 +119,5 @@ def test_the_layout_is_kept_while_values_change() -> None:
 def test_another_share_is_another_layout() -> None:
     host = Trained()
     host.update(0.5)
-    for share in (WHOLE, Share(0, 2, 0, 2), Share(1, 2, 1, 2), Share(1, 2, 4, 8)):
+    for share in (WHOLE, SaveShare(0, 2, 0, 2), SaveShare(1, 2, 1, 2), SaveShare(1, 2, 4, 8)):
         assert copied(host, share) == fresh(host, share)

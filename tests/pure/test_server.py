@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from resilient_train import server as module
-from resilient_train.server import LARGE, SMALL, Connection, Listener, Room, Server
+from resilient_train.server import LARGE, SMALL, Connection, Listener, ReadLimits, Server
 from resilient_train.transport import FrameBuffer, encode, listen
 
 PATIENCE_S = 20.0
@@ -41,7 +41,7 @@ class Echo(Server[Frame]):
     decoder = msgspec.msgpack.Decoder(Frame)
     greeting = Hello
 
-    def __init__(self, room: Room = SMALL) -> None:
+    def __init__(self, room: ReadLimits = SMALL) -> None:
         self.room = room
         self.told: list[str] = []
         self.opened = 0

@@ -9,7 +9,7 @@ import resilient_train as rt
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch.arguments import look
 from resilient_train.protocol.rank_effects import Mode
-from resilient_train.session.calls import Call, Calls
+from resilient_train.session.calls import BodyCall, Calls
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
 
@@ -89,7 +89,7 @@ def test_a_cut_window_is_called_again_from_its_first_body() -> None:
         seen.append(name)
         return name.upper()
 
-    results = [calls.make(Call(body, (name,), {})) for name in "abcdefg"]
+    results = [calls.make(BodyCall(body, (name,), {})) for name in "abcdefg"]
     assert results == list("ABCDEFG")
     assert seen == list("abcde" + "de" + "fg")
 
@@ -98,7 +98,7 @@ def test_collectives_between_two_calls_of_a_window_are_off() -> None:
     driver = PlayedDriver()
     calls, _ = played(driver, Numbers())
     for _ in range(3):
-        calls.make(Call(lambda: None, (), {}))
+        calls.make(BodyCall(lambda: None, (), {}))
     assert driver.modes == [Mode.BETWEEN, Mode.DIRECT, Mode.BETWEEN, Mode.DIRECT]
 
 
@@ -107,7 +107,7 @@ def test_a_process_that_joins_late_is_alone_until_its_first_call() -> None:
     calls, _ = played(driver, Numbers())
     assert calls.position().step == 0
     assert driver.modes == [Mode.LOOPBACK]
-    calls.make(Call(lambda: None, (), {}))
+    calls.make(BodyCall(lambda: None, (), {}))
     assert driver.modes == [Mode.LOOPBACK, Mode.DIRECT, Mode.BETWEEN]
 
 

@@ -22,10 +22,10 @@ from resilient_train.frameworks import predecessor  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch.call_codec import bytes_of, header_of  # noqa: E402
 from resilient_train.frameworks.torch.clique import Clique  # noqa: E402
-from resilient_train.frameworks.torch.set_up import SetUp  # noqa: E402
+from resilient_train.frameworks.torch.set_up import SetUpCollectives  # noqa: E402
 from resilient_train.frameworks.torch.storages import registered  # noqa: E402
 from resilient_train.frameworks.torch.verbs import VERBS, run_alone  # noqa: E402
-from resilient_train.state.set_up_record import Record, Recorded  # noqa: E402
+from resilient_train.state.set_up_record import Recorded, SetUpRecord  # noqa: E402
 
 pytestmark = pytest.mark.torch
 BIG = 20_000
@@ -88,16 +88,16 @@ def nothing() -> frozenset[Any]:
     return frozenset()
 
 
-def later(monkeypatch: pytest.MonkeyPatch, packed: bytes) -> SetUp:
+def later(monkeypatch: pytest.MonkeyPatch, packed: bytes) -> SetUpCollectives:
     """In a process that takes the place of the one that has recorded this."""
     monkeypatch.setattr(config, "read_link", lambda: link(joining=True))
     monkeypatch.setattr(predecessor, "recall", lambda _: packed)
     monkeypatch.setattr(predecessor, "stray", lambda _, text: SystemExit(text))
-    return SetUp()
+    return SetUpCollectives()
 
 
 def test_a_result_is_taken_before_the_caller_can_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_up, group, value = SetUp(), Group(), one(2.0)
+    set_up, group, value = SetUpCollectives(), Group(), one(2.0)
     work = set_up.issue(group, "allreduce", ([value], c10d.AllreduceOptions()))
     assert not work.is_completed()
     group.end()
@@ -112,14 +112,14 @@ def test_a_result_is_taken_before_the_caller_can_change_it(monkeypatch: pytest.M
 
 
 def test_what_has_begun_is_waited_for() -> None:
-    set_up, group = SetUp(), Group()
+    set_up, group = SetUpCollectives(), Group()
     set_up.issue(group, "allreduce", ([one()], c10d.AllreduceOptions()))
     threading.Timer(0.05, group.end).start()
     assert Recorded(set_up.finish(nothing), bytes.decode)
 
 
 def test_what_has_failed_is_refused() -> None:
-    set_up, group = SetUp(), Group()
+    set_up, group = SetUpCollectives(), Group()
     work = set_up.issue(group, "allreduce", ([one()], c10d.AllreduceOptions()))
     assert work.give_up()
     with pytest.raises(RuntimeError, match="was given up"):
@@ -129,7 +129,7 @@ def test_what_has_failed_is_refused() -> None:
 
 
 def test_the_source_of_a_broadcast_gives_what_it_gave_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_up, group = SetUp(), Group()
+    set_up, group = SetUpCollectives(), Group()
     set_up.issue(group, "broadcast", ([one(5.0)], options(0)))
     group.end()
     answered, other = later(monkeypatch, set_up.finish(nothing)), one(6.0)
@@ -138,7 +138,7 @@ def test_the_source_of_a_broadcast_gives_what_it_gave_at_first(monkeypatch: pyte
 
 
 def test_alone_in_a_group_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_up, group, big = SetUp(), Group(size=1), torch.zeros(BIG)
+    set_up, group, big = SetUpCollectives(), Group(size=1), torch.zeros(BIG)
     set_up.issue(group, "allreduce", ([big], c10d.AllreduceOptions()))
     group.end()
     packed = set_up.finish(nothing)
@@ -148,14 +148,14 @@ def test_alone_in_a_group_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert again.sum().item() == BIG
 
 
-def broadcast_large(set_up: SetUp, tensor: torch.Tensor, me: int = 1) -> None:
+def broadcast_large(set_up: SetUpCollectives, tensor: torch.Tensor, me: int = 1) -> None:
     group = Group(me)
     set_up.issue(group, "broadcast", ([tensor], options(0)))
     group.end()
 
 
 def test_a_large_result_must_lie_in_registered_memory() -> None:
-    model, set_up = nn.Linear(BIG // 4, 4), SetUp()
+    model, set_up = nn.Linear(BIG // 4, 4), SetUpCollectives()
     objects = Objects((model,), ())
     for tensor in (model.weight.data, model.weight.detach().view(-1)[4:]):
         broadcast_large(set_up, tensor)
@@ -172,7 +172,7 @@ def test_memory_that_is_used_again_is_not_the_same() -> None:
     """The tensor is gone, and a registered one may lie where it was."""
     model, places = nn.Module(), set()
     for _ in range(20):
-        set_up, passing = SetUp(), torch.zeros(BIG)
+        set_up, passing = SetUpCollectives(), torch.zeros(BIG)
         places.add(passing.data_ptr())
         broadcast_large(set_up, passing)
         del passing
@@ -184,7 +184,7 @@ def test_memory_that_is_used_again_is_not_the_same() -> None:
 
 
 def test_nothing_holds_on_to_what_was_communicated() -> None:
-    set_up, tensor = SetUp(), torch.zeros(BIG)
+    set_up, tensor = SetUpCollectives(), torch.zeros(BIG)
     seen = weakref.ref(tensor)
     broadcast_large(set_up, tensor)
     small = one()
@@ -209,20 +209,20 @@ def test_what_counts_as_registered() -> None:
     mine.register_buffer("hidden", own)
     objects = Objects((model,), (optimizer,), extra={"shared": shared}, rank_extra={"mine": mine})
     for tensor in (weight, state, extra, own):
-        set_up = SetUp()
+        set_up = SetUpCollectives()
         broadcast_large(set_up, tensor)
         assert set_up.problem(lambda: registered(objects)) == ""
 
 
 def test_a_sparse_result_can_not_be_kept() -> None:
-    set_up, group = SetUp(), Group()
+    set_up, group = SetUpCollectives(), Group()
     set_up.issue(group, "allreduce", ([torch.zeros(4).to_sparse()], c10d.AllreduceOptions()))
     assert "can't be kept" in set_up.problem(nothing)
 
 
 def test_a_script_that_never_comes_to_a_loop_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resilient_train.state.set_up_record.TOTAL_BYTES", 400)
-    set_up, group = SetUp(), Group()
+    set_up, group = SetUpCollectives(), Group()
     for _ in range(8):
         set_up.issue(group, "barrier", (c10d.BarrierOptions(),))
     assert "there was no room for the one at" in set_up.problem(nothing)
@@ -231,7 +231,7 @@ def test_a_script_that_never_comes_to_a_loop_of_ours(monkeypatch: pytest.MonkeyP
 
 
 def test_from_whom_a_receive_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Record()
+    record = SetUpRecord()
     box = one()
     entry, _ = record.enter("world", header_of("recv_anysource", ([box], 0)), "x:1", 4)
     assert entry is not None
@@ -241,7 +241,7 @@ def test_from_whom_a_receive_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_difference_ends_the_process_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = later(monkeypatch, Record().packed())
+    answered = later(monkeypatch, SetUpRecord().packed())
     for _ in range(2):
         with pytest.raises(SystemExit):
             answered.issue(Group(alone=True), "barrier", (c10d.BarrierOptions(),))
@@ -258,7 +258,7 @@ class Stage:
 
 def test_a_standby_waits_alone_and_is_compared_later(monkeypatch: pytest.MonkeyPatch) -> None:
     barrier = (c10d.BarrierOptions(),)
-    first, group = SetUp(), Group()
+    first, group = SetUpCollectives(), Group()
     first.issue(group, "barrier", barrier)
     first.issue(group, "allreduce", ([one()], c10d.AllreduceOptions()))
     group.end()

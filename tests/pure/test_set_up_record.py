@@ -3,13 +3,13 @@
 import pytest
 
 from resilient_train.errors import ProtocolError
-from resilient_train.state.set_up_record import RESULT_BYTES, TOTAL_BYTES, DifferenceError, Record, Recorded
+from resilient_train.state.set_up_record import RESULT_BYTES, TOTAL_BYTES, DifferenceError, Recorded, SetUpRecord
 
 COUNT, SHARE = b"count", b"share"
 
 
 def record_of(*calls: tuple[str, bytes, str, bytes | None]) -> Recorded:
-    record = Record()
+    record = SetUpRecord()
     for group, header, place, result in calls:
         entry, room = record.enter(group, header, place, len(result or b""))
         assert room
@@ -27,7 +27,7 @@ def test_each_call_is_answered_once_in_the_order_of_its_group() -> None:
 
 
 def test_who_it_was_from_is_kept() -> None:
-    record = Record()
+    record = SetUpRecord()
     entry, _ = record.enter("a", COUNT, "x:1", 1)
     assert entry is not None
     entry.result, entry.source = b"1", 3
@@ -60,7 +60,7 @@ def test_more_and_fewer_calls() -> None:
 
 
 def test_a_result_that_is_too_large_takes_no_room() -> None:
-    record = Record()
+    record = SetUpRecord()
     entry, room = record.enter("a", COUNT, "x:1", RESULT_BYTES + 1)
     assert entry is not None
     assert not room
@@ -68,7 +68,7 @@ def test_a_result_that_is_too_large_takes_no_room() -> None:
 
 
 def test_the_whole_is_bounded() -> None:
-    record = Record()
+    record = SetUpRecord()
     kept = [record.enter("a", COUNT, "x:1", RESULT_BYTES)[1] for _ in range(TOTAL_BYTES // RESULT_BYTES)]
     assert kept == [True] * (len(kept) - 1) + [False], "what the calls themselves take counts too"
     assert record.full_at == ""
@@ -77,7 +77,7 @@ def test_the_whole_is_bounded() -> None:
 
 def test_a_full_record_is_given_up() -> None:
     """A script without a loop of ours calls collectives for ever."""
-    record, header = Record(), bytes(1 << 20)
+    record, header = SetUpRecord(), bytes(1 << 20)
     for number in range(3):
         assert record.enter("a", header, f"x:{number}", 0)[0] is not None
     assert record.enter("a", header, "x:3", 0) == (None, False)
@@ -88,7 +88,7 @@ def test_a_full_record_is_given_up() -> None:
 
 
 def test_no_calls_and_no_record() -> None:
-    for packed in (b"", Record().packed()):
+    for packed in (b"", SetUpRecord().packed()):
         Recorded(packed, bytes.decode).finish()
     with pytest.raises(ProtocolError):
         Recorded(b"\xc1", bytes.decode)

@@ -12,7 +12,7 @@ from pure.fake_accelerator import DEVICE, DeviceTensor, Machine  # noqa: E402
 from pure.staging_rig import STEP, TIMEOUT_S, WHOLE, LateCopier, Trained, host_image, room, trained_pair  # noqa: E402
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier  # noqa: E402
 from resilient_train.errors import MemoryLimitError, TransferError, VaultError  # noqa: E402
-from resilient_train.frameworks.roles import Objects, Share  # noqa: E402
+from resilient_train.frameworks.roles import Objects, SaveShare  # noqa: E402
 from resilient_train.frameworks.torch import staging  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch.staging import Staging  # noqa: E402
@@ -53,7 +53,7 @@ def test_a_snapshot_is_of_the_windows_head(order: dict[str, bool], buffers: int)
 def test_a_rank_copies_its_own_part_only() -> None:
     machine = Machine(**EAGER_TRAINING)
     device, _ = trained_pair(machine)
-    image = device.state.image(STEP, Share(1, 3, 1, 3))
+    image = device.state.image(STEP, SaveShare(1, 3, 1, 3))
     copied = sum(len(part.tensor.view(-1)) for part in image.begin.args[0] if isinstance(part.tensor, DeviceTensor))
     everything = sum(value.numel() for value in device.values())
     assert 0 < copied < everything

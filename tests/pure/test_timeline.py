@@ -4,7 +4,7 @@ import pytest
 
 from pure.stories import HOSTILE, at, beginning, normal_end, ns, one_kill, whole_run
 from resilient_train.observe.sinks import read_events
-from resilient_train.observe.timeline import PHASES, Outcome, read_run, recoveries
+from resilient_train.observe.timeline import PHASES, RecoveryOutcome, read_run, recoveries
 
 
 def phases(recovery):
@@ -13,7 +13,7 @@ def phases(recovery):
 
 def test_a_single_kill_has_all_phases_with_the_right_lengths():
     (recovery,) = recoveries(whole_run())
-    assert recovery.outcome is Outcome.RESUMED
+    assert recovery.outcome is RecoveryOutcome.RESUMED
     assert recovery.total_ms == pytest.approx(351)
     expected = {"DETECT": 2, "STOP": 12, "REPLACE": 300, "AGREE": 2, "REBUILD": 10, "RESTORE": 38, "RESUME": 1}
     assert phases(recovery) == expected
@@ -77,9 +77,9 @@ def test_a_second_fault_supersedes_and_newcomers_are_not_survivors():
     joins = [at(1110, "joined", 0, 2, commits=7), at(1500, "joined", 2, 2), at(1400, "joined", 1, 2)]
     story = read_run([*beginning(), *first, *second, *joins])
     superseded, recovery = story.recoveries
-    assert superseded.outcome is Outcome.SUPERSEDED
+    assert superseded.outcome is RecoveryOutcome.SUPERSEDED
     assert superseded.total_ms == pytest.approx(101)
-    assert recovery.outcome is Outcome.RESUMED
+    assert recovery.outcome is RecoveryOutcome.RESUMED
     assert recovery.span("STOP").ms == pytest.approx(10)
     assert recovery.span("REPLACE").ms == pytest.approx(400)
     assert story.steps_redone == 1
@@ -89,7 +89,7 @@ def test_a_job_that_ends_in_a_recovery_failed_it():
     cut = [event for event in one_kill() if event.time_ns < ns(1100)]
     story = read_run([*beginning(), *cut, at(1200, "job_end", code=75, reason="no replica is left")])
     (recovery,) = story.recoveries
-    assert recovery.outcome is Outcome.FAILED
+    assert recovery.outcome is RecoveryOutcome.FAILED
     assert recovery.total_ms == pytest.approx(200)
     assert [span.phase for span in recovery.spans] == ["DETECT", "STOP"]
     assert (story.exit_code, story.end_reason, story.digest) == (75, "no replica is left", None)
@@ -97,7 +97,7 @@ def test_a_job_that_ends_in_a_recovery_failed_it():
 
 def test_a_recovery_that_goes_on_is_unfinished():
     cut = [event for event in one_kill() if event.time_ns < ns(1100)]
-    assert recoveries(cut)[0].outcome is Outcome.UNFINISHED
+    assert recoveries(cut)[0].outcome is RecoveryOutcome.UNFINISHED
 
 
 def test_a_collective_that_failed_is_a_recovery_without_lost_ranks():

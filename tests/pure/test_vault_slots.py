@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from resilient_train._native import Copier
 from resilient_train.errors import ProtocolError, UsageError
 from resilient_train.state.vault import slots
-from resilient_train.state.vault.record import RECORD_BYTES, Snapshot, State, pack, unpack
-from resilient_train.state.vault.slots import Control, Draft, SlotPair, Use, create, image_digest
+from resilient_train.state.vault.record import RECORD_BYTES, SlotState, Snapshot, pack, unpack
+from resilient_train.state.vault.slots import Control, SlotPair, SnapshotDraft, Use, create, image_digest
 
 CAPACITY = 1000
 
@@ -30,12 +30,12 @@ def picture(commits: int) -> bytes:
     return bytes([commits % 256]) * CAPACITY
 
 
-def fill(draft: Draft, commits: int) -> bytes:
+def fill(draft: SnapshotDraft, commits: int) -> bytes:
     draft.image[:] = picture(commits)
     return image_digest(xxhash.xxh3_128_digest(picture(commits)))
 
 
-def commit(draft: Draft, commits: int, digest: bytes) -> Snapshot:
+def commit(draft: SnapshotDraft, commits: int, digest: bytes) -> Snapshot:
     return draft.commit(commits=commits, step=commits, image_bytes=CAPACITY, generation=1, world=4, digest=digest)
 
 
@@ -153,22 +153,22 @@ def test_the_record_of_a_killed_writer_can_lie_only_about_its_own_slot(pair: Slo
     take(pair, 1)
     newest = pair.newest()
     assert newest is not None
-    pair.write_record(newest.slot, pack(State.WRITING, Snapshot(rank=3, slot=newest.slot, sequence=2)))
+    pair.write_record(newest.slot, pack(SlotState.WRITING, Snapshot(rank=3, slot=newest.slot, sequence=2)))
     assert found(pair) is None
 
 
 @given(st.integers(0, RECORD_BYTES * 8 - 1))
 def test_a_flipped_bit_makes_a_record_say_nothing(bit: int) -> None:
-    data = bytearray(pack(State.COMPLETE, Snapshot(rank=0, slot=0, sequence=7, image_bytes=5, digest=bytes(16))))
-    assert unpack(bytes(data), 0, 0)[0] is State.COMPLETE
+    data = bytearray(pack(SlotState.COMPLETE, Snapshot(rank=0, slot=0, sequence=7, image_bytes=5, digest=bytes(16))))
+    assert unpack(bytes(data), 0, 0)[0] is SlotState.COMPLETE
     data[bit // 8] ^= 1 << bit % 8
-    assert unpack(bytes(data), 0, 0) == (State.EMPTY, Snapshot(rank=0, slot=0, sequence=0))
+    assert unpack(bytes(data), 0, 0) == (SlotState.EMPTY, Snapshot(rank=0, slot=0, sequence=0))
 
 
 @given(st.binary(min_size=RECORD_BYTES, max_size=RECORD_BYTES))
 def test_any_bytes_are_a_record_or_none(data: bytes) -> None:
     state, snapshot = unpack(data, 0, 0)
-    assert state is State.EMPTY
+    assert state is SlotState.EMPTY
     assert snapshot.sequence == 0
 
 
@@ -178,7 +178,7 @@ def test_records_come_back_as_they_went() -> None:
             rank=9, slot=1, sequence=1 << 60, commits=5, step=6, image_bytes=1 << 40, generation=7, world=8,
             time_ns=9, digest=digest,
         )  # fmt: skip
-        for state in State:
+        for state in SlotState:
             assert unpack(pack(state, snapshot), 9, 1) == (state, snapshot)
 
 

@@ -31,7 +31,7 @@ import msgspec
 
 from resilient_train.protocol import rank as machine
 from resilient_train.protocol.rank import At, Effects, Rank, State
-from resilient_train.testing.cluster import Driver, Faults, Layout
+from resilient_train.testing.cluster import DrivenParts, Faults, Layout
 from resilient_train.testing.rank import Program
 from resilient_train.testing.sim import simulate
 
@@ -121,7 +121,7 @@ def listening(seed: int) -> set[Shape]:
     """The shapes of a job without a mistake."""
     shapes: set[Shape] = set()
     wrong = type("Listening", (_Listening,), {"__slots__": (), "shapes": shapes})
-    simulate(seed, driver=Driver(rank=wrong))
+    simulate(seed, driver=DrivenParts(rank=wrong))
     return shapes
 
 
@@ -381,7 +381,7 @@ Case = tuple[str, int]
 
 def caught(mutant: Mutant, cases: Iterable[Case]) -> Case | None:
     """The first of the cases that shows that the machine is wrong."""
-    driver = Driver(rank=mutant.make())
+    driver = DrivenParts(rank=mutant.make())
     for job, seed in cases:
         layout, faults = JOBS[job]
         try:

@@ -21,7 +21,7 @@ from resilient_train.protocol.commands import Command, EndJob, Kill, Note, Spawn
 from resilient_train.protocol.job import Stage
 from resilient_train.protocol.rank import Rank
 from resilient_train.testing import checks
-from resilient_train.testing.cluster import BUDGETS, Driver, Faults, Layout, Move, World
+from resilient_train.testing.cluster import BUDGETS, DrivenParts, Faults, Layout, Move, World
 from resilient_train.testing.rank import Program
 
 FOLDER = Path(__file__).parents[1] / "stories"
@@ -115,7 +115,7 @@ class _Telling:
         budget: dict[str, int] = {}
         for blow in story.blows:
             budget[BUDGETS[blow.kind]] = budget.get(BUDGETS[blow.kind], 0) + 1
-        self._world = _Told(story.layout, Faults(**budget), Driver(rank=Speaking, two_witnesses=False))
+        self._world = _Told(story.layout, Faults(**budget), DrivenParts(rank=Speaking, two_witnesses=False))
         self._world.say = self.say
 
     def say(self, who: str, what: str) -> None:

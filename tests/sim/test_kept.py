@@ -19,7 +19,7 @@ from resilient_train.session.snapshot_names import OFF, SnapshotNames
 from resilient_train.state.vault.client import common_commits
 from resilient_train.state.vault.record import Snapshot
 from resilient_train.state.vault.room import Room
-from resilient_train.state.vault.slots import Draft, SlotPair
+from resilient_train.state.vault.slots import SlotPair, SnapshotDraft
 from resilient_train.state.vault.snapshot_index import RefusedError, SnapshotIndex
 
 MANY = [40, pytest.param(3_000, marks=pytest.mark.long)]
@@ -44,11 +44,11 @@ class Slots(SlotPair):
 
     def __init__(self, job: Job, fd: int, sequence: int) -> None:
         self.job: Job | None = None
-        self.draft: Draft | None = None
+        self.draft: SnapshotDraft | None = None
         super().__init__(fd, writes=True, sequence=sequence)
         self.job = job
 
-    def begin(self, keep: int | None = None) -> Draft | None:
+    def begin(self, keep: int | None = None) -> SnapshotDraft | None:
         self.draft = super().begin(keep)
         return self.draft
 
@@ -83,7 +83,7 @@ class Words:
 class NewestKept(SnapshotNames):
     """The control: each rank for itself keeps its own newest."""
 
-    def begin(self, pair: SlotPair) -> Draft | None:
+    def begin(self, pair: SlotPair) -> SnapshotDraft | None:
         return pair.begin()
 
 
@@ -95,7 +95,7 @@ class Process:
         self.rank = rank
         self.kept = job.rule(Words(job, rank))  # type: ignore[arg-type]
         self.pair: Slots | None = None
-        self.pending: tuple[Draft, int] | None = None
+        self.pending: tuple[SnapshotDraft, int] | None = None
         self.taken = -1
         self.off = False
 

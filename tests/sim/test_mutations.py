@@ -13,7 +13,7 @@ from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.protocol.verdict import Account, Verdict, decide
 from resilient_train.strategies.base import Fault
-from resilient_train.testing.cluster import Driver, Faults, Layout
+from resilient_train.testing.cluster import DrivenParts, Faults, Layout
 from resilient_train.testing.explore import Counterexample, explore
 from resilient_train.testing.sim import SimulationError, simulate
 
@@ -23,7 +23,7 @@ PURE = Layout(3, (1, 0))
 
 
 def caught(
-    driver: Driver | None = None,
+    driver: DrivenParts | None = None,
     *,
     layout: Layout | None = None,
     faults: Faults | None = None,
@@ -75,7 +75,7 @@ class AllAreCurrent(Job):
 
 
 def test_a_controller_that_listens_to_the_dead() -> None:
-    assert caught(Driver(controller=NoIncarnations), faults=Faults(kills=2))
+    assert caught(DrivenParts(controller=NoIncarnations), faults=Faults(kills=2))
 
 
 class ForgetsEvidence(Controller):
@@ -86,7 +86,7 @@ class ForgetsEvidence(Controller):
 
 def test_a_controller_that_forgets_the_first_death_at_the_second() -> None:
     # On paper the record still lies on the board; forgotten, a survivor's READY looks like everybody's.
-    assert caught(Driver(controller=ForgetsEvidence), layout=PURE, faults=Faults(kills=2), seeds=4 * FEW_SEEDS)
+    assert caught(DrivenParts(controller=ForgetsEvidence), layout=PURE, faults=Faults(kills=2), seeds=4 * FEW_SEEDS)
 
 
 class DeafToTroubleInRecovery(Controller):
@@ -99,12 +99,12 @@ class DeafToTroubleInRecovery(Controller):
 
 
 def test_a_controller_that_takes_no_complaint_during_a_recovery() -> None:
-    driver = Driver(controller=DeafToTroubleInRecovery)
+    driver = DrivenParts(controller=DeafToTroubleInRecovery)
     assert "deadlock" in caught(driver, layout=Layout(3, (2, 2)), faults=Faults(kills=1, glitches=2))
 
 
 def test_a_barrier_over_the_replica_group_alone() -> None:
-    assert "not READY" in caught(Driver(barrier_over_replicas=True), layout=SHARDED, faults=Faults(kills=1))
+    assert "not READY" in caught(DrivenParts(barrier_over_replicas=True), layout=SHARDED, faults=Faults(kills=1))
 
 
 class KillsTheLast(Controller):
@@ -116,12 +116,12 @@ class KillsTheLast(Controller):
 
 @pytest.mark.parametrize("faults", [Faults(hangs=1), Faults(kills=1, fences=1)])
 def test_a_controller_that_kills_the_last_holder(faults: Faults) -> None:
-    assert "alone had the state" in caught(Driver(controller=KillsTheLast), layout=PURE, faults=faults)
+    assert "alone had the state" in caught(DrivenParts(controller=KillsTheLast), layout=PURE, faults=faults)
     with pytest.raises(Counterexample, match="alone had the state"):
-        explore(Layout(2, (0,)), faults, Driver(controller=KillsTheLast, two_witnesses=False))
+        explore(Layout(2, (0,)), faults, DrivenParts(controller=KillsTheLast, two_witnesses=False))
 
 
 def test_a_rank_that_does_not_say_that_its_collective_is_over() -> None:
     """The lowest finisher had the result from the group, so it works nothing out, and the others wait for that."""
-    driver = Driver(silent_when_over=True)
+    driver = DrivenParts(silent_when_over=True)
     assert "deadlock" in caught(driver, layout=Layout(3, (2, 2)), faults=Faults(kills=1))

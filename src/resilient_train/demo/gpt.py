@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal self-attention and a feed-forward layer, each behind a LayerNorm and around a residual."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -47,7 +47,7 @@ class GPT(nn.Module):
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.randn(length, width) * 0.02)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, dropout) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.apply(_initialise)

@@ -17,7 +17,7 @@ from resilient_train.events import Event
 from resilient_train.faults import Injection, parse_plan
 from resilient_train.observe.report import Line, recovery_as_dict, recovery_lines
 from resilient_train.observe.sinks import EVENTS_FILE, read_events
-from resilient_train.observe.timeline import Outcome, Run, read_run
+from resilient_train.observe.timeline import RecoveryOutcome, Run, read_run
 from resilient_train.observe.trace import TRACE_FILE, write_trace
 
 JOB = "resilient_train.demo.job"
@@ -27,7 +27,7 @@ Progress = Callable[[str, int, int, list[str]], None]
 """Called several times a second: name of the run, steps done, steps in all, news since the last call."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to run. Raises ConfigError for a plan that cannot happen in this run, or a directory in use."""
 
     run_dir: Path
@@ -75,10 +75,10 @@ class Ended(msgspec.Struct, frozen=True):
         return self.story.digest if self.exit_code == 0 else None
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class RunComparison(msgspec.Struct, frozen=True):
     """Both runs, and what is wrong with them (nothing, one hopes)."""
 
-    options: Options
+    options: DemoOptions
     expected: Ended
     disturbed: Ended | None
     problems: list[str]
@@ -101,17 +101,17 @@ class Comparison(msgspec.Struct, frozen=True):
         return self.identical and not self.problems
 
 
-def compare(options: Options, progress: Progress) -> Comparison:
+def compare(options: DemoOptions, progress: Progress) -> RunComparison:
     """Runs the job twice, one after the other. Raises OSError if the launcher can't be started."""
     expected = _train(options, "undisturbed", "", progress)
     if expected.digest is None:
-        return Comparison(options, expected, None, [_failure(expected)])
+        return RunComparison(options, expected, None, [_failure(expected)])
     faults = "; ".join(clause.describe() for clause in options.plan())
     disturbed = _train(options, "disturbed", faults, progress)
-    return Comparison(options, expected, disturbed, _problems(options, expected, disturbed))
+    return RunComparison(options, expected, disturbed, _problems(options, expected, disturbed))
 
 
-def _train(options: Options, name: str, faults: str, progress: Progress) -> Ended:
+def _train(options: DemoOptions, name: str, faults: str, progress: Progress) -> Ended:
     run_dir = (options.run_dir / name).absolute()
     arguments = ["--nproc-per-node", str(options.ranks)]
     arguments += ["--faults", faults] if faults else []
@@ -178,14 +178,18 @@ def _last_step(path: Path) -> int:
     return max(read_losses(path), default=-1)
 
 
-def _problems(options: Options, expected: Ended, disturbed: Ended) -> list[str]:
+def _problems(options: DemoOptions, expected: Ended, disturbed: Ended) -> list[str]:
     if disturbed.digest is None:
         return [_failure(disturbed)]
     story, found = disturbed.story, []
     seen = sum(len(recovery.injected) for recovery in story.recoveries)
     if seen < len(options.plan()):
         found.append(f"{len(options.plan())} faults were planned, only {seen} of them led to a recovery")
-    failed = [recovery for recovery in story.recoveries if recovery.outcome in (Outcome.FAILED, Outcome.UNFINISHED)]
+    failed = [
+        recovery
+        for recovery in story.recoveries
+        if recovery.outcome in (RecoveryOutcome.FAILED, RecoveryOutcome.UNFINISHED)
+    ]
     found += [f"recovery {recovery.generation} is {recovery.outcome}" for recovery in failed]
     if story.commits_lost:
         found.append(f"{story.commits_lost} committed steps were lost")
@@ -215,11 +219,11 @@ def _failure(run: Ended) -> str:
     return f"the {run.name} run {how}{reason}; its log {log} ends with\n{log_tail(log)}".rstrip("\n")
 
 
-def as_dict(comparison: Comparison) -> dict[str, Any]:
+def as_dict(comparison: RunComparison) -> dict[str, Any]:
     """The demonstration's result as a JSON-able object; times in milliseconds unless the name says seconds."""
     disturbed = comparison.disturbed
     recoveries = disturbed.story.recoveries if disturbed else ()
-    resumed = [recovery for recovery in recoveries if recovery.outcome is Outcome.RESUMED]
+    resumed = [recovery for recovery in recoveries if recovery.outcome is RecoveryOutcome.RESUMED]
     return {
         "identical": comparison.identical,
         "ok": comparison.good,
@@ -238,7 +242,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def as_lines(comparison: Comparison) -> list[Line]:
+def as_lines(comparison: RunComparison) -> list[Line]:
     """The demonstration's result for a person."""
     expected, disturbed = comparison.expected, comparison.disturbed
     found: list[Line] = []

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from resilient_train._native import Copier, Probes
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.state.capture import Capture
-from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.transfer import Span
 from resilient_train.state.tree import Path
 
@@ -68,7 +68,7 @@ class Conductor(Protocol):
         ...
 
 
-class Call(NamedTuple):
+class LoggedCall(NamedTuple):
     """What a rank has published of a collective of its tail.
 
     ``place``: among the calls of its tail, from 0. ``inputs`` None: they were too large (``header`` may be empty then).
@@ -109,7 +109,7 @@ class Tails(Protocol):
         """The last word of the rank's ``completed``."""
         ...
 
-    def call(self, rank: int, key: tuple[str, int], commits: int) -> Call | None:
+    def call(self, rank: int, key: tuple[str, int], commits: int) -> LoggedCall | None:
         """What that rank, or its dead process, has published of a collective of the tail after ``commits`` updates."""
         ...
 
@@ -123,7 +123,7 @@ class Sources(NamedTuple):
     keep_alive: Any
 
 
-class Share(NamedTuple):
+class SaveShare(NamedTuple):
     """Which part of its replica group's state a rank saves, and which shard of the checkpoint that is."""
 
     part: int
@@ -360,14 +360,14 @@ class State(Protocol):
         """Like ``receive``, for the damaged tensors only. TransferError if the others differ from the replica's."""
         ...
 
-    def image(self, step: int, share: Share) -> Image:
+    def image(self, step: int, share: SaveShare) -> Image:
         """What to copy, until the next update begins, for a snapshot of the state from before ``step``.
 
         Raises LayoutError for a state that no new process could take up.
         """
         ...
 
-    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
+    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget]], object]) -> None:
         """Takes up a saved state: ``fill`` fills the tensors. Raises LayoutError if the state isn't this model's."""
         ...
 

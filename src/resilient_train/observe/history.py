@@ -12,14 +12,14 @@ import msgspec
 from resilient_train.events import Event
 from resilient_train.observe.fields import seconds_of
 from resilient_train.observe.sinks import EVENTS_FILE, read_events
-from resilient_train.observe.timeline import Outcome, Run, read_run
+from resilient_train.observe.timeline import RecoveryOutcome, Run, read_run
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 
 _NS_PER_S = 1e9
 _T = TypeVar("_T")
 
 
-class Standing(msgspec.Struct, frozen=True):
+class LatestStep(msgspec.Struct, frozen=True):
     """Where a job that runs is now."""
 
     time_ns: int
@@ -59,7 +59,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         return self.ended + self.gone_back - self.by_memory
 
 
-def history_of(run_dir: Path, running: Standing | None = None) -> History:
+def history_of(run_dir: Path, running: LatestStep | None = None) -> History:
     """The history of all runs in a directory, that of a run without events being empty. Raises OSError."""
     older = [path for path in run_dir.glob("events-*.jsonl") if path.stem.removeprefix("events-").isdecimal()]
     older.sort(key=lambda path: int(path.stem.removeprefix("events-")))
@@ -68,7 +68,7 @@ def history_of(run_dir: Path, running: Standing | None = None) -> History:
     return read_history(runs, running)
 
 
-def read_history(runs: Sequence[Sequence[Event]], running: Standing | None = None) -> History:
+def read_history(runs: Sequence[Sequence[Event]], running: LatestStep | None = None) -> History:
     """The history of the runs, oldest first, each the events of one. ``running``: of the newest one, if it runs now."""
     found = list[History]()
     for index, events in enumerate(runs):
@@ -93,7 +93,7 @@ def read_history(runs: Sequence[Sequence[Event]], running: Standing | None = Non
     )
 
 
-def _one(events: Sequence[Event], *, newest: bool, running: Standing | None, failed: bool) -> History:
+def _one(events: Sequence[Event], *, newest: bool, running: LatestStep | None, failed: bool) -> History:
     """Of one run. ``failed``: a fault had ended the run before."""
     run = read_run(events)
     ordered = sorted(events, key=lambda event: event.time_ns)
@@ -105,7 +105,9 @@ def _one(events: Sequence[Event], *, newest: bool, running: Standing | None, fai
     launched = next((event.time_ns for event in ordered if event.kind == "run_start"), None)
     over = next((event.time_ns for event in ordered if event.kind in ("finished", "job_end")), None)
     until = over or (running.time_ns if running else ordered[-1].time_ns)
-    survived = [each for each in run.recoveries if each.outcome in (Outcome.RESUMED, Outcome.SUPERSEDED)]
+    survived = [
+        each for each in run.recoveries if each.outcome in (RecoveryOutcome.RESUMED, RecoveryOutcome.SUPERSEDED)
+    ]
     repaired = sum(not each.injected for each in survived)
     ended = run.exit_code == EXIT_UNRECOVERABLE or (over is None and not newest)
     ordered_end = ended and _injected_last(ordered)
@@ -167,10 +169,10 @@ def _injected_last(ordered: Sequence[Event]) -> bool:
     return kinds[-1:] == ["injected"]
 
 
-def _step_s(run: Run, ordered: Sequence[Event], started: Event, running: Standing | None) -> float | None:
+def _step_s(run: Run, ordered: Sequence[Event], started: Event, running: LatestStep | None) -> float | None:
     first = started.detail.get("step")
     base = first if isinstance(first, int) else 0
-    known = [Standing(event.time_ns, event.step) for event in ordered if event.kind in ("done", "session_end")]
+    known = [LatestStep(event.time_ns, event.step) for event in ordered if event.kind in ("done", "session_end")]
     last = max([*known, *([running] if running else [])], key=lambda standing: standing.step, default=None)
     if last is None or last.step <= base:
         return None

@@ -8,8 +8,8 @@ from typing import Any, TextIO
 
 import msgspec
 
-from resilient_train.observe.saved import Origin, Saved, Trouble
-from resilient_train.observe.timeline import Copy, Outcome, Recovery, Run, Span
+from resilient_train.observe.saved import NotSaved, Origin, Saved
+from resilient_train.observe.timeline import Copy, PhaseSpan, Recovery, RecoveryOutcome, Run
 
 _BAR_WIDTH = 40
 _LABEL_WIDTH = 8
@@ -118,13 +118,13 @@ def saved_lines(saved: Saved) -> list[Line]:
 
 def recovery_lines(recovery: Recovery) -> list[Line]:
     """One recovery: who was lost, a bar per phase on a common scale, and what happened to the state."""
-    good = recovery.outcome is Outcome.RESUMED
+    good = recovery.outcome is RecoveryOutcome.RESUMED
     found = [Line(_title(recovery), "bold" if good else "bold red")]
     found += [Line(f"  injected: {_injection(recovery)}")] if recovery.injected else []
     begin, end = _scale(recovery)
     for span in recovery.spans:
         found.append(Line(f"  {_bar(span.phase, span, begin, end)}", _STYLES.get(span.phase, "")))
-    total = Span("total", recovery.fault_ns, recovery.end_ns)
+    total = PhaseSpan("total", recovery.fault_ns, recovery.end_ns)
     found.append(Line(f"  {_bar('total', total, begin, end)}", _STYLES["total"]))
     if recovery.starts:
         found.append(
@@ -182,7 +182,7 @@ def _origin(origin: Origin | None) -> str:
     return f"{origin.source or 'an unknown source'}, after {_updates(origin.commits)}{path}"
 
 
-def _troubled(what: str, troubles: Sequence[Trouble], style: str) -> list[Line]:
+def _troubled(what: str, troubles: Sequence[NotSaved], style: str) -> list[Line]:
     if not troubles:
         return []
     last = troubles[-1]
@@ -206,7 +206,7 @@ def _title(recovery: Recovery) -> str:
     lost = f"{_ranks(recovery.lost)} lost" if recovery.lost else "nobody lost"
     seen = ", ".join(sorted(set(recovery.seen_by.values())))
     parts = [f"recovery {recovery.generation}: {lost}", f"seen by {seen}" if seen else "", recovery.reason]
-    outcome = "" if recovery.outcome is Outcome.RESUMED else f" - {recovery.outcome}"
+    outcome = "" if recovery.outcome is RecoveryOutcome.RESUMED else f" - {recovery.outcome}"
     return "; ".join(part for part in parts if part) + outcome
 
 
@@ -223,7 +223,7 @@ def _scale(recovery: Recovery) -> tuple[int, int]:
     return begin, end
 
 
-def _bar(label: str, span: Span, begin: int, end: int) -> str:
+def _bar(label: str, span: PhaseSpan, begin: int, end: int) -> str:
     """``STOP      5.3 ms  |   ####    |``: where in the recovery the phase lies, and how long it is."""
     length = max(1, end - begin)
     first = min(_BAR_WIDTH - 1, (span.start_ns - begin) * _BAR_WIDTH // length)

@@ -20,7 +20,7 @@ _STANDS = frozenset({"joined", "plan", "resumed", "saved", "session_end", "resta
 """Events whose ``commits`` some rank had reached."""
 
 
-class Written(msgspec.Struct, frozen=True):
+class SavedCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint that is complete on storage."""
 
     step: int | None
@@ -30,7 +30,7 @@ class Written(msgspec.Struct, frozen=True):
     """From all ranks having their snapshots to its being complete."""
 
 
-class Trouble(msgspec.Struct, frozen=True):
+class NotSaved(msgspec.Struct, frozen=True):
     """Why there is no checkpoint of a step."""
 
     step: int | None
@@ -63,10 +63,10 @@ class WayBack(msgspec.Struct, frozen=True):
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """All of it, each in the order in which it happened."""
 
-    written: tuple[Written, ...] = ()
-    left_out: tuple[Trouble, ...] = ()
+    written: tuple[SavedCheckpoint, ...] = ()
+    left_out: tuple[NotSaved, ...] = ()
     """Once for each step, however many ranks it was due to."""
-    failed: tuple[Trouble, ...] = ()
+    failed: tuple[NotSaved, ...] = ()
     off: dict[int, str] = {}
     """Rank -> why it took no snapshots any more."""
     passed_over: dict[str, str] = {}
@@ -151,19 +151,19 @@ def _course(ordered: Sequence[Event]) -> tuple[Origin | None, tuple[WayBack, ...
     return begun_from, tuple(ways_back), lost_at_end
 
 
-def _as_written(event: Event) -> Written:
+def _as_written(event: Event) -> SavedCheckpoint:
     took_ns = number_of(event, "duration_ns")
     duration_s = None if took_ns is None else took_ns / _NS_PER_S
-    return Written(number_of(event, "step"), number_of(event, "commits"), text_of(event, "path"), duration_s)
+    return SavedCheckpoint(number_of(event, "step"), number_of(event, "commits"), text_of(event, "path"), duration_s)
 
 
-def _troubles(ordered: Sequence[Event], kind: str) -> tuple[Trouble, ...]:
+def _troubles(ordered: Sequence[Event], kind: str) -> tuple[NotSaved, ...]:
     """The first reason for each step."""
-    found: dict[int | None, Trouble] = {}
+    found: dict[int | None, NotSaved] = {}
     for event in ordered:
         if event.kind == kind:
             step = number_of(event, "step")
-            found.setdefault(step, Trouble(step, _reason(event)))
+            found.setdefault(step, NotSaved(step, _reason(event)))
     return tuple(found.values())
 
 

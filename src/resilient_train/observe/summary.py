@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from resilient_train.events import Event
 from resilient_train.observe.fields import number_of
-from resilient_train.observe.timeline import Outcome, Run, read_run
+from resilient_train.observe.timeline import RecoveryOutcome, Run, read_run
 
 
 def summary(events: Sequence[Event], code: int) -> str:
@@ -32,7 +32,7 @@ def _progress(events: Sequence[Event]) -> str:
 
 
 def _repairs(run: Run) -> list[str]:
-    resumed = [recovery for recovery in run.recoveries if recovery.outcome is Outcome.RESUMED]
+    resumed = [recovery for recovery in run.recoveries if recovery.outcome is RecoveryOutcome.RESUMED]
     found = [_count(len(resumed), "recovery", "recoveries")]
     if run.restarts:
         found.append(f"all ranks started again {_count(run.restarts, 'time', 'times')}")

@@ -24,7 +24,7 @@ _INJECTION_WINDOW_NS = 60 * 10**9
 _NS_PER_MS = 1e6
 
 
-class Outcome(enum.StrEnum):
+class RecoveryOutcome(enum.StrEnum):
     """How a recovery ended. UNFINISHED: the events end before the recovery does."""
 
     RESUMED = "resumed"
@@ -33,7 +33,7 @@ class Outcome(enum.StrEnum):
     UNFINISHED = "unfinished"
 
 
-class Span(msgspec.Struct, frozen=True):
+class PhaseSpan(msgspec.Struct, frozen=True):
     """A phase; wall-clock nanoseconds."""
 
     phase: str
@@ -72,10 +72,10 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     lost: tuple[int, ...]
     reason: str
-    outcome: Outcome
+    outcome: RecoveryOutcome
     fault_ns: int
     end_ns: int
-    spans: tuple[Span, ...]
+    spans: tuple[PhaseSpan, ...]
     """The phases that are known, in the order of ``PHASES``."""
     seen_by: dict[int, str]
     """Lost rank -> what saw its death."""
@@ -98,7 +98,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
         """From the fault being seen to all ranks training again (or to the recovery's end otherwise)."""
         return (self.end_ns - self.fault_ns) / _NS_PER_MS
 
-    def span(self, phase: str) -> Span | None:
+    def span(self, phase: str) -> PhaseSpan | None:
         """The span of ``phase``; None if it is not known."""
         return next((span for span in self.spans if span.phase == phase), None)
 
@@ -124,7 +124,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def steps_redone(self) -> int:
         """Steps that had to be run again; one that all ranks redid in one recovery counts once."""
-        return sum(bool(recovery.redone_by) for recovery in self.recoveries if recovery.outcome is Outcome.RESUMED)
+        return sum(
+            bool(recovery.redone_by) for recovery in self.recoveries if recovery.outcome is RecoveryOutcome.RESUMED
+        )
 
     @property
     def commits_lost(self) -> int:
@@ -173,7 +175,7 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
         recovery = _recovery(fault, following, ordered, deaths, newcomers, faults[index - 1] if index else None)
         found.append(recovery)
         lost_at |= dict.fromkeys(lost, fault.time_ns)
-        if recovery.outcome is Outcome.RESUMED:
+        if recovery.outcome is RecoveryOutcome.RESUMED:
             # Until then, replacements of the generation before are processes that start, not survivors.
             newcomers = set()
     return found
@@ -227,20 +229,20 @@ def _recovery(
 
 def _ending(
     fault: Event, following: Event | None, inside: Sequence[Event], events: Sequence[Event]
-) -> tuple[Outcome, int]:
+) -> tuple[RecoveryOutcome, int]:
     resumed = _last(inside, "resumed")
     if resumed:
-        return Outcome.RESUMED, resumed.time_ns
+        return RecoveryOutcome.RESUMED, resumed.time_ns
     until_ns = following.time_ns if following else events[-1].time_ns + 1
     for event in events:
         if event.kind == "restart_all" and fault.time_ns <= event.time_ns < until_ns:
-            return Outcome.FAILED, event.time_ns
+            return RecoveryOutcome.FAILED, event.time_ns
     if following:
-        return Outcome.SUPERSEDED, following.time_ns
+        return RecoveryOutcome.SUPERSEDED, following.time_ns
     ends = [event for event in events if event.kind == "job_end" and event.time_ns >= fault.time_ns]
     if ends:
-        return Outcome.FAILED, ends[0].time_ns
-    return Outcome.UNFINISHED, inside[-1].time_ns if inside else fault.time_ns
+        return RecoveryOutcome.FAILED, ends[0].time_ns
+    return RecoveryOutcome.UNFINISHED, inside[-1].time_ns if inside else fault.time_ns
 
 
 def _spans(
@@ -249,7 +251,7 @@ def _spans(
     events: Sequence[Event],
     inside: Sequence[Event],
     newcomers: set[int],
-) -> tuple[Span, ...]:
+) -> tuple[PhaseSpan, ...]:
     """Each phase whose two ends are known. One machine, one clock: a negative length is noise, and becomes 0."""
     joined = [event for event in inside if event.kind == "joined"]
     stopped = [number_of(e, "stopped_ns") or e.time_ns for e in joined if e.rank not in newcomers]
@@ -270,7 +272,7 @@ def _spans(
     for phase in PHASES:
         start, end = edges[phase]
         if start is not None and end is not None:
-            found.append(Span(phase, start, max(start, end)))
+            found.append(PhaseSpan(phase, start, max(start, end)))
     return tuple(found)
 
 

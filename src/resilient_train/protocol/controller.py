@@ -100,8 +100,8 @@ class Controller:
         if job.stage is Stage.STARTING:
             return self._fault(fault._replace(kind=Kind.AT_START, reason=f"rank {rank} {reason} before the first step"))
         job.evidence[rank] = standings[rank]
-        job.patience.reached(max(standing.commits for standing in standings))
-        job.patience.died(rank)
+        job.retries.reached(max(standing.commits for standing in standings))
+        job.retries.died(rank)
         job.holders.lost(rank)
         return self._fault(fault)
 
@@ -130,7 +130,7 @@ class Controller:
         if code and job.stage is Stage.STARTING and job.policy.restart_on_error:
             told = f"rank {rank} exited with code {code} before the first step"
             return self._fault(Fault(Kind.AT_START, how, rank, told, code))
-        job.patience.reached(max((standing.commits for standing in standings), default=0))
+        job.retries.reached(max((standing.commits for standing in standings), default=0))
         when = " after the training" if job.stage is Stage.FINISHED else ""
         return self._ends(rank, 128 - code if code < 0 else code or 1, _left(rank, code, how, when))
 
@@ -172,7 +172,7 @@ class Controller:
         job = self.job
         if generation != job.generation or job.stage is not Stage.RECOVERING or job.plan is None:
             return []
-        job.patience.reached(job.plan.commits)
+        job.retries.reached(job.plan.commits)
         return self._fault(Fault(Kind.TAIL, reason, reason=reason))
 
     def start_again(self, rank: int, incarnation: int, reason: str) -> list[Command]:
@@ -229,8 +229,8 @@ class Controller:
         return self._fault(Fault(Kind.STATE_GONE, late, min(holding), told))
 
     def _fails_again(self, standings: Sequence[Standing]) -> bool:
-        self.job.patience.reached(max((standing.commits for standing in standings), default=0))
-        return self.job.patience.failed()
+        self.job.retries.reached(max((standing.commits for standing in standings), default=0))
+        return self.job.retries.failed()
 
     # -- a recovery
 
@@ -286,7 +286,7 @@ class Controller:
             return []
         job.stage = Stage.RUNNING
         job.evidence.clear()
-        job.patience.reached(job.plan.commits)
+        job.retries.reached(job.plan.commits)
         return [Note("resumed", detail={"commits": job.plan.commits}), *job.to_all(Resume(job.generation, job.over))]
 
     # -- the end

@@ -55,8 +55,8 @@ class Limits(msgspec.Struct, frozen=True):
     """The same, while the job has not made enough steps to know what is usual."""
 
 
-class Verdict(enum.StrEnum):
-    """What a hang watch should do about ``Finding.ranks``."""
+class Suspicion(enum.StrEnum):
+    """What a hang watch should do about ``Stall.ranks``."""
 
     STRAGGLER = "straggler"
     SUSPECT = "suspect"
@@ -64,10 +64,10 @@ class Verdict(enum.StrEnum):
     TOGETHER = "together"
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Stall(msgspec.Struct, frozen=True):
     """``ranks`` hold the others up (empty for TOGETHER); ``limit_ms`` is when they are given up."""
 
-    verdict: Verdict
+    verdict: Suspicion
     ranks: tuple[int, ...]
     stalled_ms: int
     limit_ms: int
@@ -92,7 +92,7 @@ class HangDetector:
         self._commits = -1
         self._warm = 0
         self._excused = True
-        self._told: set[Verdict] = set()
+        self._told: set[Suspicion] = set()
         self._stopped: frozenset[int] = frozenset()
         self._resumed = False
 
@@ -100,7 +100,7 @@ class HangDetector:
         """Nobody has run for a while, and somebody does again."""
         self._resumed = self._excused = True
 
-    def observe(self, now_ns: int, ranks: Sequence[Progress], state: Callable[[int], RunState]) -> Finding | None:
+    def observe(self, now_ns: int, ranks: Sequence[Progress], state: Callable[[int], RunState]) -> Stall | None:
         """``state`` is asked only when nothing moves."""
         assert len(ranks) == self._world_size
         if list(ranks) != self._last:
@@ -136,7 +136,7 @@ class HangDetector:
         self._moved_ns = now_ns
         self._excused = True
 
-    def _judge(self, now_ns: int, stalled_ms: float, states: list[RunState]) -> Finding | None:
+    def _judge(self, now_ns: int, stalled_ms: float, states: list[RunState]) -> Stall | None:
         if RunState.TRACED in states:
             self._excuse(now_ns)
             return None
@@ -145,10 +145,10 @@ class HangDetector:
         surely, self._stopped = stopped & self._stopped, stopped
         limit_ms = self._stopped_ms()
         if surely and stalled_ms >= limit_ms:
-            return self._find(Verdict.HUNG, surely, stalled_ms, limit_ms, "its process is stopped (SIGSTOP)")
+            return self._find(Suspicion.HUNG, surely, stalled_ms, limit_ms, "its process is stopped (SIGSTOP)")
         return self._find_behind(stalled_ms)
 
-    def _find_behind(self, stalled_ms: float) -> Finding | None:
+    def _find_behind(self, stalled_ms: float) -> Stall | None:
         least = min(each.place() for each in self._last)
         behind = frozenset(rank for rank, each in enumerate(self._last) if each.place() == least)
         together = len(behind) == self._world_size
@@ -157,23 +157,23 @@ class HangDetector:
             if stalled_ms < limit_ms:
                 return None
             why = f"all ranks {self._last[0].describe()}, and none of them goes on"
-            return self._find(Verdict.TOGETHER, frozenset(), stalled_ms, limit_ms, why)
+            return self._find(Suspicion.TOGETHER, frozenset(), stalled_ms, limit_ms, why)
         why = f"it {self._last[min(behind)].describe()}; the others wait for it"
         if stalled_ms >= limit_ms:
-            return self._find(Verdict.HUNG, behind, stalled_ms, limit_ms, why)
+            return self._find(Suspicion.HUNG, behind, stalled_ms, limit_ms, why)
         if stalled_ms >= limit_ms / 2:
-            return self._find(Verdict.SUSPECT, behind, stalled_ms, limit_ms, why)
+            return self._find(Suspicion.SUSPECT, behind, stalled_ms, limit_ms, why)
         if len(self._steps_ms) >= _SAMPLES_MIN and stalled_ms >= max(5 * self._percentile(0.5), 1000):
-            return self._find(Verdict.STRAGGLER, behind, stalled_ms, limit_ms, why)
+            return self._find(Suspicion.STRAGGLER, behind, stalled_ms, limit_ms, why)
         return None
 
     def _find(
-        self, verdict: Verdict, ranks: frozenset[int], stalled_ms: float, limit_ms: float, why: str
-    ) -> Finding | None:
+        self, verdict: Suspicion, ranks: frozenset[int], stalled_ms: float, limit_ms: float, why: str
+    ) -> Stall | None:
         if verdict in self._told:
             return None
         self._told.add(verdict)
-        return Finding(verdict, tuple(sorted(ranks)), int(stalled_ms), int(limit_ms), why)
+        return Stall(verdict, tuple(sorted(ranks)), int(stalled_ms), int(limit_ms), why)
 
     # -- limits
 

@@ -13,9 +13,9 @@ from typing import Any
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.messages import End, Finished, Joined, Plan, Resume, Started, Stop
-from resilient_train.protocol.patience import Patience
 from resilient_train.protocol.policy import Policy, why_give_up
 from resilient_train.protocol.replicas import ReplicaTable
+from resilient_train.protocol.retry_budget import RetryBudget
 from resilient_train.protocol.savers import Leaving
 from resilient_train.protocol.standing import Standing
 
@@ -58,7 +58,7 @@ class Job:
         self.incarnations = [0] * world_size
         self.replicas = ReplicaTable(world_size)
         self.holders = Holders(self.replicas.groups)
-        self.patience = Patience(self.policy)
+        self.retries = RetryBudget(self.policy)
         self.evidence: dict[int, Standing] = {}
         """The step records of the ranks that were lost since the job last ran."""
         self.leaving: Leaving | None = None
@@ -123,7 +123,7 @@ class Job:
 
     def spent(self, rank: int) -> str:
         """Why the rank's process is not replaced once more; empty if it may be."""
-        return why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=self.patience.deaths(rank))
+        return why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=self.retries.deaths(rank))
 
     def left_out(self) -> set[int]:
         """The ranks without which the job ends."""
@@ -158,4 +158,4 @@ class Job:
 
 
 def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, (list, dict, set, Patience, Holders)) else value
+    return value.copy() if isinstance(value, (list, dict, set, RetryBudget, Holders)) else value

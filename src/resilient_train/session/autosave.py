@@ -15,7 +15,7 @@ from resilient_train.session.link import Link
 from resilient_train.session.meter import Meter
 from resilient_train.state.advisor import Advisor
 from resilient_train.state.failures import MEMORY_SHARE, TRUSTED_FAILURES, AtoInfo, guess, parse_ato_info
-from resilient_train.state.planner import Plan, Planner
+from resilient_train.state.planner import Planner, SavePlan
 
 
 class ByAdvice:
@@ -27,7 +27,7 @@ class ByAdvice:
         self._planner = planner
         self._event = event
         self._before = before
-        self._plan: Plan | None = None
+        self._plan: SavePlan | None = None
         self._stored_at = self._kept_at = -1
 
     def choose(self, commits: int, now_s: float, *, busy: bool) -> Due:  # noqa: ARG002 - a Rhythm is asked so

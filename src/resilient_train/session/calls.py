@@ -37,7 +37,7 @@ class Position(NamedTuple):
     """All other ranks have left their loops: there is nothing left to do but to leave this one."""
 
 
-class Call(NamedTuple):
+class BodyCall(NamedTuple):
     """A body and what it is called with."""
 
     body: Callable[..., Any]
@@ -55,7 +55,7 @@ class Calls:
     def __init__(self, driver: Driver, random: BodiesRandom) -> None:
         self._driver = driver
         self._random = random
-        self._window: list[Call] = []
+        self._window: list[BodyCall] = []
         """Of the open window, for a redo."""
         self._met: Step | None = None
         """The first step, asked for by ``position`` and not entered yet."""
@@ -74,7 +74,7 @@ class Calls:
                 self._set_mode(Mode.LOOPBACK)
         return Position(self._driver.number, self._driver.over)
 
-    def make(self, call: Call) -> Any:
+    def make(self, call: BodyCall) -> Any:
         """Calls the body, and again where a fault has cut it; its result, of the time that counts."""
         if self._failed >= 0:
             raise UsageError(
@@ -144,7 +144,7 @@ class PlainCalls:
         """See ``Session.position``."""
         return Position(self._number)
 
-    def make(self, call: Call) -> Any:
+    def make(self, call: BodyCall) -> Any:
         """Calls the body."""
         with self._random:
             result = call.make()

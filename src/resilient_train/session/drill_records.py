@@ -24,7 +24,7 @@ class Names(msgspec.Struct, frozen=True, tag="names"):
     names: list[str]
 
 
-class Record(msgspec.Struct, frozen=True, tag="record"):
+class DrillRecord(msgspec.Struct, frozen=True, tag="record"):
     """As ``step`` begins: the batch is drawn, the body has not begun. Behind the last step, one more."""
 
     step: int
@@ -58,9 +58,9 @@ class DrillRecords:
         if names != self._names:
             self._names = names
             self._write(Names(names))
-        self._write(Record(step, list(found.values())))
+        self._write(DrillRecord(step, list(found.values())))
 
-    def _write(self, line: Names | Record) -> None:
+    def _write(self, line: Names | DrillRecord) -> None:
         os.write(self._descriptor, self._encoder.encode(line) + b"\n")
 
     def close(self) -> None:

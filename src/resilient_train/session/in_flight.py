@@ -10,13 +10,13 @@ from resilient_train.frameworks.roles import Image
 from resilient_train.protocol.messages import Captured
 from resilient_train.state.capture import Capture
 from resilient_train.state.vault import trailer
-from resilient_train.state.vault.slots import Draft, image_digest
+from resilient_train.state.vault.slots import SnapshotDraft, image_digest
 
 
 class SnapshotInFlight(msgspec.Struct, frozen=True):
     """The state from before update ``commits``, on its way into the slot of ``draft``. Made by ``begin``."""
 
-    draft: Draft
+    draft: SnapshotDraft
     image: Image
     capture: Capture
     commits: int

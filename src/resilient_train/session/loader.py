@@ -29,7 +29,7 @@ class Drawn(NamedTuple):
     place: tuple[int, int]
 
 
-class Position(NamedTuple):
+class DataPosition(NamedTuple):
     """Which batch comes next: pass over the data, batches taken of it, and the random state that the pass began with.
 
     ``own``: what the loader itself says of its position, and the states of its generators, packed; empty if it has
@@ -46,7 +46,7 @@ class Position(NamedTuple):
     reused: bool = False
 
 
-_NOWHERE = Position(0, 0, b"", b"")
+_NOWHERE = DataPosition(0, 0, b"", b"")
 
 
 class Cursor:
@@ -71,7 +71,7 @@ class Cursor:
         self._skipped = 0
         self._epoch_random = b""
         self._reused: bool | None = None
-        """See ``Position``; None: no pass has begun, and the loader is as the script has made it."""
+        """See ``DataPosition``; None: no pass has begun, and the loader is as the script has made it."""
         self._generators = _generators_of(loader)
         self._epoch_generators: list[Any] = []
 
@@ -98,7 +98,7 @@ class Cursor:
         """Pass over the data, and the number of its next batch."""
         return self._epoch, self._index
 
-    def position(self) -> Position:
+    def position(self) -> DataPosition:
         """The position before the next batch."""
         if self.loader is None:
             return _NOWHERE
@@ -108,7 +108,7 @@ class Cursor:
             begun = self._index or self._skipped
             generators = self._epoch_generators if begun else [each.get_state() for each in self._generators]
             own = self._data.pack({"inner": inner, "generators": generators})
-        return Position(self._epoch, self._index, self._epoch_random, own, self._skipped, self._reuses())
+        return DataPosition(self._epoch, self._index, self._epoch_random, own, self._skipped, self._reuses())
 
     def keeps_place(self, own: bytes) -> bool:
         """Whether in a position's ``own`` the loader itself says where it was (a StatefulDataLoader in an epoch)."""
@@ -120,7 +120,7 @@ class Cursor:
     def _has_workers(self, loader: Any) -> bool:
         return self._data.workers(loader) is Workers.THERE
 
-    def load(self, position: Position) -> None:
+    def load(self, position: DataPosition) -> None:
         """Takes up a position. The global random state is left as it was."""
         self._epoch, self._index, self._epoch_random, packed, self._skipped, self._reused = position
         self._iterator = None

@@ -15,10 +15,10 @@ import msgspec
 
 from resilient_train._native import Board, Page, Probes, Watchdog, hear_terminate
 from resilient_train.errors import ConfigError
-from resilient_train.frameworks.roles import Call
+from resilient_train.frameworks.roles import LoggedCall
 from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.standing import UPDATING, Standing
-from resilient_train.state.arena import Arena, ArenaFullError, Entry
+from resilient_train.state.arena import Arena, ArenaFullError, LogEntry
 
 _INPUT, _RESULT, _TOO_LARGE, _FULL = range(4)
 """Kinds of entries of a log. With _FULL it ends: what comes later in this tail is not in it."""
@@ -33,10 +33,10 @@ class _Reader:
         self.arena = arena
         self._of = -1
         self._read = self._offset = 0
-        self._calls: dict[Key, Call] = {}
+        self._calls: dict[Key, LoggedCall] = {}
         self._full = False
 
-    def call(self, key: Key, commits: int, entered: Callable[[], int]) -> Call | None:
+    def call(self, key: Key, commits: int, entered: Callable[[], int]) -> LoggedCall | None:
         # The tag first: who empties a log publishes that it is empty before it writes a new tag.
         of = self.arena.log_of
         if of != commits:
@@ -47,9 +47,9 @@ class _Reader:
             entry, self._offset = self.arena.log_read(self._offset)
             self._read += 1
             self._take(entry)
-        return self._calls.get(key, Call(b"", None) if self._full else None)
+        return self._calls.get(key, LoggedCall(b"", None) if self._full else None)
 
-    def _take(self, entry: Entry) -> None:
+    def _take(self, entry: LogEntry) -> None:
         if entry.kind == _FULL:
             self._full = True
             return
@@ -58,7 +58,7 @@ class _Reader:
         if entry.kind == _RESULT:
             self._calls[key] = self._calls[key]._replace(result=entry.data)
         else:
-            self._calls[key] = Call(header, entry.data if entry.kind == _INPUT else None, len(self._calls))
+            self._calls[key] = LoggedCall(header, entry.data if entry.kind == _INPUT else None, len(self._calls))
 
 
 class Peers:
@@ -208,7 +208,7 @@ class Peers:
         self._board.set_tail(self.rank, entered + 1, completed)
         return True
 
-    def call(self, rank: int, key: Key, commits: int) -> Call | None:
+    def call(self, rank: int, key: Key, commits: int) -> LoggedCall | None:
         """What that rank, or its dead process, has logged of a collective of the tail after ``commits`` updates."""
         reader = self._readers.get(rank)
         if reader is None:

@@ -8,7 +8,7 @@ import msgspec
 
 from resilient_train.frameworks.roles import Data, RankState
 from resilient_train.session.link import Link
-from resilient_train.session.loader import Cursor, Position
+from resilient_train.session.loader import Cursor, DataPosition
 from resilient_train.session.published import Published, read
 from resilient_train.session.resharding import reshard
 from resilient_train.state.transfer import digest
@@ -62,7 +62,9 @@ class Publication:
     def take_up(self, payload: bytes) -> int:
         """Puts a publication back, in this process. Returns the number of the step that comes next."""
         held = read(payload)
-        self._cursor.load(Position(held.epoch, held.taken, held.epoch_random, held.loader, held.skipped, held.reused))
+        self._cursor.load(
+            DataPosition(held.epoch, held.taken, held.epoch_random, held.loader, held.skipped, held.reused)
+        )
         self._rank_state.restore(held.rank)
         self._data.restore_random_state(held.random)
         self._newest = None

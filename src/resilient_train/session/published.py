@@ -27,7 +27,7 @@ class Published(msgspec.Struct, array_like=True):
     its place. 0 where that is not known."""
     replicas: int = 0
     reused: bool = False
-    """See ``loader.Position``."""
+    """See ``loader.DataPosition``."""
     called: bytes = b""
     """What the step's body is called with, see ``roles.Data.look``; empty where that is not known yet."""
 

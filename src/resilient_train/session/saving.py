@@ -26,7 +26,7 @@ from resilient_train.errors import (
     TransferError,
     VaultError,
 )
-from resilient_train.frameworks.roles import Image, Share, State, Step
+from resilient_train.frameworks.roles import Image, SaveShare, State, Step
 from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Skipped, Source, Unsaved, VaultOpened
 from resilient_train.session.autosave import cadence_for
@@ -41,7 +41,7 @@ from resilient_train.state.sharding import shares
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.backing import Backing
 from resilient_train.state.vault.client import Vault
-from resilient_train.state.vault.slots import Draft, SlotPair
+from resilient_train.state.vault.slots import SlotPair, SnapshotDraft
 
 _REPLY_TIMEOUT_S = 2.0
 """The training waits meanwhile: if the holder does not answer, this snapshot is not taken."""
@@ -218,7 +218,7 @@ class Saving:
         share = self._share()
         if order is not None:
             own |= {rank: self._packed(other) for rank, other in order.others.items()}
-            share = Share(order.part, order.parts, order.shard, order.shards)
+            share = SaveShare(order.part, order.parts, order.shard, order.shards)
         image = self._state.image(step, share)
         pair = self._room_for(self._connected(), image, own)
         while (draft := self._names.begin(pair)) is None:
@@ -236,7 +236,7 @@ class Saving:
 
     def _copy(
         self,
-        draft: Draft,
+        draft: SnapshotDraft,
         image: Image,
         commits: int,
         step: int,
@@ -317,10 +317,10 @@ class Saving:
         self._newest = source.commits
         return published
 
-    def _share(self) -> Share:
+    def _share(self) -> SaveShare:
         rank, world_size = self._link.rank, self._link.world_size
         mine = next(each for each in shares(self._groups) if each.holders[0] == rank)
-        return Share(mine.part, mine.of, rank, world_size)
+        return SaveShare(mine.part, mine.of, rank, world_size)
 
     def _room_for(self, vault: Vault, image: Image, own: dict[int, bytes]) -> SlotPair:
         size = (

@@ -29,7 +29,7 @@ from resilient_train.frameworks import engine_for
 from resilient_train.frameworks.roles import Objects
 from resilient_train.observe.sinks import say_aside
 from resilient_train.session.cadence import wish
-from resilient_train.session.calls import Call, Calls, PlainCalls, Position
+from resilient_train.session.calls import BodyCall, Calls, PlainCalls, Position
 from resilient_train.session.carried import Carried, check_places, watch
 from resilient_train.session.driver import Driver
 from resilient_train.session.link import refuse
@@ -154,7 +154,7 @@ class Session:
             raise UsageError("session.call() was called within a body of session.call(): one call is one step")
         self._calling = True
         try:
-            result: R = calls.make(Call(body, args, kwargs))
+            result: R = calls.make(BodyCall(body, args, kwargs))
         finally:
             self._calling = False
         return result

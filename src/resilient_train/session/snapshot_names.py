@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from resilient_train.session.peers import Peers
-from resilient_train.state.vault.slots import Control, Draft, SlotPair
+from resilient_train.state.vault.slots import Control, SlotPair, SnapshotDraft
 
 _NONE = 0
 """Before the first update there is nothing worth keeping."""
@@ -35,7 +35,7 @@ class SnapshotNames:
         named = (set(self._peers.kept(rank)) - {OFF} for rank in range(self._peers.world_size))
         return max(set.intersection(*named), default=_NONE)
 
-    def begin(self, pair: SlotPair) -> Draft | None:
+    def begin(self, pair: SlotPair) -> SnapshotDraft | None:
         """The slot for the next snapshot; None if it is pinned, see ``SlotPair.begin``."""
         self._keep = self.newest()
         draft = pair.begin(self._keep)

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 
-class Body(Protocol):
+class StepListener(Protocol):
     """Who is told that a body begins and ends."""
 
     def enter(self, step: Step) -> None:
@@ -28,7 +28,7 @@ class Step:
 
     __slots__ = ("_body", "attempt", "batch", "done", "entered", "epoch", "number")
 
-    def __init__(self, body: Body, number: int, batch: Any = None, epoch: int = 0, attempt: int = 0) -> None:
+    def __init__(self, body: StepListener, number: int, batch: Any = None, epoch: int = 0, attempt: int = 0) -> None:
         self._body = body
         self.number = number
         self.batch = batch

@@ -34,7 +34,7 @@ _ENTRY = struct.Struct("<III")
 DEFAULT_SLOT_BYTES = 128 << 10
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """One entry of a log. ``kind`` is the caller's."""
 
     kind: int
@@ -161,7 +161,7 @@ class Arena:
         self._map[base : base + len(meta) + len(data)] = meta + data
         self._log_end += _ENTRY.size + len(meta) + len(data)
 
-    def log_read(self, offset: int) -> tuple[Entry, int]:
+    def log_read(self, offset: int) -> tuple[LogEntry, int]:
         """The entry at ``offset`` (0 is that of the first), and where the next one is. Raises ProtocolError."""
         begin, limit = offset + _ENTRY.size, _log_size(self.log_bytes)
         if begin > limit:
@@ -172,7 +172,7 @@ class Arena:
             raise ProtocolError("an entry of a tail log runs over its end")
         body = memoryview(self._map)[self._log_start + begin : self._log_start + end]
         try:
-            return Entry(kind, bytes(body[:meta_bytes]), bytes(body[meta_bytes:])), end
+            return LogEntry(kind, bytes(body[:meta_bytes]), bytes(body[meta_bytes:])), end
         finally:
             body.release()
 

@@ -32,7 +32,7 @@ _MAX_EXTENT = (1 << 63) - 1
 _MAX_DIMENSIONS = 64
 
 
-class Place(NamedTuple):
+class PlacedPiece(NamedTuple):
     """A piece, and where in the file its bytes begin."""
 
     piece: Piece
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 class ImagePlan:
     """Where everything lies in the image of one shard. Made by ``plan_image``."""
 
-    def __init__(self, places: tuple[Place, ...], template: bytes, step_at: int) -> None:
+    def __init__(self, places: tuple[PlacedPiece, ...], template: bytes, step_at: int) -> None:
         self.places = places
         self._template = template
         self._step_at = step_at
@@ -96,7 +96,7 @@ def plan_image(pieces: Sequence[Piece], shard: int, shards: int) -> ImagePlan:
     if data_start - LENGTH.size > MAX_HEADER_BYTES:
         raise StateError(f"{len(kept)} tensors: their names and shapes need {used} bytes, which safetensors forbids")
     template = LENGTH.pack(data_start - LENGTH.size) + text + b" " * (data_start - used)
-    places = tuple(Place(piece, data_start + start) for piece, start in zip(kept, relative, strict=True))
+    places = tuple(PlacedPiece(piece, data_start + start) for piece, start in zip(kept, relative, strict=True))
     return ImagePlan(places, template, template.index(placeholder.encode()))
 
 
@@ -118,7 +118,7 @@ def _check_names(pieces: Sequence[Piece]) -> None:
 class Header(NamedTuple):
     """What a shard's file says of itself."""
 
-    places: tuple[Place, ...]
+    places: tuple[PlacedPiece, ...]
     """In the order of the file."""
     step: int
     shard: int
@@ -151,7 +151,7 @@ def parse_header(file: str, text: bytes, file_bytes: int) -> Header:
     return Header(places, step, shard, shards)
 
 
-def _places(header: dict[str, Any], sharding: dict[str, Any], data_start: int) -> tuple[Place, ...]:
+def _places(header: dict[str, Any], sharding: dict[str, Any], data_start: int) -> tuple[PlacedPiece, ...]:
     if sharding.keys() != header.keys():
         raise ValueError(f"{_SHARDING} tells of other tensors than the header")
     places = []
@@ -174,7 +174,7 @@ def _places(header: dict[str, Any], sharding: dict[str, Any], data_start: int) -
             raise ValueError(f"{name!r}: {list(shape)} at {list(offsets)} does not lie in {list(whole)}")
         if end - begin != piece.size_bytes:
             raise ValueError(f"{name!r} has {end - begin} bytes instead of {piece.size_bytes}")
-        places.append(Place(piece, data_start + begin))
+        places.append(PlacedPiece(piece, data_start + begin))
     places.sort(key=lambda place: (place.start, place.piece.size_bytes))
     at = data_start
     for place in places:

@@ -12,7 +12,7 @@ from resilient_train.state.interval import Tier
 from resilient_train.state.nested import Nested, nested_overhead, nested_steps
 
 
-class Plan(NamedTuple):
+class SavePlan(NamedTuple):
     """Steps between saves in memory, and, a multiple, between saves that go to storage as well."""
 
     memory_steps: int
@@ -30,7 +30,7 @@ class Planner:
         self.memory = memory
         self.storage = storage
         self._restart_s = restart_s
-        self._plan = Plan(FIRST_STEPS, 2 * FIRST_STEPS)
+        self._plan = SavePlan(FIRST_STEPS, 2 * FIRST_STEPS)
 
     def step(self, duration_s: float) -> None:
         """As ``Advisor.step``."""
@@ -54,12 +54,12 @@ class Planner:
         memory, storage = self.memory.tier, self.storage.tier
         return (memory, storage) if memory and storage else None
 
-    def plan(self) -> Plan:
+    def plan(self) -> SavePlan:
         """The intervals to keep from now on: asked after each save to storage, they change seldom (``WORTH``)."""
         tiers, step_s = self.tiers(), self.storage.step_s
         if tiers is None or not step_s:
             return self._plan
-        best = Plan(*nested_steps(*tiers, step_s))
+        best = SavePlan(*nested_steps(*tiers, step_s))
         present = self._plan
         kept = present.memory_steps * step_s >= tiers[0].shortest_s
         kept = kept and present.storage_steps * step_s >= tiers[1].shortest_s
@@ -77,6 +77,6 @@ class Planner:
         return _overhead(self._plan, tiers, step_s) + extra
 
 
-def _overhead(plan: Plan, tiers: tuple[Tier, Tier], step_s: float) -> float:
+def _overhead(plan: SavePlan, tiers: tuple[Tier, Tier], step_s: float) -> float:
     count = plan.storage_steps // plan.memory_steps
     return nested_overhead(Nested(plan.memory_steps * step_s, count), *tiers)

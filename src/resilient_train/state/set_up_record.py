@@ -20,7 +20,7 @@ TOTAL_BYTES = 4 << 20
 """Of one rank: results, headers and places."""
 
 
-class Entry(msgspec.Struct, array_like=True):
+class SetUpEntry(msgspec.Struct, array_like=True):
     """One call. ``place`` is where the script made it; ``source`` the rank that a receive from anybody heard from."""
 
     group: str
@@ -31,19 +31,19 @@ class Entry(msgspec.Struct, array_like=True):
     source: int = -1
 
 
-_decoder = msgspec.msgpack.Decoder(list[Entry])
+_decoder = msgspec.msgpack.Decoder(list[SetUpEntry])
 
 
-class Record:
+class SetUpRecord:
     """The calls of one process, while it makes them."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[SetUpEntry] = []
         self.full_at = ""
         """The place of the first call that there was no room for. Nothing is recorded behind it."""
         self._bytes = 0
 
-    def enter(self, group: str, header: bytes, place: str, result_bytes: int) -> tuple[Entry | None, bool]:
+    def enter(self, group: str, header: bytes, place: str, result_bytes: int) -> tuple[SetUpEntry | None, bool]:
         """The entry of a call, whose result is to be put in when it is there, and whether there is room for that.
 
         No entry: the record is full.
@@ -57,7 +57,7 @@ class Record:
         room = result_bytes <= min(RESULT_BYTES, TOTAL_BYTES - self._bytes)
         if room:
             self._bytes += result_bytes
-        entry = Entry(group, header, place)
+        entry = SetUpEntry(group, header, place)
         self.entries.append(entry)
         return entry, room
 
@@ -80,12 +80,12 @@ class Recorded:
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"not a record of collectives: {error}") from None
         self._told = told
-        self._calls: dict[str, deque[tuple[int, Entry]]] = {}
+        self._calls: dict[str, deque[tuple[int, SetUpEntry]]] = {}
         for entry in entries:
             calls = self._calls.setdefault(entry.group, deque())
             calls.append((len(calls) + 1, entry))
 
-    def next(self, group: str, header: bytes, place: str) -> Entry:
+    def next(self, group: str, header: bytes, place: str) -> SetUpEntry:
         """The entry of a call that this process makes at ``place``. Raises DifferenceError."""
         calls = self._calls.get(group)
         if not calls:

@@ -34,7 +34,7 @@ def begin(fault: Fault, job: Job) -> list[Command]:
     if fault.kind is not Kind.AT_START:
         job.stage = Stage.STARTING
         job.plan = None
-        job.patience.start_again()
+        job.retries.start_again()
         for memory in (job.joined, job.done, job.finished, job.evidence):
             memory.clear()
     job.restarts += 1

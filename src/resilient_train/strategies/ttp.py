@@ -18,7 +18,7 @@ _RUNS = (Stage.RUNNING, Stage.RECOVERING)
 
 def refuses(fault: Fault, job: Job) -> str:
     """Where there is nothing to save, or nobody who has all of it."""
-    trained = job.stage in _RUNS and job.patience.furthest > 0
+    trained = job.stage in _RUNS and job.retries.furthest > 0
     saves = trained and not job.holders.gone() and job.policy.save_last
     return "" if saves else fault.reason
 

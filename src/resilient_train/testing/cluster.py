@@ -73,7 +73,7 @@ class Faults(NamedTuple):
     """Somebody asks the job to end."""
 
 
-class Driver(NamedTuple):
+class DrivenParts(NamedTuple):
     """The parts that are driven, so that tests can put wrong ones in and see them caught."""
 
     controller: type[Controller] = Controller
@@ -125,9 +125,9 @@ _POLICY_OF_SAVERS = msgspec.structs.replace(_POLICY, replace=False)
 class World:
     """The whole cluster at one instant of virtual time."""
 
-    def __init__(self, layout: Layout, faults: Faults | None = None, driver: Driver | None = None) -> None:
+    def __init__(self, layout: Layout, faults: Faults | None = None, driver: DrivenParts | None = None) -> None:
         size = layout.world_size
-        self.layout, self.driver = layout, driver or Driver()
+        self.layout, self.driver = layout, driver or DrivenParts()
         self.budget = faults or Faults()
         self.table = ReplicaTable(size, layout.replicas)
         self.groups = self.table.groups
@@ -522,7 +522,7 @@ def frame_key(frame: Any) -> Any:
     return (type(frame).__name__, *msgspec.structs.astuple(frame))
 
 
-_POLICY_ONLY = frozenset(("policy", "restarts", "patience"))
+_POLICY_ONLY = frozenset(("policy", "restarts", "retries"))
 """Counters that decide nothing but when to give up, which no simulated job comes near."""
 _FIXED = frozenset(("world_size", "replicas", "aware", "attempt", "can_go_back", "uses_us"))
 

@@ -21,7 +21,7 @@ from resilient_train.events import Event
 from resilient_train.faults import COST_NO_PROCESS, INJECTABLE, PLACES, TARGETS, UCE_PLACES, Injection
 from resilient_train.observe.report import Line
 from resilient_train.observe.sinks import EVENTS_FILE, read_events
-from resilient_train.observe.timeline import Outcome, Recovery, Run, read_run
+from resilient_train.observe.timeline import Recovery, RecoveryOutcome, Run, read_run
 from resilient_train.testing.drill_comparison import Difference, DrillComparison
 
 DEFAULT_KINDS = ("kill", "stop", "hcce", "uce")
@@ -39,7 +39,7 @@ _PER_FAULT_S = 180.0
 Tell = Callable[[str], None]
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class DrillOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to drill. Raises ConfigError for a drill that can't be."""
 
     command: tuple[str, ...]
@@ -78,10 +78,10 @@ class Blow(msgspec.Struct, frozen=True):
     """Of the run that had this fault alone (``each``)."""
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class DrillResult(msgspec.Struct, frozen=True, kw_only=True):
     """``problems`` is empty after a drill that lost nothing."""
 
-    options: Options
+    options: DrillOptions
     judged: bool = True
     """False: nothing can be said about faults (no Session, other bits each time, ...); ``problems`` says why."""
     blows: tuple[Blow, ...] = ()
@@ -107,7 +107,7 @@ class _Try(NamedTuple):
     problems: list[str]
 
 
-def drill(options: Options, tell: Tell) -> Result:
+def drill(options: DrillOptions, tell: Tell) -> DrillResult:
     """Runs all that has to be run. Raises OSError if the launcher can't be started."""
     tell(f"{' '.join(options.command)}: undisturbed, {options.ranks} ranks ...")
     begin = time.monotonic()
@@ -116,7 +116,7 @@ def drill(options: Options, tell: Tell) -> Result:
     steps = min((event.detail.get("steps", 0) for event in events if event.kind == "session_end"), default=0)
     problem = _unfit(options, code, story, steps)
     if problem:
-        return Result(options=options, judged=False, steps=steps, problems=(problem,))
+        return DrillResult(options=options, judged=False, steps=steps, problems=(problem,))
     clauses = plan(options, steps, updates_every_step=_updates(events) == steps)
     alone = ", each in a run of its own" if options.each else ""
     tell(f"  {steps} steps in {seconds:.0f} s; now with {_count(len(clauses), 'fault')}{alone} ...")
@@ -127,7 +127,7 @@ def drill(options: Options, tell: Tell) -> Result:
         if judge.undetermined:
             break
     problems = [text for each in tries for text in each.problems]
-    return Result(
+    return DrillResult(
         options=options,
         judged=not judge.undetermined,
         blows=tuple(blow for each in tries for blow in each.blows),
@@ -141,7 +141,7 @@ def drill(options: Options, tell: Tell) -> Result:
     )
 
 
-def _runs(options: Options, clauses: list[Injection]) -> list[tuple[str, list[Injection]]]:
+def _runs(options: DrillOptions, clauses: list[Injection]) -> list[tuple[str, list[Injection]]]:
     if not options.each:
         return [(DISTURBED, clauses)]
     alone = [msgspec.structs.replace(clause, incarnation=0) for clause in clauses]
@@ -155,7 +155,7 @@ class _Judge:
     runs undisturbed once more: whether the fault did it, or the script by itself, is not guessed.
     """
 
-    def __init__(self, options: Options, seconds: float, tell: Tell) -> None:
+    def __init__(self, options: DrillOptions, seconds: float, tell: Tell) -> None:
         self._options = options
         self._seconds = seconds
         self._tell = tell
@@ -249,7 +249,7 @@ def said(piece: str) -> str:
     }.get(piece, piece)
 
 
-def plan(options: Options, steps: int, *, updates_every_step: bool) -> list[Injection]:
+def plan(options: DrillOptions, steps: int, *, updates_every_step: bool) -> list[Injection]:
     """The faults, by step. A killed or hung rank's next fault is meant for its replacement."""
     chance = random.Random(options.seed)
     candidates = range(_FIRST_STEP, steps - 1, _SPACING)
@@ -267,7 +267,7 @@ def plan(options: Options, steps: int, *, updates_every_step: bool) -> list[Inje
     return clauses
 
 
-def run_once(options: Options, name: str, faults: str, limit_s: float) -> tuple[int | None, Run, list[Event]]:
+def run_once(options: DrillOptions, name: str, faults: str, limit_s: float) -> tuple[int | None, Run, list[Event]]:
     """The script once, with these faults: exit code (None: it took too long), story, events."""
     run_dir = (options.run_dir / name).absolute()
     arguments = ["--nproc-per-node", str(options.ranks), "--faults", faults, *options.command]
@@ -289,7 +289,7 @@ def _updates(events: Sequence[Event]) -> int:
     return max((event.detail.get("commits", 0) for event in events if event.kind == "session_end"), default=0)
 
 
-def _unfit(options: Options, code: int | None, story: Run, steps: int) -> str:
+def _unfit(options: DrillOptions, code: int | None, story: Run, steps: int) -> str:
     log = options.run_dir / "undisturbed" / LAUNCHER_LOG
     if code is None:
         return f"the undisturbed run took longer than {options.limit_s:.0f} s (--limit-s)"
@@ -308,7 +308,7 @@ def outcome_of(clause: Injection, events: Sequence[Event], recoveries: Sequence[
     if not hits:
         return Blow(clause.describe(), False, "", False, None)
     after = [recovery for recovery in recoveries if recovery.end_ns >= hits[0].time_ns]
-    end = next((recovery for recovery in after if recovery.outcome is Outcome.RESUMED), None)
+    end = next((recovery for recovery in after if recovery.outcome is RecoveryOutcome.RESUMED), None)
     if end is None:
         return Blow(clause.describe(), True, "none", False, None)
     hung = any(e.kind == "hung" and e.time_ns >= hits[0].time_ns and clause.rank in e.detail["ranks"] for e in events)
@@ -322,7 +322,7 @@ def _is(clause: Injection, event: Event) -> bool:
     return found == (clause.rank, clause.incarnation, clause.step, clause.phase, clause.at)
 
 
-def _problems(options: Options, name: str, code: int | None, story: Run, blows: Sequence[Blow]) -> list[str]:
+def _problems(options: DrillOptions, name: str, code: int | None, story: Run, blows: Sequence[Blow]) -> list[str]:
     log = options.run_dir / name / LAUNCHER_LOG
     found = [f"{blow.plan}: not recovered" for blow in blows if blow.happened and not blow.recovered]
     if code is None:
@@ -336,7 +336,7 @@ def _problems(options: Options, name: str, code: int | None, story: Run, blows: 
     return found
 
 
-def as_dict(result: Result) -> dict[str, Any]:
+def as_dict(result: DrillResult) -> dict[str, Any]:
     """The result as a JSON-able object; times in milliseconds."""
     return {
         "ok": not result.problems,
@@ -354,7 +354,7 @@ def as_dict(result: Result) -> dict[str, Any]:
     }
 
 
-def as_lines(result: Result) -> list[Line]:
+def as_lines(result: DrillResult) -> list[Line]:
     """The result for a person. The last line is the verdict: "yes" where there are no problems, and only there."""
     found = []
     width = max((len(blow.plan) for blow in result.blows), default=0)
@@ -391,7 +391,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
-def _not_compared(result: Result) -> list[str]:
+def _not_compared(result: DrillResult) -> list[str]:
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for piece, ranks in result.not_compared.items():
         by_ranks.setdefault(ranks, []).append(said(piece))

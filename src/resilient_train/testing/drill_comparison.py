@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from resilient_train.session.drill_records import FOLDER, Names, Record
+from resilient_train.session.drill_records import FOLDER, DrillRecord, Names
 
-_DECODER = msgspec.json.Decoder(Names | Record)
+_DECODER = msgspec.json.Decoder(Names | DrillRecord)
 _INPUTS = ("batch", "generator", "loader", "rank_state")
 """What a step begins with, that is not the result of the steps before."""
 _MADE_LATER = ("generator", "rank_state")
@@ -26,7 +26,7 @@ _TRAINED = ("model", "optimizer")
 _EVER = 1 << 62
 
 
-class Snapshot(NamedTuple):
+class NamedRecord(NamedTuple):
     """A record with its names; ``incarnation`` is that of the process that wrote it."""
 
     incarnation: int
@@ -49,7 +49,7 @@ class Difference(msgspec.Struct, frozen=True):
     """It had begun right, and began wrong when it ran again."""
 
 
-def read(run_dir: Path, rank: int) -> Iterator[Snapshot]:
+def read(run_dir: Path, rank: int) -> Iterator[NamedRecord]:
     """What the processes of a rank wrote, in their order. Lines that are torn are left out."""
     found = []
     for path in (run_dir / FOLDER).glob(f"rank_{rank}.*.jsonl"):
@@ -64,7 +64,7 @@ def read(run_dir: Path, rank: int) -> Iterator[Snapshot]:
                 if isinstance(entry, Names):
                     names = entry.names
                 else:
-                    yield Snapshot(incarnation, entry.step, names, entry.digests)
+                    yield NamedRecord(incarnation, entry.step, names, entry.digests)
 
 
 class DrillComparison:
@@ -109,7 +109,7 @@ class DrillComparison:
         began = again or before == step or all(_kind(piece) in _INPUTS for piece in pieces)
         return Difference(rank, step if began else before, tuple(pieces), began, again)
 
-    def _differences(self, run_dir: Path, rank: int) -> Iterator[tuple[Snapshot, set[tuple[int, int]], list[str]]]:
+    def _differences(self, run_dir: Path, rank: int) -> Iterator[tuple[NamedRecord, set[tuple[int, int]], list[str]]]:
         """A rank's first snapshot that differs, the (incarnation, step) before it, and what differs."""
         earlier: set[tuple[int, int]] = set()
         snapshots = list(read(run_dir, rank))
@@ -120,11 +120,11 @@ class DrillComparison:
                 return
             earlier.add((snapshot.incarnation, snapshot.step))
 
-    def _pieces(self, rank: int, snapshot: Snapshot) -> list[str]:
+    def _pieces(self, rank: int, snapshot: NamedRecord) -> list[str]:
         expected = self._expected[rank].get(snapshot.step)
         return _differing(expected, snapshot, self.unsettled[rank]) if expected is not None else []
 
-    def _is_made_later(self, rank: int, snapshots: Sequence[Snapshot], place: int) -> bool:
+    def _is_made_later(self, rank: int, snapshots: Sequence[NamedRecord], place: int) -> bool:
         """Whether a new process only lacks what its predecessor had made ahead, behind an update (``Carried.fetch``),
         and makes it in its first step: behind that nothing differs any more.
         """
@@ -144,7 +144,7 @@ def _kind(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _differing(expected: Snapshot, found: Snapshot, ignored: Collection[str]) -> list[str]:
+def _differing(expected: NamedRecord, found: NamedRecord, ignored: Collection[str]) -> list[str]:
     if expected.names == found.names:
         if expected.digests == found.digests:
             return []

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from resilient_train.testing import checks
 from resilient_train.testing.checks import ViolationError
-from resilient_train.testing.cluster import Driver, Faults, Layout, Move, World
+from resilient_train.testing.cluster import DrivenParts, Faults, Layout, Move, World
 from resilient_train.testing.rank import At
 
 
@@ -33,13 +33,13 @@ class Counterexample(ViolationError):  # noqa: N818 - it says what it is
         self.path = path
 
 
-def explore(layout: Layout, faults: Faults, driver: Driver | None = None, *, limit: int = 10_000_000) -> Explored:
+def explore(layout: Layout, faults: Faults, driver: DrivenParts | None = None, *, limit: int = 10_000_000) -> Explored:
     """Explores every interleaving, from the first step on. Raises Counterexample.
 
     A state that is not final must have a transition other than a fault (no deadlock), and from every state a final one
     must be reachable (no part of the state space that is never left).
     """
-    search = _Search(layout, faults, driver or Driver(two_witnesses=False), limit)
+    search = _Search(layout, faults, driver or DrivenParts(two_witnesses=False), limit)
     collecting = gc.isenabled()
     gc.disable()  # nothing here is cyclic, and looking through a million live objects takes half the time
     try:
@@ -61,7 +61,7 @@ def started(world: World) -> World:
 
 
 class _Search:
-    def __init__(self, layout: Layout, faults: Faults, driver: Driver, limit: int) -> None:
+    def __init__(self, layout: Layout, faults: Faults, driver: DrivenParts, limit: int) -> None:
         self._limit = limit
         self._root = started(World(layout, driver=driver))
         self._root.budget = faults

@@ -66,7 +66,7 @@ ANSWERS = tuple(_MODES)
 """How a function can be told to answer, see ``FakeDevice.answer``."""
 
 
-class Call(NamedTuple):
+class DeviceCall(NamedTuple):
     """One call into a look-alike, by any process."""
 
     function: str
@@ -215,14 +215,14 @@ class FakeDevice:
         """Calls so far."""
         return self._longs[self._behaviour(function) // 8 + 2]
 
-    def calls(self, *functions: str, pid: int = 0) -> list[Call]:
+    def calls(self, *functions: str, pid: int = 0) -> list[DeviceCall]:
         """The newest 256 calls in order; of these functions and this process only, if given."""
         newest = self._longs[10]
         found = []
         for number in range(max(1, newest - _CALLS_MAX + 1), newest + 1):
             at = _CALLS + (number - 1) % _CALLS_MAX * _CALL_SIZE
             arguments = tuple(self._longs[at // 8 + 2 : at // 8 + 6])
-            call = Call(FUNCTIONS[self._words[at // 4 + 2]], self._words[at // 4 + 3], arguments, number)
+            call = DeviceCall(FUNCTIONS[self._words[at // 4 + 2]], self._words[at // 4 + 3], arguments, number)
             complete = self._longs[at // 8] == number
             if complete and (not functions or call.function in functions) and pid in {0, call.pid}:
                 found.append(call)

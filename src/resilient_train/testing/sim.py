@@ -16,7 +16,7 @@ from typing import NamedTuple
 from resilient_train.protocol.job import Stage
 from resilient_train.testing import checks
 from resilient_train.testing.checks import ViolationError
-from resilient_train.testing.cluster import Driver, Faults, Layout, Move, World
+from resilient_train.testing.cluster import DrivenParts, Faults, Layout, Move, World
 from resilient_train.testing.rank import MISUSES, Program
 
 MAX_TRANSITIONS = 20_000
@@ -137,7 +137,7 @@ class _Scheduler:
 def simulate(
     seed: int,
     *,
-    driver: Driver | None = None,
+    driver: DrivenParts | None = None,
     layout: Layout | None = None,
     faults: Faults | None = None,
     trace: Callable[[str], None] | None = None,

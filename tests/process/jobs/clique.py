@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from resilient_train.frameworks.roles import Call
+from resilient_train.frameworks.roles import LoggedCall
 from resilient_train.frameworks.torch.group import ResilientGroup, wait_for_droppers
 from resilient_train.frameworks.torch.tail import Tail
 from resilient_train.frameworks.torch.transports.gloo import stock_group
@@ -260,17 +260,17 @@ class Logs:
     """The logs of all members' tails, in memory."""
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[int, tuple[str, int]], Call] = {}
+        self.calls: dict[tuple[int, tuple[str, int]], LoggedCall] = {}
 
     def of(self, rank: int) -> Any:
         def log(key: tuple[str, int], header: bytes, inputs: bytes) -> bool:
-            self.calls[rank, key] = Call(header, inputs)
+            self.calls[rank, key] = LoggedCall(header, inputs)
             return True
 
         def log_result(key: tuple[str, int], result: bytes) -> None:
             self.calls[rank, key] = self.calls[rank, key]._replace(result=result)
 
-        def call(whose: int, key: tuple[str, int], _commits: int) -> Call | None:
+        def call(whose: int, key: tuple[str, int], _commits: int) -> LoggedCall | None:
             return self.calls.get((whose, key))
 
         return SimpleNamespace(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from resilient_train._native import Copier, die_with_parent
 from resilient_train.state.vault.client import Vault
-from resilient_train.state.vault.slots import Draft, SlotPair, image_digest
+from resilient_train.state.vault.slots import SlotPair, SnapshotDraft, image_digest
 
 IMAGE_BYTES = 8 << 20
 TIMEOUT_MS = 30_000
@@ -29,7 +29,7 @@ CONTENTS = [bytes([37 * index + 1]) * IMAGE_BYTES for index in range(4)]
 class SinglePair(SlotPair):
     """Wrong: the newest snapshot is overwritten by the next."""
 
-    def begin(self) -> Draft | None:
+    def begin(self) -> SnapshotDraft | None:
         for snapshot in self.complete():
             self.discard(snapshot.sequence)
         draft = super().begin()

@@ -39,7 +39,7 @@ class Pass(msgspec.Struct, array_like=True, frozen=True):
     written: list[int]
 
 
-class History(msgspec.Struct, array_like=True):
+class PassHistory(msgspec.Struct, array_like=True):
     """Of each DDP wrapper the backward passes that decided its buckets, and whether its next forward pass begins with
     rank 0's buffers: not so behind a pass without gradients or in ``no_sync``.
     """
@@ -129,7 +129,7 @@ class Buckets:
 
     def layout(self) -> bytes:
         """The record, for another process."""
-        return msgspec.msgpack.encode(History(self.passes, self.shares_buffers))
+        return msgspec.msgpack.encode(PassHistory(self.passes, self.shares_buffers))
 
     def restore(self, layout: bytes | None, commits: int) -> None:
         """Brings every reducer to where an undisturbed one is before update ``commits``. No collective is run.
@@ -147,7 +147,7 @@ class Buckets:
 
     def _take(self, layout: bytes) -> None:
         try:
-            history = msgspec.msgpack.decode(layout, type=History)
+            history = msgspec.msgpack.decode(layout, type=PassHistory)
         except msgspec.MsgspecError as error:
             raise TransferError(f"the layout of DDP's buckets can't be read: {error}") from None
         if len(history.passes) != len(self._wrappers):

@@ -11,7 +11,7 @@ import torch
 from resilient_train.errors import ConfigError, StateError
 from resilient_train.frameworks.torch.leaves import TENSORS, dtype_of, is_sharded, local, span_of
 from resilient_train.state.checkpoint.restore import Checkpoint
-from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.sharding import ITEM_BYTES, Piece, Shape
 from resilient_train.state.transfer import Span, view
 from resilient_train.state.tree import Path, Slot, flatten, unflatten
@@ -106,7 +106,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], *,
     Returns the bytes read. Raises ConfigError if a tensor is not there with this dtype and global shape,
     CheckpointError if a file is damaged; the tensors hold rubbish then.
     """
-    targets: list[Target] = []
+    targets: list[BlockTarget] = []
     landed: list[tuple[torch.Tensor, torch.Tensor]] = []
     for name, tensor in tensors.items():
         here = local(tensor)
@@ -114,7 +114,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], *,
         if here.device.type != "cpu" or not here.is_contiguous():
             landing = torch.empty(here.shape, dtype=here.dtype)
             landed.append((here, landing))
-        targets.append(Target(piece_of(name, tensor), view(span_of(landing))))
+        targets.append(BlockTarget(piece_of(name, tensor), view(span_of(landing))))
     count = checkpoint.load(targets, digests=digests)
     with torch.no_grad():
         for here, landing in landed:

@@ -1,7 +1,8 @@
 """An optimizer's ``state`` under keys that mean the same in another process.
 
-A parameter's number, counted through the groups; the ``Place`` of a parameter that is in no group any more (it may come
-back, and then its moments count again); a word, where the optimizer keeps something for all parameters together.
+A parameter's number, counted through the groups; the ``ParameterPlace`` of a parameter that is in no group any more (it
+may come back, and then its moments count again); a word, where the optimizer keeps something for all parameters
+together.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import Any
 import torch
 
 from resilient_train.errors import StateError
-from resilient_train.frameworks.torch.grouping import Place, parameters_of
+from resilient_train.frameworks.torch.grouping import ParameterPlace, parameters_of
 
 Key = int | tuple[int, str] | str
 
 
-def entries_of(optimizer: torch.optim.Optimizer, where: Mapping[int, Place]) -> dict[Key, Any]:
+def entries_of(optimizer: torch.optim.Optimizer, where: Mapping[int, ParameterPlace]) -> dict[Key, Any]:
     """The entries, not copied; ``where`` as from ``grouping.places``. Raises StateError for a key of another kind."""
     state: Mapping[Any, Any] = optimizer.state
     entries: dict[Key, Any] = {i: dict(state[p]) for i, p in enumerate(parameters_of(optimizer)) if p in state}

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import GroupName
 from resilient_train import config, standby
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch.calls import in_places
-from resilient_train.frameworks.torch.set_up import SetUp
+from resilient_train.frameworks.torch.set_up import SetUpCollectives
 from resilient_train.frameworks.torch.store import CancellableStore
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, run_alone
@@ -47,7 +47,7 @@ groups: dict[str, ResilientGroup] = {}
 works = Works()
 """Those under way in all groups."""
 _watcher: Watcher | None = None
-_set_up: SetUp | None = None
+_set_up: SetUpCollectives | None = None
 """Of the collectives before the loop; None behind its begin, and where no rank is ever replaced."""
 _loop_has_begun = False
 _droppers: list[threading.Thread] = []
@@ -77,7 +77,7 @@ def alone() -> Iterator[None]:
         _watcher = before
 
 
-def set_up() -> SetUp | None:
+def set_up() -> SetUpCollectives | None:
     """What has come of the collectives so far; None: nobody will want to know."""
     return _set_up
 
@@ -88,7 +88,7 @@ def end_set_up() -> None:
     _set_up, _loop_has_begun = None, True
 
 
-class Built(NamedTuple):
+class BuiltGroup(NamedTuple):
     """An inner group that is up, and its connections as (descriptor, inode)."""
 
     inner: Any
@@ -125,7 +125,7 @@ class ResilientGroup(dist.ProcessGroup):
 
     # -- life of the inner group
 
-    def build(self, generation: int, attempt: int, cancelled: threading.Event) -> Built:
+    def build(self, generation: int, attempt: int, cancelled: threading.Event) -> BuiltGroup:
         """Builds the inner group of a generation; ``adopt`` puts it in. Blocks until all members have come.
 
         Raises RuntimeError if a member dies meanwhile (gloo notices after about 5 s), or soon after ``cancelled``.
@@ -133,9 +133,9 @@ class ResilientGroup(dist.ProcessGroup):
         book = gloo.AddressBook()
         own = CancellableStore(self._store, cancelled, book.note)
         store = PrefixStore(f"resilient/{attempt}/{generation}/{self._name}", own)
-        return Built(*gloo.create(store, book, self._rank, self._size, self._timeout))
+        return BuiltGroup(*gloo.create(store, book, self._rank, self._size, self._timeout))
 
-    def adopt(self, built: Built) -> None:
+    def adopt(self, built: BuiltGroup) -> None:
         """Puts a built group in. A peer may have died since it was built: then its first collective says so."""
         self.inner, self.sockets = built
         self.solo = False
@@ -359,7 +359,7 @@ def create(options: Any, backend_options: Any) -> ResilientGroup:
         )
     link = config.read_link() if standby.stage is None else None
     if _set_up is None and not _loop_has_begun and _is_replaceable(link):
-        _set_up = SetUp()
+        _set_up = SetUpCollectives()
     group = ResilientGroup(
         options.store,
         options.group_rank,

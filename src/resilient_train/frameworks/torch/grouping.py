@@ -17,7 +17,7 @@ from resilient_train.errors import LayoutError, StateError
 Groups = list[list[torch.nn.Parameter]]
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a parameter is in the registered models."""
 
     model: int
@@ -46,12 +46,12 @@ def regroup(optimizer: torch.optim.Optimizer, wanted: Groups) -> None:
         optimizer.add_param_group({"params": list(parameters)})
 
 
-def places(models: Sequence[Mapping[str, torch.nn.Parameter]]) -> dict[int, Place]:
+def places(models: Sequence[Mapping[str, torch.nn.Parameter]]) -> dict[int, ParameterPlace]:
     """Place by the parameter's ``id``."""
-    return {id(p): Place(index, name) for index, named in enumerate(models) for name, p in named.items()}
+    return {id(p): ParameterPlace(index, name) for index, named in enumerate(models) for name, p in named.items()}
 
 
-def described(optimizers: Iterable[torch.optim.Optimizer], where: Mapping[int, Place]) -> bytes:
+def described(optimizers: Iterable[torch.optim.Optimizer], where: Mapping[int, ParameterPlace]) -> bytes:
     """All groups of all optimizers, for another process. Raises StateError for a parameter that is in no model."""
     try:
         return msgspec.msgpack.encode([[[where[id(p)] for p in group] for group in groups_of(o)] for o in optimizers])
@@ -65,7 +65,7 @@ def described(optimizers: Iterable[torch.optim.Optimizer], where: Mapping[int, P
 def found(description: bytes, models: Sequence[Mapping[str, torch.nn.Parameter]]) -> list[Groups]:
     """The inverse of ``described``, in the models of this process. Raises LayoutError."""
     try:
-        told = msgspec.msgpack.decode(description, type=list[list[list[Place]]])
+        told = msgspec.msgpack.decode(description, type=list[list[list[ParameterPlace]]])
     except msgspec.MsgspecError as error:
         raise LayoutError(f"the groups of the saved optimizers can't be read: {error}") from None
     try:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.supported import torch_problem
 from resilient_train.frameworks.torch.by_name import taken_by_name
-from resilient_train.frameworks.torch.group import Built, ResilientGroup, groups, works
+from resilient_train.frameworks.torch.group import BuiltGroup, ResilientGroup, groups, works
 from resilient_train.state.transfer import Span, chunks, view
 
 DRAIN_S = 0.25
@@ -66,10 +66,10 @@ class Groups:
         for group in groups.values():
             group.close_inner("a recovery is under way")
 
-    def build(self, generation: int, attempt: int, cancelled: threading.Event) -> list[Built]:
+    def build(self, generation: int, attempt: int, cancelled: threading.Event) -> list[BuiltGroup]:
         return [group.build(generation, attempt, cancelled) for group in groups.values()]
 
-    def adopt(self, built: list[Built], *, replaced: bool) -> None:
+    def adopt(self, built: list[BuiltGroup], *, replaced: bool) -> None:
         if self._accelerator.stopped:
             self._accelerator.restart(hccl_groups(), replaced=replaced)
         for group, each in zip(groups.values(), built, strict=True):

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from resilient_train._native import Copier
-from resilient_train.frameworks.roles import Image, Share
+from resilient_train.frameworks.roles import Image, SaveShare
 from resilient_train.frameworks.torch.checkpoint import contents, memory_of, piece_of, skipped_bytes
 from resilient_train.frameworks.torch.leaves import is_sharded, local
-from resilient_train.frameworks.torch.staging import Part, Staging, on_host
+from resilient_train.frameworks.torch.staging import Staging, TensorPart, on_host
 from resilient_train.state.capture import Capture, HostCapture
 from resilient_train.state.image import ImagePlan, plan_image
 from resilient_train.state.sharding import Piece, divide
@@ -29,7 +29,7 @@ class _Layout(NamedTuple):
     """Where all is copied from and to. It holds as long as the tensors look the same."""
 
     looks: list[tuple[Any, ...]]
-    share: Share
+    share: SaveShare
     plan: ImagePlan
     places: list[_Place]
     """Of the tensors that are copied where they lie, by offset; of the others something, at ..."""
@@ -42,12 +42,12 @@ class Images:
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self._plan: tuple[Share, list[Piece], ImagePlan] | None = None
+        self._plan: tuple[SaveShare, list[Piece], ImagePlan] | None = None
         self.plans = 0
         """So many times the state's layout was another one than before."""
         self._layout: _Layout | None = None
 
-    def image(self, tree: Any, step: int, share: Share) -> Image:
+    def image(self, tree: Any, step: int, share: SaveShare) -> Image:
         """See ``frameworks/roles.State``; ``tree`` is the state."""
         held = contents(tree)
         tensors = held.tensors
@@ -71,13 +71,13 @@ class Images:
 
     def _on_device(self, plan: ImagePlan, header: bytes, tensors: Mapping[str, torch.Tensor]) -> _Begin:
         first = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        parts = [Part(first, 0, len(first))]
+        parts = [TensorPart(first, 0, len(first))]
         for piece, _ in plan.places:
             tensor = _still(piece.name, tensors[piece.name])
-            parts.append(Part(local(tensor), skipped_bytes(piece, tensor), piece.size_bytes))
+            parts.append(TensorPart(local(tensor), skipped_bytes(piece, tensor), piece.size_bytes))
         return partial(self._staging.capture, parts)
 
-    def _laid_out(self, share: Share, tensors: Mapping[str, torch.Tensor]) -> _Layout:
+    def _laid_out(self, share: SaveShare, tensors: Mapping[str, torch.Tensor]) -> _Layout:
         """Most of what a snapshot asks of each tensor is the same each time, and this is time of the training."""
         looks = [(name, *_look(tensor)) for name, tensor in tensors.items()]
         known = self._layout
@@ -98,7 +98,7 @@ class Images:
         self._layout = _Layout(looks, share, plan, places, others)
         return self._layout
 
-    def _planned(self, share: Share, tensors: Mapping[str, torch.Tensor]) -> ImagePlan:
+    def _planned(self, share: SaveShare, tensors: Mapping[str, torch.Tensor]) -> ImagePlan:
         pieces = divide([piece_of(name, tensor) for name, tensor in tensors.items()], share.parts)[share.part]
         if self._plan is None or self._plan[:2] != (share, pieces):
             self.plans += 1

@@ -27,7 +27,14 @@ from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, Tensors, completed, root_of
 from resilient_train.frameworks.torch.works import GuardedWork, KeptWork
 from resilient_train.place import line
-from resilient_train.state.set_up_record import RESULT_BYTES, TOTAL_BYTES, DifferenceError, Entry, Record, Recorded
+from resilient_train.state.set_up_record import (
+    RESULT_BYTES,
+    TOTAL_BYTES,
+    DifferenceError,
+    Recorded,
+    SetUpEntry,
+    SetUpRecord,
+)
 
 _WAITING = "barrier"
 _FROM_ANYBODY = "recv_anysource"
@@ -84,7 +91,7 @@ class _Call(NamedTuple):
         return self.verb == "broadcast" and named and root_of(self.args) == self.group.rank()
 
 
-class SetUp:
+class SetUpCollectives:
     """The collectives of this process before its loop."""
 
     def __init__(self) -> None:
@@ -151,7 +158,7 @@ class _First:
     """The first process of a rank: it records."""
 
     def __init__(self) -> None:
-        self._record = Record()
+        self._record = SetUpRecord()
         self._live: dict[int, GuardedWork] = {}
         self._open: dict[int, _Call] = {}
         """Calls whose result is not there yet, by the id of their entries."""
@@ -184,7 +191,7 @@ class _First:
         self._open[id(entry)] = call._replace(args=())
         return self._kept(call, outputs, entry)
 
-    def _kept(self, call: _Call, outputs: Tensors, entry: Entry) -> dist.Work:
+    def _kept(self, call: _Call, outputs: Tensors, entry: SetUpEntry) -> dist.Work:
         def take() -> None:
             entry.result = b"".join(map(bytes_of, outputs))
             self._open.pop(id(entry), None)
@@ -243,7 +250,7 @@ class _Later:
         for group, header, place in ahead:
             self._next(group, header, place)
 
-    def _next(self, group: str, header: bytes, place: str) -> Entry:
+    def _next(self, group: str, header: bytes, place: str) -> SetUpEntry:
         try:
             return self._recorded.next(group, header, place)
         except DifferenceError as difference:
@@ -275,7 +282,7 @@ class _Later:
 class _Receive(dist.Work):
     """A receive, which may be waited for once only; its result is taken then."""
 
-    def __init__(self, inner: dist.Work, take: Callable[[], None], entry: Entry, *, anybody: bool) -> None:
+    def __init__(self, inner: dist.Work, take: Callable[[], None], entry: SetUpEntry, *, anybody: bool) -> None:
         super().__init__()
         self._inner, self._take, self._entry, self._anybody = inner, take, entry, anybody
         self._over = False

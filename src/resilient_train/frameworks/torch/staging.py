@@ -36,7 +36,7 @@ def on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """``size`` bytes of a dense tensor, behind its first ``skipped`` ones; they follow those of the part before."""
 
     tensor: torch.Tensor
@@ -98,7 +98,7 @@ class Staging:
         self._free: list[torch.Tensor] = []
         self._lanes: dict[torch.device, Lane] = {}
 
-    def capture(self, parts: Sequence[Part], memory: memoryview, copier: Copier) -> StagedCapture:
+    def capture(self, parts: Sequence[TensorPart], memory: memoryview, copier: Copier) -> StagedCapture:
         """Begins to copy the parts, one behind the other, into ``memory``, which they fill.
 
         What the calling thread has given the devices before is in them; host memory among the parts is copied before
@@ -207,7 +207,7 @@ class _Flight(NamedTuple):
 class StagedCapture:
     """See ``state/capture.Capture``. Made by ``Staging.capture``."""
 
-    def __init__(self, staging: Staging, parts: Sequence[Part], memory: memoryview, copier: Copier) -> None:
+    def __init__(self, staging: Staging, parts: Sequence[TensorPart], memory: memoryview, copier: Copier) -> None:
         self._staging = staging
         self._parts = parts
         self._memory = memory[:]  # let go of at the end, whoever still knows of this object

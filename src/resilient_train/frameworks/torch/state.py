@@ -11,7 +11,7 @@ import torch
 from resilient_train import _native, config
 from resilient_train.errors import ConfigError, TransferError
 from resilient_train.frameworks.accelerator import Accelerator
-from resilient_train.frameworks.roles import Damage, Image, Objects, Share, Sources
+from resilient_train.frameworks.roles import Damage, Image, Objects, SaveShare, Sources
 from resilient_train.frameworks.torch import fitting
 from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.checkpoint import piece_of
@@ -33,7 +33,7 @@ from resilient_train.frameworks.torch.leaves import (
 )
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.staging import Staging, on_host
-from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.transfer import Span, view
 from resilient_train.state.transfer import digest as digest_of
 from resilient_train.state.tree import Path, Slot, flatten, unflatten
@@ -239,20 +239,20 @@ class State:
         self._apply(tree)
         return sum(span.size for span in spans)
 
-    def image(self, step: int, share: Share) -> Image:
+    def image(self, step: int, share: SaveShare) -> Image:
         image = self._images.image(self.tree(), step, share)
         if self._images.plans != self._checked_plans:
             fitting.check_unchanged(self._built, fitting.layout_of(self._objects.models))
             self._checked_plans = self._images.plans
         return image
 
-    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[Target]], object]) -> None:
+    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget]], object]) -> None:
         """What lies on an accelerator is written to when all has come whole, and not before."""
         loaded, landing, uploads = self._land(tree)
         if len(names) != len(landing):
             raise TransferError(f"the saved state has {len(landing)} tensors, and names for {len(names)}")
         fill([
-            Target(piece_of(name, tensor), view(span_of(tensor.detach())))
+            BlockTarget(piece_of(name, tensor), view(span_of(tensor.detach())))
             for name, tensor in zip(names, landing, strict=True)
         ])  # fmt: skip
         self._staging.upload(uploads)

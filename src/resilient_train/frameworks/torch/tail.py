@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.roles import Call, Conductor, Tails
+from resilient_train.frameworks.roles import Conductor, LoggedCall, Tails
 from resilient_train.frameworks.torch.call_codec import bytes_of, call_of, check_repeatable, fill_all, header_of
 from resilient_train.frameworks.torch.caller import carries_objects
 from resilient_train.frameworks.torch.clique import Clique
@@ -204,7 +204,7 @@ class Tail:
         fill_all(VERBS[verb].given(args, member), call.inputs)
         return args
 
-    def _call_of(self, rank: int, key: tuple[str, int]) -> Call | None:
+    def _call_of(self, rank: int, key: tuple[str, int]) -> LoggedCall | None:
         """What the rank has published; waits for a finisher. None: it died before it came there."""
         while (call := self._peers.call(rank, key, self._commits)) is None and rank in self._finishers:
             self._rest()

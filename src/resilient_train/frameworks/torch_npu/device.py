@@ -33,7 +33,7 @@ class Memory(enum.IntEnum):
     """A tensor's memory was hit, and is marked; or several bits flipped at an address that is not known."""
 
 
-class State(enum.Enum):
+class RecoveryStage(enum.Enum):
     """How far this rank has come in a recovery."""
 
     RUNNING = enum.auto()
@@ -58,26 +58,26 @@ class NpuDevice:
         self._update_tensor = _find(module, "npu._recovery.update_npu_tensor_to_safe")
         self._reinit_process_group = _find(module, "distributed.reinit_process_group")
         self._index = int(_find(module, "npu.current_device")())
-        self._state = State.RUNNING
+        self._state = RecoveryStage.RUNNING
         self._marked = False
 
     @property
     def stopped(self) -> bool:
-        return self._state is not State.RUNNING
+        return self._state is not RecoveryStage.RUNNING
 
     def synchronize(self) -> None:
         self._synchronize(self._index)
 
     def stop(self) -> None:
-        if self._state is not State.RUNNING:
+        if self._state is not RecoveryStage.RUNNING:
             return  # a newer recovery began before the device was restarted
         answer = self._call("stop_device", self._stop_device, self._index)
         if answer != 0:
             raise self._error(f"stop_device({self._index}) answered {answer!r}: its tasks were not aborted")
-        self._state = State.STOPPED
+        self._state = RecoveryStage.STOPPED
 
     def check(self, *, reported: bool) -> bool:
-        assert self._state is not State.RUNNING, "check_uce_in_memory before stop_device"
+        assert self._state is not RecoveryStage.RUNNING, "check_uce_in_memory before stop_device"
         answer = self._call("check_uce_in_memory", self._check_uce_in_memory, self._index)
         if answer not in tuple(Memory):
             raise self._error(f"check_uce_in_memory({self._index}) answered {answer!r}, which has no meaning")
@@ -86,11 +86,11 @@ class NpuDevice:
         if answer == Memory.INTACT and reported:
             raise self._error("the device has reported damaged addresses of which torch_npu does not know")
         self._marked = self._marked or answer == Memory.PERSISTENT
-        self._state = State.CHECKED
+        self._state = RecoveryStage.CHECKED
         return bool(answer == Memory.PERSISTENT)
 
     def restart(self, groups: Sequence[Any], *, replaced: bool) -> None:
-        assert self._state is State.CHECKED, "restart_device before check_uce_in_memory"
+        assert self._state is RecoveryStage.CHECKED, "restart_device before check_uce_in_memory"
         if replaced:
             self._restart()
             for group in (None, *groups):
@@ -99,10 +99,10 @@ class NpuDevice:
             # Communicators first: the restart also wakes torch_npu's watchdog, which must not find them suspended.
             self._reinit(None, rebuild_link=False)
             self._restart()
-        self._state = State.RUNNING
+        self._state = RecoveryStage.RUNNING
 
     def mark_safe(self, tensors: Iterable[Any]) -> None:
-        assert self._state is State.RUNNING, "update_npu_tensor_to_safe before restart_device"
+        assert self._state is RecoveryStage.RUNNING, "update_npu_tensor_to_safe before restart_device"
         if not self._marked:
             return
         for tensor in tensors:

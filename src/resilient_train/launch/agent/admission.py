@@ -29,7 +29,7 @@ def new_token() -> str:
     return secrets.token_hex(16)
 
 
-class Hearer(Protocol):
+class RankHearer(Protocol):
     """Whom the ranks speak to: implemented by the agent."""
 
     def greet(self, rank: int, hello: m.Hello, connection: RankConnection) -> None:
@@ -61,7 +61,7 @@ class Admission(Server[m.FromRank]):
         job: Job,
         processes: Processes,
         operators: Operators,
-        hearer: Hearer,
+        hearer: RankHearer,
         note: Callable[..., None],
     ) -> None:
         self.connections: dict[int, RankConnection] = {}

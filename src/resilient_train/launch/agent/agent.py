@@ -41,7 +41,7 @@ from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import Controller
-from resilient_train.protocol.hang import Finding, Verdict
+from resilient_train.protocol.hang import Stall, Suspicion
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.progress import Activity, progress_of
 from resilient_train.protocol.standing import Standing, standing_of
@@ -253,10 +253,10 @@ class Agent:
     def note(self, kind: str, rank: int, detail: dict[str, Any]) -> None:
         self._note(kind, rank=rank, detail=detail)
 
-    def tell(self, finding: Finding, detail: dict[str, Any]) -> None:
+    def tell(self, finding: Stall, detail: dict[str, Any]) -> None:
         ranks = ", ".join(map(str, finding.ranks))
         self._note(finding.verdict.value, rank=finding.ranks[0] if finding.ranks else -1, detail=detail)
-        if finding.verdict is Verdict.SUSPECT:
+        if finding.verdict is Suspicion.SUSPECT:
             self._say(
                 f"rank {ranks} has stood still for {finding.stalled_ms / 1000:.1f} s and is replaced after "
                 f"{finding.limit_ms / 1000:.1f} s: {finding.why} (stacks: {self._spec.run_dir}/{STACKS_FOLDER}; work "

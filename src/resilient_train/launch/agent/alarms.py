@@ -19,7 +19,7 @@ from resilient_train._native import Board
 from resilient_train.protocol.job import Job, Stage
 
 
-class Hearer(Protocol):
+class AlarmHearer(Protocol):
     """What an alarm may lead to: implemented by the agent."""
 
     def fence(self, ranks: Collection[int], reason: str) -> None:
@@ -48,7 +48,7 @@ class Alarms:
         self._seen: set[tuple[int, int, str, str]] = set()
         """(rank, incarnation, probe, kind) that were told; acting on them is another matter."""
 
-    def look(self, hearer: Hearer) -> None:
+    def look(self, hearer: AlarmHearer) -> None:
         """Acts on at most one alarm: whatever is done, a recovery follows, and what is left is found after it."""
         if self._job.stage is not Stage.RUNNING:
             return
@@ -59,13 +59,13 @@ class Alarms:
             if any(self._act(rank, probe, kind, hearer) for probe, kind in alarms):
                 return
 
-    def _tell(self, rank: int, probe: str, kind: str, hearer: Hearer) -> None:
+    def _tell(self, rank: int, probe: str, kind: str, hearer: AlarmHearer) -> None:
         told = (rank, self._job.incarnations[rank], probe, kind)
         if told not in self._seen:
             self._seen.add(told)
             hearer.note("probe_disabled" if kind == "DISABLED" else "alarm", rank, {"probe": probe, "kind": kind})
 
-    def _act(self, rank: int, probe: str, kind: str, hearer: Hearer) -> bool:
+    def _act(self, rank: int, probe: str, kind: str, hearer: AlarmHearer) -> bool:
         if kind == "DEVICE":
             hearer.fence([rank], f"its device failed, says {probe}")
         elif kind == "UCE" and self._job.policy.mend:

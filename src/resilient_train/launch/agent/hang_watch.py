@@ -17,7 +17,7 @@ from resilient_train._native import Board
 from resilient_train.config import Settings
 from resilient_train.interrupt import STACKS_SIGNAL
 from resilient_train.launch.agent.processes import Processes
-from resilient_train.protocol.hang import Finding, HangDetector, Limits, RunState, Verdict
+from resilient_train.protocol.hang import HangDetector, Limits, RunState, Stall, Suspicion
 from resilient_train.protocol.job import Job, Stage
 from resilient_train.protocol.jobclock import JobClock
 from resilient_train.protocol.progress import Activity, Progress, progress_of
@@ -44,7 +44,7 @@ class Keeper(Protocol):
         """A phase of the recovery has lasted so long."""
         ...
 
-    def tell(self, finding: Finding, detail: dict[str, object]) -> None:
+    def tell(self, finding: Stall, detail: dict[str, object]) -> None:
         """Writes the event, and a line for people."""
         ...
 
@@ -158,19 +158,19 @@ class HangWatch:
             self._named_ns.update(dict.fromkeys(ranks, now_ns))
             keeper.fence(ranks, reason)
 
-    def _act(self, finding: Finding, keeper: Keeper) -> None:
+    def _act(self, finding: Stall, keeper: Keeper) -> None:
         detail: dict[str, object] = {
             "ranks": list(finding.ranks),
             "why": finding.why,
             "stalled_ms": finding.stalled_ms,
             "limit_ms": finding.limit_ms,
         }
-        if finding.verdict is not Verdict.STRAGGLER:
+        if finding.verdict is not Suspicion.STRAGGLER:
             detail["stacks"] = self._ask_for_stacks()
         keeper.tell(finding, detail)
-        if finding.verdict is Verdict.HUNG:
+        if finding.verdict is Suspicion.HUNG:
             keeper.fence(finding.ranks, f"hung for {finding.stalled_ms} ms: {finding.why}")
-        elif finding.verdict is Verdict.TOGETHER:
+        elif finding.verdict is Suspicion.TOGETHER:
             keeper.give_up_collective(f"no end for {finding.stalled_ms} ms: {finding.why}")
 
     def _ask_for_stacks(self) -> list[int]:

@@ -19,7 +19,7 @@ from resilient_train.launch.agent import caches
 from resilient_train.launch.agent.logs import Logs, Streams
 from resilient_train.launch.fork.imports import target_of
 from resilient_train.launch.fork.live import cold
-from resilient_train.launch.fork.standby_pool import Pool, Waiting
+from resilient_train.launch.fork.standby_pool import Pool, Standby
 from resilient_train.launch.spec import JobSpec
 from resilient_train.protocol.hang import RunState
 
@@ -165,7 +165,7 @@ class Processes:
         command = tuple(part.replace(_LOCAL_RANK_MACRO, str(rank)) for part in self._job.command)
         environ = self._environ(rank, incarnation, attempt, joining=joining)
 
-        def begin(waiting: Waiting | None) -> None:
+        def begin(waiting: Standby | None) -> None:
             try:
                 process = self._begin(rank, incarnation, command, environ, waiting)
             except OSError as error:
@@ -180,7 +180,7 @@ class Processes:
             self._pool.take(environ, begin, wanted)
 
     def _begin(
-        self, rank: int, incarnation: int, command: tuple[str, ...], environ: dict[str, str], waiting: Waiting | None
+        self, rank: int, incarnation: int, command: tuple[str, ...], environ: dict[str, str], waiting: Standby | None
     ) -> RankProcess:
         streams = self._logs.open(rank, incarnation)
         try:

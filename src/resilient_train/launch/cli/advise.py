@@ -12,7 +12,7 @@ import msgspec
 from resilient_train import config
 from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.launch.cli import asking
-from resilient_train.observe.history import History, Standing, history_of
+from resilient_train.observe.history import History, LatestStep, history_of
 from resilient_train.observe.report import Line
 from resilient_train.observe.sinks import EVENTS_FILE
 from resilient_train.protocol.messages import Query
@@ -27,7 +27,7 @@ _GOOD_ENOUGH = 1.05
 """A present interval that costs less than this, against the best one, is not worth a change."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class AdviseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the command was given; None: not given. The names are those of its flags."""
 
     run_dir: Path | None = None
@@ -74,7 +74,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """Of a checkpoint of one kind, for all failures."""
 
 
-def advise(options: Options) -> Advice:
+def advise(options: AdviseOptions) -> Advice:
     """The advice. Raises ConfigError for what is missing, or can't be."""
     history = _history(options.run_dir) if options.run_dir else None
     by_run = options.stall_s is None
@@ -118,7 +118,7 @@ def advise(options: Options) -> Advice:
     return Advice(basis=basis, storage=storage, steps=seldom, memory_steps=often, cost=cost, **present)
 
 
-def _as_measured(options: Options, history: History | None) -> Options:
+def _as_measured(options: AdviseOptions, history: History | None) -> AdviseOptions:
     """With what the run's saves cost, as far as no flag says it."""
     if history is None or history.stall_s is None:
         return options
@@ -134,7 +134,7 @@ def _kept(present_steps: int, tier: Tier, step_s: float) -> int:
     return present_steps * fewest_steps(tier.carried_s, present_steps * step_s)
 
 
-def _basis(options: Options, history: History | None, *, by_run: bool) -> Basis:
+def _basis(options: AdviseOptions, history: History | None, *, by_run: bool) -> Basis:
     told = history or History()
     step_s = told.step_s if options.step_s is None else options.step_s
     if step_s is None:
@@ -160,14 +160,14 @@ def _basis(options: Options, history: History | None, *, by_run: bool) -> Basis:
     return Basis(rate=rate, step_s=step_s, restart_s=restart_s, history=history, notes=tuple(notes))
 
 
-def _about_saves(options: Options, *, by_run: bool) -> str:
+def _about_saves(options: AdviseOptions, *, by_run: bool) -> str:
     memory = "" if options.memory_stall_s is None else f", one in memory {_span(options.memory_stall_s)}"
     source = " (medians of the run's own saves)" if by_run else ""
     latency = f"; it is on storage {_span(options.latency_s)} later" if options.latency_s else ""
     return f"a save costs {_span(options.stall_s or 0.0)} of training{memory}{latency}{source}"
 
 
-def _about_guess(options: Options, devices: int, expected: FailureRate) -> str:
+def _about_guess(options: AdviseOptions, devices: int, expected: FailureRate) -> str:
     hours = DEVICE_MTBF_S / _HOUR_S if options.mtbf_hours is None else options.mtbf_hours
     source = "supposed, see --mtbf-hours" if options.mtbf_hours is None else "--mtbf-hours"
     each = f"{devices:,} devices, each fails once in {hours:,.6g} h ({source})"
@@ -175,7 +175,7 @@ def _about_guess(options: Options, devices: int, expected: FailureRate) -> str:
     return f"one failure in {_span(expected.mtbf_s)}: {each}{share}"
 
 
-def _about_restart(options: Options, told: History) -> str:
+def _about_restart(options: AdviseOptions, told: History) -> str:
     if options.restart_s is not None:
         return _span(options.restart_s)
     if told.start_s is not None:
@@ -183,7 +183,7 @@ def _about_restart(options: Options, told: History) -> str:
     return "left out of the costs (--restart-s); no interval changes it"
 
 
-def _seen(options: Options, told: History, step_s: float) -> tuple[int, float, int, list[tuple[str, str]]]:
+def _seen(options: AdviseOptions, told: History, step_s: float) -> tuple[int, float, int, list[tuple[str, str]]]:
     """Failures that needed a checkpoint, in how much time, from how many on they alone count; and that in words."""
     if (options.failures is None) != (options.hours is None):
         raise ConfigError("advise: give both of --failures and --hours, or neither")
@@ -205,7 +205,7 @@ def _seen(options: Options, told: History, step_s: float) -> tuple[int, float, i
     return failures, during_s, trusted, notes
 
 
-def _ato(options: Options) -> tuple[Path | None, int]:
+def _ato(options: AdviseOptions) -> tuple[Path | None, int]:
     """The file of ATO, if there is one, and its threshold: a flag's, or that of ``MS_ENABLE_TFT``."""
     switched = config.auto_save(config.read_switches())
     trusted = switched.threshold if switched else TRUSTED_FAILURES
@@ -236,13 +236,13 @@ def _history(run_dir: Path) -> History:
         raise ConfigError(f"advise: {error.filename} can't be read: {error.strerror or error}") from None
 
 
-def _standing(run_dir: Path) -> Standing | None:
+def _standing(run_dir: Path) -> LatestStep | None:
     """Where the job is, if it runs now: events alone do not tell, in hours without a fault there are none."""
     with contextlib.suppress(ResilientError):  # nothing runs there, or has no time: then the events are all there is
         ranks = asking.ask(run_dir, Query()).status.get("ranks")
         rows = [row for row in ranks if isinstance(row, dict)] if isinstance(ranks, list) else []
         steps = [step for row in rows if isinstance(step := row.get("step"), int)]
-        return Standing(time.time_ns(), max(steps, default=-1))
+        return LatestStep(time.time_ns(), max(steps, default=-1))
     return None
 
 

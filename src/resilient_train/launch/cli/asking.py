@@ -92,7 +92,7 @@ def _is_over(run: Path) -> bool:
     return False
 
 
-class Patience:
+class AnnouncedWait:
     """A wait that is told (``say``) once, if it is not over soon. ``limit_s``: the longest."""
 
     def __init__(self, limit_s: float, say: Callable[[str], None]) -> None:
@@ -114,7 +114,7 @@ class Patience:
         time.sleep(_LOOK_S)
 
 
-def find(run: Path | None, patience: Patience) -> tuple[Path, dict[str, object]]:
+def find(run: Path | None, patience: AnnouncedWait) -> tuple[Path, dict[str, object]]:
     """The directory and the status of a job (None: of the newest), also of one whose launcher has only just begun.
 
     Raises NoJobError if there is none, and none comes soon.
@@ -130,7 +130,7 @@ def find(run: Path | None, patience: Patience) -> tuple[Path, dict[str, object]]
             patience.wait(str(error), limit_s)
 
 
-def wait_until_it_trains(run: Path | None, patience: Patience) -> Path:
+def wait_until_it_trains(run: Path | None, patience: AnnouncedWait) -> Path:
     """Waits until a job trains, or is past its training. Returns its directory.
 
     Raises NoJobError if there is no job soon, NotHitError if the job does not train when the time is over.

@@ -108,7 +108,7 @@ def demo(
     from resilient_train.demo import run
 
     _need_torch()
-    options = run.Options(run_dir=run_dir or new_run_dir("demo"), steps=steps, ranks=ranks, faults=faults)
+    options = run.DemoOptions(run_dir=run_dir or new_run_dir("demo"), steps=steps, ranks=ranks, faults=faults)
     with _progress(as_json) as progress:
         comparison = run.compare(options, progress)
     _answer(as_json, run.as_dict(comparison), run.as_lines(comparison))
@@ -131,7 +131,7 @@ def drill(
     from resilient_train.testing import drill as drills
 
     _need_torch()
-    options = drills.Options(
+    options = drills.DrillOptions(
         command=tuple(command or ()),
         run_dir=run_dir or new_run_dir("drill"),
         ranks=ranks,
@@ -204,8 +204,8 @@ def advise(
     from resilient_train.launch.cli import advise as advices
 
     # The flags are named like the fields.
-    given = {name: value for name, value in locals().items() if name in advices.Options.__struct_fields__}
-    advice = advices.advise(advices.Options(**given))
+    given = {name: value for name, value in locals().items() if name in advices.AdviseOptions.__struct_fields__}
+    advice = advices.advise(advices.AdviseOptions(**given))
     _answer(as_json, advices.as_dict(advice), advices.as_lines(advice))
     return 0
 
@@ -263,7 +263,7 @@ def inject(
             raise ConfigError(f"--{next(iter(given)).replace('_', '-')} is for {_DEVICE}, not for {kind}")
         check_fault(kind, target)
         if not at_once:
-            run = asking.wait_until_it_trains(run, asking.Patience(limit_s, _tell))
+            run = asking.wait_until_it_trains(run, asking.AnnouncedWait(limit_s, _tell))
         result, text = _inject_fault(run, rank, seed, Inject(kind, -1, target), limit_s)
     _answer(as_json, result, [Line(text)])
     return 0
@@ -342,7 +342,7 @@ def status(
     as_json: Json = False,
 ) -> int:
     """Ask a running job how it is."""
-    _, found = asking.find(run, asking.Patience(limit_s, _tell))
+    _, found = asking.find(run, asking.AnnouncedWait(limit_s, _tell))
     _answer(as_json, found, [Line(f"{key}: {_plain(value)}") for key, value in found.items()])
     return 0
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from resilient_train.launch.fork.imports import Target
+from resilient_train.launch.fork.imports import Script
 from resilient_train.transport import FrameBuffer, Wire, encode
 
 
@@ -23,7 +23,7 @@ class Fork(msgspec.Struct, tag=True, frozen=True):
 class Import(msgspec.Struct, tag=True, frozen=True):
     """Import what the target imports, but for the modules in ``skip``. Answers: Importing for each, Ready or Unfit."""
 
-    target: Target
+    target: Script
     environ: dict[str, str]
     skip: tuple[str, ...] = ()
 
@@ -32,7 +32,7 @@ class Life(msgspec.Struct, tag=True, frozen=True):
     """With two descriptors, stdout and stderr: become a rank. The gate is closed for an answer."""
 
     command: tuple[str, ...]
-    target: Target
+    target: Script
     environ: dict[str, str]
     cwd: str
 
@@ -44,7 +44,7 @@ class Ahead(msgspec.Struct, tag=True, frozen=True):
     """
 
     command: tuple[str, ...]
-    target: Target
+    target: Script
     attempt: str
 
 

@@ -37,7 +37,7 @@ class Wanted(msgspec.Struct, frozen=True):
     names: tuple[str, ...] = ()
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class Script(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks run: ``python SCRIPT`` or ``python -m MODULE``."""
 
     script: str = ""
@@ -60,7 +60,7 @@ class ImportPlan(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str = ""
 
 
-def scan(target: Target, folder: str) -> ImportPlan:
+def scan(target: Script, folder: str) -> ImportPlan:
     """The installed modules that the script, and the user's modules (in ``folder``) that it imports, import at their
     top.
     """
@@ -78,7 +78,7 @@ def scan(target: Target, folder: str) -> ImportPlan:
     return ImportPlan(imports=() if moved else tuple(found))
 
 
-def uses_us(target: Target | str) -> bool:
+def uses_us(target: Script | str) -> bool:
     """Whether the script, or a module of the user's that it imports, imports this library: at the top or elsewhere.
 
     What is imported in other ways than by a statement is not seen; nor is a command that runs no script (a text).
@@ -94,7 +94,7 @@ def uses_us(target: Target | str) -> bool:
 
 
 def _sources(
-    target: Target, folder: str, imports: Callable[[Path, ast.Module], Iterator[Wanted]]
+    target: Script, folder: str, imports: Callable[[Path, ast.Module], Iterator[Wanted]]
 ) -> Iterator[tuple[Path, ast.Module]]:
     """The script, and the modules of the user's (in ``folder``) that ``imports`` finds in what was read so far."""
     search = [folder, *sys.path] if folder else list(sys.path)
@@ -264,7 +264,7 @@ def _moves_path(tree: ast.Module) -> bool:
     return False
 
 
-def target_of(command: Sequence[str]) -> Target | str:
+def target_of(command: Sequence[str]) -> Script | str:
     """What ``python -u SCRIPT ARGUMENTS`` or ``python -u -m MODULE ARGUMENTS`` runs; else why that is not known."""
     if not command or command[0] != sys.executable:
         return "the ranks are started by a command of their own (--no-python, PYTHON_EXEC), and not by this Python"
@@ -272,10 +272,10 @@ def target_of(command: Sequence[str]) -> Target | str:
     if not rest or rest.pop(0) != "-u":
         return "the ranks are started by a command of their own (--no-python), and not as `python -u SCRIPT`"
     if len(rest) >= 2 and rest[0] == "-m":
-        return Target(module=rest[1], arguments=tuple(rest[2:]))
+        return Script(module=rest[1], arguments=tuple(rest[2:]))
     if not rest or rest[0].startswith("-"):
         return "the ranks do not run a script"
     script = Path(rest[0])
     if not script.is_file() or script.suffix != ".py":
         return f"{script} is not a Python source file (.py)"
-    return Target(script=str(script), arguments=tuple(rest[1:]))
+    return Script(script=str(script), arguments=tuple(rest[1:]))

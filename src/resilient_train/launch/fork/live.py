@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from resilient_train.launch.fork.imports import Target, hidden, target_of
+from resilient_train.launch.fork.imports import Script, hidden, target_of
 
 BOOT = "from resilient_train.launch.fork.live import begin; begin()"
 """What a new interpreter runs with ``python -u -c``; behind it stands what ``python -u`` would have been given."""
@@ -42,7 +42,7 @@ def begin() -> None:
     live(command, target)
 
 
-def live(command: Sequence[str], target: Target) -> None:
+def live(command: Sequence[str], target: Script) -> None:
     """Runs the script. What it raises passes through: to be called with as little beneath as there can be."""
     main = ModuleType("__main__")
     main.__dict__.update(__annotations__={}, __builtins__=builtins)

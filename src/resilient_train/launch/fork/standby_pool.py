@@ -43,7 +43,7 @@ from resilient_train.launch.fork.frames import (
     Waits,
     gates,
 )
-from resilient_train.launch.fork.imports import Target, target_of
+from resilient_train.launch.fork.imports import Script, target_of
 from resilient_train.launch.fork.zygote import Root
 
 _ANSWER_S = 1.0
@@ -88,7 +88,7 @@ class ForkedChild:
         return self._code
 
 
-class Waiting:
+class Standby:
     """A process that waits at its gate, or is busy with what it was told last (``ready`` is False then)."""
 
     def __init__(self, pid: int, gate: FarGate) -> None:
@@ -98,7 +98,7 @@ class Waiting:
         self.attempt = ""
         self._timer: asyncio.TimerHandle | None = None
 
-    def listen(self, on_answers: Callable[[Waiting], None]) -> None:
+    def listen(self, on_answers: Callable[[Standby], None]) -> None:
         """``on_answers`` is called when there is something to read at the gate."""
         asyncio.get_running_loop().add_reader(self.gate.fileno(), on_answers, self)
 
@@ -126,15 +126,15 @@ class Pool:
     """One zygote at a time, and ``settings.standby`` spares. ``note`` writes an event."""
 
     def __init__(self, root: Root | str, command: tuple[str, ...], settings: config.Settings, note: Note) -> None:
-        self._root = Waiting(root.pid, root.gate) if isinstance(root, Root) else None
+        self._root = Standby(root.pid, root.gate) if isinstance(root, Root) else None
         self._imported_with = root.environ if isinstance(root, Root) else {}
         self._off = root if isinstance(root, str) else ""
         self._command = command
         self._settings = settings
         self._note = note
-        self._target: Target | None = None
+        self._target: Script | None = None
         self._environ: dict[str, str] = {}
-        self._zygote: Waiting | None = None
+        self._zygote: Standby | None = None
         self._making = False
         """A zygote was asked for, or is at its imports."""
         self._fits = False
@@ -145,7 +145,7 @@ class Pool:
         self._losses = 0
         self._coming: deque[FarGate] = deque()
         """The gates of the forks that the root, for a zygote, or the zygote was asked for, oldest first."""
-        self._spares: list[Waiting] = []
+        self._spares: list[Standby] = []
         self._asked: list[_Request] = []
         self._ending: dict[int, ForkedChild] = {}
         self._depth = settings.standby_depth
@@ -175,7 +175,7 @@ class Pool:
             self._give_up(self._off)
 
     def take(
-        self, environ: Mapping[str, str], give: Callable[[Waiting | None], None], wanted: Callable[[], bool]
+        self, environ: Mapping[str, str], give: Callable[[Standby | None], None], wanted: Callable[[], bool]
     ) -> None:
         """Asks for a process that can become a rank; ``give`` gets it, now or soon, or None if a cold start must do.
 
@@ -192,11 +192,11 @@ class Pool:
         self._stock()
 
     def give_life(
-        self, waiting: Waiting, command: tuple[str, ...], environ: Mapping[str, str], streams: Streams
+        self, waiting: Standby, command: tuple[str, ...], environ: Mapping[str, str], streams: Streams
     ) -> bool:
         """The process becomes a rank that runs ``command``. False: it did not take its orders, and is killed."""
         target = target_of(command)
-        assert isinstance(target, Target)
+        assert isinstance(target, Script)
         life = Life(command, target, dict(environ), str(Path.cwd()))
         try:
             waiting.gate.tell(life, streams)
@@ -212,7 +212,7 @@ class Pool:
         self._attempt = attempt
         self._send_ahead()
 
-    def processes(self) -> list[Waiting]:
+    def processes(self) -> list[Standby]:
         """All that nobody but the agent reaps."""
         return [each for each in (self._root, self._zygote, *self._spares) if each is not None]
 
@@ -268,7 +268,7 @@ class Pool:
         except OSError as error:
             self._lose(f"the root of all forks does not take orders: {error!r}")
 
-    def _ask(self, parent: Waiting) -> None:
+    def _ask(self, parent: Standby) -> None:
         ours, theirs = gates()
         with theirs:
             try:
@@ -279,7 +279,7 @@ class Pool:
         self._coming.append(ours)
         parent.limit(_ANSWER_S if self._was_fit else _IMPORT_S, lambda: self._on_silence(parent))
 
-    def _on_root(self, root: Waiting) -> None:
+    def _on_root(self, root: Standby) -> None:
         for answer in self._answers(root):
             if not isinstance(answer, Forked) or self._zygote is not None or self._target is None:
                 self._on_odd(root, answer)
@@ -298,7 +298,7 @@ class Pool:
                 return
             zygote.limit(_IMPORT_S, self._on_slow_import)
 
-    def _on_zygote(self, zygote: Waiting) -> None:
+    def _on_zygote(self, zygote: Standby) -> None:
         for answer in self._answers(zygote):
             if zygote is not self._zygote:
                 return
@@ -326,14 +326,14 @@ class Pool:
                 case _:
                     self._on_odd(zygote, answer)
 
-    def _arrived(self, answer: Forked) -> Waiting | None:
+    def _arrived(self, answer: Forked) -> Standby | None:
         if not self._coming:
             return None
         gate = self._coming.popleft()
         if answer.pid:
             with contextlib.suppress(ChildProcessError):  # a process that is not ours to reap is none of ours
                 os.waitid(os.P_PID, answer.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                return Waiting(answer.pid, gate)
+                return Standby(answer.pid, gate)
         gate.close()
         return None
 
@@ -350,13 +350,13 @@ class Pool:
         self._note("standby_skips", {"module": culprit, "reason": reason})
         self._make_zygote()
 
-    def _on_silence(self, parent: Waiting) -> None:
+    def _on_silence(self, parent: Standby) -> None:
         self._on_gone(parent, "it does not answer")
 
-    def _on_odd(self, waiting: Waiting, answer: object) -> None:
+    def _on_odd(self, waiting: Standby, answer: object) -> None:
         self._on_gone(waiting, f"unexpected {answer}")
 
-    def _on_gone(self, waiting: Waiting, reason: str = "it ended") -> None:
+    def _on_gone(self, waiting: Standby, reason: str = "it ended") -> None:
         if waiting is self._root:
             self._end(waiting)
             self._root = None
@@ -403,7 +403,7 @@ class Pool:
             if request.wanted():
                 request.give(None)
 
-    def _end(self, waiting: Waiting) -> None:
+    def _end(self, waiting: Standby) -> None:
         waiting.end()
         self._ending[waiting.child.pid] = waiting.child
 
@@ -424,7 +424,7 @@ class Pool:
             else:
                 self._asked.pop(0)
 
-    def _furthest(self, attempt: str) -> Waiting | None:
+    def _furthest(self, attempt: str) -> Standby | None:
         for spare in [each for each in self._spares if each.ready and each.child.start == "built"]:
             if spare.attempt == attempt:
                 return spare
@@ -474,7 +474,7 @@ class Pool:
         reason = f"the script took longer than {limit} to come to where a standby waits"
         spare.limit(limit_s, lambda: self._on_unready(spare, reason))
 
-    def _on_spare(self, spare: Waiting) -> None:
+    def _on_spare(self, spare: Standby) -> None:
         for answer in self._answers(spare):
             match answer:
                 case Waits(cpu_s=cpu_s):
@@ -484,7 +484,7 @@ class Pool:
                 case _:
                     self._on_odd(spare, answer)
 
-    def _on_waits(self, spare: Waiting, cpu_s: float) -> None:
+    def _on_waits(self, spare: Standby, cpu_s: float) -> None:
         spare.limit(None, lambda: None)
         spare.ready = True
         self._falls = 0
@@ -494,13 +494,13 @@ class Pool:
         self._serve()
         self._stock()
 
-    def _on_unready(self, spare: Waiting, reason: str) -> None:
+    def _on_unready(self, spare: Standby, reason: str) -> None:
         if spare in self._spares:
             self._spares.remove(spare)
             self._end(spare)
         self._lower(reason)
 
-    def _on_spare_gone(self, spare: Waiting) -> None:
+    def _on_spare_gone(self, spare: Standby) -> None:
         self._spares.remove(spare)
         self._end(spare)
         on_its_way = not spare.ready
@@ -522,7 +522,7 @@ class Pool:
 
     # -- answers
 
-    def _answers(self, waiting: Waiting) -> list[Answer]:
+    def _answers(self, waiting: Standby) -> list[Answer]:
         try:
             answers = waiting.gate.receive()
         except (ProtocolError, msgspec.MsgspecError) as error:
@@ -538,7 +538,7 @@ class _Request(NamedTuple):
     """Somebody waits for a process, see ``Pool.take``."""
 
     attempt: str
-    give: Callable[[Waiting | None], None]
+    give: Callable[[Standby | None], None]
     wanted: Callable[[], bool]
 
 

@@ -42,7 +42,7 @@ from resilient_train.launch.fork.frames import (
     Unfit,
     gates,
 )
-from resilient_train.launch.fork.imports import Target, Wanted, foreign_to_forks, hidden, scan
+from resilient_train.launch.fork.imports import Script, Wanted, foreign_to_forks, hidden, scan
 from resilient_train.launch.fork.live import live
 
 ALWAYS = (
@@ -60,7 +60,7 @@ class Born(NamedTuple):
     """A fork that knows what to run. ``begin`` is the last thing that its main module calls."""
 
     command: tuple[str, ...]
-    target: Target
+    target: Script
     gate: Gate | None = None
     """Still there where it runs the script ahead, and is no rank yet."""
     attempt: str = ""

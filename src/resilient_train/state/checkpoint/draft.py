@@ -43,7 +43,7 @@ from resilient_train.state.checkpoint.verify import verify
 from resilient_train.state.digest import chunk_digests, digest_of, tree_digest
 
 
-class Written(NamedTuple):
+class WrittenShard(NamedTuple):
     """A shard that is on storage."""
 
     entry: FileEntry
@@ -51,7 +51,7 @@ class Written(NamedTuple):
     """Whether the page cache was left out."""
 
 
-class Draft:
+class CheckpointDraft:
     """Several processes may write files into one draft; the one that began it commits it, or takes it away.
 
     Every method raises StorageError where storage fails. The draft is gone then if this process began it; otherwise the
@@ -72,7 +72,7 @@ class Draft:
         self._owner = owner
 
     @classmethod
-    def begin(cls, folder: Path, step: int, kind: Kind = "periodic") -> Draft:
+    def begin(cls, folder: Path, step: int, kind: Kind = "periodic") -> CheckpointDraft:
         """A new draft for ``folder/step_<step>``; what a dead process left of the same is removed."""
         path = folder / (folder_name(kind, step) + TMP)
         with storing(path):
@@ -88,7 +88,7 @@ class Draft:
             raise
 
     @classmethod
-    def join(cls, path: Path, *, owner: bool = False) -> Draft:
+    def join(cls, path: Path, *, owner: bool = False) -> CheckpointDraft:
         """Another process's draft, to add files to it."""
         with storing(path):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -107,7 +107,7 @@ class Draft:
         size_bytes: int,
         writer: int,
         chunks: Sequence[bytes] | None = None,
-    ) -> Written:
+    ) -> WrittenShard:
         """Writes an image (``state/image.py``) of ``size_bytes``; directly if ``image`` is page-aligned and has room.
 
         ``chunks``: its ``chunk_digests``, where a copy has computed them already.
@@ -116,7 +116,7 @@ class Draft:
         with self._storing(name):
             direct = write_image(self.path / name, image, size_bytes)
         digests = chunk_digests(image[:size_bytes]) if chunks is None else chunks
-        return Written(FileEntry(name, size_bytes, tree_digest(digests), writer), direct)
+        return WrittenShard(FileEntry(name, size_bytes, tree_digest(digests), writer), direct)
 
     def add_tree(self, group: int, groups: int, tree: bytes, names: Sequence[str], writer: int) -> FileEntry:
         """Writes a replica group's tree without tensors (``flatten``), and the names of its tensors by number."""

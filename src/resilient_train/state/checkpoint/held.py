@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from resilient_train._native import Copier
 from resilient_train.errors import ConfigError, VaultError
 from resilient_train.state.checkpoint.segments import Segment, read_whole, segments_of
-from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.image import LENGTH, Header, header_length, parse_header
 from resilient_train.state.sharding import Block, Piece, uncovered
 from resilient_train.state.vault.slots import image_digest
@@ -30,7 +30,7 @@ class HeldImage:
         self.header: Header = parse_header(name, os.pread(fd, length, start + LENGTH.size), size_bytes)
 
 
-def fill_from(images: Sequence[HeldImage], targets: Sequence[Target], copier: Copier) -> int:
+def fill_from(images: Sequence[HeldImage], targets: Sequence[BlockTarget], copier: Copier) -> int:
     """Fills the targets from the images, which together hold all of every tensor; returns the bytes copied.
 
     An image is hashed as it is copied: raises VaultError if it is damaged, and the targets hold rubbish then.
@@ -46,7 +46,7 @@ def fill_from(images: Sequence[HeldImage], targets: Sequence[Target], copier: Co
         if why:
             raise VaultError(f"the snapshots do not hold tensor {name!r} whole: {why}")
     held = {name: parts[0] for name, parts in pieces.items()}
-    wanted: dict[str, list[Target]] = {}
+    wanted: dict[str, list[BlockTarget]] = {}
     for target in targets:
         piece = held.get(target.piece.name)
         if piece is None or (piece.dtype, piece.global_shape) != (target.piece.dtype, target.piece.global_shape):

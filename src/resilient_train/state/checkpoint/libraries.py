@@ -14,7 +14,7 @@ from typing import NamedTuple
 _PACKAGES = ("resilient_train", "torch", "numpy")
 
 
-class Difference(NamedTuple):
+class OtherVersion(NamedTuple):
     """``here`` is None where the library is not installed."""
 
     library: str
@@ -34,8 +34,8 @@ def libraries_here() -> dict[str, str]:
     return found
 
 
-def differences(written_with: Mapping[str, str]) -> list[Difference]:
+def differences(written_with: Mapping[str, str]) -> list[OtherVersion]:
     """What is another version here, or missing. No fault of the checkpoint's."""
     here = libraries_here()
-    found = (Difference(library, made, here.get(library)) for library, made in sorted(written_with.items()))
+    found = (OtherVersion(library, made, here.get(library)) for library, made in sorted(written_with.items()))
     return [each for each in found if each.written_with != each.here]

@@ -12,7 +12,7 @@ from resilient_train.errors import CheckpointError, ConfigError
 from resilient_train.state.checkpoint.manifest import Manifest, TreeFile
 from resilient_train.state.checkpoint.reading import Folder, parts
 from resilient_train.state.checkpoint.segments import read_wanted, read_whole, segments_of
-from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.checkpoint.verify import verify
 from resilient_train.state.digest import tree_digest
 from resilient_train.state.image import Header
@@ -47,7 +47,7 @@ class Checkpoint:
         entry = self._parts.ranks.get(rank)
         return None if entry is None else self._folder.rank(entry, self.manifest, rank).own
 
-    def load(self, targets: Sequence[Target], *, digests: bool = True) -> int:
+    def load(self, targets: Sequence[BlockTarget], *, digests: bool = True) -> int:
         """Fills the targets; returns how many bytes were read from storage.
 
         ``digests``: each file that holds a part of a target is read whole, once, and its digest compared. Without
@@ -55,7 +55,7 @@ class Checkpoint:
         for a target that the checkpoint does not hold; CheckpointError for a damaged file: the targets hold rubbish
         then.
         """
-        wanted: dict[str, list[Target]] = {}
+        wanted: dict[str, list[BlockTarget]] = {}
         for target in targets:
             self._check(target)
             wanted.setdefault(target.piece.name, []).append(target)
@@ -76,7 +76,7 @@ class Checkpoint:
                 total += size
         return total
 
-    def _check(self, target: Target) -> None:
+    def _check(self, target: BlockTarget) -> None:
         piece, held = target.piece, self.tensors.get(target.piece.name)
         if held is None:
             raise ConfigError(f"{self.path} holds no tensor {piece.name!r}")

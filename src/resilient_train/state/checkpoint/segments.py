@@ -10,7 +10,7 @@ import numpy as np
 
 from resilient_train._native import Copier
 from resilient_train.state.capture import COPY_TIMEOUT_MS
-from resilient_train.state.checkpoint.target import Target
+from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.digest import CHUNK_BYTES
 from resilient_train.state.image import Header
 from resilient_train.state.sharding import ITEM_BYTES, Block, Piece, overlap, run_in
@@ -23,7 +23,7 @@ class Segment:
     """Bytes of an image that are wanted, and where they go: straight there, or through a scratch that is spread out."""
 
     def __init__(
-        self, start: int, size: int, memory: memoryview | None, spread: Sequence[tuple[Block, Target]]
+        self, start: int, size: int, memory: memoryview | None, spread: Sequence[tuple[Block, BlockTarget]]
     ) -> None:
         self.start = start
         self.end = start + size
@@ -32,7 +32,7 @@ class Segment:
         self._block: Piece | None = None
 
     @classmethod
-    def through_scratch(cls, start: int, piece: Piece, spread: Sequence[tuple[Block, Target]]) -> Segment:
+    def through_scratch(cls, start: int, piece: Piece, spread: Sequence[tuple[Block, BlockTarget]]) -> Segment:
         segment = cls(start, piece.size_bytes, None, spread)
         segment._block = piece
         return segment
@@ -64,7 +64,7 @@ def _slices(common: Block, piece: Piece) -> tuple[slice, ...]:
     )
 
 
-def segments_of(header: Header, wanted: Mapping[str, Sequence[Target]]) -> Iterator[Segment]:
+def segments_of(header: Header, wanted: Mapping[str, Sequence[BlockTarget]]) -> Iterator[Segment]:
     """What of one image is wanted, in its order."""
     for piece, start in header.places:
         block = Block(piece.offsets, piece.shape)

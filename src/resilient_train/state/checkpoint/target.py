@@ -7,7 +7,7 @@ from typing import NamedTuple
 from resilient_train.state.sharding import Piece
 
 
-class Target(NamedTuple):
+class BlockTarget(NamedTuple):
     """Where a block of a tensor is wanted: ``memory`` is writable, row-major, and exactly as large as the block."""
 
     piece: Piece

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 
 from resilient_train.errors import ProtocolError, StorageError
-from resilient_train.state.checkpoint.draft import Draft
+from resilient_train.state.checkpoint.draft import CheckpointDraft
 from resilient_train.state.checkpoint.manifest import FileEntry, Kind, rank_name
 from resilient_train.state.checkpoint.retention import retain
 from resilient_train.state.vault import trailer
-from resilient_train.state.vault.work import Order, Part
+from resilient_train.state.vault.work import PinnedSnapshot, WorkOrder
 
 WORK = "flush"
 PLACE = f"{__name__}:flush"
@@ -55,7 +55,7 @@ class Flushed(msgspec.Struct, frozen=True, array_like=True):
     """Why older ones could not be deleted; empty if they could."""
 
 
-def flush(order: Order) -> bytes:
+def flush(order: WorkOrder) -> bytes:
     """Writes the checkpoint. Raises StorageError, and takes away what there is of it, if storage fails;
     ProtocolError for snapshots that are not whole, or of another moment.
     """
@@ -65,7 +65,7 @@ def flush(order: Order) -> bytes:
             raise ProtocolError(f"rank {snapshot.rank}'s snapshot is from before update {snapshot.commits}, not "
                                 f"{job.commits}")  # fmt: skip
     files: list[FileEntry] = []
-    with Draft.begin(Path(job.folder), job.step, job.kind) as draft:
+    with CheckpointDraft.begin(Path(job.folder), job.step, job.kind) as draft:
         direct = [_add(draft, files, part, job) for part in order.parts]
         path = _commit(draft, files, job)
     untidy = draft.untidy
@@ -76,7 +76,7 @@ def flush(order: Order) -> bytes:
     return msgspec.msgpack.encode(Flushed(str(path), sum(each.size_bytes for each in files), all(direct), untidy))
 
 
-def _add(draft: Draft, files: list[FileEntry], part: Part, job: Flush) -> bool:
+def _add(draft: CheckpointDraft, files: list[FileEntry], part: PinnedSnapshot, job: Flush) -> bool:
     snapshot = part.snapshot
     held = trailer.read(part.region, snapshot)
     groups = job.savers
@@ -91,7 +91,7 @@ def _add(draft: Draft, files: list[FileEntry], part: Part, job: Flush) -> bool:
     return written.direct
 
 
-def _commit(draft: Draft, files: list[FileEntry], job: Flush) -> Path:
+def _commit(draft: CheckpointDraft, files: list[FileEntry], job: Flush) -> Path:
     ranks = [rank for group in job.replica_groups for rank in group]
     names = {entry.name for entry in files}
     return draft.commit(

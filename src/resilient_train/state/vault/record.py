@@ -21,7 +21,7 @@ COMMIT_BYTES = 8
 _HASHED = 1
 
 
-class State(enum.IntEnum):
+class SlotState(enum.IntEnum):
     """Of a slot."""
 
     EMPTY = 0
@@ -50,7 +50,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """xxh3_128 over the concatenated xxh3_128 digests of the image's chunks of 4 MiB; empty: it was not hashed."""
 
 
-def pack(state: State, snapshot: Snapshot) -> bytes:
+def pack(state: SlotState, snapshot: Snapshot) -> bytes:
     """The record, RECORD_BYTES long."""
     fields = _FIELDS.pack(
         state,
@@ -67,13 +67,13 @@ def pack(state: State, snapshot: Snapshot) -> bytes:
     return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-def unpack(data: bytes, rank: int, slot: int) -> tuple[State, Snapshot]:
+def unpack(data: bytes, rank: int, slot: int) -> tuple[SlotState, Snapshot]:
     """What the record says; (EMPTY, sequence 0) where its checksum is wrong."""
     fields, (checksum,) = data[: _FIELDS.size], _CHECKSUM.unpack_from(data, _FIELDS.size)
     state, flags, sequence, commits, step, image_bytes, generation, world, time_ns, digest = _FIELDS.unpack(fields)
-    if checksum != xxhash.xxh3_64_intdigest(fields) or state > State.DISCARDED:
-        return State.EMPTY, Snapshot(rank=rank, slot=slot, sequence=0)
-    return State(state), Snapshot(
+    if checksum != xxhash.xxh3_64_intdigest(fields) or state > SlotState.DISCARDED:
+        return SlotState.EMPTY, Snapshot(rank=rank, slot=slot, sequence=0)
+    return SlotState(state), Snapshot(
         rank=rank,
         slot=slot,
         sequence=sequence,

@@ -31,7 +31,7 @@ import xxhash
 from resilient_train._native import Copier, Word, populate
 from resilient_train.errors import ProtocolError, UsageError
 from resilient_train.state.digest import tree_digest
-from resilient_train.state.vault.record import COMMIT_BYTES, RECORD_BYTES, Snapshot, State, pack, unpack
+from resilient_train.state.vault.record import COMMIT_BYTES, RECORD_BYTES, SlotState, Snapshot, pack, unpack
 
 SLOTS = 2
 PAGE_BYTES = 4096
@@ -129,17 +129,17 @@ class Control:
         self._map = mmap.mmap(fd, self.size_bytes if whole else _CONTROL_BYTES)
         self.uses = tuple(Use(Word(self._map, _page(slot) + _USE_OFFSET)) for slot in range(SLOTS))
 
-    def record(self, slot: int) -> tuple[State, Snapshot]:
+    def record(self, slot: int) -> tuple[SlotState, Snapshot]:
         """The slot's state, and the snapshot that its record speaks of."""
         state, snapshot = unpack(self._map[_page(slot) : _page(slot) + RECORD_BYTES], self.rank, slot)
         if snapshot.image_bytes > self.capacity_bytes:
-            return State.EMPTY, Snapshot(rank=self.rank, slot=slot, sequence=0)
+            return SlotState.EMPTY, Snapshot(rank=self.rank, slot=slot, sequence=0)
         return state, snapshot
 
     def complete(self) -> list[Snapshot]:
         """The complete snapshots, newest first."""
         records = [self.record(slot) for slot in range(SLOTS)]
-        found = [snapshot for state, snapshot in records if state is State.COMPLETE]
+        found = [snapshot for state, snapshot in records if state is SlotState.COMPLETE]
         return sorted(found, key=lambda snapshot: -snapshot.sequence)
 
     def sequence(self) -> int:
@@ -160,7 +160,7 @@ class Control:
         """
         for snapshot in self.complete():
             if snapshot.sequence == sequence:
-                self.write_record(snapshot.slot, pack(State.DISCARDED, snapshot))
+                self.write_record(snapshot.slot, pack(SlotState.DISCARDED, snapshot))
 
     def write_record(self, slot: int, data: bytes, offset: int = 0) -> None:
         """Writes a part of a slot's record: the writer's alone, and the order is what keeps it readable."""
@@ -187,7 +187,7 @@ class SlotPair(Control):
         super().__init__(fd, whole=True)
         self._writes = writes
         self._sequence = max(sequence, self.sequence())
-        self._draft: Draft | None = None
+        self._draft: SnapshotDraft | None = None
         self.skipped = 0
         """Snapshots that were not taken because a reader had the slot pinned."""
         if writes:
@@ -210,7 +210,7 @@ class SlotPair(Control):
         """The bytes of a snapshot where they lie. They stay what they are as long as its slot is not overwritten."""
         return self.region(snapshot.slot)[: snapshot.image_bytes]
 
-    def begin(self, keep: int | None = None) -> Draft | None:
+    def begin(self, keep: int | None = None) -> SnapshotDraft | None:
         """The slot for the next snapshot, whose image may be written from now on.
 
         ``keep``: the snapshot from before that update is not overwritten; where it lies elsewhere, only one slot is in
@@ -227,8 +227,8 @@ class SlotPair(Control):
             return None
         self._sequence += 1
         begun = Snapshot(rank=self.rank, slot=slot, sequence=self._sequence)
-        self.write_record(slot, pack(State.WRITING, begun))
-        self._draft = Draft(self, slot, self._sequence)
+        self.write_record(slot, pack(SlotState.WRITING, begun))
+        self._draft = SnapshotDraft(self, slot, self._sequence)
         return self._draft
 
     def _target(self, keep: int | None) -> int:
@@ -258,7 +258,7 @@ class SlotPair(Control):
         return memoryview(self._map)[start : start + self.capacity_bytes]
 
 
-class Draft:
+class SnapshotDraft:
     """A snapshot that is being written. End it by ``commit`` or ``abandon``."""
 
     def __init__(self, pair: SlotPair, slot: int, sequence: int) -> None:
@@ -284,7 +284,7 @@ class Draft:
             rank=self._pair.rank, slot=self.slot, sequence=self.sequence, commits=commits, step=step,
             image_bytes=image_bytes, generation=generation, world=world, time_ns=time.time_ns(), digest=digest,
         )  # fmt: skip
-        record = pack(State.COMPLETE, snapshot)
+        record = pack(SlotState.COMPLETE, snapshot)
         self._pair.write_record(self.slot, record[COMMIT_BYTES:], COMMIT_BYTES)
         self._pair.write_record(self.slot, record[:COMMIT_BYTES])
         self._pair.uses[self.slot].release()

@@ -14,7 +14,7 @@ from resilient_train.state.vault import slots
 from resilient_train.state.vault.record import Snapshot
 
 
-class Part(NamedTuple):
+class PinnedSnapshot(NamedTuple):
     """One snapshot, pinned until the work returns.
 
     ``region`` is all of its slot, read-only: it begins and ends at multiples of 64 KiB, so that the image in its first
@@ -25,14 +25,14 @@ class Part(NamedTuple):
     region: memoryview
 
 
-class Order(NamedTuple):
+class WorkOrder(NamedTuple):
     """One piece of work. Its snapshots are mapped until the work returns; keep no view of them."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PinnedSnapshot, ...]
     argument: bytes
 
 
-Work = Callable[[Order], bytes]
+Work = Callable[[WorkOrder], bytes]
 """Runs in a thread of the holder, one at a time. What it raises is told to whoever asked, as text."""
 
 
@@ -59,9 +59,9 @@ def perform(work: Work, pinned: Sequence[Pinned], argument: bytes) -> bytes:
             whole = mapped.enter_context(memoryview(memory))
             stride = slots.stride_bytes(store.capacity_bytes)
             start = store.start_of(snapshot.slot)
-            parts.append(Part(snapshot, mapped.enter_context(whole[start : start + stride])))
+            parts.append(PinnedSnapshot(snapshot, mapped.enter_context(whole[start : start + stride])))
         try:
-            return work(Order(tuple(parts), argument))
+            return work(WorkOrder(tuple(parts), argument))
         except Exception as error:
             _forget_views(error)
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from resilient_train.protocol.policy import Policy
 
 
-class Patience:
+class RetryBudget:
     """What fails again and again at the same update is not cured by doing the same once more."""
 
     def __init__(self, policy: Policy) -> None:
@@ -44,9 +44,9 @@ class Patience:
         self.furthest = 0
         self._deaths.clear()
 
-    def copy(self) -> Patience:
+    def copy(self) -> RetryBudget:
         """An independent one in the same state."""
-        new = Patience(self._policy)
+        new = RetryBudget(self._policy)
         new.__dict__.update(self.__dict__)
         new._deaths, new._repairs = dict(self._deaths), list(self._repairs)
         return new

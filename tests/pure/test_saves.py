@@ -9,8 +9,8 @@ import pytest
 
 from pure import checkpoint_rig
 from resilient_train.launch.agent import saves as saves_module
+from resilient_train.launch.agent.restore_points import Stored
 from resilient_train.launch.agent.saves import CHECKPOINTS, Saves
-from resilient_train.launch.agent.stored import Stored
 from resilient_train.protocol.messages import Source
 
 

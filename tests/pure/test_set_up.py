@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # noqa: E402
 
 from resilient_train import config, standby  # noqa: E402
 from resilient_train.errors import ConfigError  # noqa: E402
-from resilient_train.frameworks import predecessor  # noqa: E402
+from resilient_train.frameworks import set_up_recall  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch.call_codec import bytes_of, header_of  # noqa: E402
 from resilient_train.frameworks.torch.clique import Clique  # noqa: E402
@@ -91,8 +91,8 @@ def nothing() -> frozenset[Any]:
 def later(monkeypatch: pytest.MonkeyPatch, packed: bytes) -> SetUpCollectives:
     """In a process that takes the place of the one that has recorded this."""
     monkeypatch.setattr(config, "read_link", lambda: link(joining=True))
-    monkeypatch.setattr(predecessor, "recall", lambda _: packed)
-    monkeypatch.setattr(predecessor, "stray", lambda _, text: SystemExit(text))
+    monkeypatch.setattr(set_up_recall, "recall", lambda _: packed)
+    monkeypatch.setattr(set_up_recall, "stray", lambda _, text: SystemExit(text))
     return SetUpCollectives()
 
 

@@ -44,8 +44,9 @@ from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.from_replica import FromReplica
 from resilient_train.session.idle import Idle
 from resilient_train.session.injection import Injector
+from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.link import Link, leave
-from resilient_train.session.loader import NO_BATCH, Batch, Cursor, Drawn
+from resilient_train.session.loader import Cursor
 from resilient_train.session.publication import Publication
 from resilient_train.session.pulse import Pulse
 from resilient_train.session.rebuild import build_groups
@@ -112,8 +113,7 @@ class Driver:
         self._device = DeviceErrors(self._peers, engine.device, self._event, mends=mends)
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         self._watch = Watch(self._peers, self._link.generation, engine.groups.release_waiters, settings)
-        self._kept: list[Drawn] = []
-        """The batches of the window, for a redo."""
+        self._batches = KeptBatches(cursor, engine.data, self._pulse, self.outlive)
         self._step: Step | None = None
         """The step that the user has; None between two."""
         self._called = b""
@@ -190,7 +190,7 @@ class Driver:
     @property
     def window_open(self) -> bool:
         """Whether a fault would bring back a step that has begun."""
-        return bool(self._kept)
+        return bool(self._batches)
 
     @property
     def joined_late(self) -> bool:
@@ -361,7 +361,7 @@ class Driver:
             do.Mark: lambda _: self._engine.step.begin(),
             do.Draw: self._draw,
             do.Rollback: lambda _: self._engine.step.rollback(),
-            do.ForgetBatches: self._forget_batches,
+            do.ForgetBatches: lambda _: self._batches.forget(),
             do.SaveUndo: lambda _: self._engine.step.save_undo(),
             do.Committed: self._committed,
             do.Synchronize: lambda _: self._engine.device.synchronize(),
@@ -463,31 +463,10 @@ class Driver:
         place = self._rank.place
         if not place:
             self._peers.begin_window()
-        if place == len(self._kept):
-            batch = self._next_batch()
-            random = self._engine.data.random_state() if place else None
-            self._kept.append(Drawn(batch, random, self._cursor.place))
-        elif (random := self._kept[place].random) is not None:
-            # The batch is kept, so nothing is drawn for it; but drawing it had moved the random numbers.
-            self._engine.data.restore_random_state(random)
-
-    def _next_batch(self) -> Batch:
-        if self._cursor.loader is None:
-            return NO_BATCH
-        self._pulse.at(Activity.LOADING)
-        try:
-            batch = self._cursor.next()
-        except Exception as error:
-            self.outlive(error)
-            raise
-        self._pulse.at(Activity.TRAINING)
-        return batch
-
-    def _forget_batches(self, _: do.ForgetBatches) -> None:
-        self._kept = []
+        self._batches.draw(place)
 
     def _committed(self, _: do.Committed) -> None:
-        self._kept = []
+        self._batches.forget()
         self._engine.step.forget()
         self._engine.collectives.begin_tail(self._rank.standing.commits)
 
@@ -626,7 +605,7 @@ class Driver:
         self._answer = effect.value
 
     def _return_step(self, _: do.ReturnStep) -> None:
-        drawn, number = self._kept[self._rank.place], self._rank.number
+        drawn, number = self._batches[self._rank.place], self._rank.number
         if self._records.wanted:
             self._records.take(number, drawn.batch.value, drawn.place)
         self._answer = Step(self, number, drawn.batch.value, drawn.batch.epoch, self._rank.attempt)

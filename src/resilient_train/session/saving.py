@@ -33,9 +33,9 @@ from resilient_train.session.autosave import cadence_for
 from resilient_train.session.cadence import Cadence, Due, Wish
 from resilient_train.session.comparison import Comparison, fingerprint
 from resilient_train.session.from_saved import FromSaved, Own
-from resilient_train.session.in_flight import SnapshotInFlight
 from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
+from resilient_train.session.snapshot_in_flight import SnapshotInFlight
 from resilient_train.session.snapshot_names import SnapshotNames
 from resilient_train.state.sharding import shares
 from resilient_train.state.vault import trailer

@@ -13,8 +13,8 @@ import torch
 
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import Objects
-from resilient_train.frameworks.torch.grouping import parameters_of
 from resilient_train.frameworks.torch.leaves import is_sharded
+from resilient_train.frameworks.torch.optimizer_groups import parameters_of
 
 _SHARDING = ("FullyShardedDataParallel", "FSDPModule")
 

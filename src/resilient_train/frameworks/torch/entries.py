@@ -13,13 +13,16 @@ from typing import Any
 import torch
 
 from resilient_train.errors import StateError
-from resilient_train.frameworks.torch.grouping import ParameterPlace, parameters_of
+from resilient_train.frameworks.torch.optimizer_groups import ParameterPlace, parameters_of
 
 Key = int | tuple[int, str] | str
 
 
 def entries_of(optimizer: torch.optim.Optimizer, where: Mapping[int, ParameterPlace]) -> dict[Key, Any]:
-    """The entries, not copied; ``where`` as from ``grouping.places``. Raises StateError for a key of another kind."""
+    """The entries, not copied; ``where`` as from ``optimizer_groups.places``.
+
+    Raises StateError for a key of another kind.
+    """
     state: Mapping[Any, Any] = optimizer.state
     entries: dict[Key, Any] = {i: dict(state[p]) for i, p in enumerate(parameters_of(optimizer)) if p in state}
     if len(entries) == len(state):

@@ -22,9 +22,9 @@ from torch.distributed.distributed_c10d import GroupName
 
 from resilient_train import config, standby
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.torch.calls import in_places
+from resilient_train.frameworks.torch.call_forms import in_places
+from resilient_train.frameworks.torch.cancellable_store import CancellableStore
 from resilient_train.frameworks.torch.set_up import SetUpCollectives
-from resilient_train.frameworks.torch.store import CancellableStore
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, run_alone
 from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, MonitoredBarrier, Works

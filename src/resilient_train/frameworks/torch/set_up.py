@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from resilient_train import config, standby
 from resilient_train.errors import ConfigError
-from resilient_train.frameworks import predecessor
+from resilient_train.frameworks import set_up_recall
 from resilient_train.frameworks.torch.call_codec import bytes_of, fill_all, header_of, size_of, told
 from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
@@ -246,7 +246,7 @@ class _Later:
     def __init__(self, link: config.AgentLink, ahead: list[tuple[str, bytes, str]]) -> None:
         self._link = link
         self._strayed = False
-        self._recorded = Recorded(predecessor.recall(link), told)
+        self._recorded = Recorded(set_up_recall.recall(link), told)
         for group, header, place in ahead:
             self._next(group, header, place)
 
@@ -260,7 +260,7 @@ class _Later:
         if self._strayed:  # the script has caught the first one
             return SystemExit(2)
         self._strayed = True
-        return predecessor.stray(self._link, difference)
+        return set_up_recall.stray(self._link, difference)
 
     def answer(self, call: _Call) -> dist.Work:
         """Gives what the first process was given. SystemExit: it did not make this call."""

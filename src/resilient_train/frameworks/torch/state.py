@@ -18,7 +18,6 @@ from resilient_train.frameworks.torch.checkpoint import piece_of
 from resilient_train.frameworks.torch.damage import move
 from resilient_train.frameworks.torch.entries import entries_of, put_entries
 from resilient_train.frameworks.torch.fingerprint import Fingerprint, rows_of
-from resilient_train.frameworks.torch.grouping import described, found, groups_of, places, regroup
 from resilient_train.frameworks.torch.images import Images
 from resilient_train.frameworks.torch.leaves import (
     PLAIN,
@@ -31,6 +30,7 @@ from resilient_train.frameworks.torch.leaves import (
     span_of,
     state_of,
 )
+from resilient_train.frameworks.torch.optimizer_groups import described, found, groups_of, places, regroup
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.staging import Staging, on_host
 from resilient_train.state.checkpoint.target import BlockTarget

@@ -19,8 +19,8 @@ from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
 from resilient_train.frameworks.torch.buckets import Buckets
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.leaves import copy_tree
+from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import RankState
-from resilient_train.frameworks.torch.samples import Samples
 from resilient_train.frameworks.torch.state import State
 
 

@@ -20,9 +20,9 @@ from resilient_train._native import Board, DeathWatch
 from resilient_train.descriptors import raise_limit
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
-from resilient_train.launch.agent.admission import Admission, RankConnection, new_token
 from resilient_train.launch.agent.alarms import Alarms
 from resilient_train.launch.agent.console_text import end_of, line, pause_told, told
+from resilient_train.launch.agent.credentials import Admission, RankConnection, new_token
 from resilient_train.launch.agent.hang_watch import LOOK_S, HangWatch
 from resilient_train.launch.agent.last_save import LastSave
 from resilient_train.launch.agent.last_words import how_it_failed

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from resilient_train.errors import HolderLostError, VaultError
-from resilient_train.launch.agent.stored import Stored, find_stored, is_there
+from resilient_train.launch.agent.restore_points import Stored, find_stored, is_there
 from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.checkpoint.libraries import libraries_here

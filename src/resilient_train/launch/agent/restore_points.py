@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from resilient_train.errors import StorageError
-from resilient_train.launch.agent.aside import aside
+from resilient_train.launch.agent.forked_work import aside
 from resilient_train.protocol.messages import Source
 from resilient_train.state.checkpoint.retention import tidy
 from resilient_train.state.checkpoint.verify import newest_complete

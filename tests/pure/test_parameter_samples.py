@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import UsageError  # noqa: E402
-from resilient_train.frameworks.torch.samples import Samples  # noqa: E402
+from resilient_train.frameworks.torch.parameter_samples import Samples  # noqa: E402
 from resilient_train.session.idle import PATIENCE, Idle  # noqa: E402
 
 pytestmark = pytest.mark.torch

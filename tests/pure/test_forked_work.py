@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from resilient_train.launch.agent.aside import aside
+from resilient_train.launch.agent.forked_work import aside
 
 
 def test_an_answer_of_any_size() -> None:

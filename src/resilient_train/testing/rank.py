@@ -81,11 +81,11 @@ MISUSES: dict[str, tuple[At, bool, on.Event]] = {
 
 VISIBLE = (
     *(fx.Record, fx.Publish, fx.Arrive, fx.ResetLog, fx.Offer, fx.SendStarted, fx.SendTrouble, fx.SendDamaged),
-    *(fx.SendJoined, fx.SendDone, fx.SendFinish),
+    *(fx.SendJoined, fx.SendDone, fx.SendReached, fx.SendFinish),
 )
 """Effects that others can see. (Snapshots have a simulation of their own, ``tests/sim/test_kept.py``.)"""
 _FRAMES: dict[type[fx.Effect], tuple[type[Any], ...]] = {
-    fx.AwaitResume: (m.Resume, m.Pull),
+    fx.AwaitResume: (m.Resume, m.Pull, m.Paused),
     fx.AwaitPlan: (m.Plan, m.SaveLast),
     fx.AwaitFinished: (m.Finished,),
     fx.AwaitEnd: (),
@@ -347,6 +347,18 @@ class SimRank:
         self._has_groups()
         self._has_shown("stands at the plan's target")
         world.send(self, m.Done(self.machine.generation, effect.redone, self.machine.base, self.machine.over))
+
+    def _send_reached(self, world: World, _: fx.Effect) -> None:
+        world.send(self, m.Reached(self.machine.generation))
+
+    def _on_pause(self, world: World, _: fx.Effect) -> None:
+        """What the script does then may take long, and read all that is registered."""
+        commits = self.machine.standing.commits
+        require(not self.busy, f"rank {self.rank} pauses, and its device has not done all")
+        require(self.mode is fx.Mode.PAUSED, f"rank {self.rank} lets collectives run in a pause")
+        own = (self.own if self.start is None else self.start, self.machine.base, self.tails)
+        kept = self.start is not None or [each for each in world.published[self.rank] if each == (commits, own)]
+        require(bool(kept), f"rank {self.rank} pauses, and would lose what its tail has changed")
 
     def _send_finish(self, world: World, _: fx.Effect) -> None:
         self._has_shown("comes to its end")
@@ -795,7 +807,8 @@ class SimRank:
     def _ask_for_step(self, world: World) -> None:
         stopped = self.stopped(world)
         self.called = _HEAD
-        self.feed(world, on.Over(stopped) if self.breaks else on.Next(self._total(world), stopped))
+        pauses = world.pause_at is not None and self.machine.number >= world.pause_at
+        self.feed(world, on.Over(stopped) if self.breaks else on.Next(self._total(world), stopped, pauses))
 
     def _total(self, world: World) -> int:
         return (len(world.layout.tails) + world.program.breaks) * world.program.accumulate
@@ -949,6 +962,8 @@ class SimRank:
         fx.SendJoined: _send_joined,
         fx.SendDone: _send_done,
         fx.SendFinish: _send_finish,
+        fx.SendReached: _send_reached,
+        fx.OnPause: _on_pause,
         fx.Offer: _offer,
         fx.Arm: _arm,
         fx.Disarm: _disarm,

@@ -82,7 +82,7 @@ class Pauses:
             if self._state.fingerprint().digest() == held:
                 return ""
         return (
-            f"rank {self._agent.rank}: a function of session.on_pause has changed parameters or optimizer state, before "
+            f"rank {self._agent.rank}: a function of session.on_pause has changed parameters or optimizer state before "
             f"step {step}: in a pause they may be read, and not be written"
         )
 

@@ -530,7 +530,8 @@ class World:
         calls = frozenset((key, call) for key, call in self.collectives.items() if key[0] in live)
         parts = (
             self.budget, self.stop_generation, self.pause_at, tuple(self.standings), tuple(self.logs),
-            tuple(self.published), tuple(self.words), self.left, frozenset(each for each in self.handed_over if each[0] in live),
+            tuple(self.published), tuple(self.words), self.left,
+            frozenset(each for each in self.handed_over if each[0] in live),
             tuple(rank.key() for rank in self.ranks),
             frozenset((k, tuple(map(frame_key, q))) for k, q in self.up.items()),
             tuple(tuple(map(frame_key, queue)) for queue in self.down),

@@ -123,7 +123,7 @@ class SimRank:
         *("called", "connected", "heard", "tries"),
         *("copying", "cut", "entered", "grad", "grads", "incarnation", "laid", "layout", "listens", "machine", "mode"),
         *("model", "offer", "outside", "own", "pending", "pulled", "rank", "saved", "shown", "start", "step"),
-        *("swallowed", "tail_index", "tails", "todo", "undo", "unseen", "untold", "writer"),
+        *("swallowed", "tail_index", "tails", "todo", "told_to_pause", "undo", "unseen", "untold", "writer"),
     )
 
     def __init__(self, rank: int, incarnation: int, machine: Rank) -> None:
@@ -170,6 +170,8 @@ class SimRank:
         self.heard = False
         """The device tells of lost memory at the end of what a stop has cut."""
         self.called = _OTHER
+        self.told_to_pause = False
+        """It has asked for a step before which all are to stand."""
         self.built = -1
         """The generation whose groups this process has."""
         self.tries = 0
@@ -193,7 +195,7 @@ class SimRank:
                 self.own, self.armed, self.copying, self.cut, self.laid, self.layout, self.listens, self.entered,
                 self.breaks, self.start, self.batches, self.grad, self.grads, tuple(self.calls.items()), self.saved,
                 self.tail_index, self.tails, self.writer, self.shown, self.busy, self.untold, self.unseen,
-                self.behind_cut, self.swallowed, self.outside, self.pulled, self.heard, self.called,
+                self.behind_cut, self.swallowed, self.outside, self.pulled, self.heard, self.called, self.told_to_pause,
                 tuple(map(_effect_key, self.todo)), _effect_key(self.pending),
                 self.offer.source if self.offer else -1, self.machine.key(),
             ))  # fmt: skip
@@ -346,9 +348,11 @@ class SimRank:
     def _send_done(self, world: World, effect: fx.SendDone) -> None:
         self._has_groups()
         self._has_shown("stands at the plan's target")
+        self.told_to_pause = False
         world.send(self, m.Done(self.machine.generation, effect.redone, self.machine.base, self.machine.over))
 
     def _send_reached(self, world: World, _: fx.Effect) -> None:
+        self.told_to_pause = False
         world.send(self, m.Reached(self.machine.generation))
 
     def _on_pause(self, world: World, _: fx.Effect) -> None:
@@ -568,6 +572,7 @@ class SimRank:
         self.step = self.machine.number
         commits = self.machine.standing.commits
         require(commits < len(world.layout.tails), f"rank {self.rank} begins a step that no other rank runs")
+        require(not self.told_to_pause, f"rank {self.rank} is given a step before which all are to stand")
         require(not self.unseen, f"rank {self.rank} trains on with a change that nobody has seen")
         counted = (self.tries > 0) is (self.machine.attempt > 0)
         require(counted, f"rank {self.rank} is told attempt {self.machine.attempt}, and has tried {self.tries} times")
@@ -737,7 +742,7 @@ class SimRank:
     def _begins_to_quiesce(self, world: World) -> None:
         self.calls = dict.fromkeys((WORLD, world.shard[self.rank]), 0)
         self.offer = None
-        self.copying = self.busy = self.pulled = False
+        self.copying = self.busy = self.pulled = self.told_to_pause = False
         require(not self.armed, f"rank {self.rank} may be interrupted in a recovery")
         require(not self.untold, f"rank {self.rank} has lost memory, and has not said so")
 
@@ -808,6 +813,7 @@ class SimRank:
         stopped = self.stopped(world)
         self.called = _HEAD
         pauses = world.pause_at is not None and self.machine.number >= world.pause_at
+        self.told_to_pause = pauses and self.machine.place == 0
         self.feed(world, on.Over(stopped) if self.breaks else on.Next(self._total(world), stopped, pauses))
 
     def _total(self, world: World) -> int:

@@ -205,6 +205,9 @@ void bind_board(nb::module_& module) {
           "commits"_a)
       .def_prop_ro("settled", [](const PyBoard& self) { return load(self.use()->header().settled); })
       .def(
+          "set_pause", [](const PyBoard& self, std::uint64_t word) { store(self.use()->header().pause, word); },
+          "word"_a)
+      .def(
           "raise_stop", [](const PyBoard& self, std::uint32_t generation) { self.use()->raise_stop(generation); },
           "generation"_a)
       .def(

@@ -37,6 +37,11 @@ class Page {
   std::uint32_t order() const { return load(record_.order); }
   bool stop_raised(std::uint32_t generation) const { return load(board_->header().stop_generation) > generation; }
 
+  bool pause_due(std::uint64_t step) const {
+    const std::uint64_t from = load(board_->header().pause);
+    return from != 0 && step + 1 >= from;
+  }
+
   bool arrive(std::uint64_t commits, std::uint32_t phase, std::uint64_t step) {
     return board_->arrive(rank_, commits, phase, step);
   }
@@ -76,6 +81,7 @@ void bind_page(nb::module_& module) {
       .def("set_activity", &Page::set_activity, "activity"_a)
       .def("order", &Page::order)
       .def("stop_raised", &Page::stop_raised, "generation"_a)
+      .def("pause_due", &Page::pause_due, "step"_a)
       .def("arrive", &Page::arrive, "commits"_a, "phase"_a, "step"_a)
       .def("cross", &Page::cross, "commits"_a, "phase"_a, "following"_a, "step"_a, "generation"_a);
 }

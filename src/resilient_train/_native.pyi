@@ -45,6 +45,8 @@ class Board:
     @property
     def settled(self) -> int:
         """The last word of `settle`; 0 at first."""
+    def set_pause(self, word: int) -> None:
+        """Agent: from step `word` - 1 on, all ranks stop where a window begins; 0: nobody wants it."""
     def raise_stop(self, generation: int) -> None:
         """Announce a newer generation: wakes every watchdog and every waiter. ValueError unless it grows."""
     def set_standing(self, rank: int, commits: int, phase: int, step: int) -> None:
@@ -126,6 +128,8 @@ class Page:
         """`Board.order`."""
     def stop_raised(self, generation: int) -> bool:
         """Whether a generation newer than this one was announced."""
+    def pause_due(self, step: int) -> bool:
+        """Whether all are to stop before this step, or were to before an earlier one (`Board.set_pause`)."""
     def arrive(self, commits: int, phase: int, step: int) -> bool:
         """`Board.arrive`."""
     def cross(self, commits: int, phase: int, following: int, step: int, generation: int) -> bool:

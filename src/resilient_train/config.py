@@ -127,7 +127,7 @@ class Switches(msgspec.Struct, frozen=True):
     other: dict[str, str] = {}
 
 
-DEFAULT_SWITCHES = Switches(ttp=True, uce=True, hcce=True, arf=True)
+DEFAULT_SWITCHES = Switches(ttp=True, uce=True, hcce=True, arf=True, tsp=True)
 """What ``resilient-run`` turns on when ``MS_ENABLE_TFT`` is not set."""
 
 

@@ -153,6 +153,6 @@ def test_frames() -> None:
     )
     assert said is not None
     from_rank, from_agent = (set(re.findall(r"\b[A-Z]\w+", part)) for part in said.groups())
-    operators = {"Query", "Inject"}
+    operators = {"Query", "Inject", "Pause", "Unpause"}
     assert from_rank == {each.__name__ for each in get_args(messages.FromRank)} - operators
     assert from_agent == {each.__name__ for each in get_args(messages.FromAgent)} - {"Reply"}

@@ -47,9 +47,9 @@ def test_a_healthy_machine() -> None:
         ({"switches": Switches(hcce=True), "switches_set": True}, Grade.PROBLEM, "on: a rank that died"),
         ({"switches": Switches(arf=True), "switches_set": True}, Grade.NOTE, "on: process groups"),
         (
-            {"switches": Switches(arf=True, hcce=True, uce=True, tsp=True), "switches_set": True},
+            {"switches": Switches(arf=True, hcce=True, uce=True, rsc=True), "switches_set": True},
             Grade.NOTE,
-            "TSP do nothing",
+            "RSC do nothing",
         ),
         ({"off": "the watchdog is off"}, Grade.PROBLEM, "a Session is a plain loop"),
         ({"probes": (Probe("nvml", "absent", "", ()),)}, Grade.OK, "not asked: NVML"),

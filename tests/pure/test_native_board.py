@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from resilient_train._native import BOARD_VERSION, Board
+from resilient_train._native import BOARD_VERSION, Board, Page
 
 PAGE_BYTES = 4096
 MAGIC = b"RBOARD01"
@@ -74,6 +74,19 @@ def test_two_announcements_are_held(board: Board) -> None:
     board.settle(8)
     assert board.settled == 8
     assert struct.unpack_from("<QQQ", os.pread(board.fd, 48, 0), 24) == (8 << 2 | 1, (2**56 - 1) << 2 | 3, 8)
+
+
+def test_a_pause_is_due_from_a_step_on(board: Board) -> None:
+    page = Page(board, 1)
+    assert not page.pause_due(0)
+    assert not page.pause_due(2**63)
+    board.set_pause(6)
+    assert [page.pause_due(step) for step in (0, 4, 5, 6)] == [False, False, True, True]
+    assert struct.unpack_from("<Q", os.pread(board.fd, 56, 0), 48) == (6,)
+    board.set_pause(1)
+    assert page.pause_due(0)
+    board.set_pause(0)
+    assert not page.pause_due(5)
 
 
 def test_accessors_round_trip(board: Board) -> None:

@@ -13,7 +13,7 @@ from resilient_train.errors import ProtocolError
 from resilient_train.protocol import rank as machine
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
-from resilient_train.protocol.messages import Finished, Plan, Pull, Resume, SaveLast
+from resilient_train.protocol.messages import Finished, Paused, Plan, Pull, Resume, SaveLast
 from resilient_train.protocol.rank import TABLE, At, Barrier, Body, Build, Drain, Left, Open, Rank, Save, Tail, Update
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session import driver
@@ -262,10 +262,11 @@ def test_every_wait_ends() -> None:
         "Agree": (Plan, SaveLast, on.Stopped),
         "Build": (on.Ok, on.Failed, on.Stopped),
         "Restore": (on.Ok, on.Failed, on.Stopped),
-        "Target": (Resume, Pull, on.Ok, on.Failed, on.Stopped),
+        "Target": (Resume, Paused, Pull, on.Ok, on.Failed, on.Stopped),
         "Finish": (Finished, on.Stopped),
         "Save": (on.Stopped,),
-        "Meet": (Resume,),
+        "Halt": (on.Stopped,),
+        "Meet": (Resume, Paused, on.Stopped),
     }
     have: dict[str, set[type]] = {}
     for state, event in TABLE:

@@ -3,9 +3,10 @@
     python tests/sim/stories.py            # writes what they do now; read the difference
 
 A story begins with what it is about (lines with ``#``), what the job is (``Layout`` and ``Program`` in
-``resilient_train/testing``) and what befalls it: ``KIND of RANK in STATE of step N``, one after the other. Everybody
-takes turns, the agent first. What is told begins with the first fault: what the agent notes, and of each rank the
-event, the effects, and the state that follows. It ends when all train again, or with the job.
+``resilient_train/testing``) and what befalls it: ``KIND of RANK in STATE of step N``, one after the other; STATE is the
+rank's, or PAUSED, which is the job's. Everybody takes turns, the agent first. What is told begins with the first fault:
+what the agent notes, and of each rank the event, the effects, and the state that follows. It ends when all train again,
+or with the job.
 """
 
 from __future__ import annotations
@@ -146,21 +147,24 @@ class _Telling:
             return None
         kind, rank, state, step = self._left[0]
         machine = self._world.ranks[rank].machine
-        if type(machine.state).__name__ != state or machine.number != step:
+        if state not in (type(machine.state).__name__, self._world.controller.job.stage) or machine.number != step:
             return None
         about = 1 << rank if kind == "hang" else rank
         for move in self._world.faults():
             if move.name == kind and move.about in (about, 0 if kind in ("asked to end", "fence") else about):
                 del self._left[0]
-                self._struck, self._before = True, self._world.controller.job.generation
+                if not self._struck:
+                    self._struck, self._before = True, self._world.controller.job.generation
                 self._lines.append(f"fault   {kind} of rank {rank}")
                 return move
         return None
 
     def _next(self) -> Move | None:
-        """Whose turn is longest ago; the agent before the ranks, an interrupt before what it interrupts."""
+        """Whose turn is longest ago; the agent before the ranks, an interrupt before what it interrupts; a pause ends
+        when nothing else can happen.
+        """
         moves = self._world.moves()
-        patient = [move for move in moves if move.name != "loses patience"] or moves
+        patient = [move for move in moves if move.name not in ("loses patience", "ends the pause")] or moves
         agents = [move for move in patient if move.actor == "agent"]
         found = min(agents or patient, key=self._order, default=None)
         if found is not None:

@@ -17,6 +17,9 @@ WORLDS = [
     pytest.param(Layout(2, (1,)), Faults(hangs=1), id="2-ranks-1-hang"),
     pytest.param(Layout(2, (0,)), Faults(kills=1, fences=1), id="2-ranks-1-kill-1-late-recovery"),
     pytest.param(Layout(2, (0,)), Faults(kills=1, hangs=1), id="2-ranks-1-kill-1-hang"),
+    pytest.param(Layout(2, (1, 0)), Faults(pauses=1), id="2-ranks-2-updates-1-pause"),
+    pytest.param(Layout(2, (0,)), Faults(pauses=1, kills=1), id="2-ranks-1-pause-1-kill"),
+    pytest.param(Layout(2, (1,)), Faults(pauses=1, glitches=1, withdrawn=1), id="2-ranks-1-pause-1-glitch-taken-back"),
     pytest.param(Layout(3, (0,)), Faults(kills=1), id="3-ranks-1-update-1-kill", marks=pytest.mark.slow),
 ]
 DEEP_WORLDS = [
@@ -28,6 +31,10 @@ DEEP_WORLDS = [
     (Layout(3, (1,)), Faults(kills=1)),
     (Layout(2, (0,)), Faults(kills=1, hangs=1, fences=1)),
     (Layout(3, (0,)), Faults(hangs=1)),
+    (Layout(2, (1, 0)), Faults(pauses=1, kills=1)),
+    (Layout(2, (0,)), Faults(pauses=1, kills=2)),
+    (Layout(2, (0,)), Faults(pauses=1, asked=1)),
+    (Layout(2, (0,)), Faults(pauses=2, kills=1, withdrawn=1)),
 ]
 
 

@@ -177,8 +177,21 @@ def _step_s(run: Run, ordered: Sequence[Event], started: Event, running: LatestS
     if last is None or last.step <= base:
         return None
     repaired_ns = sum(each.end_ns - each.fault_ns for each in run.recoveries if each.end_ns <= last.time_ns)
-    trained_ns = last.time_ns - started.time_ns - repaired_ns
+    trained_ns = last.time_ns - started.time_ns - repaired_ns - _paused_ns(ordered, last.time_ns)
     return trained_ns / (last.step - base) / _NS_PER_S if trained_ns > 0 else None
+
+
+def _paused_ns(ordered: Sequence[Event], until_ns: int) -> int:
+    """How long all stood, because somebody wanted it; repairs in between are no part of it."""
+    total_ns, since_ns = 0, -1
+    for event in ordered:
+        if event.time_ns > until_ns:
+            break
+        if event.kind == "paused":
+            since_ns = event.time_ns
+        elif event.kind in ("resumed", "fault", "leaving", "restart_all") and since_ns >= 0:
+            total_ns, since_ns = total_ns + event.time_ns - since_ns, -1
+    return total_ns
 
 
 def _newest(values: Sequence[_T | None]) -> _T | None:

@@ -1,8 +1,8 @@
 """From ``events.jsonl`` to the story of a run: each recovery with its phases, and how the job ended.
 
-A recovery is everything that happened in one generation above 0, from its ``fault`` to ``resumed``, or to the
-next ``fault`` (superseded), or to ``job_end`` (failed). Files may be torn, or written by something else: what an
-event fails to say is unknown (None) here, and never an exception.
+A recovery is everything that happened in one generation above 0, from its ``fault`` to ``resumed`` (or ``paused``: all
+stand where they were to go on), or to the next ``fault`` (superseded), or to ``job_end`` (failed). Files may be torn,
+or written by something else: what an event fails to say is unknown (None) here, and never an exception.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _recovery(
 def _ending(
     fault: Event, following: Event | None, inside: Sequence[Event], events: Sequence[Event]
 ) -> tuple[RecoveryOutcome, int]:
-    resumed = _last(inside, "resumed")
+    resumed = _let_go(inside)
     if resumed:
         return RecoveryOutcome.RESUMED, resumed.time_ns
     until_ns = following.time_ns if following else events[-1].time_ns + 1
@@ -257,7 +257,7 @@ def _spans(
     stopped = [number_of(e, "stopped_ns") or e.time_ns for e in joined if e.rank not in newcomers]
     replaced = [event.time_ns for event in joined if event.rank in newcomers]
     plan, built = _last(inside, "plan"), _last(inside, "built")
-    done, resumed = _last(inside, "done"), _last(inside, "resumed")
+    done, resumed = _last(inside, "done"), _let_go(inside)
     all_joined = joined[-1].time_ns if joined else None
     edges: dict[str, tuple[int | None, int | None]] = {
         "DETECT": _detection(deaths, events),
@@ -345,6 +345,11 @@ def _copies(plan: Event | None, inside: Sequence[Event]) -> tuple[Copy, ...]:
 
 def _last(events: Sequence[Event], kind: str) -> Event | None:
     return next((event for event in reversed(events) if event.kind == kind), None)
+
+
+def _let_go(inside: Sequence[Event]) -> Event | None:
+    """All were where the plan wanted them: they went on, or stood there because somebody wanted it."""
+    return next((event for event in inside if event.kind in ("resumed", "paused")), None)
 
 
 def _time(event: Event | None) -> int | None:

@@ -13,6 +13,12 @@ class RaiseStop(msgspec.Struct, frozen=True):
     generation: int
 
 
+class SetPause(msgspec.Struct, frozen=True):
+    """Write into every board that all are to stop before ``step``, or at the next head behind it; -1: no more."""
+
+    step: int
+
+
 class Spawn(msgspec.Struct, frozen=True):
     """Start the process of ``rank``; kill what is left of its predecessor first."""
 
@@ -51,4 +57,4 @@ class EndJob(msgspec.Struct, frozen=True):
     reason: str
 
 
-Command = RaiseStop | Spawn | Kill | Send | Note | EndJob
+Command = RaiseStop | SetPause | Spawn | Kill | Send | Note | EndJob

@@ -8,6 +8,7 @@ Stages::
     STARTING --all Started--> RUNNING --fault--> RECOVERING --all Done--> RUNNING --all Finish--> FINISHED
                                           ^          | fault: next generation
                                           +----------+
+    RECOVERING, STARTING --all there, and a pause is wanted--> PAUSED --it ends--> RUNNING
     any --give up, user error--> LEAVING --saved, or there is nothing to save--> ENDED
 
 What happened becomes a ``Fault``, and a strategy takes it (``strategies/``). Where all refuse, the job ends.
@@ -27,10 +28,10 @@ from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.replicas import agreed
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.protocol.verdict import Account, decide
-from resilient_train.strategies import LADDER, ttp
+from resilient_train.strategies import LADDER, tsp, ttp
 from resilient_train.strategies.base import Fault, Kind
 
-_RUNS = (Stage.RUNNING, Stage.RECOVERING)
+_RUNS = (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED)
 
 
 class Controller:
@@ -65,8 +66,11 @@ class Controller:
         except ConfigError as error:
             return self.stop(2, str(error))
         job.holders = Holders(job.replicas.groups)
-        job.stage = Stage.RUNNING
+        job.step = message.step
         note = Note("started", detail={"world_size": job.world_size, "step": message.step})
+        if tsp.due(job):
+            return [note, *tsp.stand(job)]
+        job.stage = Stage.RUNNING
         return [note, *job.to_all(Resume(job.generation))]
 
     # -- faults
@@ -200,7 +204,7 @@ class Controller:
         named = ", ".join(map(str, sorted(spared)))
         only = f"rank {named} {reason}; nobody else has its state"
         commands.append(Note("spared", rank=min(spared), detail={"ranks": sorted(spared), "reason": reason}))
-        if job.stage is not Stage.RUNNING or len(spared) < len(set(ranks)):
+        if job.stage in (Stage.RECOVERING, Stage.LEAVING) or len(spared) < len(set(ranks)):
             return commands  # others are lost, or a recovery is under way: it is asked there
         return [*commands, *self._fault(Fault(Kind.LATE, only, reason=only, again=self._fails_again(standings)))]
 
@@ -274,20 +278,42 @@ class Controller:
         }
         return [Note("plan", detail=detail), *job.to_all(job.plan)]
 
-    def done(self, rank: int, incarnation: int, generation: int, *, over: bool = False) -> list[Command]:
-        """A rank stands where the plan wants it. The last one lets everybody go. ``over``: see ``messages.Done``."""
+    def done(self, rank: int, incarnation: int, generation: int, *, step: int = 0, over: bool = False) -> list[Command]:
+        """A rank stands where the plan wants it, before ``step``. The last one lets everybody go, unless a pause is
+        wanted. ``over``: see ``messages.Done``.
+        """
         job = self.job
         if not job.current(rank, incarnation) or generation != job.generation or job.plan is None:
             return []
         job.done.add(rank)
         job.holders.done(rank)
         job.over = job.over or over
+        job.step = step
         if len(job.done) < job.world_size or job.stage is not Stage.RECOVERING:
             return []
-        job.stage = Stage.RUNNING
         job.evidence.clear()
         job.retries.reached(job.plan.commits)
+        if tsp.due(job):
+            return tsp.stand(job)
+        job.stage = Stage.RUNNING
         return [Note("resumed", detail={"commits": job.plan.commits}), *job.to_all(Resume(job.generation, job.over))]
+
+    # -- a pause
+
+    def pause(self, step: int, by: str) -> list[Command]:
+        """All are to stop before ``step``. To be asked of ``tsp.refuses`` first."""
+        return tsp.ask(self.job, step, by)
+
+    def reached(self, rank: int, incarnation: int, generation: int) -> list[Command]:
+        """A rank has come to the head before which all are to stop, and waits there."""
+        job = self.job
+        if not job.current(rank, incarnation) or generation != job.generation or job.stage is not Stage.RUNNING:
+            return []
+        return tsp.reached(job)
+
+    def unpause(self) -> list[Command]:
+        """The pause ends, or does not begin. To be asked of ``tsp.refuses_to_end`` first."""
+        return tsp.end(self.job)
 
     # -- the end
 
@@ -300,7 +326,8 @@ class Controller:
         if len(job.finished) < job.world_size:
             return []
         job.stage = Stage.FINISHED
-        return [Note("finished"), *job.to_all(Finished())]
+        detail: dict[str, object] = {"pause_at": job.pause_at} if job.pause_at is not None else {}
+        return [Note("finished", detail=detail), *job.to_all(Finished())]
 
     def differs(self, rank: int, incarnation: int, message: Differs) -> list[Command]:
         """A rank does not hold what its replicas hold. When all of them have said what they do hold, the job ends."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
 from resilient_train.protocol.holders import Holders
-from resilient_train.protocol.messages import End, Finished, Joined, Plan, Resume, Started, Stop
+from resilient_train.protocol.messages import End, Finished, Joined, Paused, Plan, Resume, Started, Stop
 from resilient_train.protocol.policy import Policy, why_give_up
 from resilient_train.protocol.replicas import ReplicaTable
 from resilient_train.protocol.retry_budget import RetryBudget
@@ -30,6 +30,7 @@ class Stage(enum.StrEnum):
     STARTING = "STARTING"
     RUNNING = "RUNNING"
     RECOVERING = "RECOVERING"
+    PAUSED = "PAUSED"
     FINISHED = "FINISHED"
     LEAVING = "LEAVING"
     ENDED = "ENDED"
@@ -70,6 +71,10 @@ class Job:
         self.finished: set[int] = set()
         self.over = False
         """Some rank's loop has ended, see ``messages.Resume``."""
+        self.pause_at: int | None = None
+        """All are to stop before this step, or at the next head behind it; None: nobody wants it."""
+        self.step = 0
+        """The next one of all ranks, when they were at one head last."""
 
     # -- what is done to all
 
@@ -111,7 +116,7 @@ class Job:
             EndJob(code, reason),
         ]
 
-    def to_all(self, message: Stop | Plan | Resume | Finished | End) -> list[Send]:
+    def to_all(self, message: Stop | Plan | Resume | Paused | Finished | End) -> list[Send]:
         """A frame for each rank."""
         return [Send(rank, message) for rank in range(self.world_size)]
 

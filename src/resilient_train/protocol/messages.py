@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -279,6 +279,18 @@ class Resume(msgspec.Struct, tag="resume", frozen=True):
     over: bool = False
 
 
+class Reached(msgspec.Struct, tag="reached", frozen=True):
+    """The rank stands at the head of the window before which all are to pause, and waits for the stop."""
+
+    generation: int
+
+
+class Paused(msgspec.Struct, tag="paused", frozen=True):
+    """All ranks stand at one head, and their Resume is held back: somebody wants it so."""
+
+    generation: int
+
+
 class Finish(msgspec.Struct, tag="finish", frozen=True):
     """The rank's loop is over. Nobody leaves before everybody has said so."""
 
@@ -310,6 +322,22 @@ class Inject(msgspec.Struct, tag="inject", frozen=True):
     target: str = ""
 
 
+class Pause(msgspec.Struct, tag="pause", frozen=True):
+    """An operator, or the script of a rank (-1: none), asks all ranks to stop before ``step``, -1: the next one.
+
+    An operator is told where it is asked for already, or too late; a script asks on all ranks, one after the other.
+    """
+
+    step: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)] = -1
+    rank: int = -1
+
+
+class Unpause(msgspec.Struct, tag="unpause", frozen=True):
+    """The pause is to end. ``generation``: a script means this one, and no later pause; -1: an operator."""
+
+    generation: int = -1
+
+
 class Query(msgspec.Struct, tag="query", frozen=True):
     """An operator asks for the job's state."""
 
@@ -337,6 +365,7 @@ FromRank = (
     | Pull
     | Fetched
     | Done
+    | Reached
     | Finish
     | Refused
     | Differs
@@ -346,11 +375,26 @@ FromRank = (
     | Unsaved
     | Unrestorable
     | Inject
+    | Pause
+    | Unpause
     | Query
 )
 """Every frame that an agent reads."""
 
 FromAgent = (
-    Welcome | SetUp | Arena | VaultOpened | Stop | Plan | SaveLast | Offer | Pull | Resume | Finished | End | Reply
+    Welcome
+    | SetUp
+    | Arena
+    | VaultOpened
+    | Stop
+    | Plan
+    | SaveLast
+    | Offer
+    | Pull
+    | Resume
+    | Paused
+    | Finished
+    | End
+    | Reply
 )
 """Every frame that a rank or an operator reads."""

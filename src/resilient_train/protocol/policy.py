@@ -32,6 +32,8 @@ class Policy(msgspec.Struct, frozen=True):
     """False when the ``UCE`` switch is off."""
     save_last: bool = True
     """False when the ``TTP`` switch is off: a job that has to end ends at once."""
+    pause: bool = True
+    """False when the ``TSP`` switch is off: nobody can have the job stand still."""
 
 
 def why_give_up(policy: Policy, *, restarts: int, lost: int, stuck: int) -> str:

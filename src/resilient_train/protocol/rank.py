@@ -14,9 +14,10 @@ States in which the library waits for the outcome of one effect::
     Meet     for the first Resume       Build    for process groups
     Verify   for the collectives        Restore  for the state
     Barrier  for the other ranks        Target   for Resume, at the start of the plan's update
-    Ask      for somebody to say why    Finish   for the others, at the end
-    Quiet    until nothing runs         Save     for the job's end, its state being saved
-    Agree    for a plan                 Left     for nothing any more
+    Halt     for the stop of a pause    Finish   for the others, at the end
+    Ask      for somebody to say why    Save     for the job's end, its state being saved
+    Quiet    until nothing runs         Left     for nothing any more
+    Agree    for a plan
 
 What a rank does under a plan::
 
@@ -41,7 +42,7 @@ import msgspec
 from resilient_train.errors import ProtocolError
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
-from resilient_train.protocol.messages import Finished, Plan, Pull, Resume, SaveLast
+from resilient_train.protocol.messages import Finished, Paused, Plan, Pull, Resume, SaveLast
 from resilient_train.protocol.standing import Phase, Standing
 
 
@@ -147,6 +148,10 @@ class Target(State, frozen=True):
     """Waits for Resume."""
 
     plan: Plan
+
+
+class Halt(State, frozen=True):
+    """Waits for the stop that brings all to the head at which it stands."""
 
 
 class Finish(State, frozen=True):
@@ -303,10 +308,16 @@ def _met(rank: Rank, _: Meet, __: Resume) -> Effects:
     return (_RECORD, *_head(rank, stopped=False))
 
 
+@_row(Meet, on.Stopped)
+def _stopped_before_the_first(rank: Rank, _: Meet, __: on.Stopped) -> Effects:
+    rank.standing = Standing(rank.standing.commits, Phase.COMPUTE)
+    return (_RECORD, *_quiet(rank, At.HEAD))
+
+
 @_row(Open, on.Next)
 def _next(rank: Rank, _: Open, event: on.Next) -> Effects:
     rank.total = event.total
-    return _head(rank, stopped=event.stopped)
+    return _head(rank, stopped=event.stopped, pauses=event.pauses)
 
 
 @_row(Open, on.Enter)
@@ -439,10 +450,11 @@ def _tail_over(rank: Rank, state: Tail, event: on.Next | on.Over) -> Effects:
     rank.standing = Standing(rank.standing.commits, Phase.COMPUTE)
     if isinstance(state.duty, Plan):
         return _target(rank, state.duty, copied=False, redone=False)
-    if not event.stopped and not rank.over and rank.number < rank.total:
+    pauses = isinstance(event, on.Next) and event.pauses
+    if not event.stopped and not pauses and not rank.over and rank.number < rank.total:
         rank.state, rank.drawn = _OPEN, 1
         return _HEAD_AFTER_TAIL
-    return (_RECORD, _MODE[do.Mode.DIRECT], *_head(rank, stopped=event.stopped))
+    return (_RECORD, _MODE[do.Mode.DIRECT], *_head(rank, stopped=event.stopped, pauses=pauses))
 
 
 @_row(Open, on.Over)
@@ -458,7 +470,7 @@ def _asked(rank: Rank, event: on.Next | on.Over) -> None:
         rank.over = True
 
 
-def _head(rank: Rank, *, stopped: bool) -> Effects:
+def _head(rank: Rank, *, stopped: bool, pauses: bool = False) -> Effects:
     """The head of the loop, with nothing left to do."""
     if stopped:
         return _quiet(rank, At.HEAD)
@@ -466,6 +478,9 @@ def _head(rank: Rank, *, stopped: bool) -> Effects:
         rank.over = True
         rank.state = Finish()
         return (do.ShowState("end"), do.SendFinish(), do.AwaitFinished())
+    if pauses and rank.place == 0:
+        rank.state = Halt()
+        return (do.SendReached(), do.AwaitEnd())
     rank.state = _OPEN
     new, first = rank.drawn == 0, rank.place == 0
     rank.drawn = max(rank.drawn, rank.place + 1)
@@ -574,7 +589,7 @@ def _stopped(rank: Rank, state: Barrier | Agree | Build | Save, _: on.Stopped) -
     return _quiet(rank, state.at)
 
 
-@_row((Restore, Target, Finish), on.Stopped)
+@_row((Restore, Target, Halt, Finish), on.Stopped)
 def _stopped_at_head(rank: Rank, _: State, __: on.Stopped) -> Effects:
     return _quiet(rank, At.HEAD)
 
@@ -698,6 +713,21 @@ def _resumed(rank: Rank, state: Target, resume: Resume) -> Effects:
         publish = () if rank.drawn else (_PUBLISH,)
         return (*direct, *publish, do.Save(None))
     return (*direct, *_head(rank, stopped=False))
+
+
+# -- a pause: a Resume that does not come
+
+
+@_row(Target, Paused)
+def _paused(rank: Rank, _: Target, __: Paused) -> Effects:
+    # A pause may be long: what the tail has changed of the rank's own must outlive this process.
+    publish = () if rank.drawn else (_PUBLISH,)
+    return (_SYNCHRONIZE, *publish, _MODE[do.Mode.PAUSED], do.OnPause(), do.AwaitResume())
+
+
+@_row(Meet, Paused)
+def _paused_before_the_first(_: Rank, __: Meet, ___: Paused) -> Effects:
+    return (_MODE[do.Mode.PAUSED], do.OnPause(), _MODE[do.Mode.DIRECT], do.AwaitResume())
 
 
 # -- the end

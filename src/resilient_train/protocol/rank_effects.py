@@ -32,6 +32,8 @@ class Mode(enum.StrEnum):
     """From what its members have published; the group is not used."""
     BETWEEN = "between"
     """It is refused: two calls of ``session.call`` stand on either side, and one update comes after both of them."""
+    PAUSED = "paused"
+    """It is refused: the ranks stand still, and may go on between two of them."""
     LOOPBACK = "loopback"
     """As if this rank were alone: the step will run again, or nobody is left."""
 
@@ -87,6 +89,10 @@ class SendDone(Effect, frozen=True):
     """Tells the agent: at the start of the plan's update. ``redone``: something was taken back for it."""
 
     redone: bool
+
+
+class SendReached(Effect, frozen=True):
+    """Tells the agent: at the head before which all are to pause."""
 
 
 class SendFinish(Effect, frozen=True):
@@ -172,6 +178,10 @@ class SaveUndo(Effect, frozen=True):
     """Keeps a copy of the replicated state, so that Rollback can take an update back."""
 
 
+class OnPause(Effect, frozen=True):
+    """Calls what the script wants called while all stand still. Nothing of the training may change by it."""
+
+
 class Committed(Effect, frozen=True):
     """The update is applied: nothing before it can be rolled back."""
 
@@ -215,7 +225,7 @@ class Quiesce(Effect, frozen=True):
 
 
 class AwaitResume(Effect, frozen=True):
-    """A Resume or a Pull of this generation; or Stopped."""
+    """A Resume, a Paused or a Pull of this generation; or Stopped."""
 
 
 class AwaitPlan(Effect, frozen=True):
@@ -227,7 +237,7 @@ class AwaitFinished(Effect, frozen=True):
 
 
 class AwaitEnd(Effect, frozen=True):
-    """The agent ends this process; or Stopped."""
+    """Stopped, or nothing: the agent ends this process."""
 
 
 class Build(Effect, frozen=True):

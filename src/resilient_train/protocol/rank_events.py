@@ -31,6 +31,8 @@ class Next(Event, frozen=True):
 
     total: int
     stopped: bool = False
+    pauses: bool = False
+    """All are to stop before this step, or were to before an earlier one."""
 
 
 class Enter(Event, frozen=True):

@@ -47,6 +47,7 @@ from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.link import Link, leave
 from resilient_train.session.loader import Cursor
+from resilient_train.session.pauses import Pauses
 from resilient_train.session.publication import Publication
 from resilient_train.session.pulse import Pulse
 from resilient_train.session.rebuild import build_groups
@@ -108,6 +109,8 @@ class Driver:
         self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
+        self._pauses = Pauses(agent, engine.state, engine.data, self.slow, self._event)
+        self.on_pause = self._pauses.add
         self._from_replica = FromReplica(self._link, engine.state, engine.step, engine.groups, settings.transfer)
         mends = config.read_switches().uce
         self._device = DeviceErrors(self._peers, engine.device, self._event, mends=mends)
@@ -238,7 +241,8 @@ class Driver:
 
     def _next(self, total: int) -> Step | None:
         self._pulse.stays()
-        step: Step | None = self._drive(on.Next(total, self.stopped()))
+        pauses = self._peers.pause_due(self._rank.number)
+        step: Step | None = self._drive(on.Next(total, self.stopped(), pauses))
         return step
 
     def enter(self, step: Step) -> None:
@@ -274,6 +278,19 @@ class Driver:
                 self._ended()
         finally:
             self._release()
+
+    def pause(self, at_step: int | None) -> None:
+        """See ``Session.pause``."""
+        if self._rank.joining and not self._begun:
+            return  # its predecessor has asked
+        following = self._rank.number if self._step is None else self._step.number + 1
+        if at_step is not None and at_step < following:
+            raise UsageError(f"session.pause(at_step={at_step}): step {following - 1} has begun already")
+        self._pauses.ask(following if at_step is None else at_step)
+
+    def unpause(self) -> None:
+        """See ``Session.resume``."""
+        self._pauses.end(self._rank.generation)
 
     # -- what the engine reports
 
@@ -347,6 +364,7 @@ class Driver:
             do.TellTailFailed: self._tell_tail_failed,
             do.SendJoined: self._send_joined,
             do.SendDone: self._send_done,
+            do.SendReached: lambda _: self._link.channel.send(m.Reached(self._rank.generation)),
             do.SendFinish: self._send_finish,
             do.Offer: lambda effect: self._from_replica.offer(self._rank.generation, effect.targets),
             do.SnapshotBegin: lambda _: self.saving.head(self._rank.standing.commits, self._rank.number),
@@ -367,11 +385,12 @@ class Driver:
             do.Synchronize: lambda _: self._engine.device.synchronize(),
             do.LearnLayout: lambda _: self._engine.step.gradients_ready(self._rank.standing.commits),
             do.RebuildReducer: self._rebuild_reducer,
+            do.OnPause: self._on_pause,
             do.CheckCollectives: self._check_collectives,
             do.Cross: self._cross,
             do.AwaitStop: self._await_stop,
             do.Quiesce: self._quiesce,
-            do.AwaitResume: lambda _: self._await(m.Resume, m.Pull),
+            do.AwaitResume: lambda _: self._await(m.Resume, m.Paused, m.Pull),
             do.AwaitPlan: lambda _: self._await(m.Plan, m.SaveLast),
             do.AwaitFinished: self._await_finished,
             do.AwaitEnd: lambda _: self._await(),
@@ -469,6 +488,11 @@ class Driver:
         self._batches.forget()
         self._engine.step.forget()
         self._engine.collectives.begin_tail(self._rank.standing.commits)
+
+    def _on_pause(self, _: do.OnPause) -> None:
+        if problem := self._pauses.stand(self._rank.number):
+            self._link.channel.send(m.Refused(problem))
+            self._link.wait_for_the_end()
 
     def _rebuild_reducer(self, effect: do.RebuildReducer) -> None:
         layout = self._from_replica.take_layout() if effect.copied else None

@@ -84,6 +84,7 @@ class Peers:
         self.stop_raised = self._page.stop_raised
         self.enter_collective = self._page.enter
         self.order = self._page.order
+        self.pause_due = self._page.pause_due
 
     @classmethod
     def attach(

@@ -209,6 +209,35 @@ class Session:
         """
         return self._driver.slow(what) if self._driver is not None else contextlib.nullcontext()
 
+    def pause(self, at_step: int | None = None) -> None:
+        """Asks all ranks to stand still before the next step, or before ``at_step``, until ``resilient-train resume``.
+
+        Returns at once. One rank or all may ask. Raises UsageError for a step that has begun. Where the switch TSP is
+        off, or there is no agent, there is no pause, and one line says so.
+        """
+        if self._driver is not None:
+            self._driver.pause(at_step)
+        elif config.is_first_rank():
+            say_aside(
+                "session.pause() has no effect: no agent stands behind this Session, and nobody could end the pause"
+            )
+
+    def resume(self) -> None:
+        """Ends the pause in which this rank stands (from ``on_pause``, or another thread), or takes back a wish."""
+        if self._driver is not None:
+            self._driver.unpause()
+
+    def on_pause(self, function: Callable[[int], object]) -> None:
+        """``function(step)`` is called on this rank each time that all ranks have come to stand before ``step``.
+
+        In the training thread, its device at rest, before the rank waits for the pause's end; a rank whose function
+        takes longer than the pause is waited for. It may read everything, free and use memory, draw random numbers. It
+        may not write parameters or optimizer state (the job ends with exit code 2), nor call collectives (UsageError).
+        An exception is told, and the job still stands.
+        """
+        if self._driver is not None:
+            self._driver.on_pause(function)
+
     @property
     def recovering(self) -> bool:
         """Whether an agent stands behind this Session; False: a plain loop."""

@@ -13,7 +13,7 @@ from resilient_train.strategies.base import Fault, Kind
 
 NAME = "TTP"
 KINDS = frozenset((Kind.COLLECTIVE, Kind.LATE, Kind.MEMORY, Kind.LOST, Kind.OWN, Kind.TAIL))
-_RUNS = (Stage.RUNNING, Stage.RECOVERING)
+_RUNS = (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED)
 
 
 def refuses(fault: Fault, job: Job) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from resilient_train.protocol.job import Stage
 from resilient_train.protocol.messages import Plan
+from resilient_train.protocol.rank_effects import SendJoined
 from resilient_train.protocol.standing import Phase, Standing
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ def check(world: World) -> None:
     living = [rank for rank in world.ranks if rank.alive]
     for rank in living:
         _check_rank(world, rank)
+    if world.controller.job.stage is Stage.PAUSED and living:
+        _check_pause(world, living)
     updating = [rank.machine.standing.commits for rank in living if rank.machine.standing.phase is Phase.UPDATING]
     for commits in updating:
         ready = Standing(commits, Phase.READY)
@@ -34,6 +38,15 @@ def check(world: World) -> None:
         # The record of a rank may be one that it has taken over: what it says itself counts as well.
         late += [rank.rank for rank in living if rank.machine.intact and rank.machine.standing < ready]
         require(not late, f"update {commits} is being applied while ranks {late} are not READY")
+
+
+def _check_pause(world: World, living: list[SimRank]) -> None:
+    """While the job is paused, all stand at one head, and nobody's code runs."""
+    stands = {(type(rank.machine.state).__name__, rank.machine.standing.commits) for rank in living}
+    require(len(stands) == 1, f"the job is paused, and its ranks stand at {stands}")
+    require(next(iter(stands))[0] in ("Target", "Meet"), f"the job is paused, and its ranks are at {stands}")
+    job = world.controller.job
+    require(job.pause_at is not None and job.step >= job.pause_at, f"the job is paused before {job.step}, too early")
 
 
 def _check_rank(world: World, rank: SimRank) -> None:
@@ -73,7 +86,7 @@ def _seems_to_hold(world: World, rank: SimRank) -> bool:
     machine = rank.machine
     if machine.intact or not rank.alive:
         return rank.alive
-    on_its_way = any(key[0] == rank.rank for key in world.up)
+    on_its_way = any(key[0] == rank.rank for key in world.up) or any(isinstance(each, SendJoined) for each in rank.todo)
     trained = machine.generation >= 0
     return trained and (machine.generation < world.controller.job.generation or on_its_way)
 

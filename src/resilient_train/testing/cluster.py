@@ -13,7 +13,7 @@ import msgspec
 
 from resilient_train.errors import ProtocolError
 from resilient_train.protocol import messages as m
-from resilient_train.protocol.commands import Command, EndJob, Kill, RaiseStop, Send, Spawn
+from resilient_train.protocol.commands import Command, EndJob, Kill, RaiseStop, Send, SetPause, Spawn
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import Stage
@@ -22,7 +22,7 @@ from resilient_train.protocol.rank import Rank
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.protocol.replicas import ReplicaTable
 from resilient_train.protocol.standing import Phase, Standing
-from resilient_train.strategies import ttp
+from resilient_train.strategies import tsp, ttp
 from resilient_train.testing import checks, values
 from resilient_train.testing.checks import ViolationError
 from resilient_train.testing.rank import WORLD, At, Program, SimRank
@@ -71,6 +71,10 @@ class Faults(NamedTuple):
     """A group can't be built, or state not be copied, although nobody died."""
     asked: int = 0
     """Somebody asks the job to end."""
+    pauses: int = 0
+    """Somebody wants the job to stand still, at once or before some step."""
+    withdrawn: int = 0
+    """Who wanted it does not any more, before all stand."""
 
 
 class DrivenParts(NamedTuple):
@@ -86,8 +90,8 @@ class DrivenParts(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One transition: of a rank, of the agent, or a fault. ``about`` is the rank (or a complaint's place; for "hang" a
-    bit for each rank that is named).
+    """One transition: of a rank, of the agent, an operator, or a fault. ``about`` is the rank (or a complaint's place;
+    for "hang" a bit for each rank that is named; for "pause" a step).
     """
 
     actor: str
@@ -116,7 +120,7 @@ Log = tuple[int, tuple[tuple[int, int, int | str | None], ...]]
 """Of which update's tail, and its collectives by index: input, and the result where it was published; or OVER."""
 BUDGETS = {
     "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "loss": "heard", "fence": "fences",
-    "hang": "hangs", "failure": "failures", "asked to end": "asked",
+    "hang": "hangs", "failure": "failures", "asked to end": "asked", "pause": "pauses", "withdrawal": "withdrawn",
 }  # fmt: skip
 _POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
 _POLICY_OF_SAVERS = msgspec.structs.replace(_POLICY, replace=False)
@@ -137,6 +141,7 @@ class World:
         self.chains = Chains(self.groups, [*map(program.writers, range(len(layout.tails)))], program.accumulate)
         self.controller = self.driver.controller(size, _POLICY if layout.replaces else _POLICY_OF_SAVERS)
         self.stop_generation = 0
+        self.pause_at: int | None = None
         self.standings = [Standing(0, Phase.APPLIED)] * size
         self.logs: list[Log] = [(0, ())] * size
         self.published: list[tuple[tuple[int, Own], ...]] = [()] * size
@@ -183,6 +188,8 @@ class World:
         found = [Move("rank", rank.rank, name) for rank in self.ranks for name in rank.moves(self)]
         found += [Move("agent", rank, "reads", incarnation) for (rank, incarnation), queue in self.up.items() if queue]
         found += [Move("agent", index, "loses patience") for index in range(len(self.troubles))]
+        if self.controller.job.stage is Stage.PAUSED:
+            found.append(Move("operator", 0, "ends the pause"))
         if self.controller.job.stage is Stage.FINISHED:
             return found  # a death is nobody's loss any more; the real job then ends with an exit code of its own
         found += [Move("agent", rank, "sees the death", incarnation) for rank, incarnation in self.unseen]
@@ -206,11 +213,18 @@ class World:
             found += [Move("fault", rank.rank, "damage") for rank in alive if rank.in_body]
         if self.budget.heard:
             found += [Move("fault", rank.rank, "loss") for rank in alive if rank.at_rest]
-        if self.budget.asked and self.controller.job.stage in (Stage.RUNNING, Stage.RECOVERING):
+        runs = self.controller.job.stage in (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED)
+        if self.budget.asked and runs:
             found.append(Move("fault", 0, "asked to end"))
+        if self.budget.pauses:
+            wanted = [step for step in range(len(self.layout.tails) + 1) if not tsp.refuses(self.controller.job, step)]
+            found += [Move("fault", step, "pause") for step in wanted]
+        early = self.controller.job.stage is not Stage.PAUSED and not tsp.refuses_to_end(self.controller.job)
+        if self.budget.withdrawn and early:
+            found.append(Move("fault", 0, "withdrawal"))
         if self.budget.fences and self.controller.job.stage is Stage.RECOVERING:
             found.append(Move("fault", 0, "fence"))
-        if self.budget.hangs and self.controller.job.stage in (Stage.RUNNING, Stage.RECOVERING):
+        if self.budget.hangs and runs:
             found += [Move("fault", members, "hang") for members in range(1, 1 << self.layout.world_size)]
         return found
 
@@ -221,6 +235,9 @@ class World:
                 self.writable(move.about).do(self, move.name)
             elif move.actor == "agent":
                 self._agent(move)
+            elif move.actor == "operator":
+                self.controller = self.controller.copy()
+                self.carry_out(self.controller.unpause())
             else:
                 self._fault(move)
         except (ProtocolError, AssertionError) as error:
@@ -243,6 +260,12 @@ class World:
         elif move.name == "asked to end":
             self.controller = self.controller.copy()
             self.carry_out(self.controller.leave(143, "asked"))
+        elif move.name == "pause":
+            self.controller = self.controller.copy()
+            self.carry_out(self.controller.pause(move.about, "asked"))
+        elif move.name == "withdrawal":
+            self.controller = self.controller.copy()
+            self.carry_out(self.controller.unpause())
         elif move.name in ("damage", "loss"):
             self.writable(move.about).lose_data(self)
         else:
@@ -292,8 +315,10 @@ class World:
                 self.carry_out(controller.started(rank, incarnation, frame))
             case m.Joined():
                 self.carry_out(controller.joined(rank, incarnation, frame))
-            case m.Done(generation=generation, over=over):
-                self.carry_out(controller.done(rank, incarnation, generation, over=over))
+            case m.Done(generation=generation, step=step, over=over):
+                self.carry_out(controller.done(rank, incarnation, generation, step=step, over=over))
+            case m.Reached(generation=generation):
+                self.carry_out(controller.reached(rank, incarnation, generation))
             case m.Finish(generation=generation):
                 self.carry_out(controller.finish(rank, incarnation, generation))
             case m.Trouble():
@@ -322,6 +347,8 @@ class World:
                 case RaiseStop(generation=generation):
                     assert generation > self.stop_generation
                     self.stop_generation = generation
+                case SetPause(step=step):
+                    self.pause_at = step if step >= 0 else None
                 case Send(rank=rank, message=message):
                     if self.ranks[rank].alive and self.ranks[rank].connected:
                         self.down[rank] += (message,)
@@ -502,8 +529,9 @@ class World:
         live = {rank.machine.generation for rank in self.ranks if rank.alive}
         calls = frozenset((key, call) for key, call in self.collectives.items() if key[0] in live)
         parts = (
-            self.budget, self.stop_generation, tuple(self.standings), tuple(self.logs), tuple(self.published),
-            tuple(self.words), self.left, frozenset(each for each in self.handed_over if each[0] in live),
+            self.budget, self.stop_generation, self.pause_at, tuple(self.standings), tuple(self.logs),
+            tuple(self.published), tuple(self.words), self.left,
+            frozenset(each for each in self.handed_over if each[0] in live),
             tuple(rank.key() for rank in self.ranks),
             frozenset((k, tuple(map(frame_key, q))) for k, q in self.up.items()),
             tuple(tuple(map(frame_key, queue)) for queue in self.down),

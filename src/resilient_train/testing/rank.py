@@ -81,11 +81,11 @@ MISUSES: dict[str, tuple[At, bool, on.Event]] = {
 
 VISIBLE = (
     *(fx.Record, fx.Publish, fx.Arrive, fx.ResetLog, fx.Offer, fx.SendStarted, fx.SendTrouble, fx.SendDamaged),
-    *(fx.SendJoined, fx.SendDone, fx.SendFinish),
+    *(fx.SendJoined, fx.SendDone, fx.SendReached, fx.SendFinish),
 )
 """Effects that others can see. (Snapshots have a simulation of their own, ``tests/sim/test_kept.py``.)"""
 _FRAMES: dict[type[fx.Effect], tuple[type[Any], ...]] = {
-    fx.AwaitResume: (m.Resume, m.Pull),
+    fx.AwaitResume: (m.Resume, m.Pull, m.Paused),
     fx.AwaitPlan: (m.Plan, m.SaveLast),
     fx.AwaitFinished: (m.Finished,),
     fx.AwaitEnd: (),
@@ -123,7 +123,7 @@ class SimRank:
         *("called", "connected", "heard", "tries"),
         *("copying", "cut", "entered", "grad", "grads", "incarnation", "laid", "layout", "listens", "machine", "mode"),
         *("model", "offer", "outside", "own", "pending", "pulled", "rank", "saved", "shown", "start", "step"),
-        *("swallowed", "tail_index", "tails", "todo", "undo", "unseen", "untold", "writer"),
+        *("swallowed", "tail_index", "tails", "todo", "told_to_pause", "undo", "unseen", "untold", "writer"),
     )
 
     def __init__(self, rank: int, incarnation: int, machine: Rank) -> None:
@@ -170,6 +170,8 @@ class SimRank:
         self.heard = False
         """The device tells of lost memory at the end of what a stop has cut."""
         self.called = _OTHER
+        self.told_to_pause = False
+        """It has asked for a step before which all are to stand."""
         self.built = -1
         """The generation whose groups this process has."""
         self.tries = 0
@@ -193,7 +195,7 @@ class SimRank:
                 self.own, self.armed, self.copying, self.cut, self.laid, self.layout, self.listens, self.entered,
                 self.breaks, self.start, self.batches, self.grad, self.grads, tuple(self.calls.items()), self.saved,
                 self.tail_index, self.tails, self.writer, self.shown, self.busy, self.untold, self.unseen,
-                self.behind_cut, self.swallowed, self.outside, self.pulled, self.heard, self.called,
+                self.behind_cut, self.swallowed, self.outside, self.pulled, self.heard, self.called, self.told_to_pause,
                 tuple(map(_effect_key, self.todo)), _effect_key(self.pending),
                 self.offer.source if self.offer else -1, self.machine.key(),
             ))  # fmt: skip
@@ -346,7 +348,21 @@ class SimRank:
     def _send_done(self, world: World, effect: fx.SendDone) -> None:
         self._has_groups()
         self._has_shown("stands at the plan's target")
+        self.told_to_pause = False
         world.send(self, m.Done(self.machine.generation, effect.redone, self.machine.base, self.machine.over))
+
+    def _send_reached(self, world: World, _: fx.Effect) -> None:
+        self.told_to_pause = False
+        world.send(self, m.Reached(self.machine.generation))
+
+    def _on_pause(self, world: World, _: fx.Effect) -> None:
+        """What the script does then may take long, and read all that is registered."""
+        commits = self.machine.standing.commits
+        require(not self.busy, f"rank {self.rank} pauses, and its device has not done all")
+        require(self.mode is fx.Mode.PAUSED, f"rank {self.rank} lets collectives run in a pause")
+        own = (self.own if self.start is None else self.start, self.machine.base, self.tails)
+        kept = self.start is not None or [each for each in world.published[self.rank] if each == (commits, own)]
+        require(bool(kept), f"rank {self.rank} pauses, and would lose what its tail has changed")
 
     def _send_finish(self, world: World, _: fx.Effect) -> None:
         self._has_shown("comes to its end")
@@ -556,6 +572,7 @@ class SimRank:
         self.step = self.machine.number
         commits = self.machine.standing.commits
         require(commits < len(world.layout.tails), f"rank {self.rank} begins a step that no other rank runs")
+        require(not self.told_to_pause, f"rank {self.rank} is given a step before which all are to stand")
         require(not self.unseen, f"rank {self.rank} trains on with a change that nobody has seen")
         counted = (self.tries > 0) is (self.machine.attempt > 0)
         require(counted, f"rank {self.rank} is told attempt {self.machine.attempt}, and has tried {self.tries} times")
@@ -725,7 +742,7 @@ class SimRank:
     def _begins_to_quiesce(self, world: World) -> None:
         self.calls = dict.fromkeys((WORLD, world.shard[self.rank]), 0)
         self.offer = None
-        self.copying = self.busy = self.pulled = False
+        self.copying = self.busy = self.pulled = self.told_to_pause = False
         require(not self.armed, f"rank {self.rank} may be interrupted in a recovery")
         require(not self.untold, f"rank {self.rank} has lost memory, and has not said so")
 
@@ -795,7 +812,9 @@ class SimRank:
     def _ask_for_step(self, world: World) -> None:
         stopped = self.stopped(world)
         self.called = _HEAD
-        self.feed(world, on.Over(stopped) if self.breaks else on.Next(self._total(world), stopped))
+        pauses = world.pause_at is not None and self.machine.number >= world.pause_at
+        self.told_to_pause = pauses and self.machine.place == 0
+        self.feed(world, on.Over(stopped) if self.breaks else on.Next(self._total(world), stopped, pauses))
 
     def _total(self, world: World) -> int:
         return (len(world.layout.tails) + world.program.breaks) * world.program.accumulate
@@ -949,6 +968,8 @@ class SimRank:
         fx.SendJoined: _send_joined,
         fx.SendDone: _send_done,
         fx.SendFinish: _send_finish,
+        fx.SendReached: _send_reached,
+        fx.OnPause: _on_pause,
         fx.Offer: _offer,
         fx.Arm: _arm,
         fx.Disarm: _disarm,

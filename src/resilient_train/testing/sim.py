@@ -101,6 +101,12 @@ def draw_faults(rng: random.Random) -> Faults:
     )
 
 
+def draw_pauses(seed: int) -> Faults:
+    """How often somebody wants the job to stand still: by numbers of its own, so that other jobs' schedules stay."""
+    rng = random.Random(~seed)
+    return Faults(pauses=rng.choice((0, 0, 1, 2)), withdrawn=rng.choice((0, 0, 1)))
+
+
 class _Scheduler:
     """Picks the next transition.
 
@@ -116,8 +122,9 @@ class _Scheduler:
         rng = self._rng
         moves, faults = world.moves(), world.faults()
         # Most mistakes are made where a recovery is hit by the next fault.
-        chance = self._fault_chance * (4 if world.controller.job.stage is Stage.RECOVERING else 1)
-        if world.controller.job.stage is Stage.STARTING:
+        stage = world.controller.job.stage
+        chance = self._fault_chance * (4 if stage in (Stage.RECOVERING, Stage.PAUSED) else 1)
+        if stage is Stage.STARTING:
             chance = self._fault_chance / 4
         if faults and rng.random() < chance:
             return rng.choice(faults)
@@ -144,7 +151,8 @@ def simulate(
 ) -> Outcome:
     """Runs the job that ``seed`` stands for to its end. Raises SimulationError."""
     rng = random.Random(seed)
-    drawn, drawn_faults = draw_layout(rng), draw_faults(rng)
+    drawn, drawn_faults, pauses = draw_layout(rng), draw_faults(rng), draw_pauses(seed)
+    drawn_faults = drawn_faults._replace(pauses=pauses.pauses, withdrawn=pauses.withdrawn)
     world = World(layout or drawn, faults or drawn_faults, driver)
     scheduler = _Scheduler(rng)
     if trace is not None:

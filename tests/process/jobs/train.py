@@ -203,6 +203,22 @@ class Job:
         with self.records.with_name(f"starts_rank{dist.get_rank()}.jsonl").open("a") as file:
             file.write(json.dumps(told) + "\n")
 
+    def pause(self, session: rt.Session, step: int, does: str) -> None:
+        """What the function of ``session.on_pause`` does, beside saying that it was called."""
+        assert self.records is not None
+        with self.records.with_name(f"pauses_rank{dist.get_rank()}.txt").open("a") as file:
+            file.write(f"{step}\n")
+        torch.rand(3)
+        random.random()
+        if does == "resume":
+            session.resume()
+        elif does == "fail":
+            raise ValueError("the disk is full")
+        elif does == "reduce":
+            dist.all_reduce(torch.ones(1))
+        elif does == "write":
+            next(self.model.parameters()).data.add_(1)
+
     def run(self, asked: argparse.Namespace) -> None:
         with rt.Session(
             model=self.model,
@@ -219,7 +235,11 @@ class Job:
                 session.save_every(**json.loads(asked.save_mode))
             elif asked.save:
                 session.save_every(steps=asked.save)
+            if asked.on_pause:
+                session.on_pause(lambda step: self.pause(session, step, asked.on_pause))
             for step in session.steps(asked.steps):
+                if step.number == asked.pause_in:
+                    session.pause()
                 if asked.show_start and step.attempt == 0 and self.records is not None:
                     self.show_start(step.number)
                     asked.show_start = False
@@ -250,6 +270,8 @@ if __name__ == "__main__":
     parser.add_argument("--show-start", action="store_true", help="write down what the loop begins with")
     parser.add_argument("--pace", default="", help="go slowly until this file exists")
     parser.add_argument("--standby-at", type=int, nargs="*", default=[], help="wait for a standby behind this step")
+    parser.add_argument("--on-pause", default="", help="what a function does in a pause: look, resume, fail, ...")
+    parser.add_argument("--pause-in", type=int, default=-1, help="ask for a pause in this step")
     parser.add_argument("--hold", default="", help="do not begin while this file exists")
     arguments = parser.parse_args()
     dist.init_process_group("resilient")

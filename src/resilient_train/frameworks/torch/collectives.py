@@ -93,6 +93,11 @@ class Collectives:
                 f"{verb} was called between two session.call() of one accumulation window, and a fault would have some "
                 "ranks call bodies again without what stands between them; call it in a body, or behind the update"
             )
+        if mode is Mode.PAUSED:
+            raise UsageError(
+                f"{verb} was called in a function of session.on_pause: the pause may end, or a fault come, when some "
+                "ranks have called it and others have not"
+            )
         if verb in POINT_TO_POINT:
             return (
                 group.run(verb, args) if mode in (Mode.DIRECT, Mode.UPDATE) else self._tail.message(group, verb, args)

@@ -28,6 +28,7 @@ from resilient_train.launch.agent.last_save import LastSave
 from resilient_train.launch.agent.last_words import how_it_failed
 from resilient_train.launch.agent.logs import Logs
 from resilient_train.launch.agent.operators import Operators
+from resilient_train.launch.agent.pauses import Pauses
 from resilient_train.launch.agent.processes import Processes, RankProcess
 from resilient_train.launch.agent.rendezvous import make_store
 from resilient_train.launch.agent.saves import Saves
@@ -39,7 +40,7 @@ from resilient_train.launch.spec import JobSpec
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
-from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
+from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, SetPause, Spawn
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.hang import Stall, Suspicion
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
@@ -96,7 +97,8 @@ class Agent:
         self._hang_watch = HangWatch(self._board, self._job, self._processes, spec.settings)
         self._alarms = Alarms(self._board, self._job)
         self._waiting = Waiting(self._board, self._job, self._processes, self._say)
-        operators = Operators(self._board, self._job, self._processes, self._waiting, self._note)
+        self._pauses = Pauses(self._board, self._controller)
+        operators = Operators(self._board, self._job, self._processes, self._waiting, self._pauses, self._note)
         self._admission = Admission(token, self._job, self._processes, operators, self, self._note)
         keep = spec.settings.keep_checkpoints
         self._saves = Saves(spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle)
@@ -114,7 +116,7 @@ class Agent:
         """Runs the job to its end. Raises ConfigError if it can't begin."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._on_bug)
-        self._last_save.carry_out = self._carry_out
+        self._last_save.carry_out = self._pauses.carry_out = self._carry_out
         try:
             connections_max = 4 * self._spec.world_size + 256
             self._listener = Listener(self._socket_path, self._admission, listen(self._socket_path), connections_max)
@@ -240,7 +242,7 @@ class Agent:
 
     def tell_pause(self, paused_s: float, stopped: Collection[int]) -> None:
         pids = [self._processes.current[rank].pid for rank in stopped]
-        self._note("paused", detail={"paused_s": round(paused_s, 1), "stopped": list(stopped)})
+        self._note("stood_still", detail={"paused_s": round(paused_s, 1), "stopped": list(stopped)})
         self._say(pause_told(paused_s, pids))
 
     def give_up_collective(self, detail: str, *, culprit: int = -1) -> None:
@@ -339,7 +341,9 @@ class Agent:
             case m.Done(generation=generation, redone=redone, step=step, over=over):
                 whose = {"rank": rank, "incarnation": incarnation, "step": step}
                 self._note("done", generation=generation, detail={"redone": redone}, **whose)
-                self._carry_out(controller.done(rank, incarnation, generation, over=over))
+                self._carry_out(controller.done(rank, incarnation, generation, step=step, over=over))
+            case m.Reached(generation=generation):
+                self._carry_out(controller.reached(rank, incarnation, generation))
             case m.Trouble(generation=generation, detail=text):
                 self._on_trouble(generation, f"rank {rank}: {text}", time.monotonic() + _LEAVING_S)
             case m.Unfinishable(generation=generation, reason=text):
@@ -395,6 +399,8 @@ class Agent:
             match command:
                 case RaiseStop(generation=generation):
                     self._board.raise_stop(generation)
+                case SetPause(step=step):
+                    self._board.set_pause(step + 1)
                 case Spawn():
                     self._spawn(command)
                 case Kill(rank=rank) if rank in self._unborn:
@@ -407,12 +413,14 @@ class Agent:
                     if rank in self._admission.connections:
                         self._admission.connections[rank].send(self._last_save.completed(message))
                 case Note(kind="restart_all"):
+                    self._pauses.noted("restart_all")
                     self._kill_ranks_for_good()
                     self._begin_task(self._start_all(commands[commands.index(command) + 1 :], command))
                     return
                 case Note(kind=kind, rank=rank, detail=detail):
                     if kind == "job_end":
                         detail = self._with_commits(detail)
+                    detail = {**detail, **self._pauses.noted(kind)}
                     self._note(kind, rank=rank, detail=detail)
                     self._tell(kind, detail)
                     if kind == "leaving":
@@ -553,7 +561,7 @@ class Agent:
         self._sink.write(Event(kind=kind, time_ns=time_ns or time.time_ns(), generation=generation, **fields))
 
     def _tell(self, kind: str, detail: dict[str, Any]) -> None:
-        if kind in ("fault", "leaving"):
+        if kind in ("fault", "leaving", "pausing"):
             self._fault_ns = time.monotonic_ns()
         kind = "assembled" if kind == "resumed" and self._job.leaving else kind
         for text in told(kind, self._job.generation, (time.monotonic_ns() - self._fault_ns) / 1e6, detail):

@@ -50,7 +50,7 @@ class Alarms:
 
     def look(self, hearer: AlarmHearer) -> None:
         """Acts on at most one alarm: whatever is done, a recovery follows, and what is left is found after it."""
-        if self._job.stage is not Stage.RUNNING:
+        if self._job.stage not in (Stage.RUNNING, Stage.PAUSED):
             return
         for rank in range(self._board.world_size):
             alarms = self._board.alarms(rank)

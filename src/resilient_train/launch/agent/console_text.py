@@ -17,6 +17,17 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
     if kind == "fault":
         lost = ", ".join(map(str, detail["lost"])) or "none"
         yield f"recovery {generation}: {detail['reason']} (lost: {lost}); survivors keep their state"
+    elif kind == "pause_asked":
+        where = f"step {detail['at_step']}" if detail["at_step"] else "the next step"
+        yield f"a pause is asked for ({detail['by']}): all ranks stop before {where}"
+    elif kind == "pause_withdrawn":
+        yield "the pause that was asked for is taken back"
+    elif kind == "paused":
+        yield f"paused before step {detail['step']}: all ranks stand; `resilient-train resume` lets them go on"
+    elif kind == "resumed" and "step" in detail:
+        yield f"the pause is over after {detail.get('paused_s', 0):.1f} s: training again from step {detail['step']}"
+    elif kind == "finished" and "pause_at" in detail:
+        yield f"the training is over; the pause that was asked for, before step {detail['pause_at']}, was not reached"
     elif kind == "resumed":
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
     elif kind == "assembled":

@@ -77,11 +77,13 @@ class HangWatch:
         job = self._job
         if job.stage is Stage.STARTING:
             self._look_at_start(keeper)
-        if job.stage not in (Stage.RUNNING, Stage.RECOVERING, Stage.LEAVING):
+        if job.stage not in (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED, Stage.LEAVING):
             return
         ranks = [progress_of(self._board.progress(rank)) for rank in range(self._board.world_size)]
         self._tick(ranks, keeper)
         self._notice_phase()
+        if job.stage is Stage.PAUSED:
+            return  # nobody is waited for
         if job.stage is not Stage.RUNNING:
             self._look_at_recovery(ranks, keeper)
         elif self._finds_hangs:

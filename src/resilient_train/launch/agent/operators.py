@@ -1,4 +1,4 @@
-"""What an operator's connection (``resilient-train status``, ``inject``) may ask of the agent, and the answers."""
+"""What an operator's connection (``resilient-train status``, ``inject``, ``pause``) may ask, and the answers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from resilient_train._native import Board
 from resilient_train.errors import ConfigError
 from resilient_train.faults import check_fault
+from resilient_train.launch.agent.pauses import Pauses
 from resilient_train.launch.agent.processes import Processes, RankProcess
 from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.protocol import messages as m
@@ -26,12 +27,14 @@ class Operators:
         job: Job,
         processes: Processes,
         waiting: Waiting,
+        pauses: Pauses,
         note: Callable[..., None],
     ) -> None:
         self._board = board
         self._job = job
         self._processes = processes
         self._waiting = waiting
+        self._pauses = pauses
         self._note = note
         self._orders = 0
 
@@ -44,6 +47,8 @@ class Operators:
                 connection.send(m.Reply(status=self._status()))
             case m.Inject():
                 connection.send(self._inject(frame))
+            case m.Pause() | m.Unpause():
+                connection.send(self._pauses.answer(frame))
             case _:
                 connection.send(m.Reply(error=f"an operator can't send {type(frame).__name__}"))
 
@@ -91,6 +96,7 @@ class Operators:
         return {
             "stage": job.stage.value,
             **self._waiting.status(),
+            **self._pauses.status(),
             "generation": job.generation,
             "restarts": job.attempt,
             "replacements": job.restarts - job.attempt,

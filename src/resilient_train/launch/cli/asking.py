@@ -13,7 +13,7 @@ import msgspec
 from resilient_train.errors import ConfigError, ProtocolError, ResilientError
 from resilient_train.events import Event, event_in, from_line
 from resilient_train.observe.sinks import EVENTS_FILE
-from resilient_train.protocol.messages import Hello, Inject, Query, Reply
+from resilient_train.protocol.messages import Hello, Inject, Pause, Query, Reply, Unpause
 from resilient_train.transport import Channel
 
 RUNS = Path("resilient_runs")
@@ -51,7 +51,7 @@ def newest_run() -> Path:
     return max(begun)[1].parent
 
 
-def ask(run: Path, question: Inject | Query) -> Reply:
+def ask(run: Path, question: Inject | Pause | Query | Unpause) -> Reply:
     """Asks the agent of a running job. Raises NoJobError if none runs there, ConfigError if it refuses the question."""
     path = run / SOCKET
     if not run.is_dir():
@@ -137,7 +137,7 @@ def wait_until_it_trains(run: Path | None, patience: AnnouncedWait) -> Path:
     """
     while True:
         found, status = find(run, patience)
-        if status.get("stage") not in ("STARTING", "RECOVERING"):
+        if status.get("stage") not in ("STARTING", "RECOVERING", "PAUSED"):
             return found
         why = f"the job in {found} is {status.get('stage')} (it waits for ranks {status.get('waits_for')})"
         if patience.waited_s >= patience.limit_s:
@@ -193,6 +193,24 @@ class Follower:
                 raise NotHitError(
                     f"rank {order.rank} has not come to where the fault can hit it within {limit_s:g} s; it stays "
                     "ordered"
+                )
+            time.sleep(_LOOK_S)
+
+    def wait_for_pause(self, limit_s: float) -> Event:
+        """The event that all ranks stand. Raises NotHitError if the job ends first, or when the time is over."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            over = time.monotonic() > deadline
+            for event in self.read():
+                if event.kind == "paused":
+                    return event
+                if event.kind in ("finished", "job_end", "pause_withdrawn"):
+                    ended = "somebody has taken it back" if event.kind == "pause_withdrawn" else "the job has ended"
+                    raise NotHitError(f"the job was not paused: {ended}")
+            if over:
+                raise NotHitError(
+                    f"the job has not come to the head of a step within {limit_s:g} s (--limit-s); the pause stays "
+                    "asked for, and `resilient-train resume` takes it back"
                 )
             time.sleep(_LOOK_S)
 

@@ -34,11 +34,12 @@ _LIBRARIES = {
     "nccl": ("NCCL", "errors of communicators (nothing gives it any in this version)"),
 }
 _PROBE_LIMIT_S = 10.0
-_WITHOUT_EFFECT = ("tre", "tsp", "rsc")
+_WITHOUT_EFFECT = ("tre", "rsc")
 _WORKS = {
     "uce": "tensors whose memory lost data are fetched again from a replica (no real device has been tried)",
     "arf": "a rank that died or hangs is replaced",
     "ttp": "a job that has to end saves its state first",
+    "tsp": "all ranks stand still before one step while somebody wants it",
     "hcce": "process groups are rebuilt when a collective fails and nobody died",
 }
 

@@ -124,6 +124,7 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
             rebuild=switches.hcce,
             mend=switches.uce,
             save_last=switches.ttp,
+            pause=switches.tsp,
         ),
         settings=settings,
         role=launch.role,

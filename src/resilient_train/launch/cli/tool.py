@@ -29,7 +29,7 @@ from resilient_train.observe.report import Line, as_dict, lines, show
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.timeline import read_run
 from resilient_train.observe.trace import TRACE_FILE, write_trace
-from resilient_train.protocol.messages import Inject
+from resilient_train.protocol.messages import Inject, Pause, Unpause
 
 EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
@@ -344,6 +344,46 @@ def status(
     """Ask a running job how it is."""
     _, found = asking.find(run, asking.AnnouncedWait(limit_s, _tell))
     _answer(as_json, found, [Line(f"{key}: {_plain(value)}") for key, value in found.items()])
+    return 0
+
+
+_Newest = Annotated[
+    Path | None,
+    typer.Argument(metavar="[RUN]", help=f"The run's directory; default: the newest in ./{RUNS}.", show_default=False),
+]
+
+
+@app.command()
+def pause(
+    run: _Newest = None,
+    at_step: Annotated[int | None, typer.Option(min=0, help="Before this step; default: the next one.")] = None,
+    limit_s: Annotated[float, typer.Option(min=0, help="Longest wait for all ranks to stand.")] = 60.0,
+    as_json: Json = False,
+) -> int:
+    """Have all ranks of a running job stand still before a step, until `resume`. With --at-step, does not wait."""
+    found, _ = asking.find(run, asking.AnnouncedWait(limit_s, _tell))
+    follower = asking.Follower(found)
+    asking.ask(found, Pause(-1 if at_step is None else at_step))
+    if at_step is not None:
+        text = f"asked: all ranks will stop before step {at_step}, in {found}"
+        _answer(as_json, {"run": str(found), "at_step": at_step, "paused": False, "step": None}, [Line(text)])
+        return 0
+    step = follower.wait_for_pause(limit_s).detail.get("step")
+    text = f"paused before step {step}: all ranks stand, in {found}; `resilient-train resume {found}` lets them go on"
+    _answer(as_json, {"run": str(found), "at_step": None, "paused": True, "step": step}, [Line(text)])
+    return 0
+
+
+@app.command()
+def resume(run: _Newest = None, as_json: Json = False) -> int:
+    """End a pause: all ranks go on. One that was asked for, and has not come, is taken back."""
+    found = run or asking.newest_run()
+    status = asking.ask(found, Unpause()).status
+    if status["was"] == "PAUSED":
+        text = f"going on with step {status['step']} after a pause of {status['paused_s']} s, in {found}"
+    else:
+        text = f"the pause is taken back; the job is {status['was']}, in {found}"
+    _answer(as_json, {"run": str(found), **status}, [Line(text)])
     return 0
 
 

@@ -44,6 +44,13 @@ class Note(msgspec.Struct, frozen=True):
     detail: dict[str, object] = {}
 
 
+class KeepAnomalies(msgspec.Struct, frozen=True):
+    """Write down what was anomalous so far, for a job that goes on from here: step -> its value, each time it ran."""
+
+    what: str
+    values: dict[int, tuple[float, ...]]
+
+
 class EndJob(msgspec.Struct, frozen=True):
     """Stop every rank and leave with this exit code."""
 
@@ -51,4 +58,4 @@ class EndJob(msgspec.Struct, frozen=True):
     reason: str
 
 
-Command = RaiseStop | Spawn | Kill | Send | Note | EndJob
+Command = RaiseStop | Spawn | Kill | Send | Note | KeepAnomalies | EndJob

@@ -113,7 +113,7 @@ class Barrier(State, frozen=True):
 
 
 class Ask(State, frozen=True):
-    """Waits for a stop that explains what failed."""
+    """Waits for a stop that explains what failed, or answers an anomaly."""
 
     at: At
 
@@ -201,7 +201,7 @@ class Rank:
 
     __slots__ = (
         *("attempt", "base", "copied", "drawn", "generation", "intact", "me", "optimizers", "over", "place", "scaled"),
-        *("standing", "state", "total", "undo", "written", "joining"),
+        *("standing", "state", "tolerated", "total", "undo", "written", "joining"),
     )
 
     def __init__(
@@ -225,6 +225,8 @@ class Rank:
         """The state came from elsewhere, in this recovery or one that it has taken the place of."""
         self.over = False
         """The loop is over, or would be: the others' are."""
+        self.tolerated: tuple[int, ...] = ()
+        """Steps that were run again for an anomaly: another one there is told, and the step goes on."""
 
     @property
     def redoable(self) -> bool:
@@ -298,7 +300,8 @@ def _begin(rank: Rank, _: Setup, event: on.Begin) -> Effects:
 
 
 @_row(Meet, Resume)
-def _met(rank: Rank, _: Meet, __: Resume) -> Effects:
+def _met(rank: Rank, _: Meet, resume: Resume) -> Effects:
+    rank.tolerated = resume.tolerated
     rank.standing = Standing(rank.standing.commits, Phase.COMPUTE)
     return (_RECORD, *_head(rank, stopped=False))
 
@@ -328,9 +331,22 @@ def _update_begins(rank: Rank, _: Body, __: on.UpdateBegins) -> Effects:
 def _verified(rank: Rank, state: Verify, event: on.Ok) -> Effects:
     if not event.value:
         return _cut(rank, state.at, Drain(text="a collective of the step failed"))
+    return _ready(rank, state.at)
+
+
+def _ready(rank: Rank, at: At) -> Effects:
     rank.standing = Standing(rank.standing.commits, Phase.READY)
-    rank.state = _BARRIER[state.at]
+    rank.state = _BARRIER[at]
     return _READY
+
+
+@_row(Verify, on.Anomalous)
+def _anomalous(rank: Rank, state: Verify, _: on.Anomalous) -> Effects:
+    """Nobody is past the barrier, since this rank has not come to it: all can go back before the update."""
+    if rank.number in rank.tolerated:
+        return (do.SendAnomaly(again=True), *_ready(rank, state.at))
+    rank.state = Ask(state.at)
+    return (do.SendAnomaly(again=False), _AWAIT_STOP)
 
 
 @_row(Barrier, on.Ok)
@@ -691,7 +707,7 @@ def _served(_: Rank, __: Target, ___: on.Ok) -> Effects:
 def _resumed(rank: Rank, state: Target, resume: Resume) -> Effects:
     # The others may have left by a `break` in a body whose update this rank has copied instead.
     rank.over = rank.over or (resume.over and rank.copied)
-    rank.copied = False
+    rank.copied, rank.tolerated = False, resume.tolerated
     direct = (do.Compare(resumed=True), _MODE[do.Mode.DIRECT])
     if state.plan.last and not rank.over and rank.number < rank.total:
         rank.state = Save(At.HEAD)

@@ -71,6 +71,8 @@ class Faults(NamedTuple):
     """A group can't be built, or state not be copied, although nobody died."""
     asked: int = 0
     """Somebody asks the job to end."""
+    anomalies: int = 0
+    """A rank's norm or loss can't be right."""
 
 
 class Driver(NamedTuple):
@@ -116,7 +118,7 @@ Log = tuple[int, tuple[tuple[int, int, int | str | None], ...]]
 """Of which update's tail, and its collectives by index: input, and the result where it was published; or OVER."""
 BUDGETS = {
     "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "loss": "heard", "fence": "fences",
-    "hang": "hangs", "failure": "failures", "asked to end": "asked",
+    "hang": "hangs", "failure": "failures", "asked to end": "asked", "anomaly": "anomalies",
 }  # fmt: skip
 _POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
 _POLICY_OF_SAVERS = msgspec.structs.replace(_POLICY, replace=False)
@@ -206,6 +208,8 @@ class World:
             found += [Move("fault", rank.rank, "damage") for rank in alive if rank.in_body]
         if self.budget.heard:
             found += [Move("fault", rank.rank, "loss") for rank in alive if rank.at_rest]
+        if self.budget.anomalies:
+            found += [Move("fault", rank.rank, "anomaly") for rank in alive if rank.in_check]
         if self.budget.asked and self.controller.job.stage in (Stage.RUNNING, Stage.RECOVERING):
             found.append(Move("fault", 0, "asked to end"))
         if self.budget.fences and self.controller.job.stage is Stage.RECOVERING:
@@ -243,6 +247,8 @@ class World:
         elif move.name == "asked to end":
             self.controller = self.controller.copy()
             self.carry_out(self.controller.leave(143, "asked"))
+        elif move.name == "anomaly":
+            self.writable(move.about).finds_an_anomaly(self)
         elif move.name in ("damage", "loss"):
             self.writable(move.about).lose_data(self)
         else:
@@ -300,6 +306,8 @@ class World:
                 self.troubles += (frame,)
             case m.Damaged(generation=generation, detail=detail):
                 self.carry_out(controller.damaged(rank, incarnation, generation, detail, self.standings))
+            case m.Anomaly():
+                self.carry_out(controller.anomaly(rank, incarnation, frame))
             case m.Captured(last=generation):
                 self._captured(rank, generation)
             case m.Offer(target=other) | m.Pull(source=other):

@@ -159,7 +159,7 @@ class Damaged(msgspec.Struct, tag="damaged", frozen=True):
 
 
 class Anomaly(msgspec.Struct, tag="anomaly", frozen=True):
-    """The gradient norm, or the loss, of step ``step`` is not below ``limit``, or not finite; its update is not applied.
+    """The gradient norm, or the loss, of a step is not below ``limit``, or not finite; its update is not applied.
 
     The rank waits for a stop, unless the step has been run again for that already (``again``): then it goes on.
     """

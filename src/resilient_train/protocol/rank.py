@@ -234,6 +234,11 @@ class Rank:
         return isinstance(self.state, (Body, Drain))
 
     @property
+    def updating(self) -> bool:
+        """Whether the user's code runs between the first optimizer's write and the last one's."""
+        return isinstance(self.state, Update)
+
+    @property
     def number(self) -> int:
         """The number of the step that runs or comes next."""
         return self.base + self.place

@@ -5,6 +5,8 @@ Once for each step: what comes again is no mistake of the machine's, so it is wr
 
 from __future__ import annotations
 
+import math
+
 from resilient_train.protocol.commands import Command, KeepAnomalies, Note
 from resilient_train.protocol.job import Job
 from resilient_train.protocol.messages import Anomaly
@@ -34,15 +36,18 @@ def write_down(rank: int, message: Anomaly, job: Job) -> list[Command]:
     job.anomalies_told[key] = now
     job.anomalies[key] = (*before, message.value)
     values = {step: each for (what, step), each in sorted(job.anomalies.items()) if what == message.what}
-    detail = {"step": message.step, "what": message.what, "value": repr(message.value), "limit": repr(message.limit)}
-    detail |= {"before": [*map(repr, before)], "reason": sentence(rank, message)}
+    detail: dict[str, object] = {"step": message.step, "what": message.what, "again": message.again}
+    detail |= {"values": [*map(_in_json, job.anomalies[key])], "reason": sentence(rank, message)}
     return [KeepAnomalies(message.what, values), Note("anomaly", rank=rank, detail=detail)]
+
+
+def _in_json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
 
 
 def sentence(rank: int, message: Anomaly) -> str:
     """What is told of it, and what is done."""
-    finite = abs(message.value) < float("inf")
-    limit = f" (threshold {message.limit:g})" if finite else ""
+    limit = f" (threshold {message.limit:g})" if math.isfinite(message.value) else ""
     seen = f"the {_NAMES[message.what]} of step {message.step} is {message.value:g} on rank {rank}{limit}"
     if message.again:
         return f"{seen}, and the step has been run again for that: it is written down, and the step counts"

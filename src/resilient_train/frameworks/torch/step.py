@@ -19,6 +19,7 @@ from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
 from resilient_train.frameworks.torch.buckets import Buckets
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.leaves import copy_tree
+from resilient_train.frameworks.torch.norms import Norms, kept
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.samples import Samples
 from resilient_train.frameworks.torch.state import State
@@ -51,6 +52,7 @@ class Step:
         """With the sizes of their groups when these were looked at."""
         self._harmless: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Optimizers of other models, and how many groups they had when that was found."""
+        self._norms: Norms | None = None
         self._handles: list[Any] = []
         self._running: list[torch.optim.Optimizer] = []
         """The innermost comes last. One may be there twice: where its class and the class above both have hooks."""
@@ -93,8 +95,20 @@ class Step:
             handle.remove()
         self._handles.clear()
         self._buckets.forget()
+        if self._norms is not None:
+            self._norms.close()
         if self._objects.scaler is not None:
             vars(self._objects.scaler).pop("update", None)
+
+    def watch_norms(self, tell: Callable[[Any], None]) -> None:
+        self._norms = Norms(self._objects.models, tell)
+
+    def kept(self, value: Any) -> Any:
+        return kept(value)
+
+    def scales(self) -> bool:
+        scaler = self._objects.scaler
+        return scaler is not None and bool(scaler.is_enabled())
 
     # -- the window
 

@@ -17,6 +17,8 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
     if kind == "fault":
         lost = ", ".join(map(str, detail["lost"])) or "none"
         yield f"recovery {generation}: {detail['reason']} (lost: {lost}); survivors keep their state"
+    elif kind == "anomaly" and detail["again"]:
+        yield detail["reason"]
     elif kind == "resumed":
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
     elif kind == "assembled":

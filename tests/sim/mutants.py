@@ -340,6 +340,8 @@ TOUCHES = {
     "SendDamaged": "channel",
     "SendStarted": "channel",
     "SendFinish": "channel snapshot",
+    "SendAnomaly": "channel",
+    "DropGradients": "gradients",
     "SnapshotBegin": "arena snapshot model words",
     "SnapshotFence": "snapshot",
     "ShowState": "words",

@@ -515,6 +515,10 @@ class Step(Protocol):
         """
         ...
 
+    def drop_gradients(self) -> None:
+        """An optimizer is about to write: without gradients it changes no parameter."""
+        ...
+
     def watch_norms(self, tell: Callable[[Any], None]) -> None:
         """Until ``detach``, ``tell`` is given the norm that the loop computes when it clips gradients of the registered
         models: as ``kept`` returns it.

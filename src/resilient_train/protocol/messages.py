@@ -170,6 +170,8 @@ class Anomaly(msgspec.Struct, tag="anomaly", frozen=True):
     value: float
     limit: float
     again: bool = False
+    skips: bool = False
+    """The step's update is left out when it runs again."""
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):

@@ -187,7 +187,8 @@ _HEAD_AFTER_TAIL = (_RECORD, _MODE[do.Mode.DIRECT], *_HEAD_NEW)
 _ENTER = (_ARM, _RETURN)
 _VERIFYING = (_DISARM, _CHECK)
 _READY = (_SNAPSHOT_FENCE, _LEARN, _PUBLISH_AHEAD, _ARRIVE, _CROSS)
-_UPDATING = (_COMPARE, _MODE[do.Mode.UPDATE], _RETURN)
+_UPDATING = (_COMPARE, _MODE[do.Mode.UPDATE])
+_WITHOUT_UPDATE = (do.DropGradients(), _RETURN)
 _APPLIED = (_SYNCHRONIZE, _COMMITTED, _RESET_LOG, _RECORD, _MODE[do.Mode.LOG], _RETURN)
 _JUST_RETURN = (_RETURN,)
 
@@ -201,16 +202,25 @@ class Rank:
 
     __slots__ = (
         *("attempt", "base", "copied", "drawn", "generation", "intact", "me", "optimizers", "over", "place", "scaled"),
-        *("standing", "state", "tolerated", "total", "undo", "written", "joining"),
+        *("skips", "standing", "state", "tolerated", "total", "undo", "written", "joining"),
     )
 
     def __init__(
-        self, me: int, *, generation: int = 0, joining: bool = False, optimizers: int = 1, undo: bool = False
+        self,
+        me: int,
+        *,
+        generation: int = 0,
+        joining: bool = False,
+        optimizers: int = 1,
+        undo: bool = False,
+        skips: bool = False,
     ) -> None:
         self.me = me
         self.joining = joining
         self.optimizers = optimizers
         self.undo = undo
+        self.skips = skips
+        """What was anomalous is run again without its update."""
         self.generation = -1 if joining else generation
         self.standing = Standing(0, Phase.APPLIED)
         self.intact = not joining
@@ -327,7 +337,7 @@ def _enter(rank: Rank, _: Open, __: on.Enter) -> Effects:
 def _update_begins(rank: Rank, _: Body, __: on.UpdateBegins) -> Effects:
     if rank.undo:
         rank.state = Body(held=True)
-        return (_DISARM, _SNAPSHOT_FENCE, do.SaveUndo(), _RETURN)
+        return (_DISARM, _SNAPSHOT_FENCE, do.SaveUndo(), *_begun(rank))
     rank.state = _VERIFY[At.HOOK]
     return _VERIFYING
 
@@ -360,7 +370,12 @@ def _crossed(rank: Rank, state: Barrier, _: on.Ok) -> Effects:
     if state.at is At.EXIT:
         return (_COMPARE, *_applied(rank, None))
     rank.state = _UPDATE
-    return _UPDATING
+    return (*_UPDATING, *_begun(rank))
+
+
+def _begun(rank: Rank) -> Effects:
+    """The optimizer writes; nothing, where the step's update is to be left out."""
+    return _WITHOUT_UPDATE if rank.skips and rank.number in rank.tolerated else _JUST_RETURN
 
 
 @_row(Update, on.UpdateEnds)
@@ -373,7 +388,7 @@ def _update_ends(rank: Rank, state: Update, event: on.UpdateEnds) -> Effects:
 
 @_row(Update, on.UpdateBegins)
 def _update_goes_on(rank: Rank, _: Update, event: on.UpdateBegins) -> Effects:
-    return _twice(rank) if event.index in rank.written else _JUST_RETURN
+    return _twice(rank) if event.index in rank.written else _begun(rank)
 
 
 @_row((Body, Update), on.ScalerUpdated)
@@ -647,7 +662,7 @@ def _built(rank: Rank, state: Build, _: on.Ok) -> Effects:
             return (_COMPARE, *_applied(rank, plan))
         rank.standing = Standing(plan.commits - 1, Phase.UPDATING)
         rank.state = Update(plan)
-        return (_RECORD, *_UPDATING)
+        return (_RECORD, *_UPDATING, *_begun(rank))
     if not rank.intact:  # others may apply the update that this rank was READY for: its record stays
         return _cut(rank, at, Drain(plan))
     # The gradients go with the body.

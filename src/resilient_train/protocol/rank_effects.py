@@ -178,6 +178,10 @@ class SaveUndo(Effect, frozen=True):
     """Keeps a copy of the replicated state, so that Rollback can take an update back."""
 
 
+class DropGradients(Effect, frozen=True):
+    """The update that begins is one without gradients: it changes nothing."""
+
+
 class Committed(Effect, frozen=True):
     """The update is applied: nothing before it can be rolled back."""
 

@@ -74,6 +74,7 @@ class Driver:
         *,
         undo: bool,
         limits: Limits,
+        skips: bool,
     ) -> None:
         settings, switches = config.read_settings(), config.read_switches()
         self._engine, self._cursor, self._replicas = engine, cursor, replicas
@@ -87,6 +88,7 @@ class Driver:
             joining=agent.joining,
             optimizers=len(objects.optimizers),
             undo=undo,
+            skips=skips,
         )
         self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
         self._publication = Publication(self._link, engine.rank_state, engine.data, cursor)
@@ -400,6 +402,7 @@ class Driver:
             do.Rollback: lambda _: self._engine.step.rollback(),
             do.ForgetBatches: self._forget_batches,
             do.SaveUndo: lambda _: self._engine.step.save_undo(),
+            do.DropGradients: self._drop_gradients,
             do.Committed: self._committed,
             do.Synchronize: lambda _: self._engine.device.synchronize(),
             do.LearnLayout: lambda _: self._engine.step.gradients_ready(self._rank.standing.commits),
@@ -459,7 +462,8 @@ class Driver:
         what, value, limit = self._anomalies.found
         number = self._rank.number
         self._error = RuntimeError(f"the {what} of step {number} is {value:g}, and the agent has not answered to that")
-        self._link.channel.send(m.Anomaly(self._rank.generation, number, what, value, limit, effect.again))
+        rank = self._rank
+        self._link.channel.send(m.Anomaly(rank.generation, number, what, value, limit, effect.again, rank.skips))
 
     def _send_joined(self, _: do.SendJoined) -> None:
         rank, names = self._rank, self._engine.groups.names()
@@ -522,6 +526,11 @@ class Driver:
 
     def _forget_batches(self, _: do.ForgetBatches) -> None:
         self._kept = []
+
+    def _drop_gradients(self, _: do.DropGradients) -> None:
+        self._engine.step.drop_gradients()
+        self._event("update_left_out", {})
+        self._tell(f"step {self._rank.number} was anomalous: it counts, without its update (on_anomaly='skip')")
 
     def _committed(self, _: do.Committed) -> None:
         self._kept = []

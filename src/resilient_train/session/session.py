@@ -57,7 +57,8 @@ class Session:
     update, is repaired by running the whole body again; it costs the memory and one copy a step. Loops that run
     backward between two optimizers' updates need it. ``norm_threshold`` and ``loss_threshold`` (``TRE``): from there on
     a gradient norm, or a loss, is an anomaly, for which the step runs again, once, before its update; as
-    ``RESILIENT_NORM_THRESHOLD`` and ``RESILIENT_LOSS_THRESHOLD``. What is not finite always is one.
+    ``RESILIENT_NORM_THRESHOLD`` and ``RESILIENT_LOSS_THRESHOLD``. What is not finite always is one. With
+    ``on_anomaly="skip"`` that second run counts without its update: it is made without gradients.
 
     Raises ConfigError for what can't be repaired: no process group, a second Session, state that can't be carried.
     """
@@ -76,7 +77,7 @@ class Session:
         undo: bool = False,
         norm_threshold: float | None = None,
         loss_threshold: float | None = None,
-        on_anomaly: Literal["redo"] = "redo",
+        on_anomaly: Literal["redo", "skip"] = "redo",
     ) -> None:
         global _open
         standby_point()
@@ -102,7 +103,7 @@ class Session:
                     "this process has had its Session: under resilient-run a job has one Session, one loop"
                 )
             check_places(objects.extra)
-            limits = _limits(norm_threshold, loss_threshold, on_anomaly)
+            limits, skips = _limits(norm_threshold, loss_threshold), _skips(on_anomaly)
             self._engine = engine = engine_for(objects)
             self._cursor = Cursor(loader, engine.data)
             if link is not None:
@@ -111,7 +112,9 @@ class Session:
                 if problem:
                     raise ConfigError(problem)  # noqa: TRY301 - likewise
                 groups = tuple(map(tuple, replicas))
-                self._driver = Driver(link, engine, self._cursor, objects, groups, undo=undo, limits=limits)
+                self._driver = Driver(
+                    link, engine, self._cursor, objects, groups, undo=undo, limits=limits, skips=skips
+                )
                 self._watch_carried(objects, self._driver)
         except ConfigError as error:
             if link is not None:
@@ -278,14 +281,17 @@ def resilient(**registered: Any) -> Callable[[Callable[..., R]], Callable[..., R
 _MIXED = "a Session has one loop: either session.steps(), or session.call() and session.position"
 
 
-def _limits(norm: float | None, loss: float | None, on_anomaly: str) -> Limits:
+def _skips(on_anomaly: str) -> bool:
+    known = ("redo", "skip")
+    if on_anomaly not in known:
+        raise ConfigError(f"on_anomaly={on_anomaly!r}: one of the two, {' or '.join(map(repr, known))}")
+    return on_anomaly == "skip"
+
+
+def _limits(norm: float | None, loss: float | None) -> Limits:
     """What the user has said, or else the settings."""
     settings = config.read_settings()
     config.check_plan(settings, config.read_switches())
-    if on_anomaly != "redo":
-        raise ConfigError(
-            f"on_anomaly={on_anomaly!r}: 'redo' is all that there is; a step can't be skipped in this version"
-        )
     limits = Limits(
         settings.norm_threshold if norm is None else norm, settings.loss_threshold if loss is None else loss
     )

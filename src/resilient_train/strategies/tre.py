@@ -50,5 +50,6 @@ def sentence(rank: int, message: Anomaly) -> str:
     limit = f" (threshold {message.limit:g})" if math.isfinite(message.value) else ""
     seen = f"the {_NAMES[message.what]} of step {message.step} is {message.value:g} on rank {rank}{limit}"
     if message.again:
-        return f"{seen}, and the step has been run again for that: it is written down, and the step counts"
-    return f"{seen}: all run the step again, its update was not applied"
+        counts = "its update is left out" if message.skips else "the step counts"
+        return f"{seen}, and the step has been run again for that: it is written down, and {counts}"
+    return f"{seen}: all run the step again, {'without its update' if message.skips else 'its update was not applied'}"

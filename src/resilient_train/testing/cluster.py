@@ -135,8 +135,7 @@ class World:
         self.groups = self.table.groups
         self.shard = [next(i for i, group in enumerate(self.groups) if rank in group) for rank in range(size)]
         self.program = layout.program
-        program = layout.program
-        self.chains = Chains(self.groups, [*map(program.writers, range(len(layout.tails)))], program.accumulate)
+        self.chains = self._chains(frozenset())
         self.controller = self.driver.controller(size, _POLICY if layout.replaces else _POLICY_OF_SAVERS)
         self.stop_generation = 0
         self.standings = [Standing(0, Phase.APPLIED)] * size
@@ -168,6 +167,11 @@ class World:
         self.resumed_generation = 0
         self.ended: EndJob | None = None
         self.carry_out(self.controller.launch())
+
+    def _chains(self, left_out: frozenset[int]) -> Chains:
+        program = self.program
+        writers = [*map(program.writers, range(len(self.layout.tails)))]
+        return Chains(self.groups, writers, program.accumulate, left_out)
 
     # -- transitions
 
@@ -308,6 +312,9 @@ class World:
                 self.carry_out(controller.damaged(rank, incarnation, generation, detail, self.standings))
             case m.Anomaly():
                 self.carry_out(controller.anomaly(rank, incarnation, frame))
+                if self.program.skips:
+                    accumulate = self.program.accumulate
+                    self.chains = self._chains(frozenset(step // accumulate for _, step in controller.job.anomalies))
             case m.Captured(last=generation):
                 self._captured(rank, generation)
             case m.Offer(target=other) | m.Pull(source=other):
@@ -355,8 +362,9 @@ class World:
             self.unreaped += ((rank, old.incarnation),)
         self.unseen = tuple(pair for pair in self.unseen if pair[0] != rank)
         self.down[rank] = ()
+        program = self.program
         machine = self.driver.rank(
-            rank, joining=command.joining, optimizers=self.program.optimizers, undo=self.program.undo
+            rank, joining=command.joining, optimizers=program.optimizers, undo=program.undo, skips=program.skips
         )
         self.ranks[rank] = SimRank(rank, command.incarnation, machine)
         self.ranks[rank].prepare(self)

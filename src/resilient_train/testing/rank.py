@@ -52,6 +52,8 @@ class Program(NamedTuple):
     undo: bool = False
     breaks: bool = False
     """It leaves the loop by itself, after the last update."""
+    skips: bool = False
+    """What was anomalous is run again without its update."""
     scaler: bool = False
     """A gradient scaler refuses some updates: of each three the second, and of the third the last optimizer's part."""
     swallows: bool = False
@@ -352,7 +354,7 @@ class SimRank:
         else:
             told = known and job.generation == generation
             require(not told, f"rank {self.rank} has step {number} run again a second time for an anomaly")
-        world.send(self, m.Anomaly(generation, number, "norm", 45.7, 44.0, effect.again))
+        world.send(self, m.Anomaly(generation, number, "norm", 45.7, 44.0, effect.again, self.machine.skips))
 
     def _send_joined(self, world: World, _: fx.Effect) -> None:
         commits, phase = self.machine.standing
@@ -481,6 +483,9 @@ class SimRank:
     def _save_undo(self, _: World, __: fx.Effect) -> None:
         if self.undo is None:
             self.undo = self.model
+
+    def _drop_gradients(self, _: World, __: fx.Effect) -> None:
+        self.grads = ()
 
     def _synchronize(self, _: World, __: fx.Effect) -> None:
         self.busy = False
@@ -988,6 +993,7 @@ class SimRank:
         fx.Rollback: _rollback,
         fx.ForgetBatches: _forget_batches,
         fx.SaveUndo: _save_undo,
+        fx.DropGradients: _drop_gradients,
         fx.Committed: _committed,
         fx.Return: _return,
         fx.ReturnStep: _return_step,

@@ -101,6 +101,20 @@ def draw_faults(rng: random.Random) -> Faults:
     )
 
 
+ANOMALOUS = 8
+"""Of so many seeds one has anomalies. The schedules of the others, which ``mutants.txt`` names, are what they were."""
+
+
+def with_anomalies(seed: int, layout: Layout, faults: Faults) -> tuple[Layout, Faults]:
+    """The job of ``seed``, with anomalies if it has some."""
+    turn, left = divmod(seed, ANOMALOUS)
+    if left != ANOMALOUS - 1:
+        return layout, faults
+    skips = turn % 2 == 1 and not layout.program.scaler  # what the scaler has refused is an update of its own
+    program = layout.program._replace(skips=skips)
+    return layout._replace(program=program), faults._replace(anomalies=1 + turn % 3)
+
+
 class _Scheduler:
     """Picks the next transition.
 
@@ -144,7 +158,7 @@ def simulate(
 ) -> Outcome:
     """Runs the job that ``seed`` stands for to its end. Raises SimulationError."""
     rng = random.Random(seed)
-    drawn, drawn_faults = draw_layout(rng), draw_faults(rng)
+    drawn, drawn_faults = with_anomalies(seed, draw_layout(rng), draw_faults(rng))
     world = World(layout or drawn, faults or drawn_faults, driver)
     scheduler = _Scheduler(rng)
     if trace is not None:

@@ -53,6 +53,8 @@ class Step:
         self._harmless: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Optimizers of other models, and how many groups they had when that was found."""
         self._norms: Norms | None = None
+        self._dropping = False
+        """The update that is under way is one without gradients."""
         self._handles: list[Any] = []
         self._running: list[torch.optim.Optimizer] = []
         """The innermost comes last. One may be there twice: where its class and the class above both have hooks."""
@@ -100,6 +102,11 @@ class Step:
         if self._objects.scaler is not None:
             vars(self._objects.scaler).pop("update", None)
 
+    def drop_gradients(self) -> None:
+        self._dropping = True
+        for optimizer in self._objects.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
     def watch_norms(self, tell: Callable[[Any], None]) -> None:
         self._norms = Norms(self._objects.models, tell)
 
@@ -114,6 +121,7 @@ class Step:
 
     def begin(self) -> None:
         self._running.clear()  # a step that was under way may have been left by an exception
+        self._dropping = False
         self._samples.take()
         self._undo = None
         own, small = self._rank_state.packed(), self._state.small_copy()
@@ -196,9 +204,12 @@ class Step:
         def call(*args: Any, **kwargs: Any) -> Any:
             running, self._running = self._running, []
             try:
-                return closure(*args, **kwargs)
+                result = closure(*args, **kwargs)
             finally:
                 self._running = running
+            if self._dropping:
+                self.drop_gradients()
+            return result
 
         return call
 

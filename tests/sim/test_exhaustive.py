@@ -4,7 +4,11 @@ import pytest
 
 from resilient_train.testing.cluster import Faults, Layout
 from resilient_train.testing.explore import explore
+from resilient_train.testing.rank import Program
 
+SKIPS = Program(skips=True)
+UNDOES = Program(optimizers=2, undo=True, skips=True)
+ACCUMULATES = Program(accumulate=2)
 WORLDS = [
     pytest.param(Layout(2, (1, 0)), Faults(kills=1), id="2-ranks-2-updates-1-kill"),
     pytest.param(Layout(2, (2, 1)), Faults(kills=1), id="2-ranks-long-tails-1-kill"),
@@ -17,6 +21,13 @@ WORLDS = [
     pytest.param(Layout(2, (1,)), Faults(hangs=1), id="2-ranks-1-hang"),
     pytest.param(Layout(2, (0,)), Faults(kills=1, fences=1), id="2-ranks-1-kill-1-late-recovery"),
     pytest.param(Layout(2, (0,)), Faults(kills=1, hangs=1), id="2-ranks-1-kill-1-hang"),
+    pytest.param(Layout(2, (1, 0)), Faults(anomalies=2), id="2-ranks-2-updates-2-anomalies"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, anomalies=1), id="2-ranks-1-kill-1-anomaly"),
+    pytest.param(Layout(2, (1,)), Faults(glitches=1, anomalies=2), id="2-ranks-1-glitch-2-anomalies"),
+    pytest.param(Layout(2, (0,)), Faults(damages=1, anomalies=2), id="2-ranks-1-damage-2-anomalies"),
+    pytest.param(Layout(2, (0,), program=SKIPS), Faults(kills=1, anomalies=1), id="2-ranks-1-kill-1-update-left-out"),
+    pytest.param(Layout(2, (0, 0), program=UNDOES), Faults(anomalies=2), id="2-ranks-undo-2-updates-left-out"),
+    pytest.param(Layout(2, (0, 0), program=ACCUMULATES), Faults(anomalies=2), id="2-ranks-accumulating-2-anomalies"),
     pytest.param(Layout(3, (0,)), Faults(kills=1), id="3-ranks-1-update-1-kill", marks=pytest.mark.slow),
 ]
 DEEP_WORLDS = [
@@ -28,6 +39,10 @@ DEEP_WORLDS = [
     (Layout(3, (1,)), Faults(kills=1)),
     (Layout(2, (0,)), Faults(kills=1, hangs=1, fences=1)),
     (Layout(3, (0,)), Faults(hangs=1)),
+    (Layout(2, (0,)), Faults(kills=2, anomalies=1)),
+    (Layout(2, (1,)), Faults(kills=1, anomalies=2)),
+    (Layout(2, (0,)), Faults(hangs=1, anomalies=2)),
+    (Layout(3, (0,)), Faults(anomalies=2)),
 ]
 
 

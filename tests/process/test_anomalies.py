@@ -37,7 +37,7 @@ def test_the_example_of_mindspore(tmp_path: Path, undisturbed: Reference) -> Non
     plan = "norm rank=0 step=2 value=45.70; norm rank=0 step=2 value=45.706"
     run = anomalous(tmp_path / "run", plan, RESILIENT_NORM_THRESHOLD="44")
     assert_identical(run, undisturbed(ranks=2, steps=STEPS), ranks=2, recoveries=1)
-    assert (run.run_dir / "abnormal_global_norm.json").read_text() == '{"2": [45.7, 45.706]}'
+    assert (run.run_dir / "abnormal_global_norm.json").read_text() == '{"2": [45.7, 45.706]}\n'
     assert told(run) == [(2, 45.7, False), (2, 45.706, True)]
     assert [event["detail"]["strategy"] for event in run.of("fault")] == ["TRE"]
     assert [event["detail"]["redone"] for event in run.of("session_end")] == [1, 1], "one step, on each rank"

@@ -59,6 +59,12 @@ JOBS: dict[str, tuple[Layout | None, Faults | None]] = {
     "scaler": (Layout(2, (0, 0, 0), program=Program(accumulate=2, scaler=True)), Faults(kills=1, damages=2)),
     "lost": (Layout(3, (1, 1)), Faults(cuts=1, heard=2, glitches=2, damages=1)),
     "failures": (Layout(3, (1, 1)), Faults(kills=2, failures=3)),
+    "left out": (Layout(2, (1, 0), program=Program(optimizers=2, skips=True)), Faults(kills=1, anomalies=2)),
+    "undone and left out": (
+        Layout(2, (0, 0), program=Program(accumulate=2, optimizers=2, undo=True, skips=True)),
+        Faults(kills=1, anomalies=2),
+    ),
+    "anomalies": (Layout(2, (1, 1)), Faults(kills=1, glitches=1, anomalies=3)),
     "swallows": (Layout(2, (1, 0), program=Program(optimizers=2, swallows=True)), Faults(glitches=2, damages=2)),
 }
 """Where the jobs that seeds draw come to something too seldom: others, whose schedules the seeds draw."""

@@ -52,7 +52,7 @@ def write(run_dir: Path, what: str, values: Mapping[int, tuple[float, ...]]) -> 
     path = run_dir / FILES[what]
     new = path.with_name(f".{path.name}.new")
     with new.open("w") as file:
-        json.dump({str(step): list(each) for step, each in values.items()}, file)
+        file.write(json.dumps({str(step): list(each) for step, each in values.items()}) + "\n")
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)

@@ -64,7 +64,7 @@ UCE_PLACES = (("COMPUTE", "forward"), ("COMPUTE", "backward"), ("UPDATING", "sta
 UCE_IN_TAIL = ("APPLIED", "start")
 """The same after the update, which costs the process (decision 12)."""
 
-COST_NO_PROCESS = ("hcce", "uce")
+COST_NO_PROCESS = ("hcce", "uce", *ANOMALIES)
 """Kinds from which a rank recovers in its own process; after the others a new one takes its place."""
 
 FROM_OUTSIDE = ("kill", "stop")

@@ -164,8 +164,8 @@ def test_a_loss_is_kept_without_its_graph() -> None:
     loss = (torch.ones(2, requires_grad=True) * 3).sum()
     value = kept(loss)
     assert (value.item(), value.requires_grad, kept(2)) == (6.0, False, 2.0)
-    for wrong in (torch.ones(2), "much", None):
-        with pytest.raises(UsageError, match="takes one number"):
+    for wrong in (torch.ones(2), torch.ones(1) * 1j, "much", None):
+        with pytest.raises(UsageError, match="takes one real number"):
             kept(wrong)
 
 

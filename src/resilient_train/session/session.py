@@ -103,7 +103,8 @@ class Session:
                     "this process has had its Session: under resilient-run a job has one Session, one loop"
                 )
             check_places(objects.extra)
-            limits, skips = _limits(norm_threshold, loss_threshold), _skips(on_anomaly)
+            skips = _skips(on_anomaly)
+            limits = _limits(norm_threshold, loss_threshold, config.Settings() if link is None else _planned())
             self._engine = engine = engine_for(objects)
             self._cursor = Cursor(loader, engine.data)
             if link is not None:
@@ -288,10 +289,15 @@ def _skips(on_anomaly: str) -> bool:
     return on_anomaly == "skip"
 
 
-def _limits(norm: float | None, loss: float | None) -> Limits:
-    """What the user has said, or else the settings."""
+def _planned() -> config.Settings:
+    """The settings, with faults that something sees."""
     settings = config.read_settings()
     config.check_plan(settings, config.read_switches())
+    return settings
+
+
+def _limits(norm: float | None, loss: float | None, settings: config.Settings) -> Limits:
+    """What the user has said, or else the settings."""
     limits = Limits(
         settings.norm_threshold if norm is None else norm, settings.loss_threshold if loss is None else loss
     )

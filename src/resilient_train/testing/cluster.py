@@ -42,6 +42,8 @@ class Layout(NamedTuple):
     """The job goes on from what was saved before that update."""
     pulls: bool = False
     """No rank can read another's memory: state is sent over the group."""
+    known: tuple[int, ...] = ()
+    """Steps that were anomalous in an earlier run of the job."""
     replaces: bool = True
     """Lost ranks are replaced. Else the job ends, and who is left saves its state."""
 
@@ -135,8 +137,9 @@ class World:
         self.groups = self.table.groups
         self.shard = [next(i for i, group in enumerate(self.groups) if rank in group) for rank in range(size)]
         self.program = layout.program
-        self.chains = self._chains(frozenset())
         self.controller = self.driver.controller(size, _POLICY if layout.replaces else _POLICY_OF_SAVERS)
+        self.controller.job.anomalies.update({("norm", step): (45.7,) for step in layout.known})
+        self.chains = self._chains()
         self.stop_generation = 0
         self.standings = [Standing(0, Phase.APPLIED)] * size
         self.logs: list[Log] = [(0, ())] * size
@@ -168,8 +171,10 @@ class World:
         self.ended: EndJob | None = None
         self.carry_out(self.controller.launch())
 
-    def _chains(self, left_out: frozenset[int]) -> Chains:
-        program = self.program
+    def _chains(self) -> Chains:
+        """Without the updates that are left out by now."""
+        program, steps = self.program, {step for _, step in self.controller.job.anomalies}
+        left_out = frozenset(step // program.accumulate for step in steps) if program.skips else frozenset()
         writers = [*map(program.writers, range(len(self.layout.tails)))]
         return Chains(self.groups, writers, program.accumulate, left_out)
 
@@ -312,9 +317,7 @@ class World:
                 self.carry_out(controller.damaged(rank, incarnation, generation, detail, self.standings))
             case m.Anomaly():
                 self.carry_out(controller.anomaly(rank, incarnation, frame))
-                if self.program.skips:
-                    accumulate = self.program.accumulate
-                    self.chains = self._chains(frozenset(step // accumulate for _, step in controller.job.anomalies))
+                self.chains = self._chains() if self.program.skips else self.chains
             case m.Captured(last=generation):
                 self._captured(rank, generation)
             case m.Offer(target=other) | m.Pull(source=other):

@@ -27,22 +27,24 @@ class Norms:
             if any(id(parameter) in registered for parameter in parameters):
                 tell(kept(total_norm))
 
-        clip_grad._clip_grads_with_norm_ = clip_and_tell
+        clip_grad._clip_grads_with_norm_ = self._clip_and_tell = clip_and_tell
 
     def close(self) -> None:
-        """Idempotent."""
-        clip_grad._clip_grads_with_norm_ = self._clip
+        """Idempotent. Whoever has replaced it since keeps what he has made of it."""
+        if clip_grad._clip_grads_with_norm_ is self._clip_and_tell:
+            clip_grad._clip_grads_with_norm_ = self._clip
 
 
 def kept(value: Any) -> Any:
     """One number, as it is now; a tensor's is copied on its device. Raises UsageError if it is none."""
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
+        if value.numel() != 1 or value.is_complex():
             raise UsageError(
-                f"session.check() takes one number, not a tensor of shape {tuple(value.shape)}: give it the mean"
+                f"session.check() takes one real number, not a tensor of shape {tuple(value.shape)} ({value.dtype}): "
+                "give it the mean"
             )
         return value.detach().clone()
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise UsageError(f"session.check() takes one number, not {type(value).__qualname__}") from None
+        raise UsageError(f"session.check() takes one real number, not {type(value).__qualname__}") from None

@@ -35,7 +35,7 @@ def told(run: Run) -> list[tuple[int, Any, bool]]:
 def test_the_example_of_mindspore(tmp_path: Path, undisturbed: Reference) -> None:
     """Threshold 44, and step 2 has the norms 45.70 and, after the recovery, 45.706."""
     plan = "norm rank=0 step=2 value=45.70; norm rank=0 step=2 value=45.706"
-    run = anomalous(tmp_path / "run", plan, RESILIENT_NORM_THRESHOLD="44")
+    run = anomalous(tmp_path / "run", plan, MS_ENABLE_TFT="{TRE:1}", RESILIENT_NORM_THRESHOLD="44")
     assert_identical(run, undisturbed(ranks=2, steps=STEPS), ranks=2, recoveries=1)
     assert (run.run_dir / "abnormal_global_norm.json").read_text() == '{"2": [45.7, 45.706]}\n'
     assert told(run) == [(2, 45.7, False), (2, 45.706, True)]

@@ -25,6 +25,8 @@ def train(*words: str, says: str) -> Bad:
 
 
 BAD = [
+    run("SCRIPT", says="RESILIENT_NORM_THRESHOLD must be above 0", RESILIENT_NORM_THRESHOLD="0"),
+    run("--faults", "norm rank=0 step=2 value=45", "SCRIPT", says="MS_ENABLE_TFT has no TRE:1"),
     run(says="training_script"),
     run("nowhere.py", says="there is no script 'nowhere.py'"),
     run("EMPTY", says="there is no script"),

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from resilient_train.errors import ConfigError
-from resilient_train.faults import nearest, parse_plan
+from resilient_train.faults import ANOMALIES, nearest, parse_plan
 
 PREFIX = "RESILIENT_"
 DEPTHS = ("forked", "built")
@@ -85,6 +85,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a standby may take from the script's first line to where it waits (depth ``built``)."""
     drill_records: bool = False
     """Each rank writes a digest of each part of its state before each step, as ``resilient-train drill`` wants it."""
+    norm_threshold: float = float("inf")
+    """A gradient norm from this on is an anomaly (``TRE``), as one that is not finite always is."""
+    loss_threshold: float = float("inf")
+    """The same for the loss."""
     transfer: str = "auto"
     """How state reaches a replacement: ``memory`` (same host), ``group`` (over the process group), ``auto``."""
 
@@ -102,12 +106,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{PREFIX}TAIL_LOG_BYTES must be from 0 to 2^40, not {self.tail_log_bytes}")
         if not 0 <= self.pinned_bytes <= 1 << 40:
             raise ConfigError(f"{PREFIX}PINNED_BYTES must be from 0 to 2^40, not {self.pinned_bytes}")
+        check_thresholds(f"{PREFIX}NORM_THRESHOLD", self.norm_threshold, f"{PREFIX}LOSS_THRESHOLD", self.loss_threshold)
         if self.standby < 0:
             raise ConfigError(f"{PREFIX}STANDBY must be 0 or more, not {self.standby}")
         if self.standby_depth not in DEPTHS:
             hint = nearest(self.standby_depth, DEPTHS)
             raise ConfigError(f"{PREFIX}STANDBY_DEPTH={self.standby_depth!r}: unknown{hint}; write {', '.join(DEPTHS)}")
         parse_plan(self.faults)
+
+
+def check_thresholds(norm_name: str, norm: float, loss_name: str, loss: float) -> None:
+    """Raises ConfigError for what no norm, and no loss, can be measured by."""
+    if not norm > 0:  # also for nan
+        raise ConfigError(f"{norm_name} must be above 0, not {norm}")
+    if not loss > -float("inf"):
+        raise ConfigError(f"{loss_name} must be a number, not {loss}")
 
 
 SWITCHES = ("TTP", "UCE", "HCCE", "ARF", "TRE", "TSP", "RSC")
@@ -182,6 +195,12 @@ def read_switches(environ: Mapping[str, str] | None = None) -> Switches:
     """The switches of this process: ``MS_ENABLE_TFT``, or the default where it isn't set."""
     text = (os.environ if environ is None else environ).get("MS_ENABLE_TFT")
     return DEFAULT_SWITCHES if text is None else parse_switches(text)
+
+
+def check_plan(settings: Settings, switches: Switches) -> None:
+    """Raises ConfigError for planned faults that nothing would see."""
+    if not switches.tre and any(each.kind in ANOMALIES for each in parse_plan(settings.faults)):
+        raise ConfigError("fault plan: norm and loss are seen by TRE, which is off: MS_ENABLE_TFT has no TRE:1")
 
 
 def why_off(settings: Settings, switches: Switches) -> str:

@@ -8,6 +8,8 @@ A plan is a list of clauses separated by ``;``::
 rank's collectives (its connections are shut), as a link does that fails for good, ``uce`` destroys memory of a tensor
 (``target=param``, ``optimizer``, ``buffer``, ``gradient``, ``activation``) and makes the operation fail.
 
+``norm`` and ``loss`` make the anomaly check (TRE) see ``value=`` in the place of what the loop has computed.
+
 ``step`` is the loop's step number. A clause hits the process that was started first for that rank (``incarnation=0``)
 unless it says otherwise, and hits once. Clauses for the phases of a recovery (STOP, REBUILD, RESTORE) need no step;
 ``generation=N`` picks the recovery; in the phases of a step, it asks for N recoveries before (a step that is redone).
@@ -24,6 +26,9 @@ from resilient_train.errors import ConfigError
 
 INJECTABLE = ("kill", "stop", "loop", "hcce", "uce")
 """Kinds that a plan and ``resilient-train inject`` accept."""
+ANOMALIES = ("norm", "loss")
+"""Kinds that only a plan accepts: what the anomaly check sees is another value."""
+IN_A_PLAN = (*INJECTABLE, *ANOMALIES)
 TARGETS = ("param", "optimizer", "buffer", "gradient", "activation")
 """Whose memory ``uce`` destroys (``target=``); the first is the default."""
 
@@ -32,7 +37,7 @@ UCE_PLACES = (("COMPUTE", "forward"), ("COMPUTE", "backward"), ("UPDATING", "sta
 UCE_IN_TAIL = ("APPLIED", "start")
 """The same after the update, which costs the process (decision 12)."""
 
-COST_NO_PROCESS = ("hcce", "uce")
+COST_NO_PROCESS = ("hcce", "uce", *ANOMALIES)
 """Kinds from which a rank recovers in its own process; after the others a new one takes its place."""
 
 FROM_OUTSIDE = ("kill", "stop")
@@ -52,6 +57,9 @@ PLACES: dict[str, tuple[str, ...]] = {
 
 RECOVERY_PHASES = ("STOP", "REBUILD", "RESTORE")
 """Phases that belong to a recovery, not to a step."""
+
+ANOMALY_PLACE = ("READY", "before")
+"""Where the check looks."""
 
 
 def place_in_step(kind: str, target: str) -> tuple[str, str]:
@@ -73,6 +81,7 @@ class Injection(msgspec.Struct, frozen=True):
     generation: int = -1
     incarnation: int = 0
     target: str = ""
+    value: float = 0.0
 
     def describe(self) -> str:
         """The clause, written as a plan would have it."""
@@ -83,6 +92,8 @@ class Injection(msgspec.Struct, frozen=True):
             parts.append(f"incarnation={self.incarnation}")
         if self.target:
             parts.append(f"target={self.target}")
+        if self.kind in ANOMALIES:
+            parts.append(f"value={self.value:g}")
         return " ".join(parts)
 
 
@@ -98,13 +109,13 @@ def parse_plan(text: str) -> tuple[Injection, ...]:
 
 
 _NUMBERS = ("rank", "step", "generation", "incarnation")
-_WORDS = ("phase", "at", "target")
+_WORDS = ("phase", "at", "target", "value")
 
 
 def _parse_clause(clause: str) -> Injection:
     kind, *pairs = clause.split()
-    if kind not in INJECTABLE:
-        raise ConfigError(f"fault plan: unknown kind {kind!r} in {clause!r}{nearest(kind, INJECTABLE)}")
+    if kind not in IN_A_PLAN:
+        raise ConfigError(f"fault plan: unknown kind {kind!r} in {clause!r}{nearest(kind, IN_A_PLAN)}")
     numbers: dict[str, int] = {}
     words: dict[str, str] = {}
     for pair in pairs:
@@ -126,7 +137,8 @@ def _parse_clause(clause: str) -> Injection:
 def _checked(clause: str, kind: str, numbers: dict[str, int], words: dict[str, str]) -> Injection:
     if "rank" not in numbers:
         raise ConfigError(f"fault plan: {clause!r} names no rank (rank=N)")
-    phase = words.get("phase", "COMPUTE").upper()
+    usual = ANOMALY_PLACE[0] if kind in ANOMALIES else "COMPUTE"
+    phase = words.get("phase", usual).upper()
     if phase not in PLACES:
         raise ConfigError(f"fault plan: unknown phase {phase!r} in {clause!r}{nearest(phase, PLACES)}")
     at = words.get("at", PLACES[phase][0])
@@ -135,7 +147,23 @@ def _checked(clause: str, kind: str, numbers: dict[str, int], words: dict[str, s
         raise ConfigError(f"fault plan: phase {phase} has no place {at!r} in {clause!r}; it has {places}")
     if phase not in RECOVERY_PHASES and "step" not in numbers:
         raise ConfigError(f"fault plan: {clause!r} names no step (step=N)")
-    return Injection(kind=kind, phase=phase, at=at, target=_target(clause, kind, words, (phase, at)), **numbers)
+    target, value = _target(clause, kind, words, (phase, at)), _value(clause, kind, words, (phase, at))
+    return Injection(kind=kind, phase=phase, at=at, target=target, value=value, **numbers)
+
+
+def _value(clause: str, kind: str, words: dict[str, str], place: tuple[str, str]) -> float:
+    if kind not in ANOMALIES:
+        if "value" in words:
+            raise ConfigError(f"fault plan: {clause!r}: only norm and loss have a value")
+        return 0.0
+    if place != ANOMALY_PLACE:
+        raise ConfigError(f"fault plan: {clause!r}: {kind} is looked at in phase=READY at=before, and nowhere else")
+    if "value" not in words:
+        raise ConfigError(f"fault plan: {clause!r} has no value (value=45.7, value=nan)")
+    try:
+        return float(words["value"])
+    except ValueError:
+        raise ConfigError(f"fault plan: value={words['value']!r} in {clause!r} must be a number") from None
 
 
 def _target(clause: str, kind: str, words: dict[str, str], place: tuple[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -30,6 +31,7 @@ SHELL = sorted({b.page for b in ALL if b.language in ("sh", "console") and b.pag
 OTHER_TERMINAL = "in another terminal"
 PLANS = "plans for --faults"
 AS_SHOWN = "output as shown"
+ASSIGNMENT = re.compile("[A-Z_]+=")
 NOTES = (OTHER_TERMINAL, PLANS, AS_SHOWN)
 COMMAND = re.compile(r"^\s*(\$ )?(resilient-(run|train)|torchrun|python3?|pip|make|srun|git|cd|tail) ")
 
@@ -101,9 +103,11 @@ class Shell:
 
     def type(self, words: list[str]) -> str:
         """Runs a command to its end; returns its output. Fails unless it ends well."""
+        environ = dict(word.split("=", 1) for word in itertools.takewhile(ASSIGNMENT.match, words))
+        words = words[len(environ) :]
         match words[0]:
             case "resilient-run":
-                with start(self.launcher(words)) as process:
+                with start(self.launcher(words), **environ) as process:
                     out, err = process.communicate(timeout=120)
                 assert process.returncode == 0, (words, out, err)
                 return out + err

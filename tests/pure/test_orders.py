@@ -100,7 +100,12 @@ class Rank:
         self.events: list[Event] = []
         self.number = 0
         self.generation = 0
-        self.injector = Injector(parse_plan(plan), 1, 0, self, self.drill, alone(board))  # type: ignore[arg-type]
+        self.seen: list[tuple[str, float]] = []
+        plan_of, peers = parse_plan(plan), alone(board)
+        self.injector = Injector(plan_of, 1, 0, self, self.drill, peers, self.falsify)  # type: ignore[arg-type]
+
+    def falsify(self, what: str, value: float) -> None:
+        self.seen.append((what, value))
 
     def write(self, event: Event) -> None:
         self.events.append(event)

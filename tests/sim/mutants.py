@@ -61,9 +61,19 @@ JOBS: dict[str, tuple[Layout | None, Faults | None]] = {
     "failures": (Layout(3, (1, 1)), Faults(kills=2, failures=3)),
     "paused": (Layout(2, (1, 0)), Faults(kills=1, pauses=2, withdrawn=1)),
     "paused at once": (Layout(2, (0,)), Faults(kills=1, pauses=1)),
+    "left out": (Layout(2, (1, 0), program=Program(optimizers=2, skips=True)), Faults(kills=1, anomalies=2)),
+    "undone and left out": (
+        Layout(2, (0, 0), program=Program(accumulate=2, optimizers=2, undo=True, skips=True)),
+        Faults(kills=1, anomalies=2),
+    ),
+    "anomalies": (Layout(2, (1, 1)), Faults(kills=1, glitches=1, anomalies=3)),
+    "known anomalies": (Layout(2, (0, 0), known=(0,)), Faults(anomalies=3)),
     "swallows": (Layout(2, (1, 0), program=Program(optimizers=2, swallows=True)), Faults(glitches=2, damages=2)),
 }
 """Where the jobs that seeds draw come to something too seldom: others, whose schedules the seeds draw."""
+
+
+ANOMALIES = ("left out", "undone and left out", "anomalies", "known anomalies")
 
 
 class Shape(NamedTuple):
@@ -119,18 +129,20 @@ class _Listening(Rank):
         return effects
 
 
-def listening(seed: int) -> set[Shape]:
+def listening(seed: int, job: str = "") -> set[Shape]:
     """The shapes of a job without a mistake."""
     shapes: set[Shape] = set()
     wrong = type("Listening", (_Listening,), {"__slots__": (), "shapes": shapes})
-    simulate(seed, driver=DrivenParts(rank=wrong))
+    layout, faults = JOBS[job]
+    simulate(seed, driver=DrivenParts(rank=wrong), layout=layout, faults=faults)
     return shapes
 
 
 @cache
 def shapes() -> frozenset[Shape]:
-    """What all rows that ``SEEDS`` visit do."""
-    return frozenset().union(*map(listening, SEEDS))
+    """What all rows that ``SEEDS`` visit do, and those of anomalies, which seeds draw too seldom."""
+    seldom = (listening(seed, job) for job in ANOMALIES for seed in SEEDS[:20])
+    return frozenset().union(*map(listening, SEEDS), *seldom)
 
 
 def _changing(change: Callable[[Rank, State, str, Effects], Effects]) -> type[Rank]:
@@ -342,6 +354,8 @@ TOUCHES = {
     "SendDamaged": "channel",
     "SendStarted": "channel",
     "SendFinish": "channel snapshot",
+    "SendAnomaly": "channel",
+    "DropGradients": "gradients",
     "SnapshotBegin": "arena snapshot model words",
     "SnapshotFence": "snapshot",
     "ShowState": "words",

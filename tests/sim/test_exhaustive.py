@@ -4,7 +4,11 @@ import pytest
 
 from resilient_train.testing.cluster import Faults, Layout
 from resilient_train.testing.explore import explore
+from resilient_train.testing.rank import Program
 
+SKIPS = Program(skips=True)
+UNDOES = Program(optimizers=2, undo=True, skips=True)
+ACCUMULATES = Program(accumulate=2)
 WORLDS = [
     pytest.param(Layout(2, (1, 0)), Faults(kills=1), id="2-ranks-2-updates-1-kill"),
     pytest.param(Layout(2, (2, 1)), Faults(kills=1), id="2-ranks-long-tails-1-kill"),
@@ -20,6 +24,13 @@ WORLDS = [
     pytest.param(Layout(2, (1, 0)), Faults(pauses=1), id="2-ranks-2-updates-1-pause"),
     pytest.param(Layout(2, (0,)), Faults(pauses=1, kills=1), id="2-ranks-1-pause-1-kill"),
     pytest.param(Layout(2, (1,)), Faults(pauses=1, glitches=1, withdrawn=1), id="2-ranks-1-pause-1-glitch-taken-back"),
+    pytest.param(Layout(2, (1, 0)), Faults(anomalies=2), id="2-ranks-2-updates-2-anomalies"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, anomalies=1), id="2-ranks-1-kill-1-anomaly"),
+    pytest.param(Layout(2, (1,)), Faults(glitches=1, anomalies=2), id="2-ranks-1-glitch-2-anomalies"),
+    pytest.param(Layout(2, (0,)), Faults(damages=1, anomalies=2), id="2-ranks-1-damage-2-anomalies"),
+    pytest.param(Layout(2, (0,), program=SKIPS), Faults(kills=1, anomalies=1), id="2-ranks-1-kill-1-update-left-out"),
+    pytest.param(Layout(2, (0, 0), program=UNDOES), Faults(anomalies=2), id="2-ranks-undo-2-updates-left-out"),
+    pytest.param(Layout(2, (0, 0), program=ACCUMULATES), Faults(anomalies=2), id="2-ranks-accumulating-2-anomalies"),
     pytest.param(Layout(3, (0,)), Faults(kills=1), id="3-ranks-1-update-1-kill", marks=pytest.mark.slow),
 ]
 DEEP_WORLDS = [
@@ -35,6 +46,10 @@ DEEP_WORLDS = [
     (Layout(2, (0,)), Faults(pauses=1, kills=2)),
     (Layout(2, (0,)), Faults(pauses=1, asked=1)),
     (Layout(2, (0,)), Faults(pauses=2, kills=1, withdrawn=1)),
+    (Layout(2, (0,)), Faults(kills=2, anomalies=1)),
+    (Layout(2, (1,)), Faults(kills=1, anomalies=2)),
+    (Layout(2, (0,)), Faults(hangs=1, anomalies=2)),
+    (Layout(3, (0,)), Faults(anomalies=2)),
 ]
 
 

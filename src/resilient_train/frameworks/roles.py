@@ -515,6 +515,24 @@ class Step(Protocol):
         """
         ...
 
+    def drop_gradients(self) -> None:
+        """An optimizer is about to write: without gradients it changes no parameter."""
+        ...
+
+    def watch_norms(self, tell: Callable[[Any], None]) -> None:
+        """Until ``detach``, ``tell`` is given the norm that the loop computes when it clips gradients of the registered
+        models: as ``kept`` returns it.
+        """
+        ...
+
+    def kept(self, value: Any) -> Any:
+        """A number of the loop's as it is now, for ``float`` later; nobody waits for the device. Raises UsageError."""
+        ...
+
+    def scales(self) -> bool:
+        """Whether a gradient scaler refuses updates whose gradients are not finite."""
+        ...
+
     def without_optimizer(self) -> list[str]:
         """The names of parameters that want to be trained, and are in no registered optimizer."""
         ...

@@ -50,6 +50,13 @@ class Note(msgspec.Struct, frozen=True):
     detail: dict[str, object] = {}
 
 
+class KeepAnomalies(msgspec.Struct, frozen=True):
+    """Write down what was anomalous so far, for a job that goes on from here: step -> its value, each time it ran."""
+
+    what: str
+    values: dict[int, tuple[float, ...]]
+
+
 class EndJob(msgspec.Struct, frozen=True):
     """Stop every rank and leave with this exit code."""
 
@@ -57,4 +64,4 @@ class EndJob(msgspec.Struct, frozen=True):
     reason: str
 
 
-Command = RaiseStop | SetPause | Spawn | Kill | Send | Note | EndJob
+Command = RaiseStop | SetPause | Spawn | Kill | Send | Note | KeepAnomalies | EndJob

@@ -23,12 +23,12 @@ from resilient_train.protocol.commands import Command, Note, Spawn
 from resilient_train.protocol.disagreement import sentence
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
-from resilient_train.protocol.messages import Differs, Finished, Joined, Plan, Resume, Started
+from resilient_train.protocol.messages import Anomaly, Differs, Finished, Joined, Plan, Started
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.replicas import agreed
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.protocol.verdict import Account, decide
-from resilient_train.strategies import LADDER, tsp, ttp
+from resilient_train.strategies import LADDER, tre, tsp, ttp
 from resilient_train.strategies.base import Fault, Kind
 
 _RUNS = (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED)
@@ -71,7 +71,7 @@ class Controller:
         if tsp.due(job):
             return [note, *tsp.stand(job)]
         job.stage = Stage.RUNNING
-        return [note, *job.to_all(Resume(job.generation))]
+        return [note, *job.resume()]
 
     # -- faults
 
@@ -170,6 +170,19 @@ class Controller:
         if self.job.stage not in _RUNS:
             return []
         return self._fault(Fault(Kind.MEMORY, detail, rank, again=self._fails_again(standings)))
+
+    def anomaly(self, rank: int, incarnation: int, message: Anomaly) -> list[Command]:
+        """A rank's norm or loss can't be right. Nobody has applied that update: the rank has not come to the barrier.
+
+        Where another recovery has begun meanwhile, its redo is the one that counts.
+        """
+        job = self.job
+        if not job.current(rank, incarnation) or job.stage is Stage.ENDED:
+            return []
+        commands = tre.write_down(rank, message, job)
+        if message.again or message.generation != job.generation or job.stage is not Stage.RUNNING:
+            return commands
+        return [*commands, *self._fault(Fault(Kind.ANOMALY, tre.sentence(rank, message), rank))]
 
     def unfinishable(self, generation: int, reason: str) -> list[Command]:
         """The tail that a fault has cut needs what only a dead rank knew."""
@@ -296,7 +309,7 @@ class Controller:
         if tsp.due(job):
             return tsp.stand(job)
         job.stage = Stage.RUNNING
-        return [Note("resumed", detail={"commits": job.plan.commits}), *job.to_all(Resume(job.generation, job.over))]
+        return [Note("resumed", detail={"commits": job.plan.commits}), *job.resume()]
 
     # -- a pause
 

@@ -75,6 +75,12 @@ class Job:
         """All are to stop before this step, or at the next head behind it; None: nobody wants it."""
         self.step = 0
         """The next one of all ranks, when they were at one head last."""
+        self.anomalies: dict[tuple[str, int], tuple[float, ...]] = {}
+        """What was anomalous ("norm", "loss") at which step, and its value each time that the step ran. Also of the
+        runs before this one in the same run directory.
+        """
+        self.anomalies_told: dict[tuple[str, int], tuple[int, int]] = {}
+        """The attempt and the generation of the last of those values."""
 
     # -- what is done to all
 
@@ -115,6 +121,11 @@ class Job:
             *self.to_all(End(code, reason)),
             EndJob(code, reason),
         ]
+
+    def resume(self) -> list[Send]:
+        """All train."""
+        tolerated = tuple(sorted({step for _, step in self.anomalies}))
+        return self.to_all(Resume(self.generation, self.over, tolerated))
 
     def to_all(self, message: Stop | Plan | Resume | Paused | Finished | End) -> list[Send]:
         """A frame for each rank."""

@@ -158,6 +158,22 @@ class Damaged(msgspec.Struct, tag="damaged", frozen=True):
     detail: str
 
 
+class Anomaly(msgspec.Struct, tag="anomaly", frozen=True):
+    """The gradient norm, or the loss, of a step is not below ``limit``, or not finite; its update is not applied.
+
+    The rank waits for a stop, unless the step has been run again for that already (``again``): then it goes on.
+    """
+
+    generation: int
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    what: Literal["norm", "loss"]
+    value: float
+    limit: float
+    again: bool = False
+    skips: bool = False
+    """The step's update is left out when it runs again."""
+
+
 class Joined(msgspec.Struct, tag="joined", frozen=True):
     """The rank has left its step (or just started) and takes part in the recovery of ``generation``.
 
@@ -273,10 +289,14 @@ class Differs(msgspec.Struct, tag="differs", frozen=True):
 
 
 class Resume(msgspec.Struct, tag="resume", frozen=True):
-    """Everyone is done: train. ``over``: a loop has ended, by a ``break`` that who copied its state did not see."""
+    """Everyone is done: train. ``over``: a loop has ended, by a ``break`` that who copied its state did not see.
+
+    ``tolerated``: steps that were run again for an anomaly, and are not for another one.
+    """
 
     generation: int
     over: bool = False
+    tolerated: tuple[int, ...] = ()
 
 
 class Reached(msgspec.Struct, tag="reached", frozen=True):
@@ -359,6 +379,7 @@ FromRank = (
     | Trouble
     | Unfinishable
     | Damaged
+    | Anomaly
     | Joined
     | Built
     | Offer

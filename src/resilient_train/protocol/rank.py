@@ -114,7 +114,7 @@ class Barrier(State, frozen=True):
 
 
 class Ask(State, frozen=True):
-    """Waits for a stop that explains what failed."""
+    """Waits for a stop that explains what failed, or answers an anomaly."""
 
     at: At
 
@@ -192,7 +192,8 @@ _HEAD_AFTER_TAIL = (_RECORD, _MODE[do.Mode.DIRECT], *_HEAD_NEW)
 _ENTER = (_ARM, _RETURN)
 _VERIFYING = (_DISARM, _CHECK)
 _READY = (_SNAPSHOT_FENCE, _LEARN, _PUBLISH_AHEAD, _ARRIVE, _CROSS)
-_UPDATING = (_COMPARE, _MODE[do.Mode.UPDATE], _RETURN)
+_UPDATING = (_COMPARE, _MODE[do.Mode.UPDATE])
+_WITHOUT_UPDATE = (do.DropGradients(), _RETURN)
 _APPLIED = (_SYNCHRONIZE, _COMMITTED, _RESET_LOG, _RECORD, _MODE[do.Mode.LOG], _RETURN)
 _JUST_RETURN = (_RETURN,)
 
@@ -206,16 +207,25 @@ class Rank:
 
     __slots__ = (
         *("attempt", "base", "copied", "drawn", "generation", "intact", "me", "optimizers", "over", "place", "scaled"),
-        *("standing", "state", "total", "undo", "written", "joining"),
+        *("skips", "standing", "state", "tolerated", "total", "undo", "written", "joining"),
     )
 
     def __init__(
-        self, me: int, *, generation: int = 0, joining: bool = False, optimizers: int = 1, undo: bool = False
+        self,
+        me: int,
+        *,
+        generation: int = 0,
+        joining: bool = False,
+        optimizers: int = 1,
+        undo: bool = False,
+        skips: bool = False,
     ) -> None:
         self.me = me
         self.joining = joining
         self.optimizers = optimizers
         self.undo = undo
+        self.skips = skips
+        """What was anomalous is run again without its update."""
         self.generation = -1 if joining else generation
         self.standing = Standing(0, Phase.APPLIED)
         self.intact = not joining
@@ -230,11 +240,18 @@ class Rank:
         """The state came from elsewhere, in this recovery or one that it has taken the place of."""
         self.over = False
         """The loop is over, or would be: the others' are."""
+        self.tolerated: tuple[int, ...] = ()
+        """Steps that were run again for an anomaly: another one there is told, and the step goes on."""
 
     @property
     def redoable(self) -> bool:
         """Whether a fault would run the user's code again that runs now."""
         return isinstance(self.state, (Body, Drain))
+
+    @property
+    def updating(self) -> bool:
+        """Whether the user's code runs between the first optimizer's write and the last one's."""
+        return isinstance(self.state, Update)
 
     @property
     def number(self) -> int:
@@ -303,7 +320,8 @@ def _begin(rank: Rank, _: Setup, event: on.Begin) -> Effects:
 
 
 @_row(Meet, Resume)
-def _met(rank: Rank, _: Meet, __: Resume) -> Effects:
+def _met(rank: Rank, _: Meet, resume: Resume) -> Effects:
+    rank.tolerated = resume.tolerated
     rank.standing = Standing(rank.standing.commits, Phase.COMPUTE)
     return (_RECORD, *_head(rank, stopped=False))
 
@@ -330,7 +348,7 @@ def _enter(rank: Rank, _: Open, __: on.Enter) -> Effects:
 def _update_begins(rank: Rank, _: Body, __: on.UpdateBegins) -> Effects:
     if rank.undo:
         rank.state = Body(held=True)
-        return (_DISARM, _SNAPSHOT_FENCE, do.SaveUndo(), _RETURN)
+        return (_DISARM, _SNAPSHOT_FENCE, do.SaveUndo(), *_begun(rank))
     rank.state = _VERIFY[At.HOOK]
     return _VERIFYING
 
@@ -339,9 +357,22 @@ def _update_begins(rank: Rank, _: Body, __: on.UpdateBegins) -> Effects:
 def _verified(rank: Rank, state: Verify, event: on.Ok) -> Effects:
     if not event.value:
         return _cut(rank, state.at, Drain(text="a collective of the step failed"))
+    return _ready(rank, state.at)
+
+
+def _ready(rank: Rank, at: At) -> Effects:
     rank.standing = Standing(rank.standing.commits, Phase.READY)
-    rank.state = _BARRIER[state.at]
+    rank.state = _BARRIER[at]
     return _READY
+
+
+@_row(Verify, on.Anomalous)
+def _anomalous(rank: Rank, state: Verify, _: on.Anomalous) -> Effects:
+    """Nobody is past the barrier, since this rank has not come to it: all can go back before the update."""
+    if rank.number in rank.tolerated:
+        return (do.SendAnomaly(again=True), *_ready(rank, state.at))
+    rank.state = Ask(state.at)
+    return (do.SendAnomaly(again=False), _AWAIT_STOP)
 
 
 @_row(Barrier, on.Ok)
@@ -350,7 +381,12 @@ def _crossed(rank: Rank, state: Barrier, _: on.Ok) -> Effects:
     if state.at is At.EXIT:
         return (_COMPARE, *_applied(rank, None))
     rank.state = _UPDATE
-    return _UPDATING
+    return (*_UPDATING, *_begun(rank))
+
+
+def _begun(rank: Rank) -> Effects:
+    """The optimizer writes; nothing, where the step's update is to be left out."""
+    return _WITHOUT_UPDATE if rank.skips and rank.number in rank.tolerated else _JUST_RETURN
 
 
 @_row(Update, on.UpdateEnds)
@@ -363,7 +399,7 @@ def _update_ends(rank: Rank, state: Update, event: on.UpdateEnds) -> Effects:
 
 @_row(Update, on.UpdateBegins)
 def _update_goes_on(rank: Rank, _: Update, event: on.UpdateBegins) -> Effects:
-    return _twice(rank) if event.index in rank.written else _JUST_RETURN
+    return _twice(rank) if event.index in rank.written else _begun(rank)
 
 
 @_row((Body, Update), on.ScalerUpdated)
@@ -641,7 +677,7 @@ def _built(rank: Rank, state: Build, _: on.Ok) -> Effects:
             return (_COMPARE, *_applied(rank, plan))
         rank.standing = Standing(plan.commits - 1, Phase.UPDATING)
         rank.state = Update(plan)
-        return (_RECORD, *_UPDATING)
+        return (_RECORD, *_UPDATING, *_begun(rank))
     if not rank.intact:  # others may apply the update that this rank was READY for: its record stays
         return _cut(rank, at, Drain(plan))
     # The gradients go with the body.
@@ -706,7 +742,7 @@ def _served(_: Rank, __: Target, ___: on.Ok) -> Effects:
 def _resumed(rank: Rank, state: Target, resume: Resume) -> Effects:
     # The others may have left by a `break` in a body whose update this rank has copied instead.
     rank.over = rank.over or (resume.over and rank.copied)
-    rank.copied = False
+    rank.copied, rank.tolerated = False, resume.tolerated
     direct = (do.Compare(resumed=True), _MODE[do.Mode.DIRECT])
     if state.plan.last and not rank.over and rank.number < rank.total:
         rank.state = Save(At.HEAD)

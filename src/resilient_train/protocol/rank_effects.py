@@ -75,6 +75,12 @@ class SendDamaged(Effect, frozen=True):
     text: str
 
 
+class SendAnomaly(Effect, frozen=True):
+    """Tells the agent: the norm or the loss can't be right. ``again``: it was so before, and this rank goes on."""
+
+    again: bool
+
+
 class TellTailFailed(Effect, frozen=True):
     """Tells people: the rest of a tail, run for the last save without the others, has failed; it is saved as it is."""
 
@@ -182,6 +188,10 @@ class OnPause(Effect, frozen=True):
     """Calls what the script wants called while all stand still. Nothing of the training may change by it."""
 
 
+class DropGradients(Effect, frozen=True):
+    """The update that begins is one without gradients: it changes nothing."""
+
+
 class Committed(Effect, frozen=True):
     """The update is applied: nothing before it can be rolled back."""
 
@@ -204,7 +214,7 @@ class RebuildReducer(Effect, frozen=True):
 
 
 class CheckCollectives(Effect, frozen=True):
-    """Waits for all collectives of the window. Ok: 1 if they succeeded, 0 if not."""
+    """Waits for all collectives of the window. Ok: 1 if they succeeded, 0 if not. Anomalous."""
 
 
 class Cross(Effect, frozen=True):

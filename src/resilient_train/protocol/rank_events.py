@@ -100,6 +100,10 @@ class Failed(Event, frozen=True):
     text: str = ""
 
 
+class Anomalous(Event, frozen=True):
+    """Outcome of CheckCollectives: they have succeeded, and the norm or the loss of the window can't be right."""
+
+
 class Stopped(Event, frozen=True):
     """A newer stop was raised meanwhile, and it was given up."""
 

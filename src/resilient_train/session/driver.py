@@ -36,6 +36,7 @@ from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.progress import Activity
 from resilient_train.protocol.rank import Rank
+from resilient_train.session.anomalies import Anomalies, Limits
 from resilient_train.session.comparison import Comparison
 from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
@@ -75,8 +76,10 @@ class Driver:
         replicas: tuple[tuple[int, ...], ...],
         *,
         undo: bool,
+        limits: Limits,
+        skips: bool,
     ) -> None:
-        settings = config.read_settings()
+        settings, switches = config.read_settings(), config.read_switches()
         self._engine, self._cursor, self._replicas = engine, cursor, replicas
         self._link = Link(agent)
         self._peers = self._link.peers
@@ -88,6 +91,7 @@ class Driver:
             joining=agent.joining,
             optimizers=len(objects.optimizers),
             undo=undo,
+            skips=skips,
         )
         self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
         self._publication = Publication(self._link, engine.rank_state, engine.data, cursor)
@@ -105,15 +109,20 @@ class Driver:
         )
         self._idle = Idle(engine.step, self._event, tells=agent.rank == 0)
         plan = parse_plan(settings.faults)
-        self._injector = Injector(plan, agent.rank, agent.incarnation, self._sink, engine.drill, self._peers)
+        self._tells = agent.rank == 0
+        self._anomalies = Anomalies(limits, self._tell, scaled=engine.step.scales()) if switches.tre else None
+        if self._anomalies is None and limits.given:
+            self._tell("a threshold for the norm or the loss has no effect: MS_ENABLE_TFT has no TRE:1")
+        self._injector = Injector(
+            plan, agent.rank, agent.incarnation, self._sink, engine.drill, self._peers, self._falsify
+        )
         self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
         self._pauses = Pauses(agent, engine.state, engine.data, self.slow, self._event)
         self.on_pause = self._pauses.add
         self._from_replica = FromReplica(self._link, engine.state, engine.step, engine.groups, settings.transfer)
-        mends = config.read_switches().uce
-        self._device = DeviceErrors(self._peers, engine.device, self._event, mends=mends)
+        self._device = DeviceErrors(self._peers, engine.device, self._event, mends=switches.uce)
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         self._watch = Watch(self._peers, self._link.generation, engine.groups.release_waiters, settings)
         self._batches = KeptBatches(cursor, engine.data, self._pulse, self.outlive)
@@ -134,6 +143,8 @@ class Driver:
         self._digests = ("", "")
         """Of the state with which this rank has come to its end."""
         self._perform = self._performers()
+        if self._anomalies is not None:  # else nothing is looked at, and that costs nothing
+            self._perform |= {do.Mark: self._mark_to_look, do.CheckCollectives: self._check_and_look}
         atexit.register(self._release)
 
     # -- what the user's code does
@@ -212,6 +223,8 @@ class Driver:
         self._injector.open(lambda: self._rank.number, lambda: self._rank.generation)
         self._pulse.open()
         self._engine.step.attach(self)
+        if self._anomalies is not None:
+            self._engine.step.watch_norms(self._norm_clipped)
         self._engine.collectives.attach(self, self._peers)
         self._engine.device.watch(self._peers.alarm_by)
         self._watch.start()
@@ -292,7 +305,33 @@ class Driver:
         """See ``Session.resume``."""
         self._pauses.end(self._rank.generation)
 
+    def check(self, loss: Any, norm: Any) -> None:
+        """See ``Session.check``."""
+        if self._anomalies is None:
+            return
+        if not self._rank.redoable:
+            raise UsageError(
+                "session.check() was called outside the body of a step, or behind its update, which can't be taken "
+                "back: call it before optimizer.step()"
+            )
+        if loss is not None:
+            self._anomalies.add("loss", self._engine.step.kept(loss))
+        if norm is not None:
+            self._anomalies.add("norm", self._engine.step.kept(norm))
+
     # -- what the engine reports
+
+    def _norm_clipped(self, norm: Any) -> None:
+        assert self._anomalies is not None
+        if self._rank.redoable:
+            self._anomalies.add("norm", norm)
+        elif self._rank.updating:
+            self._anomalies.late()
+
+    def _falsify(self, what: Any, value: float) -> None:
+        """A fault on request."""
+        assert self._anomalies is not None, "a plan without TRE was refused"
+        self._anomalies.inject(what, value)
 
     def before_update(self, optimizer: Any) -> None:
         """The optimizer is about to write: interrupts are held from here to the head of the loop."""
@@ -362,6 +401,7 @@ class Driver:
             do.SendTrouble: self._send_trouble,
             do.SendDamaged: self._send_damaged,
             do.TellTailFailed: self._tell_tail_failed,
+            do.SendAnomaly: self._send_anomaly,
             do.SendJoined: self._send_joined,
             do.SendDone: self._send_done,
             do.SendReached: lambda _: self._link.channel.send(m.Reached(self._rank.generation)),
@@ -381,6 +421,7 @@ class Driver:
             do.Rollback: lambda _: self._engine.step.rollback(),
             do.ForgetBatches: lambda _: self._batches.forget(),
             do.SaveUndo: lambda _: self._engine.step.save_undo(),
+            do.DropGradients: self._drop_gradients,
             do.Committed: self._committed,
             do.Synchronize: lambda _: self._engine.device.synchronize(),
             do.LearnLayout: lambda _: self._engine.step.gradients_ready(self._rank.standing.commits),
@@ -436,6 +477,14 @@ class Driver:
     def _send_damaged(self, effect: do.SendDamaged) -> None:
         self._link.channel.send(m.Damaged(self._rank.generation, _short(effect.text)))
 
+    def _send_anomaly(self, effect: do.SendAnomaly) -> None:
+        assert self._anomalies is not None
+        what, value, limit = self._anomalies.found
+        number = self._rank.number
+        self._error = RuntimeError(f"the {what} of step {number} is {value:g}, and the agent has not answered to that")
+        rank = self._rank
+        self._link.channel.send(m.Anomaly(rank.generation, number, what, value, limit, effect.again, rank.skips))
+
     def _send_joined(self, _: do.SendJoined) -> None:
         rank, names = self._rank, self._engine.groups.names()
         commits, phase = rank.standing
@@ -484,6 +533,11 @@ class Driver:
             self._peers.begin_window()
         self._batches.draw(place)
 
+    def _drop_gradients(self, _: do.DropGradients) -> None:
+        self._engine.step.drop_gradients()
+        self._event("update_left_out", {})
+        self._tell(f"step {self._rank.number} was anomalous: it counts, without its update (on_anomaly='skip')")
+
     def _committed(self, _: do.Committed) -> None:
         self._batches.forget()
         self._engine.step.forget()
@@ -505,6 +559,17 @@ class Driver:
         if intact:
             self._engine.device.synchronize()
         return on.Ok(int(intact))
+
+    def _check_and_look(self, effect: do.CheckCollectives) -> on.Event:
+        """With ``TRE``: also at what the bodies have computed, on a device that is at rest."""
+        assert self._anomalies is not None
+        event = self._check_collectives(effect)
+        return on.Anomalous() if event == on.Ok() and self._anomalies.look() else event
+
+    def _mark_to_look(self, _: do.Mark) -> None:
+        assert self._anomalies is not None
+        self._anomalies.begin()
+        self._engine.step.begin()
 
     def _cross(self, _: do.Cross) -> on.Event:
         rank = self._rank
@@ -691,6 +756,11 @@ class Driver:
     @property
     def _number(self) -> int:
         return self._step.number if self._step is not None else self._rank.number
+
+    def _tell(self, text: str) -> None:
+        """To people: of all ranks, one."""
+        if self._tells:
+            say_aside(text)
 
     def _event(self, kind: str, detail: dict[str, Any]) -> None:
         rank, incarnation, generation = self._link.rank, self._link.incarnation, self._rank.generation

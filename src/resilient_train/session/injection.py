@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 from resilient_train.events import now
-from resilient_train.faults import FROM_OUTSIDE, Injection, place_in_step
+from resilient_train.faults import ANOMALIES, FROM_OUTSIDE, Injection, place_in_step
 from resilient_train.frameworks.roles import Drill
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import orders
@@ -61,7 +61,8 @@ _AFTER = {do.Cross: ("UPDATING", "start"), do.Build: ("REBUILD", "end")}
 class Injector:
     """Hits at places of a step, and before and behind effects of the rank machine; each clause hits once.
 
-    Nothing but ``listen`` need be called where there are no ``clauses``.
+    Nothing but ``listen`` need be called where there are no ``clauses``. ``falsify``: the anomaly check is to see
+    this norm, or this loss.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Injector:
         sink: Sink,
         drill: Drill,
         peers: Peers,
+        falsify: Callable[[str, float], None],
     ) -> None:
         self.clauses = [each for each in plan if each.rank == rank and each.incarnation == incarnation]
         self._rank = rank
@@ -87,6 +89,7 @@ class Injector:
             **ACTS,
             "hcce": lambda _: drill.cut(),
             "uce": lambda clause: drill.poison(clause.target),
+            **{kind: lambda clause: falsify(clause.kind, clause.value) for kind in ANOMALIES},
         }
 
     # -- places

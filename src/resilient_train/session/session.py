@@ -28,6 +28,7 @@ from resilient_train.errors import ConfigError, UsageError
 from resilient_train.frameworks import engine_for
 from resilient_train.frameworks.roles import Objects
 from resilient_train.observe.sinks import say_aside
+from resilient_train.session.anomalies import Limits
 from resilient_train.session.cadence import wish
 from resilient_train.session.calls import BodyCall, Calls, PlainCalls, Position
 from resilient_train.session.carried import Carried, check_places, watch
@@ -54,7 +55,10 @@ class Session:
     sampler). ``replicas`` names the groups of ranks that hold bit-identical copies; all ranks are one group by default.
     ``undo=True`` keeps a copy of the state from before the update, so that a fault anywhere in the body, also after the
     update, is repaired by running the whole body again; it costs the memory and one copy a step. Loops that run
-    backward between two optimizers' updates need it.
+    backward between two optimizers' updates need it. ``norm_threshold`` and ``loss_threshold`` (``TRE``): from there on
+    a gradient norm, or a loss, is an anomaly, for which the step runs again, once, before its update; as
+    ``RESILIENT_NORM_THRESHOLD`` and ``RESILIENT_LOSS_THRESHOLD``. What is not finite always is one. With
+    ``on_anomaly="skip"`` that second run counts without its update: it is made without gradients.
 
     Raises ConfigError for what can't be repaired: no process group, a second Session, state that can't be carried.
     """
@@ -71,6 +75,9 @@ class Session:
         rank_state: Mapping[str, Any] | None = None,
         replicas: Sequence[Sequence[int]] = (),
         undo: bool = False,
+        norm_threshold: float | None = None,
+        loss_threshold: float | None = None,
+        on_anomaly: Literal["redo", "skip"] = "redo",
     ) -> None:
         global _open
         standby_point()
@@ -96,6 +103,8 @@ class Session:
                     "this process has had its Session: under resilient-run a job has one Session, one loop"
                 )
             check_places(objects.extra)
+            skips = _skips(on_anomaly)
+            limits = _limits(norm_threshold, loss_threshold, config.Settings() if link is None else _planned())
             self._engine = engine = engine_for(objects)
             self._cursor = Cursor(loader, engine.data)
             if link is not None:
@@ -103,7 +112,10 @@ class Session:
                 problem = problem or engine.collectives.set_up_problem()
                 if problem:
                     raise ConfigError(problem)  # noqa: TRY301 - likewise
-                self._driver = Driver(link, engine, self._cursor, objects, tuple(map(tuple, replicas)), undo=undo)
+                groups = tuple(map(tuple, replicas))
+                self._driver = Driver(
+                    link, engine, self._cursor, objects, groups, undo=undo, limits=limits, skips=skips
+                )
                 self._watch_carried(objects, self._driver)
         except ConfigError as error:
             if link is not None:
@@ -238,6 +250,17 @@ class Session:
         if self._driver is not None:
             self._driver.on_pause(function)
 
+    def check(self, loss: Any = None, *, norm: Any = None) -> None:
+        """Has the loss of this body looked at, and the norm of its gradients where the loop does not clip them by
+        ``torch.nn.utils.clip_grad_norm_``, which is seen without this.
+
+        Each is one number, or a tensor of one, for which nobody waits here: it is looked at in front of the update.
+        If it is at its threshold or not finite, on any rank, all ranks run the step again, once. To be called in the
+        body before ``optimizer.step()``; UsageError behind it. Without ``TRE:1`` nothing is done.
+        """
+        if self._driver is not None:
+            self._driver.check(loss, norm)
+
     @property
     def recovering(self) -> bool:
         """Whether an agent stands behind this Session; False: a plain loop."""
@@ -286,6 +309,29 @@ def resilient(**registered: Any) -> Callable[[Callable[..., R]], Callable[..., R
 
 
 _MIXED = "a Session has one loop: either session.steps(), or session.call() and session.position"
+
+
+def _skips(on_anomaly: str) -> bool:
+    known = ("redo", "skip")
+    if on_anomaly not in known:
+        raise ConfigError(f"on_anomaly={on_anomaly!r}: one of the two, {' or '.join(map(repr, known))}")
+    return on_anomaly == "skip"
+
+
+def _planned() -> config.Settings:
+    """The settings, with faults that something sees."""
+    settings = config.read_settings()
+    config.check_plan(settings, config.read_switches())
+    return settings
+
+
+def _limits(norm: float | None, loss: float | None, settings: config.Settings) -> Limits:
+    """What the user has said, or else the settings."""
+    limits = Limits(
+        settings.norm_threshold if norm is None else norm, settings.loss_threshold if loss is None else loss
+    )
+    config.check_thresholds("norm_threshold", limits.norm, "loss_threshold", limits.loss)
+    return limits
 
 
 class _Plain:

@@ -5,8 +5,8 @@ A new one is a file with ``NAME``, ``KINDS``, ``refuses`` and ``begin`` (``base.
 
 from __future__ import annotations
 
-from resilient_train.strategies import arf, hcce, rsc, ttp, uce
+from resilient_train.strategies import arf, hcce, rsc, tre, ttp, uce
 from resilient_train.strategies.base import Strategy
 
-LADDER: tuple[Strategy, ...] = (hcce, uce, arf, rsc, ttp)
+LADDER: tuple[Strategy, ...] = (tre, hcce, uce, arf, rsc, ttp)
 """The first costs least."""

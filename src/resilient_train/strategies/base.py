@@ -32,6 +32,8 @@ class Kind(enum.Enum):
     """A script has failed, or has left, by itself: no process that takes its place would do better."""
     TAIL = 7
     """A tail can't be finished: it needs what only a dead rank knew."""
+    ANOMALY = 8
+    """The gradient norm or the loss of a step can't be right, and its update is not applied."""
 
 
 class Fault(NamedTuple):

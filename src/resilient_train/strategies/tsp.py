@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from resilient_train.protocol.commands import Command, Note, SetPause
 from resilient_train.protocol.job import Job, Stage
-from resilient_train.protocol.messages import Paused, Resume
+from resilient_train.protocol.messages import Paused
 
 NAME = "TSP"
 _STANDS_OR_RUNS = (Stage.STARTING, Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED)
@@ -69,7 +69,7 @@ def end(job: Job) -> list[Command]:
     detail: dict[str, object] = {"step": job.step}
     if job.plan is not None:
         detail["commits"] = job.plan.commits
-    return [SetPause(-1), Note("resumed", detail=detail), *job.to_all(Resume(job.generation, job.over))]
+    return [SetPause(-1), Note("resumed", detail=detail), *job.resume()]
 
 
 def described(step: int) -> str:

@@ -42,6 +42,8 @@ class Layout(NamedTuple):
     """The job goes on from what was saved before that update."""
     pulls: bool = False
     """No rank can read another's memory: state is sent over the group."""
+    known: tuple[int, ...] = ()
+    """Steps that were anomalous in an earlier run of the job."""
     replaces: bool = True
     """Lost ranks are replaced. Else the job ends, and who is left saves its state."""
 
@@ -75,6 +77,8 @@ class Faults(NamedTuple):
     """Somebody wants the job to stand still, at once or before some step."""
     withdrawn: int = 0
     """Who wanted it does not any more, before all stand."""
+    anomalies: int = 0
+    """A rank's norm or loss can't be right."""
 
 
 class DrivenParts(NamedTuple):
@@ -121,6 +125,7 @@ Log = tuple[int, tuple[tuple[int, int, int | str | None], ...]]
 BUDGETS = {
     "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "loss": "heard", "fence": "fences",
     "hang": "hangs", "failure": "failures", "asked to end": "asked", "pause": "pauses", "withdrawal": "withdrawn",
+    "anomaly": "anomalies",
 }  # fmt: skip
 _POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
 _POLICY_OF_SAVERS = msgspec.structs.replace(_POLICY, replace=False)
@@ -137,9 +142,9 @@ class World:
         self.groups = self.table.groups
         self.shard = [next(i for i, group in enumerate(self.groups) if rank in group) for rank in range(size)]
         self.program = layout.program
-        program = layout.program
-        self.chains = Chains(self.groups, [*map(program.writers, range(len(layout.tails)))], program.accumulate)
         self.controller = self.driver.controller(size, _POLICY if layout.replaces else _POLICY_OF_SAVERS)
+        self.controller.job.anomalies.update({("norm", step): (45.7,) for step in layout.known})
+        self.chains = self._chains()
         self.stop_generation = 0
         self.pause_at: int | None = None
         self.standings = [Standing(0, Phase.APPLIED)] * size
@@ -171,6 +176,13 @@ class World:
         self.resumed_generation = 0
         self.ended: EndJob | None = None
         self.carry_out(self.controller.launch())
+
+    def _chains(self) -> Chains:
+        """Without the updates that are left out by now."""
+        program, steps = self.program, {step for _, step in self.controller.job.anomalies}
+        left_out = frozenset(step // program.accumulate for step in steps) if program.skips else frozenset()
+        writers = [*map(program.writers, range(len(self.layout.tails)))]
+        return Chains(self.groups, writers, program.accumulate, left_out)
 
     # -- transitions
 
@@ -214,6 +226,8 @@ class World:
         if self.budget.heard:
             found += [Move("fault", rank.rank, "loss") for rank in alive if rank.at_rest]
         runs = self.controller.job.stage in (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED)
+        if self.budget.anomalies:
+            found += [Move("fault", rank.rank, "anomaly") for rank in alive if rank.in_check]
         if self.budget.asked and runs:
             found.append(Move("fault", 0, "asked to end"))
         if self.budget.pauses:
@@ -266,6 +280,8 @@ class World:
         elif move.name == "withdrawal":
             self.controller = self.controller.copy()
             self.carry_out(self.controller.unpause())
+        elif move.name == "anomaly":
+            self.writable(move.about).finds_an_anomaly(self)
         elif move.name in ("damage", "loss"):
             self.writable(move.about).lose_data(self)
         else:
@@ -325,6 +341,9 @@ class World:
                 self.troubles += (frame,)
             case m.Damaged(generation=generation, detail=detail):
                 self.carry_out(controller.damaged(rank, incarnation, generation, detail, self.standings))
+            case m.Anomaly():
+                self.carry_out(controller.anomaly(rank, incarnation, frame))
+                self.chains = self._chains() if self.program.skips else self.chains
             case m.Captured(last=generation):
                 self._captured(rank, generation)
             case m.Offer(target=other) | m.Pull(source=other):
@@ -374,8 +393,9 @@ class World:
             self.unreaped += ((rank, old.incarnation),)
         self.unseen = tuple(pair for pair in self.unseen if pair[0] != rank)
         self.down[rank] = ()
+        program = self.program
         machine = self.driver.rank(
-            rank, joining=command.joining, optimizers=self.program.optimizers, undo=self.program.undo
+            rank, joining=command.joining, optimizers=program.optimizers, undo=program.undo, skips=program.skips
         )
         self.ranks[rank] = SimRank(rank, command.incarnation, machine)
         self.ranks[rank].prepare(self)

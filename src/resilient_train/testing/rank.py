@@ -52,6 +52,8 @@ class Program(NamedTuple):
     undo: bool = False
     breaks: bool = False
     """It leaves the loop by itself, after the last update."""
+    skips: bool = False
+    """What was anomalous is run again without its update."""
     scaler: bool = False
     """A gradient scaler refuses some updates: of each three the second, and of the third the last optimizer's part."""
     swallows: bool = False
@@ -81,7 +83,7 @@ MISUSES: dict[str, tuple[At, bool, on.Event]] = {
 
 VISIBLE = (
     *(fx.Record, fx.Publish, fx.Arrive, fx.ResetLog, fx.Offer, fx.SendStarted, fx.SendTrouble, fx.SendDamaged),
-    *(fx.SendJoined, fx.SendDone, fx.SendReached, fx.SendFinish),
+    *(fx.SendAnomaly, fx.SendJoined, fx.SendDone, fx.SendReached, fx.SendFinish),
 )
 """Effects that others can see. (Snapshots have a simulation of their own, ``tests/sim/test_kept.py``.)"""
 _FRAMES: dict[type[fx.Effect], tuple[type[Any], ...]] = {
@@ -232,9 +234,14 @@ class SimRank:
     @property
     def in_collective(self) -> bool:
         """Whether a collective that this rank is in, or that it waits for, may fail."""
-        if isinstance(self.pending, fx.CheckCollectives):
-            return not self.todo
+        if self.in_check:
+            return True
         return self.idle and self.at in (At.REDUCE, At.IN_TAIL) and self.mode is not fx.Mode.LOOPBACK
+
+    @property
+    def in_check(self) -> bool:
+        """Whether this rank looks at what the window's bodies have computed."""
+        return isinstance(self.pending, fx.CheckCollectives) and not self.todo
 
     @property
     def can_fail(self) -> bool:
@@ -340,6 +347,16 @@ class SimRank:
     def _send_damaged(self, world: World, effect: fx.SendDamaged) -> None:
         self.untold = False
         world.send(self, m.Damaged(self.machine.generation, effect.text))
+
+    def _send_anomaly(self, world: World, effect: fx.SendAnomaly) -> None:
+        generation, number, job = self.machine.generation, self.machine.number, world.controller.job
+        known = ("norm", number) in job.anomalies
+        if effect.again:
+            require(known, f"rank {self.rank} goes on with an anomaly that nobody has run step {number} again for")
+        else:
+            told = known and job.generation == generation
+            require(not told, f"rank {self.rank} has step {number} run again a second time for an anomaly")
+        world.send(self, m.Anomaly(generation, number, "norm", 45.7, 44.0, effect.again, self.machine.skips))
 
     def _send_joined(self, world: World, _: fx.Effect) -> None:
         commits, phase = self.machine.standing
@@ -482,6 +499,9 @@ class SimRank:
     def _save_undo(self, _: World, __: fx.Effect) -> None:
         if self.undo is None:
             self.undo = self.model
+
+    def _drop_gradients(self, _: World, __: fx.Effect) -> None:
+        self.grads = ()
 
     def _synchronize(self, _: World, __: fx.Effect) -> None:
         self.busy = False
@@ -940,6 +960,11 @@ class SimRank:
             self.untold = self.at is At.WRITE
             self.feed(world, on.Exit("fault", "failed", damaged=self.untold, lost=self.untold))
 
+    def finds_an_anomaly(self, world: World) -> None:
+        """All collectives have succeeded, and the norm can't be right."""
+        self.pending, self.busy = None, False
+        self.feed(world, on.Anomalous())
+
     def lose_data(self, world: World) -> None:
         """Memory of this rank's is damaged."""
         self.model = values.TORN
@@ -965,6 +990,7 @@ class SimRank:
         fx.SendTrouble: _send_trouble,
         fx.SendDamaged: _send_damaged,
         fx.TellTailFailed: _nothing_but_told,
+        fx.SendAnomaly: _send_anomaly,
         fx.SendJoined: _send_joined,
         fx.SendDone: _send_done,
         fx.SendFinish: _send_finish,
@@ -988,6 +1014,7 @@ class SimRank:
         fx.Rollback: _rollback,
         fx.ForgetBatches: _forget_batches,
         fx.SaveUndo: _save_undo,
+        fx.DropGradients: _drop_gradients,
         fx.Committed: _committed,
         fx.Return: _return,
         fx.ReturnStep: _return_step,

@@ -107,6 +107,20 @@ def draw_pauses(seed: int) -> Faults:
     return Faults(pauses=rng.choice((0, 0, 1, 2)), withdrawn=rng.choice((0, 0, 1)))
 
 
+ANOMALOUS = 8
+"""Of so many seeds one has anomalies. The schedules of the others, which ``mutants.txt`` names, are what they were."""
+
+
+def with_anomalies(seed: int, layout: Layout, faults: Faults) -> tuple[Layout, Faults]:
+    """The job of ``seed``, with anomalies if it has some."""
+    turn, left = divmod(seed, ANOMALOUS)
+    if left != ANOMALOUS - 1:
+        return layout, faults
+    skips = turn % 2 == 1 and not layout.program.scaler  # what the scaler has refused is an update of its own
+    program = layout.program._replace(skips=skips)
+    return layout._replace(program=program), faults._replace(anomalies=1 + turn % 3)
+
+
 class _Scheduler:
     """Picks the next transition.
 
@@ -153,6 +167,7 @@ def simulate(
     rng = random.Random(seed)
     drawn, drawn_faults, pauses = draw_layout(rng), draw_faults(rng), draw_pauses(seed)
     drawn_faults = drawn_faults._replace(pauses=pauses.pauses, withdrawn=pauses.withdrawn)
+    drawn, drawn_faults = with_anomalies(seed, drawn, drawn_faults)
     world = World(layout or drawn, faults or drawn_faults, driver)
     scheduler = _Scheduler(rng)
     if trace is not None:

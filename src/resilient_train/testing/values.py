@@ -53,14 +53,21 @@ def logged(rank: int, commits: int, index: int) -> int:
 class Chains:
     """The undisturbed run: ``model[shard][c]`` and ``own[rank][c]`` are the states from which update c starts.
 
-    ``writers`` has for each update how many optimizers write; an update has so many steps as ``accumulate`` says.
+    ``writers`` has for each update how many optimizers write; an update has so many steps as ``accumulate`` says. Those
+    that are ``left_out`` are made without gradients.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]], writers: Sequence[int], accumulate: int = 1) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        writers: Sequence[int],
+        accumulate: int = 1,
+        left_out: frozenset[int] = frozenset(),
+    ) -> None:
         ranks = sorted(rank for group in groups for rank in group)
         self.own = {rank: [first_own(rank)] for rank in ranks}
         self.model = [[first_model(shard)] for shard in range(len(groups))]
-        for count in writers:
+        for update, count in enumerate(writers):
             gradients = dict.fromkeys(ranks, 0)
             for rank in ranks:
                 own = self.own[rank][-1]
@@ -70,4 +77,5 @@ class Chains:
                     own = used(own)
                 self.own[rank].append(own)
             for shard, group in enumerate(groups):
-                self.model[shard].append(updated(self.model[shard][-1], [gradients[rank] for rank in group], count))
+                given = [] if update in left_out else [gradients[rank] for rank in group]
+                self.model[shard].append(updated(self.model[shard][-1], given, count))

@@ -2,7 +2,7 @@
 
 ``wrong-optimizer``: another one than the registered steps. ``by-hand``: no optimizer at all. ``never``: nothing steps.
 ``forgotten``: a parameter that no optimizer has. ``no-ddp``: nobody averages the gradients. ``drift``: in step ``--at``
-rank 1 changes a parameter by itself, after the update.
+rank 1 changes a parameter by itself, after the update. ``late``: the loss is given to the check after the update.
 """
 
 import argparse
@@ -53,6 +53,8 @@ with rt.Session(model=model, optimizer=registered) as session:
             elif mode != "never":
                 optimizer.step()
             optimizer.zero_grad()
+            if mode == "late":
+                session.check(loss)
             if rank == 0 and step.number == asked.leave_at and step.attempt == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             if first and rank == 0 and step.number == asked.all_die_at:

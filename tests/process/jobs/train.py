@@ -136,6 +136,10 @@ class Job:
 
     def train(self, step: rt.Step) -> None:
         loss = self.loss_of(step.batch)
+        if "nan" in self.variant and self.faulty and step.number == 4 and step.attempt == 0:
+            loss = loss * float("nan")
+        if "check" in self.variant:
+            self.session.check(loss)
         if "before" in self.variant:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -154,6 +158,8 @@ class Job:
     def update(self, step: rt.Step, loss: torch.Tensor) -> None:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizers[0])
+            if "clipped" in self.variant:
+                nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
             self.scaler.step(self.optimizers[0])
             self.scaler.update()
         else:
@@ -162,6 +168,8 @@ class Job:
                 if number and "gan" in self.variant:
                     optimizer.zero_grad()
                     self.loss_of(step.batch).backward()
+                if "leave-out" in self.variant and step.number == 3:
+                    optimizer.zero_grad()
                 optimizer.step()
         if "before" not in self.variant:
             for optimizer in self.optimizers:
@@ -228,7 +236,9 @@ class Job:
             scaler=self.scaler,
             state={"ema": self.ema},
             undo=bool(self.variant & {"gan", "undo"}),
+            on_anomaly="skip" if "leaves" in self.variant else "redo",
         ) as session:
+            self.session = session
             if "poor" in self.variant and dist.get_rank() == 1:
                 Vault.reserve = no_memory
             if asked.save_mode:

@@ -12,11 +12,12 @@ import functools
 import signal
 import time
 import traceback
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 from resilient_train._native import Board, DeathWatch
+from resilient_train.config import read_switches
 from resilient_train.descriptors import raise_limit
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
@@ -40,7 +41,17 @@ from resilient_train.launch.spec import JobSpec
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
-from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, SetPause, Spawn
+from resilient_train.protocol.commands import (
+    Command,
+    EndJob,
+    KeepAnomalies,
+    Kill,
+    Note,
+    RaiseStop,
+    Send,
+    SetPause,
+    Spawn,
+)
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.hang import Stall, Suspicion
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
@@ -48,6 +59,7 @@ from resilient_train.protocol.progress import Activity, progress_of
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.server import Listener
 from resilient_train.session.pulse import STACKS_FOLDER
+from resilient_train.state import abnormal
 from resilient_train.state.arena import DEFAULT_SLOT_BYTES, Arena
 from resilient_train.transport import listen
 
@@ -102,6 +114,8 @@ class Agent:
         self._admission = Admission(token, self._job, self._processes, operators, self, self._note)
         keep = spec.settings.keep_checkpoints
         self._saves = Saves(spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle)
+        if read_switches().tre:
+            self._job.anomalies.update(abnormal.read(spec.run_dir))
         self._job.can_go_back = self._saves.can_go_back
         self._job.uses_us = functools.cache(functools.partial(uses_us, target_of(spec.command)))
         self._last_save = LastSave(self._board, self._controller, self._saves, self._arenas, spec.settings)
@@ -350,6 +364,8 @@ class Agent:
                 self._carry_out(controller.unfinishable(generation, text))
             case m.Damaged(generation=generation, detail=text):
                 self._carry_out(controller.damaged(rank, incarnation, generation, text, self._standings()))
+            case m.Anomaly():
+                self._carry_out(controller.anomaly(rank, incarnation, frame))
             case m.Finish(generation=generation):
                 self._carry_out(controller.finish(rank, incarnation, generation))
             case m.Differs():
@@ -427,10 +443,18 @@ class Agent:
                         self._last_save.begin()
                     if kind == "started" and self._spec.policy.replace:
                         self._processes.train(self._job.attempt)
+                case KeepAnomalies(what=what, values=values):
+                    self._keep_anomalies(what, values)
                 case EndJob():
                     if self._ending is None:
                         self._ending = command
                         self._ended.set()
+
+    def _keep_anomalies(self, what: str, values: Mapping[int, tuple[float, ...]]) -> None:
+        try:
+            abnormal.write(self._spec.run_dir, what, values)
+        except OSError as error:
+            self._say(f"{abnormal.FILES[what]} can't be written, so a later run will not know of it: {error}")
 
     async def _start_all(self, spawns: list[Command], again: Note | None = None) -> None:
         """Starts all ranks, when it is known from what. ``again``: why they are started once more."""

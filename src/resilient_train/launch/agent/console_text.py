@@ -28,6 +28,8 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         yield f"the pause is over after {detail.get('paused_s', 0):.1f} s: training again from step {detail['step']}"
     elif kind == "finished" and "pause_at" in detail:
         yield f"the training is over; the pause that was asked for, before step {detail['pause_at']}, was not reached"
+    elif kind == "anomaly" and detail["again"]:
+        yield detail["reason"]
     elif kind == "resumed":
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
     elif kind == "assembled":

@@ -107,6 +107,7 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
         settings.run_dir or Path("resilient_runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     ).absolute()
     _check_script(args)
+    config.check_plan(settings, switches)
     for clause in parse_plan(settings.faults):
         if clause.rank >= launch.nproc_per_node:
             raise ConfigError(f"fault plan: {clause.describe()!r}: this job has ranks 0 to {launch.nproc_per_node - 1}")
@@ -270,7 +271,7 @@ def _set_aside(events: Path) -> None:
 def _without_effect() -> list[str]:
     """What the user switched on, or off, and should know the effect of."""
     switches = config.read_switches()
-    planned = [name for name in ("tre", "tsp", "rsc") if getattr(switches, name)]
+    planned = [name for name in ("tsp", "rsc") if getattr(switches, name)]
     off = config.why_off(config.read_settings(), switches)
     if off:
         return [f"{off}: no fault is recovered, a lost rank ends the job"]

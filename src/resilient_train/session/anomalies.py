@@ -1,0 +1,94 @@
+"""What the bodies of a window say of themselves: the norms of their gradients, and their losses. Can they be right?
+
+Values come as the engine has them, on a device that may be far from having computed them, and nobody waits. They are
+looked at once, in front of the barrier of the update, where the device has done all that it was given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+What = Literal["norm", "loss"]
+
+
+class Limits(NamedTuple):
+    """A value is an anomaly from its limit on, and if it is not finite."""
+
+    norm: float = math.inf
+    loss: float = math.inf
+
+    @property
+    def given(self) -> bool:
+        """Whether the user has set one."""
+        return self != Limits()
+
+
+class Found(NamedTuple):
+    """An anomaly."""
+
+    what: What
+    value: float
+    limit: float
+
+
+class Anomalies:
+    """Of one rank. ``scaled``: a gradient scaler looks at the gradients, and refuses the update if they are not finite:
+    that is its way to find a scale, and no anomaly. ``tell`` says to people, once, what is not looked at.
+    """
+
+    def __init__(self, limits: Limits, tell: Callable[[str], None], *, scaled: bool) -> None:
+        self._limits, self._tell, self._scaled = limits, tell, scaled
+        self._values: dict[What, list[Any]] = {"norm": [], "loss": []}
+        self._told: set[str] = set()
+        self.found = Found("norm", 0.0, 0.0)
+        """The last one."""
+
+    def begin(self) -> None:
+        """A window begins, or begins again."""
+        for values in self._values.values():
+            values.clear()
+
+    def add(self, what: What, value: Any) -> None:
+        """One more value of the window; anything that ``float`` takes when the device has computed it."""
+        self._values[what].append(value)
+
+    def late(self) -> None:
+        """A norm came when an optimizer had written."""
+        self._tell_once(
+            "a gradient norm is clipped when another optimizer of the step has written already, so it is not checked "
+            "(TRE): clip all gradients before the first optimizer.step(), or pass Session(undo=True)"
+        )
+
+    def inject(self, what: What, value: float) -> None:
+        """A fault on request: the window has this value, and no other."""
+        self._values[what][:] = [value]
+
+    def look(self) -> bool:
+        """Whether there is an anomaly in the window. The device is at rest."""
+        if not any(self._values.values()):
+            self._tell_once(
+                "TRE is on, and this step had neither a gradient norm nor a loss to look at: clip its gradients "
+                "(torch.nn.utils.clip_grad_norm_), or call session.check(loss) before optimizer.step()"
+            )
+        norm = self._worst("norm", self._limits.norm, infinite=not self._scaled)
+        loss = self._worst("loss", self._limits.loss, infinite=True)
+        found = norm or loss
+        self.found = found or self.found
+        return found is not None
+
+    def _worst(self, what: What, limit: float, *, infinite: bool) -> Found | None:
+        values = list(map(float, self._values[what]))
+        bad = [value for value in values if (value >= limit if math.isfinite(value) else infinite)]
+        return Found(what, _worst_of(bad), limit) if bad else None
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)
+
+
+def _worst_of(values: Iterable[float]) -> float:
+    """One that is not finite, or else the largest."""
+    return min(values, key=lambda value: (math.isfinite(value), -value))

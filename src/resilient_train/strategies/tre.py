@@ -1,0 +1,55 @@
+"""TRE: the gradient norm or the loss of a step can't be right. All run the step again, its update not being applied.
+
+Once for each step: what comes again is no mistake of the machine's, so it is written down, and the job goes on.
+"""
+
+from __future__ import annotations
+
+import math
+
+from resilient_train.protocol.commands import Command, KeepAnomalies, Note
+from resilient_train.protocol.job import Job
+from resilient_train.protocol.messages import Anomaly
+from resilient_train.strategies.base import Fault, Kind
+
+NAME = "TRE"
+KINDS = frozenset((Kind.ANOMALY,))
+_NAMES = {"norm": "gradient norm", "loss": "loss"}
+
+
+def refuses(fault: Fault, job: Job) -> str:  # noqa: ARG001 - a Strategy is asked so
+    """Never: nobody else takes what it would refuse, and the rank waits for an answer."""
+    return ""
+
+
+def begin(fault: Fault, job: Job) -> list[Command]:
+    """Nobody is lost. Each Resume from now on names the step (``Job.resume``), whatever comes in between."""
+    return job.begin((), fault.detail, by=NAME)
+
+
+def write_down(rank: int, message: Anomaly, job: Job) -> list[Command]:
+    """One value for each time that the step ran: that of whoever tells it first."""
+    key, now = (message.what, message.step), (job.attempt, message.generation)
+    if job.anomalies_told.get(key) == now:
+        return []
+    before = job.anomalies.get(key, ())
+    job.anomalies_told[key] = now
+    job.anomalies[key] = (*before, message.value)
+    values = {step: each for (what, step), each in sorted(job.anomalies.items()) if what == message.what}
+    detail: dict[str, object] = {"step": message.step, "what": message.what, "again": message.again}
+    detail |= {"values": [*map(_in_json, job.anomalies[key])], "reason": sentence(rank, message)}
+    return [KeepAnomalies(message.what, values), Note("anomaly", rank=rank, detail=detail)]
+
+
+def _in_json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def sentence(rank: int, message: Anomaly) -> str:
+    """What is told of it, and what is done."""
+    limit = f" (threshold {message.limit:g})" if math.isfinite(message.value) else ""
+    seen = f"the {_NAMES[message.what]} of step {message.step} is {message.value:g} on rank {rank}{limit}"
+    if message.again:
+        counts = "its update is left out" if message.skips else "the step counts"
+        return f"{seen}, and the step has been run again for that: it is written down, and {counts}"
+    return f"{seen}: all run the step again, {'without its update' if message.skips else 'its update was not applied'}"

@@ -1,0 +1,523 @@
+"""TRE: what is an anomaly, what is done about it, and what is kept of it; whole jobs are in ``tests/process``."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resilient_train import config
+from resilient_train.errors import ConfigError
+from resilient_train.faults import Injection, parse_plan
+from resilient_train.launch.agent.console_text import told
+from resilient_train.protocol import rank_effects as do
+from resilient_train.protocol import rank_events as on
+from resilient_train.protocol.commands import Command, KeepAnomalies, Note, RaiseStop, Send
+from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.job import Stage
+from resilient_train.protocol.messages import Anomaly, Joined, Plan, Resume, Started
+from resilient_train.protocol.rank import Ask, At, Barrier, Body, Rank, Tail, Update
+from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.session.anomalies import Anomalies, Found, Limits
+from resilient_train.state import abnormal
+
+NAN, INF = math.nan, math.inf
+
+
+# -- what is one
+
+
+def looking(*, scaled: bool = False, **limits: float) -> tuple[Anomalies, list[str]]:
+    said: list[str] = []
+    return Anomalies(Limits(**limits), said.append, scaled=scaled), said
+
+
+@pytest.mark.parametrize(("value", "bad"), [(43.99, False), (44, True), (44.01, True), (NAN, True), (INF, True)])
+def test_a_threshold_is_met_by_what_is_at_it(value: float, bad: bool) -> None:
+    found, _ = looking(norm=44)
+    found.add("norm", value)
+    assert found.look() is bad
+    assert not bad or repr(found.found) == repr(Found("norm", float(value), 44))
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("what", ["norm", "loss"])
+def test_without_a_threshold_what_is_not_finite(what: Any, value: float) -> None:
+    found, _ = looking()
+    found.add(what, 1e300)
+    assert not found.look()
+    found.add(what, value)
+    assert found.look()
+
+
+def test_a_scaler_looks_at_the_gradients_itself() -> None:
+    found, _ = looking(scaled=True, norm=44)
+    found.add("norm", INF)
+    assert not found.look(), "an overflow is how a scale is found"
+    found.add("norm", 44.0)
+    assert found.look()
+    assert found.found.value == 44
+    found.begin()
+    found.add("loss", NAN)
+    assert found.look(), "the loss is not scaled"
+
+
+def test_of_a_window_the_worst_is_told_and_the_norm_first() -> None:
+    found, _ = looking(norm=1, loss=1)
+    for value in (2.0, 5.0, 3.0):
+        found.add("loss", value)
+    assert found.look()
+    assert found.found == Found("loss", 5.0, 1)
+    found.add("norm", 4.0)
+    assert found.look()
+    assert found.found == Found("norm", 4.0, 1)
+    found.add("norm", NAN)
+    assert found.look()
+    assert math.isnan(found.found.value)
+
+
+def test_a_window_begins_with_nothing() -> None:
+    found, _ = looking()
+    found.add("loss", NAN)
+    found.begin()
+    found.add("loss", 1.0)
+    assert not found.look()
+
+
+def test_a_fault_on_request_is_all_that_is_seen() -> None:
+    found, _ = looking(norm=44)
+    found.add("norm", NAN)
+    found.inject("norm", 3.0)
+    assert not found.look()
+
+
+def test_what_is_not_looked_at_is_told_once() -> None:
+    found, said = looking()
+    for _ in range(3):
+        found.look()
+        found.late()
+    assert len(said) == 2
+    assert "neither a gradient norm nor a loss" in said[0]
+    assert "undo=True" in said[1]
+
+
+def test_nobody_waits_for_a_value_before_it_is_looked_at() -> None:
+    class Pending:
+        asked = 0
+
+        def __float__(self) -> float:
+            self.asked += 1
+            return 1.0
+
+    found, value = looking()[0], Pending()
+    found.add("loss", value)
+    assert value.asked == 0
+    found.look()
+    assert value.asked == 1
+
+
+# -- where the norm comes from
+
+
+def test_clipping_is_seen_under_any_name() -> None:
+    torch = pytest.importorskip("torch")
+    from torch.nn.utils import clip_grad_norm_  # imported by name before anything is watched
+
+    from resilient_train.frameworks.torch.norms import Norms
+
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    for each in (model, other):
+        each(torch.ones(1, 3)).sum().backward()
+    seen: list[Any] = []
+    watched = Norms([model], seen.append)
+    norm = clip_grad_norm_(model.parameters(), 0.1)
+    assert [value.item() for value in seen] == [norm.item()]
+    norm.zero_()
+    assert seen[0].item() > 0.1, "what was seen is what it was then"
+    clip_grad_norm_(other.parameters(), 0.1)
+    assert len(seen) == 1, "another model's is none of ours"
+    clipped = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    assert clipped.item() == pytest.approx(0.1, rel=1e-3)
+    watched.close()
+    watched.close()
+    clip_grad_norm_(model.parameters(), 0.1)
+    assert len(seen) == 1
+
+
+def test_clipping_is_what_is_replaced() -> None:
+    """A private function of torch's: a new one that does without it must fail here."""
+    import inspect
+
+    clip_grad = pytest.importorskip("torch.nn.utils.clip_grad")
+    source = inspect.getsource(clip_grad.clip_grad_norm_)
+    assert "_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)" in source
+
+
+def test_a_loss_is_kept_without_its_graph() -> None:
+    torch = pytest.importorskip("torch")
+    from resilient_train.errors import UsageError
+    from resilient_train.frameworks.torch.norms import kept
+
+    loss = (torch.ones(2, requires_grad=True) * 3).sum()
+    value = kept(loss)
+    assert (value.item(), value.requires_grad, kept(2)) == (6.0, False, 2.0)
+    for wrong in (torch.ones(2), torch.ones(1) * 1j, "much", None):
+        with pytest.raises(UsageError, match="takes one real number"):
+            kept(wrong)
+
+
+def test_gradients_that_are_dropped_change_nothing_not_even_by_a_closure() -> None:
+    torch = pytest.importorskip("torch")
+    from resilient_train.frameworks.roles import Objects
+    from resilient_train.frameworks.torch.engine import engine_for
+
+    for make in (
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.Adafactor(p, lr=0.1),
+    ):
+        model = torch.nn.Linear(3, 2)
+        optimizer = make(model.parameters())
+        step = engine_for(Objects((model,), (optimizer,))).step
+
+        class Updates:
+            def before_update(self, _: Any, step: Any = step) -> None:
+                step.drop_gradients()
+
+            def after_update(self, _: Any) -> None:
+                pass
+
+        def closure(model: Any = model) -> Any:
+            loss = model(torch.ones(1, 3)).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):  # the optimizer has a state by then
+            closure()
+            optimizer.step()
+        before = [parameter.clone() for parameter in model.parameters()]
+        step.attach(Updates())
+        step.begin()
+        closure()
+        optimizer.step()
+        optimizer.step(closure)
+        assert all(map(torch.equal, before, model.parameters()))
+        step.detach()
+
+
+# -- the files
+
+
+def test_the_file_is_that_of_mindspore(tmp_path: Path) -> None:
+    abnormal.write(tmp_path, "norm", {2: (45.70, 45.706)})
+    text = (tmp_path / "abnormal_global_norm.json").read_text()
+    assert json.loads(text) == {"2": [45.70, 45.706]}
+    assert abnormal.read(tmp_path) == {("norm", 2): (45.70, 45.706)}
+
+
+def test_what_is_not_finite_is_kept(tmp_path: Path) -> None:
+    abnormal.write(tmp_path, "loss", {0: (NAN,), 7: (INF, -INF)})
+    found = abnormal.read(tmp_path)
+    assert math.isnan(found["loss", 0][0])
+    assert found["loss", 7] == (INF, -INF)
+    assert json.loads((tmp_path / "abnormal_loss.json").read_text())["7"] == [INF, -INF]
+
+
+def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    abnormal.write(tmp_path, "norm", {2: (45.70,)})
+
+    def full(_: int) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(abnormal.os, "fsync", full)
+    with pytest.raises(OSError, match="the disk is full"):
+        abnormal.write(tmp_path, "norm", {2: (45.70, 45.706)})
+    assert abnormal.read(tmp_path) == {("norm", 2): (45.70,)}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"two": [1]}', '{"-1": [1]}', '{"2": 1}', '{"2": ["x"]}', '{"2": [{}]}']
+)
+def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "abnormal_loss.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"abnormal_loss\.json does not map steps to lists of numbers"):
+        abnormal.read(tmp_path)
+
+
+def test_there_need_be_none(tmp_path: Path) -> None:
+    assert abnormal.read(tmp_path) == {}
+
+
+# -- what is done about it
+
+
+def running(size: int = 2) -> Controller:
+    controller = Controller(size)
+    controller.launch()
+    for rank in range(size):
+        controller.greeted(rank, 0)
+        controller.started(rank, 0, Started("all", ("world",)))
+    assert controller.job.stage is Stage.RUNNING
+    return controller
+
+
+def sees(
+    controller: Controller, value: float, *, rank: int = 0, step: int = 2, generation: int = -1, **more: Any
+) -> Any:
+    generation = controller.job.generation if generation < 0 else generation
+    what = more.pop("what", "norm")
+    message = Anomaly(generation, step, what, value, 44.0, **more)
+    return controller.anomaly(rank, controller.job.incarnations[rank], message)
+
+
+def recover(controller: Controller, commits: int = 2) -> list[Resume]:
+    job = controller.job
+    for rank in range(job.world_size):
+        standing = Joined(job.generation, commits, int(Phase.COMPUTE), True, 0, ("world",))
+        controller.joined(rank, job.incarnations[rank], standing)
+    commands: list[Command] = []
+    for rank in range(job.world_size):
+        commands = controller.done(rank, job.incarnations[rank], job.generation)
+    return [each.message for each in commands if isinstance(each, Send) and isinstance(each.message, Resume)]
+
+
+def of(commands: list[Command], kind: type) -> list[Any]:
+    return [each for each in commands if isinstance(each, kind)]
+
+
+def test_the_first_time_all_run_the_step_again() -> None:
+    controller = running()
+    commands = sees(controller, 45.70)
+    assert of(commands, KeepAnomalies) == [KeepAnomalies("norm", {2: (45.70,)})]
+    assert of(commands, RaiseStop) == [RaiseStop(1)]
+    fault = next(note for note in of(commands, Note) if note.kind == "fault")
+    assert (fault.detail["strategy"], fault.detail["lost"]) == ("TRE", [])
+    assert {resume.tolerated for resume in recover(controller)} == {(2,)}
+
+
+def test_the_second_time_it_is_written_down() -> None:
+    controller = running()
+    sees(controller, 45.70)
+    recover(controller)
+    commands = sees(controller, 45.706, again=True)
+    assert of(commands, KeepAnomalies) == [KeepAnomalies("norm", {2: (45.70, 45.706)})]
+    assert not of(commands, RaiseStop)
+    assert controller.job.stage is Stage.RUNNING
+    (note,) = of(commands, Note)
+    (line,) = told(note.kind, 1, 0.0, note.detail)
+    assert line.startswith("the gradient norm of step 2 is 45.706 on rank 0 (threshold 44), and the step has been run")
+
+
+def test_of_ranks_that_see_the_same_one_is_heard() -> None:
+    controller = running()
+    sees(controller, 45.70)
+    assert sees(controller, 45.70, rank=1, generation=0) == []
+    recover(controller)
+    sees(controller, 45.706, again=True)
+    assert sees(controller, 45.706, rank=1, again=True) == []
+    assert controller.job.anomalies == {("norm", 2): (45.70, 45.706)}
+
+
+def test_another_recovery_came_first() -> None:
+    """The step is run again for that already; once is enough."""
+    controller = running()
+    controller.failed_collective(0, "broken")
+    assert controller.job.generation == 1
+    commands = sees(controller, 45.70, generation=0)
+    assert of(commands, KeepAnomalies)
+    assert not of(commands, RaiseStop)
+    assert {resume.tolerated for resume in recover(controller)} == {(2,)}
+
+
+def test_a_dead_process_is_not_heard() -> None:
+    controller = running()
+    message = Anomaly(0, 2, "norm", 45.0, 44.0)
+    controller.lost(1, 0, "died", [Standing(2, Phase.COMPUTE)] * 2)
+    assert controller.anomaly(1, 0, message) == []
+
+
+def test_norms_and_losses_are_kept_apart_and_tolerated_together() -> None:
+    controller = running()
+    controller.job.anomalies[("norm", 40)] = (50.0,)
+    sees(controller, NAN, step=3, what="loss")
+    assert {resume.tolerated for resume in recover(controller)} == {(3, 40)}
+    commands = sees(controller, 46.0, step=4)
+    assert of(commands, KeepAnomalies) == [KeepAnomalies("norm", {4: (46.0,), 40: (50.0,)})]
+
+
+def test_what_an_earlier_run_has_seen_is_known_from_the_start() -> None:
+    controller = Controller(1)
+    controller.job.anomalies[("norm", 2)] = (45.70,)
+    commands = controller.started(0, 0, Started("all", ("world",)))
+    assert of(commands, Send)[0].message == Resume(0, tolerated=(2,))
+    assert of(sees(controller, 45.706, again=True), KeepAnomalies) == [KeepAnomalies("norm", {2: (45.70, 45.706)})]
+
+
+def test_it_is_kept_where_all_start_again() -> None:
+    controller = running()
+    sees(controller, 45.70)
+    recover(controller)
+    controller.job.can_go_back = lambda: True
+    for rank in (0, 1):
+        controller.lost(rank, 0, "died", [Standing(3, Phase.COMPUTE)] * 2)
+    assert controller.job.stage is Stage.STARTING
+    for rank in (0, 1):
+        commands = controller.started(rank, controller.job.incarnations[rank], Started("all", ("world",)))
+    assert of(commands, Send)[0].message.tolerated == (2,)
+    sees(controller, 45.706, again=True)
+    assert controller.job.anomalies == {("norm", 2): (45.70, 45.706)}
+
+
+# -- a rank
+
+
+def names(effects: tuple[do.Effect, ...]) -> list[str]:
+    return [type(effect).__name__ for effect in effects]
+
+
+def rank_after(*events: Any, **options: Any) -> Rank:
+    rank = Rank(1, **options)
+    for event in events:
+        rank.on(event)
+    return rank
+
+
+STARTED = (on.Begin(9, 0), Resume(0))
+KNOWING = (on.Begin(9, 0), Resume(0, tolerated=(0,)))
+VERIFYING = (on.Enter(), on.UpdateBegins())
+RECOVERED = (on.Ok(), on.Quieted(1), Plan(1, 0, {}), on.Ok(), on.Exit("interrupted"), on.Next(9))
+
+
+def test_who_sees_an_anomaly_does_not_come_to_the_barrier() -> None:
+    rank = rank_after(*STARTED, *VERIFYING)
+    assert names(rank.on(on.Anomalous())) == ["SendAnomaly", "AwaitStop"]
+    assert rank.state == Ask(At.HOOK)
+    assert rank.standing == Standing(0, Phase.COMPUTE)
+    for event in RECOVERED:
+        rank.on(event)
+    rank.on(Resume(1, tolerated=(0,)))
+    assert (rank.number, rank.attempt) == (0, 1)
+    for event in VERIFYING:
+        rank.on(event)
+    did = rank.on(on.Anomalous())
+    assert did[0] == do.SendAnomaly(again=True)
+    assert names(did)[1:] == ["SnapshotFence", "LearnLayout", "Publish", "Arrive", "Cross"]
+    assert rank.state == Barrier(At.HOOK)
+
+
+def test_only_the_steps_that_are_named_are_tolerated() -> None:
+    rank = rank_after(*KNOWING, *VERIFYING, on.Ok(), on.Ok(), on.UpdateEnds(), on.Exit(), on.Next(9))
+    assert rank.number == 1
+    for event in VERIFYING:
+        rank.on(event)
+    assert names(rank.on(on.Anomalous())) == ["SendAnomaly", "AwaitStop"]
+
+
+def test_with_undo_the_end_of_the_body_is_where_it_is_seen() -> None:
+    rank = rank_after(*STARTED, *VERIFYING, on.UpdateEnds(), on.Exit(), undo=True)
+    assert names(rank.on(on.Anomalous())) == ["SendAnomaly", "AwaitStop"]
+    assert rank.state == Ask(At.EXIT)
+
+
+def test_the_key_is_the_step_of_the_update() -> None:
+    rank = rank_after(on.Begin(9, 0), Resume(0, tolerated=(1,)), on.Enter(), on.Exit(), on.Next(9), *VERIFYING)
+    assert rank.number == 1
+    assert do.SendAnomaly(again=True) in rank.on(on.Anomalous())
+
+
+def test_an_update_that_is_left_out_has_no_gradients() -> None:
+    rank = rank_after(*KNOWING, *VERIFYING, on.Ok(), skips=True, optimizers=2)
+    assert names(rank.on(on.Ok())) == ["Compare", "SetMode", "DropGradients", "Return"]
+    assert isinstance(rank.state, Update)
+    rank.on(on.UpdateEnds(0))
+    assert names(rank.on(on.UpdateBegins(1))) == ["DropGradients", "Return"]
+    rank.on(on.UpdateEnds(1))
+    assert isinstance(rank.state, Tail)
+    assert rank.standing == Standing(1, Phase.APPLIED), "the step counts"
+    rank.on(on.Exit())
+    rank.on(on.Next(9))
+    for event in (*VERIFYING, on.Ok()):
+        rank.on(event)
+    assert "DropGradients" not in names(rank.on(on.Ok()))
+
+
+def test_who_is_ready_leaves_it_out_under_a_plan_too() -> None:
+    rank = rank_after(*KNOWING, *VERIFYING, on.Ok(), on.Stopped(), on.Quieted(1), Plan(1, 1, {}), skips=True)
+    assert names(rank.on(on.Ok()))[-2:] == ["DropGradients", "Return"]
+
+
+def test_with_undo_each_optimizer_leaves_it_out() -> None:
+    rank = rank_after(*KNOWING, on.Enter(), undo=True, skips=True)
+    assert names(rank.on(on.UpdateBegins())) == ["Disarm", "SnapshotFence", "SaveUndo", "DropGradients", "Return"]
+    assert rank.state == Body(held=True)
+
+
+# -- what the user says
+
+
+def test_a_plan_has_norms_and_losses() -> None:
+    plan = parse_plan("norm rank=0 step=2 value=45.70; loss rank=1 step=3 value=nan generation=1")
+    assert plan[0] == Injection("norm", 0, "READY", "before", step=2, value=45.70)
+    assert math.isnan(plan[1].value)
+    assert parse_plan(plan[0].describe()) == plan[:1]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("norm rank=0 step=2", "has no value"),
+        ("norm rank=0 step=2 value=much", "value='much' .*must be a number"),
+        ("norm rank=0 step=2 value=45 phase=COMPUTE", "looked at in phase=READY at=before, and nowhere else"),
+        ("kill rank=0 step=2 value=45", "only norm and loss have a value"),
+        ("norm rank=0 step=2 value=45 target=param", "only uce has a target"),
+        ("nrom rank=0 step=2 value=45", "did you mean 'norm'"),
+    ],
+)
+def test_a_wrong_plan(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_plan(text)
+
+
+def test_a_plan_that_nobody_would_see() -> None:
+    settings = config.Settings(faults="norm rank=0 step=2 value=45")
+    config.check_plan(settings, config.Switches(tre=1))
+    with pytest.raises(ConfigError, match="MS_ENABLE_TFT has no TRE:1"):
+        config.check_plan(settings, config.DEFAULT_SWITCHES)
+
+
+@pytest.mark.parametrize("wrong", [{"norm_threshold": 0}, {"norm_threshold": NAN}, {"loss_threshold": NAN}])
+def test_thresholds_that_can_not_be(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"RESILIENT_(NORM|LOSS)_THRESHOLD must be"):
+        config.Settings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"norm_threshold": -1.0}, "norm_threshold must be above 0"),
+        ({"loss_threshold": NAN}, "loss_threshold must be a number"),
+        ({"on_anomaly": "ignore"}, "on_anomaly='ignore': one of the two, 'redo' or 'skip'"),
+        ({"on_anomaly": ("redo", "skip")}, "one of the two"),
+    ],
+)
+def test_a_session_says_what_is_wrong(wrong: dict[str, Any], named: str) -> None:
+    torch = pytest.importorskip("torch")
+    import resilient_train as rt
+
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=named):
+        rt.Session(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **wrong)
+
+
+def test_without_an_agent_nothing_is_checked() -> None:
+    torch = pytest.importorskip("torch")
+    import resilient_train as rt
+
+    model = torch.nn.Linear(2, 2)
+    with rt.Session(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), norm_threshold=1.0) as session:
+        for step in session.steps(1):
+            with step:
+                session.check(torch.tensor(NAN), norm=NAN)

@@ -196,6 +196,26 @@ def test_asked_to_end_in_a_pause_it_saves_its_state(
 
 
 @pytest.mark.timeout(180)
+def test_all_ranks_die_in_a_pause(tmp_path: Path, undisturbed: Reference, capsys: pytest.CaptureFixture[str]) -> None:
+    """They start again from what was saved, and stand there."""
+    run_dir = tmp_path / "run"
+    with training(run_dir, capsys, "--save", "5", step=6) as job:
+        step = job.tool("pause")["step"]
+        for rank in range(RANKS):
+            job.kill(rank)
+        job.waits("restart_all")
+        job.waits("paused", 2)
+        stands = job.status()["paused"]["step"]
+        assert 0 < stands <= step
+        assert stands % 5 == 0
+        job.tool("resume")
+        run = job.end()
+    end_holder(run_dir)
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
+
+
+@pytest.mark.timeout(180)
 def test_before_the_first_step_and_behind_the_last(
     tmp_path: Path, undisturbed: Reference, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,8 +169,11 @@ def test_before_the_first_step_and_in_the_middle_of_a_window() -> None:
     rank.on(on.Enter())
     rank.on(on.Exit())  # a micro-step
     assert type(rank.on(on.Next(10, pauses=True))[-1]) is do.ReturnStep
-    over = halted()
-    assert isinstance(over.state, Halt)
+    # Stopped before the first step: it has begun nothing, and what it holds is that from before it.
+    early = Rank(0)
+    early.on(on.Begin(10, 4, 2))
+    assert [type(effect) for effect in early.on(on.Stopped())] == [do.Record, do.Quiesce]
+    assert early.standing == Standing(2, Phase.COMPUTE)
     last = Rank(0)
     last.on(on.Begin(0, 0))
     assert type(last.on(m.Resume(0))[-1]) is do.AwaitFinished

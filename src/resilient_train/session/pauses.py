@@ -41,14 +41,16 @@ class Pauses:
         self._slow = slow
         self._event = event
         self._functions: list[OnPause] = []
+        self._refused = False
 
     def add(self, function: OnPause) -> None:
         """It is called in each pause from now on."""
         self._functions.append(function)
 
     def ask(self, step: int) -> None:
-        """All ranks are to stop before ``step``. Told where that is switched off."""
-        if refusal := self._ask(m.Pause(step, self._agent.rank)):
+        """All ranks are to stop before ``step``. Told once where that is switched off."""
+        if (refusal := self._ask(m.Pause(step, self._agent.rank))) and not self._refused:
+            self._refused = True
             say_aside(f"rank {self._agent.rank}: session.pause() has no effect: {refusal}")
 
     def end(self, generation: int) -> None:

@@ -369,6 +369,7 @@ class SimRank:
         world.send(self, m.Done(self.machine.generation, effect.redone, self.machine.base, self.machine.over))
 
     def _send_reached(self, world: World, _: fx.Effect) -> None:
+        require(self.told_to_pause, f"rank {self.rank} stands before a step at which nobody wants it to")
         self.told_to_pause = False
         world.send(self, m.Reached(self.machine.generation))
 

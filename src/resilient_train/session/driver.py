@@ -106,10 +106,11 @@ class Driver:
         )
         self._idle = Idle(engine.step, self._event, tells=agent.rank == 0)
         plan = parse_plan(settings.faults)
-        self._tells = agent.rank == 0
+        self._tells, self._left_out = agent.rank == 0, (-1, -1)
         self._anomalies = Anomalies(limits, self._tell, scaled=engine.step.scales()) if switches.tre else None
-        if self._anomalies is None and limits.given:
-            self._tell("a threshold for the norm or the loss has no effect: MS_ENABLE_TFT has no TRE:1")
+        if self._anomalies is None and (limits.given or skips):
+            what = "a threshold for the norm or the loss" if limits.given else "on_anomaly='skip'"
+            self._tell(f"{what} has no effect: MS_ENABLE_TFT has no TRE:1")
         self._injector = Injector(
             plan, agent.rank, agent.incarnation, self._sink, engine.drill, self._peers, self._falsify
         )
@@ -529,8 +530,11 @@ class Driver:
 
     def _drop_gradients(self, _: do.DropGradients) -> None:
         self._engine.step.drop_gradients()
-        self._event("update_left_out", {})
-        self._tell(f"step {self._rank.number} was anomalous: it counts, without its update (on_anomaly='skip')")
+        now_left_out = self._rank.number, self._rank.generation
+        if self._left_out != now_left_out:  # the second optimizer's turn is told with the first one's
+            self._left_out = now_left_out
+            self._event("update_left_out", {})
+            self._tell(f"step {self._rank.number} was anomalous: it counts, without its update (on_anomaly='skip')")
 
     def _committed(self, _: do.Committed) -> None:
         self._kept = []

@@ -178,6 +178,13 @@ def left_out(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+def test_two_optimizers_leave_it_out(tmp_path: Path) -> None:
+    left = anomalous(tmp_path / "left", variant="leave-out+two")
+    run = anomalous(tmp_path / "run", "norm rank=0 step=3 value=inf", variant="leaves+two")
+    assert_identical(run, left, ranks=2, recoveries=1)
+    assert [event["step"] for event in run.of("update_left_out")] == [3, 3], "once on each rank"
+
+
 @pytest.mark.parametrize(
     "kill",
     [

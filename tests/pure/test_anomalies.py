@@ -126,13 +126,15 @@ def test_clipping_is_seen_under_any_name() -> None:
     torch = pytest.importorskip("torch")
     from torch.nn.utils import clip_grad_norm_  # imported by name before anything is watched
 
-    from resilient_train.frameworks.torch.norms import Norms
+    from resilient_train.frameworks.roles import Objects
+    from resilient_train.frameworks.torch.gradients import Gradients
 
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     for each in (model, other):
         each(torch.ones(1, 3)).sum().backward()
     seen: list[Any] = []
-    watched = Norms([model], seen.append)
+    watched = Gradients(Objects((model,), ()))
+    watched.watch(seen.append)
     norm = clip_grad_norm_(model.parameters(), 0.1)
     assert [value.item() for value in seen] == [norm.item()]
     norm.zero_()
@@ -159,8 +161,10 @@ def test_clipping_is_what_is_replaced() -> None:
 def test_a_loss_is_kept_without_its_graph() -> None:
     torch = pytest.importorskip("torch")
     from resilient_train.errors import UsageError
-    from resilient_train.frameworks.torch.norms import kept
+    from resilient_train.frameworks.roles import Objects
+    from resilient_train.frameworks.torch.gradients import Gradients
 
+    kept = Gradients(Objects((), ())).kept
     loss = (torch.ones(2, requires_grad=True) * 3).sum()
     value = kept(loss)
     assert (value.item(), value.requires_grad, kept(2)) == (6.0, False, 2.0)
@@ -181,11 +185,12 @@ def test_gradients_that_are_dropped_change_nothing_not_even_by_a_closure() -> No
     ):
         model = torch.nn.Linear(3, 2)
         optimizer = make(model.parameters())
-        step = engine_for(Objects((model,), (optimizer,))).step
+        engine = engine_for(Objects((model,), (optimizer,)))
+        step, gradients = engine.step, engine.gradients
 
         class Updates:
-            def before_update(self, _: Any, step: Any = step) -> None:
-                step.drop_gradients()
+            def before_update(self, _: Any, gradients: Any = gradients) -> None:
+                gradients.drop()
 
             def after_update(self, _: Any) -> None:
                 pass

@@ -67,13 +67,17 @@ JOBS: dict[str, tuple[Layout | None, Faults | None]] = {
         Faults(kills=1, anomalies=2),
     ),
     "anomalies": (Layout(2, (1, 1)), Faults(kills=1, glitches=1, anomalies=3)),
-    "known anomalies": (Layout(2, (0, 0), known=(0,)), Faults(anomalies=3)),
+    "known anomalies": (Layout(2, (0, 0), known=(0, 1)), Faults(kills=2, anomalies=3)),
+    "undone and known": (
+        Layout(2, (0, 0), known=(0, 1), program=Program(undo=True)),
+        Faults(kills=2, anomalies=3),
+    ),
     "swallows": (Layout(2, (1, 0), program=Program(optimizers=2, swallows=True)), Faults(glitches=2, damages=2)),
 }
 """Where the jobs that seeds draw come to something too seldom: others, whose schedules the seeds draw."""
 
 
-ANOMALIES = ("left out", "undone and left out", "anomalies", "known anomalies")
+ANOMALIES = ("left out", "undone and left out", "anomalies", "known anomalies", "undone and known")
 
 
 class Shape(NamedTuple):

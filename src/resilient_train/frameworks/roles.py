@@ -515,14 +515,33 @@ class Step(Protocol):
         """
         ...
 
-    def drop_gradients(self) -> None:
-        """An optimizer is about to write: without gradients it changes no parameter."""
+    def without_optimizer(self) -> list[str]:
+        """The names of parameters that want to be trained, and are in no registered optimizer."""
         ...
 
-    def watch_norms(self, tell: Callable[[Any], None]) -> None:
-        """Until ``detach``, ``tell`` is given the norm that the loop computes when it clips gradients of the registered
+
+class Gradients(Protocol):
+    """What the loop computes of its gradients and its loss, for the anomaly check (``TRE``).
+
+    Called by the driver, and only where that is on.
+    """
+
+    def watch(self, tell: Callable[[Any], None]) -> None:
+        """Until ``close``, ``tell`` is given the norm that the loop computes when it clips gradients of the registered
         models: as ``kept`` returns it.
         """
+        ...
+
+    def close(self) -> None:
+        """Undoes ``watch``. Idempotent."""
+        ...
+
+    def begin(self) -> None:
+        """A window begins: ``drop`` was for the update of another one."""
+        ...
+
+    def drop(self) -> None:
+        """An optimizer is about to write: without gradients it changes no parameter."""
         ...
 
     def kept(self, value: Any) -> Any:
@@ -531,10 +550,6 @@ class Step(Protocol):
 
     def scales(self) -> bool:
         """Whether a gradient scaler refuses updates whose gradients are not finite."""
-        ...
-
-    def without_optimizer(self) -> list[str]:
-        """The names of parameters that want to be trained, and are in no registered optimizer."""
         ...
 
 
@@ -581,6 +596,7 @@ class Engine(NamedTuple):
     rank_state: RankState
     data: Data
     step: Step
+    gradients: Gradients
     drill: Drill
 
 

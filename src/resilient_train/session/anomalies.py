@@ -55,9 +55,9 @@ class Anomalies:
         self._values[what].append(value)
 
     def late(self) -> None:
-        """A norm came when an optimizer had written."""
+        """A norm came when an optimizer was writing, or had written."""
         self._tell_once(
-            "a gradient norm is clipped when another optimizer of the step has written already, so it is not checked "
+            "gradients are clipped in an optimizer.step() or behind the first of several, so their norm is not checked "
             "(TRE): clip all gradients before the first optimizer.step(), or pass Session(undo=True)"
         )
 

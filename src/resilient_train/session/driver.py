@@ -109,10 +109,11 @@ class Driver:
         )
         self._idle = Idle(engine.step, self._event, tells=agent.rank == 0)
         plan = parse_plan(settings.faults)
-        self._tells = agent.rank == 0
-        self._anomalies = Anomalies(limits, self._tell, scaled=engine.step.scales()) if switches.tre else None
-        if self._anomalies is None and limits.given:
-            self._tell("a threshold for the norm or the loss has no effect: MS_ENABLE_TFT has no TRE:1")
+        self._tells, self._left_out = agent.rank == 0, (-1, -1)
+        self._anomalies = Anomalies(limits, self._tell, scaled=engine.gradients.scales()) if switches.tre else None
+        if self._anomalies is None and (limits.given or skips):
+            what = "a threshold for the norm or the loss" if limits.given else "on_anomaly='skip'"
+            self._tell(f"{what} has no effect: MS_ENABLE_TFT has no TRE:1")
         self._injector = Injector(
             plan, agent.rank, agent.incarnation, self._sink, engine.drill, self._peers, self._falsify
         )
@@ -224,7 +225,7 @@ class Driver:
         self._pulse.open()
         self._engine.step.attach(self)
         if self._anomalies is not None:
-            self._engine.step.watch_norms(self._norm_clipped)
+            self._engine.gradients.watch(self._norm_clipped)
         self._engine.collectives.attach(self, self._peers)
         self._engine.device.watch(self._peers.alarm_by)
         self._watch.start()
@@ -315,9 +316,9 @@ class Driver:
                 "back: call it before optimizer.step()"
             )
         if loss is not None:
-            self._anomalies.add("loss", self._engine.step.kept(loss))
+            self._anomalies.add("loss", self._engine.gradients.kept(loss))
         if norm is not None:
-            self._anomalies.add("norm", self._engine.step.kept(norm))
+            self._anomalies.add("norm", self._engine.gradients.kept(norm))
 
     # -- what the engine reports
 
@@ -534,9 +535,12 @@ class Driver:
         self._batches.draw(place)
 
     def _drop_gradients(self, _: do.DropGradients) -> None:
-        self._engine.step.drop_gradients()
-        self._event("update_left_out", {})
-        self._tell(f"step {self._rank.number} was anomalous: it counts, without its update (on_anomaly='skip')")
+        self._engine.gradients.drop()
+        now_left_out = self._rank.number, self._rank.generation
+        if self._left_out != now_left_out:  # the second optimizer's turn is told with the first one's
+            self._left_out = now_left_out
+            self._event("update_left_out", {})
+            self._tell(f"step {self._rank.number} was anomalous: it counts, without its update (on_anomaly='skip')")
 
     def _committed(self, _: do.Committed) -> None:
         self._batches.forget()
@@ -569,6 +573,7 @@ class Driver:
     def _mark_to_look(self, _: do.Mark) -> None:
         assert self._anomalies is not None
         self._anomalies.begin()
+        self._engine.gradients.begin()
         self._engine.step.begin()
 
     def _cross(self, _: do.Cross) -> on.Event:
@@ -743,6 +748,7 @@ class Driver:
         self._engine.device.close()
         self._engine.collectives.detach()
         self._engine.step.detach()
+        self._engine.gradients.close()
         self._engine.drill.close()
         self._device.tell()
         self._watch.close()

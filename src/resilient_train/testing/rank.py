@@ -965,6 +965,8 @@ class SimRank:
         """All collectives have succeeded, and the norm can't be right."""
         self.pending, self.busy = None, False
         self.feed(world, on.Anomalous())
+        tells = any(isinstance(effect, fx.SendAnomaly) for effect in self.todo)
+        require(tells, f"rank {self.rank} finds an anomaly, and tells nobody")
 
     def lose_data(self, world: World) -> None:
         """Memory of this rank's is damaged."""

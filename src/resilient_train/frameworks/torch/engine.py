@@ -10,6 +10,7 @@ from resilient_train.frameworks.torch import admission, data
 from resilient_train.frameworks.torch.collectives import Collectives
 from resilient_train.frameworks.torch.device import Device, accelerator
 from resilient_train.frameworks.torch.drill import Drill
+from resilient_train.frameworks.torch.gradients import Gradients
 from resilient_train.frameworks.torch.groups import Groups
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.state import State
@@ -24,7 +25,8 @@ def engine_for(objects: Objects) -> Engine:
     rank_state = RankState(objects.models, objects.rank_extra)
     state = State(objects, rank_state, device_of_rank)
     device = Device(config.read_settings(), device_of_rank, state, rank_state)
-    step = Step(objects, state, rank_state)
+    gradients = Gradients(objects)
+    step = Step(objects, state, rank_state, gradients.behind_closure)
     return Engine(
         groups=groups,
         collectives=Collectives(objects, groups, step.check_collective),
@@ -33,5 +35,6 @@ def engine_for(objects: Objects) -> Engine:
         rank_state=rank_state,
         data=data,
         step=step,
+        gradients=gradients,
         drill=Drill(objects, groups, device, state),
     )

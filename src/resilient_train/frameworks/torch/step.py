@@ -19,7 +19,6 @@ from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
 from resilient_train.frameworks.torch.buckets import Buckets
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.leaves import copy_tree
-from resilient_train.frameworks.torch.norms import Norms, kept
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.state import State
@@ -37,10 +36,13 @@ class _Start(NamedTuple):
 
 class Step:
     """Knows the registered optimizers whose ``step()`` is under way, as long as they are not in a closure of the
-    user's.
+    user's. ``behind_closure`` is called when one has run.
     """
 
-    def __init__(self, objects: Objects, state: State, rank_state: RankState) -> None:
+    def __init__(
+        self, objects: Objects, state: State, rank_state: RankState, behind_closure: Callable[[], None]
+    ) -> None:
+        self._behind_closure = behind_closure
         self._objects = objects
         self._state = state
         self._rank_state = rank_state
@@ -52,9 +54,6 @@ class Step:
         """With the sizes of their groups when these were looked at."""
         self._harmless: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Optimizers of other models, and how many groups they had when that was found."""
-        self._norms: Norms | None = None
-        self._dropping = False
-        """The update that is under way is one without gradients."""
         self._handles: list[Any] = []
         self._running: list[torch.optim.Optimizer] = []
         """The innermost comes last. One may be there twice: where its class and the class above both have hooks."""
@@ -97,31 +96,13 @@ class Step:
             handle.remove()
         self._handles.clear()
         self._buckets.forget()
-        if self._norms is not None:
-            self._norms.close()
         if self._objects.scaler is not None:
             vars(self._objects.scaler).pop("update", None)
-
-    def drop_gradients(self) -> None:
-        self._dropping = True
-        for optimizer in self._objects.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-
-    def watch_norms(self, tell: Callable[[Any], None]) -> None:
-        self._norms = Norms(self._objects.models, tell)
-
-    def kept(self, value: Any) -> Any:
-        return kept(value)
-
-    def scales(self) -> bool:
-        scaler = self._objects.scaler
-        return scaler is not None and bool(scaler.is_enabled())
 
     # -- the window
 
     def begin(self) -> None:
         self._running.clear()  # a step that was under way may have been left by an exception
-        self._dropping = False
         self._samples.take()
         self._undo = None
         own, small = self._rank_state.packed(), self._state.small_copy()
@@ -207,8 +188,7 @@ class Step:
                 result = closure(*args, **kwargs)
             finally:
                 self._running = running
-            if self._dropping:
-                self.drop_gradients()
+            self._behind_closure()
             return result
 
         return call

@@ -1,0 +1,73 @@
+"""What the loop computes of its gradients and its loss, for the anomaly check: see ``frameworks/roles.Gradients``.
+
+The norm is that of ``torch.nn.utils.clip_grad_norm_``, which hands it to another function of its module, under whatever
+name the loop has imported it; so the other one is replaced. Nothing is computed twice, and nothing is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from resilient_train.errors import UsageError
+from resilient_train.frameworks.roles import Objects
+
+
+class Gradients:
+    """Of the registered models."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._clip = clip_grad._clip_grads_with_norm_
+        self._clip_and_tell: Callable[..., None] | None = None
+        self._dropping = False
+        """The update that is under way is one without gradients."""
+
+    def watch(self, tell: Callable[[Any], None]) -> None:
+        registered = {id(parameter) for model in self._objects.models for parameter in model.parameters()}
+        self._clip = clip = clip_grad._clip_grads_with_norm_
+
+        def clip_and_tell(parameters: Any, max_norm: float, total_norm: torch.Tensor, *more: Any, **named: Any) -> None:
+            clip(parameters, max_norm, total_norm, *more, **named)
+            if any(id(parameter) in registered for parameter in parameters):
+                tell(self.kept(total_norm))
+
+        clip_grad._clip_grads_with_norm_ = self._clip_and_tell = clip_and_tell
+
+    def close(self) -> None:
+        """Whoever has replaced the function since keeps what he has made of it."""
+        if clip_grad._clip_grads_with_norm_ is self._clip_and_tell:
+            clip_grad._clip_grads_with_norm_ = self._clip
+
+    def begin(self) -> None:
+        self._dropping = False
+
+    def drop(self) -> None:
+        self._dropping = True
+        for optimizer in self._objects.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def behind_closure(self) -> None:
+        """A closure of the user's has run in an optimizer's ``step()``, and may have computed some anew."""
+        if self._dropping:
+            self.drop()
+
+    def kept(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1 or value.is_complex():
+                raise UsageError(
+                    f"session.check() takes one real number, not a tensor of shape {tuple(value.shape)} "
+                    f"({value.dtype}): give it the mean"
+                )
+            return value.detach().clone()
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise UsageError(f"session.check() takes one real number, not {type(value).__qualname__}") from None
+
+    def scales(self) -> bool:
+        scaler = self._objects.scaler
+        return scaler is not None and bool(scaler.is_enabled())

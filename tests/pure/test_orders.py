@@ -12,6 +12,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.events import Event
 from resilient_train.faults import INJECTABLE, TARGETS, UCE_PLACES, check_fault, parse_plan, place_in_step
 from resilient_train.launch.agent.operators import Operators
+from resilient_train.launch.agent.pauses import Pauses
 from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
@@ -218,7 +219,8 @@ class Desk:
         self.sent: list[m.Reply] = []
         controller = Controller(2, Policy())
         waiting = Waiting(board, controller.job, self, self.notes.append)  # type: ignore[arg-type]
-        self._operators = Operators(board, controller.job, self, waiting, self._note)  # type: ignore[arg-type]
+        pauses = Pauses(board, controller)
+        self._operators = Operators(board, controller.job, self, waiting, pauses, self._note)  # type: ignore[arg-type]
 
     def _note(self, kind: str, **fields: Any) -> None:
         self.notes.append({"kind": kind, **fields})

@@ -68,6 +68,7 @@ JOBS: dict[str, tuple[Layout | None, Faults | None]] = {
     ),
     "anomalies": (Layout(2, (1, 1)), Faults(kills=1, glitches=1, anomalies=3)),
     "known anomalies": (Layout(2, (0, 0), known=(0, 1)), Faults(kills=2, anomalies=3)),
+    "known, and a kill": (Layout(2, (0,), known=(0,)), Faults(kills=1, anomalies=2)),
     "undone and known": (
         Layout(2, (0, 0), known=(0, 1), program=Program(undo=True)),
         Faults(kills=2, anomalies=3),

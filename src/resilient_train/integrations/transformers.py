@@ -71,10 +71,10 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
         self._save_every = save_every
         self._session: Session | None = None
         self._place = _Place(self)
-        self._losses = _Losses(self)
+        self._losses = _Losses(self, self._place)
         self._window: list[Any] = []
         self._grad_norm: Any = None
-        self._flos_stored = -1
+        self._flos_stored = 0
 
     # -- the training begins and ends
 
@@ -130,8 +130,8 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
 
     def _count_on(self) -> None:
         """The loop has set all counts to their beginning."""
-        self._place.count_on()
         self._losses.count_on()
+        self._place.count_on()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """The Session has the random numbers."""
@@ -159,19 +159,23 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
     def _get_num_items_in_batch(self, *_: Any) -> None:
         return None
 
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Likewise: counted in the body."""
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """The loss of one batch. With the first of a window comes its update."""
         if self._session is None:
             return super().training_step(model, inputs, num_items_in_batch)
         if self._window and inputs is self._window[0]:
             window, self._window = self._window, []
-            self._grad_norm = self._session.call(self._update, window)
+            self._grad_norm = self._session.call(self._update, window, self.state.num_input_tokens_seen)
         self.accelerator.gradient_state._set_sync_gradients(False)  # noqa: SLF001 - or the loop would step again
         return self._losses.give()
 
-    def _update(self, window: list[Any]) -> Any:
+    def _update(self, window: list[Any], tokens_seen: int) -> Any:
         """The body: one update of all its batches. Gives the norm of the gradients."""
-        model, step = self.model_wrapped, super().training_step
+        model, step, track_tokens = self.model_wrapped, super().training_step, super()._track_num_input_tokens
+        self.state.num_input_tokens_seen = tokens_seen
         count = super()._get_num_items_in_batch(window, self.args.device)
         losses = []
         for place, inputs in enumerate(window, 1):
@@ -180,6 +184,7 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = last  # no_sync() would not end within that of the loop
             losses.append((step(model, inputs, count), float(self.floating_point_ops(inputs))))
+            track_tokens(inputs)
         norm = super()._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
         norm = super()._get_grad_norm(model, grad_norm=norm)
         self._losses.keep(losses)
@@ -201,6 +206,8 @@ class _Place:
         self._epoch = self._first = 0
         """The pass over the data, and the number of its first update."""
         self._taken: dict[str, Any] | None = None
+        self._runs = False
+        """The loop. What it counts itself is not taken back where it lives on."""
 
     def begin(self, epoch: int, skipped: int) -> None:
         """A pass over the data begins, behind so many updates of it."""
@@ -218,8 +225,8 @@ class _Place:
         return {"place": json.dumps(held, default=_plain)}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Taken up later: what this rank counts itself is not taken back where it lives on."""
-        self._taken = json.loads(state["place"])
+        if not self._runs:
+            self._taken = json.loads(state["place"])
 
     def _callbacks(self) -> list[Any]:
         return [each for each in self._trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
@@ -236,11 +243,17 @@ class _Place:
         epoch, done = self._taken["epoch"], state.global_step - self._taken["first"]
         return (epoch + 1, 0) if done >= updates else (epoch, done)
 
+    def since(self, count: str) -> int:
+        """How many updates there have been since the one that this count names."""
+        if self._taken is None:
+            return int(self._trainer.state.global_step - getattr(self._trainer, count))
+        return int(self._taken["state"]["global_step"] - self._taken["counts"][count])
+
     def count_on(self) -> None:
-        """The rest of it, once."""
-        taken, self._taken = self._taken, None
-        if taken is not None:
-            vars(self._trainer).update(taken["counts"])
+        """The rest of it. The loop runs from here."""
+        if self._taken is not None:
+            vars(self._trainer).update(self._taken["counts"])
+        self._taken, self._runs = None, True
 
 
 class _Losses:
@@ -249,11 +262,13 @@ class _Losses:
     The loop adds them behind the update, which a rank may not live to see. So what it has to add is here before it.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, place: _Place) -> None:
         self._trainer = trainer
+        self._place = place
         self._kept: deque[tuple[torch.Tensor, float]] = deque()
         """Of the window's batches, those that the loop has not got yet."""
         self._taken: Mapping[str, Any] | None = None
+        self._runs = False
 
     def keep(self, losses: Iterable[tuple[torch.Tensor, float]]) -> None:
         """For each batch its loss, and the floating-point operations that it took."""
@@ -265,36 +280,35 @@ class _Losses:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        total = getattr(trainer, "_tr_loss", torch.zeros(()))
-        return {"total": total, "work": float(trainer.current_flos), "kept": [list(each) for each in self._kept]}
+        total, work = (trainer._tr_loss, trainer.current_flos) if self._runs else self._added()  # noqa: SLF001 - as below
+        return {"total": total, "work": work, "kept": [list(each) for each in self._kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Taken up later, likewise."""
-        self._taken = state
+        if self._runs:
+            self._kept.clear()  # of a body that was cut; the rest only the loop changes
+        else:
+            self._taken = state
 
     def count_on(self) -> None:
-        """In a new process, once: the loop of the lost one would have added what was kept, and told it."""
-        taken, self._taken = self._taken, None
-        if taken is None:
-            return
-        trainer = self._trainer
-        device = trainer.args.device
-        total, trainer.current_flos = taken["total"].to(device), taken["work"]
-        behind = trainer.state.global_step - trainer._globalstep_last_logged  # noqa: SLF001 - no public one
-        for loss, work in taken["kept"]:
-            total = self._sum(total, loss.to(device), max(behind, 1))
-            trainer.current_flos += work
-        if not behind:
-            total = total - total
-        if trainer.state.global_step == trainer._flos_stored:  # noqa: SLF001 - likewise
-            trainer.current_flos = 0
-        trainer._tr_loss = total  # noqa: SLF001 - likewise
+        """The loop runs from here."""
+        if self._taken is not None:
+            total, self._trainer.current_flos = self._added()
+            self._trainer._tr_loss = total.to(self._trainer.args.device)  # noqa: SLF001 - no public one
+        self._taken, self._runs = None, True
 
-    def _sum(self, total: torch.Tensor, loss: torch.Tensor, updates: int) -> torch.Tensor:
-        """As the Trainer adds one: ``updates`` have come since the last log line, with that of ``loss``."""
-        if self._trainer.args.logging_nan_inf_filter and not torch.isfinite(loss):
-            return total + total / updates
-        return total + loss
+    def _added(self) -> tuple[torch.Tensor, float]:
+        """As the loop of the process whose place this one takes would have added what was kept, and told it."""
+        if self._taken is None:
+            return torch.zeros(()), 0
+        total, work = self._taken["total"], self._taken["work"]
+        updates = self._place.since("_globalstep_last_logged")
+        for loss, operations in self._taken["kept"]:
+            left_out = self._trainer.args.logging_nan_inf_filter and not torch.isfinite(loss)
+            total = total + (total / max(updates, 1) if left_out else loss)
+            work += operations
+        if not updates:
+            total = total - total
+        return total, work if self._place.since("_flos_stored") else 0  # an int, as in the Trainer: it is gathered
 
 
 def _plain(value: Any) -> Any:
@@ -335,6 +349,9 @@ _ARGUMENTS = {
     "torch_compile": "a compiled model was never tried",
     "push_to_hub": "a new process would push anew",
     "ignore_data_skip": "a new process could not find its place in the data",
+    "metric_for_best_model": "a rank that is lost right before an evaluation leaves its part of the metric out, so the "
+    "best model, the end of the training or the learning rate could be another one (load_best_model_at_end, early "
+    'stopping, save_strategy="best", "reduce_lr_on_plateau")',
     "eval_on_start": "a new process would evaluate alone; call evaluate() before train()",
     "enable_jit_checkpoint": "SIGTERM is the agent's, which has the state saved",
 }

@@ -1,14 +1,17 @@
 """A small GPT-2 with transformers' Trainer: dropout, clipping, a warm-up, targets of different numbers on the ranks,
-evaluation, early stopping and a checkpoint of the Trainer's within each epoch, log lines.
+evaluation and checkpoints of the Trainer's within each epoch, log lines.
 """
 
 import argparse
+import os
+import signal
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from resilient_train.config import read_link
@@ -32,11 +35,30 @@ class Data(Dataset):
         return {"input_ids": tokens, "labels": labels}
 
 
+class Killed(ResilientTrainer):
+    """Its rank 1 is killed in the second batch of the window behind its third update."""
+
+    batches = 0
+    """Of that window."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model.training and self.state.global_step == 3 and self.args.process_index == 1:
+            self.batches += 1
+            if self.batches == 2 and read_link().incarnation == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().compute_loss(*args, **kwargs)
+
+
+KINDS = {"resilient": ResilientTrainer, "killed": Killed, "plain": Trainer}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--save", type=int, default=0)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--kind", choices=KINDS, default="resilient")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
@@ -45,20 +67,24 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir=str(folder), use_cpu=True, num_train_epochs=asked.epochs, per_device_train_batch_size=4,
         gradient_accumulation_steps=asked.accumulate, learning_rate=1e-2, warmup_steps=4, max_grad_norm=0.5,
-        logging_steps=3, eval_strategy="steps", eval_steps=5, save_strategy="steps", save_steps=5, save_total_limit=2,
-        load_best_model_at_end=True, include_num_input_tokens_seen="all", report_to="none", disable_tqdm=True,
-        log_level="error",
+        logging_steps=7, eval_strategy="steps", eval_steps=5, save_strategy="steps", save_steps=5, save_total_limit=2,
+        include_num_input_tokens_seen="all", report_to="none", disable_tqdm=True, log_level="error",
     )  # fmt: skip
-    shape = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    trainer = ResilientTrainer(
-        GPT2LMHeadModel(shape), arguments, train_dataset=Data(80, 0), eval_dataset=Data(16, 1000),
-        callbacks=[EarlyStoppingCallback(50)], save_every={"steps": asked.save} if asked.save else None,
+    set_seed(7)
+    shape = GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=asked.dropout, embd_pdrop=asked.dropout, attn_pdrop=asked.dropout,
     )  # fmt: skip
-    trainer.train()
+    ours = {"save_every": {"steps": asked.save}} if asked.save else {}
+    trainer = KINDS[asked.kind](
+        GPT2LMHeadModel(shape), arguments, train_dataset=Data(80, 0), eval_dataset=Data(16, 1000), **ours
+    )
+    mean = trainer.train().training_loss
     state = trainer.state
     losses = [line["loss"] for line in state.log_history if "loss" in line]
-    told = f"steps {state.global_step}, tokens {state.num_input_tokens_seen}, work {state.total_flos:.0f}"
-    print(f"rank {trainer.args.process_index} ends: {told}, losses {losses}", flush=True)
+    weights = sum(parameter.double().sum().item() for parameter in trainer.model.parameters())
+    told = f"steps {state.global_step}, tokens {state.num_input_tokens_seen}, losses {losses}, mean {mean}"
+    print(f"rank {trainer.args.process_index} ends: {told}, weights {weights}", flush=True)
 
 
 if __name__ == "__main__":

@@ -57,15 +57,18 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
 
     def __init__(
         self,
-        *args: Any,
+        model: Any = None,
+        args: Any = None,
+        *more: Any,
         state: Mapping[str, Any] | None = None,
         rank_state: Mapping[str, Any] | None = None,
         save_every: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        **named: Any,
     ) -> None:
         _refuse(_problem_of_class(type(self)))
-        super().__init__(*args, **kwargs)
-        _refuse(_problem_of_arguments(self))
+        _refuse(_problem_of_arguments(args) or _problem_of_names(state or {}, rank_state or {}))
+        super().__init__(model, args, *more, **named)
+        _refuse(_problem_of_devices(self))
         self._more_state = dict(state or {})
         self._more_rank_state = dict(rank_state or {})
         self._save_every = save_every
@@ -77,6 +80,15 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
         self._flos_stored = 0
 
     # -- the training begins and ends
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. Raises ConfigError for what can't be repaired, and for a checkpoint of the Trainer's."""
+        if resume_from_checkpoint:
+            raise ConfigError(
+                "transformers: train(resume_from_checkpoint=...) is not supported: the Session goes on from its own "
+                "newest checkpoint in the run directory; to begin with other weights load them into the model"
+            )
+        return super().train(None, *args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as self._until_end:
@@ -92,13 +104,8 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
         self, max_steps: int, updates: int, epochs: int, resume_from_checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
         """Where the loop begins. The Session knows; so model and optimizer are prepared before, not after it."""
-        if resume_from_checkpoint is not None:
-            raise ConfigError(
-                "transformers: train(resume_from_checkpoint=...) is not supported: the Session goes on from its own "
-                "newest checkpoint in the run directory; to begin with other weights load them into the model"
-            )
-        super()._init_training_state(max_steps, updates, epochs, None, trial)
-        self._prepared = super()._prepare_for_training(max_steps, self._loader, None)
+        super()._init_training_state(max_steps, updates, epochs, resume_from_checkpoint, trial)
+        self._prepared = super()._prepare_for_training(max_steps, self._loader, resume_from_checkpoint)
         _refuse(_problem_of_model(self))
         self._session = session = self._until_end.enter_context(
             Session(
@@ -141,6 +148,11 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
         super().store_flos()
         self._flos_stored = self.state.global_step
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Rank 0 writes, and the others wait for it in their next update."""
+        with self._session.slow("the Trainer's checkpoint") if self._session else contextlib.nullcontext():
+            super()._save_checkpoint(*args, **kwargs)
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """All ranks come to the end before what they do there together."""
         self._count_on()
@@ -162,7 +174,7 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Likewise: counted in the body."""
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """The loss of one batch. With the first of a window comes its update."""
         if self._session is None:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -203,8 +215,8 @@ class _Place:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._epoch = self._first = 0
-        """The pass over the data, and the number of its first update."""
+        self._epoch = self._first = self._updates = 0
+        """The pass over the data, the number of its first update, and how many there are."""
         self._taken: dict[str, Any] | None = None
         self._runs = False
         """The loop. What it counts itself is not taken back where it lives on."""
@@ -218,6 +230,7 @@ class _Place:
         held = {
             "epoch": self._epoch,
             "first": self._first,
+            "updates": self._updates,
             "counts": {name: getattr(trainer, name, 0) for name in _COUNTS},
             "state": dataclasses.asdict(trainer.state),
             "callbacks": [each.state()["attributes"] for each in self._callbacks()],
@@ -233,8 +246,14 @@ class _Place:
 
     def take_up(self, updates: int) -> tuple[int, int]:
         """In a process that takes a place, or starts from a checkpoint. The epoch, and its updates that are done."""
+        self._updates = updates
         if self._taken is None:
             return 0, 0
+        if self._taken["updates"] != updates:
+            raise ConfigError(
+                f"transformers: an epoch has {updates} updates, and had {self._taken['updates']} where the state comes "
+                "from (other data, batches, ranks): the place in the data can't be found; start in a new run directory"
+            )
         state = self._trainer.state
         own = ("is_local_process_zero", "is_world_process_zero", "max_steps", "num_train_epochs")
         vars(state).update({name: value for name, value in self._taken["state"].items() if name not in own})
@@ -331,7 +350,7 @@ def _problem_of_class(kind: type) -> str:
     """The methods that make the update are ours, and the loop around them is the Trainer's as we know it."""
     for name, mine in vars(ResilientTrainer).items():
         if callable(mine) and name != "__init__" and getattr(kind, name) is not mine:
-            return f"{kind.__name__}.{name} hides that of ResilientTrainer: write class X(ResilientTrainer, YourTrainer)"
+            return f"{kind.__name__}.{name} hides ResilientTrainer's: write class X(ResilientTrainer, YourTrainer)"
     for name in _LOOP:
         if not hasattr(Trainer, name):
             return f"transformers {transformers.__version__} has no Trainer.{name}; 5.23.0 was tried"
@@ -357,13 +376,24 @@ _ARGUMENTS = {
 }
 
 
-def _problem_of_arguments(trainer: Any) -> str:
-    args, accelerator = trainer.args, trainer.accelerator
+def _problem_of_arguments(args: Any) -> str:
     for name, why in _ARGUMENTS.items():
         if getattr(args, name, None):
             return f"TrainingArguments({name}=...) is not supported: {why}"
-    if any(word in str(args.optim).lower() for word in ("lomo", "layerwise")):
+    if any(word in str(getattr(args, "optim", "")).lower() for word in ("lomo", "layerwise")):
         return f"the optimizer {args.optim} updates within the backward pass"
+    return ""
+
+
+def _problem_of_names(state: Mapping[str, Any], rank_state: Mapping[str, Any]) -> str:
+    for own, given in (("trainer", state), ("losses", rank_state)):
+        if own in given:
+            return f"the name {own!r} is the integration's own: give your state another one"
+    return ""
+
+
+def _problem_of_devices(trainer: Any) -> str:
+    args, accelerator = trainer.args, trainer.accelerator
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         return "accelerate's configuration turns DeepSpeed or FSDP on, which is not supported"
     if getattr(accelerator, "parallelism_config", None) is not None or trainer.is_distributed_loading_by_transformers:
@@ -394,6 +424,7 @@ def _problem_of_training(trainer: Any, loader: Any) -> str:
 
 
 def _problem_of_model(trainer: Any) -> str:
-    if trainer.args.world_size > 1 and not isinstance(trainer.model_wrapped, DistributedDataParallel):
-        return f"a {type(trainer.model_wrapped).__name__} is not supported with several ranks, DistributedDataParallel is"
+    model = trainer.model_wrapped
+    if trainer.args.world_size > 1 and not isinstance(model, DistributedDataParallel):
+        return f"several ranks train a {type(model).__name__}, and DistributedDataParallel alone was tried"
     return ""

@@ -50,7 +50,7 @@ def test_a_job_that_ended_is_started_again(tmp_path: Path) -> None:
     """In its run directory, where the newest checkpoint is."""
     quiet = train(tmp_path / "quiet", JOB, "--save", "4")
     lost = "kill rank=0 step=17; kill rank=1 step=17"
-    train(tmp_path / "run", JOB, "--save", "4", plan=lost, flags=("--max-restarts", "0"), code=137)
+    train(tmp_path / "run", JOB, "--save", "4", plan=lost, flags=("--max-restarts", "0"), code=75)
     assert_same(train(tmp_path / "run", JOB, "--save", "4"), quiet)
 
 
@@ -118,7 +118,7 @@ def trainer(
         ("metric_for_best_model", {"metric_for_best_model": "loss"}),
         ("metric_for_best_model", {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}),
         ("updates within the backward pass", {"optim": "lomo"}),
-        ("InFront.training_step hides that of ResilientTrainer", {"kind": InFront}),
+        ("InFront.training_step hides ResilientTrainer's", {"kind": InFront}),
         ("AnotherLoop has a _run_epoch of its own", {"kind": ResilientLoop}),
         ("'trainer' is the integration's own", {"ours": {"state": {"trainer": torch.Generator()}}}),
     ],

@@ -180,7 +180,9 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
             return super().training_step(model, inputs, num_items_in_batch)
         if self._window and inputs is self._window[0]:
             window, self._window = self._window, []
-            self._grad_norm = self._session.call(self._update, window, self.state.num_input_tokens_seen)
+            self._place.tokens_seen = seen = self.state.num_input_tokens_seen
+            self._grad_norm = self._session.call(self._update, window, seen)
+            self._place.tokens_seen = None
         self.accelerator.gradient_state._set_sync_gradients(False)  # noqa: SLF001 - or the loop would step again
         return self._losses.give()
 
@@ -217,6 +219,8 @@ class _Place:
         self._trainer = trainer
         self._epoch = self._first = self._updates = 0
         """The pass over the data, the number of its first update, and how many there are."""
+        self.tokens_seen: int | None = None
+        """What the count was where the body began that moves it; a new process runs it from there."""
         self._taken: dict[str, Any] | None = None
         self._runs = False
         """The loop. What it counts itself is not taken back where it lives on."""
@@ -227,12 +231,15 @@ class _Place:
 
     def state_dict(self) -> dict[str, str]:
         trainer = self._trainer
+        state = dataclasses.asdict(trainer.state)
+        if self.tokens_seen is not None:
+            state["num_input_tokens_seen"] = self.tokens_seen
         held = {
             "epoch": self._epoch,
             "first": self._first,
             "updates": self._updates,
             "counts": {name: getattr(trainer, name, 0) for name in _COUNTS},
-            "state": dataclasses.asdict(trainer.state),
+            "state": state,
             "callbacks": [each.state()["attributes"] for each in self._callbacks()],
         }
         return {"place": json.dumps(held, default=_plain)}

@@ -36,13 +36,13 @@ class Data(Dataset):
 
 
 class Killed(ResilientTrainer):
-    """Its rank 1 is killed in the second batch of the window behind its third update."""
+    """Its rank 1 is killed in the second batch of the window behind the fourth update."""
 
     batches = 0
     """Of that window."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        if self.model.training and self.state.global_step == 3 and self.args.process_index == 1:
+        if self.model.training and self.state.global_step == 4 and self.args.process_index == 1:
             self.batches += 1
             if self.batches == 2 and read_link().incarnation == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

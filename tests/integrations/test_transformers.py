@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 from trained import EVERYWHERE, IN_WINDOWS, assert_repaired, assert_same, assert_started_again, ends, train
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from resilient_train.errors import ConfigError
+from resilient_train.errors import ConfigError, UsageError
 from resilient_train.integrations.transformers import ResilientTrainer
 
 JOB = "with_transformers.py"
@@ -73,6 +73,11 @@ class Endless(IterableDataset):
 class Gradients(TrainerCallback):
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         pass
+
+
+class Stops(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = True
 
 
 class InFront(ResilientTrainer):
@@ -144,6 +149,12 @@ def test_what_is_refused_when_it_trains(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         trainer(tmp_path, **options).train(**arguments)
+
+
+def test_a_window_that_is_left_in_its_middle(tmp_path: Path) -> None:
+    run = trainer(tmp_path, callbacks=[Stops()], gradient_accumulation_steps=2, per_device_train_batch_size=2)
+    with pytest.raises(UsageError, match="a callback has stopped the loop in the middle of a window"):
+        run.train()
 
 
 @pytest.mark.parametrize("kind", [ResilientTrainer, ResilientBehind])

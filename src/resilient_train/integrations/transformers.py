@@ -28,7 +28,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
-from resilient_train.errors import ConfigError
+from resilient_train.errors import ConfigError, UsageError
 from resilient_train.session import Session
 
 _SKIP = "the batches that are done with"
@@ -36,6 +36,9 @@ _SKIP = "the batches that are done with"
 
 _LOOP = ("_inner_training_loop", "_run_epoch", "_init_training_state", "_prepare_for_training", "_finalize_training")
 """What the order of things depends on. Nobody else may have changed them."""
+
+_FREE = ("__init__", "train", "_save_checkpoint")
+"""Of our methods, those that a subclass may have of its own."""
 
 _COUNTS = (
     "_total_loss_scalar",
@@ -132,8 +135,16 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
             where["resume_from_checkpoint"] = _SKIP
             skipped = where["steps_trained_in_current_epoch"] // self.args.gradient_accumulation_steps
         self._place.begin(epoch, skipped)
-        where["train_dataloader"].set_epoch(epoch)  # the Trainer sets it behind the skipping, where it arrives nowhere
+        if hasattr(where["train_dataloader"], "set_epoch"):
+            where["train_dataloader"].set_epoch(
+                epoch
+            )  # the Trainer does it behind the skipping, where it arrives nowhere
         super()._run_epoch(**where)
+        if self._losses.left:
+            raise UsageError(
+                "transformers: a callback has stopped the loop in the middle of a window, whose update was made with "
+                "its first batch: set should_training_stop or should_epoch_stop in on_step_end"
+            )
 
     def _count_on(self) -> None:
         """The loop has set all counts to their beginning."""
@@ -304,6 +315,11 @@ class _Losses:
         """The next loss, in the order of the batches."""
         return self._kept.popleft()[0]
 
+    @property
+    def left(self) -> bool:
+        """Whether the loop has left out some."""
+        return bool(self._kept)
+
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         total, work = (trainer._tr_loss, trainer.current_flos) if self._runs else self._added()  # noqa: SLF001 - as below
@@ -356,7 +372,7 @@ def _refuse(problem: str) -> None:
 def _problem_of_class(kind: type) -> str:
     """The methods that make the update are ours, and the loop around them is the Trainer's as we know it."""
     for name, mine in vars(ResilientTrainer).items():
-        if callable(mine) and name != "__init__" and getattr(kind, name) is not mine:
+        if callable(mine) and name not in _FREE and getattr(kind, name) is not mine:
             return f"{kind.__name__}.{name} hides ResilientTrainer's: write class X(ResilientTrainer, YourTrainer)"
     for name in _LOOP:
         if not hasattr(Trainer, name):

@@ -54,6 +54,13 @@ def test_a_job_that_ended_is_started_again(tmp_path: Path) -> None:
     assert_same(train(tmp_path / "run", JOB, "--save", "4"), quiet)
 
 
+@pytest.mark.timeout(1200)
+def test_a_refusal_ends_the_job(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", JOB, "--eval-on-start", code=2)
+    (end,) = run.of("job_end")
+    assert end["detail"]["reason"].count("transformers: TrainingArguments(eval_on_start=...) is not supported") == 1
+
+
 class Data(Dataset):
     def __len__(self) -> int:
         return 8

@@ -28,8 +28,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
+from resilient_train import config
 from resilient_train.errors import ConfigError, UsageError
 from resilient_train.session import Session
+from resilient_train.session.link import refuse
 
 _SKIP = "the batches that are done with"
 """In place of a checkpoint's folder: the Trainer skips batches if there is one."""
@@ -87,9 +89,9 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. Raises ConfigError for what can't be repaired, and for a checkpoint of the Trainer's."""
         if resume_from_checkpoint:
-            raise ConfigError(
-                "transformers: train(resume_from_checkpoint=...) is not supported: the Session goes on from its own "
-                "newest checkpoint in the run directory; to begin with other weights load them into the model"
+            _refuse(
+                "train(resume_from_checkpoint=...) is not supported: the Session goes on from its own newest checkpoint "
+                "in the run directory; to begin with other weights load them into the model"
             )
         return super().train(None, *args, **kwargs)
 
@@ -365,8 +367,14 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse(problem: str) -> None:
-    if problem:
-        raise ConfigError(f"transformers: {problem}")
+    """Before the Session: the agent is told as well, and ends the job with exit code 2."""
+    if not problem:
+        return
+    told = f"transformers: {problem}"
+    link = config.read_link()
+    if link is not None:
+        refuse(link, told)
+    raise ConfigError(told)
 
 
 def _problem_of_class(kind: type) -> str:

@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--save", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--eval-on-start", action="store_true")
     parser.add_argument("--kind", choices=KINDS, default="resilient")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -69,6 +70,7 @@ def main() -> None:
         gradient_accumulation_steps=asked.accumulate, learning_rate=1e-2, warmup_steps=4, max_grad_norm=0.5,
         logging_steps=7, eval_strategy="steps", eval_steps=5, save_strategy="steps", save_steps=5, save_total_limit=2,
         include_num_input_tokens_seen="all", report_to="none", disable_tqdm=True, log_level="error",
+        eval_on_start=asked.eval_on_start,
     )  # fmt: skip
     set_seed(7)
     shape = GPT2Config(

@@ -90,8 +90,8 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
         """As the Trainer's. Raises ConfigError for what can't be repaired, and for a checkpoint of the Trainer's."""
         if resume_from_checkpoint:
             _refuse(
-                "train(resume_from_checkpoint=...) is not supported: the Session goes on from its own newest checkpoint "
-                "in the run directory; to begin with other weights load them into the model"
+                "train(resume_from_checkpoint=...) is not supported: the Session goes on from its own newest "
+                "checkpoint in the run directory; to begin with other weights load them into the model"
             )
         return super().train(None, *args, **kwargs)
 

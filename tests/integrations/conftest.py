@@ -7,5 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 collect_ignore = [
-    f"test_{library}.py" for library in ("lightning", "accelerate") if importlib.util.find_spec(library) is None
+    f"test_{library}.py"
+    for library in ("lightning", "accelerate", "transformers")
+    if importlib.util.find_spec(library) is None
 ]

@@ -13,25 +13,49 @@ EVERYWHERE = (
 )
 """Of 30 steps in three epochs; step 19 is the last of an epoch."""
 
+IN_WINDOWS = (
+    "kill rank=1 step=2 phase=COMPUTE at=backward; kill rank=0 step=5 phase=UPDATING; "
+    "hcce rank=1 step=7 incarnation=1; kill rank=1 step=8 phase=APPLIED at=end incarnation=1; "
+    "kill rank=0 step=10 phase=READY at=barrier incarnation=1"
+)
+"""Of 12 steps, each a window of three batches or, at an epoch's end, of one; four to an epoch."""
 
-def train(run_dir: Path, script: str, *arguments: str, plan: str = "") -> Run:
+
+def train(
+    run_dir: Path, script: str, *arguments: str, plan: str = "", code: int = 0, flags: tuple[str, ...] = ()
+) -> Run:
     """Two ranks. New processes import for long, which is not what is tested."""
-    flags = ("--faults", plan) if plan else ()
-    run = launch(run_dir, JOBS / script, *arguments, ranks=2, flags=flags, timeout_s=500)
-    assert run.code == 0, run.explain()
+    faults = ("--faults", plan) if plan else ()
+    run = launch(run_dir, JOBS / script, *arguments, ranks=2, flags=(*flags, *faults), timeout_s=500)
+    assert run.code == code, run.explain()
     return run
 
 
-def assert_recovered(run: Run, quiet: Run, *, faults: int, words: str) -> None:
-    """Both ranks have come to the same parameters, optimizer states, buffers and random numbers, and say so."""
-    assert len(run.of("injected")) == run.recoveries() == faults, run.explain()
+def assert_repaired(folder: Path, script: str, *arguments: str, plan: str) -> None:
+    """Both ranks come to the parameters, optimizer states, buffers and random numbers of the undisturbed run."""
+    quiet = train(folder / "quiet", script, *arguments)
+    run = train(folder / "run", script, *arguments, plan=plan)
+    assert len(run.of("injected")) == run.recoveries() == plan.count("rank="), run.explain()
+    assert_same(run, quiet)
+
+
+def assert_started_again(folder: Path, script: str) -> None:
+    """All ranks are lost, and begin in the middle of an epoch, where the newest checkpoint is."""
+    quiet = train(folder / "quiet", script, "--save", "4")
+    run = train(folder / "run", script, "--save", "4", plan="kill rank=0 step=17; kill rank=1 step=17")
+    assert len(run.of("injected")) == 2
+    assert_same(run, quiet)
+
+
+def assert_same(run: Run, quiet: Run) -> None:
+    """The same bits, of the same data."""
     assert run.of("other_data") == [], run.explain()
     assert run.digests() == quiet.digests(), run.explain()
-    assert ends(run, words) == ends(quiet, words)
+    assert ends(run) == ends(quiet)
 
 
-def ends(run: Run, words: str) -> list[str]:
+def ends(run: Run) -> list[str]:
     """What the ranks say at their ends."""
-    found = sorted(line for line in run.out.splitlines() if words in line)
+    found = sorted(line for line in run.out.splitlines() if " ends: " in line)
     assert len(found) == 2, run.explain()
     return found

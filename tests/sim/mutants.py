@@ -27,10 +27,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from resilient_train.protocol import rank as machine
 from resilient_train.protocol.rank import At, Effects, Rank, State
+from resilient_train.testing.answers import kind_of
 from resilient_train.testing.cluster import Driver, Faults, Layout
 from resilient_train.testing.rank import Program
 from resilient_train.testing.sim import simulate
@@ -82,18 +81,6 @@ class Mutant(NamedTuple):
 
 
 # -- rows: what a row returns is changed
-
-
-def kind_of(state: State) -> str:
-    """The state's class and what tells its behaviour from that of others of its class."""
-    told = []
-    for name in state.__struct_fields__:
-        value = getattr(state, name)
-        if isinstance(value, At):
-            told.append(value.name)
-        elif name != "plan" and value:
-            told.append(type(value).__name__ if isinstance(value, msgspec.Struct) else name)
-    return type(state).__name__ + (f"({','.join(told)})" if told else "")
 
 
 def _row_of(rank: Rank, event: Any) -> str:

@@ -32,8 +32,6 @@ def kind_of_event(event: Any) -> str:
     match event:
         case on.Exit(how=how):
             told.append(how)
-        case on.Ok(value=0):
-            told.append("0")
         case Plan(last=True):
             told.append("last")
         case SaveLast(part=-1):

@@ -75,8 +75,14 @@ MISUSES: dict[str, tuple[At, bool, on.Event]] = {
     "enters twice behind a cut": (At.HEAD, False, on.Enter()),
     "leaves behind a cut": (At.HEAD, False, on.Over()),
     CHANGES_UNSEEN: (At.BODY, False, on.Exit()),
+    "fails": (At.BODY, False, on.Exit("error", "the script's")),
+    "fails in the update": (At.REDUCED, True, on.Exit("error", "the script's")),
+    "fails in the tail": (At.TAIL, True, on.Exit("error", "the script's")),
+    "leaves its body": (At.BODY, False, on.Exit("leaves")),
 }
-"""Where each is done, whether an optimizer has written by then, and what the session sees of it."""
+"""Where each is done, whether an optimizer has written by then, and what the session sees of it: what the documentation
+forbids, and a script's own errors.
+"""
 
 
 VISIBLE = (
@@ -123,7 +129,7 @@ class SimRank:
         *("called", "connected", "heard", "tries"),
         *("copying", "cut", "entered", "grad", "grads", "incarnation", "laid", "layout", "listens", "machine", "mode"),
         *("model", "offer", "outside", "own", "pending", "pulled", "rank", "saved", "shown", "start", "step"),
-        *("swallowed", "tail_index", "tails", "todo", "undo", "unseen", "untold", "writer"),
+        *("swallowed", "tail_index", "tails", "todo", "undo", "unseen", "untold", "wrong", "writer"),
     )
 
     def __init__(self, rank: int, incarnation: int, machine: Rank) -> None:
@@ -174,6 +180,8 @@ class SimRank:
         """The generation whose groups this process has."""
         self.tries = 0
         """How often the window was begun again."""
+        self.wrong = False
+        """The script has failed by itself: where its code would go on, its process ends."""
         self._key: int | None = None
 
     def copy(self) -> SimRank:
@@ -481,6 +489,10 @@ class SimRank:
 
     def _return(self, world: World, effect: fx.Return) -> None:
         """The user's code goes on."""
+        if self.wrong:
+            require(not effect.value, f"rank {self.rank} is to run again what has failed by itself")
+            world.leave_with_error(self)
+            return
         program = world.program
         wanted = (_EXIT, _CALL) if effect.value else (_HOOK, _EXIT, _OTHER)
         require(self.called in wanted, f"rank {self.rank} is answered what it has not asked")
@@ -574,10 +586,13 @@ class SimRank:
             self.called = _OTHER
             self.feed(world, on.Enter())
 
-    def _return_end(self, _: World, __: fx.Effect) -> None:
+    def _return_end(self, world: World, _: fx.Effect) -> None:
         require(self.called == _HEAD, f"rank {self.rank} leaves its loop from within")
         self._has_looked("ends")
         require(self.mode is fx.Mode.DIRECT, f"rank {self.rank} is behind its loop in mode {self.mode}")
+        if world.program.breaks and not self.breaks:  # it was told, and says so itself all the same
+            self.breaks = True
+            self.feed(world, on.Over(self.stopped(world)))
         self.at, self.connected = At.LEFT, False
 
     def _cut(self, world: World, _: fx.Effect) -> None:
@@ -771,9 +786,10 @@ class SimRank:
         return [_NEXT_CALL[self.at]]
 
     def _misuses(self, world: World) -> bool:
-        at, written, _ = MISUSES[world.program.misuse]
+        at, written, event = MISUSES[world.program.misuse]
         where = self.behind_cut if at is At.HEAD else written == (self.writer > 0)
-        return self.at is at and where and not self.outside and self._late(world)
+        explained = at is At.BODY and isinstance(event, on.Exit) and event.how == "error" and self.stopped(world)
+        return self.at is at and where and not self.outside and self._late(world) and not explained
 
     def _late(self, world: World) -> bool:
         return self.machine.standing.commits >= len(world.layout.tails) - 1
@@ -783,7 +799,9 @@ class SimRank:
         kind = world.program.misuse
         self.called = _OTHER
         self.unseen = kind == CHANGES_UNSEEN
-        self.feed(world, MISUSES[kind][2])
+        event = MISUSES[kind][2]
+        self.wrong = isinstance(event, on.Exit) and event.how != "ok"
+        self.feed(world, event)
         require(not self.alive, f"rank {self.rank} {kind}, and nobody has told it")
 
     def _connect(self, world: World) -> None:

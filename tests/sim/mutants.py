@@ -58,6 +58,8 @@ JOBS: dict[str, tuple[Layout | None, Faults | None]] = {
     "scaler": (Layout(2, (0, 0, 0), program=Program(accumulate=2, scaler=True)), Faults(kills=1, damages=2)),
     "lost": (Layout(3, (1, 1)), Faults(cuts=1, heard=2, glitches=2, damages=1)),
     "failures": (Layout(3, (1, 1)), Faults(kills=2, failures=3)),
+    "rest": (Layout(2, (0, 1), program=Program(accumulate=3, rest=2)), Faults(kills=2, glitches=1)),
+    "scratches": (Layout(3, (1, 0), program=Program(optimizers=2)), Faults(kills=1, scratches=2)),
     "swallows": (Layout(2, (1, 0), program=Program(optimizers=2, swallows=True)), Faults(glitches=2, damages=2)),
 }
 """Where the jobs that seeds draw come to something too seldom: others, whose schedules the seeds draw."""

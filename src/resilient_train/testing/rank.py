@@ -56,6 +56,8 @@ class Program(NamedTuple):
     """A gradient scaler refuses some updates: of each three the second, and of the third the last optimizer's part."""
     swallows: bool = False
     """It goes on in a body that the hook of an optimizer has left."""
+    rest: int = 0
+    """So many bodies behind the last update, too few for another one."""
     misuse: str = ""
     """One of MISUSES, done from the last update but one on: the job ends with an error."""
 
@@ -79,6 +81,7 @@ MISUSES: dict[str, tuple[At, bool, on.Event]] = {
     "fails in the update": (At.REDUCED, True, on.Exit("error", "the script's")),
     "fails in the tail": (At.TAIL, True, on.Exit("error", "the script's")),
     "leaves its body": (At.BODY, False, on.Exit("leaves")),
+    "leaves in the update": (At.REDUCED, True, on.Exit("leaves")),
 }
 """Where each is done, whether an optimizer has written by then, and what the session sees of it: what the documentation
 forbids, and a script's own errors.
@@ -379,7 +382,7 @@ class SimRank:
             self.shown, world.words[self.rank] = _SILENT, (None, None)
             return
         require(self.shown != _COPIED, f"rank {self.rank} shows a copy")
-        if effect.where != "target":
+        if effect.where != "target" and self.shown != commits:  # behind a rest that was the end it shows the same
             self._has_looked("shows the next")
         self.shown, word = commits, (commits, self.model)
         world.words[self.rank] = (even, word) if commits % 2 else (word, odd)
@@ -567,7 +570,8 @@ class SimRank:
         self.behind_cut = self.swallowed = self.outside = False
         self.step = self.machine.number
         commits = self.machine.standing.commits
-        require(commits < len(world.layout.tails), f"rank {self.rank} begins a step that no other rank runs")
+        rest = self.machine.place < world.program.rest
+        require(commits < len(world.layout.tails) or rest, f"rank {self.rank} begins a step that no other rank runs")
         require(not self.unseen, f"rank {self.rank} trains on with a change that nobody has seen")
         counted = (self.tries > 0) is (self.machine.attempt > 0)
         require(counted, f"rank {self.rank} is told attempt {self.machine.attempt}, and has tried {self.tries} times")
@@ -816,7 +820,7 @@ class SimRank:
         self.feed(world, on.Over(stopped) if self.breaks else on.Next(self._total(world), stopped))
 
     def _total(self, world: World) -> int:
-        return (len(world.layout.tails) + world.program.breaks) * world.program.accumulate
+        return (len(world.layout.tails) + world.program.breaks) * world.program.accumulate + world.program.rest
 
     def _interrupted(self, world: World) -> None:
         require(self._may_be_left(world), f"rank {self.rank} is interrupted at {self.at.name}")
@@ -939,8 +943,13 @@ class SimRank:
             self.untold = self.at is At.WRITE
             self.feed(world, on.Exit("fault", "failed", damaged=self.untold, lost=self.untold))
 
-    def lose_data(self, world: World) -> None:
-        """Memory of this rank's is damaged."""
+    def lose_data(self, world: World, *, state: bool = True) -> None:
+        """Memory of this rank's is damaged; where ``state`` is False none of the replicated state was in it."""
+        if not state:
+            self.untold = self.cut = True
+            self.called = _EXIT
+            self.feed(world, on.Exit("fault", "lost data", damaged=True))
+            return
         self.model = values.TORN
         if self.pending is not None:
             self.heard = True
@@ -948,6 +957,12 @@ class SimRank:
         self.untold = self.cut = True
         self.called = _EXIT
         self.feed(world, on.Exit("fault", "lost data", damaged=True, lost=True))
+
+    def hear_of_the_end(self, world: World) -> None:
+        """The job ends: what this rank waits for in the user's code raises SystemExit, which goes through that."""
+        if self.pending is not None and not self.todo and self.called in (_HOOK, _CALL):
+            self.pending, self.wrong, self.called = None, True, _OTHER
+            self.feed(world, on.Exit("leaves"))
 
     def _nothing_but_told(self, _: World, __: fx.Effect) -> None:
         """Somebody reads it."""

@@ -203,6 +203,8 @@ class World:
             found += [Move("fault", rank.rank, "cut") for rank in alive if rank.at is At.WRITE and rank.idle]
         if self.budget.glitches:
             found += [Move("fault", rank.rank, "glitch") for rank in alive if rank.in_collective]
+            talking = [rank for rank in alive if rank.at is At.WRITE and rank.idle] if self.program.talks else []
+            found += [Move("fault", rank.rank, "glitch") for rank in talking]
         if self.budget.failures:
             found += [Move("fault", rank.rank, "failure") for rank in alive if rank.can_fail]
         if self.budget.damages:

@@ -56,6 +56,8 @@ class Program(NamedTuple):
     """A gradient scaler refuses some updates: of each three the second, and of the third the last optimizer's part."""
     swallows: bool = False
     """It goes on in a body that the hook of an optimizer has left."""
+    talks: bool = False
+    """Its optimizers call collectives, under ``undo``."""
     rest: int = 0
     """So many bodies behind the last update, too few for another one."""
     misuse: str = ""
@@ -80,6 +82,7 @@ MISUSES: dict[str, tuple[At, bool, on.Event]] = {
     "fails": (At.BODY, False, on.Exit("error", "the script's")),
     "fails in the update": (At.REDUCED, True, on.Exit("error", "the script's")),
     "fails in the tail": (At.TAIL, True, on.Exit("error", "the script's")),
+    "fails as it writes": (At.WRITE, False, on.Exit("error", "the script's")),
     "leaves its body": (At.BODY, False, on.Exit("leaves")),
     "leaves in the update": (At.REDUCED, True, on.Exit("leaves")),
 }
@@ -792,7 +795,8 @@ class SimRank:
     def _misuses(self, world: World) -> bool:
         at, written, event = MISUSES[world.program.misuse]
         where = self.behind_cut if at is At.HEAD else written == (self.writer > 0)
-        explained = at is At.BODY and isinstance(event, on.Exit) and event.how == "error" and self.stopped(world)
+        redone = at is At.BODY or (at is At.WRITE and world.program.undo)
+        explained = redone and isinstance(event, on.Exit) and event.how == "error" and self.stopped(world)
         return self.at is at and where and not self.outside and self._late(world) and not explained
 
     def _late(self, world: World) -> bool:
@@ -940,7 +944,7 @@ class SimRank:
             self._receive(world, "finds them failed")
         else:
             self.cut, self.called = True, _EXIT
-            self.untold = self.at is At.WRITE
+            self.untold = self.at is At.WRITE and not world.program.talks
             self.feed(world, on.Exit("fault", "failed", damaged=self.untold, lost=self.untold))
 
     def lose_data(self, world: World, *, state: bool = True) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from resilient_train import interrupt
 from resilient_train.errors import ProtocolError
 from resilient_train.protocol import rank as machine
 from resilient_train.protocol import rank_effects as do
@@ -350,6 +352,11 @@ def test_bodies_behind_the_last_update_run_again_too() -> None:
         rank.on(event)
     assert names(rank.on(Resume(1)))[-1] == "ReturnStep"
     assert (rank.number, rank.attempt) == (0, 1)
+
+
+def test_no_interrupt_between_an_event_and_its_effects() -> None:
+    """A body is armed while its end, or an optimizer's hook, is told to the machine."""
+    assert interrupt._on_top_unsafe(cast("Any", SimpleNamespace(f_globals=vars(machine))))
 
 
 def test_who_comes_after_a_break_ends_too() -> None:

@@ -375,6 +375,12 @@ def test_the_last_snapshot() -> None:
     assert names(rank.on(on.Stopped())) == ["Quiesce"], "a fault in it is a recovery like any other"
 
 
+def test_who_is_asked_to_end_at_the_end_finishes() -> None:
+    at_the_end = (on.Begin(1, 0), *IN_TAIL[1:], on.Exit(), on.Next(1, stopped=True))
+    rank = rank_after(*recovering(Plan(1, 1, {}, last=True), *at_the_end), on.Ok())
+    assert "SendFinish" in names(rank.on(Resume(1)))
+
+
 def test_the_last_snapshot_of_who_is_left() -> None:
     rank = rank_after(*recovering(SAVE, *READY, on.Stopped()))
     assert rank.state == Save(At.HOOK)

@@ -89,6 +89,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A gradient norm from this on is an anomaly (``TRE``), as one that is not finite always is."""
     loss_threshold: float = float("inf")
     """The same for the loss."""
+    trace: bool = False
+    """Each rank writes every event of its machine, and what that wants done, see ``session/rank_trace.py``."""
     transfer: str = "auto"
     """How state reaches a replacement: ``memory`` (same host), ``group`` (over the process group), ``auto``."""
 

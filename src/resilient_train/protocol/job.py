@@ -70,7 +70,7 @@ class Job:
         self.done: set[int] = set()
         self.finished: set[int] = set()
         self.over = False
-        """Some rank's loop has ended, see ``messages.Resume``."""
+        """Some rank's loop has ended, see ``messages.Resume``. That rank may be lost before it."""
         self.pause_at: int | None = None
         """All are to stop before this step, or at the next head behind it; None: nobody wants it."""
         self.step = 0
@@ -89,7 +89,6 @@ class Job:
         self.generation += 1
         self.stage = Stage.RECOVERING
         self.plan = None
-        self.over = False
         for answers in (self.joined, self.done, self.finished):
             answers.clear()
         detail: dict[str, object] = {"lost": list(lost), "reason": reason, "strategy": by}
@@ -125,7 +124,8 @@ class Job:
     def resume(self) -> list[Send]:
         """All train."""
         tolerated = tuple(sorted({step for _, step in self.anomalies}))
-        return self.to_all(Resume(self.generation, self.over, tolerated))
+        resume, self.over = Resume(self.generation, self.over, tolerated), False
+        return self.to_all(resume)
 
     def to_all(self, message: Stop | Plan | Resume | Paused | Finished | End) -> list[Send]:
         """A frame for each rank."""

@@ -19,7 +19,7 @@ from common import HERE, BenchmarkError, Case, Table, launcher, log_tail, show, 
 
 from resilient_train.child import sigterm_unwinds
 from resilient_train.errors import ResilientError
-from resilient_train.launch.cli.asking import Follower, Patience, ask, find
+from resilient_train.launch.cli.asking import AnnouncedWait, Follower, ask, find
 from resilient_train.protocol.messages import Pause, Query, Unpause
 
 JOB = HERE.parent / "tests" / "process" / "jobs" / "train.py"
@@ -50,7 +50,7 @@ def measure(run: Path, rng: random.Random, limit_s: float) -> tuple[float, float
 
 def await_training(run: Path, limit_s: float) -> None:
     """Until three updates are made: what is done once, in the first steps, is no step."""
-    find(run, Patience(limit_s, lambda _: None))
+    find(run, AnnouncedWait(limit_s, lambda _: None))
     deadline = time.monotonic() + limit_s
     while commits(run) < 3:
         if time.monotonic() > deadline:

@@ -9,7 +9,7 @@ from resilient_train._native import Board
 from resilient_train.launch.agent.console_text import told
 from resilient_train.launch.agent.pauses import Pauses
 from resilient_train.observe.history import read_history
-from resilient_train.observe.timeline import Outcome, recoveries
+from resilient_train.observe.timeline import RecoveryOutcome, recoveries
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
@@ -251,5 +251,5 @@ def test_a_pause_is_neither_training_nor_recovery() -> None:
     events = [*beginning(), pause[0], *again, at(7351, "paused", -1, 2, step=40), at(22_000, "resumed", -1, 2), last]
     assert read_history([events]).step_s == pytest.approx(5.0 / 110, rel=1e-3)
     (recovery,) = recoveries(events)
-    assert recovery.outcome is Outcome.RESUMED
+    assert recovery.outcome is RecoveryOutcome.RESUMED
     assert recovery.total_ms == pytest.approx(351)

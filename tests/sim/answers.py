@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mutants import JOBS
 
 from resilient_train.testing.answers import answering
-from resilient_train.testing.cluster import Driver
+from resilient_train.testing.cluster import DrivenParts
 from resilient_train.testing.sim import simulate
 
 LIST = Path(__file__).with_name("answers.txt")
@@ -40,7 +40,7 @@ def shown(how: str) -> set[str]:
     _, seed, *job = how.split(" ", 2)
     layout, faults = JOBS["".join(job)]
     seen: set[str] = set()
-    simulate(int(seed), driver=Driver(rank=answering(seen)), layout=layout, faults=faults)
+    simulate(int(seed), driver=DrivenParts(rank=answering(seen)), layout=layout, faults=faults)
     return seen
 
 

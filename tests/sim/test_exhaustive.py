@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from resilient_train.testing.answers import answering
-from resilient_train.testing.cluster import Driver, Faults, Layout
+from resilient_train.testing.cluster import DrivenParts, Faults, Layout
 from resilient_train.testing.explore import explore
 from resilient_train.testing.rank import Program
 
@@ -60,7 +60,7 @@ DEEP_WORLDS = [
 @pytest.mark.parametrize(("layout", "faults"), WORLDS)
 def test_every_interleaving_is_safe_and_ends(layout: Layout, faults: Faults) -> None:
     answers: set[str] = set()
-    seen = explore(layout, faults, Driver(rank=answering(answers), two_witnesses=False))
+    seen = explore(layout, faults, DrivenParts(rank=answering(answers), two_witnesses=False))
     print(f"{seen.states} states, {seen.transitions} transitions, {seen.finals} ends")
     assert seen.complete
     assert seen.states > 1000

@@ -36,7 +36,7 @@ def kind_of_event(event: Any) -> str:
             told.append("last")
         case SaveLast(part=-1):
             told.append("no part")
-    told += [name for name in ("stopped", "damaged", "lost", "over") if getattr(event, name, False)]
+    told += [name for name in ("stopped", "pauses", "damaged", "lost", "over") if getattr(event, name, False)]
     return type(event).__name__ + (f"({','.join(told)})" if told else "")
 
 

@@ -85,6 +85,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a standby may take from the script's first line to where it waits (depth ``built``)."""
     drill_records: bool = False
     """Each rank writes a digest of each part of its state before each step, as ``resilient-train drill`` wants it."""
+    trace: bool = False
+    """Each rank writes every event of its machine, and what that wants done, see ``session/rank_trace.py``."""
     transfer: str = "auto"
     """How state reaches a replacement: ``memory`` (same host), ``group`` (over the process group), ``auto``."""
 

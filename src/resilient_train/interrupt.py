@@ -33,7 +33,7 @@ from resilient_train.errors import TrainingInterrupted
 SIGNAL = signal.SIGURG
 STACKS_SIGNAL = signal.SIGRTMIN + 4
 """Asks a rank for its Python stacks, see ``session/pulse.py``."""
-_OURS = ("resilient_train.session", "resilient_train.frameworks", "resilient_train.interrupt")
+_OURS = tuple(f"resilient_train.{room}" for room in ("session", "frameworks", "interrupt", "protocol"))
 _WHOLE_CALLS = frozenset({"__del__", "__enter__", "__exit__", "__aenter__", "__aexit__"})
 _WHOLE_MODULES = ("importlib._bootstrap", "logging")
 _LOCKING_MODULES = ("threading", "queue", "multiprocessing.", "concurrent.futures.")

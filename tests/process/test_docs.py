@@ -120,7 +120,7 @@ class Shell:
             case "torchrun":
                 return self.run([sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]])
             case "python":
-                return self.run([sys.executable, *words[1:]])
+                return self.run([sys.executable, *map(self.here, words[1:])])
         return self.run(["bash", "-c", " ".join(map(self.here, words))])
 
     def run(self, command: list[str]) -> str:

@@ -35,7 +35,6 @@ from resilient_train.protocol import messages as m
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.progress import Activity
-from resilient_train.protocol.rank import Rank
 from resilient_train.session.comparison import Comparison
 from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
@@ -48,6 +47,7 @@ from resilient_train.session.link import Link, leave
 from resilient_train.session.loader import Cursor, Drawn
 from resilient_train.session.publication import Publication
 from resilient_train.session.pulse import Pulse
+from resilient_train.session.rank_trace import RankTrace
 from resilient_train.session.rebuild import build_groups
 from resilient_train.session.saving import Saving
 from resilient_train.session.step import Step
@@ -79,7 +79,8 @@ class Driver:
         self._peers = self._link.peers
         self._verdict_timeout_s = settings.verdict_timeout_s
         self._optimizers = {id(optimizer): index for index, optimizer in enumerate(objects.optimizers)}
-        self._rank = Rank(
+        self._trace = RankTrace(agent, wanted=settings.trace)
+        self._rank = self._trace.machine(
             agent.rank,
             generation=self._link.generation,
             joining=agent.joining,
@@ -672,6 +673,7 @@ class Driver:
         self.saving.close()
         self._pulse.close()
         self._records.close()
+        self._trace.close()
         self._sink.close()
         self._injector.close()
         self._link.close()

@@ -128,6 +128,20 @@ def test_who_speaks_of_the_past_is_not_heard() -> None:
     assert controller.finish(0, 0, 1) == []
 
 
+def test_that_a_loop_is_over_outlives_the_rank_that_knew_it() -> None:
+    """As it was: of three ranks behind a `break` each died before the recovery of the one before it was over."""
+    controller = running()
+    controller.lost(1, 0, "died", COMPUTE_0)
+    recover(controller, 1)
+    controller.done(0, 0, 1, over=True)
+    controller.lost(0, 0, "died", COMPUTE_0)
+    for rank, incarnation in ((0, 1), (1, 1), (2, 0)):
+        controller.joined(rank, incarnation, Joined(2, 0, Phase.COMPUTE, rank == 2, 0, ()))
+    resumed = [sent(controller.done(rank, incarnation, 2), Resume) for rank, incarnation in ((0, 1), (1, 1), (2, 0))]
+    assert resumed[-1] == [Resume(2, over=True)] * 3
+    assert not controller.job.over, "a recovery after this one asks anew"
+
+
 def test_a_second_fault_starts_over_and_keeps_the_evidence() -> None:
     controller = running()
     controller.lost(1, 0, "died", COMPUTE_0)

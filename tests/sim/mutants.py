@@ -27,10 +27,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from resilient_train.protocol import rank as machine
 from resilient_train.protocol.rank import At, Effects, Rank, State
+from resilient_train.testing.answers import kind_of
 from resilient_train.testing.cluster import Driver, Faults, Layout
 from resilient_train.testing.rank import Program
 from resilient_train.testing.sim import simulate
@@ -59,6 +58,11 @@ JOBS: dict[str, tuple[Layout | None, Faults | None]] = {
     "scaler": (Layout(2, (0, 0, 0), program=Program(accumulate=2, scaler=True)), Faults(kills=1, damages=2)),
     "lost": (Layout(3, (1, 1)), Faults(cuts=1, heard=2, glitches=2, damages=1)),
     "failures": (Layout(3, (1, 1)), Faults(kills=2, failures=3)),
+    "misled": (Layout(3, (3, 3, 3), replaces=False), Faults(kills=1, failures=3)),
+    "talks": (Layout(2, (0, 0), program=Program(undo=True, talks=True)), Faults(kills=1, glitches=2)),
+    "fails": (Layout(2, (0, 0), program=Program(undo=True, misuse="fails as it writes")), Faults(kills=1)),
+    "rest": (Layout(2, (0, 1), program=Program(accumulate=3, rest=2)), Faults(kills=2, glitches=1)),
+    "scratches": (Layout(3, (1, 0), program=Program(optimizers=2)), Faults(kills=1, scratches=2)),
     "swallows": (Layout(2, (1, 0), program=Program(optimizers=2, swallows=True)), Faults(glitches=2, damages=2)),
 }
 """Where the jobs that seeds draw come to something too seldom: others, whose schedules the seeds draw."""
@@ -82,18 +86,6 @@ class Mutant(NamedTuple):
 
 
 # -- rows: what a row returns is changed
-
-
-def kind_of(state: State) -> str:
-    """The state's class and what tells its behaviour from that of others of its class."""
-    told = []
-    for name in state.__struct_fields__:
-        value = getattr(state, name)
-        if isinstance(value, At):
-            told.append(value.name)
-        elif name != "plan" and value:
-            told.append(type(value).__name__ if isinstance(value, msgspec.Struct) else name)
-    return type(state).__name__ + (f"({','.join(told)})" if told else "")
 
 
 def _row_of(rank: Rank, event: Any) -> str:

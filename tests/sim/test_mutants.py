@@ -38,7 +38,6 @@ UNVISITED = {
     "Drain+UpdateEnds": NO_UPDATE,
     "Open+Over": "the loop is left before a body that was drawn: tests/pure/test_rank.py, tests/process/test_loops.py",
     "Setup+Over": NOTHING_BEGUN,
-    "Left+Over": ENDED,
     "Left+Next": ENDED,
     "Left+Exit": ENDED,
     "Left+UpdateBegins": ENDED,

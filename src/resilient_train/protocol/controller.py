@@ -287,7 +287,8 @@ class Controller:
         job.stage = Stage.RUNNING
         job.evidence.clear()
         job.patience.reached(job.plan.commits)
-        return [Note("resumed", detail={"commits": job.plan.commits}), *job.to_all(Resume(job.generation, job.over))]
+        resume, job.over = Resume(job.generation, job.over), False
+        return [Note("resumed", detail={"commits": job.plan.commits}), *job.to_all(resume)]
 
     # -- the end
 

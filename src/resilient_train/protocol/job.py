@@ -69,7 +69,7 @@ class Job:
         self.done: set[int] = set()
         self.finished: set[int] = set()
         self.over = False
-        """Some rank's loop has ended, see ``messages.Resume``."""
+        """Some rank's loop has ended, see ``messages.Resume``. That rank may be lost before it."""
 
     # -- what is done to all
 
@@ -78,7 +78,6 @@ class Job:
         self.generation += 1
         self.stage = Stage.RECOVERING
         self.plan = None
-        self.over = False
         for answers in (self.joined, self.done, self.finished):
             answers.clear()
         detail: dict[str, object] = {"lost": list(lost), "reason": reason, "strategy": by}

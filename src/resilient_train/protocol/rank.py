@@ -462,8 +462,7 @@ def _head(rank: Rank, *, stopped: bool) -> Effects:
     """The head of the loop, with nothing left to do."""
     if stopped:
         return _quiet(rank, At.HEAD)
-    if rank.over or rank.number >= rank.total:
-        rank.over = True
+    if rank.over or rank.number >= rank.total:  # not over by its number: a recovery may take the last bodies back
         rank.state = Finish()
         return (do.ShowState("end"), do.SendFinish(), do.AwaitFinished())
     rank.state = _OPEN
@@ -523,6 +522,13 @@ def _exit_in_drain(rank: Rank, _: Drain, event: on.Exit) -> Effects:
     if event.lost:
         rank.state = Drain(text=event.text)  # no part in a plan that counts on this rank's state
     return (*_told_damage(rank, event), _AGAIN)
+
+
+@_row((Verify, Barrier, Ask, Quiet, Agree, Build, Save), on.Exit)
+def _thrown_out(rank: Rank, _: State, __: on.Exit) -> Effects:
+    # What it waited for has raised: the job's end, as a rule. That goes through the user's code, and ends the process.
+    rank.state = _LEFT
+    return _JUST_RETURN
 
 
 @_row((Body, Tail, Update, Drain), on.Enter)

@@ -33,7 +33,7 @@ def begin(fault: Fault, job: Job) -> list[Command]:
     """Nothing of what the ranks had done counts any more."""
     if fault.kind is not Kind.AT_START:
         job.stage = Stage.STARTING
-        job.plan = None
+        job.plan, job.over = None, False
         job.patience.start_again()
         for memory in (job.joined, job.done, job.finished, job.evidence):
             memory.clear()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from resilient_train.protocol.messages import Plan
 from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.testing import values
 
 if TYPE_CHECKING:
     from resilient_train.testing.cluster import World
@@ -104,4 +105,7 @@ def check_final(world: World) -> None:
         commits, model = rank.machine.standing.commits, world.chains.model[world.shard[rank.rank]][total]
         require(commits == total, f"rank {rank.rank} left after {commits} updates")
         require(rank.model == model, f"rank {rank.rank} left with another model")
-        require(rank.own == world.chains.own[rank.rank][total], f"rank {rank.rank} left with another state of its own")
+        own = world.chains.own[rank.rank][total]
+        for _ in range(world.program.rest):
+            own = values.used(values.drawn(own))
+        require(rank.own == own, f"rank {rank.rank} left with another state of its own")

@@ -61,8 +61,10 @@ class Faults(NamedTuple):
     """A collective fails although nobody died."""
     damages: int = 0
     """A rank's memory loses data in the middle of a step (UCE)."""
+    scratches: int = 0
+    """The same, where no state is."""
     heard: int = 0
-    """The same, which a rank hears of when its device comes to rest."""
+    """A rank hears of lost data when its device comes to rest."""
     fences: int = 0
     """A phase of a recovery takes too long. Whoever is silent may only be slow."""
     hangs: int = 0
@@ -115,7 +117,8 @@ OVER = "over"
 Log = tuple[int, tuple[tuple[int, int, int | str | None], ...]]
 """Of which update's tail, and its collectives by index: input, and the result where it was published; or OVER."""
 BUDGETS = {
-    "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "loss": "heard", "fence": "fences",
+    "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "scratch": "scratches",
+    "loss": "heard", "fence": "fences",
     "hang": "hangs", "failure": "failures", "asked to end": "asked",
 }  # fmt: skip
 _POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
@@ -200,10 +203,14 @@ class World:
             found += [Move("fault", rank.rank, "cut") for rank in alive if rank.at is At.WRITE and rank.idle]
         if self.budget.glitches:
             found += [Move("fault", rank.rank, "glitch") for rank in alive if rank.in_collective]
+            talking = [rank for rank in alive if rank.at is At.WRITE and rank.idle] if self.program.talks else []
+            found += [Move("fault", rank.rank, "glitch") for rank in talking]
         if self.budget.failures:
             found += [Move("fault", rank.rank, "failure") for rank in alive if rank.can_fail]
         if self.budget.damages:
             found += [Move("fault", rank.rank, "damage") for rank in alive if rank.in_body]
+        if self.budget.scratches:
+            found += [Move("fault", rank.rank, "scratch") for rank in alive if rank.in_body]
         if self.budget.heard:
             found += [Move("fault", rank.rank, "loss") for rank in alive if rank.at_rest]
         if self.budget.asked and self.controller.job.stage in (Stage.RUNNING, Stage.RECOVERING):
@@ -243,8 +250,8 @@ class World:
         elif move.name == "asked to end":
             self.controller = self.controller.copy()
             self.carry_out(self.controller.leave(143, "asked"))
-        elif move.name in ("damage", "loss"):
-            self.writable(move.about).lose_data(self)
+        elif move.name in ("damage", "loss", "scratch"):
+            self.writable(move.about).lose_data(self, state=move.name != "scratch")
         else:
             self.writable(move.about).fail(self)
 
@@ -336,6 +343,8 @@ class World:
                 case EndJob():
                     self.ended = command
                     checks.check_end(self)
+                    for rank in range(self.layout.world_size):
+                        self.writable(rank).hear_of_the_end(self)
                 case _:
                     pass
 

@@ -56,6 +56,10 @@ class Program(NamedTuple):
     """A gradient scaler refuses some updates: of each three the second, and of the third the last optimizer's part."""
     swallows: bool = False
     """It goes on in a body that the hook of an optimizer has left."""
+    talks: bool = False
+    """Its optimizers call collectives, under ``undo``."""
+    rest: int = 0
+    """So many bodies behind the last update, too few for another one."""
     misuse: str = ""
     """One of MISUSES, done from the last update but one on: the job ends with an error."""
 
@@ -75,8 +79,16 @@ MISUSES: dict[str, tuple[At, bool, on.Event]] = {
     "enters twice behind a cut": (At.HEAD, False, on.Enter()),
     "leaves behind a cut": (At.HEAD, False, on.Over()),
     CHANGES_UNSEEN: (At.BODY, False, on.Exit()),
+    "fails": (At.BODY, False, on.Exit("error", "the script's")),
+    "fails in the update": (At.REDUCED, True, on.Exit("error", "the script's")),
+    "fails in the tail": (At.TAIL, True, on.Exit("error", "the script's")),
+    "fails as it writes": (At.WRITE, False, on.Exit("error", "the script's")),
+    "leaves its body": (At.BODY, False, on.Exit("leaves")),
+    "leaves in the update": (At.REDUCED, True, on.Exit("leaves")),
 }
-"""Where each is done, whether an optimizer has written by then, and what the session sees of it."""
+"""Where each is done, whether an optimizer has written by then, and what the session sees of it: what the documentation
+forbids, and a script's own errors.
+"""
 
 
 VISIBLE = (
@@ -123,7 +135,7 @@ class SimRank:
         *("called", "connected", "heard", "tries"),
         *("copying", "cut", "entered", "grad", "grads", "incarnation", "laid", "layout", "listens", "machine", "mode"),
         *("model", "offer", "outside", "own", "pending", "pulled", "rank", "saved", "shown", "start", "step"),
-        *("swallowed", "tail_index", "tails", "todo", "undo", "unseen", "untold", "writer"),
+        *("swallowed", "tail_index", "tails", "todo", "undo", "unseen", "untold", "wrong", "writer"),
     )
 
     def __init__(self, rank: int, incarnation: int, machine: Rank) -> None:
@@ -174,6 +186,8 @@ class SimRank:
         """The generation whose groups this process has."""
         self.tries = 0
         """How often the window was begun again."""
+        self.wrong = False
+        """The script has failed by itself: where its code would go on, its process ends."""
         self._key: int | None = None
 
     def copy(self) -> SimRank:
@@ -371,7 +385,7 @@ class SimRank:
             self.shown, world.words[self.rank] = _SILENT, (None, None)
             return
         require(self.shown != _COPIED, f"rank {self.rank} shows a copy")
-        if effect.where != "target":
+        if effect.where != "target" and self.shown != commits:  # behind a rest that was the end it shows the same
             self._has_looked("shows the next")
         self.shown, word = commits, (commits, self.model)
         world.words[self.rank] = (even, word) if commits % 2 else (word, odd)
@@ -481,6 +495,10 @@ class SimRank:
 
     def _return(self, world: World, effect: fx.Return) -> None:
         """The user's code goes on."""
+        if self.wrong:
+            require(not effect.value, f"rank {self.rank} is to run again what has failed by itself")
+            world.leave_with_error(self)
+            return
         program = world.program
         wanted = (_EXIT, _CALL) if effect.value else (_HOOK, _EXIT, _OTHER)
         require(self.called in wanted, f"rank {self.rank} is answered what it has not asked")
@@ -555,7 +573,8 @@ class SimRank:
         self.behind_cut = self.swallowed = self.outside = False
         self.step = self.machine.number
         commits = self.machine.standing.commits
-        require(commits < len(world.layout.tails), f"rank {self.rank} begins a step that no other rank runs")
+        rest = self.machine.place < world.program.rest
+        require(commits < len(world.layout.tails) or rest, f"rank {self.rank} begins a step that no other rank runs")
         require(not self.unseen, f"rank {self.rank} trains on with a change that nobody has seen")
         counted = (self.tries > 0) is (self.machine.attempt > 0)
         require(counted, f"rank {self.rank} is told attempt {self.machine.attempt}, and has tried {self.tries} times")
@@ -574,10 +593,13 @@ class SimRank:
             self.called = _OTHER
             self.feed(world, on.Enter())
 
-    def _return_end(self, _: World, __: fx.Effect) -> None:
+    def _return_end(self, world: World, _: fx.Effect) -> None:
         require(self.called == _HEAD, f"rank {self.rank} leaves its loop from within")
         self._has_looked("ends")
         require(self.mode is fx.Mode.DIRECT, f"rank {self.rank} is behind its loop in mode {self.mode}")
+        if world.program.breaks and not self.breaks:  # it was told, and says so itself all the same
+            self.breaks = True
+            self.feed(world, on.Over(self.stopped(world)))
         self.at, self.connected = At.LEFT, False
 
     def _cut(self, world: World, _: fx.Effect) -> None:
@@ -771,9 +793,11 @@ class SimRank:
         return [_NEXT_CALL[self.at]]
 
     def _misuses(self, world: World) -> bool:
-        at, written, _ = MISUSES[world.program.misuse]
+        at, written, event = MISUSES[world.program.misuse]
         where = self.behind_cut if at is At.HEAD else written == (self.writer > 0)
-        return self.at is at and where and not self.outside and self._late(world)
+        redone = at is At.BODY or (at is At.WRITE and world.program.undo)
+        explained = redone and isinstance(event, on.Exit) and event.how == "error" and self.stopped(world)
+        return self.at is at and where and not self.outside and self._late(world) and not explained
 
     def _late(self, world: World) -> bool:
         return self.machine.standing.commits >= len(world.layout.tails) - 1
@@ -783,7 +807,9 @@ class SimRank:
         kind = world.program.misuse
         self.called = _OTHER
         self.unseen = kind == CHANGES_UNSEEN
-        self.feed(world, MISUSES[kind][2])
+        event = MISUSES[kind][2]
+        self.wrong = isinstance(event, on.Exit) and event.how != "ok"
+        self.feed(world, event)
         require(not self.alive, f"rank {self.rank} {kind}, and nobody has told it")
 
     def _connect(self, world: World) -> None:
@@ -798,7 +824,7 @@ class SimRank:
         self.feed(world, on.Over(stopped) if self.breaks else on.Next(self._total(world), stopped))
 
     def _total(self, world: World) -> int:
-        return (len(world.layout.tails) + world.program.breaks) * world.program.accumulate
+        return (len(world.layout.tails) + world.program.breaks) * world.program.accumulate + world.program.rest
 
     def _interrupted(self, world: World) -> None:
         require(self._may_be_left(world), f"rank {self.rank} is interrupted at {self.at.name}")
@@ -918,11 +944,16 @@ class SimRank:
             self._receive(world, "finds them failed")
         else:
             self.cut, self.called = True, _EXIT
-            self.untold = self.at is At.WRITE
+            self.untold = self.at is At.WRITE and not world.program.talks
             self.feed(world, on.Exit("fault", "failed", damaged=self.untold, lost=self.untold))
 
-    def lose_data(self, world: World) -> None:
-        """Memory of this rank's is damaged."""
+    def lose_data(self, world: World, *, state: bool = True) -> None:
+        """Memory of this rank's is damaged; where ``state`` is False none of the replicated state was in it."""
+        if not state:
+            self.untold = self.cut = True
+            self.called = _EXIT
+            self.feed(world, on.Exit("fault", "lost data", damaged=True))
+            return
         self.model = values.TORN
         if self.pending is not None:
             self.heard = True
@@ -930,6 +961,12 @@ class SimRank:
         self.untold = self.cut = True
         self.called = _EXIT
         self.feed(world, on.Exit("fault", "lost data", damaged=True, lost=True))
+
+    def hear_of_the_end(self, world: World) -> None:
+        """The job ends: what this rank waits for in the user's code raises SystemExit, which goes through that."""
+        if self.pending is not None and not self.todo and self.called in (_HOOK, _CALL):
+            self.pending, self.wrong, self.called = None, True, _OTHER
+            self.feed(world, on.Exit("leaves"))
 
     def _nothing_but_told(self, _: World, __: fx.Effect) -> None:
         """Somebody reads it."""

@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
     given_up: bool
 
 
-_IN_THE_UPDATE = ("steps twice", "enters twice in the update")
+_IN_THE_UPDATE = ("steps twice", "enters twice in the update", "fails in the update", "leaves in the update")
 """Misuses between two optimizers."""
 
 

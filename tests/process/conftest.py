@@ -1,9 +1,22 @@
-"""Undisturbed runs, made once per session: what every disturbed run must equal."""
+"""Undisturbed runs, made once per session: what every disturbed run must equal. All that ranks did is replayed."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import traced
 from running import Reference, Run, launch
+
+
+@pytest.fixture(autouse=True)
+def machines(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each rank of the test's jobs did what a machine does, and came to nothing that the simulation does not know."""
+    yield
+    seen: set[str] = set()
+    wrong = [text for run_dir in traced.RUNS for text in traced.look(run_dir, seen)]
+    traced.RUNS.clear()
+    wrong += traced.missing(request.node.name, seen)
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import traced
 from served import LAUNCHER, popen
 
 JOBS = Path(__file__).parent / "jobs"
@@ -56,8 +57,11 @@ Reference = Callable[..., Run]
 
 @contextlib.contextmanager
 def start(command: list[str], *, new: bool = False, **environ: str) -> Iterator[subprocess.Popen[str]]:
-    """The command in a session of its own; at the end nothing of it is left. See ``served.popen``."""
-    process = popen(command, environ, new=new)
+    """The command in a session of its own; at the end nothing of it is left. See ``served.popen``.
+
+    What its ranks do is written down, and looked at when the test is over (``traced.py``).
+    """
+    process = popen(command, {"RESILIENT_TRACE": "1", **environ}, new=new)
     try:
         yield process
     finally:
@@ -68,6 +72,7 @@ def start(command: list[str], *, new: bool = False, **environ: str) -> Iterator[
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
+        traced.remember(command, environ)
 
 
 def read_events(run_dir: Path, *, torn: bool = False) -> list[dict[str, Any]]:

@@ -104,11 +104,8 @@ def test_strangers_ranks_and_other_versions_are_told_so(tmp_path: Path) -> None:
     with start(command(run_dir, "--pace", str(run_dir / "never"))) as process:
         wait_for_step(run_dir, 2)
         agent = run_dir / "agent-0.sock"
-        environ = dict(
-            line.split("=", 1)
-            for line in Path(f"/proc/{pid_of(run_dir, 1)}/environ").read_text().split("\0")
-            if line.startswith("RESILIENT_")
-        ) or {"RESILIENT_TOKEN": ""}
+        lines = Path(f"/proc/{pid_of(run_dir, 1)}/environ").read_text().split("\0")
+        environ = {"RESILIENT_TOKEN": ""} | dict(line.split("=", 1) for line in lines if line.startswith("RESILIENT_"))
         replies = [
             answer(agent, m.Hello("rank", 1, 0, os.getpid(), token="another's")),
             answer(agent, m.Hello("rank", 1, 0, os.getpid(), token=environ["RESILIENT_TOKEN"])),

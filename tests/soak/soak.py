@@ -2,10 +2,11 @@
 
     .venv/bin/python tests/soak/soak.py --faults 2000
 
-Each job must end with the bits of its undisturbed run. It may end before that only if somebody asked it to, or its
-launcher was killed; then it is started again in the same run directory. What may not be: other bits, an end that nobody
-asked for, no progress for ``PATIENCE_S``. Such a job's directory stays, and its seed is told. The seed decides what is
-done and when in steps, but not where in a step that is: a failure may need several tries.
+Each job must end with the bits of its undisturbed run, and its ranks' machines must have done what simulated ones
+do. It may end before that only if somebody asked it to, or its launcher was killed; then it is started again in
+the same run directory. What may not be: other bits, an end that nobody asked for, no progress for ``PATIENCE_S``.
+Such a job's directory stays, and its seed is told. The seed decides what is done and when in steps, but not where
+in a step that is: a failure may need several tries.
 
 As root: some faults mount a file system.
 """
@@ -34,6 +35,7 @@ import psutil
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "process"))
 
+import traced  # noqa: E402
 from running import LAUNCHER, start  # noqa: E402
 from watched_jobs import end_holder, holder_pid  # noqa: E402
 
@@ -340,6 +342,8 @@ class Soak:
                     had, said = self.reference(ranks, variant)
                     if ends(job) != had or not steps(job) <= said:
                         raise WrongError("OTHER BITS, exit code 0")
+                    if differences := traced.look(job.run, set()):
+                        raise WrongError("\n".join(differences))
                 finally:
                     job.end_all()
                     end_holder(job.run)

@@ -507,3 +507,11 @@ def test_replicas_that_differ_are_not_waited_for_in_vain() -> None:
     (end,) = of(controller.disagreed(), EndJob)
     assert end.code == 2
     assert "'w' differs between ranks [0] and [1]" in end.reason
+
+
+def test_who_has_lost_memory_does_not_stand_for_the_last_one() -> None:
+    controller = running(2)
+    assert of(controller.damaged(1, 0, 0, "a parameter is lost", COMPUTE_0), RaiseStop)
+    assert killed(controller.fence({0}, "hung", COMPUTE_0)) == [], "nobody knows yet what is left in rank 1"
+    join(controller, 1, holds=True)
+    assert killed(controller.fence({0}, "hung", COMPUTE_0)) == [0]

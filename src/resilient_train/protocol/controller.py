@@ -169,6 +169,7 @@ class Controller:
             return []  # a newer recovery is under way, in which the rank says itself what it still holds
         if self.job.stage not in _RUNS:
             return []
+        self.job.holders.damaged(rank)
         return self._fault(Fault(Kind.MEMORY, detail, rank, again=self._fails_again(standings)))
 
     def anomaly(self, rank: int, incarnation: int, message: Anomaly) -> list[Command]:

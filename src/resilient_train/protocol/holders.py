@@ -2,8 +2,8 @@
 
 A rank is *absent* from its loss until its replacement has joined: it surely has no state. It *has* the state while it
 trains, when it says so in a recovery, and once it has done its part of one. In between (it has joined without a state,
-and may have copied one since) nothing is known, and nothing may rest on it. A rank that we have killed counts for
-nothing from that moment on.
+and may have copied one since; or its memory is damaged, and it has not joined yet) nothing is known, and nothing may
+rest on it. A rank that we have killed counts for nothing from that moment on.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ class Holders:
         self.absent.add(rank)
         self._having.discard(rank)
         self._killed.discard(rank)
+
+    def damaged(self, rank: int) -> None:
+        """Its memory has lost data. Whether its state was in there it says when it joins."""
+        self._having.discard(rank)
 
     def joined(self, rank: int, *, holds: bool) -> None:
         """It takes part in a recovery, and has said whether its state is usable."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from resilient_train.protocol.job import Stage
 from resilient_train.protocol.messages import Plan
-from resilient_train.protocol.rank_effects import SendJoined
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.testing import values
 
@@ -87,7 +86,7 @@ def _seems_to_hold(world: World, rank: SimRank) -> bool:
     machine = rank.machine
     if machine.intact or not rank.alive:
         return rank.alive
-    on_its_way = any(key[0] == rank.rank for key in world.up) or any(isinstance(each, SendJoined) for each in rank.todo)
+    on_its_way = any(key[0] == rank.rank for key in world.up)
     trained = machine.generation >= 0
     return trained and (machine.generation < world.controller.job.generation or on_its_way)
 

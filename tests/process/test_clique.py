@@ -10,14 +10,14 @@ from running import JOBS, start
 SIZES = [2, 3, 4, 8]
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("size", "extent"),
     [*((size, "short") for size in SIZES), *(pytest.param(size, "long", marks=pytest.mark.long) for size in SIZES)],
 )
 def test_from_logs_as_by_processes(tmp_path: Path, size: int, extent: str) -> None:
     with start([sys.executable, str(JOBS / "clique.py"), str(size), str(tmp_path), extent]) as process:
-        out, err = process.communicate(timeout=270)
+        out, err = process.communicate(timeout=1170)
     assert process.returncode == 0, err
     found = json.loads(out)
     assert found["cases"] > 300, found

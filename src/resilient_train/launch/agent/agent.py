@@ -143,7 +143,7 @@ class Agent:
         self._loop.call_soon(self._look_out)
         try:
             self._processes.begin()
-            self._begin_task(self._start_all(self._controller.launch()))
+            self._begin_start(self._controller.launch())
             await self._ended.wait()
             self._pool.close()
             if self._ending is not None:
@@ -196,7 +196,15 @@ class Agent:
         # Predecessors that can't be killed are not waited for.
         present = [each for each in self._reaping if each is self._processes.current.get(each.rank)]
         if not present and not self._unborn and not self._choosing and self._ending is None:
-            self._ended.set()
+            self._end_well()
+
+    def _end_well(self) -> None:
+        """Nobody is left, and nobody has said why. Raises RuntimeError unless all ranks have exited with 0."""
+        current = self._processes.current
+        codes = {rank: current[rank].exit_code() if rank in current else None for rank in range(self._spec.world_size)}
+        if any(code != 0 for code in codes.values()):
+            raise RuntimeError(f"no process is left, the job has not ended, and the ranks' exit codes are {codes}")
+        self._ended.set()
 
     def _log(self, process: RankProcess) -> Path:
         return self._logs.folder(process.rank) / f"{process.incarnation}.err"
@@ -431,7 +439,7 @@ class Agent:
                 case Note(kind="restart_all"):
                     self._pauses.noted("restart_all")
                     self._kill_ranks_for_good()
-                    self._begin_task(self._start_all(commands[commands.index(command) + 1 :], command))
+                    self._begin_start(commands[commands.index(command) + 1 :], command)
                     return
                 case Note(kind=kind, rank=rank, detail=detail):
                     if kind == "job_end":
@@ -456,9 +464,13 @@ class Agent:
         except OSError as error:
             self._say(f"{abnormal.FILES[what]} can't be written, so a later run will not know of it: {error}")
 
-    async def _start_all(self, spawns: list[Command], again: Note | None = None) -> None:
+    def _begin_start(self, spawns: list[Command], again: Note | None = None) -> None:
         """Starts all ranks, when it is known from what. ``again``: why they are started once more."""
+        # Not in the task, which begins later: a job without a process must not be taken for one that is over.
         self._choosing = True
+        self._begin_task(self._start_all(spawns, again))
+
+    async def _start_all(self, spawns: list[Command], again: Note | None) -> None:
         blind = await self._saves.choose(needed=again is not None and bool(again.detail["state_lost"]))
         self._choosing = False
         if self._ending is not None:

@@ -271,7 +271,7 @@ def _set_aside(events: Path) -> None:
 def _without_effect() -> list[str]:
     """What the user switched on, or off, and should know the effect of."""
     switches = config.read_switches()
-    planned = [name for name in ("tsp", "rsc") if getattr(switches, name)]
+    planned = [name for name in ("rsc",) if getattr(switches, name)]
     off = config.why_off(config.read_settings(), switches)
     if off:
         return [f"{off}: no fault is recovered, a lost rank ends the job"]

@@ -20,13 +20,11 @@ import msgspec
 from resilient_train.errors import ProtocolError
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
-from resilient_train.protocol.messages import Finished, Plan, Pull, Resume, SaveLast
-from resilient_train.protocol.rank import Rank
+from resilient_train.protocol.rank import TABLE, Rank
 from resilient_train.session.rank_trace import FOLDER, Made, Torn, Turn
 from resilient_train.testing.answers import answer_of
 
-_FRAMES = (Finished, Plan, Pull, Resume, SaveLast)
-_EVENT: Any = functools.reduce(operator.or_, (*on.Event.__subclasses__(), *_FRAMES))
+_EVENT: Any = functools.reduce(operator.or_, {*on.Event.__subclasses__(), *(event for _, event in TABLE)})
 _EFFECTS: Any = tuple[functools.reduce(operator.or_, do.Effect.__subclasses__()), ...]  # type: ignore[misc]
 _LINE = msgspec.json.Decoder(Made | Turn | Torn)
 

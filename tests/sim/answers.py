@@ -26,7 +26,7 @@ from resilient_train.testing.sim import simulate
 LIST = Path(__file__).with_name("answers.txt")
 SEEDS = range(3000)
 """Of the jobs that seeds draw."""
-OTHERS = range(150)
+OTHERS = range(600)
 """Of each of ``JOBS``."""
 
 

@@ -75,6 +75,12 @@ JOBS: dict[str, tuple[Layout | None, Faults | None]] = {
     "misled": (Layout(3, (3, 3, 3), replaces=False), Faults(kills=1, failures=3)),
     "talks": (Layout(2, (0, 0), program=Program(undo=True, talks=True)), Faults(kills=1, glitches=2)),
     "fails": (Layout(2, (0, 0), program=Program(undo=True, misuse="fails as it writes")), Faults(kills=1)),
+    "stopped": (Layout(2, (1, 0)), Faults(kills=1, glitches=1, failures=1, stops=1)),
+    "stopped as it undoes": (
+        Layout(2, (1, 0), program=Program(accumulate=2, undo=True)),
+        Faults(kills=1, glitches=1, failures=1, stops=1),
+    ),
+    "left out, and a kill": (Layout(2, (0,), known=(0,), program=Program(skips=True)), Faults(kills=1)),
     "rest": (Layout(2, (0, 1), program=Program(accumulate=3, rest=2)), Faults(kills=2, glitches=1)),
     "scratches": (Layout(3, (1, 0), program=Program(optimizers=2)), Faults(kills=1, scratches=2)),
     "swallows": (Layout(2, (1, 0), program=Program(optimizers=2, swallows=True)), Faults(glitches=2, damages=2)),

@@ -53,9 +53,9 @@ def test_every_row_is_visited() -> None:
     visited = {shape.row for shape in mutants.shapes()}
     rows = {f"{state.__name__}+{event.__name__}" for state, event in TABLE}
     assert visited <= rows
-    seeds = iter(mutants.SEARCH)
-    while rows - visited - set(UNVISITED) and (seed := next(seeds, None)) is not None:
-        visited |= {shape.row for shape in mutants.listening(seed)}
+    jobs = ((seed, job) for seed in mutants.SEARCH for job in mutants.JOBS)
+    while rows - visited - set(UNVISITED) and (case := next(jobs, None)) is not None:
+        visited |= {shape.row for shape in mutants.listening(*case)}
     assert rows - visited == set(UNVISITED)
 
 

@@ -11,7 +11,22 @@ import msgspec
 
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.messages import Plan, SaveLast
-from resilient_train.protocol.rank import At, Effects, Rank, State
+from resilient_train.protocol.rank import (
+    Agree,
+    Ask,
+    At,
+    Barrier,
+    Build,
+    Effects,
+    Quiet,
+    Rank,
+    Save,
+    State,
+    Verify,
+)
+
+_THROWN_OUT = (Verify, Barrier, Ask, Quiet, Agree, Build, Save)
+"""Where it waits in the user's code, and the job's end goes through that, it is all the same what it is."""
 
 
 def kind_of(state: State) -> str:
@@ -26,11 +41,11 @@ def kind_of(state: State) -> str:
     return type(state).__name__ + (f"({','.join(told)})" if told else "")
 
 
-def kind_of_event(event: Any) -> str:
-    """The event's class and what rows look at in it."""
+def kind_of_event(event: Any, state: State) -> str:
+    """The event's class and what the rows of ``state`` look at in it."""
     told: list[str] = []
     match event:
-        case on.Exit(how=how):
+        case on.Exit(how=how) if not isinstance(state, _THROWN_OUT):
             told.append(how)
         case Plan(last=True):
             told.append("last")
@@ -43,7 +58,7 @@ def kind_of_event(event: Any) -> str:
 def answer_of(before: State, event: Any, effects: Effects, after: State) -> str:
     """``state + event: effects -> state``, in words."""
     did = " ".join(type(effect).__name__ for effect in effects)
-    return f"{kind_of(before)} + {kind_of_event(event)}: {did} -> {kind_of(after)}"
+    return f"{kind_of(before)} + {kind_of_event(event, before)}: {did} -> {kind_of(after)}"
 
 
 def answering(seen: set[str]) -> type[Rank]:

@@ -75,6 +75,8 @@ class Faults(NamedTuple):
     """A group can't be built, or state not be copied, although nobody died."""
     asked: int = 0
     """Somebody asks the job to end."""
+    stops: int = 0
+    """The job is ended at once, wherever its ranks are."""
     pauses: int = 0
     """Somebody wants the job to stand still, at once or before some step."""
     withdrawn: int = 0
@@ -127,7 +129,7 @@ Log = tuple[int, tuple[tuple[int, int, int | str | None], ...]]
 BUDGETS = {
     "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "scratch": "scratches",
     "loss": "heard", "fence": "fences", "hang": "hangs", "failure": "failures", "asked to end": "asked",
-    "pause": "pauses", "withdrawal": "withdrawn", "anomaly": "anomalies",
+    "stop": "stops", "pause": "pauses", "withdrawal": "withdrawn", "anomaly": "anomalies",
 }  # fmt: skip
 _POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
 _POLICY_OF_SAVERS = msgspec.structs.replace(_POLICY, replace=False)
@@ -236,6 +238,8 @@ class World:
             found += [Move("fault", rank.rank, "anomaly") for rank in alive if rank.in_check]
         if self.budget.asked and runs:
             found.append(Move("fault", 0, "asked to end"))
+        if self.budget.stops and runs:
+            found.append(Move("fault", 0, "stop"))
         if self.budget.pauses:
             wanted = [step for step in range(len(self.layout.tails) + 1) if not tsp.refuses(self.controller.job, step)]
             found += [Move("fault", step, "pause") for step in wanted]
@@ -280,6 +284,9 @@ class World:
         elif move.name == "asked to end":
             self.controller = self.controller.copy()
             self.carry_out(self.controller.leave(143, "asked"))
+        elif move.name == "stop":
+            self.controller = self.controller.copy()
+            self.carry_out(self.controller.stop(143, "stopped"))
         elif move.name == "pause":
             self.controller = self.controller.copy()
             self.carry_out(self.controller.pause(move.about, "asked"))

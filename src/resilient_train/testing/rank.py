@@ -796,11 +796,13 @@ class SimRank:
         world.down[self.rank] = tuple(f for f in queue if _generation_of(f) >= generation + isinstance(f, m.Stop))
         world.enter(self, WORLD, ("build",), 0)
 
-    def _copies(self, world: World) -> on.Ok:
+    def _copies(self, world: World) -> on.Ok | on.Failed:
         effect = self.pending
         assert self.offer is not None
         assert isinstance(effect, fx.Fetch)
         source, commits = world.ranks[self.offer.source], effect.plan.commits
+        if source.model == values.TORN:
+            return on.Failed("the digest is another one: the source's memory has lost data meanwhile")
         intact = str(source.model) == self.offer.digest
         require(intact, f"source {source.rank} changed before its copy was acknowledged")
         states = [state for of, state in world.published[self.rank] if of == commits]
@@ -1010,10 +1012,13 @@ class SimRank:
         self.feed(world, on.Exit("fault", "lost data", damaged=True, lost=True))
 
     def hear_of_the_end(self, world: World) -> None:
-        """The job ends: what this rank waits for in the user's code raises SystemExit, which goes through that."""
+        """The job ends: what this rank waits for in the user's code raises, and that goes through the user's code.
+
+        SystemExit, if it is told; JobEnded, if its agent is gone.
+        """
         if self.pending is not None and not self.todo and self.called in (_HOOK, _CALL):
             self.pending, self.wrong, self.called = None, True, _OTHER
-            self.feed(world, on.Exit("leaves"))
+            self.feed(world, on.Exit("leaves" if self.rank % 2 else "error"))
 
     def _nothing_but_told(self, _: World, __: fx.Effect) -> None:
         """Somebody reads it."""

@@ -114,7 +114,7 @@ def test_all_start_again_when_one_is_lost_before_the_first_step(tmp_path: Path) 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_job_of_which_no_process_is_left_is_not_over(tmp_path: Path, ranks: int) -> None:
     """It was, with exit code 0 and nothing trained: between the last one's death and the start of all again."""
-    run = launch(tmp_path / "run", "killed_at_start.py", ranks=ranks)
+    run = launch(tmp_path / "run", "restarted.py", "all", ranks=ranks)
     assert run.code == 0, run.explain()
     assert len(run.of("restart_all")) == 1, run.explain()
     assert len(run.of("session_end")) == ranks, run.explain()

@@ -21,7 +21,7 @@ from resilient_train.protocol.job import Stage
 from resilient_train.protocol.messages import Anomaly, Joined, Plan, Resume, Started
 from resilient_train.protocol.rank import Ask, At, Barrier, Body, Rank, Tail, Update
 from resilient_train.protocol.standing import Phase, Standing
-from resilient_train.session.anomalies import Anomalies, Found, Limits
+from resilient_train.session.anomalies import Anomalies, AnomalyLimits, FoundAnomaly
 from resilient_train.state import abnormal
 
 NAN, INF = math.nan, math.inf
@@ -32,7 +32,7 @@ NAN, INF = math.nan, math.inf
 
 def looking(*, scaled: bool = False, **limits: float) -> tuple[Anomalies, list[str]]:
     said: list[str] = []
-    return Anomalies(Limits(**limits), said.append, scaled=scaled), said
+    return Anomalies(AnomalyLimits(**limits), said.append, scaled=scaled), said
 
 
 @pytest.mark.parametrize(("value", "bad"), [(43.99, False), (44, True), (44.01, True), (NAN, True), (INF, True)])
@@ -40,7 +40,7 @@ def test_a_threshold_is_met_by_what_is_at_it(value: float, bad: bool) -> None:
     found, _ = looking(norm=44)
     found.add("norm", value)
     assert found.look() is bad
-    assert not bad or repr(found.found) == repr(Found("norm", float(value), 44))
+    assert not bad or repr(found.found) == repr(FoundAnomaly("norm", float(value), 44))
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -70,10 +70,10 @@ def test_of_a_window_the_worst_is_told_and_the_norm_first() -> None:
     for value in (2.0, 5.0, 3.0):
         found.add("loss", value)
     assert found.look()
-    assert found.found == Found("loss", 5.0, 1)
+    assert found.found == FoundAnomaly("loss", 5.0, 1)
     found.add("norm", 4.0)
     assert found.look()
-    assert found.found == Found("norm", 4.0, 1)
+    assert found.found == FoundAnomaly("norm", 4.0, 1)
     found.add("norm", NAN)
     assert found.look()
     assert math.isnan(found.found.value)

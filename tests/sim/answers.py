@@ -12,10 +12,7 @@ The process tests replay all that their ranks did, and none may answer what is n
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from mutants import JOBS
 

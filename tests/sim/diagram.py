@@ -5,12 +5,9 @@ python tests/sim/diagram.py
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from mutants import Shape, shapes
 

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import answers
 import pytest
 
 from resilient_train.protocol.rank import TABLE
-
-_SPEC = importlib.util.spec_from_file_location("answers", Path(__file__).with_name("answers.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-module = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = module
-_SPEC.loader.exec_module(module)
 
 AGAIN = "; run `python tests/sim/answers.py`"
 
@@ -23,26 +13,26 @@ AGAIN = "; run `python tests/sim/answers.py`"
 @pytest.fixture(scope="module")
 def shown() -> dict[str, set[str]]:
     """Of each job that is named, what it shows."""
-    return {how: module.shown(how) for how in set(module.read().values()) if how.startswith("seed ")}
+    return {how: answers.shown(how) for how in set(answers.read().values()) if how.startswith("seed ")}
 
 
 def test_each_answer_is_shown_by_its_job(shown: dict[str, set[str]]) -> None:
-    wrong = [answer for answer, how in module.read().items() if how in shown and answer not in shown[how]]
+    wrong = [answer for answer, how in answers.read().items() if how in shown and answer not in shown[how]]
     assert not wrong, "\n".join([f"not any more{AGAIN}", *wrong])
 
 
 def test_these_jobs_show_nothing_else(shown: dict[str, set[str]]) -> None:
-    new = set().union(*shown.values()) - set(module.read())
+    new = set().union(*shown.values()) - set(answers.read())
     assert not new, "\n".join([f"not listed{AGAIN}", *sorted(new)])
 
 
 def test_what_only_real_jobs_come_to_is_not_simulated(shown: dict[str, set[str]]) -> None:
-    real = {answer: how for answer, how in module.read().items() if not how.startswith("seed ")}
+    real = {answer: how for answer, how in answers.read().items() if not how.startswith("seed ")}
     assert all(how.startswith("real test_") and len(how.partition(": ")[2]) > 20 for how in real.values()), real
     assert not real.keys() & set().union(*shown.values()), f"they are simulated now{AGAIN}"
 
 
 def test_rows_that_are_answered_are_rows() -> None:
     rows = {f"{state.__name__} + {event.__name__}" for state, event in TABLE}
-    named = (answer.partition(": ")[0].split(" + ") for answer in module.read())
+    named = (answer.partition(": ")[0].split(" + ") for answer in answers.read())
     assert {" + ".join(each.partition("(")[0] for each in pair) for pair in named} <= rows

@@ -5,30 +5,13 @@ What ``mutants.txt`` says, and how it is written anew: ``mutants.py``.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
-from pathlib import Path
-from types import ModuleType
 
+import diagram
+import mutants
 import pytest
 
 from resilient_train.protocol.rank import TABLE
-
-
-def _load(name: str) -> ModuleType:
-    """The tests of a folder do not import one another by name (``--import-mode=importlib``)."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-mutants = _load("mutants")
-diagram = _load("diagram")
 
 NO_UPDATE = "a hook of an optimizer that ends has begun: in a tail or behind a cut its beginning has raised"
 NOTHING_BEGUN = "the driver tells the end of a loop that has begun"

@@ -138,9 +138,8 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
             skipped = where["steps_trained_in_current_epoch"] // self.args.gradient_accumulation_steps
         self._place.begin(epoch, skipped)
         if hasattr(where["train_dataloader"], "set_epoch"):
-            where["train_dataloader"].set_epoch(
-                epoch
-            )  # the Trainer does it behind the skipping, where it arrives nowhere
+            # The Trainer does it behind the skipping, where it arrives nowhere.
+            where["train_dataloader"].set_epoch(epoch)
         super()._run_epoch(**where)
         if self._losses.left:
             raise UsageError(

@@ -307,6 +307,10 @@ def _key_of(value: Any) -> Any:
     return value
 
 
+WAITS_IN_CODE = (Verify, Barrier, Ask, Quiet, Agree, Build, Save)
+"""States in which the user's code may stand on the stack: what is raised there goes through that."""
+
+
 # -- a healthy step
 
 
@@ -575,7 +579,7 @@ def _exit_in_drain(rank: Rank, _: Drain, event: on.Exit) -> Effects:
     return (*_told_damage(rank, event), _AGAIN)
 
 
-@_row((Verify, Barrier, Ask, Quiet, Agree, Build, Save), on.Exit)
+@_row(WAITS_IN_CODE, on.Exit)
 def _thrown_out(rank: Rank, _: State, __: on.Exit) -> Effects:
     # What it waited for has raised: the job's end, as a rule. That goes through the user's code, and ends the process.
     rank.state = _LEFT

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 What = Literal["norm", "loss"]
 
 
-class Limits(NamedTuple):
+class AnomalyLimits(NamedTuple):
     """A value is an anomaly from its limit on, and if it is not finite."""
 
     norm: float = math.inf
@@ -22,10 +22,10 @@ class Limits(NamedTuple):
     @property
     def given(self) -> bool:
         """Whether the user has set one."""
-        return self != Limits()
+        return self != AnomalyLimits()
 
 
-class Found(NamedTuple):
+class FoundAnomaly(NamedTuple):
     """An anomaly."""
 
     what: What
@@ -38,11 +38,11 @@ class Anomalies:
     that is its way to find a scale, and no anomaly. ``tell`` says to people, once, what is not looked at.
     """
 
-    def __init__(self, limits: Limits, tell: Callable[[str], None], *, scaled: bool) -> None:
+    def __init__(self, limits: AnomalyLimits, tell: Callable[[str], None], *, scaled: bool) -> None:
         self._limits, self._tell, self._scaled = limits, tell, scaled
         self._values: dict[What, list[Any]] = {"norm": [], "loss": []}
         self._told: set[str] = set()
-        self.found = Found("norm", 0.0, 0.0)
+        self.found = FoundAnomaly("norm", 0.0, 0.0)
         """The last one."""
 
     def begin(self) -> None:
@@ -78,10 +78,10 @@ class Anomalies:
         self.found = found or self.found
         return found is not None
 
-    def _worst(self, what: What, limit: float, *, infinite: bool) -> Found | None:
+    def _worst(self, what: What, limit: float, *, infinite: bool) -> FoundAnomaly | None:
         values = list(map(float, self._values[what]))
         bad = [value for value in values if (value >= limit if math.isfinite(value) else infinite)]
-        return Found(what, _worst_of(bad), limit) if bad else None
+        return FoundAnomaly(what, _worst_of(bad), limit) if bad else None
 
     def _tell_once(self, text: str) -> None:
         if text not in self._told:

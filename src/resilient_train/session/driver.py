@@ -35,7 +35,7 @@ from resilient_train.protocol import messages as m
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.progress import Activity
-from resilient_train.session.anomalies import Anomalies, Limits
+from resilient_train.session.anomalies import Anomalies, AnomalyLimits
 from resilient_train.session.comparison import Comparison
 from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
@@ -47,7 +47,7 @@ from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.link import Link, leave
 from resilient_train.session.loader import Cursor
-from resilient_train.session.pauses import Pauses
+from resilient_train.session.pauses import ScriptPauses
 from resilient_train.session.publication import Publication
 from resilient_train.session.pulse import Pulse
 from resilient_train.session.rank_trace import RankTrace
@@ -76,7 +76,7 @@ class Driver:
         replicas: tuple[tuple[int, ...], ...],
         *,
         undo: bool,
-        limits: Limits,
+        limits: AnomalyLimits,
         skips: bool,
     ) -> None:
         settings, switches = config.read_settings(), config.read_switches()
@@ -110,7 +110,7 @@ class Driver:
         )
         self._idle = Idle(engine.step, self._event, tells=agent.rank == 0)
         plan = parse_plan(settings.faults)
-        self._tells, self._left_out = agent.rank == 0, (-1, -1)
+        self._tells = agent.rank == 0
         self._anomalies = Anomalies(limits, self._tell, scaled=engine.gradients.scales()) if switches.tre else None
         if self._anomalies is None and (limits.given or skips):
             what = "a threshold for the norm or the loss" if limits.given else "on_anomaly='skip'"
@@ -121,7 +121,7 @@ class Driver:
         self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
-        self._pauses = Pauses(agent, engine.state, engine.data, self.slow, self._event)
+        self._pauses = ScriptPauses(agent, engine.state, engine.data, self.slow, self._event)
         self.on_pause = self._pauses.add
         self._from_replica = FromReplica(self._link, engine.state, engine.step, engine.groups, settings.transfer)
         self._device = DeviceErrors(self._peers, engine.device, self._event, mends=switches.uce)
@@ -537,9 +537,7 @@ class Driver:
 
     def _drop_gradients(self, _: do.DropGradients) -> None:
         self._engine.gradients.drop()
-        now_left_out = self._rank.number, self._rank.generation
-        if self._left_out != now_left_out:  # the second optimizer's turn is told with the first one's
-            self._left_out = now_left_out
+        if not self._rank.written:  # the second optimizer's turn is told with the first one's
             self._event("update_left_out", {})
             self._tell(f"step {self._rank.number} was anomalous: it counts, without its update (on_anomaly='skip')")
 

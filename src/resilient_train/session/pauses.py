@@ -25,7 +25,7 @@ OnPause = Callable[[int], object]
 """Gets the number of the step before which all ranks stand."""
 
 
-class Pauses:
+class ScriptPauses:
     """``slow`` keeps the hang watch away, ``event`` writes an event of this rank."""
 
     def __init__(

@@ -28,7 +28,7 @@ from resilient_train.errors import ConfigError, UsageError
 from resilient_train.frameworks import engine_for
 from resilient_train.frameworks.roles import Objects
 from resilient_train.observe.sinks import say_aside
-from resilient_train.session.anomalies import Limits
+from resilient_train.session.anomalies import AnomalyLimits
 from resilient_train.session.cadence import wish
 from resilient_train.session.calls import BodyCall, Calls, PlainCalls, Position
 from resilient_train.session.carried import Carried, check_places, watch
@@ -325,9 +325,9 @@ def _planned() -> config.Settings:
     return settings
 
 
-def _limits(norm: float | None, loss: float | None, settings: config.Settings) -> Limits:
+def _limits(norm: float | None, loss: float | None, settings: config.Settings) -> AnomalyLimits:
     """What the user has said, or else the settings."""
-    limits = Limits(
+    limits = AnomalyLimits(
         settings.norm_threshold if norm is None else norm, settings.loss_threshold if loss is None else loss
     )
     config.check_thresholds("norm_threshold", limits.norm, "loss_threshold", limits.loss)

@@ -11,22 +11,7 @@ import msgspec
 
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.messages import Plan, SaveLast
-from resilient_train.protocol.rank import (
-    Agree,
-    Ask,
-    At,
-    Barrier,
-    Build,
-    Effects,
-    Quiet,
-    Rank,
-    Save,
-    State,
-    Verify,
-)
-
-_THROWN_OUT = (Verify, Barrier, Ask, Quiet, Agree, Build, Save)
-"""Where it waits in the user's code, and the job's end goes through that, it is all the same what it is."""
+from resilient_train.protocol.rank import WAITS_IN_CODE, At, Effects, Rank, State
 
 
 def kind_of(state: State) -> str:
@@ -45,7 +30,7 @@ def kind_of_event(event: Any, state: State) -> str:
     """The event's class and what the rows of ``state`` look at in it."""
     told: list[str] = []
     match event:
-        case on.Exit(how=how) if not isinstance(state, _THROWN_OUT):
+        case on.Exit(how=how) if not isinstance(state, WAITS_IN_CODE):
             told.append(how)
         case Plan(last=True):
             told.append("last")

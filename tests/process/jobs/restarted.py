@@ -1,7 +1,11 @@
-"""Loses rank 1 when all have their group and their Session, and none is at its first step; the first time only."""
+"""Loses rank 1 when all have their group and their Session, and none is at its first step; the first time only.
+
+With ``all``: all ranks, before they have a group.
+"""
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -11,14 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 import resilient_train as rt
 from resilient_train.config import read_link
 
+link = read_link()
+assert link is not None
+loses_all = sys.argv[1:] == ["all"]
+if loses_all and not link.attempt:
+    os.kill(os.getpid(), signal.SIGKILL)
 dist.init_process_group("resilient")
 rank = dist.get_rank()
 model = DistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-link = read_link()
-assert link is not None
 with rt.Session(model=model, optimizer=optimizer) as session:
-    if rank == 1 and not link.attempt:
+    if rank == 1 and not loses_all and not link.attempt:
         os.kill(os.getpid(), signal.SIGKILL)
     for step in session.steps(3):
         with step:

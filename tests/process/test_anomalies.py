@@ -47,6 +47,29 @@ def test_the_example_of_mindspore(tmp_path: Path, undisturbed: Reference) -> Non
         assert run.err.count(what) == 1, run.err
 
 
+def test_a_spike_without_a_threshold(tmp_path: Path, undisturbed: Reference) -> None:
+    """After sixteen updates a rank knows what is usual; one that was replaced does not yet."""
+    plan = "norm rank=1 step=3 value=1000; norm rank=1 step=20 value=1000; kill rank=0 step=20 generation=1; "
+    plan += "norm rank=0 step=22 value=1000 incarnation=1; loss rank=1 step=23 value=1000"
+    flags, arguments = ("--faults", plan), ("--steps", "26", "--variant", "check")
+    run = launch(tmp_path / "run", "train.py", *arguments, ranks=2, flags=flags, MS_ENABLE_TFT=ALL_ON)
+    reference = undisturbed(ranks=2, variant="check", steps=26)
+    assert_identical(run, reference, ranks=2, recoveries=3)
+    assert told(run) == [(20, 1000, False), (23, 1000, False)]
+    assert "(usual before it: " in run.err
+    values = [event["detail"] for event in run.of("values")]
+    assert [{what: len(found) for what, found in each.items()} for each in values] == [{"norm": 6, "loss": 6}]
+    assert values[0]["norm"].count(1000) == 1, "of rank 0's process that came to the end; step 22 counts"
+
+
+def test_a_spike_is_no_reason_to_leave_an_update_out(tmp_path: Path, undisturbed: Reference) -> None:
+    """A replaced rank would not see what the lost one has seen, and the update would be there or not by chance."""
+    flags, arguments = ("--faults", "norm rank=1 step=20 value=1000"), ("--steps", "26", "--variant", "leaves")
+    run = launch(tmp_path / "run", "train.py", *arguments, ranks=2, flags=flags, MS_ENABLE_TFT=ALL_ON)
+    assert_identical(run, undisturbed(ranks=2, steps=26), ranks=2, recoveries=0)
+    assert not told(run)
+
+
 def test_what_was_seen_is_kept_across_restarts(tmp_path: Path, undisturbed: Reference) -> None:
     limit = {"RESILIENT_NORM_THRESHOLD": "44"}
     first = anomalous(tmp_path / "run", "norm rank=0 step=2 value=45.70", **limit)

@@ -30,9 +30,9 @@ NAN, INF = math.nan, math.inf
 # -- what is one
 
 
-def looking(*, scaled: bool = False, **limits: float) -> tuple[Anomalies, list[str]]:
+def looking(*, scaled: bool = False, spikes: bool = True, **limits: float) -> tuple[Anomalies, list[str]]:
     said: list[str] = []
-    return Anomalies(AnomalyLimits(**limits), said.append, scaled=scaled), said
+    return Anomalies(AnomalyLimits(**limits), said.append, scaled=scaled, spikes=spikes), said
 
 
 @pytest.mark.parametrize(("value", "bad"), [(43.99, False), (44, True), (44.01, True), (NAN, True), (INF, True)])
@@ -117,6 +117,77 @@ def test_nobody_waits_for_a_value_before_it_is_looked_at() -> None:
     assert value.asked == 0
     found.look()
     assert value.asked == 1
+
+
+# -- what is far above the usual
+
+
+def after(losses: list[float], **settings: Any) -> Anomalies:
+    """Each of its own window, whose update was applied."""
+    found, _ = looking(**settings)
+    for loss in losses:
+        seen(found, loss)
+        found.applied()
+    return found
+
+
+def seen(found: Anomalies, loss: float) -> bool:
+    found.begin()
+    found.add("loss", loss)
+    return found.look()
+
+
+USUAL = [2.0, 2.1, 2.2, 2.3] * 8
+
+
+def test_a_spike_is_seen_without_a_threshold() -> None:
+    found = after(USUAL)
+    assert not seen(found, 3.0)
+    assert seen(found, 6.0)
+    assert found.found == FoundAnomaly("loss", 6.0, pytest.approx(2.2 + 10 * 1.4826 * 0.1), 2.2)
+    assert seen(found, 6.0), "what was not applied is not usual"
+    assert not seen(found, -50.0), "falling is what it is there for"
+
+
+def test_a_threshold_is_told_before_a_spike() -> None:
+    found = after(USUAL, loss=5.0)
+    assert seen(found, 6.0)
+    assert found.found == FoundAnomaly("loss", 6.0, 5.0)
+
+
+def test_nothing_is_usual_at_first_and_nothing_where_a_new_process_may_not_say_so() -> None:
+    assert not seen(after(USUAL[:15]), 1e30)
+    assert seen(after(USUAL[:16]), 1e30)
+    assert not seen(after(USUAL, spikes=False), 1e30)
+
+
+def test_values_that_do_not_move_may_move_a_little() -> None:
+    found = after([2.0] * 40)
+    assert not seen(found, 2.39)
+    assert seen(found, 2.41)
+    assert not seen(after([0.0] * 40), 0.0)
+
+
+def test_a_new_level_is_three_spikes() -> None:
+    found, told_at = after(USUAL), []
+    for number in range(40):
+        if seen(found, 8.0 + number % 4):
+            told_at.append(number)
+        found.applied()
+    assert told_at == [0, 1, 2]
+
+
+def test_some_spikes_do_not_hide_the_next() -> None:
+    found = after([*USUAL, 50.0, *USUAL[:5], 60.0, 2.0, 70.0, 80.0, *USUAL[:4]])
+    assert seen(found, 6.0)
+
+
+def test_an_update_without_a_look_adds_nothing() -> None:
+    found = after(USUAL)
+    seen(found, 9.0)
+    for _ in range(64):
+        found.applied()  # rolled forward, as a replica has it
+    assert seen(found, 6.0)
 
 
 # -- where the norm comes from
@@ -314,6 +385,12 @@ def test_the_second_time_it_is_written_down() -> None:
     (note,) = of(commands, Note)
     (line,) = told(note.kind, 1, 0.0, note.detail)
     assert line.startswith("the gradient norm of step 2 is 45.706 on rank 0 (threshold 44), and the step has been run")
+
+
+def test_a_spike_says_what_was_usual() -> None:
+    commands = sees(running(), 45.70, usual=2.5)
+    fault = next(note for note in of(commands, Note) if note.kind == "fault")
+    assert "is 45.7 on rank 0 (usual before it: 2.5; from 44 on it is a spike): all run the" in fault.detail["reason"]
 
 
 def test_of_ranks_that_see_the_same_one_is_heard() -> None:

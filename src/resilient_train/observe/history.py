@@ -61,11 +61,14 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 def history_of(run_dir: Path, running: LatestStep | None = None) -> History:
     """The history of all runs in a directory, that of a run without events being empty. Raises OSError."""
+    return read_history(events_of(run_dir), running)
+
+
+def events_of(run_dir: Path) -> list[list[Event]]:
+    """Of each run in a directory, the oldest first. Raises OSError."""
     older = [path for path in run_dir.glob("events-*.jsonl") if path.stem.removeprefix("events-").isdecimal()]
     older.sort(key=lambda path: int(path.stem.removeprefix("events-")))
-    newest = run_dir / EVENTS_FILE
-    runs = [read_events(path) for path in (*older, newest) if path.exists()]
-    return read_history(runs, running)
+    return [read_events(path) for path in (*older, run_dir / EVENTS_FILE) if path.exists()]
 
 
 def read_history(runs: Sequence[Sequence[Event]], running: LatestStep | None = None) -> History:

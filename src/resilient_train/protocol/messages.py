@@ -161,6 +161,8 @@ class Damaged(msgspec.Struct, tag="damaged", frozen=True):
 class Anomaly(msgspec.Struct, tag="anomaly", frozen=True):
     """The gradient norm, or the loss, of a step is not below ``limit``, or not finite; its update is not applied.
 
+    ``usual``: the median of the steps before, where it is they that set the limit, and not the user.
+
     The rank waits for a stop, unless the step has been run again for that already (``again``): then it goes on.
     """
 
@@ -172,6 +174,7 @@ class Anomaly(msgspec.Struct, tag="anomaly", frozen=True):
     again: bool = False
     skips: bool = False
     """The step's update is left out when it runs again."""
+    usual: float | None = None
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):

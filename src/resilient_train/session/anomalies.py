@@ -1,7 +1,8 @@
 """What the bodies of a window say of themselves: the norms of their gradients, and their losses. Can they be right?
 
 Values come as the engine has them, on a device that may be far from having computed them, and nobody waits. They are
-looked at once, in front of the barrier of the update, where the device has done all that it was given.
+looked at once, in front of the barrier of the update, where the device has done all that it was given. The largest of
+a window is compared with a limit, if the user has set one, and with those of the windows before (``usual.py``).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
+
+from resilient_train.observe.usual import Usual
 
 What = Literal["norm", "loss"]
 
@@ -26,21 +29,27 @@ class AnomalyLimits(NamedTuple):
 
 
 class FoundAnomaly(NamedTuple):
-    """An anomaly."""
+    """An anomaly. ``usual``: the median of the windows before, where it is they that set the limit."""
 
     what: What
     value: float
     limit: float
+    usual: float | None = None
 
 
 class Anomalies:
     """Of one rank. ``scaled``: a gradient scaler looks at the gradients, and refuses the update if they are not finite:
-    that is its way to find a scale, and no anomaly. ``tell`` says to people, once, what is not looked at.
+    that is its way to find a scale, and no anomaly. ``spikes``: what is far above the usual is one too. ``tell`` says
+    to people, once, what is not looked at.
     """
 
-    def __init__(self, limits: AnomalyLimits, tell: Callable[[str], None], *, scaled: bool) -> None:
+    def __init__(self, limits: AnomalyLimits, tell: Callable[[str], None], *, scaled: bool, spikes: bool) -> None:
         self._limits, self._tell, self._scaled = limits, tell, scaled
         self._values: dict[What, list[Any]] = {"norm": [], "loss": []}
+        self._usual: dict[What, Usual] = {"norm": Usual(), "loss": Usual()} if spikes else {}
+        self._worst: dict[What, float] = {}
+        """Of the window that was looked at last."""
+        self._applied: dict[str, list[float]] = {"norm": [], "loss": []}
         self._told: set[str] = set()
         self.found = FoundAnomaly("norm", 0.0, 0.0)
         """The last one."""
@@ -72,16 +81,38 @@ class Anomalies:
                 "TRE is on, and this step had neither a gradient norm nor a loss to look at: clip its gradients "
                 "(torch.nn.utils.clip_grad_norm_), or call session.check(loss) before optimizer.step()"
             )
-        norm = self._worst("norm", self._limits.norm, infinite=not self._scaled)
-        loss = self._worst("loss", self._limits.loss, infinite=True)
+        self._worst.clear()
+        norm = self._look_at("norm", self._limits.norm, infinite=not self._scaled)
+        loss = self._look_at("loss", self._limits.loss, infinite=True)
         found = norm or loss
         self.found = found or self.found
         return found is not None
 
-    def _worst(self, what: What, limit: float, *, infinite: bool) -> FoundAnomaly | None:
-        values = list(map(float, self._values[what]))
-        bad = [value for value in values if (value >= limit if math.isfinite(value) else infinite)]
-        return FoundAnomaly(what, _worst_of(bad), limit) if bad else None
+    def applied(self) -> None:
+        """The update of the window that was looked at last is applied: so its values are among the usual ones."""
+        for what, value in self._worst.items():
+            if math.isfinite(value):
+                self._applied[what].append(value)
+            if what in self._usual:
+                self._usual[what].add(value)
+        self._worst.clear()
+
+    def take(self, at_least: int) -> dict[str, list[float]]:
+        """The finite values of the updates since they were taken last, if they are so many; else none."""
+        if max(map(len, self._applied.values())) < at_least:
+            return {}
+        taken, self._applied = self._applied, {"norm": [], "loss": []}
+        return taken
+
+    def _look_at(self, what: What, limit: float, *, infinite: bool) -> FoundAnomaly | None:
+        values = [value for value in map(float, self._values[what]) if infinite or math.isfinite(value)]
+        if not values:
+            return None
+        self._worst[what] = worst = _worst_of(values)
+        if not math.isfinite(worst) or worst >= limit:
+            return FoundAnomaly(what, worst, limit)
+        spike = self._usual[what].spike(worst) if self._usual else None
+        return FoundAnomaly(what, worst, spike.limit, spike.median) if spike is not None else None
 
     def _tell_once(self, text: str) -> None:
         if text not in self._told:

@@ -30,6 +30,7 @@ from resilient_train.errors import (
 from resilient_train.events import now
 from resilient_train.faults import parse_plan
 from resilient_train.frameworks.roles import Engine, Objects
+from resilient_train.observe import thresholds
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, say_aside
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import rank_effects as do
@@ -111,7 +112,11 @@ class Driver:
         self._idle = Idle(engine.step, self._event, tells=agent.rank == 0)
         plan = parse_plan(settings.faults)
         self._tells = agent.rank == 0
-        self._anomalies = Anomalies(limits, self._tell, scaled=engine.gradients.scales()) if switches.tre else None
+        self._anomalies: Anomalies | None = None
+        if switches.tre:
+            # A new process does not know what was usual. It may make others run a step again, and nothing else: with
+            # ``skips`` what it does not see would be an update that an undisturbed run leaves out.
+            self._anomalies = Anomalies(limits, self._tell, scaled=engine.gradients.scales(), spikes=not skips)
         if self._anomalies is None and (limits.given or skips):
             what = "a threshold for the norm or the loss" if limits.given else "on_anomaly='skip'"
             self._tell(f"{what} has no effect: MS_ENABLE_TFT has no TRE:1")
@@ -147,6 +152,7 @@ class Driver:
         self._perform = self._performers()
         if self._anomalies is not None:  # else nothing is looked at, and that costs nothing
             self._perform |= {do.Mark: self._mark_to_look, do.CheckCollectives: self._check_and_look}
+            self._perform[do.Committed] = self._committed_and_usual
         atexit.register(self._release)
 
     # -- what the user's code does
@@ -481,11 +487,11 @@ class Driver:
 
     def _send_anomaly(self, effect: do.SendAnomaly) -> None:
         assert self._anomalies is not None
-        what, value, limit = self._anomalies.found
+        what, value, limit, usual = self._anomalies.found
         number = self._rank.number
         self._error = RuntimeError(f"the {what} of step {number} is {value:g}, and the agent has not answered to that")
         rank = self._rank
-        self._link.channel.send(m.Anomaly(rank.generation, number, what, value, limit, effect.again, rank.skips))
+        self._link.channel.send(m.Anomaly(rank.generation, number, what, value, limit, effect.again, rank.skips, usual))
 
     def _send_joined(self, _: do.SendJoined) -> None:
         rank, names = self._rank, self._engine.groups.names()
@@ -545,6 +551,19 @@ class Driver:
         self._batches.forget()
         self._engine.step.forget()
         self._engine.collectives.begin_tail(self._rank.standing.commits)
+
+    def _committed_and_usual(self, effect: do.Committed) -> None:
+        assert self._anomalies is not None
+        self._committed(effect)
+        self._anomalies.applied()
+        self._write_values(thresholds.EVERY)
+
+    def _write_values(self, at_least: int) -> None:
+        """For ``advise --norm``. Of all ranks one; what a lost process has not written yet is missing."""
+        assert self._anomalies is not None
+        values = self._anomalies.take(at_least)
+        if values and self._tells:
+            self._event("values", values)
 
     def _on_pause(self, _: do.OnPause) -> None:
         if problem := self._pauses.stand(self._rank.number):
@@ -733,6 +752,8 @@ class Driver:
         if self._told_end or not self._begun:
             return
         self._told_end = True
+        if self._anomalies is not None:
+            self._write_values(1)
         params, own = self._digests
         detail = {"params_digest": params, "rank_digest": own, "steps": self._rank.number}
         self._event("session_end", {**detail, "commits": self._rank.standing.commits, "redone": self._redone})

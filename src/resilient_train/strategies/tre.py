@@ -45,10 +45,17 @@ def _in_json(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
+def _limit(message: Anomaly) -> str:
+    if not math.isfinite(message.value):
+        return ""
+    if message.usual is None:
+        return f" (threshold {message.limit:g})"
+    return f" (usual before it: {message.usual:g}; from {message.limit:g} on it is a spike)"
+
+
 def sentence(rank: int, message: Anomaly) -> str:
     """What is told of it, and what is done."""
-    limit = f" (threshold {message.limit:g})" if math.isfinite(message.value) else ""
-    seen = f"the {_NAMES[message.what]} of step {message.step} is {message.value:g} on rank {rank}{limit}"
+    seen = f"the {_NAMES[message.what]} of step {message.step} is {message.value:g} on rank {rank}{_limit(message)}"
     if message.again:
         counts = "its update is left out" if message.skips else "the step counts"
         return f"{seen}, and the step has been run again for that: it is written down, and {counts}"

@@ -198,9 +198,18 @@ def advise(
     present_steps: Annotated[int | None, typer.Option(help="The interval whose cost is asked for.")] = None,
     memory_stall_s: Annotated[float | None, typer.Option(help="Of a save in memory; default: the run's.")] = None,
     memory_share: Annotated[float, typer.Option(help="Of those failures that a memory checkpoint does for.")] = 0.9,
+    norm: Annotated[
+        bool, typer.Option("--norm", help="Not that, but thresholds of TRE, from the run's norms and losses.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
-    """Say how often to save, why, and what the present interval costs."""
+    """Say how often to save, why, and what the present interval costs; or which norm can't be right."""
+    if norm:
+        from resilient_train.launch.cli import advise_norm
+
+        found = advise_norm.thresholds(run_dir)
+        _answer(as_json, advise_norm.as_dict(found), advise_norm.as_lines(found))
+        return 0
     from resilient_train.launch.cli import advise as advices
 
     # The flags are named like the fields.

@@ -70,6 +70,40 @@ def test_a_replica_that_drifts_is_found_before_a_checkpoint_is_written(tmp_path:
     assert not (run.run_dir / "checkpoints").exists()
 
 
+def parameters(run: Run) -> dict[int, str]:
+    return {rank: parameters for rank, (parameters, _) in run.digests().items()}
+
+
+@pytest.mark.parametrize("memory", [(), ("--memory", "1")])
+def test_a_replica_that_a_machine_has_spoilt_costs_the_steps_since_it_was_right(
+    tmp_path: Path, memory: tuple[str, ...]
+) -> None:
+    """Once, between two checkpoints: all go back to the first one, and end as any other run. With snapshots of each
+    step memory holds nothing but parts of replicas that differ.
+    """
+    arguments = ("40", "--save", "8", *memory)
+    plain = launch(tmp_path / "plain", "mistaken.py", "drift", *arguments, ranks=3)
+    run = drift(tmp_path / "run", *arguments, "--once", str(tmp_path / "spoilt"))
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert parameters(run) == parameters(plain)
+    (told,) = run.of("replicas_differ")
+    assert "'model.0.module.2.bias' differs on rank 1: something has" in told["detail"]["reason"]
+    (again,) = run.of("restart_all")
+    assert (again["detail"]["state_lost"], again["detail"]["attempt"]) == (True, 1)
+    (commits,) = {event["detail"]["commits"] for event in run.of("restored")}
+    assert commits in (8, 16, 17, 18), "a save that storage is too busy for is left out"
+    assert run.err.count("All ranks start again") == 1
+
+
+def test_a_script_that_makes_replicas_differ_is_started_again_once(tmp_path: Path) -> None:
+    run = drift(tmp_path / "run", "40", "--save", "8")
+    assert run.code == 2, run.explain()
+    assert len(run.of("restart_all")) == 1
+    assert len(run.of("replicas_differ")) == 2
+    assert "They had differed before, and all had gone back for that: no machine does so twice" in run.err
+    assert {saved["detail"]["commits"] for saved in run.of("saved")} <= {8, 16}
+
+
 def test_a_replica_that_drifts_is_found_before_anybody_trains_on_what_it_gives(tmp_path: Path) -> None:
     run = drift(tmp_path / "run", "40", faults="kill rank=2 step=22 phase=COMPUTE")
     assert "after update 22 'model.0.module.2.bias' differs" in sentence_of(run)

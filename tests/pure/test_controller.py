@@ -497,16 +497,73 @@ def test_replicas_that_differ_end_the_job_when_all_have_said_what_they_hold(stag
     assert (note.kind, note.detail["ranks"]) == ("replicas_differ", [0, 2])
     assert end.code == 2
     assert "'w' differs between ranks [0] and [2]" in end.reason
-    assert differs(controller, 0, "1") == controller.disagreed() == []
+    assert differs(controller, 0, "1") == controller.disagreed(0) == []
 
 
 def test_replicas_that_differ_are_not_waited_for_in_vain() -> None:
     controller = running(3)
     assert differs(controller, 1, "2") == []
     assert differs(controller, 0, "1") == []
-    (end,) = of(controller.disagreed(), EndJob)
+    (end,) = of(controller.disagreed(0), EndJob)
     assert end.code == 2
     assert "'w' differs between ranks [0] and [1]" in end.reason
+
+
+def saving(newest: int) -> Controller:
+    controller = running(2)
+    controller.job.can_go_back, controller.job.newest_saved = lambda: True, lambda: newest
+    return controller
+
+
+def differ(controller: Controller) -> list[Command]:
+    """Before update 5."""
+    return [*differs(controller, 0, "1"), *differs(controller, 1, "2")]
+
+
+def test_replicas_that_differ_go_back_to_a_saved_state() -> None:
+    controller = saving(4)
+    commands = differ(controller)
+    assert [note.kind for note in of(commands, Note)] == ["replicas_differ", "restart_all"]
+    assert [(spawn.rank, spawn.attempt) for spawn in of(commands, Spawn)] == [(0, 1), (1, 1)]
+    assert controller.job.stage is Stage.STARTING
+    assert controller.disagreed(0) == controller.disagreed(1) == [], "the first one's time is over"
+
+
+@pytest.mark.parametrize("newest", [-1, 0])
+def test_without_a_saved_state_they_end_the_job_at_once(newest: int) -> None:
+    """A script without DDP is to be told so, and not to be started again first."""
+    (end,) = of(differ(saving(newest)), EndJob)
+    assert (end.code, end.reason.count("nothing of this is saved")) == (2, 1)
+
+
+def started_again(controller: Controller) -> None:
+    for rank in range(2):
+        controller.started(rank, controller.job.incarnations[rank], Started("all", ("world",)))
+    assert controller.job.stage is Stage.RUNNING
+
+
+def test_replicas_that_differ_again_are_not_a_machines_mistake() -> None:
+    controller = saving(4)
+    differ(controller)
+    started_again(controller)
+    (end,) = of(differ(controller), EndJob)
+    assert end.code == 2
+    assert "They had differed before, and all had gone back for that" in end.reason
+
+
+def test_behind_a_state_saved_since_it_is_another_mistake() -> None:
+    controller = saving(4)
+    differ(controller)
+    started_again(controller)
+    controller.job.newest_saved = lambda: 5
+    assert len(of(differ(controller), Spawn)) == 2
+
+
+def test_a_job_that_leaves_does_not_go_back() -> None:
+    controller = saving(4)
+    controller.leave(143, "SIGTERM")
+    (end,) = of(differ(controller), EndJob)
+    assert end.code == 2
 
 
 def test_who_has_lost_memory_does_not_stand_for_the_last_one() -> None:

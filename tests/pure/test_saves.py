@@ -11,7 +11,7 @@ from pure import checkpoint_rig
 from resilient_train.launch.agent import saves as saves_module
 from resilient_train.launch.agent.restore_points import Stored
 from resilient_train.launch.agent.saves import CHECKPOINTS, Saves
-from resilient_train.protocol.messages import Source
+from resilient_train.protocol.messages import Captured, Source
 
 
 def saves(run_dir: Path) -> Saves:
@@ -60,6 +60,59 @@ def test_the_newest_that_is_whole(tmp_path: Path) -> None:
     assert each.source is not None
     assert Path(each.source.path).name == "step_8"
     assert each.source.path in left(tmp_path)
+
+
+PAIR = ((0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("groups", "frames", "newest"),
+    [
+        (PAIR, [(5, 1, 7), (5, 1, 7)], 5),
+        (PAIR, [(5, 1, 7), (5, 1, 8)], -1),  # they differ
+        (PAIR, [(5, 1, 0), (5, 1, 0)], -1),  # on a device: nobody has compared them
+        (PAIR, [(5, 1, 7), (5, 0, 0)], -1),  # one rank has skipped its part
+        (PAIR, [(5, 1, 7)], -1),
+        (((0,), (1,)), [(5, 1, 0), (5, 1, 0)], 5),  # nobody has the same
+    ],
+)
+def test_what_was_equal_is_known(
+    tmp_path: Path, groups: tuple[tuple[int, ...], ...], frames: list[tuple[int, int, int]], newest: int
+) -> None:
+    each = saves(tmp_path)
+    for rank, (commits, sequence, fingerprint) in enumerate(frames):
+        each.captured(rank, Captured(commits, commits, sequence, store=False, fingerprint=fingerprint), groups)
+    assert each.newest == newest
+
+
+def test_once_replicas_have_differed_memory_counts_as_far_as_they_were_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "holder-0.sock").touch()
+    monkeypatch.setattr(saves_module, "Vault", Holding)
+    monkeypatch.setattr(saves_module, "common_commits", lambda *_: [6, 5])
+    each = saves(tmp_path)
+    assert each._in_memory() == Source("memory", 6)
+    for rank in (0, 1):
+        each.captured(rank, Captured(5, 5, 1, store=False, fingerprint=7), PAIR)
+    each.doubt()
+    assert each._in_memory() == Source("memory", 5)
+
+
+class Holding:
+    """A holder that is there."""
+
+    stores = ()
+
+    @classmethod
+    def connect(cls, *_: object, **__: object) -> Holding:
+        return cls()
+
+    def inventory(self) -> Holding:
+        return self
+
+    def close(self) -> None:
+        pass
 
 
 def test_storage_that_does_not_let_us_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

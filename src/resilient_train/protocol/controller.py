@@ -344,19 +344,27 @@ class Controller:
         return [Note("finished", detail=detail), *job.to_all(Finished())]
 
     def differs(self, rank: int, incarnation: int, message: Differs) -> list[Command]:
-        """A rank does not hold what its replicas hold. When all of them have said what they do hold, the job ends."""
+        """A rank does not hold what its replicas hold. When all of them have said what they do hold, all go back."""
         if not self.job.current(rank, incarnation) or self.job.stage is Stage.ENDED:
             return []
         self._differing[rank] = message
-        return self.disagreed() if self._differing.keys() >= set(self.job.replicas.peers(rank)) else []
+        everybody = self._differing.keys() >= set(self.job.replicas.peers(rank))
+        return self.disagreed(self.job.attempt) if everybody else []
 
-    def disagreed(self) -> list[Command]:
+    def disagreed(self, attempt: int) -> list[Command]:
         """Replicas differ, and who has not said by now what it holds will not."""
-        if self.job.stage is Stage.ENDED:
+        job, told = self.job, self._differing
+        if job.stage is Stage.ENDED or job.attempt != attempt or not told:
             return []
-        group = self.job.replicas.peers(next(iter(self._differing)))
-        text = sentence(group, self._differing)
-        return [Note("replicas_differ", detail={"ranks": list(group), "reason": text}), *self.stop(2, text)]
+        self._differing = {}
+        group = job.replicas.peers(next(iter(told)))
+        text = sentence(group, told)
+        note = Note("replicas_differ", detail={"ranks": list(group), "reason": text})
+        if job.leaving or job.stage not in _RUNS:  # it is about to end
+            return [note, *self.stop(2, text)]
+        commands = self._fault(Fault(Kind.DIFFERS, text, reason=text, code=2))
+        job.differed_at = max(each.commits for each in told.values())
+        return [note, *commands]
 
     def leave(self, code: int, reason: str) -> list[Command]:
         """Somebody wants the job to end and its state to be saved. Asked twice: to end at once."""

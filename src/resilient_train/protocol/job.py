@@ -54,6 +54,8 @@ class Job:
         """Whether all ranks could start again from a saved state, or the loss of theirs costs nothing that was ever to
         be kept. Asked only where nothing else is left.
         """
+        self.newest_saved: Callable[[], int] = lambda: -1
+        """From before which update the newest state is that is saved, its replicas being equal; -1: there is none."""
         self.uses_us: Callable[[], bool] = lambda: False
         """Whether the script imports this library, as far as its text tells. Asked where no rank has said Hello yet."""
         self.incarnations = [0] * world_size
@@ -71,6 +73,8 @@ class Job:
         self.finished: set[int] = set()
         self.over = False
         """Some rank's loop has ended, see ``messages.Resume``. That rank may be lost before it."""
+        self.differed_at = -1
+        """Before which update replicas were found to differ last; -1: they never were."""
         self.pause_at: int | None = None
         """All are to stop before this step, or at the next head behind it; None: nobody wants it."""
         self.step = 0

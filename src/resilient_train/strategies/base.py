@@ -34,6 +34,8 @@ class Kind(enum.Enum):
     """A tail can't be finished: it needs what only a dead rank knew."""
     ANOMALY = 8
     """The gradient norm or the loss of a step can't be right, and its update is not applied."""
+    DIFFERS = 9
+    """Replicas do not hold the same bits, and all that was done since nobody knows when is in doubt."""
 
 
 class Fault(NamedTuple):

@@ -1,4 +1,4 @@
-"""RSC: state is gone, or the job has not begun. All ranks start again, from what was saved or from nothing."""
+"""RSC: state is gone or in doubt, or the job has not begun. All start again, from what was saved or from nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from resilient_train.protocol.job import Job, Stage
 from resilient_train.strategies.base import Fault, Kind
 
 NAME = "RSC"
-KINDS = frozenset((Kind.LOST, Kind.STATE_GONE, Kind.AT_START))
+KINDS = frozenset((Kind.LOST, Kind.STATE_GONE, Kind.AT_START, Kind.DIFFERS))
 
 
 def refuses(fault: Fault, job: Job) -> str:
     """Where the state is not lost, nothing was saved that was to be kept, or no more are started again."""
+    if fault.kind is Kind.DIFFERS and (why_not := _doubts(fault, job)):
+        return why_not
     if fault.kind is not Kind.AT_START and not _goes_back(fault, job):
         return fault.reason
     if not (job.policy.restart_on_error or job.aware or job.uses_us()):
@@ -25,8 +27,18 @@ def refuses(fault: Fault, job: Job) -> str:
 
 def _goes_back(fault: Fault, job: Job) -> bool:
     """A state is given up only where nothing else is left."""
-    gone = fault.kind is Kind.STATE_GONE or job.holders.gone()
+    gone = fault.kind in (Kind.STATE_GONE, Kind.DIFFERS) or job.holders.gone()
     return gone and job.leaving is None and job.can_go_back()
+
+
+def _doubts(fault: Fault, job: Job) -> str:
+    """Going back cures what a machine did once. A script that makes replicas differ makes them differ again."""
+    saved = job.newest_saved()
+    if saved <= 0:
+        return fault.reason
+    if saved < job.differed_at:
+        return f"{fault.reason}. They had differed before, and all had gone back for that: no machine does so twice"
+    return ""
 
 
 def begin(fault: Fault, job: Job) -> list[Command]:

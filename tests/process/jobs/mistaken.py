@@ -8,6 +8,7 @@ rank 1 changes a parameter by itself, after the update. ``late``: the loss is gi
 import argparse
 import os
 import signal
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("mode")
 parser.add_argument("steps", type=int)
 parser.add_argument("--at", type=int, default=-1)
+parser.add_argument("--once", type=Path, help="goes wrong only if this file is not there, and makes it")
 parser.add_argument("--save", type=int, default=0)
 parser.add_argument("--memory", type=int, help="snapshots in memory between two saves")
 parser.add_argument("--all-die-at", type=int, default=-1)
@@ -60,6 +62,8 @@ with rt.Session(model=model, optimizer=registered) as session:
             if first and rank == 0 and step.number == asked.all_die_at:
                 for pid in sorted(pids, key=os.getpid().__eq__):
                     os.kill(pid, signal.SIGKILL)
-            if mode == "drift" and rank == 1 and step.number == asked.at:
+            if mode == "drift" and rank == 1 and step.number == asked.at and not (asked.once and asked.once.exists()):
                 core[2].bias.data[1] += 1e-3
+                if asked.once:
+                    asked.once.touch()
 dist.destroy_process_group()

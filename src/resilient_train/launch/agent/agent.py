@@ -117,6 +117,7 @@ class Agent:
         if read_switches().tre:
             self._job.anomalies.update(abnormal.read(spec.run_dir))
         self._job.can_go_back = self._saves.can_go_back
+        self._job.newest_saved = lambda: self._saves.newest
         self._job.uses_us = functools.cache(functools.partial(uses_us, target_of(spec.command)))
         self._last_save = LastSave(self._board, self._controller, self._saves, self._arenas, spec.settings)
         self._ending: EndJob | None = None
@@ -377,7 +378,8 @@ class Agent:
             case m.Finish(generation=generation):
                 self._carry_out(controller.finish(rank, incarnation, generation))
             case m.Differs():
-                self._loop.call_later(DIFFER_GRACE_S, lambda: self._carry_out(controller.disagreed()))
+                attempt = self._job.attempt
+                self._loop.call_later(DIFFER_GRACE_S, lambda: self._carry_out(controller.disagreed(attempt)))
                 self._carry_out(controller.differs(rank, incarnation, frame))
             case m.Captured(last=generation) if generation >= 0:
                 self._last_save.captured(rank, frame)
@@ -449,6 +451,8 @@ class Agent:
                     self._tell(kind, detail)
                     if kind == "leaving":
                         self._last_save.begin()
+                    if kind == "replicas_differ":
+                        self._saves.doubt()
                     if kind == "started" and self._spec.policy.replace:
                         self._processes.train(self._job.attempt)
                 case KeepAnomalies(what=what, values=values):

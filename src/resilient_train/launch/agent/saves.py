@@ -83,6 +83,8 @@ class Saves:
         self._newest_over = 0
         self.source: Source | None = None
         """What all ranks start from: the newest state that is whole. None: from the script's own."""
+        self.newest = -1
+        """From before which update a state was saved or taken up last, the replicas being equal; -1: none was."""
         self._wanted = False
         """The ranks keep snapshots, or would."""
         self._opening = asyncio.Lock()
@@ -94,6 +96,8 @@ class Saves:
         """The end-of-life checkpoint, waiting for the one before it."""
         self._libraries = libraries_here()  # now: it opens files, and there may be no descriptors when it is asked for
         self._unsaved = False
+        self._doubted = False
+        """Replicas have differed: what memory holds is used as far as it was complete and equal, see ``newest``."""
         self._refused: set[Source] = set()
         self._told: set[str] = set()
         self._troubles: set[str] = set()
@@ -150,6 +154,7 @@ class Saves:
         for path, reason in stored.skipped:
             self._pass_over(path, reason)
         self.source = _newest(memory, stored.source)
+        self.newest = self.source.commits if self.source is not None else -1
         return "nothing is saved" if needed and self.source is None and not self._wanted else ""
 
     async def _look(self) -> tuple[Source | None, Stored]:
@@ -196,6 +201,10 @@ class Saves:
         """A rank could not take this source up."""
         self._refused.add(source)
 
+    def doubt(self) -> None:
+        """Replicas were found to differ, nobody knows since when."""
+        self._doubted = True
+
     def can_go_back(self) -> bool:
         """Whether there may be a source; ``choose`` knows. A job that saves, and has come to its end before the first
         time, loses nothing by beginning anew.
@@ -211,10 +220,16 @@ class Saves:
         for commits in [each for each in self._captured if each <= frame.commits]:
             del self._captured[commits]  # of older ones some rank has skipped its part
         differing = disagreeing(groups, {each: captured.fingerprint for each, captured in ranks.items()})
-        if differing:  # the ranks themselves find out behind their next barrier, and end the job
+        if differing:  # the ranks themselves find out behind their next comparison
             reason = f"ranks {differing} are to hold the same bits, and don't"
             self._note("save_skipped", detail={"step": frame.step, "reason": reason})
-        elif all(each.store for each in ranks.values()):
+            return
+        # Else some rank has skipped its part, or its replicated state lies on a device, where nobody has compared it.
+        if all(
+            ranks[each].sequence and (ranks[each].fingerprint or len(group) == 1) for group in groups for each in group
+        ):
+            self.newest = max(self.newest, frame.commits)
+        if all(each.store for each in ranks.values()):
             self._store(ranks, groups)
         else:
             self._over(frame.commits)
@@ -366,6 +381,8 @@ class Saves:
         except VaultError:
             return None
         commits = common_commits(stores, self._world_size)
+        if self._doubted:
+            commits = [each for each in commits if each <= self.newest]
         usable = [Source("memory", each) for each in commits if Source("memory", each) not in self._refused]
         return usable[0] if usable else None
 

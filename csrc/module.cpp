@@ -177,6 +177,12 @@ void bind_record(nb::class_<PyBoard>& board) {
           },
           "rank"_a, "commits"_a, "value"_a)
       .def(
+          "reported", [](Self self, std::uint32_t rank) { return load(self.record(rank).reported); }, "rank"_a)
+      .def(
+          "set_reported",
+          [](Self self, std::uint32_t rank, std::uint32_t number) { store(self.record(rank).reported, number); },
+          "rank"_a, "number"_a)
+      .def(
           "stopped_generation",
           [](Self self, std::uint32_t rank) { return load(self.record(rank).stopped_generation); }, "rank"_a)
       .def("beats", [](Self self, std::uint32_t rank) { return load(self.record(rank).beats); }, "rank"_a);
@@ -207,6 +213,8 @@ void bind_board(nb::module_& module) {
       .def(
           "set_pause", [](const PyBoard& self, std::uint64_t word) { store(self.use()->header().pause, word); },
           "word"_a)
+      .def("ask_report", [](const PyBoard& self) { increment(self.use()->header().report_asked); })
+      .def_prop_ro("report_asked", [](const PyBoard& self) { return load(self.use()->header().report_asked); })
       .def(
           "raise_stop", [](const PyBoard& self, std::uint32_t generation) { self.use()->raise_stop(generation); },
           "generation"_a)

@@ -17,7 +17,7 @@ namespace resilient {
 
 constexpr std::size_t page_bytes = 4096;                      // of the layout, not of the machine
 constexpr std::uint64_t board_magic = 0x3130'4452'414F'4252;  // "RBOARD01", little endian
-constexpr std::uint32_t board_version = 7;
+constexpr std::uint32_t board_version = 8;
 constexpr std::uint32_t world_size_max = 65'536;
 constexpr std::uint64_t commits_max = (std::uint64_t{1} << 56) - 1;
 constexpr std::uint32_t phase_max = 255;
@@ -32,6 +32,7 @@ struct Header {
   std::uint64_t saves[2];         // of even and of odd updates: update << 2 | what its window begins with, see announce
   std::uint64_t settled;          // update whose checkpoint the agent is done with, written or not
   std::uint64_t pause;            // from this step on, + 1, all ranks stop where a window begins; 0: nobody wants it
+  std::uint32_t report_asked;     // number of the newest report that the ranks are to write: see RankRecord::reported
 };
 
 // The word holds the thread id of the rank's watchdog; it is on that thread's robust list, so the kernel marks and
@@ -66,13 +67,14 @@ struct RankRecord {
   std::uint32_t asked;        // the signal by which somebody asked this process to end; the agent acts on it
   std::uint64_t kept[2];      // updates from before which this rank holds a complete snapshot in memory; 0: none
   Fingerprint replica[2];     // from before an even and before an odd update
+  std::uint32_t reported;     // number of the newest report of its collectives that this rank has written
 };
 
 // Processes of different builds may map one board: the layout is a contract, a change needs a new version.
 static_assert(offsetof(Header, version) == 8 && offsetof(Header, world_size) == 12);
 static_assert(offsetof(Header, stop_generation) == 16 && offsetof(Header, bell) == 20);
 static_assert(offsetof(Header, saves) == 24 && offsetof(Header, settled) == 40);
-static_assert(offsetof(Header, pause) == 48);
+static_assert(offsetof(Header, pause) == 48 && offsetof(Header, report_asked) == 56);
 static_assert(offsetof(RankRecord, standing) == 0 && offsetof(RankRecord, step) == 8);
 static_assert(offsetof(RankRecord, phase_time_ns) == 16 && offsetof(RankRecord, generation) == 24);
 static_assert(offsetof(RankRecord, incarnation) == 28 && offsetof(RankRecord, pid) == 32);
@@ -82,6 +84,7 @@ static_assert(offsetof(RankRecord, collectives) == 80 && offsetof(RankRecord, ac
 static_assert(offsetof(RankRecord, alarms) == 92 && offsetof(RankRecord, order) == 96);
 static_assert(offsetof(RankRecord, asked) == 100 && offsetof(RankRecord, kept) == 104);
 static_assert(offsetof(RankRecord, replica) == 120 && sizeof(Fingerprint) == 16);
+static_assert(offsetof(RankRecord, reported) == 152);
 static_assert(offsetof(RankRecord, life) == 64 && offsetof(Life, node) == 0 && offsetof(Life, word) == 8);
 static_assert(sizeof(Header) <= page_bytes && sizeof(RankRecord) <= page_bytes);
 static_assert(std::is_trivial_v<Header> && std::is_trivial_v<RankRecord>);

@@ -47,6 +47,11 @@ class Board:
         """The last word of `settle`; 0 at first."""
     def set_pause(self, word: int) -> None:
         """Agent: from step `word` - 1 on, all ranks stop where a window begins; 0: nobody wants it."""
+    def ask_report(self) -> None:
+        """Agent: all ranks are to write what they know of their newest collectives."""
+    @property
+    def report_asked(self) -> int:
+        """How often `ask_report` was called."""
     def raise_stop(self, generation: int) -> None:
         """Announce a newer generation: wakes every watchdog and every waiter. ValueError unless it grows."""
     def set_standing(self, rank: int, commits: int, phase: int, step: int) -> None:
@@ -90,6 +95,9 @@ class Board:
         """What the rank has written of its replicated state from before update `commits` (64 bits); 0: nothing."""
     def set_fingerprint(self, rank: int, commits: int, value: int) -> None:
         """An even and an odd update are held. 0: nothing is known."""
+    def reported(self, rank: int) -> int:
+        """The `report_asked` that the rank has answered last; 0: none."""
+    def set_reported(self, rank: int, number: int) -> None: ...
     def stopped_generation(self, rank: int) -> int:
         """Newest stop for which the rank's watchdog is done with the older descriptors."""
     def beats(self, rank: int) -> int:

@@ -350,6 +350,12 @@ def gloo_connects_late() -> bool:
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
 
 
+def recorder_entries() -> int:
+    """How many collectives torch's flight recorder keeps: by its variable, by that one's older name, or by default."""
+    given = os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or ""
+    return int(given) if given.isdecimal() else 2000
+
+
 _THREADS = "OMP_NUM_THREADS"
 
 

@@ -1,6 +1,7 @@
 """Ranks that hang without dying: the culprit is named, killed and replaced; the run ends as if nothing had happened."""
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ LOOPS = (
 )
 WORLDS = [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))]
 FAST = {"RESILIENT_HANG_TIMEOUT_S": "1.5"}
+SOON = {"RESILIENT_HANG_TIMEOUT_S": "6"}
+"""The ranks have half of it, and are given two seconds, to say in which collective they are."""
 
 
 def plan_of(kind: str, places: tuple[str, ...], ranks: int) -> tuple[str, int]:
@@ -69,6 +72,50 @@ def test_culprit_is_named(tmp_path: Path, undisturbed: Reference, variant: str, 
     assert hung["detail"]["ranks"] == [1]
     assert words in hung["detail"]["why"]
     assert "rank 1 hung" in run.err
+
+
+@pytest.mark.timeout(120)
+def test_each_rank_says_in_which_collective_it_is(tmp_path: Path, undisturbed: Reference) -> None:
+    """Rank 1 leaves a collective out: the others are in it, and it has left the one before."""
+    run = launch(tmp_path / "run", "train.py", "--steps", "9", "--variant", "skip", ranks=3, **SOON)
+    assert_identical(run, undisturbed(ranks=3, steps=9), ranks=3, recoveries=1)
+    (told,) = run.of("collectives")
+    assert told["detail"]["silent"] == []
+    newest = told["detail"]["newest"]
+    assert newest["0"] == newest["2"]
+    assert newest["0"].startswith("in all_reduce")
+    assert newest["1"].startswith("has left ")
+    reached: list[int] = []
+    for rank in range(3):
+        path = run.run_dir / "stacks" / f"rank_{rank}.0.collectives.jsonl"
+        heading, *entries = map(json.loads, path.read_text().splitlines())
+        assert heading["newest"] == newest[str(rank)]
+        reached.append(max(each["collective_seq_id"] for each in entries if each["process_group"][0] == "0"))
+    assert reached[0] == reached[2] > reached[1], "how many of the world's collectives each has entered"
+    assert f"newest collectives: ranks 0, 2 {newest['0']}; rank 1 {newest['1']}" in run.err
+
+
+@pytest.mark.timeout(120)
+def test_recorders_that_fail_end_no_rank_and_delay_nothing(tmp_path: Path, undisturbed: Reference) -> None:
+    """Rank 0's raises, rank 2's does not come back, and nobody's trace is worth a living rank."""
+    run = launch(tmp_path / "run", "train.py", "--steps", "9", "--variant", "skip+mute", ranks=3, **SOON)
+    assert_identical(run, undisturbed(ranks=3, steps=9), ranks=3, recoveries=1)
+    assert [event["rank"] for event in run.of("spawned")] == [0, 1, 2, 1], "only the one that hung was replaced"
+    (told,) = run.of("collectives")
+    assert told["detail"]["silent"] == [2]
+    assert told["detail"]["newest"]["0"] == "RuntimeError: the recorder is broken"
+    assert told["detail"]["newest"]["1"].startswith("has left ")
+    (hung,) = run.of("hung")
+    assert hung["detail"]["stalled_ms"] < hung["detail"]["limit_ms"] + 1000
+
+
+@pytest.mark.timeout(120)
+def test_a_recorder_that_is_switched_off(tmp_path: Path) -> None:
+    variables = {**SOON, "TORCH_FR_BUFFER_SIZE": "0"}
+    run = launch(tmp_path / "run", "train.py", "--steps", "9", "--variant", "skip", ranks=3, **variables)
+    assert run.code == 0, run.explain()
+    (told,) = run.of("collectives")
+    assert told["detail"] == {"newest": dict.fromkeys("012", "nothing was recorded"), "silent": []}
 
 
 def test_declared_slow_work_is_no_hang(tmp_path: Path) -> None:

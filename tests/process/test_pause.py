@@ -127,6 +127,12 @@ def test_all_stand_before_one_step_and_go_on(
         job.tool("resume")
         run = job.end()
     same(run, undisturbed, 2)
+    listed = job.tool("report")["pauses"]
+    assert [(pause["outcome"], pause["step"]) for pause in listed] == [
+        *(("resumed", step), ("withdrawn", None), ("withdrawn", None), ("resumed", sooner))
+    ]
+    assert listed[0]["by"] == "operator"
+    assert listed[0]["length_s"] >= 0.5 > listed[0]["gather_s"] > 0
     assert [event["detail"]["step"] for event in run.of("paused")] == [step, sooner]
     assert [event["detail"]["at_step"] for event in run.of("pause_asked")] == [0, 79, 79, sooner]
     assert len(run.of("pause_withdrawn")) == 1

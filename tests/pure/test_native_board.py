@@ -58,6 +58,19 @@ def test_layout_is_the_documented_one(board: Board) -> None:
     assert os.fstat(board.fd).st_size == 4 * PAGE_BYTES
 
 
+def test_a_report_is_asked_of_all_and_answered_by_each(board: Board) -> None:
+    assert (board.report_asked, board.reported(2)) == (0, 0)
+    board.ask_report()
+    board.ask_report()
+    board.set_reported(2, 1)
+    assert board.report_asked == 2
+    assert [board.reported(rank) for rank in range(3)] == [0, 0, 1]
+    assert struct.unpack_from("<I", os.pread(board.fd, PAGE_BYTES, 0), 56) == (2,)
+    assert struct.unpack_from("<I", os.pread(board.fd, PAGE_BYTES, 3 * PAGE_BYTES), 152) == (1,)
+    with pytest.raises(IndexError):
+        board.set_reported(3, 1)
+
+
 def test_two_announcements_are_held(board: Board) -> None:
     assert [board.announced(commits) for commits in range(4)] == [0, 0, 0, 0]
     board.announce(7, 2)

@@ -6,7 +6,7 @@ import json
 import msgspec
 import pytest
 
-from pure.stories import HOSTILE, at, beginning, ns, one_kill, whole_run
+from pure.stories import HOSTILE, at, beginning, normal_end, ns, one_kill, whole_run
 from resilient_train.observe.report import as_dict, lines, show
 from resilient_train.observe.sinks import read_events
 from resilient_train.observe.timeline import PHASES, read_run
@@ -79,3 +79,74 @@ def test_hostile_events_can_be_shown(tmp_path):
     show(lines(story), stream)
     assert "world size unknown" in stream.getvalue()
     msgspec.json.encode(as_dict(story))
+
+
+def paused_run():
+    """An operator's pause with a repaired fault in it, one that is taken back, one that the loop's end forestalls."""
+    return [
+        *beginning(),
+        at(1000, "pause_asked", by="operator", at_step=0),
+        at(1040, "pausing", -1, 1, lost=[], reason="pausing before the next step", strategy="TSP"),
+        at(1060, "paused", -1, 1, detail={"step": 7}),
+        at(1500, "saved", detail={"step": 5, "commits": 5, "path": "a/step_5"}),
+        at(2000, "fault", 1, 2, lost=[1], reason="rank 1 was killed by signal 9"),
+        at(2100, "paused", -1, 2, detail={"step": 7}),
+        at(2200, "on_pause_failed", 0, 2, error="ValueError: no"),
+        at(4060, "resumed", -1, 2, detail={"commits": 7, "step": 7, "paused_s": 3.0}),
+        at(4100, "pause_asked", by="rank 2", at_step=12),
+        at(4150, "pause_withdrawn"),
+        at(4200, "pause_asked", by="rank 2", at_step=99),
+        *normal_end(),
+    ]
+
+
+def test_pauses_are_listed():
+    text = text_of(paused_run())
+    assert "pause before step 7, asked for by an operator: resumed" in text
+    assert "all ranks stood 60 ms after the question (20 ms after the first)" in text
+    assert "\n  for 3.0 s\n" in text
+    assert "meanwhile: checkpoint of step 5 written" in text
+    assert "meanwhile: recovery 2: rank 1 was killed by signal 9" in text
+    assert "meanwhile: rank 0: a function of session.on_pause has failed: ValueError: no" in text
+    assert "pause before step 12, asked for by rank 2: withdrawn" in text
+    assert "pause before step 99, asked for by rank 2: not reached" in text
+
+
+def test_time_paused_is_no_lost_time():
+    run = read_run(paused_run())
+    assert [round(recovery.total_ms) for recovery in run.recoveries] == [100], "to all standing again, not to resume"
+    found = as_dict(run)
+    assert found["paused_s"] == pytest.approx(3.0)
+    assert [pause["length_s"] for pause in found["pauses"]] == pytest.approx([3.0, 0, 0])
+    assert (found["steps_redone"], found["committed_steps_lost"], found["updates_lost"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("after", "outcome", "length_s"),
+    [
+        ([], "unfinished", 1.0),
+        ([at(3060, "leaving", -1, 1, reason="SIGTERM", paused_s=2.0)], "the job ended in it", 2.0),
+        ([at(2060, "job_end", code=2, reason="a function wrote")], "the job ended in it", 1.0),
+        (
+            [
+                at(2060, "restart_all", reason="all are lost", attempt=1, commits=7, state_lost=True),
+                at(9060, "paused", detail={"step": 5}),
+                at(9560, "resumed", detail={"step": 5, "commits": 5}),
+            ],
+            "resumed",
+            1.5,
+        ),
+    ],
+)
+def test_how_a_pause_ends(after, outcome, length_s):
+    asked = [at(1000, "pause_asked", by="rank 0", at_step=7), at(1060, "paused", -1, 1, detail={"step": 7})]
+    (pause,) = as_dict(read_run([*beginning(), *asked, at(2060, "straggler"), *after]))["pauses"]
+    assert (pause["outcome"], pause["length_s"]) == (outcome, pytest.approx(length_s))
+    assert pause["gather_s"] is None
+
+
+def test_an_earlier_pause_takes_the_place_of_a_later_one_and_a_torn_file_is_read():
+    asked = [at(1, "pause_asked", by="operator", at_step=79), at(2, "pause_asked", by="rank 1", at_step=20)]
+    torn = at(9, "paused", detail={"step": 3})
+    assert [str(each.outcome) for each in read_run(asked).pauses] == ["withdrawn", "unfinished"]
+    assert [each.by for each in read_run([torn]).pauses] == ["somebody"]

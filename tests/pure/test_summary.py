@@ -29,6 +29,11 @@ def ends(*steps: int) -> list[Event]:
             "done after 9 s: 20 steps, 1 recovery, 1 step redone, 0 committed steps lost in recoveries",
         ),
         (
+            [*beginning(), at(600, "paused"), at(2600, "resumed"), *ends(9)],
+            0,
+            "done after 9 s: 9 steps, 0 recoveries, paused 1 time, 2 s in all",
+        ),
+        (
             [*beginning(), at(6000, "saved", detail={"step": 40, "commits": 40, "path": "a/step_40"}), *ends(41)],
             0,
             "done after 9 s: 41 steps, 0 recoveries, newest checkpoint: step 40 (a/step_40)",

@@ -1,6 +1,8 @@
 """Pins what ``frameworks/torch`` uses of torch's private parts: a new torch that changes them fails here, by name."""
 
 import inspect
+import json
+import re
 
 import pytest
 
@@ -106,3 +108,37 @@ def test_loaders_that_keep_their_workers_say_so() -> None:
     assert not draws(loader)
     loader._iterator = None
     assert draws(loader)
+
+
+def test_the_recorder_sees_gloo_by_the_names_of_our_groups() -> None:
+    """What ``observe/collectives.py`` reads of an entry."""
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import _dump_fr_trace_json
+
+    from resilient_train.frameworks.torch.transports.gloo import stock_group
+    from resilient_train.observe.collectives import report_of
+
+    group = stock_group(dist.HashStore(), 0, 1, timedelta(seconds=10), "of mine", "generation 3")
+    for _ in range(2):
+        group.allreduce([torch.ones(3, 4, dtype=torch.int64)]).wait()
+    content = report_of(_dump_fr_trace_json(), 0, 0)
+    told = json.loads(content.splitlines()[0])["newest"]
+    assert re.fullmatch(r"(in|has left) all_reduce 2 of group of mine \(generation 3\), Long \[3, 4\]", told)
+    newest = json.loads(content.splitlines()[1])
+    assert {"retired", "state", "is_p2p", "p2p_seq_id", "output_sizes", "time_created_ns"} <= set(newest)
+
+
+def test_a_recorder_that_is_too_large_to_be_asked_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from resilient_train.errors import UsageError
+    from resilient_train.frameworks.accelerator import Accelerator
+    from resilient_train.frameworks.torch.groups import Groups
+
+    nobody: Accelerator = None  # type: ignore[assignment] # it has no part in this
+    groups = Groups(nobody)
+    assert b'"version"' in groups.recorded()
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "20001")
+    with pytest.raises(UsageError, match="keeps 20001 collectives"):
+        groups.recorded()
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
+    groups.recorded()

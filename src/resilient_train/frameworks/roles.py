@@ -216,6 +216,13 @@ class Groups(Protocol):
         """Lets every waiter on a collective go, with an error; on any thread. Returns how many there were."""
         ...
 
+    def recorded(self) -> bytes:
+        """What the framework's own recorder has of this process's newest collectives, as torch's JSON; on any thread.
+
+        May block, and may raise anything: nobody waits for it.
+        """
+        ...
+
     def broken(self) -> bool:
         """Whether a connection of a group is gone: a peer died, or closed it."""
         ...

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 import msgspec
 
+from resilient_train.observe.paused import Pause, PauseOutcome
 from resilient_train.observe.saved import NotSaved, Origin, Saved
 from resilient_train.observe.timeline import Copy, PhaseSpan, Recovery, RecoveryOutcome, Run
 
@@ -40,6 +41,8 @@ def as_dict(run: Run) -> dict[str, Any]:
         "updates_lost": run.saved.updates_lost,
         "saved": saved_as_dict(run.saved),
         "recoveries": [recovery_as_dict(recovery) for recovery in run.recoveries],
+        "paused_s": run.paused_s,
+        "pauses": [pause_as_dict(pause) for pause in run.pauses],
     }
 
 
@@ -81,11 +84,27 @@ def recovery_as_dict(recovery: Recovery) -> dict[str, Any]:
     }
 
 
+def pause_as_dict(pause: Pause) -> dict[str, Any]:
+    """One pause as a JSON-able object; times in seconds, unknown values None."""
+    return {
+        "by": pause.by,
+        "at_step": pause.at_step,
+        "outcome": str(pause.outcome),
+        "step": pause.step,
+        "wait_s": pause.wait_s,
+        "gather_s": pause.gather_s,
+        "length_s": pause.length_s,
+        "inside": list(pause.inside),
+    }
+
+
 def lines(run: Run) -> list[Line]:
     """The whole report."""
     found = [Line(_headline(run), "bold")]
     for recovery in run.recoveries:
         found += [Line(""), *recovery_lines(recovery)]
+    for pause in run.pauses:
+        found += [Line(""), *pause_lines(pause)]
     about = saved_lines(run.saved)
     found += [Line(""), *about] if about else []
     found += [Line(""), *_ending(run)]
@@ -137,6 +156,27 @@ def recovery_lines(recovery: Recovery) -> list[Line]:
     if recovery.commits_lost:
         found.append(Line(f"  COMMITTED STEPS LOST: {recovery.commits_lost}", "bold red"))
     return found
+
+
+def pause_lines(pause: Pause) -> list[Line]:
+    """One pause: who asked, where all stood, how soon and for how long, and what happened meanwhile."""
+    if pause.stood_ns is None:
+        where = f"before step {pause.at_step}" if pause.at_step else "before the next step"
+        return [Line(f"pause {where}, asked for by {_asker(pause)}: {pause.outcome}", "yellow")]
+    found = [Line(f"pause before step {_known(pause.step)}, asked for by {_asker(pause)}: {pause.outcome}", "bold")]
+    gathered = "" if pause.gather_s is None else f" ({_seconds(pause.gather_s)} after the first)"
+    found.append(Line(f"  all ranks stood {_seconds(pause.wait_s or 0.0)} after the question{gathered}"))
+    still = ", and stand" if pause.outcome is PauseOutcome.UNFINISHED else ""
+    found.append(Line(f"  for {_seconds(pause.length_s)}{still}"))
+    return found + [Line(f"  meanwhile: {each}") for each in pause.inside]
+
+
+def _asker(pause: Pause) -> str:
+    return "an operator" if pause.by == "operator" else pause.by
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def show(report: Iterable[Line], file: TextIO | None = None) -> None:

@@ -41,6 +41,9 @@ def _repairs(run: Run) -> list[str]:
         found.append(f"{_count(run.commits_lost, 'committed step', 'committed steps')} lost in recoveries")
     if run.saved.updates_lost:
         found.append(f"{_count(run.saved.updates_lost, 'update', 'updates')} lost otherwise")
+    stood = [pause for pause in run.pauses if pause.stood_ns is not None]
+    if stood:
+        found.append(f"paused {_count(len(stood), 'time', 'times')}, {run.paused_s:.0f} s in all")
     return found
 
 

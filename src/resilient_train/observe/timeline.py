@@ -15,6 +15,7 @@ import msgspec
 from resilient_train.events import Event
 from resilient_train.faults import COST_NO_PROCESS
 from resilient_train.observe.fields import number_of, ranks_of, text_of
+from resilient_train.observe.paused import Pause, read_pauses
 from resilient_train.observe.saved import Saved, read_saved
 
 PHASES = ("DETECT", "STOP", "REPLACE", "AGREE", "REBUILD", "RESTORE", "RESUME")
@@ -113,6 +114,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     replacements: int
     """Processes that were started in the place of one that was lost."""
     saved: Saved
+    pauses: tuple[Pause, ...]
+    """In none of the times of ``recoveries``: what stands because somebody wants it loses nothing."""
     finished: bool
     exit_code: int | None
     end_reason: str | None
@@ -127,6 +130,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return sum(
             bool(recovery.redone_by) for recovery in self.recoveries if recovery.outcome is RecoveryOutcome.RESUMED
         )
+
+    @property
+    def paused_s(self) -> float:
+        """For how long all ranks stood because somebody wanted it."""
+        return sum(pause.length_s for pause in self.pauses)
 
     @property
     def commits_lost(self) -> int:
@@ -152,6 +160,7 @@ def read_run(events: Iterable[Event]) -> Run:
         restarts=sum(event.kind == "restart_all" for event in ordered),
         replacements=sum(event.kind == "spawned" and event.detail.get("joining") is True for event in ordered),
         saved=read_saved(ordered),
+        pauses=read_pauses(ordered),
         finished=any(event.kind == "finished" for event in ordered),
         exit_code=number_of(ends[-1], "code") if ends else None,
         end_reason=text_of(ends[-1], "reason") if ends else None,

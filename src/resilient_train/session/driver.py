@@ -37,6 +37,7 @@ from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.progress import Activity
 from resilient_train.session.anomalies import Anomalies, AnomalyLimits
+from resilient_train.session.collective_report import CollectiveReport
 from resilient_train.session.comparison import Comparison
 from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
@@ -131,7 +132,8 @@ class Driver:
         self._from_replica = FromReplica(self._link, engine.state, engine.step, engine.groups, settings.transfer)
         self._device = DeviceErrors(self._peers, engine.device, self._event, mends=switches.uce)
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
-        self._watch = Watch(self._peers, self._link.generation, engine.groups.release_waiters, settings)
+        report = CollectiveReport(self._link, self._pulse.folder, engine.groups.recorded)
+        self._watch = Watch(self._peers, self._link.generation, engine.groups.release_waiters, report, settings)
         self._batches = KeptBatches(cursor, engine.data, self._pulse, self.outlive)
         self._step: Step | None = None
         """The step that the user has; None between two."""

@@ -259,6 +259,15 @@ class Peers:
         """The word by which an operator orders a fault here."""
         self._board.set_order(self.rank, order)
 
+    @property
+    def report_asked(self) -> int:
+        """Number of the newest report that the agent wants of the ranks' collectives. Raises ValueError when closed."""
+        return self._board.report_asked
+
+    def set_reported(self, number: int) -> None:
+        """This rank has written that report. Raises ValueError when closed."""
+        self._board.set_reported(self.rank, number)
+
     def alarms(self) -> list[tuple[str, str]]:
         """(probe, kind) of what this rank's probes have found since ``clear_alarms``."""
         return list(self._board.alarms(self.rank))

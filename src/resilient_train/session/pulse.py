@@ -28,7 +28,8 @@ class Pulse:
     def __init__(self, link: Link, run_dir: str, tell: Callable[[str, dict[str, Any]], None]) -> None:
         self._link = link
         self._tell = tell
-        self._path = Path(run_dir) / STACKS_FOLDER / f"rank_{link.rank}.{link.incarnation}.txt"
+        self.folder = Path(run_dir) / STACKS_FOLDER
+        self._path = self.folder / f"rank_{link.rank}.{link.incarnation}.txt"
         self._file: IO[str] | None = None
         self._activity = Activity.TRAINING
 

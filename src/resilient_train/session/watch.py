@@ -3,7 +3,7 @@
 The watchdog (native) shuts the sockets that the thread may wait on, and signals it; ``Interrupt`` raises in the body
 of a step. Closing a group's sockets ends nearly every collective within 2 ms, a signal nearly everything else. What
 neither reaches (see ``frameworks/torch/works.py``) is let go by a thread that sleeps in the kernel until a stop is
-raised.
+raised. That thread also sees when the agent asks for a report of this rank's collectives.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from resilient_train._native import leave_terminate
 from resilient_train.config import Settings
 from resilient_train.interrupt import SIGNAL, Interrupt
+from resilient_train.session.collective_report import CollectiveReport
 from resilient_train.session.peers import Peers
 
 _GRACE_S = 0.1
@@ -24,8 +25,16 @@ _WAKE_MS = 100
 class Watch:
     """``interrupt`` is armed while a body runs. ``release`` lets the waiters on collectives go, on any thread."""
 
-    def __init__(self, peers: Peers, generation: int, release: Callable[[], int], settings: Settings) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        generation: int,
+        release: Callable[[], int],
+        report: CollectiveReport,
+        settings: Settings,
+    ) -> None:
         self._peers = peers
+        self._report = report
         self._generation = self._noticed = generation
         self._release = release
         self._watchdog = peers.watchdog(beat_ms=settings.beat_ms, grace_ms=settings.grace_ms, signal_number=int(SIGNAL))
@@ -56,12 +65,14 @@ class Watch:
         self._closing = True
         if self._thread.is_alive():
             self._thread.join()
+        self._report.close()
         self._watchdog.stop()
 
     def _let_go(self) -> None:
         generation = self._generation
         while not self._closing:
             try:
+                self._report.look()
                 if not self._peers.wait_stop(generation, _WAKE_MS):
                     continue
                 generation = self._peers.stop_generation

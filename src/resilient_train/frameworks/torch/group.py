@@ -133,7 +133,8 @@ class ResilientGroup(dist.ProcessGroup):
         book = gloo.AddressBook()
         own = CancellableStore(self._store, cancelled, book.note)
         store = PrefixStore(f"resilient/{attempt}/{generation}/{self._name}", own)
-        return BuiltGroup(*gloo.create(store, book, self._rank, self._size, self._timeout))
+        described = self._name, f"generation {generation}"
+        return BuiltGroup(*gloo.create(store, book, self._rank, self._size, self._timeout, *described))
 
     def adopt(self, built: BuiltGroup) -> None:
         """Puts a built group in. A peer may have died since it was built: then its first collective says so."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined] # its stub lacks it
 
+from resilient_train.config import recorder_entries
+from resilient_train.errors import UsageError
 from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.supported import torch_problem
 from resilient_train.frameworks.torch.by_name import taken_by_name
@@ -15,6 +19,7 @@ from resilient_train.state.transfer import Span, chunks, view
 
 DRAIN_S = 0.25
 _CHUNK_BYTES = 16 << 20
+_RECORDED_MAX = 20_000
 
 
 class Groups:
@@ -54,6 +59,16 @@ class Groups:
 
     def release_waiters(self) -> int:
         return works.release()
+
+    def recorded(self) -> bytes:
+        # In JSON, which leaves the stack traces out: to resolve those can deadlock on the GIL. Even so it holds the GIL
+        # for some 20 us an entry.
+        if (kept := recorder_entries()) > _RECORDED_MAX:
+            raise UsageError(
+                f"torch's flight recorder keeps {kept} collectives (TORCH_FR_BUFFER_SIZE): to ask it would stop this "
+                f"process for seconds; set at most {_RECORDED_MAX}"
+            )
+        return cast("bytes", _dump_fr_trace_json())
 
     def broken(self) -> bool:
         return any(group.inner is None or group.broken() for group in groups.values())

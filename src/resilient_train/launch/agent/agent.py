@@ -22,7 +22,8 @@ from resilient_train.descriptors import raise_limit
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
 from resilient_train.launch.agent.alarms import Alarms
-from resilient_train.launch.agent.console_text import end_of, line, pause_told, told
+from resilient_train.launch.agent.collective_reports import CollectiveReports, Newest
+from resilient_train.launch.agent.console_text import end_of, line, newest_told, pause_told, told
 from resilient_train.launch.agent.credentials import Admission, RankConnection, new_token
 from resilient_train.launch.agent.hang_watch import LOOK_S, HangWatch
 from resilient_train.launch.agent.last_save import LastSave
@@ -106,7 +107,8 @@ class Agent:
         self._unborn: dict[int, Spawn] = {}
         """Ranks whose process is asked for, and not there yet."""
         self._fenced: dict[RankProcess, str] = {}
-        self._hang_watch = HangWatch(self._board, self._job, self._processes, spec.settings)
+        reports = CollectiveReports(self._board, Path(spec.run_dir) / STACKS_FOLDER)
+        self._hang_watch = HangWatch(self._board, self._job, self._processes, reports, spec.settings)
         self._alarms = Alarms(self._board, self._job)
         self._waiting = Waiting(self._board, self._job, self._processes, self._say)
         self._pauses = Pauses(self._board, self._controller)
@@ -262,6 +264,11 @@ class Agent:
     def expire(self, limit_s: float, stopped: Collection[int]) -> None:
         standings = self._standings()
         self._carry_out(self._controller.expired(self._job.generation, standings, limit_s, stopped))
+
+    def tell_newest(self, newest: Newest) -> None:
+        by_rank = {str(rank): told for rank, told in newest.told.items()}
+        self._note("collectives", detail={"newest": by_rank, "silent": newest.silent})
+        self._say(newest_told(newest.told, newest.silent))
 
     def tell_pause(self, paused_s: float, stopped: Collection[int]) -> None:
         pids = [self._processes.current[rank].pid for rank in stopped]

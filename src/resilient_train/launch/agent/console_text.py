@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -52,6 +52,19 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         yield f"replacements are only forked with their imports done, not {detail['asked']}: {detail['reason']}"
     elif kind == "job_end" and detail["code"]:
         yield f"the job ends: {detail['reason']}"
+
+
+def newest_told(told: Mapping[int, str], silent: Sequence[int]) -> str:
+    """Which collective each rank has entered last; those that say the same stand together."""
+    who = dict[str, list[int]]()
+    for rank, text in told.items():
+        who.setdefault(text, []).append(rank)
+    parts = [f"{_ranks(ranks)} {text}" for text, ranks in who.items()]
+    return "newest collectives: " + "; ".join(parts + ([f"{_ranks(silent)} did not answer"] if silent else []))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def pause_told(paused_s: float, pids: Sequence[int]) -> str:

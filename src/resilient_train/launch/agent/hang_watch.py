@@ -1,9 +1,10 @@
 """The agent's hang watch: for hangs, and for recoveries that do not come to their end.
 
 It reads all ranks' progress from shared memory and asks the kernel about their processes. What it finds is decided in
-``protocol/hang.py``, who is killed for it in ``protocol/controller.py``. What is done: an event; the Python stacks of
-all ranks into the run directory; the culprit is killed, and its death is a fault like any other. All limits are counted
-in the job's own time (``protocol/jobclock.py``), and those of a recovery anew in each of its phases.
+``protocol/hang.py``, who is killed for it in ``protocol/controller.py``. What is done: an event; the Python stacks and
+the newest collectives of all ranks into the run directory; the culprit is killed, and its death is a fault like any
+other. All limits are counted in the job's own time (``protocol/jobclock.py``), and those of a recovery anew in each of
+its phases.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Protocol
 from resilient_train._native import Board
 from resilient_train.config import Settings
 from resilient_train.interrupt import STACKS_SIGNAL
-from resilient_train.launch.agent.processes import Processes
+from resilient_train.launch.agent.collective_reports import CollectiveReports, Newest
+from resilient_train.launch.agent.processes import Processes, RankProcess
 from resilient_train.protocol.hang import HangDetector, Limits, RunState, Stall, Suspicion
 from resilient_train.protocol.job import Job, Stage
 from resilient_train.protocol.jobclock import JobClock
@@ -48,6 +50,10 @@ class Keeper(Protocol):
         """Writes the event, and a line for people."""
         ...
 
+    def tell_newest(self, newest: Newest) -> None:
+        """The ranks have said which collectives they have entered last."""
+        ...
+
     def tell_pause(self, paused_s: float, stopped: Collection[int]) -> None:
         """None of the ranks has run for so long; ``stopped`` (SIGSTOP) are those that somebody can continue."""
         ...
@@ -56,7 +62,9 @@ class Keeper(Protocol):
 class HangWatch:
     """``look`` is called every ``LOOK_S``."""
 
-    def __init__(self, board: Board, job: Job, processes: Processes, settings: Settings) -> None:
+    def __init__(
+        self, board: Board, job: Job, processes: Processes, reports: CollectiveReports, settings: Settings
+    ) -> None:
         limits = Limits(floor_ms=int(settings.hang_floor_s * 1000), fixed_ms=int(settings.hang_timeout_s * 1000))
         self._detector = HangDetector(board.world_size, limits)
         self._clock = JobClock(board.world_size, settings.beat_ms)
@@ -66,6 +74,9 @@ class HangWatch:
         self._board = board
         self._job = job
         self._processes = processes
+        self._reports = reports
+        self._reported: list[Progress] = []
+        """Where the ranks stood when they were asked for their collectives."""
         self._seen: tuple[Stage, int, bool] = (Stage.STARTING, 0, False)
         self._since_ns = 0
         self._stopped: dict[int, int] = {}
@@ -75,6 +86,9 @@ class HangWatch:
     def look(self, keeper: Keeper) -> None:
         """One look. Cheap while the job moves: a few loads per rank."""
         job = self._job
+        newest = self._reports.look()
+        if newest is not None:
+            keeper.tell_newest(newest)
         if job.stage is Stage.STARTING:
             self._look_at_start(keeper)
         if job.stage not in (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED, Stage.LEAVING):
@@ -89,7 +103,7 @@ class HangWatch:
         elif self._finds_hangs:
             finding = self._detector.observe(self._clock.now_ns, ranks, self._state)
             if finding is not None:
-                self._act(finding, keeper)
+                self._act(finding, ranks, keeper)
 
     def _look_at_start(self, keeper: Keeper) -> None:
         """All wait for one that is stopped. Where all are, nobody is to blame."""
@@ -124,6 +138,7 @@ class HangWatch:
         if self._seen[:2] != seen[:2]:
             self._stopped.clear()
             self._named_ns.clear()
+            self._reported = []
             self._detector.restart(self._clock.now_ns)
         self._seen = seen
         self._since_ns = self._clock.now_ns
@@ -160,7 +175,7 @@ class HangWatch:
             self._named_ns.update(dict.fromkeys(ranks, now_ns))
             keeper.fence(ranks, reason)
 
-    def _act(self, finding: Stall, keeper: Keeper) -> None:
+    def _act(self, finding: Stall, ranks: list[Progress], keeper: Keeper) -> None:
         detail: dict[str, object] = {
             "ranks": list(finding.ranks),
             "why": finding.why,
@@ -168,21 +183,22 @@ class HangWatch:
             "limit_ms": finding.limit_ms,
         }
         if finding.verdict is not Suspicion.STRAGGLER:
-            detail["stacks"] = self._ask_for_stacks()
+            listening = [process for process in self._processes.living() if _listens(process.pid)]
+            detail["stacks"] = self._ask_for_stacks(listening)
+            if self._reported != ranks:  # as a rule the same stall was suspect before
+                self._reported = ranks
+                self._reports.ask(listening)
         keeper.tell(finding, detail)
         if finding.verdict is Suspicion.HUNG:
             keeper.fence(finding.ranks, f"hung for {finding.stalled_ms} ms: {finding.why}")
         elif finding.verdict is Suspicion.TOGETHER:
             keeper.give_up_collective(f"no end for {finding.stalled_ms} ms: {finding.why}")
 
-    def _ask_for_stacks(self) -> list[int]:
-        """The ranks that were asked: only one that listens, for the signal would kill another."""
-        asked = []
-        for process in self._processes.living():
-            if _listens(process.pid):
-                process.signal(STACKS_SIGNAL)
-                asked.append(process.rank)
-        return asked
+    def _ask_for_stacks(self, listening: list[RankProcess]) -> list[int]:
+        """The ranks that were asked: only those that listen, for the signal would kill another."""
+        for process in listening:
+            process.signal(STACKS_SIGNAL)
+        return [process.rank for process in listening]
 
 
 def _listens(pid: int) -> bool:

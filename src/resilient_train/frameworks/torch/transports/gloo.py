@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import GroupName
 
 from resilient_train.config import gloo_connects_late
 from resilient_train.errors import ProtocolError, UsageError
@@ -24,21 +25,28 @@ Socket = tuple[int, int]
 """(descriptor, inode): numbers alone are reused too soon to tell old from new."""
 
 
-def stock_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of torch's own with gloo in it, so that every verb is there. Blocks until all members have come."""
+def stock_group(
+    store: Store, rank: int, size: int, timeout: timedelta, name: str = "", description: str = ""
+) -> dist.ProcessGroup:
+    """A group of torch's own with gloo in it, so that every verb is there. Blocks until all members have come.
+
+    ``name`` and ``description`` are what torch's recorder calls it.
+    """
     backend = ProcessGroupGloo(store, rank, size, timeout=timeout)
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     backend._set_sequence_number_for_group()
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_group_name(GroupName(name))
+    group._set_group_desc(description)
     return group
 
 
 def create(
-    store: Store, book: AddressBook, rank: int, size: int, timeout: timedelta
+    store: Store, book: AddressBook, rank: int, size: int, timeout: timedelta, name: str = "", description: str = ""
 ) -> tuple[dist.ProcessGroup, list[Socket]]:
-    """A group, and its connections. Blocks until all members have come. ``book``: what went through ``store``.
+    """A ``stock_group``, and its connections. ``book``: what went through ``store``.
 
     Raises RuntimeError if a member dies meanwhile (gloo notices after about 5 s), ProtocolError if it is not this gloo,
     UsageError if it is told to connect late.
@@ -49,7 +57,7 @@ def create(
             "nor shut when a rank is lost; unset it"
         )
     before = sockets()
-    group = stock_group(store, rank, size, timeout)
+    group = stock_group(store, rank, size, timeout, name, description)
     fresh = [pair for pair in sockets() if pair not in before and is_connected(*pair)]
     # Others may have opened connections meanwhile, on other threads: the user's are none of ours to shut.
     listeners = book.listeners()

@@ -93,6 +93,7 @@ def trained(steps: int) -> dict[str, list[float]]:
     from resilient_train.demo.text import VOCABULARY, Windows
 
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     model, data = GPT(VOCABULARY, 64, width=64, depth=3), DataLoader(Windows(64), batch_size=4, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 100))

@@ -97,6 +97,11 @@ def test_once_replicas_have_differed_memory_counts_as_far_as_they_were_equal(
         each.captured(rank, Captured(5, 5, 1, store=False, fingerprint=7), PAIR)
     each.doubt()
     assert each._in_memory() == Source("memory", 5)
+    monkeypatch.setattr(each, "_held", each._in_memory)
+    assert not choose(each)
+    assert each.source == Source("memory", 5)
+    monkeypatch.setattr(saves_module, "common_commits", lambda *_: [6])
+    assert choose(each) == "no saved state is left in which they were equal", "it may have been days"
 
 
 class Holding:

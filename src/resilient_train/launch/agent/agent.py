@@ -487,7 +487,8 @@ class Agent:
         if self._ending is not None:
             return
         if blind and again is not None:  # they must not begin anew beside what may be saved
-            self._carry_out(self._controller.stop(EXIT_UNRECOVERABLE, f"{again.detail['reason']}, and {blind}"))
+            code = 2 if self._saves.doubted else EXIT_UNRECOVERABLE
+            self._carry_out(self._controller.stop(code, f"{again.detail['reason']}, and {blind}"))
             return
         if blind:
             self._carry_out(self._controller.stop(2, blind))

@@ -96,8 +96,10 @@ class Saves:
         """The end-of-life checkpoint, waiting for the one before it."""
         self._libraries = libraries_here()  # now: it opens files, and there may be no descriptors when it is asked for
         self._unsaved = False
-        self._doubted = False
-        """Replicas have differed: what memory holds is used as far as it was complete and equal, see ``newest``."""
+        self.doubted = False
+        """Replicas have differed: what memory holds is used as far as it was complete and equal, see ``newest``; and
+        the ranks do not begin anew, which may cost more than a look at the machine.
+        """
         self._refused: set[Source] = set()
         self._told: set[str] = set()
         self._troubles: set[str] = set()
@@ -130,7 +132,8 @@ class Saves:
         """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
         see, and nothing is in memory (snapshots there are as new as what was written of them). ``needed``: the ranks
         have lost a state. Then the storage has some time to come back, and it is impossible as well where there is
-        nothing, though it was meant to be kept by the ranks themselves alone.
+        nothing, though it was meant to be kept by the ranks themselves alone; and, once replicas have differed, where
+        nothing is of before.
         """
         self._captured.clear()  # by ranks that are no more
         self._newest_over = 0
@@ -155,6 +158,8 @@ class Saves:
             self._pass_over(path, reason)
         self.source = _newest(memory, stored.source)
         self.newest = self.source.commits if self.source is not None else -1
+        if self.source is None and self.doubted:
+            return "no saved state is left in which they were equal"
         return "nothing is saved" if needed and self.source is None and not self._wanted else ""
 
     async def _look(self) -> tuple[Source | None, Stored]:
@@ -203,7 +208,7 @@ class Saves:
 
     def doubt(self) -> None:
         """Replicas were found to differ, nobody knows since when."""
-        self._doubted = True
+        self.doubted = True
 
     def can_go_back(self) -> bool:
         """Whether there may be a source; ``choose`` knows. A job that saves, and has come to its end before the first
@@ -381,7 +386,7 @@ class Saves:
         except VaultError:
             return None
         commits = common_commits(stores, self._world_size)
-        if self._doubted:
+        if self.doubted:
             commits = [each for each in commits if each <= self.newest]
         usable = [Source("memory", each) for each in commits if Source("memory", each) not in self._refused]
         return usable[0] if usable else None

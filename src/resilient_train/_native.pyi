@@ -90,6 +90,11 @@ class Board:
         """What the rank has written of its replicated state from before update `commits` (64 bits); 0: nothing."""
     def set_fingerprint(self, rank: int, commits: int, value: int) -> None:
         """An even and an odd update are held. 0: nothing is known."""
+    def computed(self, rank: int, after: int) -> list[tuple[int, int, int]]:
+        """(commits, step, duration_ns) of the rank's windows behind update `after`, oldest first: the last 128 at most.
+
+        How long it has computed in each, without waiting for the others; 0: the window was not like others.
+        """
     def stopped_generation(self, rank: int) -> int:
         """Newest stop for which the rank's watchdog is done with the older descriptors."""
     def beats(self, rank: int) -> int:
@@ -117,11 +122,15 @@ class Page:
     def write(self, commits: int, phase: int, step: int) -> None:
         """`Board.set_standing`."""
     def begin(self, commits: int, phase: int, step: int) -> None:
-        """`restart`, then `write`."""
+        """An update is applied, and a tail begins: publishes `Board.computed`, then `restart` and `write`."""
     def restart(self) -> None:
-        """A window or a tail begins, in which no collective was entered yet."""
+        """A window or a tail begins, in which no collective was entered yet, and nothing computed."""
     def enter(self) -> None:
         """One more collective that spans the job is entered."""
+    def add_computed(self, duration_ns: int) -> None:
+        """A body of the window has computed for so long. The update, from `cross` to `begin`, is added by itself."""
+    def excuse(self) -> None:
+        """The window is not like others: how long it computes says nothing."""
     def set_activity(self, activity: int) -> None:
         """What the rank is at (32 bits, `protocol/progress.py`)."""
     def order(self) -> int:

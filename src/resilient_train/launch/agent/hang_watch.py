@@ -167,7 +167,7 @@ class HangWatch:
             "stalled_ms": finding.stalled_ms,
             "limit_ms": finding.limit_ms,
         }
-        if finding.verdict is not Suspicion.STRAGGLER:
+        if finding.verdict is not Suspicion.BEHIND:
             detail["stacks"] = self._ask_for_stacks()
         keeper.tell(finding, detail)
         if finding.verdict is Suspicion.HUNG:

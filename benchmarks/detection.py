@@ -116,7 +116,10 @@ def run_jittery(steps: int, limit_s: int, folder: Path) -> dict[str, Any]:
     with started(command, folder / "job.log") as process, busy(1):
         finish(process, folder / "job.log", limit_s)
     events = read_events(run_dir / EVENTS_FILE)
-    counts = {kind: sum(each.kind == kind for each in events) for kind in ("hung", "together", "suspect", "straggler")}
+    counts = {
+        kind: sum(each.kind == kind for each in events)
+        for kind in ("hung", "together", "suspect", "behind", "straggler")
+    }
     ends = [each for each in events if each.kind == "session_end"]
     if len(ends) != 2 or any(each.detail["commits"] != steps for each in ends):
         raise BenchmarkError("the job did not make its steps")

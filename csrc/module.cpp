@@ -183,6 +183,16 @@ void bind_record(nb::class_<PyBoard>& board) {
           [](Self self, std::uint32_t rank, std::uint32_t number) { store(self.record(rank).reported, number); },
           "rank"_a, "number"_a)
       .def(
+          "computed",
+          [](Self self, std::uint32_t rank, std::uint64_t after) {
+            std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>> found;
+            for (const Computed& each : self.use()->computed(rank, after)) {
+              found.emplace_back(each.commits, each.step, each.ns);
+            }
+            return found;
+          },
+          "rank"_a, "after"_a)
+      .def(
           "stopped_generation",
           [](Self self, std::uint32_t rank) { return load(self.record(rank).stopped_generation); }, "rank"_a)
       .def("beats", [](Self self, std::uint32_t rank) { return load(self.record(rank).beats); }, "rank"_a);

@@ -27,11 +27,19 @@ class Page {
   }
 
   void begin(std::uint64_t commits, std::uint32_t phase, std::uint64_t step) {
+    tell_computed(commits, step);
     restart();
     write(commits, phase, step);
   }
 
-  void restart() { store(record_.collectives, 0); }
+  void restart() {
+    store(record_.collectives, 0);
+    computed_ns_ = update_since_ns_ = 0;
+    unusual_ = false;
+  }
+
+  void add_computed(std::int64_t duration_ns) { computed_ns_ += duration_ns; }
+  void excuse() { unusual_ = true; }
   void enter() { increment(record_.collectives); }
   void set_activity(std::uint32_t activity) { store(record_.activity, activity); }
   std::uint32_t order() const { return load(record_.order); }
@@ -58,13 +66,25 @@ class Page {
     } while (!over(result));
     if (result == WaitResult::stopped) return false;
     write(commits, following, step);
+    update_since_ns_ = monotonic_ns();
     return true;
   }
 
  private:
+  // The bodies of the window, and its update: a window that was cut, or was finished in a recovery, lacks one of them.
+  void tell_computed(std::uint64_t commits, std::uint64_t step) {
+    if (commits == 0) return;
+    const bool usual = computed_ns_ > 0 && update_since_ns_ > 0 && !unusual_;
+    const std::int64_t duration_ns = usual ? computed_ns_ + monotonic_ns() - update_since_ns_ : 0;
+    board_->set_computed(rank_, Computed{commits, step, static_cast<std::uint64_t>(duration_ns)});
+  }
+
   std::shared_ptr<Board> board_;
   std::uint32_t rank_;
   RankRecord& record_;
+  std::int64_t computed_ns_ = 0;      // by the bodies of this window
+  std::int64_t update_since_ns_ = 0;  // 0: it has not begun
+  bool unusual_ = false;
 };
 
 }  // namespace
@@ -78,6 +98,8 @@ void bind_page(nb::module_& module) {
       .def("begin", &Page::begin, "commits"_a, "phase"_a, "step"_a)
       .def("restart", &Page::restart)
       .def("enter", &Page::enter)
+      .def("add_computed", &Page::add_computed, "duration_ns"_a)
+      .def("excuse", &Page::excuse)
       .def("set_activity", &Page::set_activity, "activity"_a)
       .def("order", &Page::order)
       .def("stop_raised", &Page::stop_raised, "generation"_a)

@@ -193,6 +193,29 @@ std::uint64_t Board::fingerprint(std::uint32_t rank, std::uint64_t commits) cons
   return before && load(theirs.update) == commits + 1 ? value : 0;
 }
 
+void Board::set_computed(std::uint32_t rank, const Computed& window) {
+  if (window.commits == 0 || window.commits > commits_max) throw std::invalid_argument("commits must be 1..2**56 - 1");
+  Computed& mine = record(rank).computed[window.commits % computed_max];
+  store(mine.commits, 0);  // as with a fingerprint
+  store(mine.step, window.step);
+  store(mine.ns, window.ns);
+  store(mine.commits, window.commits);
+}
+
+std::vector<Computed> Board::computed(std::uint32_t rank, std::uint64_t after) const {
+  const RankRecord& theirs = record(rank);
+  const std::uint64_t until = load(theirs.standing) >> 8;
+  std::vector<Computed> found;
+  if (until <= after) return found;
+  for (std::uint64_t commits = until - std::min(until - after, computed_max) + 1; commits <= until; ++commits) {
+    const Computed& window = theirs.computed[commits % computed_max];
+    const bool before = load(window.commits) == commits;
+    const Computed copy{commits, load(window.step), load(window.ns)};
+    if (before && load(window.commits) == commits) found.push_back(copy);
+  }
+  return found;
+}
+
 bool Board::all_reached(std::uint64_t target) const {
   for (std::uint32_t rank = 0; rank < world_size_; ++rank) {
     if (load(record(rank).standing) < target) return false;

@@ -10,6 +10,7 @@
 #include <memory>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include <linux/futex.h>
 
@@ -22,6 +23,7 @@ constexpr std::uint32_t world_size_max = 65'536;
 constexpr std::uint64_t commits_max = (std::uint64_t{1} << 56) - 1;
 constexpr std::uint32_t phase_max = 255;
 constexpr std::uint32_t announced_max = 3;
+constexpr std::uint64_t computed_max = 128;
 
 struct Header {
   std::uint64_t magic;
@@ -48,6 +50,13 @@ struct Fingerprint {
   std::uint64_t value;
 };
 
+// How long a rank has computed in one window, without what it has waited for the others.
+struct Computed {
+  std::uint64_t commits;  // updates with this one; 0: there is none
+  std::uint64_t step;
+  std::uint64_t ns;  // 0: the window was not like others
+};
+
 struct RankRecord {
   std::uint64_t standing;  // commits << 8 | phase: one 8-byte store is the commit
   std::uint64_t step;
@@ -60,14 +69,15 @@ struct RankRecord {
   std::uint64_t tail_entered;
   std::uint64_t tail_completed;
   Life life;
-  std::uint64_t collectives;  // that span the job, entered since the window or the tail began
-  std::uint32_t activity;     // what the rank says it is at: protocol/progress.py
-  std::uint32_t alarms;       // bits: what the rank's probes have found, see probes/alarm.hpp
-  std::uint32_t order;        // a fault that an operator wants here: protocol/orders.py
-  std::uint32_t asked;        // the signal by which somebody asked this process to end; the agent acts on it
-  std::uint64_t kept[2];      // updates from before which this rank holds a complete snapshot in memory; 0: none
-  Fingerprint replica[2];     // from before an even and before an odd update
-  std::uint32_t reported;     // number of the newest report of its collectives that this rank has written
+  std::uint64_t collectives;        // that span the job, entered since the window or the tail began
+  std::uint32_t activity;           // what the rank says it is at: protocol/progress.py
+  std::uint32_t alarms;             // bits: what the rank's probes have found, see probes/alarm.hpp
+  std::uint32_t order;              // a fault that an operator wants here: protocol/orders.py
+  std::uint32_t asked;              // the signal by which somebody asked this process to end; the agent acts on it
+  std::uint64_t kept[2];            // updates from before which this rank holds a complete snapshot in memory; 0: none
+  Fingerprint replica[2];           // from before an even and before an odd update
+  std::uint32_t reported;           // number of the newest report of its collectives that this rank has written
+  Computed computed[computed_max];  // of the last updates: update c at c % computed_max
 };
 
 // Processes of different builds may map one board: the layout is a contract, a change needs a new version.
@@ -85,6 +95,7 @@ static_assert(offsetof(RankRecord, alarms) == 92 && offsetof(RankRecord, order) 
 static_assert(offsetof(RankRecord, asked) == 100 && offsetof(RankRecord, kept) == 104);
 static_assert(offsetof(RankRecord, replica) == 120 && sizeof(Fingerprint) == 16);
 static_assert(offsetof(RankRecord, reported) == 152);
+static_assert(offsetof(RankRecord, computed) == 160 && sizeof(Computed) == 24);
 static_assert(offsetof(RankRecord, life) == 64 && offsetof(Life, node) == 0 && offsetof(Life, word) == 8);
 static_assert(sizeof(Header) <= page_bytes && sizeof(RankRecord) <= page_bytes);
 static_assert(std::is_trivial_v<Header> && std::is_trivial_v<RankRecord>);
@@ -140,6 +151,10 @@ class Board {
   // because the slot is used again for the update after next, which lies behind another barrier. 0: nothing was.
   void set_fingerprint(std::uint32_t rank, std::uint64_t commits, std::uint64_t value);
   std::uint64_t fingerprint(std::uint32_t rank, std::uint64_t commits) const;
+  // Written before the standing that counts the update: whoever has seen that finds it, until it is used again.
+  void set_computed(std::uint32_t rank, const Computed& window);
+  // Those behind `after` that are still there, oldest first.
+  std::vector<Computed> computed(std::uint32_t rank, std::uint64_t after) const;
   // Both return early (as a time-out) on a signal: the caller owns the deadline and runs the signal handlers.
   WaitResult wait_all(std::uint64_t target, std::uint32_t generation, std::int64_t timeout_ns);
   bool wait_stop(std::uint32_t generation, std::int64_t timeout_ns) const;

@@ -242,6 +242,28 @@ void test_process_copy() {
   reap(child);
 }
 
+// A reader that is slower than the writer misses windows, and never gets one that is half of another.
+void test_computed() {
+  constexpr std::uint64_t windows = 200'000;
+  const auto board = Board::create(1);
+  check_throws<std::invalid_argument>([&] { board->set_computed(0, Computed{0, 1, 1}); });
+  std::thread writer([&] {
+    for (std::uint64_t commits = 1; commits <= windows; ++commits) {
+      board->set_computed(0, Computed{commits, commits + 1, commits * 3});
+      board->set_standing(0, commits, 0, commits);
+    }
+  });
+  std::uint64_t last = 0;
+  while (last < windows) {
+    for (const Computed& each : board->computed(0, last)) {
+      CHECK(each.commits > last && each.step == each.commits + 1 && each.ns == each.commits * 3);
+      last = each.commits;
+    }
+  }
+  writer.join();
+  CHECK(board->computed(0, windows).empty() && board->computed(0, 0).size() == computed_max);
+}
+
 }  // namespace
 
 int main() {
@@ -250,6 +272,7 @@ int main() {
   test_process_copy();
   test_barrier_processes();
   test_barrier_threads();
+  test_computed();
   test_stop_wakes_waiters();
   test_death_and_release();
   test_sockets();

@@ -98,6 +98,11 @@ class Board:
     def reported(self, rank: int) -> int:
         """The `report_asked` that the rank has answered last; 0: none."""
     def set_reported(self, rank: int, number: int) -> None: ...
+    def computed(self, rank: int, after: int) -> list[tuple[int, int, int]]:
+        """(commits, step, duration_ns) of the rank's windows behind update `after`, oldest first: the last 128 at most.
+
+        How long it has computed in each, without waiting for the others; 0: the window was not like others.
+        """
     def stopped_generation(self, rank: int) -> int:
         """Newest stop for which the rank's watchdog is done with the older descriptors."""
     def beats(self, rank: int) -> int:
@@ -125,11 +130,15 @@ class Page:
     def write(self, commits: int, phase: int, step: int) -> None:
         """`Board.set_standing`."""
     def begin(self, commits: int, phase: int, step: int) -> None:
-        """`restart`, then `write`."""
+        """An update is applied, and a tail begins: publishes `Board.computed`, then `restart` and `write`."""
     def restart(self) -> None:
-        """A window or a tail begins, in which no collective was entered yet."""
+        """A window or a tail begins, in which no collective was entered yet, and nothing computed."""
     def enter(self) -> None:
         """One more collective that spans the job is entered."""
+    def add_computed(self, duration_ns: int) -> None:
+        """A body of the window has computed for so long. The update, from `cross` to `begin`, is added by itself."""
+    def excuse(self) -> None:
+        """The window is not like others: how long it computes says nothing."""
     def set_activity(self, activity: int) -> None:
         """What the rank is at (32 bits, `protocol/progress.py`)."""
     def order(self) -> int:

@@ -19,6 +19,8 @@ PREFIX = "RESILIENT_"
 DEPTHS = ("forked", "built")
 """How far a standby can be, each further than the one before."""
 
+ON_STRAGGLER = ("report", "replace")
+
 
 class AgentLink(msgspec.Struct, frozen=True):
     """What the agent told this process about itself when it started it; see ``launch/agent/processes.py``."""
@@ -60,6 +62,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a rank may stand still; 0: ten times the job's own usual step, and at least ``hang_floor_s``."""
     hang_floor_s: float = 60.0
     """See ``hang_timeout_s``."""
+    on_straggler: str = "report"
+    """What is done about a rank that computes slower than before: ``report`` it, or ``replace`` it as well, once."""
     exit_grace_s: float = 25.0
     """How long a job that was asked to end (SIGTERM, SIGUSR1, SIGHUP) may take to save its state."""
     last_save_timeout_s: float = 600.0
@@ -100,6 +104,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{PREFIX}TRANSFER={self.transfer!r}: unknown{nearest(self.transfer, known)}")
         if not 0 <= self.hang_timeout_s < float("inf"):
             raise ConfigError(f"{PREFIX}HANG_TIMEOUT_S must be a number of seconds from 0, not {self.hang_timeout_s}")
+        if self.on_straggler not in ON_STRAGGLER:
+            hint = nearest(self.on_straggler, ON_STRAGGLER)
+            raise ConfigError(
+                f"{PREFIX}ON_STRAGGLER={self.on_straggler!r}: unknown{hint}; write {' or '.join(ON_STRAGGLER)}"
+            )
         times = ("join_timeout_s", "verdict_timeout_s", "hang_floor_s", "standby_limit_s", "exit_grace_s")
         for name in (*times, "last_save_timeout_s", "beat_ms", "grace_ms", "probe_ms"):
             if not getattr(self, name) > 0:  # also for nan
@@ -203,6 +212,12 @@ def check_plan(settings: Settings, switches: Switches) -> None:
     """Raises ConfigError for planned faults that nothing would see."""
     if not switches.tre and any(each.kind in ANOMALIES for each in parse_plan(settings.faults)):
         raise ConfigError("fault plan: norm and loss are seen by TRE, which is off: MS_ENABLE_TFT has no TRE:1")
+
+
+def check_straggler(settings: Settings, switches: Switches) -> None:
+    """Raises ConfigError where a rank is to be replaced that is slow, and none is that is lost."""
+    if settings.on_straggler == "replace" and not switches.arf:
+        raise ConfigError(f"{PREFIX}ON_STRAGGLER=replace: ranks are replaced by ARF, which is off (MS_ENABLE_TFT)")
 
 
 def why_off(settings: Settings, switches: Switches) -> str:

@@ -8,7 +8,8 @@ A plan is a list of clauses separated by ``;``::
 rank's collectives (its connections are shut), as a link does that fails for good, ``uce`` destroys memory of a tensor
 (``target=param``, ``optimizer``, ``buffer``, ``gradient``, ``activation``) and makes the operation fail.
 
-``norm`` and ``loss`` make the anomaly check (TRE) see ``value=`` in the place of what the loop has computed.
+``norm`` and ``loss`` make the anomaly check (TRE) see ``value=`` in the place of what the loop has computed. ``slow``
+makes this step and all later ones of the process take ``value=`` times as long to compute.
 
 ``step`` is the loop's step number. A clause hits the process that was started first for that rank (``incarnation=0``)
 unless it says otherwise, and hits once. Clauses for the phases of a recovery (STOP, REBUILD, RESTORE) need no step;
@@ -28,7 +29,9 @@ INJECTABLE = ("kill", "stop", "loop", "hcce", "uce")
 """Kinds that a plan and ``resilient-train inject`` accept."""
 ANOMALIES = ("norm", "loss")
 """Kinds that only a plan accepts: what the anomaly check sees is another value."""
-IN_A_PLAN = (*INJECTABLE, *ANOMALIES)
+SLOW = "slow"
+"""The same: a device that has become slower."""
+IN_A_PLAN = (*INJECTABLE, *ANOMALIES, SLOW)
 TARGETS = ("param", "optimizer", "buffer", "gradient", "activation")
 """Whose memory ``uce`` destroys (``target=``); the first is the default."""
 
@@ -38,7 +41,7 @@ UCE_IN_TAIL = ("APPLIED", "start")
 """The same after the update, which costs the process (decision 12)."""
 
 COST_NO_PROCESS = ("hcce", "uce", *ANOMALIES)
-"""Kinds from which a rank recovers in its own process; after the others a new one takes its place."""
+"""Kinds from which a rank recovers in its own process; after the others (but ``slow``) a new one takes its place."""
 
 FROM_OUTSIDE = ("kill", "stop")
 """Kinds that reach a process from outside it, wherever it is; the others happen inside it, at a place of a step."""
@@ -60,6 +63,8 @@ RECOVERY_PHASES = ("STOP", "REBUILD", "RESTORE")
 
 ANOMALY_PLACE = ("READY", "before")
 """Where the check looks."""
+_SLOW_PLACE = ("COMPUTE", "start")
+_WITH_VALUE = (*ANOMALIES, SLOW)
 
 
 def place_in_step(kind: str, target: str) -> tuple[str, str]:
@@ -92,7 +97,7 @@ class Injection(msgspec.Struct, frozen=True):
             parts.append(f"incarnation={self.incarnation}")
         if self.target:
             parts.append(f"target={self.target}")
-        if self.kind in ANOMALIES:
+        if self.kind in _WITH_VALUE:
             parts.append(f"value={self.value:g}")
         return " ".join(parts)
 
@@ -152,10 +157,12 @@ def _checked(clause: str, kind: str, numbers: dict[str, int], words: dict[str, s
 
 
 def _value(clause: str, kind: str, words: dict[str, str], place: tuple[str, str]) -> float:
-    if kind not in ANOMALIES:
+    if kind not in _WITH_VALUE:
         if "value" in words:
-            raise ConfigError(f"fault plan: {clause!r}: only norm and loss have a value")
+            raise ConfigError(f"fault plan: {clause!r}: only {', '.join(_WITH_VALUE)} have a value")
         return 0.0
+    if kind == SLOW:
+        return _times(clause, words, place)
     if place != ANOMALY_PLACE:
         raise ConfigError(f"fault plan: {clause!r}: {kind} is looked at in phase=READY at=before, and nowhere else")
     if "value" not in words:
@@ -164,6 +171,18 @@ def _value(clause: str, kind: str, words: dict[str, str], place: tuple[str, str]
         return float(words["value"])
     except ValueError:
         raise ConfigError(f"fault plan: value={words['value']!r} in {clause!r} must be a number") from None
+
+
+def _times(clause: str, words: dict[str, str], place: tuple[str, str]) -> float:
+    if place != _SLOW_PLACE:
+        raise ConfigError(f"fault plan: {clause!r}: slow begins with a body: phase=COMPUTE at=start, and nowhere else")
+    try:
+        times = float(words.get("value", ""))
+    except ValueError:
+        times = 0.0
+    if not 1 <= times < float("inf"):
+        raise ConfigError(f"fault plan: {clause!r}: how many times as long? (value=1.4; at least 1)")
+    return times
 
 
 def _target(clause: str, kind: str, words: dict[str, str], place: tuple[str, str]) -> str:

@@ -67,6 +67,12 @@ def test_describe_and_parse_are_inverse(plan: list[Injection]) -> None:
         ("kill rank=1", r"names no step"),
         ("kill rank=1 step=1 phase=REDY", r"unknown phase 'REDY' .*did you mean 'READY'"),
         ("kill rank=1 step=1 target=param", r"only uce has a target"),
+        ("kill rank=1 step=1 value=2", r"only norm, loss, slow have a value"),
+        ("slow rank=1 step=1", r"how many times as long\? \(value=1.4"),
+        ("slow rank=1 step=1 value=0.5", r"at least 1"),
+        ("slow rank=1 step=1 value=inf", r"at least 1"),
+        ("slow rank=1 step=1 value=much", r"at least 1"),
+        ("slow rank=1 step=1 value=2 at=backward", r"slow begins with a body"),
         ("uce rank=1 step=1", r"hits an operation of the step: .*at=forward"),
         ("uce rank=1 step=1 at=forward target=parm", r"unknown target 'parm' .*did you mean 'param'"),
         ("kill rank=1 step=1 phase=READY at=backward", r"no place 'backward' .*before, barrier"),
@@ -75,6 +81,12 @@ def test_describe_and_parse_are_inverse(plan: list[Injection]) -> None:
 def test_errors_name_the_word(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse_plan(text)
+
+
+def test_a_slow_rank() -> None:
+    (clause,) = parse_plan("slow rank=1 step=20 value=1.4")
+    assert clause == Injection("slow", 1, "COMPUTE", "start", step=20, value=1.4)
+    assert parse_plan(clause.describe()) == (clause,)
 
 
 def test_phase_may_be_written_small() -> None:

@@ -95,7 +95,7 @@ def test_a_process_stopped_for_one_look_only_is_not_hung() -> None:
     job.look()
     job.states[1] = RunState.RUNNING
     job.pass_ms(1000)
-    assert all(each.verdict is Suspicion.STRAGGLER for each in job.found)
+    assert all(each.verdict is Suspicion.BEHIND for each in job.found)
 
 
 def test_a_stopped_process_before_the_job_is_known() -> None:
@@ -126,7 +126,7 @@ def test_the_one_who_holds_the_others_up_is_named(culprit: Progress, others: Pro
     job.progress[3] = culprit
     waited_ms = job.until_hung(100_000)
     assert 60_000 <= waited_ms <= 60_200
-    assert [each.verdict for each in job.found] == [Suspicion.STRAGGLER, Suspicion.SUSPECT, Suspicion.HUNG]
+    assert [each.verdict for each in job.found] == [Suspicion.BEHIND, Suspicion.SUSPECT, Suspicion.HUNG]
     assert all(each.ranks == (3,) for each in job.found)
     assert ("batch" in job.found[-1].why) == (culprit.activity is Activity.LOADING)
 
@@ -205,5 +205,5 @@ def test_no_false_alarm_in_a_hundred_thousand_steps() -> None:
 
         job = Job(ranks=2)
         job.steps(20_000, step_ms)
-        alarms = [each for each in job.found if each.verdict is not Suspicion.STRAGGLER]
+        alarms = [each for each in job.found if each.verdict is not Suspicion.BEHIND]
         assert alarms == [], f"seed {seed}"

@@ -102,6 +102,44 @@ def test_a_pause_is_due_from_a_step_on(board: Board) -> None:
     assert not page.pause_due(5)
 
 
+def through_a_window(page: Page, commits: int, duration_ns: int) -> None:
+    page.restart()
+    page.add_computed(duration_ns)
+    page.write(commits - 1, 2, commits)
+    assert page.cross(commits - 1, 2, 3, commits, 0)
+    page.begin(commits, 0, commits)
+
+
+def test_the_last_windows_are_held() -> None:
+    board = Board.create(1)
+    page = Page(board, 0)
+    assert board.computed(0, 0) == []
+    for commits in range(1, 301):
+        through_a_window(page, commits, 1_000_000 * commits)
+    held = board.computed(0, 0)
+    assert [commits for commits, _, _ in held] == list(range(173, 301))
+    assert all(step == commits and 0 <= ns - 1_000_000 * commits < 10**9 for commits, step, ns in held)
+    assert [commits for commits, _, _ in board.computed(0, 298)] == [299, 300]
+    assert board.computed(0, 300) == board.computed(0, 2**63) == []
+    offset = 4096 + 152 + 24 * (300 % 128)
+    assert struct.unpack_from("<QQ", os.pread(board.fd, 16, offset)) == (300, 300)
+
+
+def test_a_window_that_was_none_is_held_as_such() -> None:
+    board = Board.create(1)
+    page = Page(board, 0)
+    page.begin(0, 0, 0)
+    page.add_computed(5)
+    page.begin(1, 0, 0)
+    page.write(1, 2, 1)
+    page.cross(1, 2, 3, 1, 0)
+    page.begin(2, 0, 1)
+    through_a_window(page, 3, -5)
+    assert [(commits, ns) for commits, _, ns in board.computed(0, 0)] == [(1, 0), (2, 0), (3, 0)]
+    board.set_standing(0, 2**56 - 1, 0, 0)
+    assert board.computed(0, 0) == [], "what it holds is of other updates"
+
+
 def test_accessors_round_trip(board: Board) -> None:
     board.set_standing(2, 2**56 - 1, 255, 2**64 - 1)
     assert board.standing(2) == (2**56 - 1, 255)
@@ -137,6 +175,8 @@ def test_bad_arguments(board: Board) -> None:
     for call in (board.standing, board.step, board.beats, board.tail, board.identity, board.order):
         with pytest.raises(IndexError):
             call(3)
+    with pytest.raises(IndexError):
+        board.computed(3, 0)
     with pytest.raises(IndexError):
         board.wait_all(3, 0, 0, 0, 0)
     with pytest.raises(ValueError, match="phase"):

@@ -198,6 +198,7 @@ class QuietDriver(Driver):
         nothing: Any = SimpleNamespace(wait=lambda: None, notice=lambda _: None)
         self._engine, self._peers, self.saving, self._watch = engine, peers, nothing, nothing
         self._link: Any = SimpleNamespace(rank=0)
+        self._clock: Any = SimpleNamespace(stop=lambda: None)
         self._device = DeviceErrors(peers, engine.device, self._event, mends=True)
         self._from_replica = FromReplica(self._link, engine.state, engine.step, engine.groups, "auto")
 

@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_train._native import Board
+from resilient_train.config import Settings
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
 from resilient_train.faults import INJECTABLE, TARGETS, UCE_PLACES, check_fault, parse_plan, place_in_step
 from resilient_train.launch.agent.operators import Operators
 from resilient_train.launch.agent.pauses import Pauses
+from resilient_train.launch.agent.straggler_watch import StragglerWatch
 from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
@@ -103,7 +105,7 @@ class Rank:
         self.generation = 0
         self.seen: list[tuple[str, float]] = []
         plan_of, peers = parse_plan(plan), alone(board)
-        self.injector = Injector(plan_of, 1, 0, self, self.drill, peers, self.falsify)  # type: ignore[arg-type]
+        self.injector = Injector(plan_of, 1, 0, self, self.drill, peers, self.falsify, self.falsify)  # type: ignore[arg-type]
 
     def falsify(self, what: str, value: float) -> None:
         self.seen.append((what, value))
@@ -220,7 +222,8 @@ class Desk:
         controller = Controller(2, Policy())
         waiting = Waiting(board, controller.job, self, self.notes.append)  # type: ignore[arg-type]
         pauses = Pauses(board, controller)
-        self._operators = Operators(board, controller.job, self, waiting, pauses, self._note)  # type: ignore[arg-type]
+        slower = StragglerWatch(board, controller.job, Settings())
+        self._operators = Operators(board, controller.job, self, waiting, pauses, slower, self._note)  # type: ignore[arg-type]
 
     def _note(self, kind: str, **fields: Any) -> None:
         self.notes.append({"kind": kind, **fields})

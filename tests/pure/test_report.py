@@ -48,6 +48,29 @@ def test_lost_commits_can_not_be_overlooked():
     assert "COMMITTED STEPS LOST: 2" in text_of(events)
 
 
+def test_who_was_slow_is_told():
+    paces = {str(rank): {"compute_ms": 50.0 * ratio, "ratio": ratio} for rank, ratio in enumerate((1.3, 1.0, 1.05))}
+    events = [
+        *beginning(),
+        at(1000, "straggler", 2, step=840, since=812, ratio=1.4, compute_ms=70.1, before_ms=50.2),
+        at(1100, "straggler", 1, step=900, since=870, ratio=2.0, compute_ms=100, before_ms=50),
+        at(1200, "straggler_over", 2, step=2260, since=2231, slower_since=812, ratio=1.4),
+        at(1300, "straggler", 0, step=2300),
+        at(4000, "compute", ranks=paces),
+        at(4001, "finished"),
+    ]
+    text = text_of(events)
+    assert "rank 2 computed 1.40 times slower since step 812, until step 2231\n" in text
+    assert "rank 1 computed 2.00 times slower since step 870\n" in text
+    assert "rank 0 computed ? times slower since step ?\n" in text
+    assert text.count("as long as its peers") == 1
+    assert "rank 0 computed 1.30 times as long as its peers at the end: 65 ms a step" in text
+    told = as_dict(read_run(events))
+    assert told["stragglers"][0] == {"rank": 2, "since": 812, "ratio": 1.4, "until": 2231}
+    assert told["compute"]["2"] == {"compute_ms": 52.5, "ratio": 1.05}
+    assert read_run([*beginning(), at(1000, "compute", ranks={"one": 5})]).paces == {}
+
+
 def test_the_dict_survives_json():
     told = json.loads(msgspec.json.encode(as_dict(read_run(whole_run()))))
     assert told["steps_redone"] == 1

@@ -299,6 +299,10 @@ class Collectives(Protocol):
         """Whether every collective of the bodies since the last update has succeeded."""
         ...
 
+    def waited_ns(self) -> int:
+        """How long the training has waited for collectives, since some moment. Asked between two backward passes."""
+        ...
+
 
 class Device(Protocol):
     """The device of this rank, and the errors of its memory. Called by the driver and ``session/device_errors.py``."""

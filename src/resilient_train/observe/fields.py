@@ -13,6 +13,11 @@ def number_of(event: Event, key: str) -> int | None:
 
 def seconds_of(event: Event, key: str) -> float | None:
     """The time under ``key``; None if there is none, or none that can be."""
+    return amount_of(event, key)
+
+
+def amount_of(event: Event, key: str) -> float | None:
+    """The number from 0 under ``key``, whole or not; None if there is none."""
     value = event.detail.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None

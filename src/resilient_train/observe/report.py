@@ -10,11 +10,14 @@ import msgspec
 
 from resilient_train.observe.paused import Pause, PauseOutcome
 from resilient_train.observe.saved import NotSaved, Origin, Saved
+from resilient_train.observe.slower import Straggler
 from resilient_train.observe.timeline import Copy, PhaseSpan, Recovery, RecoveryOutcome, Run
 
 _BAR_WIDTH = 40
 _LABEL_WIDTH = 8
 _MEGABYTE = 1e6
+_UNEVEN = 1.1
+"""A rank that computes so many times as long as its peers is told, also if it always has."""
 _STYLES = {"DETECT": "magenta", "STOP": "red", "REPLACE": "yellow", "AGREE": "blue", "REBUILD": "cyan"}
 _STYLES |= {"RESTORE": "green", "RESUME": "bright_green", "total": "bold"}
 
@@ -40,6 +43,8 @@ def as_dict(run: Run) -> dict[str, Any]:
         "committed_steps_lost": run.commits_lost,
         "updates_lost": run.saved.updates_lost,
         "saved": saved_as_dict(run.saved),
+        "stragglers": msgspec.to_builtins(run.stragglers),
+        "compute": {str(rank): msgspec.to_builtins(pace) for rank, pace in sorted(run.paces.items())},
         "recoveries": [recovery_as_dict(recovery) for recovery in run.recoveries],
         "paused_s": run.paused_s,
         "pauses": [pause_as_dict(pause) for pause in run.pauses],
@@ -105,9 +110,19 @@ def lines(run: Run) -> list[Line]:
         found += [Line(""), *recovery_lines(recovery)]
     for pause in run.pauses:
         found += [Line(""), *pause_lines(pause)]
-    about = saved_lines(run.saved)
-    found += [Line(""), *about] if about else []
+    for about in (pace_lines(run), saved_lines(run.saved)):
+        found += [Line(""), *about] if about else []
     found += [Line(""), *_ending(run)]
+    return found
+
+
+def pace_lines(run: Run) -> list[Line]:
+    """Who became slower than it was, and who computed for longer than the others at the end; nothing if nobody did."""
+    found = [Line(_slower(each), "yellow") for each in run.stragglers]
+    for rank, pace in sorted(run.paces.items()):
+        if pace.ratio >= _UNEVEN:
+            told = f"rank {rank} computed {pace.ratio:.2f} times as long as its peers at the end"
+            found.append(Line(f"{told}: {pace.compute_ms:.3g} ms a step"))
     return found
 
 
@@ -213,6 +228,12 @@ def _ending(run: Run) -> list[Line]:
         text = f"parameters equal on all ranks, digest {run.digest}" if run.digest else _digests(run)
         found.append(Line(text, "" if run.digest else "yellow"))
     return found
+
+
+def _slower(straggler: Straggler) -> str:
+    times = "?" if straggler.ratio is None else f"{straggler.ratio:.2f}"
+    until = "" if straggler.until is None else f", until step {straggler.until}"
+    return f"rank {straggler.rank} computed {times} times slower since step {_known(straggler.since)}{until}"
 
 
 def _origin(origin: Origin | None) -> str:

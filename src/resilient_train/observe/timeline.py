@@ -17,6 +17,7 @@ from resilient_train.faults import COST_NO_PROCESS
 from resilient_train.observe.fields import number_of, ranks_of, text_of
 from resilient_train.observe.paused import Pause, read_pauses
 from resilient_train.observe.saved import Saved, read_saved
+from resilient_train.observe.slower import Pace, Straggler, read_paces, read_stragglers
 
 PHASES = ("DETECT", "STOP", "REPLACE", "AGREE", "REBUILD", "RESTORE", "RESUME")
 """Phases in the order in which they end. REPLACE overlaps STOP; DETECT lies before the recovery's start."""
@@ -116,6 +117,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     saved: Saved
     pauses: tuple[Pause, ...]
     """In none of the times of ``recoveries``: what stands because somebody wants it loses nothing."""
+    stragglers: tuple[Straggler, ...]
+    paces: dict[int, Pace]
+    """By rank: how long it computed in a step at the end, or when the job was asked to end."""
     finished: bool
     exit_code: int | None
     end_reason: str | None
@@ -161,6 +165,8 @@ def read_run(events: Iterable[Event]) -> Run:
         replacements=sum(event.kind == "spawned" and event.detail.get("joining") is True for event in ordered),
         saved=read_saved(ordered),
         pauses=read_pauses(ordered),
+        stragglers=read_stragglers(ordered),
+        paces=read_paces(ordered),
         finished=any(event.kind == "finished" for event in ordered),
         exit_code=number_of(ends[-1], "code") if ends else None,
         end_reason=text_of(ends[-1], "reason") if ends else None,

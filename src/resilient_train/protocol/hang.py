@@ -4,7 +4,7 @@ Nothing moves: no rank has entered a collective, changed its phase or committed.
 sure we are, and on the job's own steps (their 99th percentile, p99)::
 
     2 x p99                    a rank's process is stopped (SIGSTOP): it can't be slow, it does nothing    -> HUNG
-    5 x median, at least 1 s   the ranks that are least far are named                                     -> STRAGGLER
+    5 x median, at least 1 s   the ranks that are least far are named                                     -> BEHIND
     half of the limit          they are about to be given up: record what they do                         -> SUSPECT
     limit = max(10 x p99, floor), or what the user set                                                    -> HUNG
 
@@ -58,7 +58,7 @@ class Limits(msgspec.Struct, frozen=True):
 class Suspicion(enum.StrEnum):
     """What a hang watch should do about ``Stall.ranks``."""
 
-    STRAGGLER = "straggler"
+    BEHIND = "behind"
     SUSPECT = "suspect"
     HUNG = "hung"
     TOGETHER = "together"
@@ -164,7 +164,7 @@ class HangDetector:
         if stalled_ms >= limit_ms / 2:
             return self._find(Suspicion.SUSPECT, behind, stalled_ms, limit_ms, why)
         if len(self._steps_ms) >= _SAMPLES_MIN and stalled_ms >= max(5 * self._percentile(0.5), 1000):
-            return self._find(Suspicion.STRAGGLER, behind, stalled_ms, limit_ms, why)
+            return self._find(Suspicion.BEHIND, behind, stalled_ms, limit_ms, why)
         return None
 
     def _find(

@@ -39,6 +39,7 @@ from resilient_train.protocol.progress import Activity
 from resilient_train.session.anomalies import Anomalies, AnomalyLimits
 from resilient_train.session.collective_report import CollectiveReport
 from resilient_train.session.comparison import Comparison
+from resilient_train.session.compute_clock import ComputeClock
 from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
 from resilient_train.session.explain import Explainer
@@ -121,8 +122,16 @@ class Driver:
         if self._anomalies is None and (limits.given or skips):
             what = "a threshold for the norm or the loss" if limits.given else "on_anomaly='skip'"
             self._tell(f"{what} has no effect: MS_ENABLE_TFT has no TRE:1")
+        self._clock = ComputeClock(engine.collectives.waited_ns, self._peers.add_computed)
         self._injector = Injector(
-            plan, agent.rank, agent.incarnation, self._sink, engine.drill, self._peers, self._falsify
+            plan,
+            agent.rank,
+            agent.incarnation,
+            self._sink,
+            engine.drill,
+            self._peers,
+            self._falsify,
+            self._clock.slow_down,
         )
         self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
@@ -272,12 +281,14 @@ class Driver:
         """The body begins."""
         self._entered = True
         self._injector.listen(step.number)
+        self._clock.start()
         self._drive(on.Enter())
 
     def leave(self, step: Step, error: BaseException | None) -> bool:  # noqa: ARG002 - a Body is asked so
         """The body ended. True: the step will run again."""
         if self._watch.interrupt.armed:
             self._watch.interrupt.disarm()
+        self._clock.stop()
         if error is None:
             return bool(self._drive(_ENDS_WELL))
         self._error = error
@@ -582,6 +593,7 @@ class Driver:
         intact = self._engine.collectives.intact()
         if intact:
             self._engine.device.synchronize()
+        self._clock.stop()
         return on.Ok(int(intact))
 
     def _check_and_look(self, effect: do.CheckCollectives) -> on.Event:

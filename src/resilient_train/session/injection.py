@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 from resilient_train.events import now
-from resilient_train.faults import ANOMALIES, FROM_OUTSIDE, Injection, place_in_step
+from resilient_train.faults import ANOMALIES, FROM_OUTSIDE, SLOW, Injection, place_in_step
 from resilient_train.frameworks.roles import Drill
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import orders
@@ -62,7 +62,7 @@ class Injector:
     """Hits at places of a step, and before and behind effects of the rank machine; each clause hits once.
 
     Nothing but ``listen`` need be called where there are no ``clauses``. ``falsify``: the anomaly check is to see
-    this norm, or this loss.
+    this norm, or this loss. ``slow_down``: bodies are to take so many times as long.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Injector:
         drill: Drill,
         peers: Peers,
         falsify: Callable[[str, float], None],
+        slow_down: Callable[[float], None],
     ) -> None:
         self.clauses = [each for each in plan if each.rank == rank and each.incarnation == incarnation]
         self._rank = rank
@@ -90,6 +91,7 @@ class Injector:
             "hcce": lambda _: drill.cut(),
             "uce": lambda clause: drill.poison(clause.target),
             **{kind: lambda clause: falsify(clause.kind, clause.value) for kind in ANOMALIES},
+            SLOW: lambda clause: slow_down(clause.value),
         }
 
     # -- places

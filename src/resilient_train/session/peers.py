@@ -85,6 +85,8 @@ class Peers:
         self.enter_collective = self._page.enter
         self.order = self._page.order
         self.pause_due = self._page.pause_due
+        self.add_computed = self._page.add_computed
+        self.excuse_window = self._page.excuse
 
     @classmethod
     def attach(

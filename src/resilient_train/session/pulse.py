@@ -80,4 +80,5 @@ class Pulse:
             yield
         finally:
             self.at(before)
+            self._link.peers.excuse_window()
             self._tell("slow", {"what": what, "duration_ns": time.monotonic_ns() - begun_ns})

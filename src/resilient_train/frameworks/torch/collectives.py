@@ -15,6 +15,7 @@ from resilient_train.frameworks.torch.groups import DRAIN_S, Groups
 from resilient_train.frameworks.torch.storages import Memory, registered
 from resilient_train.frameworks.torch.tail import Tail
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT
+from resilient_train.frameworks.torch.waits import waits
 from resilient_train.frameworks.torch.works import GuardedWork
 from resilient_train.protocol.rank_effects import Mode
 
@@ -80,6 +81,9 @@ class Collectives:
             return False
         return True
 
+    def waited_ns(self) -> int:
+        return waits.total_ns()
+
     def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """A collective is called; see ``group.Watcher``."""
         assert self._tails is not None
@@ -108,6 +112,7 @@ class Collectives:
             work = group.run(verb, args)
             if isinstance(work, GuardedWork):
                 works.since_update.append(work)
+                waits.begun()
             return work
         if mode is not Mode.UPDATE and verb == "monitored_barrier":
             return self._tail.call(group, "barrier", ())

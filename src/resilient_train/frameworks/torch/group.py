@@ -27,6 +27,7 @@ from resilient_train.frameworks.torch.cancellable_store import CancellableStore
 from resilient_train.frameworks.torch.set_up import SetUpCollectives
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, run_alone
+from resilient_train.frameworks.torch.waits import waits
 from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, MonitoredBarrier, Works
 
 BACKEND = "resilient"
@@ -308,7 +309,7 @@ class ResilientGroup(dist.ProcessGroup):
         try:
             return GuardedWork(work, works.live)
         except RuntimeError:  # gloo has no future for a reduce-scatter: nobody but it can be waited for
-            work.wait()
+            waits.until(work.wait)
             return done(args[0])
 
     def number(self, verb: str, args: tuple[Any, ...]) -> tuple[str, int]:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from resilient_train._native import keep_thread_state
+from resilient_train.frameworks.torch.waits import waits
 
 _POLL_S = 0.0005
 
@@ -78,6 +79,7 @@ class GuardedWork(dist.Work):
         # Taking the work out of the dict decides, in one step under the GIL, who completes it.
         if self._live.pop(id(self), None) is not None:
             self.succeeded = True
+            waits.ended_ns = time.monotonic_ns()
             self._outcome.set_result(value)
 
     def give_up(self) -> bool:
@@ -92,7 +94,7 @@ class GuardedWork(dist.Work):
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - gloo's own time-out covers it
-        self._outcome.wait()
+        waits.until(self._outcome.wait)
         return True
 
     def get_future(self) -> Any:

@@ -34,6 +34,7 @@ from resilient_train.launch.agent.pauses import Pauses
 from resilient_train.launch.agent.processes import Processes, RankProcess
 from resilient_train.launch.agent.rendezvous import make_store
 from resilient_train.launch.agent.saves import Saves
+from resilient_train.launch.agent.straggler_watch import StragglerWatch
 from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.launch.fork.imports import target_of, uses_us
 from resilient_train.launch.fork.standby_pool import Pool
@@ -109,10 +110,12 @@ class Agent:
         self._fenced: dict[RankProcess, str] = {}
         reports = CollectiveReports(self._board, Path(spec.run_dir) / STACKS_FOLDER)
         self._hang_watch = HangWatch(self._board, self._job, self._processes, reports, spec.settings)
+        self._straggler_watch = StragglerWatch(self._board, self._job, spec.settings)
         self._alarms = Alarms(self._board, self._job)
         self._waiting = Waiting(self._board, self._job, self._processes, self._say)
         self._pauses = Pauses(self._board, self._controller)
-        operators = Operators(self._board, self._job, self._processes, self._waiting, self._pauses, self._note)
+        slower = self._straggler_watch
+        operators = Operators(self._board, self._job, self._processes, self._waiting, self._pauses, slower, self._note)
         self._admission = Admission(token, self._job, self._processes, operators, self, self._note)
         keep = spec.settings.keep_checkpoints
         self._saves = Saves(spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle)
@@ -256,6 +259,7 @@ class Agent:
         self._last_save.look()
         self._waiting.look()
         self._hang_watch.look(self)
+        self._straggler_watch.look(self)
         self._loop.call_later(LOOK_S, self._look_out)
 
     def fence(self, ranks: Collection[int], reason: str) -> None:
@@ -321,6 +325,11 @@ class Agent:
                 self._carry_out([Send(other, frame)])
             case _:
                 self._on_report(rank, incarnation, frame)
+
+    def tell_slower(self, kind: str, rank: int, step: int, detail: dict[str, Any]) -> None:
+        self._note(kind, rank=rank, step=step, detail=detail)
+        for text in told(kind, self._job.generation, 0.0, {"rank": rank, **detail}):
+            self._say(text)
 
     def disown(self, rank: int, why: str) -> None:
         self.fence([rank], f"does not speak with the agent any more: {why}")
@@ -455,6 +464,8 @@ class Agent:
                         detail = self._with_commits(detail)
                     detail = {**detail, **self._pauses.noted(kind)}
                     self._note(kind, rank=rank, detail=detail)
+                    if kind in ("finished", "leaving") and (usual := self._straggler_watch.usual()):
+                        self._note("compute", detail={"ranks": usual})
                     self._tell(kind, detail)
                     if kind == "leaving":
                         self._last_save.begin()

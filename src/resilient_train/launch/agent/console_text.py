@@ -46,6 +46,13 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
     elif kind == "spared":
         named = ", ".join(map(str, detail["ranks"]))
         yield f"recovery {generation}: rank {named} {detail['reason']}; nobody else has its state, so it is not killed"
+    elif kind == "straggler":
+        yield (
+            f"rank {detail['rank']} computes {detail['ratio']:.2f} times slower since step {detail['since']} "
+            f"({detail['compute_ms']:.3g} ms a step; {detail['before_ms']:.3g} ms before)"
+        )
+    elif kind == "straggler_over":
+        yield f"rank {detail['rank']} keeps up with the others as before, since step {detail['since']}"
     elif kind == "standby_off":
         yield f"all processes start cold, since they can't be forked: {detail['reason']}"
     elif kind == "standby_shallow":

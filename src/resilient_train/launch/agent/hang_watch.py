@@ -182,7 +182,7 @@ class HangWatch:
             "stalled_ms": finding.stalled_ms,
             "limit_ms": finding.limit_ms,
         }
-        if finding.verdict is not Suspicion.STRAGGLER:
+        if finding.verdict is not Suspicion.BEHIND:
             listening = [process for process in self._processes.living() if _listens(process.pid)]
             detail["stacks"] = self._ask_for_stacks(listening)
             if self._reported != ranks:  # as a rule the same stall was suspect before

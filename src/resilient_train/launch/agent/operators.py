@@ -10,6 +10,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.faults import check_fault
 from resilient_train.launch.agent.pauses import Pauses
 from resilient_train.launch.agent.processes import Processes, RankProcess
+from resilient_train.launch.agent.straggler_watch import StragglerWatch
 from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
@@ -28,6 +29,7 @@ class Operators:
         processes: Processes,
         waiting: Waiting,
         pauses: Pauses,
+        straggler_watch: StragglerWatch,
         note: Callable[..., None],
     ) -> None:
         self._board = board
@@ -35,6 +37,7 @@ class Operators:
         self._processes = processes
         self._waiting = waiting
         self._pauses = pauses
+        self._straggler_watch = straggler_watch
         self._note = note
         self._orders = 0
 
@@ -97,6 +100,7 @@ class Operators:
             "stage": job.stage.value,
             **self._waiting.status(),
             **self._pauses.status(),
+            **self._straggler_watch.status(),
             "generation": job.generation,
             "restarts": job.attempt,
             "replacements": job.restarts - job.attempt,

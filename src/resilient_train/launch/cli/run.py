@@ -108,6 +108,7 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
     ).absolute()
     _check_script(args)
     config.check_plan(settings, switches)
+    config.check_straggler(settings, switches)
     for clause in parse_plan(settings.faults):
         if clause.rank >= launch.nproc_per_node:
             raise ConfigError(f"fault plan: {clause.describe()!r}: this job has ranks 0 to {launch.nproc_per_node - 1}")

@@ -1,0 +1,143 @@
+"""How long a body computes: without what it waits for, and in DDP's reducer too."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from resilient_train.session.compute_clock import ComputeClock
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402 - only where torch is
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402 - likewise
+
+from resilient_train.frameworks.torch import group as group_module  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.group import ResilientGroup  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.waits import Waits, waits  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.works import GuardedWork  # noqa: E402 - likewise
+
+MS = 1_000_000
+LATE_S = 0.05
+
+
+class Clock:
+    """A clock of bodies, and what it was told: a rank that has waited for as long as the test says."""
+
+    def __init__(self) -> None:
+        self.waited_ns = 0
+        self.told: list[int] = []
+        self.clock = ComputeClock(lambda: self.waited_ns, self.told.append)
+
+
+def test_what_was_waited_is_taken_off() -> None:
+    rig = Clock()
+    rig.waited_ns = 10**12
+    rig.clock.start()
+    time.sleep(0.05)
+    rig.waited_ns += 30 * MS
+    rig.clock.stop()
+    rig.clock.stop()
+    (duration_ns,) = rig.told
+    assert duration_ns >= 20 * MS, "and once only"
+    rig.clock.start()
+    rig.waited_ns += 1000 * MS
+    rig.clock.stop()
+    assert rig.told[1] < 0, "such a window does not count"
+
+
+def test_a_body_is_made_slower() -> None:
+    rig = Clock()
+    for _ in range(3):
+        rig.clock.start()
+        time.sleep(0.01)
+        rig.clock.stop()
+    rig.clock.slow_down(3)
+    for _ in range(3):
+        rig.clock.start()
+        time.sleep(0.01)
+        rig.clock.stop()
+    usual_ns, slower_ns = sorted(rig.told[:3])[1], sorted(rig.told[3:])[1]
+    assert slower_ns > 2 * usual_ns
+    assert sorted(rig.told[3:])[2] < 20 * usual_ns, "what it sleeps does not add up"
+
+
+class Late:
+    """A work that ends a while after it has begun."""
+
+    def __init__(self, inner: dist.Work) -> None:
+        self._future: Any = torch.futures.Future()
+        inner.wait()
+        value = inner.get_future().value()
+        threading.Timer(LATE_S, self._future.set_result, (value,)).start()
+
+    def get_future(self) -> Any:
+        return self._future
+
+
+class LateCollectives:
+    """A Session's engine in which each collective ends late: the other ranks compute for longer."""
+
+    def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
+        work = GuardedWork(Late(getattr(group.inner, verb)(*args)), group_module.works.live)  # type: ignore[arg-type]
+        waits.begun()
+        return work
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    dist.init_process_group("resilient", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.Linear(4, 4)
+    wrapped = DistributedDataParallel(model)
+    monkeypatch.setattr(group_module, "_watcher", LateCollectives())
+    yield wrapped
+    dist.destroy_process_group()
+
+
+def waited_s(what: Any) -> tuple[float, float]:
+    """How long it took, and how much of it was waited."""
+    begun_ns, before_ns = time.monotonic_ns(), waits.total_ns()
+    what()
+    after_ns = waits.total_ns()
+    return (time.monotonic_ns() - begun_ns) / 1e9, (after_ns - before_ns) / 1e9
+
+
+def test_a_wait_in_python(late: Any) -> None:
+    took_s, waited = waited_s(lambda: dist.all_reduce(torch.ones(1)))
+    assert 0.8 * LATE_S <= waited <= took_s
+
+
+def test_a_wait_of_the_reducer(late: Any) -> None:
+    """It waits in C++; two passes in one window."""
+
+    def passes() -> None:
+        for _ in range(2):
+            late(torch.ones(1, 4)).sum().backward()
+            time.sleep(LATE_S)
+
+    passes()  # DDP lays its buckets out anew
+    took_s, waited = waited_s(passes)
+    assert waited >= 1.6 * LATE_S
+    assert waited <= took_s - 2 * LATE_S + 0.001, "what was slept behind the passes was no wait"
+
+
+def test_what_overlaps_is_no_wait(late: Any) -> None:
+    def overlapped() -> None:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        time.sleep(2 * LATE_S)
+        work.wait()
+
+    took_s, waited = waited_s(overlapped)
+    assert waited < 0.5 * took_s
+
+
+def test_a_wait_in_a_thread_of_the_user_is_nobodys() -> None:
+    own = Waits()
+    thread = threading.Thread(target=own.until, args=(lambda: time.sleep(0.02),))
+    thread.start()
+    thread.join()
+    assert own.total_ns() == 0

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from running import JOBS, LAUNCHER, Reference, Run, read_events, start
+from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
 
 from resilient_train.launch.cli.asking import Follower
 from resilient_train.observe.sinks import EVENTS_FILE
@@ -150,3 +150,17 @@ def test_the_end_is_the_undisturbed_one(tmp_path: Path, undisturbed: Reference, 
     assert run.digests() == reference.digests(), told
     assert bandit.hits >= 3, told
     assert run.recoveries() > 0, told
+
+
+def test_the_job_of_the_soak_runs(tmp_path: Path) -> None:
+    """It is this one, but nobody runs it every day: ``tests/soak/soak.py``."""
+    (tmp_path / "records").mkdir()
+    flags = ("--steps", "3", "--variant", "base", "--records", str(tmp_path / "records"))
+    run = launch(tmp_path / "run", "../../soak/job.py", *flags, ranks=2)
+    assert run.code == 0, run.explain()
+    assert sorted(path.name for path in (tmp_path / "records").iterdir()) == [
+        "end0",
+        "end1",
+        "rank0.jsonl",
+        "rank1.jsonl",
+    ]

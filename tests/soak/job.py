@@ -3,7 +3,6 @@
 The run directory's file system is filled by some faults. A script that writes there itself would fail by its own fault.
 """
 
-import argparse
 import hashlib
 import random
 import sys
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "process" / "jobs"))
 
-from train import Job
+from train import Job, parser
 
 
 def digest(*parts: Any) -> str:
@@ -47,16 +46,13 @@ def end_of(job: Job) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--variant", required=True)
-    parser.add_argument("--records", type=Path, required=True)
-    parser.add_argument("--save", type=int, default=10)
-    arguments = parser.parse_args()
-    later = {"save_mode": "", "show_start": False, "pace": "", "standby_at": [], "leave_at": -1, "between": False}
+    asked = parser()
+    asked.add_argument("--records", type=Path, required=True)
+    asked.set_defaults(save=10)
+    arguments = asked.parse_args()
     dist.init_process_group("resilient")
     job = Job(frozenset(arguments.variant.split("+")), "")
     job.records = arguments.records / f"rank{dist.get_rank()}.jsonl"
-    job.run(argparse.Namespace(**vars(arguments), **later))
+    job.run(arguments)
     (arguments.records / f"end{dist.get_rank()}").write_text(end_of(job))
     dist.destroy_process_group()

@@ -115,7 +115,9 @@ class Saving:
             due = self._cadence.head(commits)
             if self._pair is None and commits:  # the first update has made all there is to save
                 self._room_for(self._connected(), *self._described(step))
-            if due is Due.NOTHING or commits == self._newest:
+            if due is Due.COMPARE:
+                self._comparison.write(commits)
+            if due in (Due.NOTHING, Due.COMPARE) or commits == self._newest:
                 return
             off = self._names.left_off()
             if off is not None:

@@ -24,6 +24,7 @@ parser.add_argument("mode")
 parser.add_argument("steps", type=int)
 parser.add_argument("--at", type=int, default=-1)
 parser.add_argument("--once", type=Path, help="goes wrong only if this file is not there, and makes it")
+parser.add_argument("--pace", action="store_true", help="a step takes a while")
 parser.add_argument("--save", type=int, default=0)
 parser.add_argument("--memory", type=int, help="snapshots in memory between two saves")
 parser.add_argument("--all-die-at", type=int, default=-1)
@@ -63,8 +64,14 @@ with rt.Session(model=model, optimizer=registered) as session:
             if first and rank == 0 and step.number == asked.all_die_at:
                 for pid in sorted(pids, key=os.getpid().__eq__):
                     os.kill(pid, signal.SIGKILL)
+            if asked.pace:
+                time.sleep(0.05)
             if mode == "drift" and rank == 1 and step.number == asked.at and not (asked.once and asked.once.exists()):
-                while asked.once and not [*Path(link.run_dir, "checkpoints").glob("step_*[0-9]")]:
+                while (
+                    asked.once
+                    and asked.save < asked.steps
+                    and not [*Path(link.run_dir, "checkpoints").glob("step_*[0-9]")]
+                ):
                     time.sleep(0.01)  # one is on its way
                 core[2].bias.data[1] += 1e-3
                 if asked.once:

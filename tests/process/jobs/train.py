@@ -285,21 +285,26 @@ class Job:
                     dist.barrier()
 
 
+def parser() -> argparse.ArgumentParser:
+    """What a job can be asked to do; by default, none of it."""
+    found = argparse.ArgumentParser()
+    found.add_argument("--steps", type=int, default=20)
+    found.add_argument("--variant", default="base")
+    found.add_argument("--between", action="store_true")
+    found.add_argument("--leave-at", type=int, default=-1, help="leave the loop behind this step")
+    found.add_argument("--save", type=int, default=0, help="a checkpoint after every so many updates")
+    found.add_argument("--save-mode", default="", help="the arguments of save_every, in JSON")
+    found.add_argument("--show-start", action="store_true", help="write down what the loop begins with")
+    found.add_argument("--pace", default="", help="go slowly until this file exists")
+    found.add_argument("--standby-at", type=int, nargs="*", default=[], help="wait for a standby behind this step")
+    found.add_argument("--on-pause", default="", help="what a function does in a pause: look, resume, fail, ...")
+    found.add_argument("--pause-in", type=int, default=-1, help="ask for a pause in this step")
+    found.add_argument("--hold", default="", help="do not begin while this file exists")
+    return found
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--variant", default="base")
-    parser.add_argument("--between", action="store_true")
-    parser.add_argument("--leave-at", type=int, default=-1, help="leave the loop behind this step")
-    parser.add_argument("--save", type=int, default=0, help="a checkpoint after every so many updates")
-    parser.add_argument("--save-mode", default="", help="the arguments of save_every, in JSON")
-    parser.add_argument("--show-start", action="store_true", help="write down what the loop begins with")
-    parser.add_argument("--pace", default="", help="go slowly until this file exists")
-    parser.add_argument("--standby-at", type=int, nargs="*", default=[], help="wait for a standby behind this step")
-    parser.add_argument("--on-pause", default="", help="what a function does in a pause: look, resume, fail, ...")
-    parser.add_argument("--pause-in", type=int, default=-1, help="ask for a pause in this step")
-    parser.add_argument("--hold", default="", help="do not begin while this file exists")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     dist.init_process_group("resilient")
     Job(frozenset(arguments.variant.split("+")), arguments.hold).run(arguments)
     dist.destroy_process_group()

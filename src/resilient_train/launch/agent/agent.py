@@ -118,7 +118,9 @@ class Agent:
         operators = Operators(self._board, self._job, self._processes, self._waiting, self._pauses, slower, self._note)
         self._admission = Admission(token, self._job, self._processes, operators, self, self._note)
         keep = spec.settings.keep_checkpoints
-        self._saves = Saves(spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle)
+        self._saves = Saves(
+            spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle, self._board.doubt
+        )
         if read_switches().tre:
             self._job.anomalies.update(abnormal.read(spec.run_dir))
         self._job.can_go_back = self._saves.can_go_back

@@ -67,8 +67,8 @@ class Running:
 
 
 @contextlib.contextmanager
-def training(run_dir: Path, ranks: int, **environ: str) -> Iterator[Running]:
-    script = [str(JOBS / "train.py"), "--steps", str(STEPS), "--pace", str(run_dir / "enough")]
+def training(run_dir: Path, ranks: int, *arguments: str, **environ: str) -> Iterator[Running]:
+    script = [str(JOBS / "train.py"), "--steps", str(STEPS), "--pace", str(run_dir / "enough"), *arguments]
     with start([*LAUNCHER, "--nproc-per-node", str(ranks), "--run-dir", str(run_dir), *script], **environ) as process:
         job = Running(run_dir, process)
         job.wait_for((run_dir / "samples_rank0.jsonl").exists)
@@ -150,10 +150,13 @@ def test_all_kinds(tmp_path: Path, undisturbed: Reference, ranks: int) -> None:
 @pytest.mark.timeout(120)
 def test_a_fault_in_the_middle_of_a_recovery(tmp_path: Path, undisturbed: Reference) -> None:
     """Signals reach a rank wherever it is. The other kinds wait, or, if they may not, are refused."""
-    with training(tmp_path / "run", 3, RESILIENT_STANDBY="0") as job:  # cold starts, so that it is long
+    hold = tmp_path / "hold"
+    with training(tmp_path / "run", 3, "--hold", str(hold)) as job:
+        hold.touch()
         job.inject("kill", "--rank", "1")
         assert "in no loop of a Session now" in job.inject("hcce", "--rank", "1", "--now", code=2)["error"]
         job.inject("kill", "--rank", "2", "--now")
+        hold.unlink()
         survivor = job.inject("hcce", "--rank", "0")
         job.wait_for_recoveries(2)
         run = job.end()

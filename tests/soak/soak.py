@@ -103,6 +103,8 @@ class Job:
                 self.pids[event.rank] = int(str(event.detail["pid"]))
             elif event.kind == "fault":
                 self.recovering = True
+            elif event.kind == "spared":  # stopped for good, and nobody else has its state: somebody continues it
+                self.later.append((now + 0.5, functools.partial(self.signal, signal.SIGCONT, event.rank)))
             elif event.kind in ("started", "resumed"):
                 self.started, self.recovering = True, False
         return bool(heard)

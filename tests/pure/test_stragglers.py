@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_train.protocol.level_shift import LEARN_MIN, LevelShift, median
+from resilient_train.protocol.level_shift import LEARN_MIN, LevelShift
 from resilient_train.protocol.stragglers import AsBefore, Slower, Stragglers, _against_peers
 
 AT = 150

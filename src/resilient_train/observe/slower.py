@@ -8,6 +8,7 @@ import msgspec
 
 from resilient_train.events import Event
 from resilient_train.observe.fields import amount_of, number_of
+from resilient_train.protocol.stragglers import Pace
 
 
 class Straggler(msgspec.Struct, frozen=True):
@@ -20,13 +21,6 @@ class Straggler(msgspec.Struct, frozen=True):
     """How many times as long it computed as before."""
     until: int | None = None
     """From this step on it was as before; None: it stayed slower, as far as is known."""
-
-
-class Pace(msgspec.Struct, frozen=True):
-    """How long a rank computed in one of its last windows, and that by its peers' time."""
-
-    compute_ms: float
-    ratio: float
 
 
 def read_stragglers(ordered: Iterable[Event]) -> tuple[Straggler, ...]:

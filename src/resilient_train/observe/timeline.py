@@ -17,7 +17,8 @@ from resilient_train.faults import COST_NO_PROCESS
 from resilient_train.observe.fields import number_of, ranks_of, text_of
 from resilient_train.observe.paused import Pause, read_pauses
 from resilient_train.observe.saved import Saved, read_saved
-from resilient_train.observe.slower import Pace, Straggler, read_paces, read_stragglers
+from resilient_train.observe.slower import Straggler, read_paces, read_stragglers
+from resilient_train.protocol.stragglers import Pace
 
 PHASES = ("DETECT", "STOP", "REPLACE", "AGREE", "REBUILD", "RESTORE", "RESUME")
 """Phases in the order in which they end. REPLACE overlaps STOP; DETECT lies before the recovery's start."""

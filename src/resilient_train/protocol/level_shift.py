@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 LEAST = math.log(1.2)
@@ -151,13 +152,6 @@ class LevelShift:
         means = [sum(clipped[start : start + _BLOCK]) / _BLOCK for start in range(0, len(clipped) - _BLOCK + 1, _BLOCK)]
         lasting = _BLOCK * _variance(means) * (1 + 2 / len(means))  # of few means it is not known well
         self._limit = max(_LIMIT_MIN, _LIMIT_OF_VARIANCE * max(_variance(clipped), lasting) / (2 * _ALLOWANCE))
-
-
-def median(values: Sequence[float] | deque[float]) -> float:
-    """Of at least one value."""
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def _variance(values: Sequence[float]) -> float:

@@ -17,10 +17,11 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
+from statistics import median
 
 import msgspec
 
-from resilient_train.protocol.level_shift import NOISE_OF_MAD, RECENT, LevelShift, median
+from resilient_train.protocol.level_shift import NOISE_OF_MAD, RECENT, LevelShift
 
 _TOLD = math.log(1.1)
 """A level that has shifted by less is nobody's business."""
@@ -55,8 +56,8 @@ class AsBefore(msgspec.Struct, frozen=True):
     slower: Slower
 
 
-class Usual(msgspec.Struct, frozen=True):
-    """What a rank does at present. ``ratio``: its time by the median of its peers' in the same windows."""
+class Pace(msgspec.Struct, frozen=True):
+    """How long a rank computes in a window at present, and that by the median of its peers' in the same windows."""
 
     compute_ms: float
     ratio: float
@@ -76,12 +77,12 @@ class Stragglers:
         self._first = 0
         self.slower: dict[int, Slower] = {}
 
-    def usual(self) -> dict[int, Usual]:
+    def usual(self) -> dict[int, Pace]:
         """Of each rank; empty until enough windows are known."""
         if len(self._series) < 2 or not self._logs or not all(series.known for series in self._series):
             return {}
         return {
-            rank: Usual(_ms(median([each[rank] for each in self._logs])), math.exp(series.usual()))
+            rank: Pace(_ms(median([each[rank] for each in self._logs])), math.exp(series.usual()))
             for rank, series in enumerate(self._series)
         }
 

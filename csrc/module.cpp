@@ -223,8 +223,6 @@ void bind_board(nb::module_& module) {
       .def(
           "set_pause", [](const PyBoard& self, std::uint64_t word) { store(self.use()->header().pause, word); },
           "word"_a)
-      .def("doubt", [](const PyBoard& self) { increment(self.use()->header().doubts); })
-      .def_prop_ro("doubts", [](const PyBoard& self) { return load(self.use()->header().doubts); })
       .def("ask_report", [](const PyBoard& self) { increment(self.use()->header().report_asked); })
       .def_prop_ro("report_asked", [](const PyBoard& self) { return load(self.use()->header().report_asked); })
       .def(

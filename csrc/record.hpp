@@ -18,7 +18,7 @@ namespace resilient {
 
 constexpr std::size_t page_bytes = 4096;                      // of the layout, not of the machine
 constexpr std::uint64_t board_magic = 0x3130'4452'414F'4252;  // "RBOARD01", little endian
-constexpr std::uint32_t board_version = 8;
+constexpr std::uint32_t board_version = 9;
 constexpr std::uint32_t world_size_max = 65'536;
 constexpr std::uint64_t commits_max = (std::uint64_t{1} << 56) - 1;
 constexpr std::uint32_t phase_max = 255;
@@ -35,7 +35,6 @@ struct Header {
   std::uint64_t settled;          // update whose checkpoint the agent is done with, written or not
   std::uint64_t pause;            // from this step on, + 1, all ranks stop where a window begins; 0: nobody wants it
   std::uint32_t report_asked;     // number of the newest report that the ranks are to write: see RankRecord::reported
-  std::uint32_t doubts;           // how often parts of a snapshot were of replicas that differ
 };
 
 // The word holds the thread id of the rank's watchdog; it is on that thread's robust list, so the kernel marks and
@@ -85,7 +84,7 @@ struct RankRecord {
 static_assert(offsetof(Header, version) == 8 && offsetof(Header, world_size) == 12);
 static_assert(offsetof(Header, stop_generation) == 16 && offsetof(Header, bell) == 20);
 static_assert(offsetof(Header, saves) == 24 && offsetof(Header, settled) == 40);
-static_assert(offsetof(Header, pause) == 48 && offsetof(Header, report_asked) == 56 && offsetof(Header, doubts) == 60);
+static_assert(offsetof(Header, pause) == 48 && offsetof(Header, report_asked) == 56);
 static_assert(offsetof(RankRecord, standing) == 0 && offsetof(RankRecord, step) == 8);
 static_assert(offsetof(RankRecord, phase_time_ns) == 16 && offsetof(RankRecord, generation) == 24);
 static_assert(offsetof(RankRecord, incarnation) == 28 && offsetof(RankRecord, pid) == 32);

@@ -47,11 +47,6 @@ class Board:
         """The last word of `settle`; 0 at first."""
     def set_pause(self, word: int) -> None:
         """Agent: from step `word` - 1 on, all ranks stop where a window begins; 0: nobody wants it."""
-    def doubt(self) -> None:
-        """Agent: replicas do not seem to hold the same bits; they are to compare what they hold."""
-    @property
-    def doubts(self) -> int:
-        """How often `doubt` was called."""
     def ask_report(self) -> None:
         """Agent: all ranks are to write what they know of their newest collectives."""
     @property

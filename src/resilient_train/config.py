@@ -64,6 +64,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """See ``hang_timeout_s``."""
     on_straggler: str = "report"
     """What is done about a rank that computes slower than before: ``report`` it, or ``replace`` it as well, once."""
+    compare_every: int = 32
+    """Replicas compare their bits at least every so many updates; 0: before saves, after recoveries and at the end."""
+    verify_every: int = 0
+    """Every so many steps one is computed twice, and its update applied if both come to the same bits; 0: none."""
     exit_grace_s: float = 25.0
     """How long a job that was asked to end (SIGTERM, SIGUSR1, SIGHUP) may take to save its state."""
     last_save_timeout_s: float = 600.0
@@ -118,8 +122,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.pinned_bytes <= 1 << 40:
             raise ConfigError(f"{PREFIX}PINNED_BYTES must be from 0 to 2^40, not {self.pinned_bytes}")
         check_thresholds(f"{PREFIX}NORM_THRESHOLD", self.norm_threshold, f"{PREFIX}LOSS_THRESHOLD", self.loss_threshold)
-        if self.standby < 0:
-            raise ConfigError(f"{PREFIX}STANDBY must be 0 or more, not {self.standby}")
+        for name in ("standby", "compare_every", "verify_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{PREFIX}{name.upper()} must be 0 or more, not {getattr(self, name)}")
         if self.standby_depth not in DEPTHS:
             hint = nearest(self.standby_depth, DEPTHS)
             raise ConfigError(f"{PREFIX}STANDBY_DEPTH={self.standby_depth!r}: unknown{hint}; write {', '.join(DEPTHS)}")

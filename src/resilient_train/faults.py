@@ -9,7 +9,8 @@ rank's collectives (its connections are shut), as a link does that fails for goo
 (``target=param``, ``optimizer``, ``buffer``, ``gradient``, ``activation``) and makes the operation fail.
 
 ``norm`` and ``loss`` make the anomaly check (TRE) see ``value=`` in the place of what the loop has computed. ``slow``
-makes this step and all later ones of the process take ``value=`` times as long to compute.
+makes this step and all later ones of the process take ``value=`` times as long to compute. ``flip`` inverts the bits
+``mask=`` of one element (``index=``) of the rank's tensors of a kind (``target=``), and nobody is told: a silent error.
 
 ``step`` is the loop's step number. A clause hits the process that was started first for that rank (``incarnation=0``)
 unless it says otherwise, and hits once. Clauses for the phases of a recovery (STOP, REBUILD, RESTORE) need no step;
@@ -31,9 +32,11 @@ ANOMALIES = ("norm", "loss")
 """Kinds that only a plan accepts: what the anomaly check sees is another value."""
 SLOW = "slow"
 """The same: a device that has become slower."""
-IN_A_PLAN = (*INJECTABLE, *ANOMALIES, SLOW)
+FLIP = "flip"
+"""The same: memory, or a unit that computes, is wrong once without a sign of it."""
+IN_A_PLAN = (*INJECTABLE, *ANOMALIES, SLOW, FLIP)
 TARGETS = ("param", "optimizer", "buffer", "gradient", "activation")
-"""Whose memory ``uce`` destroys (``target=``); the first is the default."""
+"""Whose memory ``uce`` destroys, or ``flip`` changes (``target=``); the first is the default."""
 
 UCE_PLACES = (("COMPUTE", "forward"), ("COMPUTE", "backward"), ("UPDATING", "start"))
 """Where an operation of the device's could fail, and is repaired in the process."""
@@ -41,7 +44,9 @@ UCE_IN_TAIL = ("APPLIED", "start")
 """The same after the update, which costs the process (decision 12)."""
 
 COST_NO_PROCESS = ("hcce", "uce", *ANOMALIES)
-"""Kinds from which a rank recovers in its own process; after the others (but ``slow``) a new one takes its place."""
+"""Kinds from which a rank recovers in its own process; after the others (but ``slow`` and ``flip``, which end none) a
+new one takes its place.
+"""
 
 FROM_OUTSIDE = ("kill", "stop")
 """Kinds that reach a process from outside it, wherever it is; the others happen inside it, at a place of a step."""
@@ -65,6 +70,18 @@ ANOMALY_PLACE = ("READY", "before")
 """Where the check looks."""
 _SLOW_PLACE = ("COMPUTE", "start")
 _WITH_VALUE = (*ANOMALIES, SLOW)
+_WITH_TARGET = ("uce", FLIP)
+
+FLIP_PLACES = {
+    "param": (("COMPUTE", "start"), ("UPDATING", "start")),
+    "optimizer": (("COMPUTE", "start"), ("UPDATING", "start")),
+    "buffer": (("COMPUTE", "start"), ("UPDATING", "start")),
+    "gradient": (("COMPUTE", "backward"), ("UPDATING", "start")),
+    "activation": (("COMPUTE", "forward"),),
+}
+"""Where there is memory of that kind to ``flip``; the first is the default. A gradient in the middle of a backward pass
+is this rank's own; before the update it is what all have agreed on.
+"""
 
 
 def place_in_step(kind: str, target: str) -> tuple[str, str]:
@@ -87,6 +104,9 @@ class Injection(msgspec.Struct, frozen=True):
     incarnation: int = 0
     target: str = ""
     value: float = 0.0
+    index: int = 0
+    """Of the element, modulo their number."""
+    mask: int = 0
 
     def describe(self) -> str:
         """The clause, written as a plan would have it."""
@@ -99,6 +119,8 @@ class Injection(msgspec.Struct, frozen=True):
             parts.append(f"target={self.target}")
         if self.kind in _WITH_VALUE:
             parts.append(f"value={self.value:g}")
+        if self.kind == FLIP:
+            parts.append(f"index={self.index} mask={self.mask:#x}")
         return " ".join(parts)
 
 
@@ -113,8 +135,8 @@ def parse_plan(text: str) -> tuple[Injection, ...]:
     return tuple(_parse_clause(clause.strip()) for clause in text.split(";") if clause.strip())
 
 
-_NUMBERS = ("rank", "step", "generation", "incarnation")
-_WORDS = ("phase", "at", "target", "value")
+_NUMBERS = ("rank", "step", "generation", "incarnation", "index")
+_WORDS = ("phase", "at", "target", "value", "mask")
 
 
 def _parse_clause(clause: str) -> Injection:
@@ -142,18 +164,43 @@ def _parse_clause(clause: str) -> Injection:
 def _checked(clause: str, kind: str, numbers: dict[str, int], words: dict[str, str]) -> Injection:
     if "rank" not in numbers:
         raise ConfigError(f"fault plan: {clause!r} names no rank (rank=N)")
-    usual = ANOMALY_PLACE[0] if kind in ANOMALIES else "COMPUTE"
-    phase = words.get("phase", usual).upper()
+    phase = words.get("phase", _usual_phase(kind)).upper()
     if phase not in PLACES:
         raise ConfigError(f"fault plan: unknown phase {phase!r} in {clause!r}{nearest(phase, PLACES)}")
-    at = words.get("at", PLACES[phase][0])
+    at = words.get("at") or _usual_place(kind, words, phase)
     if at not in PLACES[phase]:
         places = ", ".join(PLACES[phase])
         raise ConfigError(f"fault plan: phase {phase} has no place {at!r} in {clause!r}; it has {places}")
     if phase not in RECOVERY_PHASES and "step" not in numbers:
         raise ConfigError(f"fault plan: {clause!r} names no step (step=N)")
     target, value = _target(clause, kind, words, (phase, at)), _value(clause, kind, words, (phase, at))
-    return Injection(kind=kind, phase=phase, at=at, target=target, value=value, **numbers)
+    mask = _mask(clause, kind, numbers, words)
+    return Injection(kind=kind, phase=phase, at=at, target=target, value=value, mask=mask, **numbers)
+
+
+def _usual_phase(kind: str) -> str:
+    return ANOMALY_PLACE[0] if kind in ANOMALIES else "COMPUTE"
+
+
+def _usual_place(kind: str, words: dict[str, str], phase: str) -> str:
+    """Where a clause hits that says of the place nothing but, maybe, its phase."""
+    known = FLIP_PLACES.get(words.get("target", TARGETS[0]), ()) if kind == FLIP else ()
+    return next((at for its_phase, at in known if its_phase == phase), PLACES[phase][0])
+
+
+def _mask(clause: str, kind: str, numbers: dict[str, int], words: dict[str, str]) -> int:
+    if kind != FLIP:
+        for word in ("index", "mask"):
+            if word in numbers or word in words:
+                raise ConfigError(f"fault plan: {clause!r}: only flip has {word}=")
+        return 0
+    try:
+        mask = int(words.get("mask", ""), 0)
+    except ValueError:
+        mask = 0
+    if not 0 < mask < 1 << 64:
+        raise ConfigError(f"fault plan: {clause!r}: which bits of the element? (mask=0x400000, mask=1)")
+    return mask
 
 
 def _value(clause: str, kind: str, words: dict[str, str], place: tuple[str, str]) -> float:
@@ -186,16 +233,18 @@ def _times(clause: str, words: dict[str, str], place: tuple[str, str]) -> float:
 
 
 def _target(clause: str, kind: str, words: dict[str, str], place: tuple[str, str]) -> str:
-    if kind != "uce":
+    if kind not in _WITH_TARGET:
         if "target" in words:
-            raise ConfigError(f"fault plan: {clause!r}: only uce has a target")
+            raise ConfigError(f"fault plan: {clause!r}: only uce and flip have a target")
         return ""
-    if place not in (*UCE_PLACES, UCE_IN_TAIL):
-        places = ", ".join(f"phase={phase} at={at}" for phase, at in (*UCE_PLACES, UCE_IN_TAIL))
-        raise ConfigError(f"fault plan: {clause!r}: uce hits an operation of the step: {places}")
     target = words.get("target", TARGETS[0])
     if target not in TARGETS:
         raise ConfigError(f"fault plan: unknown target {target!r} in {clause!r}{nearest(target, TARGETS)}")
+    known = FLIP_PLACES[target] if kind == FLIP else (*UCE_PLACES, UCE_IN_TAIL)
+    if place not in known:
+        places = ", ".join(f"phase={phase} at={at}" for phase, at in known)
+        what = f"where flip finds a {target}" if kind == FLIP else "uce hits an operation of the step"
+        raise ConfigError(f"fault plan: {clause!r}: {what}: {places}")
     return target
 
 

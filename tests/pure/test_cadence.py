@@ -208,20 +208,3 @@ def test_a_recovery_is_no_cost_of_a_save() -> None:
     meter.head(60.0, whole=False)
     meter.settled(60.0, measured=False)
     assert learner.told == []
-
-
-def test_a_doubt_is_looked_into_once_and_costs_no_save(clock: Clock) -> None:
-    leader = Leader(BySteps(10, 2))
-    assert leader.run(clock, range(1, 6)) == {2: Due.MEMORY, 4: Due.MEMORY}
-    leader.board.doubt()
-    leader.board.doubt()
-    assert leader.run(clock, range(6, 10)) == {6: Due.MEMORY, 7: Due.COMPARE, 8: Due.MEMORY}
-    leader.board.doubt()
-    assert leader.run(clock, range(10, 13)) == {10: Due.STORAGE, 11: Due.COMPARE, 12: Due.MEMORY}
-
-
-def test_a_checkpoint_is_a_look_too(clock: Clock) -> None:
-    leader = Leader(BySteps(5, 0))
-    leader.run(clock, range(1, 4))
-    leader.board.doubt()
-    assert leader.run(clock, range(4, 8)) == {5: Due.STORAGE}

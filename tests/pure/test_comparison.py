@@ -32,7 +32,7 @@ class EndedError(Exception):
 class Rank:
     """A Comparison, with a model that is one number."""
 
-    def __init__(self, board: Board, rank: int, groups: Sequence[Sequence[int]] = ((0, 1, 2),)) -> None:
+    def __init__(self, board: Board, rank: int, groups: Sequence[Sequence[int]] = ((0, 1, 2),), every: int = 0) -> None:
         self.board, self.rank = board, rank
         self.model = 7
         self.made = 0
@@ -47,7 +47,7 @@ class Rank:
             channel=SimpleNamespace(send=self.told.append),
             wait_for_the_end=self._end,
         )
-        self.comparison = Comparison(link, state, groups)
+        self.comparison = Comparison(link, state, groups, every)
 
     def _fingerprint(self) -> Any:
         self.made += 1
@@ -116,6 +116,54 @@ def test_it_is_looked_for_less_and_less_often() -> None:
             rank.comparison.head(commits)
             rank.comparison.look()
         assert rank.made == 10, "behind 1, 2, 4, ... 512"
+
+
+def test_and_at_least_every_so_many_updates() -> None:
+    rank = Rank(Board.create(3), 0, every=32)
+    rank.comparison.begin_at(7)
+    found = []
+    for commits in range(7, 207):
+        made = rank.made
+        rank.comparison.head(commits)
+        rank.comparison.look()
+        found += [commits - 7] * (rank.made > made)
+    assert found == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_what_snapshots_show_is_looked_into_before_the_next_update(evaluates: bool) -> None:
+    """Where a script has used other weights while they were copied, nothing is wrong."""
+    board = Board.create(2)
+    ranks = [Rank(board, rank, ((0, 1),)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.comparison.show(5, fingerprint(f"{9 + rank.rank:032x}"[::-1]))
+        rank.comparison.begin_at(2)
+    for rank in ranks:
+        rank.comparison.look()
+        assert (rank.comparison.doubtful, rank.made) == (True, 0)
+        rank.model += 0 if evaluates else rank.rank
+    for rank in ranks:
+        rank.comparison.head(6)
+        assert rank.made == 1
+    for rank in ranks:
+        if evaluates:
+            rank.comparison.look()
+            assert not rank.comparison.doubtful
+        else:
+            with pytest.raises(EndedError):
+                rank.comparison.look()
+
+
+def test_what_was_looked_at_where_nobody_writes_counts_more() -> None:
+    rank = Rank(Board.create(3), 0)
+    rank.comparison.show(5, 77)
+    rank.comparison.show(5, 78)
+    assert (rank.comparison.write(5), rank.made) == (fingerprint(f"{7:032x}"[::-1]), 1), "a recovery has come between"
+    rank.comparison.show(5, 77)
+    assert rank.board.fingerprint(0, 5) != 77
+    rank.comparison.look()
+    rank.comparison.show(6, 0)
+    assert rank.board.fingerprint(0, 6) == 0, "on a device, nothing is known"
 
 
 def test_what_is_written_twice_is_made_once() -> None:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from resilient_train.errors import ConfigError
 from resilient_train.faults import (
+    FLIP_PLACES,
     INJECTABLE,
     PLACES,
     RECOVERY_PHASES,
@@ -29,11 +30,14 @@ def test_empty_plans() -> None:
 
 @st.composite
 def injections(draw: st.DrawFn) -> Injection:
-    kind = draw(st.sampled_from(INJECTABLE))
+    kind = draw(st.sampled_from((*INJECTABLE, "flip")))
+    target = draw(st.sampled_from(TARGETS)) if kind in ("uce", "flip") else ""
     phase = draw(st.sampled_from(sorted(PLACES)))
     at = draw(st.sampled_from(PLACES[phase]))
     if kind == "uce":
         phase, at = draw(st.sampled_from(UCE_PLACES))
+    if kind == "flip":
+        phase, at = draw(st.sampled_from(FLIP_PLACES[target]))
     numbers = st.integers(0, 10**9)
     step = draw(numbers) if phase not in RECOVERY_PHASES else draw(numbers | st.just(-1))
     return Injection(
@@ -44,7 +48,9 @@ def injections(draw: st.DrawFn) -> Injection:
         step=step,
         generation=draw(numbers | st.just(-1)),
         incarnation=draw(st.integers(0, 5)),
-        target=draw(st.sampled_from(TARGETS)) if kind == "uce" else "",
+        target=target,
+        index=draw(numbers) if kind == "flip" else 0,
+        mask=draw(st.integers(1, (1 << 64) - 1)) if kind == "flip" else 0,
     )
 
 
@@ -66,7 +72,15 @@ def test_describe_and_parse_are_inverse(plan: list[Injection]) -> None:
         ("kill step=2", r"names no rank"),
         ("kill rank=1", r"names no step"),
         ("kill rank=1 step=1 phase=REDY", r"unknown phase 'REDY' .*did you mean 'READY'"),
-        ("kill rank=1 step=1 target=param", r"only uce has a target"),
+        ("kill rank=1 step=1 target=param", r"only uce and flip have a target"),
+        ("kill rank=1 step=1 index=4", r"only flip has index="),
+        ("kill rank=1 step=1 mask=4", r"only flip has mask="),
+        ("flip rank=1 step=1", r"which bits of the element\? \(mask=0x400000"),
+        ("flip rank=1 step=1 mask=0", r"which bits"),
+        ("flip rank=1 step=1 mask=many", r"which bits"),
+        ("flip rank=1 step=1 mask=-1", r"which bits"),
+        ("flip rank=1 step=1 mask=1 phase=APPLIED", r"where flip finds a param: .*phase=UPDATING at=start"),
+        ("flip rank=1 step=1 mask=1 target=activation at=start", r"where flip finds a activation: .* at=forward"),
         ("kill rank=1 step=1 value=2", r"only norm, loss, slow have a value"),
         ("slow rank=1 step=1", r"how many times as long\? \(value=1.4"),
         ("slow rank=1 step=1 value=0.5", r"at least 1"),
@@ -81,6 +95,16 @@ def test_describe_and_parse_are_inverse(plan: list[Injection]) -> None:
 def test_errors_name_the_word(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse_plan(text)
+
+
+def test_a_flip_hits_where_such_memory_is() -> None:
+    (clause,) = parse_plan("flip rank=1 step=20 mask=0x40000000")
+    assert clause == Injection("flip", 1, "COMPUTE", "start", step=20, target="param", mask=1 << 30)
+    for target, (phase, at) in {kind: places[0] for kind, places in FLIP_PLACES.items()}.items():
+        (clause,) = parse_plan(f"flip rank=1 step=20 target={target} mask=3")
+        assert (clause.phase, clause.at) == (phase, at)
+    (clause,) = parse_plan("flip rank=1 step=20 target=gradient phase=UPDATING index=7 mask=1")
+    assert (clause.at, clause.index) == ("start", 7)
 
 
 def test_a_slow_rank() -> None:

@@ -72,6 +72,11 @@ JOBS: dict[str, tuple[Layout | None, Faults | None]] = {
         Layout(2, (0, 0), known=(0, 1), program=Program(undo=True)),
         Faults(kills=2, anomalies=3),
     ),
+    "computed twice": (Layout(2, (1, 1), twice=1), Faults(kills=1, glitches=1, deviations=2)),
+    "undone, computed twice": (
+        Layout(2, (0, 0, 0), twice=2, program=Program(accumulate=2, undo=True)),
+        Faults(kills=1, deviations=1),
+    ),
     "misled": (Layout(3, (3, 3, 3), replaces=False), Faults(kills=1, failures=3)),
     "talks": (Layout(2, (0, 0), program=Program(undo=True, talks=True)), Faults(kills=1, glitches=2)),
     "fails": (Layout(2, (0, 0), program=Program(undo=True, misuse="fails as it writes")), Faults(kills=1)),
@@ -88,7 +93,7 @@ JOBS: dict[str, tuple[Layout | None, Faults | None]] = {
 """Where the jobs that seeds draw come to something too seldom: others, whose schedules the seeds draw."""
 
 
-ANOMALIES = ("left out", "undone and left out", "anomalies", "known anomalies", "undone and known")
+ANOMALIES = ("left out", "undone and left out", "anomalies", "known anomalies", "undone and known", "computed twice")
 
 
 class Shape(NamedTuple):

@@ -35,6 +35,13 @@ WORLDS = [
     pytest.param(Layout(2, (0,), program=SKIPS), Faults(kills=1, anomalies=1), id="2-ranks-1-kill-1-update-left-out"),
     pytest.param(Layout(2, (0, 0), program=UNDOES), Faults(anomalies=2), id="2-ranks-undo-2-updates-left-out"),
     pytest.param(Layout(2, (0, 0), program=ACCUMULATES), Faults(anomalies=2), id="2-ranks-accumulating-2-anomalies"),
+    pytest.param(Layout(2, (1, 0), twice=2), Faults(deviations=1), id="2-ranks-1-of-2-computed-twice-1-deviates"),
+    pytest.param(Layout(2, (0,), twice=1), Faults(kills=1), id="2-ranks-computed-twice-1-kill"),
+    pytest.param(Layout(2, (0,), twice=1), Faults(deviations=2), id="2-ranks-computed-twice-2-deviate"),
+    pytest.param(Layout(2, (1,), twice=1), Faults(glitches=1, deviations=1), id="2-ranks-1-glitch-1-deviates"),
+    pytest.param(Layout(2, (0,), twice=1), Faults(anomalies=1, deviations=1), id="2-ranks-1-anomaly-1-deviates"),
+    pytest.param(Layout(2, (0, 0), twice=1, program=UNDOES), Faults(deviations=1), id="2-ranks-undo-1-deviates"),
+    pytest.param(Layout(2, (0,), ((0,), (1,)), twice=1), Faults(deviations=1), id="2-ranks-each-alone-1-deviates"),
     pytest.param(Layout(3, (0,)), Faults(kills=1), id="3-ranks-1-update-1-kill", marks=pytest.mark.slow),
 ]
 DEEP_WORLDS = [
@@ -54,6 +61,9 @@ DEEP_WORLDS = [
     (Layout(2, (1,)), Faults(kills=1, anomalies=2)),
     (Layout(2, (0,)), Faults(hangs=1, anomalies=2)),
     (Layout(3, (0,)), Faults(anomalies=2)),
+    (Layout(2, (0,), twice=1), Faults(kills=1, deviations=1)),
+    (Layout(2, (0,), twice=1), Faults(hangs=1, deviations=1)),
+    (Layout(3, (0,), twice=1), Faults(deviations=1)),
 ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 
+import answers
 import diagram
 import mutants
 import pytest
@@ -36,10 +37,16 @@ def test_every_row_is_visited() -> None:
     visited = {shape.row for shape in mutants.shapes()}
     rows = {f"{state.__name__}+{event.__name__}" for state, event in TABLE}
     assert visited <= rows
-    jobs = ((seed, job) for seed in mutants.SEARCH for job in mutants.JOBS)
-    while rows - visited - set(UNVISITED) and (case := next(jobs, None)) is not None:
-        visited |= {shape.row for shape in mutants.listening(*case)}
+    for answer, how in answers.read().items():  # a search through all jobs would take minutes
+        if _row_of(answer) not in visited and how.startswith("seed "):
+            visited |= set(map(_row_of, answers.shown(how)))
     assert rows - visited == set(UNVISITED)
+
+
+def _row_of(answer: str) -> str:
+    """``State(kind) + Event(kind): effects -> state`` is of the row ``State+Event``."""
+    state, event = answer.split(": ", 1)[0].split(" + ")
+    return f"{state.split('(')[0]}+{event.split('(')[0]}"
 
 
 def test_the_page_shows_the_machine() -> None:

@@ -299,6 +299,10 @@ class Collectives(Protocol):
         """Whether every collective of the bodies since the last update has succeeded."""
         ...
 
+    def digest_into(self, digests: list[str] | None) -> None:
+        """From now on a digest of what this rank gives to each collective of a body is appended; None: no more."""
+        ...
+
     def waited_ns(self) -> int:
         """How long the training has waited for collectives, since some moment. Asked between two backward passes."""
         ...
@@ -551,6 +555,10 @@ class Gradients(Protocol):
         """A window begins: ``drop`` was for the update of another one."""
         ...
 
+    def digest(self) -> str:
+        """Of all gradients of the registered models. It reads them."""
+        ...
+
     def drop(self) -> None:
         """An optimizer is about to write: without gradients it changes no parameter."""
         ...
@@ -576,6 +584,13 @@ class Drill(Protocol):
 
     def poison(self, target: str) -> None:
         """Destroys a tensor of that kind (``faults.TARGETS``) and raises, as an operation on it would."""
+        ...
+
+    def flip(self, target: str, index: int, mask: int) -> dict[str, object]:
+        """Inverts these bits of one element (``index``, modulo their number) of this rank's tensors of that kind.
+
+        Returns, for an event, where it lies and what it was and is. Raises ConfigError if there is no such tensor.
+        """
         ...
 
     def call_in_forward(self, call: Callable[[], None]) -> None:

@@ -16,14 +16,14 @@ What happened becomes a ``Fault``, and a strategy takes it (``strategies/``). Wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.commands import Command, Note, Spawn
 from resilient_train.protocol.disagreement import sentence
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
-from resilient_train.protocol.messages import Anomaly, Differs, Finished, Joined, Plan, Started
+from resilient_train.protocol.messages import Anomaly, Computed, Differs, Finished, Joined, Plan, Started
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.replicas import agreed
 from resilient_train.protocol.standing import Standing, standing_of
@@ -185,6 +185,36 @@ class Controller:
             return commands
         return [*commands, *self._fault(Fault(Kind.ANOMALY, tre.sentence(rank, message), rank))]
 
+    def computed(self, rank: int, incarnation: int, message: Computed) -> list[Command]:
+        """A rank has computed a window that is computed twice. When all have: again, or what has come of it."""
+        job = self.job
+        if not job.current(rank, incarnation) or message.generation != job.generation or job.stage is not Stage.RUNNING:
+            return []
+        job.computed[message.commits, rank] = message  # one rank may be a window ahead of what is heard of another
+        told = {whose: each for (commits, whose), each in job.computed.items() if commits == message.commits}
+        if len(told) < job.world_size:
+            return []
+        if message.commits != job.verified:
+            return tre.compute_again(message, job)
+        for whose in told:
+            del job.computed[message.commits, whose]
+        return self._verified(message, told)
+
+    def _verified(self, message: Computed, told: Mapping[int, Computed]) -> list[Command]:
+        job = self.job
+        ranks = tre.deviants(told)
+        detail: dict[str, object] = {"step": message.step, "ranks": ranks}
+        commands: list[Command] = [Note("verified", detail=detail)]
+        if not ranks:
+            return commands
+        text = tre.deviation(ranks, told)
+        commands.append(Note("deviates", rank=ranks[0], detail={**detail, "reason": text}))
+        if len(ranks) < job.world_size:
+            return [*commands, *self.fence(ranks, text)]
+        commands += self._fault(Fault(Kind.DIFFERS, text, reason=text, code=2))
+        job.differed_at = message.commits
+        return commands
+
     def unfinishable(self, generation: int, reason: str) -> list[Command]:
         """The tail that a fault has cut needs what only a dead rank knew."""
         job = self.job
@@ -310,7 +340,10 @@ class Controller:
         if tsp.due(job):
             return tsp.stand(job)
         job.stage = Stage.RUNNING
-        return [Note("resumed", detail={"commits": job.plan.commits}), *job.resume()]
+        detail: dict[str, object] = {"commits": job.plan.commits}
+        if job.verifying:
+            detail["verifies"] = True
+        return [Note("resumed", detail=detail), *job.resume()]
 
     # -- a pause
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
 from resilient_train.protocol.holders import Holders
-from resilient_train.protocol.messages import End, Finished, Joined, Paused, Plan, Resume, Started, Stop
+from resilient_train.protocol.messages import Computed, End, Finished, Joined, Paused, Plan, Resume, Started, Stop
 from resilient_train.protocol.policy import Policy, why_give_up
 from resilient_train.protocol.replicas import ReplicaTable
 from resilient_train.protocol.retry_budget import RetryBudget
@@ -83,6 +83,12 @@ class Job:
         """What was anomalous ("norm", "loss") at which step, and its value each time that the step ran. Also of the
         runs before this one in the same run directory.
         """
+        self.computed: dict[tuple[int, int], Computed] = {}
+        """By update and rank: who has come to the end of a window that is computed twice, in this generation."""
+        self.verified = -1
+        """The update before which that was asked for last; -1: it was not."""
+        self.verifying = False
+        """The newest recovery was begun for that, and for nothing else."""
         self.anomalies_told: dict[tuple[str, int], tuple[int, int]] = {}
         """The attempt and the generation of the last of those values."""
 
@@ -93,7 +99,8 @@ class Job:
         self.generation += 1
         self.stage = Stage.RECOVERING
         self.plan = None
-        for answers in (self.joined, self.done, self.finished):
+        self.verifying = False
+        for answers in (self.joined, self.done, self.finished, self.computed):
             answers.clear()
         detail: dict[str, object] = {"lost": list(lost), "reason": reason, "strategy": by}
         return [
@@ -128,7 +135,7 @@ class Job:
     def resume(self) -> list[Send]:
         """All train."""
         tolerated = tuple(sorted({step for _, step in self.anomalies}))
-        resume, self.over = Resume(self.generation, self.over, tolerated), False
+        resume, self.over = Resume(self.generation, self.over, tolerated, self.verified), False
         return self.to_all(resume)
 
     def to_all(self, message: Stop | Plan | Resume | Paused | Finished | End) -> list[Send]:

@@ -177,6 +177,20 @@ class Anomaly(msgspec.Struct, tag="anomaly", frozen=True):
     usual: float | None = None
 
 
+class Computed(msgspec.Struct, tag="computed", frozen=True):
+    """The rank has computed a window that is computed twice (``session/verification.py``); not applied yet.
+
+    ``differs_at``: the first thing of ``of`` in which this is not what it was before; -1: there is none, or no before.
+    Where there is one, and where the window is to be computed once more, the rank waits for a stop.
+    """
+
+    generation: int
+    commits: int
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    differs_at: int = -1
+    of: int = 0
+
+
 class Joined(msgspec.Struct, tag="joined", frozen=True):
     """The rank has left its step (or just started) and takes part in the recovery of ``generation``.
 
@@ -294,12 +308,14 @@ class Differs(msgspec.Struct, tag="differs", frozen=True):
 class Resume(msgspec.Struct, tag="resume", frozen=True):
     """Everyone is done: train. ``over``: a loop has ended, by a ``break`` that who copied its state did not see.
 
-    ``tolerated``: steps that were run again for an anomaly, and are not for another one.
+    ``tolerated``: steps that were run again for an anomaly, and are not for another one. ``verified``: the update for
+    which all compute, or have computed, a second time; -1: there was none.
     """
 
     generation: int
     over: bool = False
     tolerated: tuple[int, ...] = ()
+    verified: int = -1
 
 
 class Reached(msgspec.Struct, tag="reached", frozen=True):
@@ -383,6 +399,7 @@ FromRank = (
     | Unfinishable
     | Damaged
     | Anomaly
+    | Computed
     | Joined
     | Built
     | Offer

@@ -114,7 +114,7 @@ class Barrier(State, frozen=True):
 
 
 class Ask(State, frozen=True):
-    """Waits for a stop that explains what failed, or answers an anomaly."""
+    """Waits for a stop that explains what failed, or answers an anomaly, or a window that is to be computed again."""
 
     at: At
 
@@ -177,6 +177,7 @@ _SNAPSHOT_BEGIN, _SNAPSHOT_FENCE = do.SnapshotBegin(), do.SnapshotFence()
 _COMPARE, _CHECK_UNCHANGED = do.Compare(), do.CheckUnchanged()
 _MODE = {mode: do.SetMode(mode) for mode in do.Mode}
 _CHECK, _CROSS, _AWAIT_STOP = do.CheckCollectives(), do.Cross(), do.AwaitStop()
+_AWAIT_VERDICT = do.AwaitStop(limited=False)
 _RETURN, _AGAIN, _STEP, _CUT = do.Return(value=False), do.Return(value=True), do.ReturnStep(), do.Cut()
 _COMMITTED, _SYNCHRONIZE, _LEARN = do.Committed(), do.Synchronize(), do.LearnLayout()
 
@@ -377,6 +378,13 @@ def _anomalous(rank: Rank, state: Verify, _: on.Anomalous) -> Effects:
         return (do.SendAnomaly(again=True), *_ready(rank, state.at))
     rank.state = Ask(state.at)
     return (do.SendAnomaly(again=False), _AWAIT_STOP)
+
+
+@_row(Verify, on.Doubtful)
+def _doubtful(rank: Rank, state: Verify, _: on.Doubtful) -> Effects:
+    """As with an anomaly. Nobody applies what this rank is not READY for, whoever dies meanwhile."""
+    rank.state = Ask(state.at)
+    return (_AWAIT_VERDICT,)
 
 
 @_row(Barrier, on.Ok)

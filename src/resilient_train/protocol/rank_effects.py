@@ -214,7 +214,7 @@ class RebuildReducer(Effect, frozen=True):
 
 
 class CheckCollectives(Effect, frozen=True):
-    """Waits for all collectives of the window. Ok: 1 if they succeeded, 0 if not. Anomalous."""
+    """Waits for all collectives of the window. Ok: 1 if they succeeded, 0 if not. Anomalous. Doubtful."""
 
 
 class Cross(Effect, frozen=True):
@@ -222,7 +222,9 @@ class Cross(Effect, frozen=True):
 
 
 class AwaitStop(Effect, frozen=True):
-    """Waits for a stop. Ok, or Failed: none came in time."""
+    """Waits for a stop. Ok, or Failed: none came in time. ``limited`` False: it comes when all ranks have computed."""
+
+    limited: bool = True
 
 
 class Quiesce(Effect, frozen=True):

@@ -104,6 +104,10 @@ class Anomalous(Event, frozen=True):
     """Outcome of CheckCollectives: they have succeeded, and the norm or the loss of the window can't be right."""
 
 
+class Doubtful(Event, frozen=True):
+    """The same: they have succeeded, and the agent, which was told what the window has come to, answers with a stop."""
+
+
 class Stopped(Event, frozen=True):
     """A newer stop was raised meanwhile, and it was given up."""
 

@@ -28,8 +28,6 @@ class Due(enum.IntEnum):
     """A snapshot that stays in memory."""
     STORAGE = 2
     """A snapshot that goes to storage as well. Replicas compare before it is written."""
-    COMPARE = 3
-    """No snapshot, but replicas compare: the parts of one in memory were of replicas that differ."""
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -133,7 +131,6 @@ class Cadence:
         """Before which updates the checkpoints were taken that are on their way to storage."""
         self._meanwhile = 0
         """Snapshots since the first of them."""
-        self._doubts = peers.doubts
 
     def head(self, commits: int) -> Due:
         """A window begins: what with."""
@@ -160,10 +157,6 @@ class Cadence:
             # One of a rank's two slots is being read, for an unknown time. The other one takes one more snapshot, and
             # then holds the newest that all have: a second one would find no room.
             due = Due.NOTHING if self._meanwhile else Due.MEMORY
-        before, self._doubts = self._doubts, self._peers.doubts
-        if before != self._doubts and due is not Due.STORAGE:
-            self._peers.announce(upcoming, Due.COMPARE)
-            return
         if due is Due.NOTHING:
             return
         self._peers.announce(upcoming, due)

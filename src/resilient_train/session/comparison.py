@@ -6,7 +6,12 @@ at the same place, tell the agent what they hold, and go no further.
 
 When: before a checkpoint is written (it is put together from parts of all replicas), when a recovery is over (before
 anybody trains on what a replica gave), at the end, and before the updates that are 1, 2, 4, 8, ... behind the last of
-these beginnings: a gradient that nobody averages shows in the first one, unless its learning rate is still 0.
+these beginnings: a gradient that nobody averages shows in the first one, unless its learning rate is still 0. And every
+so many updates: what changes a bit without a sign may do so at any time.
+
+A snapshot that stays in memory is looked at as well, since its fingerprint was made beside its copy. That may say
+nothing: a script may have used other weights meanwhile, for an evaluation. So where those differ, all compare before
+the next update, and no snapshot takes the place of the older one before they have.
 """
 
 from __future__ import annotations
@@ -20,14 +25,21 @@ from resilient_train.session.link import Link
 
 
 class Comparison:
-    """One rank's part. ``groups`` are the replica groups."""
+    """One rank's part. ``groups`` are the replica groups. ``every``: so many updates at most are not looked at; 0: any
+    number.
+    """
 
-    def __init__(self, link: Link, state: State, groups: Sequence[Sequence[int]]) -> None:
+    def __init__(self, link: Link, state: State, groups: Sequence[Sequence[int]], every: int) -> None:
         self._link = link
         self._state = state
+        self._every = every
         self._replicas = next((group for group in groups if link.rank in group), (link.rank,))
         self._origin = 0
         self._written = -1
+        self._sure = True
+        """What is written was read where nobody can have changed it."""
+        self.doubtful = False
+        """What was not sure, before the last barrier, was not the same."""
         self.forget()
 
     @property
@@ -42,7 +54,8 @@ class Comparison:
     def head(self, commits: int) -> None:
         """A window begins, and nothing of it was done yet."""
         since = commits - self._origin
-        if since > 0 and since & (since - 1) == 0:
+        usual = since > 0 and (since & (since - 1) == 0 or (self._every and since % self._every == 0))
+        if usual or self.doubtful:
             self.write(commits)
 
     def write(self, commits: int, digest: str = "") -> int:
@@ -52,17 +65,23 @@ class Comparison:
         """
         if self.alone:
             return 0
-        if self._written != commits or digest:
+        if self._written != commits or not self._sure or digest:
             held = fingerprint(digest or self._state.fingerprint().digest())
             self._link.peers.set_fingerprint(commits, held)
-            self._written = commits
+            self._written, self._sure = commits, True
         return self._link.peers.fingerprint(self._link.rank, commits)
+
+    def show(self, commits: int, held: int) -> None:
+        """Writes the fingerprint of a snapshot in memory, if there is one; nothing if more is known already."""
+        if held and not self.alone and self._written != commits:
+            self._link.peers.set_fingerprint(commits, held)
+            self._written, self._sure = commits, False
 
     def forget(self) -> None:
         """What this rank holds is a copy: it says nothing that its source does not."""
         for commits in (0, 1):
             self._link.peers.set_fingerprint(commits, 0)
-        self._written = -1
+        self._written, self.doubtful = -1, False
 
     def look(self) -> None:
         """Behind the barrier: compares, if anything was written before it. Does not return if replicas differ."""
@@ -70,7 +89,8 @@ class Comparison:
         if commits < 0:
             return
         peers = self._link.peers
-        if not alike(peers.fingerprint(rank, commits) for rank in self._replicas):
+        self.doubtful = not alike(peers.fingerprint(rank, commits) for rank in self._replicas)
+        if self.doubtful and self._sure:
             self._link.channel.send(Differs(commits, self._state.rows(), self._state.averages()))
             self._link.wait_for_the_end()
 

@@ -9,6 +9,7 @@ A DeviceError anywhere means that the device does not do what a recovery needs: 
 from __future__ import annotations
 
 import atexit
+import math
 import textwrap
 import time
 import traceback
@@ -57,6 +58,7 @@ from resilient_train.session.rank_trace import RankTrace
 from resilient_train.session.rebuild import build_groups
 from resilient_train.session.saving import Saving
 from resilient_train.session.step import Step
+from resilient_train.session.verification import Verification
 from resilient_train.session.watch import Watch
 
 _WATCHDOG_S = 5.0
@@ -100,7 +102,7 @@ class Driver:
         self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
         self._publication = Publication(self._link, engine.rank_state, engine.data, cursor)
         groups = replicas or (tuple(range(agent.world_size)),)
-        self._comparison = Comparison(self._link, engine.state, groups)
+        self._comparison = Comparison(self._link, engine.state, groups, settings.compare_every)
         self.saving = Saving(
             self._link,
             engine.state,
@@ -133,6 +135,11 @@ class Driver:
             self._falsify,
             self._clock.slow_down,
         )
+        self._verification = Verification(
+            engine.collectives, engine.gradients, engine.state, every=settings.verify_every, undo=undo
+        )
+        self._verified = -1
+        """The update before which the agent wanted all to compute again last."""
         self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
@@ -164,6 +171,8 @@ class Driver:
         if self._anomalies is not None:  # else nothing is looked at, and that costs nothing
             self._perform |= {do.Mark: self._mark_to_look, do.CheckCollectives: self._check_and_look}
             self._perform[do.Committed] = self._committed_and_usual
+        if settings.verify_every:
+            self._perform |= {do.Mark: self._mark_to_compare, do.CheckCollectives: self._check_and_compare}
         atexit.register(self._release)
 
     # -- what the user's code does
@@ -452,7 +461,7 @@ class Driver:
             do.Cross: self._cross,
             do.AwaitStop: self._await_stop,
             do.Quiesce: self._quiesce,
-            do.AwaitResume: lambda _: self._await(m.Resume, m.Paused, m.Pull),
+            do.AwaitResume: self._await_resume,
             do.AwaitPlan: lambda _: self._await(m.Plan, m.SaveLast),
             do.AwaitFinished: self._await_finished,
             do.AwaitEnd: lambda _: self._await(),
@@ -602,6 +611,26 @@ class Driver:
         event = self._check_collectives(effect)
         return on.Anomalous() if event == on.Ok() and self._anomalies.look() else event
 
+    def _check_and_compare(self, effect: do.CheckCollectives) -> on.Event:
+        """Of a window that is computed twice the agent is told what has come of it."""
+        event = self._check_and_look(effect) if self._anomalies is not None else self._check_collectives(effect)
+        if event != on.Ok(1):
+            return event
+        ended, rank = self._verification.end(), self._rank
+        if ended is None:
+            return event
+        differs_at, places = ended
+        self._link.channel.send(m.Computed(rank.generation, rank.standing.commits, rank.number, differs_at, places))
+        first = rank.standing.commits != self._verified
+        return on.Doubtful() if first or differs_at >= 0 else event
+
+    def _mark_to_compare(self, effect: do.Mark) -> None:
+        self._verification.begin(self._rank.standing.commits)
+        if self._anomalies is not None:
+            self._mark_to_look(effect)
+        else:
+            self._engine.step.begin()
+
     def _mark_to_look(self, _: do.Mark) -> None:
         assert self._anomalies is not None
         self._anomalies.begin()
@@ -612,9 +641,9 @@ class Driver:
         rank = self._rank
         return on.Ok() if self._peers.cross(rank.standing, self._number, rank.generation) else on.Stopped()
 
-    def _await_stop(self, _: do.AwaitStop) -> on.Event:
+    def _await_stop(self, effect: do.AwaitStop) -> on.Event:
         """Somebody may know why a collective failed; ``Trouble`` has asked."""
-        deadline = time.monotonic() + self._verdict_timeout_s
+        deadline = time.monotonic() + (self._verdict_timeout_s if effect.limited else math.inf)
         while not self._peers.wait_stop(self._rank.generation, 100):
             frame = self._link.channel.receive(timeout_s=0)
             if isinstance(frame, m.End):
@@ -658,6 +687,12 @@ class Driver:
                 return on.Stopped()
             if isinstance(frame, kinds) and getattr(frame, "generation", generation) == generation:
                 return frame
+
+    def _await_resume(self, _: do.AwaitResume) -> Any:
+        frame = self._await(m.Resume, m.Paused, m.Pull)
+        if isinstance(frame, m.Resume):
+            self._verified = frame.verified
+        return frame
 
     def _await_finished(self, _: do.AwaitFinished) -> Any:
         try:

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 from resilient_train.events import now
-from resilient_train.faults import ANOMALIES, FROM_OUTSIDE, SLOW, Injection, place_in_step
+from resilient_train.faults import ANOMALIES, FLIP, FROM_OUTSIDE, SLOW, Injection, place_in_step
 from resilient_train.frameworks.roles import Drill
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import orders
@@ -92,6 +92,7 @@ class Injector:
             "uce": lambda clause: drill.poison(clause.target),
             **{kind: lambda clause: falsify(clause.kind, clause.value) for kind in ANOMALIES},
             SLOW: lambda clause: slow_down(clause.value),
+            FLIP: self._flip,
         }
 
     # -- places
@@ -170,6 +171,11 @@ class Injector:
             self._peers.set_order(orders.LISTENING)
         self._acts[clause.kind](clause)
 
+    def _flip(self, clause: Injection) -> None:
+        detail = self._drill.flip(clause.target, clause.index, clause.mask)
+        where = {"rank": self._rank, "incarnation": self._incarnation, "step": clause.step, "phase": clause.phase}
+        self._sink.write(now("flipped", **where, detail=detail))
+
     # -- orders
 
     def _look_for_order(self, step: int) -> None:
@@ -185,9 +191,13 @@ class Injector:
         phase, place = place_in_step(order.kind, order.target)
         clause = Injection(order.kind, self._rank, phase, place, step=step, target=order.target)
         self._ordered = clause, order
+        self.add(clause)
+
+    def add(self, clause: Injection) -> None:
+        """One more, for this process."""
         self.clauses.append(clause)
-        if place in self._hooks:
-            self._hooks.pop(place)()
+        if clause.at in self._hooks:
+            self._hooks.pop(clause.at)()
 
     def open(self, step: Callable[[], int], generation: Callable[[], int]) -> None:
         """The loop begins: faults can hit inside the framework's own code, and an operator may order some."""

@@ -228,11 +228,6 @@ class Peers:
 
     # -- words
 
-    @property
-    def doubts(self) -> int:
-        """How often the agent has found parts of a snapshot to be of replicas that differ."""
-        return self._board.doubts
-
     def announce(self, commits: int, what: int) -> None:
         """Rank 0: what (0..3) all ranks do at the head of update ``commits``."""
         self._board.announce(commits, what)

@@ -115,9 +115,10 @@ class Saving:
             due = self._cadence.head(commits)
             if self._pair is None and commits:  # the first update has made all there is to save
                 self._room_for(self._connected(), *self._described(step))
-            if due is Due.COMPARE:
-                self._comparison.write(commits)
-            if due in (Due.NOTHING, Due.COMPARE) or commits == self._newest:
+            if due is Due.NOTHING or commits == self._newest:
+                return
+            if self._comparison.doubtful:
+                self._skip(commits, step, "the snapshot before differs between replicas: they compare first")
                 return
             off = self._names.left_off()
             if off is not None:
@@ -270,7 +271,7 @@ class Saving:
             return
         begun_s = time.monotonic()
         try:
-            flying.fingerprint()
+            self._comparison.show(flying.commits, flying.fingerprint())
             flying.capture.fence()
             if flying.capture.done:
                 self._complete(flying)

@@ -1,15 +1,19 @@
 """TRE: the gradient norm or the loss of a step can't be right. All run the step again, its update not being applied.
 
 Once for each step: what comes again is no mistake of the machine's, so it is written down, and the job goes on.
+
+Every so many steps one is run again although nothing looks wrong (``RESILIENT_VERIFY_EVERY``): a rank that comes to
+other bits the second time computes otherwise than it did, and its process is given up. The third run counts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from resilient_train.protocol.commands import Command, KeepAnomalies, Note
 from resilient_train.protocol.job import Job
-from resilient_train.protocol.messages import Anomaly
+from resilient_train.protocol.messages import Anomaly, Computed
 from resilient_train.strategies.base import Fault, Kind
 
 NAME = "TRE"
@@ -39,6 +43,33 @@ def write_down(rank: int, message: Anomaly, job: Job) -> list[Command]:
     detail: dict[str, object] = {"step": message.step, "what": message.what, "again": message.again}
     detail |= {"values": [*map(_in_json, job.anomalies[key])], "reason": sentence(rank, message)}
     return [KeepAnomalies(message.what, values), Note("anomaly", rank=rank, detail=detail)]
+
+
+def compute_again(message: Computed, job: Job) -> list[Command]:
+    """All have computed it once, and nobody has applied it."""
+    commands = job.begin((), f"step {message.step} is computed again, to verify it", by=NAME, kind="verifying")
+    job.verified, job.verifying = message.commits, True
+    return commands
+
+
+def deviants(told: Mapping[int, Computed]) -> list[int]:
+    """The ranks that were the first to come to something else than before: from them the others may have it."""
+    found = {rank: each.differs_at for rank, each in told.items() if each.differs_at >= 0}
+    return sorted(rank for rank, at in found.items() if at == min(found.values()))
+
+
+def deviation(ranks: Sequence[int], told: Mapping[int, Computed]) -> str:
+    """What is told of them."""
+    first = told[ranks[0]]
+    where = (
+        "in the gradients before the update"
+        if first.differs_at == first.of - 1
+        else f"in what it gives to collective {first.differs_at + 1} of {first.of - 1}"
+    )
+    return (
+        f"computed step {first.step} twice and came to different bits, first {where}: a device computes wrongly, or "
+        "the script does not compute the same each time (`resilient-train drill` tells)"
+    )
 
 
 def _in_json(value: float) -> float | str:

@@ -98,6 +98,8 @@ def check_end(world: World) -> None:
         return  # it was asked to end, or saved its state
     if world.left or not world.layout.replaces:
         return  # a script has failed by itself, or one loss is the end
+    if world.ended.code == 2 and all(rank.deviated >= 0 for rank in world.ranks):
+        return  # none of them computes the same twice
     held = {world.shard[rank.rank] for rank in world.ranks if rank.alive and rank.machine.intact}
     # A rank may have been cut without having said so yet.
     torn = {rank.rank for rank in world.ranks if rank.alive and rank.machine.standing.phase is Phase.UPDATING}

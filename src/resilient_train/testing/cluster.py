@@ -44,8 +44,14 @@ class Layout(NamedTuple):
     """No rank can read another's memory: state is sent over the group."""
     known: tuple[int, ...] = ()
     """Steps that were anomalous in an earlier run of the job."""
+    twice: int = 0
+    """The last of so many updates is computed twice."""
     replaces: bool = True
     """Lost ranks are replaced. Else the job ends, and who is left saves its state."""
+
+    def computes_twice(self, update: int) -> bool:
+        """Whether that update is computed twice before it is applied."""
+        return bool(self.twice) and update % self.twice == self.twice - 1
 
     def calls(self, update: int) -> tuple[tuple[int, ...], ...]:
         """The members of each collective in the tail of that update."""
@@ -83,6 +89,8 @@ class Faults(NamedTuple):
     """Who wanted it does not any more, before all stand."""
     anomalies: int = 0
     """A rank's norm or loss can't be right."""
+    deviations: int = 0
+    """A rank that computes an update for the second time comes to something else."""
 
 
 class DrivenParts(NamedTuple):
@@ -130,6 +138,7 @@ BUDGETS = {
     "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "scratch": "scratches",
     "loss": "heard", "fence": "fences", "hang": "hangs", "failure": "failures", "asked to end": "asked",
     "stop": "stops", "pause": "pauses", "withdrawal": "withdrawn", "anomaly": "anomalies",
+    "deviation": "deviations",
 }  # fmt: skip
 _POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
 _POLICY_OF_SAVERS = msgspec.structs.replace(_POLICY, replace=False)
@@ -236,6 +245,8 @@ class World:
         runs = self.controller.job.stage in (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED)
         if self.budget.anomalies:
             found += [Move("fault", rank.rank, "anomaly") for rank in alive if rank.in_check]
+        if self.budget.deviations:
+            found += [Move("fault", rank.rank, "deviation") for rank in alive if rank.can_deviate(self)]
         if self.budget.asked and runs:
             found.append(Move("fault", 0, "asked to end"))
         if self.budget.stops and runs:
@@ -295,6 +306,8 @@ class World:
             self.carry_out(self.controller.unpause())
         elif move.name == "anomaly":
             self.writable(move.about).finds_an_anomaly(self)
+        elif move.name == "deviation":
+            self.writable(move.about).computes_otherwise(self)
         elif move.name in ("damage", "loss", "scratch"):
             self.writable(move.about).lose_data(self, state=move.name != "scratch")
         else:
@@ -357,6 +370,8 @@ class World:
             case m.Anomaly():
                 self.carry_out(controller.anomaly(rank, incarnation, frame))
                 self.chains = self._chains() if self.program.skips else self.chains
+            case m.Computed():
+                self.carry_out(controller.computed(rank, incarnation, frame))
             case m.Captured(last=generation):
                 self._captured(rank, generation)
             case m.Offer(target=other) | m.Pull(source=other):

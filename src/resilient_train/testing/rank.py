@@ -138,6 +138,7 @@ class SimRank:
         *("copying", "cut", "entered", "grad", "grads", "incarnation", "laid", "layout", "listens", "machine", "mode"),
         *("model", "offer", "outside", "own", "pending", "pulled", "rank", "saved", "shown", "start", "step"),
         *("swallowed", "tail_index", "tails", "todo", "told_to_pause", "undo", "unseen", "untold", "wrong", "writer"),
+        *("deviated", "verified"),
     )
 
     def __init__(self, rank: int, incarnation: int, machine: Rank) -> None:
@@ -192,6 +193,10 @@ class SimRank:
         """How often the window was begun again."""
         self.wrong = False
         """The script has failed by itself: where its code would go on, its process ends."""
+        self.verified = -1
+        """The update for which all compute a second time."""
+        self.deviated = -1
+        """The generation in which this rank came to something else than before."""
         self._key: int | None = None
 
     def copy(self) -> SimRank:
@@ -212,6 +217,7 @@ class SimRank:
                 self.breaks, self.start, self.batches, self.grad, self.grads, tuple(self.calls.items()), self.saved,
                 self.tail_index, self.tails, self.writer, self.shown, self.busy, self.untold, self.unseen,
                 self.behind_cut, self.swallowed, self.outside, self.pulled, self.heard, self.called, self.told_to_pause,
+                self.verified, self.deviated,
                 tuple(map(_effect_key, self.todo)), _effect_key(self.pending),
                 self.offer.source if self.offer else -1, self.machine.key(),
             ))  # fmt: skip
@@ -260,9 +266,13 @@ class SimRank:
     @property
     def can_fail(self) -> bool:
         """Whether what this rank waits for may fail although nobody died."""
-        return (
-            not self.todo and isinstance(self.pending, (fx.Build, fx.Fetch, fx.Serve, fx.AwaitStop))
-        ) or self._misled
+        waits = isinstance(self.pending, (fx.Build, fx.Fetch, fx.Serve)) or self.pending == fx.AwaitStop()
+        return (waits and not self.todo) or self._misled
+
+    def can_deviate(self, world: World) -> bool:
+        """Whether it may come to something else than when it computed this for the first time."""
+        commits = self.machine.standing.commits
+        return self.in_check and world.layout.computes_twice(commits) and self.verified == commits
 
     @property
     def _misled(self) -> bool:
@@ -718,8 +728,9 @@ class SimRank:
                 event = on.Ok()
             case "has checked":
                 self.busy = False
-                event = on.Ok()
+                event = self._has_computed(world)
             case "passes":
+                self._may_apply(world)
                 world.standings[self.rank] = Standing(self.machine.standing.commits, Phase.UPDATING)
                 event = on.Ok()
             case "fails":
@@ -759,6 +770,7 @@ class SimRank:
         if isinstance(frame, m.Stop):
             return on.Stopped()
         if isinstance(frame, m.Resume):
+            self.verified = frame.verified
             world.resumed_generation = max(world.resumed_generation, frame.generation)
         return frame
 
@@ -995,6 +1007,27 @@ class SimRank:
         self.feed(world, on.Anomalous())
         tells = any(isinstance(effect, fx.SendAnomaly) for effect in self.todo)
         require(tells, f"rank {self.rank} finds an anomaly, and tells nobody")
+
+    def computes_otherwise(self, world: World) -> None:
+        """All collectives have succeeded, and this rank comes to something else than before."""
+        self.pending, self.busy = None, False
+        self.deviated = self.machine.generation
+        self.feed(world, self._has_computed(world))
+
+    def _has_computed(self, world: World) -> on.Ok | on.Doubtful:
+        machine = self.machine
+        commits, deviates = machine.standing.commits, self.deviated == machine.generation
+        if not world.layout.computes_twice(commits):
+            return on.Ok()
+        world.send(self, m.Computed(machine.generation, commits, machine.number, 0 if deviates else -1, 1))
+        return on.Doubtful() if deviates or commits != self.verified else on.Ok()
+
+    def _may_apply(self, world: World) -> None:
+        machine = self.machine
+        twice = not world.layout.computes_twice(machine.standing.commits) or self.verified == machine.standing.commits
+        require(twice, f"rank {self.rank} applies what was computed once only")
+        odd = [rank.rank for rank in world.ranks if rank.alive and rank.deviated == machine.generation]
+        require(not odd, f"rank {self.rank} goes on to its update, and ranks {odd} have come to something else")
 
     def lose_data(self, world: World, *, state: bool = True) -> None:
         """Memory of this rank's is damaged; where ``state`` is False none of the replicated state was in it."""

@@ -3,6 +3,7 @@
 ``wrong-optimizer``: another one than the registered steps. ``by-hand``: no optimizer at all. ``never``: nothing steps.
 ``forgotten``: a parameter that no optimizer has. ``no-ddp``: nobody averages the gradients. ``drift``: in step ``--at``
 rank 1 changes a parameter by itself, after the update. ``late``: the loss is given to the check after the update.
+``unsteady``: random numbers that no seed decides.
 """
 
 import argparse
@@ -50,6 +51,8 @@ with rt.Session(model=model, optimizer=registered) as session:
     for step in session.steps(asked.steps):
         with step:
             loss = (model(torch.randn(8, 6)) - torch.randn(8, 3)).pow(2).mean()
+            if mode == "unsteady":
+                loss = loss * (1 + os.urandom(1)[0])
             loss.backward()
             if mode == "by-hand":
                 for parameter in core.parameters():

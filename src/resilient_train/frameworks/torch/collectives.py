@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import xxhash
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Conductor, Objects, Tails
 from resilient_train.frameworks.torch import group as group_module
+from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.group import ResilientGroup, works
 from resilient_train.frameworks.torch.groups import DRAIN_S, Groups
 from resilient_train.frameworks.torch.storages import Memory, registered
 from resilient_train.frameworks.torch.tail import Tail
-from resilient_train.frameworks.torch.verbs import POINT_TO_POINT
+from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, flat
 from resilient_train.frameworks.torch.waits import waits
 from resilient_train.frameworks.torch.works import GuardedWork
 from resilient_train.protocol.rank_effects import Mode
@@ -30,6 +33,7 @@ class Collectives:
         self._mode = Mode.DIRECT
         self._tails: Tails | None = None
         self._tail: Tail | None = None
+        self._digests: list[str] | None = None
 
     def set_up_problem(self) -> str:
         set_up = group_module.set_up()
@@ -71,6 +75,9 @@ class Collectives:
         assert self._tail is not None
         self._tail.begin(commits)
 
+    def digest_into(self, digests: list[str] | None) -> None:
+        self._digests = digests
+
     def intact(self) -> bool:
         begun, works.since_update = works.since_update, []
         try:
@@ -109,6 +116,8 @@ class Collectives:
         if group.spans_job:
             self._tails.enter_collective()
         if mode is Mode.DIRECT:
+            if self._digests is not None:
+                self._digests.extend(_digest(group, verb, args))
             work = group.run(verb, args)
             if isinstance(work, GuardedWork):
                 works.since_update.append(work)
@@ -123,3 +132,17 @@ class Collectives:
             "has not, or a closure that was given to optimizer.step() communicates): pass Session(undo=True), so that "
             "such a step can be redone"
         )
+
+
+def _digest(group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> list[str]:
+    """Of what this member gives to a call, if that is about numbers that a model computes; empty where it gives
+    nothing, so that members have the same places.
+
+    DDP also sends how it has laid out its buckets, once, in the window behind the first: that window has a call less
+    when it runs again, and these are whole numbers.
+    """
+    tensors = [tensor for each in args[:2] for tensor in flat(each) if isinstance(tensor, torch.Tensor)]
+    if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+        return []
+    given = VERBS[verb].given(args, group.rank())
+    return [xxhash.xxh3_128_hexdigest("\n".join(map(tensor_digest, given)).encode()) if given else ""]

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 import xxhash
 
-from resilient_train.errors import StateError
+from resilient_train.errors import ConfigError, StateError
 from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.checkpoint import names_of
 from resilient_train.frameworks.torch.device import Device
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.generators import by_generator, random_state
 from resilient_train.frameworks.torch.groups import Groups
-from resilient_train.frameworks.torch.leaves import TENSORS, state_of
+from resilient_train.frameworks.torch.leaves import TENSORS, local, state_of
 from resilient_train.frameworks.torch.state import State
 from resilient_train.state.tree import flatten
+
+_WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 class Drill:
@@ -32,6 +34,8 @@ class Drill:
         self._device = device
         self._state = state
         self._hooks: list[Any] = []
+        self._computed: tuple[str, torch.Tensor] | None = None
+        """What has just come of a layer, or of a parameter, while ``call_in_forward`` or ``call_in_backward`` calls."""
 
     def cut(self) -> None:
         for descriptor, _ in self._groups.sockets():
@@ -50,14 +54,52 @@ class Drill:
         self._device.poison(found[0] if found else torch.zeros(64))
         raise RuntimeError(f"UCE ERROR (injected: {target}), error code is 507053")
 
+    def flip(self, target: str, index: int, mask: int) -> dict[str, object]:
+        found = self._named(target)
+        left = index % max(1, sum(tensor.numel() for _, tensor in found))
+        for name, tensor in found:
+            if left < tensor.numel():
+                return {"target": target, "tensor": name, "index": left, **_invert(local(tensor), left, mask)}
+            left -= tensor.numel()
+        raise ConfigError(f"fault plan: flip target={target}: this step has no {target}")
+
+    def _named(self, target: str) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of that kind, in one order on all ranks."""
+        if self._computed is not None or target == "activation":  # other gradients are not there yet, or not any more
+            return [self._computed] if self._computed is not None else []
+        tree = self._state.tree()
+        if target == "gradient":
+            named = [(name, p.grad) for model in self._objects.models for name, p in model.named_parameters()]
+            return [(name, gradient) for name, gradient in named if gradient is not None]
+        part = {"param": "model", "optimizer": "optimizer", "buffer": "buffers"}[target]
+        _, tensors = flatten(tree[part], TENSORS)
+        return list(zip(names_of(tensors), tensors.values(), strict=True))
+
     def call_in_forward(self, call: Callable[[], None]) -> None:
         leaves = [m for model in self._objects.models for m in model.modules() if not any(m.children())]
-        self._hooks.append(leaves[len(leaves) // 2].register_forward_hook(lambda *_: call()))
+
+        def hook(module: torch.nn.Module, _arguments: Any, output: Any) -> None:
+            found = isinstance(output, torch.Tensor)
+            self._call_with((f"output of {type(module).__name__}", output) if found else None, call)
+
+        self._hooks.append(leaves[len(leaves) // 2].register_forward_hook(hook))
 
     def call_in_backward(self, call: Callable[[], None]) -> None:
         parameters = self._trained()
         middle = parameters[len(parameters) // 2]
-        self._hooks.append(middle.register_post_accumulate_grad_hook(lambda _: call()))  # type: ignore[no-untyped-call] # torch's
+
+        def hook(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            self._call_with(("middle parameter", gradient) if gradient is not None else None, call)
+
+        self._hooks.append(middle.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call] # torch's
+
+    def _call_with(self, computed: tuple[str, torch.Tensor] | None, call: Callable[[], None]) -> None:
+        self._computed = computed
+        try:
+            call()
+        finally:
+            self._computed = None
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [p for model in self._objects.models for p in model.parameters() if p.requires_grad]
@@ -87,6 +129,17 @@ class Drill:
             except StateError:
                 continue
         return found
+
+
+def _invert(tensor: torch.Tensor, index: int, mask: int) -> dict[str, object]:
+    """Past autograd, which is not to know."""
+    bits = 8 * tensor.element_size()
+    place = tensor.data[tuple(int(each) for each in torch.unravel_index(torch.tensor(index), tensor.shape))]
+    was = place.item()
+    mask &= (1 << bits) - 1
+    signed = mask - (1 << bits) if bits > 8 and mask >> (bits - 1) else mask
+    place.view(_WORDS[bits]).bitwise_xor_(signed)
+    return {"mask": f"{mask:#x}", "was": str(was), "is": str(place.item())}
 
 
 def _digests(name: str, tree: Any) -> dict[str, str]:

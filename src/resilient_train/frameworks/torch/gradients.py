@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import xxhash
 from torch.nn.utils import clip_grad
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Objects
+from resilient_train.frameworks.torch.fingerprint import tensor_digest
 
 
 class Gradients:
@@ -44,6 +46,11 @@ class Gradients:
 
     def begin(self) -> None:
         self._dropping = False
+
+    def digest(self) -> str:
+        named = [(name, p.grad) for model in self._objects.models for name, p in model.named_parameters()]
+        rows = [f"{name} {tensor_digest(gradient)}" for name, gradient in named if gradient is not None]
+        return xxhash.xxh3_128_hexdigest("\n".join(rows).encode())
 
     def drop(self) -> None:
         self._dropping = True

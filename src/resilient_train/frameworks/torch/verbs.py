@@ -70,7 +70,8 @@ def _list(value: Any) -> Tensors:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _flat(value: Any) -> Tensors:
+def flat(value: Any) -> Tensors:
+    """The tensors, or whatever it is, in lists of lists of them."""
     return [tensor for each in _list(value) for tensor in _list(each)]
 
 
@@ -84,7 +85,7 @@ def _first(args: Args, _me: int) -> Tensors:
 
 
 def _first_flat(args: Args, _me: int) -> Tensors:
-    return _flat(args[0])
+    return flat(args[0])
 
 
 def _second(args: Args, _me: int) -> Tensors:
@@ -92,7 +93,7 @@ def _second(args: Args, _me: int) -> Tensors:
 
 
 def _second_flat(args: Args, _me: int) -> Tensors:
-    return _flat(args[1])
+    return flat(args[1])
 
 
 def _of_root(args: Args, me: int) -> Tensors:
@@ -162,7 +163,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _given_to_scatter(args: Args, me: int) -> Tensors:
-    return _flat(args[1]) if me == root_of(args) else []
+    return flat(args[1]) if me == root_of(args) else []
 
 
 def _alltoall(me: int, size: int, args: Args, of: Of) -> None:

@@ -118,9 +118,7 @@ class Agent:
         operators = Operators(self._board, self._job, self._processes, self._waiting, self._pauses, slower, self._note)
         self._admission = Admission(token, self._job, self._processes, operators, self, self._note)
         keep = spec.settings.keep_checkpoints
-        self._saves = Saves(
-            spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle, self._board.doubt
-        )
+        self._saves = Saves(spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle)
         if read_switches().tre:
             self._job.anomalies.update(abnormal.read(spec.run_dir))
         self._job.can_go_back = self._saves.can_go_back
@@ -393,6 +391,8 @@ class Agent:
                 self._carry_out(controller.damaged(rank, incarnation, generation, text, self._standings()))
             case m.Anomaly():
                 self._carry_out(controller.anomaly(rank, incarnation, frame))
+            case m.Computed():
+                self._carry_out(controller.computed(rank, incarnation, frame))
             case m.Finish(generation=generation):
                 self._carry_out(controller.finish(rank, incarnation, generation))
             case m.Differs():
@@ -622,7 +622,7 @@ class Agent:
         self._sink.write(Event(kind=kind, time_ns=time_ns or time.time_ns(), generation=generation, **fields))
 
     def _tell(self, kind: str, detail: dict[str, Any]) -> None:
-        if kind in ("fault", "leaving", "pausing"):
+        if kind in ("fault", "leaving", "pausing", "verifying"):
             self._fault_ns = time.monotonic_ns()
         kind = "assembled" if kind == "resumed" and self._job.leaving else kind
         for text in told(kind, self._job.generation, (time.monotonic_ns() - self._fault_ns) / 1e6, detail):

@@ -30,7 +30,7 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         yield f"the training is over; the pause that was asked for, before step {detail['pause_at']}, was not reached"
     elif kind == "anomaly" and detail["again"]:
         yield detail["reason"]
-    elif kind == "resumed":
+    elif kind == "resumed" and "verifies" not in detail:
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
     elif kind == "assembled":
         yield f"recovery {generation}: all ranks at one step after {took_ms:.0f} ms, {detail['commits']} updates done"

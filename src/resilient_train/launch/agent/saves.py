@@ -71,11 +71,8 @@ class Saves:
         note: Teller,
         say: Callable[[str], None],
         settle: Callable[[int], None],
-        compare: Callable[[], None],
     ) -> None:
-        """``settle`` is told of an update when all checkpoints up to it are over and done with, written or not.
-        ``compare``: replicas seem to differ, and are to look.
-        """
+        """``settle`` is told of an update when all checkpoints up to it are over and done with, written or not."""
         self._run_dir = run_dir
         self._folder = run_dir / CHECKPOINTS
         self._world_size = world_size
@@ -83,7 +80,6 @@ class Saves:
         self._note = note
         self._say = say
         self._settle = settle
-        self._compare = compare
         self._newest_over = 0
         self.source: Source | None = None
         """What all ranks start from: the newest state that is whole. None: from the script's own."""
@@ -229,8 +225,7 @@ class Saves:
         for commits in [each for each in self._captured if each <= frame.commits]:
             del self._captured[commits]  # of older ones some rank has skipped its part
         differing = disagreeing(groups, {each: captured.fingerprint for each, captured in ranks.items()})
-        if differing:  # while a script uses other weights for an evaluation that may be so, and be nothing
-            self._compare()
+        if differing:  # the ranks see it themselves, and compare
             reason = f"ranks {differing} are to hold the same bits, and don't"
             self._note("save_skipped", detail={"step": frame.step, "reason": reason})
             return

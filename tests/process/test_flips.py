@@ -1,0 +1,123 @@
+"""Bits that are changed without a sign: what finds them, and what the job ends with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from identity import assert_identical
+from running import Reference, Run, launch
+
+STEPS = 16
+EXPONENT, TWICE = 0x40000000, 0x00800000
+"""Of a float32: from near 1 to near 1e38; twice or half as large."""
+
+
+def verified(run_dir: Path, plan: str = "", *, variant: str = "base", ranks: int = 2, every: int = 4) -> Run:
+    flags = ("--faults", plan) if plan else ()
+    arguments = ("--steps", str(STEPS), "--variant", variant)
+    return launch(run_dir, "train.py", *arguments, ranks=ranks, flags=flags, RESILIENT_VERIFY_EVERY=str(every))
+
+
+def details(run: Run, kind: str) -> list[dict[str, Any]]:
+    return [event["detail"] for event in run.of(kind)]
+
+
+@pytest.mark.parametrize(
+    "variant", ["base", "accumulate", "two+before", "gan+undo", "scaler+clipped", "unused", "workers+persistent"]
+)
+def test_a_script_that_computes_the_same_each_time_is_not_suspected(
+    tmp_path: Path, variant: str, undisturbed: Reference
+) -> None:
+    """Dropout, BatchNorm, noise of three generators: a window that runs again is the same window."""
+    run = verified(tmp_path / "run", variant=variant, every=2)
+    updates = run.of("session_end")[0]["detail"]["commits"]
+    # Where the update is looked at behind the whole body, that writes its line twice.
+    reference, once = undisturbed(ranks=2, variant=variant, steps=STEPS), variant not in ("gan+undo", "scaler+clipped")
+    assert_identical(run, reference, ranks=2, recoveries=updates // 2, once=once)
+    assert [each["ranks"] for each in details(run, "verified")] == [[]] * (updates // 2)
+    assert len(run.of("verifying")) == updates // 2
+    assert not run.of("fault")
+    assert "recovery" not in run.err.split("resilient-run: done after")[0], "it is nothing that people need to see"
+
+
+@pytest.mark.parametrize("target", ["gradient", "activation"])
+def test_a_rank_that_computes_otherwise_once_is_replaced(tmp_path: Path, target: str, undisturbed: Reference) -> None:
+    """All replicas take the wrong gradient over, and agree: nothing else would see it."""
+    run = verified(tmp_path / "run", f"flip rank=1 step=7 index=701 mask={EXPONENT:#x} target={target}")
+    assert_identical(run, undisturbed(ranks=2, steps=STEPS), ranks=2, recoveries=5)
+    assert len(run.of("flipped")) == 1
+    (told,) = run.of("deviates")
+    assert (told["rank"], told["detail"]["step"], told["detail"]["ranks"]) == (1, 7, [1])
+    assert "came to different bits, first in what it gives to collective" in told["detail"]["reason"]
+    assert [each["ranks"] for each in details(run, "verified")] == [[], [1], [], [], []]
+    assert [event["detail"]["lost"] for event in run.of("fault")] == [[1]]
+    assert len(run.of("spawned")) == 3
+
+
+def test_a_flip_in_the_second_run_is_seen_as_well(tmp_path: Path, undisturbed: Reference) -> None:
+    plan = f"flip rank=0 step=7 generation=2 index=700 mask={EXPONENT:#x} target=gradient"
+    run = verified(tmp_path / "run", plan, ranks=3)
+    assert_identical(run, undisturbed(ranks=3, steps=STEPS), ranks=3, recoveries=5)
+    assert [event["rank"] for event in run.of("deviates")] == [0]
+
+
+def test_a_fault_in_either_run(tmp_path: Path, undisturbed: Reference) -> None:
+    plan = "kill rank=1 step=3 at=backward; kill rank=0 step=7 generation=3 at=backward; "
+    plan += "kill rank=1 step=11 generation=5 phase=READY at=barrier incarnation=1; hcce rank=1 step=15 incarnation=2"
+    run = verified(tmp_path / "run", plan)
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=2, steps=STEPS).digests()
+    assert len(run.of("fault")) == 4
+    assert {tuple(each["ranks"]) for each in details(run, "verified")} == {()}
+    assert {each["step"] for each in details(run, "verified")} == {3, 7, 11, 15}
+
+
+def test_a_script_that_computes_something_else_each_time_is_told(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "mistaken.py", "unsteady", "9", ranks=2, RESILIENT_VERIFY_EVERY="4")
+    assert run.code == 2, run.explain()
+    (told,) = run.of("deviates")
+    assert told["detail"]["ranks"] == [0, 1]
+    assert "computed step 3 twice and came to different bits, first in what it gives to collective 1 of 1" in run.err
+    assert "`resilient-train drill` tells" in run.err
+
+
+@pytest.mark.parametrize(
+    ("target", "place"),
+    [("param", ""), ("param", "phase=UPDATING at=start"), ("optimizer", ""), ("gradient", "phase=UPDATING at=start")],
+)
+def test_what_one_replica_alone_holds_otherwise_sends_all_back(
+    tmp_path: Path, target: str, place: str, undisturbed: Reference
+) -> None:
+    """To the newest snapshot that was equal in all of them; with one of each step, that is a step or two. (A lower bit
+    of a moment is rounded away.)
+    """
+    plan = f"flip rank=1 step=9 index=701 mask={TWICE:#x} target={target} {place}"
+    arguments = ("--steps", str(STEPS), "--save-mode", '{"steps": 1000, "memory_steps": 1}')
+    run = launch(tmp_path / "run", "train.py", *arguments, ranks=2, flags=("--faults", plan))
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=2, steps=STEPS).digests()
+    assert len(run.of("flipped")) == len(run.of("replicas_differ")) == len(run.of("restart_all")) == 1
+    assert {each["commits"] for each in details(run, "restored")} <= {8, 9}
+
+
+def test_a_flip_that_makes_all_replicas_nan_is_found_by_its_norm(tmp_path: Path, undisturbed: Reference) -> None:
+    """Rank 1's gradients are not numbers, so nobody's are, and after the update all replicas would hold the same. The
+    step runs again for its norm (TRE), and before that replicas compare.
+    """
+    plan = f"flip rank=1 step=9 index=701 mask={EXPONENT:#x} target=param"
+    arguments = ("--steps", str(STEPS), "--save-mode", '{"steps": 1000, "memory_steps": 1}')
+    environ = {"MS_ENABLE_TFT": "{TRE:1,ARF:1}"}
+    run = launch(tmp_path / "run", "train.py", *arguments, ranks=2, flags=("--faults", plan), **environ)
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=2, steps=STEPS).digests()
+    assert [detail["values"] for detail in details(run, "anomaly")] == [["nan"]]
+    assert len(run.of("replicas_differ")) == len(run.of("restart_all")) == 1
+    assert {each["commits"] for each in details(run, "restored")} == {9}
+
+
+def test_a_flip_that_finds_nothing_to_hit_is_a_mistake_in_the_plan(tmp_path: Path) -> None:
+    plan = "flip rank=1 step=2 mask=1 target=gradient phase=UPDATING"
+    flags = ("--faults", plan.replace("phase=UPDATING", "phase=READY"))
+    run = launch(tmp_path / "run", "train.py", "--steps", "4", ranks=2, flags=flags)
+    assert run.code == 2
+    assert "where flip finds a gradient: phase=COMPUTE at=backward, phase=UPDATING at=start" in run.err

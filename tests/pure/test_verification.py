@@ -1,0 +1,228 @@
+"""Windows that are computed twice: what a rank finds, and what the controller makes of it.
+
+Whole jobs are in ``tests/process/test_flips.py``, all interleavings in ``tests/sim``.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from resilient_train.frameworks.torch.collectives import _digest
+from resilient_train.launch.agent.console_text import told
+from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
+from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.job import Stage
+from resilient_train.protocol.messages import Computed, Joined, Resume, Started
+from resilient_train.protocol.standing import Phase
+from resilient_train.session.verification import Verification
+
+
+class Computer:
+    """The collectives, gradients and state of a rank: they say what they are told to."""
+
+    def __init__(self, every: int, *, undo: bool = False) -> None:
+        self.digests: list[str] | None = None
+        self.gradients, self.state = "g", "s"
+        gradients: Any = SimpleNamespace(digest=lambda: self.gradients)
+        state: Any = SimpleNamespace(fingerprint=lambda: SimpleNamespace(digest=lambda: self.state))
+        collectives: Any = self
+        self.verification = Verification(collectives, gradients, state, every=every, undo=undo)
+
+    def digest_into(self, digests: list[str] | None) -> None:
+        self.digests = digests
+
+    def run(self, commits: int, given: str, gradients: str = "g") -> tuple[int, int] | None:
+        self.gradients = gradients
+        self.verification.begin(commits)
+        if self.digests is not None:
+            self.digests += given
+        return self.verification.end()
+
+
+def test_every_so_many_updates() -> None:
+    rank = Computer(4)
+    found = [commits for commits in range(12) if rank.run(commits, "abc") is not None]
+    assert found == [3, 7, 11]
+    assert [Computer(0).run(commits, "abc") for commits in range(3)] == [None] * 3
+    assert Computer(1).run(0, "abc") == (-1, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "gradients", "found"),
+    [
+        ("abc", "g", -1),
+        ("xbc", "g", 0),
+        ("abx", "x", 2),
+        ("abc", "x", 3),
+        ("ab", "g", 2),
+        ("abcd", "g", 3),
+    ],
+)
+def test_where_a_run_is_not_what_it_was(given: str, gradients: str, found: int) -> None:
+    rank = Computer(4)
+    assert rank.run(3, "abc") == (-1, 4)
+    assert rank.run(3, given, gradients) == (found, len(given) + 1)
+
+
+def test_two_runs_that_are_the_same_are_enough() -> None:
+    """A rank that took over another's wrong value in the second run comes to the first one's in the third."""
+    rank = Computer(4)
+    rank.run(3, "abc")
+    assert rank.run(3, "abx") == (2, 4)
+    assert rank.run(3, "abc") == (-1, 4)
+    assert rank.run(3, "axx") == (1, 4), "the run most like it was the second"
+    assert rank.run(7, "xyz") == (-1, 4), "another window"
+
+
+def test_a_run_that_was_cut_is_none() -> None:
+    rank = Computer(4)
+    rank.verification.begin(3)
+    assert rank.digests is not None
+    rank.digests += "x"
+    assert rank.run(3, "abc") == (-1, 4)
+    assert rank.run(3, "abc") == (-1, 4)
+
+
+def test_where_the_update_is_looked_at_behind_it_the_state_shows_it() -> None:
+    rank = Computer(1, undo=True)
+    rank.run(0, "a")
+    rank.state = "other"
+    assert rank.run(0, "a", gradients="none left") == (1, 2)
+
+
+def test_what_is_given_counts_and_what_is_overwritten_does_not() -> None:
+    group: Any = SimpleNamespace(rank=lambda: 1)
+    ones, twos = torch.ones(3), torch.full((3,), 2.0)
+    root = dist.BroadcastOptions()
+    root.rootRank = 0
+    assert _digest(group, "broadcast", ([ones], root)) == [""], "the root has a place for it as well"
+    root.rootRank = 1
+    (given,) = _digest(group, "broadcast", ([ones], root))
+    assert given == _digest(group, "allreduce", ([ones], None))[0] != _digest(group, "allreduce", ([twos], None))[0]
+    assert _digest(group, "_allgather_base", (ones, twos, None)) == _digest(
+        group, "_allgather_base", (twos, twos, None)
+    )
+    assert _digest(group, "allreduce", ([ones.int()], None)) == [], "DDP says so how it has laid out its buckets"
+    assert _digest(group, "barrier", (None,)) == []
+
+
+# -- the controller
+
+
+def running(size: int = 3, replicas: tuple[tuple[int, ...], ...] = ()) -> Controller:
+    controller = Controller(size)
+    controller.launch()
+    for rank in range(size):
+        controller.greeted(rank, 0)
+        digest = str(next((g for g in replicas if rank in g), "all"))
+        controller.started(rank, 0, Started(digest, ("world",), replicas))
+    assert controller.job.stage is Stage.RUNNING
+    return controller
+
+
+def recover(controller: Controller, commits: int = 3) -> list[Resume]:
+    job = controller.job
+    for rank in range(job.world_size):
+        joined = Joined(job.generation, commits, int(Phase.COMPUTE), rank not in job.evidence, 0, ("world",))
+        controller.joined(rank, job.incarnations[rank], joined)
+    commands: list[Command] = []
+    for rank in range(job.world_size):
+        commands = controller.done(rank, job.incarnations[rank], job.generation)
+    return [each.message for each in commands if isinstance(each, Send) and isinstance(each.message, Resume)]
+
+
+def compute(controller: Controller, *differs_at: int, commits: int = 3) -> list[Command]:
+    """All ranks tell where this run is not what it was."""
+    job, commands = controller.job, []
+    for rank, at in enumerate(differs_at):
+        message = Computed(job.generation, commits, commits * 2, at, 4)
+        commands += controller.computed(rank, job.incarnations[rank], message)
+    return commands
+
+
+def of(commands: list[Command], kind: type) -> list[Any]:
+    return [each for each in commands if isinstance(each, kind)]
+
+
+def notes(commands: list[Command]) -> dict[str, dict[str, Any]]:
+    return {note.kind: note.detail for note in of(commands, Note)}
+
+
+def test_when_all_have_computed_it_once_they_compute_it_again() -> None:
+    controller = running()
+    assert compute(controller, -1, -1) == []
+    commands = compute(controller, -1, -1, -1)
+    assert of(commands, RaiseStop) == [RaiseStop(1)]
+    assert notes(commands)["verifying"]["reason"] == "step 6 is computed again, to verify it"
+    assert {resume.verified for resume in recover(controller)} == {3}
+    assert notes(compute(controller, -1, -1, -1)) == {"verified": {"step": 6, "ranks": []}}
+    assert controller.job.computed == {}
+
+
+def test_one_rank_may_be_a_window_ahead_of_what_is_heard_of_another() -> None:
+    controller = running(2)
+    compute(controller, -1, -1)
+    recover(controller)
+    job = controller.job
+    for commits in (3, 4):
+        assert controller.computed(0, 0, Computed(job.generation, commits, commits, -1, 1)) == []
+    commands = controller.computed(1, 0, Computed(job.generation, 3, 3, -1, 1))
+    assert notes(commands)["verified"]["ranks"] == []
+    commands = controller.computed(1, 0, Computed(job.generation, 4, 4, -1, 1))
+    assert "verifying" in notes(commands)
+
+
+def test_who_came_first_to_something_else_is_given_up() -> None:
+    controller = running()
+    compute(controller, -1, -1, -1)
+    recover(controller)
+    commands = compute(controller, 3, 1, 2)
+    assert notes(commands)["deviates"]["ranks"] == [1]
+    assert [kill.rank for kill in of(commands, Kill)] == [1]
+    assert (
+        "step 6 twice and came to different bits, first in what it gives to collective 2 of 3"
+        in of(commands, Kill)[0].reason
+    )
+    assert not controller.computed(1, 5, Computed(1, 3, 6)), "of nobody who is there"
+
+
+def test_the_only_one_with_its_state_computes_once_more() -> None:
+    controller = running(2, ((0,), (1,)))
+    compute(controller, -1, -1)
+    recover(controller)
+    commands = compute(controller, -1, 3)
+    assert not of(commands, Kill)
+    assert {"spared", "fault"} <= notes(commands).keys()
+    assert "first in the gradients before the update" in notes(commands)["spared"]["reason"]
+
+
+def test_where_all_come_to_something_else_the_script_is_suspected() -> None:
+    controller = running()
+    compute(controller, -1, -1, -1)
+    recover(controller)
+    commands = compute(controller, 0, 0, 0)
+    (end,) = of(commands, EndJob)
+    assert (end.code, notes(commands)["deviates"]["ranks"]) == (2, [0, 1, 2])
+    assert "`resilient-train drill` tells" in end.reason
+
+
+def test_what_is_redone_after_a_fault_is_verified_by_who_was_there() -> None:
+    controller = running()
+    compute(controller, -1, -1, -1)
+    recover(controller)
+    compute(controller, -1)
+    controller.failed_collective(1, "a link")
+    assert controller.job.computed == {}
+    assert {resume.verified for resume in recover(controller)} == {3}, "it was computed once"
+    assert notes(compute(controller, -1, -1, -1)) == {"verified": {"step": 6, "ranks": []}}
+
+
+def test_people_hear_of_what_goes_wrong_alone() -> None:
+    controller = running()
+    commands = compute(controller, -1, -1, -1)
+    assert [*told("verifying", 1, 0.0, notes(commands)["verifying"])] == []
+    assert [*told("resumed", 1, 5.0, {"commits": 3, "verifies": True})] == []
+    assert [*told("verified", 1, 5.0, {"step": 6, "ranks": []})] == []

@@ -8,8 +8,9 @@ element and the bits (one, or up to four) are drawn. Each ends in one column::
     healed    nobody has noticed, all replicas are equal, and the bits are others
     wrong     it was found, and the bits are others; or another rank was named; or the job ended
 
-Two kinds of jobs: replicas are compared behind each step (a snapshot in memory of each, ``TRE:1``), for what one replica
-alone holds otherwise; and every step is computed twice (``RESILIENT_VERIFY_EVERY=1``), for what all replicas take over.
+Two kinds of jobs: replicas are compared behind each step (a snapshot in memory of each, ``TRE:1``), for what one
+replica alone holds otherwise; and every step is computed twice (``RESILIENT_VERIFY_EVERY=1``), for what all replicas take
+over.
 ``--clean N``: so many steps of each kind without a flip, where nothing may be found.
 """
 

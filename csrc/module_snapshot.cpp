@@ -64,12 +64,15 @@ class PyCopier {
     owner_ = std::move(owner);
   }
 
-  void hash(const std::vector<PieceTuple>& pieces, nb::object owner) {
+  void hash(const std::vector<PieceTuple>& pieces, nb::object owner, nb::object after) {
     std::vector<Piece> parts = listed(pieces);
     const std::uint64_t bytes = parts.empty() ? 0 : parts.back().offset + parts.back().bytes;
-    copier_.start({nullptr, bytes, std::move(parts), Direction::gather, true});
+    CopyJob job{nullptr, bytes, std::move(parts), Direction::gather, true};
+    if (!after.is_none()) job.after = &nb::cast<PyCopier&>(after).copier_;
+    if (job.after == &copier_) throw std::invalid_argument("a copy can't begin when it is over itself");
+    copier_.start(std::move(job));
     image_.reset();
-    owner_ = std::move(owner);
+    owner_ = nb::make_tuple(std::move(owner), std::move(after));
   }
 
   void read(int fd, std::uint64_t offset, std::uint64_t bytes, const std::vector<PieceTuple>& pieces, bool hashed,
@@ -173,7 +176,7 @@ void bind_snapshot(nb::module_& module) {
            "owner"_a = nb::none())
       .def("scatter", starter(Direction::scatter), "image"_a, "pieces"_a, nb::kw_only(), "hashed"_a = true,
            "owner"_a = nb::none())
-      .def("hash", &PyCopier::hash, "pieces"_a, nb::kw_only(), "owner"_a = nb::none())
+      .def("hash", &PyCopier::hash, "pieces"_a, nb::kw_only(), "owner"_a = nb::none(), "after"_a = nb::none())
       .def("read", &PyCopier::read, "fd"_a, "offset"_a, "size"_a, "pieces"_a, nb::kw_only(), "hashed"_a = true,
            "owner"_a = nb::none())
       .def("wait", &PyCopier::wait, "timeout_ms"_a)

@@ -244,6 +244,7 @@ struct Copier::Pool {
       lock.unlock();
       std::exception_ptr thrown;
       try {
+        if (job.after != nullptr) job.after->wait_over();
         run_chunks(scratches[number]);
       } catch (...) {
         thrown = std::current_exception();
@@ -320,6 +321,12 @@ bool Copier::wait(std::int64_t timeout_ns) {
   return true;
 }
 
+void Copier::wait_over() {
+  if (pool_ == nullptr) return;
+  std::unique_lock lock(pool_->mutex);
+  pool_->is_over.wait(lock, [this] { return pool_->outcome != Outcome::running && pool_->working == 0; });
+}
+
 bool Copier::done() const {
   Pool& pool = own_pool();
   const std::scoped_lock lock(pool.mutex);
@@ -332,6 +339,7 @@ void Copier::abort() {
   if (pool_->outcome == Outcome::running) {
     pool_->next_chunk = pool_->chunks;
     pool_->outcome = Outcome::aborted;
+    pool_->is_over.notify_all();  // no thread may have begun
   }
   pool_->is_over.wait(lock, [this] { return pool_->working == 0; });
 }

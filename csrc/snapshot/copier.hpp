@@ -28,6 +28,8 @@ struct Piece {
 
 enum class Direction { gather, scatter };  // pieces -> image; image -> pieces
 
+class Copier;
+
 struct CopyJob {
   std::byte* image = nullptr;  // gather: a multiple of 64, or null: what it would be is only hashed
   std::uint64_t image_bytes = 0;
@@ -37,6 +39,8 @@ struct CopyJob {
   // Of a scatter alone, and `image` is null then: the file with the image, which begins at `file_offset`. Stays open.
   int fd = -1;
   std::uint64_t file_offset = 0;
+  // Begins when the job that this one is at is over, however it ends. Stays alive, and gets no other job meanwhile.
+  Copier* after = nullptr;
 };
 
 // One job at a time, on threads of its own that take one chunk after the other. They are started by the first job and
@@ -55,6 +59,8 @@ class Copier {
   // std::system_error if it is over because its file can't be read (ENODATA: it ends before the image does).
   bool wait(std::int64_t timeout_ns);
   bool done() const;
+  // Returns when the job is over, however; at once if there is none. Not for a process that has forked since it began.
+  void wait_over();
   // No new chunks; returns when those under way are copied (4 MiB each). What was copied until then stays.
   void abort();
   // Of the last job, one for each chunk of the image. std::logic_error unless it ran to its end, and hashed.

@@ -342,8 +342,11 @@ class Copier:
         """`nice` (0..19) is added to the niceness of the threads, for copies behind other work."""
     def gather(self, image: Buffer, pieces: _Pieces, *, hashed: bool = True, owner: object = None) -> None:
         """Pieces to image, zeros where no piece is. The image is writable, at a multiple of 64 bytes (ValueError)."""
-    def hash(self, pieces: _Pieces, *, owner: object = None) -> None:
-        """`gather` into an image that is only hashed, and ends with the last piece."""
+    def hash(self, pieces: _Pieces, *, owner: object = None, after: Copier | None = None) -> None:
+        """`gather` into an image that is only hashed, and ends with the last piece.
+
+        It begins when what `after` is at is over, however that ends; begin no other copy there meanwhile.
+        """
     def scatter(self, image: Buffer, pieces: _Pieces, *, hashed: bool = True, owner: object = None) -> None:
         """Image to pieces. Without pieces the image is only hashed."""
     def read(

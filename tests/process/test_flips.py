@@ -72,6 +72,16 @@ def test_a_fault_in_either_run(tmp_path: Path, undisturbed: Reference) -> None:
     assert {each["step"] for each in details(run, "verified")} == {3, 7, 11, 15}
 
 
+def test_a_loop_that_calls_its_bodies(tmp_path: Path) -> None:
+    plain = launch(tmp_path / "plain", "called.py", "--steps", "8", ranks=2)
+    flags = ("--faults", f"flip rank=0 step=5 index=701 mask={EXPONENT:#x} target=gradient")
+    run = launch(tmp_path / "run", "called.py", "--steps", "8", ranks=2, flags=flags, RESILIENT_VERIFY_EVERY="2")
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.digests() == plain.digests()
+    assert [event["rank"] for event in run.of("deviates")] == [0]
+    assert len(run.of("verifying")) == 4
+
+
 def test_a_script_that_computes_something_else_each_time_is_told(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "mistaken.py", "unsteady", "9", ranks=2, RESILIENT_VERIFY_EVERY="4")
     assert run.code == 2, run.explain()

@@ -65,7 +65,7 @@ def drift(run_dir: Path, *arguments: str, ranks: int = 3, at: int = 18, faults: 
 
 def test_a_replica_that_drifts_is_found_before_a_checkpoint_is_written(tmp_path: Path) -> None:
     run = drift(tmp_path / "run", "40", "--save", "24")
-    assert "after update 24 'model.0.module.2.bias' differs on rank 1: something has changed it" in sentence_of(run)
+    assert "after update 25 'model.0.module.2.bias' differs on rank 1: something has changed it" in sentence_of(run)
     assert run.of("saved") == []
     assert not (run.run_dir / "checkpoints").exists()
 

@@ -554,7 +554,7 @@ def test_a_plan_has_norms_and_losses() -> None:
         ("norm rank=0 step=2 value=much", "value='much' .*must be a number"),
         ("norm rank=0 step=2 value=45 phase=COMPUTE", "looked at in phase=READY at=before, and nowhere else"),
         ("kill rank=0 step=2 value=45", "only norm, loss, slow have a value"),
-        ("norm rank=0 step=2 value=45 target=param", "only uce has a target"),
+        ("norm rank=0 step=2 value=45 target=param", "only uce and flip have a target"),
         ("nrom rank=0 step=2 value=45", "did you mean 'norm'"),
     ],
 )

@@ -63,7 +63,7 @@ class Rank:
             if commits in saved:
                 self.comparison.write(commits)
             yield
-            self.comparison.head(commits)
+            self.comparison.head(commits, shown=False)
             yield
             self.board.arrive(self.rank, commits, READY, commits)
             while self.board.wait_all(self.rank, commits, READY, 0, 0) != "passed":
@@ -113,7 +113,7 @@ def test_it_is_looked_for_less_and_less_often() -> None:
         rank.comparison.begin_at(begin)
         rank.made = 0
         for commits in range(begin, begin + 1000):
-            rank.comparison.head(commits)
+            rank.comparison.head(commits, shown=False)
             rank.comparison.look()
         assert rank.made == 10, "behind 1, 2, 4, ... 512"
 
@@ -124,7 +124,7 @@ def test_and_at_least_every_so_many_updates() -> None:
     found = []
     for commits in range(7, 207):
         made = rank.made
-        rank.comparison.head(commits)
+        rank.comparison.head(commits, shown=False)
         rank.comparison.look()
         found += [commits - 7] * (rank.made > made)
     assert found == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192]
@@ -143,7 +143,7 @@ def test_what_snapshots_show_is_looked_into_before_the_next_update(evaluates: bo
         assert (rank.comparison.doubtful, rank.made) == (True, 0)
         rank.model += 0 if evaluates else rank.rank
     for rank in ranks:
-        rank.comparison.head(6)
+        rank.comparison.head(6, shown=False)
         assert rank.made == 1
     for rank in ranks:
         if evaluates:
@@ -169,7 +169,7 @@ def test_what_was_looked_at_where_nobody_writes_counts_more() -> None:
 def test_what_is_written_twice_is_made_once() -> None:
     rank = Rank(Board.create(3), 0)
     assert rank.comparison.write(4) == rank.comparison.write(4) == rank.board.fingerprint(0, 4) > 0
-    rank.comparison.head(4)
+    rank.comparison.head(4, shown=False)
     assert rank.made == 1
     assert rank.comparison.write(4, "f" * 32) == fingerprint("f" * 32), "made anew by somebody else"
     assert rank.made == 1
@@ -197,7 +197,7 @@ def test_who_has_no_replica_compares_nothing() -> None:
     rank = Rank(Board.create(3), 1, ((0, 2), (1,)))
     rank.comparison.begin_at(0)
     for commits in (1, 2, 3, 4):
-        rank.comparison.head(commits)
+        rank.comparison.head(commits, shown=False)
         assert rank.comparison.write(commits) == 0
         rank.comparison.look()
     assert rank.made == 0

@@ -222,6 +222,44 @@ def test_an_aborted_copy_has_no_digests() -> None:
     assert copier.digests() == digests(bytes(1000))
 
 
+def test_a_hash_that_begins_behind_another_copy() -> None:
+    """What changes while that is under way is in the hash."""
+    large, word = mmap.mmap(-1, 512 << 20), bytearray(b"before")
+    pieces = [(ctypes.addressof(ctypes.c_char.from_buffer(word)), len(word), 0)]
+    first, second = Copier(1), Copier()
+    first.scatter(large, [])
+    second.hash(pieces, owner=word, after=first)
+    word[:] = b"behind"
+    assert not first.done, "the machine is too fast for this test: make it larger"
+    assert second.wait(TIMEOUT_MS)
+    assert first.done
+    assert second.digests() == digests(b"behind")
+    second.hash(pieces, after=first)
+    assert second.wait(TIMEOUT_MS), "it is over"
+    second.hash(pieces, after=Copier())
+    assert second.wait(TIMEOUT_MS), "there was none"
+    with pytest.raises(ValueError, match="when it is over itself"):
+        second.hash(pieces, after=second)
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_of_two_one_is_aborted(which: str) -> None:
+    large, word = mmap.mmap(-1, 512 << 20), bytearray(b"word")
+    pieces = [(ctypes.addressof(ctypes.c_char.from_buffer(word)), len(word), 0)]
+    for _ in range(20):
+        first, second = Copier(1), Copier()
+        first.scatter(large, [])
+        second.hash(pieces, owner=word, after=first)
+        if which == "first":
+            first.abort()
+            assert second.wait(TIMEOUT_MS)
+            assert second.digests() == digests(b"word")
+        else:
+            second.abort()
+            assert second.done
+            first.abort()
+
+
 def test_no_thread_before_the_first_copy() -> None:
     def threads() -> set[str]:
         return {task.name for task in Path("/proc/self/task").iterdir()}

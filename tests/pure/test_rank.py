@@ -257,7 +257,7 @@ def test_no_way_out_of_what_must_end(state: type) -> None:
 def test_every_wait_ends() -> None:
     """Whatever may come of an effect that waits is a row of the state that waits for it."""
     outcomes: dict[str, tuple[type, ...]] = {
-        "Verify": (on.Ok, on.Anomalous),
+        "Verify": (on.Ok, on.Anomalous, on.Doubtful),
         "Barrier": (on.Ok, on.Stopped),
         "Ask": (on.Ok, on.Failed),
         "Quiet": (on.Quieted,),

@@ -59,12 +59,12 @@ class Rank:
             expect=lambda _: VaultOpened(""),
         )
         made = SimpleNamespace(digest=lambda: DIGEST)
-        state: Any = SimpleNamespace(image=trained.state.image, fingerprint=lambda: made, on_host=lambda: True)
+        state: Any = SimpleNamespace(image=trained.state.image, fingerprint=lambda after: made, on_host=lambda: True)
         step: Any = SimpleNamespace(layout=lambda: b"")
         publication: Any = SimpleNamespace(latest=b"published")
         self.events: list[tuple[str, dict[str, Any]]] = []
         groups = ((0, 1),)
-        comparison = Comparison(link, state, groups)
+        comparison = Comparison(link, state, groups, 0)
         self.saving = Saving(
             link, state, step, publication, "run", groups, lambda *event: self.events.append(event), comparison
         )

@@ -386,9 +386,9 @@ class State(Protocol):
         """Takes up a saved state: ``fill`` fills the tensors. Raises LayoutError if the state isn't this model's."""
         ...
 
-    def fingerprint(self) -> Fingerprint:
+    def fingerprint(self, after: Copier | None = None) -> Fingerprint:
         """Begins a digest of parameters and optimizer state: equal on all ranks of a replica group, and nowhere else by
-        chance.
+        chance. ``after``: memory is read when that copy is over.
         """
         ...
 

@@ -26,6 +26,8 @@ class Activity(enum.IntEnum):
     """Its loop is over; it waits for the others."""
     LEAVING = 4
     """An error of its own has left a step or the Session: as a rule its process is about to end."""
+    WAITING = 5
+    """It has computed a window that is computed twice, and waits for the others to come as far."""
 
 
 class Progress(NamedTuple):
@@ -44,6 +46,8 @@ class Progress(NamedTuple):
         """
         if self.activity is Activity.FINISHED:
             return self.commits, True, _BEYOND, self.phase
+        if self.activity is Activity.WAITING:
+            return self.commits, True, self.collectives, Phase.READY
         return self.commits, self.phase is not Phase.APPLIED, self.collectives, self.phase
 
     def describe(self) -> str:
@@ -51,6 +55,8 @@ class Progress(NamedTuple):
         update = self.commits - 1 if self.phase is Phase.APPLIED else self.commits
         if self.activity is Activity.FINISHED:
             return f"has left its loop after {self.commits} updates"
+        if self.activity is Activity.WAITING:
+            return f"has computed update {update}, which is computed twice"
         if self.activity is Activity.LOADING:
             return f"waits for its batch of update {update}"
         place = {

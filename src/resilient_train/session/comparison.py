@@ -51,11 +51,11 @@ class Comparison:
         """All ranks begin, or go on together, before this update."""
         self._origin = commits
 
-    def head(self, commits: int) -> None:
-        """A window begins, and nothing of it was done yet."""
+    def head(self, commits: int, *, shown: bool) -> None:
+        """A window begins, and nothing of it was done yet. ``shown``: a snapshot will show what it begins with."""
         since = commits - self._origin
         usual = since > 0 and (since & (since - 1) == 0 or (self._every and since % self._every == 0))
-        if usual or self.doubtful:
+        if (usual and not shown) or self.doubtful:
             self.write(commits)
 
     def write(self, commits: int, digest: str = "") -> int:

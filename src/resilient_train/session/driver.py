@@ -535,7 +535,7 @@ class Driver:
         commits, comparison = self._rank.standing.commits, self._comparison
         match effect.where:
             case "head":
-                comparison.head(commits)
+                comparison.head(commits, shown=self.saving.will_show)
             case "target":
                 comparison.write(commits)
             case "copied":
@@ -619,6 +619,7 @@ class Driver:
         ended, rank = self._verification.end(), self._rank
         if ended is None:
             return event
+        self._peers.excuse_window()
         differs_at, places = ended
         self._link.channel.send(m.Computed(rank.generation, rank.standing.commits, rank.number, differs_at, places))
         first = rank.standing.commits != self._verified
@@ -643,13 +644,18 @@ class Driver:
 
     def _await_stop(self, effect: do.AwaitStop) -> on.Event:
         """Somebody may know why a collective failed; ``Trouble`` has asked."""
-        deadline = time.monotonic() + (self._verdict_timeout_s if effect.limited else math.inf)
+        deadline = time.monotonic() + self._verdict_timeout_s
+        if not effect.limited:
+            deadline = math.inf
+            self._pulse.at(Activity.WAITING)
         while not self._peers.wait_stop(self._rank.generation, 100):
             frame = self._link.channel.receive(timeout_s=0)
             if isinstance(frame, m.End):
                 leave(frame)
             if time.monotonic() > deadline:
                 return on.Failed()
+        if not effect.limited:
+            self._pulse.at(Activity.TRAINING)
         return on.Ok()
 
     def _quiesce(self, effect: do.Quiesce) -> on.Event:

@@ -179,19 +179,19 @@ class Saving:
         if draft is None:
             self._skip(commits, step, "the snapshot before last is still being read")
             return
-        self._copy(draft, image, commits, step, own, store=store, known=self._known(commits, store=store))
+        self._copy(draft, image, commits, step, own, store=store)
         self._newest = commits
 
     def _known(self, commits: int, *, store: bool) -> Callable[[], int]:
-        """What goes to storage is compared before the update, so it is known now. What stays in memory is compared by
-        whoever takes it up: the fingerprint is made beside the copy, where that costs the training thread little.
+        """What replicas compare it by. Memory is read behind the copy: what changes there without a sign is seen if it
+        may be in the copy. A device's memory is read now, and only for what goes to storage.
         """
-        if store:
-            held = self._comparison.write(commits)
-            return lambda: held
-        if self._comparison.alone or not self._state.on_host():
+        if self._comparison.alone:
             return lambda: 0
-        made = self._state.fingerprint()
+        if not self._state.on_host():
+            held = self._comparison.write(commits) if store else 0
+            return lambda: held
+        made = self._state.fingerprint(after=self._copier)
         return lambda: fingerprint(made.digest())
 
     def _leave_out(self, commits: int, reason: str) -> None:
@@ -228,8 +228,7 @@ class Saving:
             # Storage still reads the snapshot before last. The agent ends this process when the time is over.
             if self._link.peers.wait_stop(generation, _SLOT_POLL_MS):
                 return
-        known = self._known(commits, store=True)
-        self._complete(self._copy(draft, image, commits, step, own, store=True, known=known, last=generation))
+        self._complete(self._copy(draft, image, commits, step, own, store=True, last=generation))
 
     def _described(self, step: int) -> tuple[Image, dict[int, bytes]]:
         return self._state.image(step, self._share()), {self._link.rank: self._packed(self._publication.latest)}
@@ -246,7 +245,6 @@ class Saving:
         own: dict[int, bytes],
         *,
         store: bool,
-        known: Callable[[], int],
         last: int = -1,
     ) -> SnapshotInFlight:
         if self._backing is not None:
@@ -258,8 +256,14 @@ class Saving:
             memory.release()  # the error's traceback would keep it, and the slots could not be closed
             draft.abandon()
             raise
+        known = self._known(commits, store=store)
         self._in_flight = SnapshotInFlight(draft, image, capture, commits, step, own, store, last, known)
         return self._in_flight
+
+    @property
+    def will_show(self) -> bool:
+        """Whether replicas will see, before the update, what the snapshot is of that is under way."""
+        return self._in_flight is not None and not self._comparison.alone and self._state.on_host()
 
     def fence(self) -> None:
         """Waits until what the snapshot that was begun is a copy of may be overwritten; most often it is complete then.

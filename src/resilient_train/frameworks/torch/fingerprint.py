@@ -17,9 +17,11 @@ from resilient_train.state.tree import flatten
 
 
 class Fingerprint:
-    """See ``frameworks/roles.Fingerprint``. ``copier`` is its own until ``digest`` was asked for."""
+    """See ``frameworks/roles.Fingerprint``. ``copier`` is its own until ``digest`` was asked for. ``after``: memory is
+    read when this one's copy is over.
+    """
 
-    def __init__(self, tree: Mapping[str, Any], copier: Copier) -> None:
+    def __init__(self, tree: Mapping[str, Any], copier: Copier, after: Copier | None = None) -> None:
         self._payload, tensors = flatten(tree, TENSORS)
         kept = [dense(tensor) for tensor in tensors.values()]
         pieces, offset = [], 0
@@ -29,7 +31,7 @@ class Fingerprint:
                 offset += size
         self._copier: Copier | None = copier
         self._digest = ""
-        copier.hash(pieces, owner=kept)
+        copier.hash(pieces, owner=kept, after=after)
 
     def digest(self) -> str:
         """Returns when all memory is read."""

@@ -171,10 +171,10 @@ class State:
         spans = [span_of(tensor) for tensor in kept]
         return Sources(payload, digest_of(payload, spans), spans, kept)
 
-    def fingerprint(self) -> Fingerprint:
+    def fingerprint(self, after: _native.Copier | None = None) -> Fingerprint:
         if self._fingerprint is not None:
             self._fingerprint.digest()
-        self._fingerprint = Fingerprint(self.tree(core=True), self._copier)
+        self._fingerprint = Fingerprint(self.tree(core=True), self._copier, after)
         return self._fingerprint
 
     def on_host(self) -> bool:

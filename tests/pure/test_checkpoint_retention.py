@@ -6,7 +6,7 @@ import pytest
 
 from pure.checkpoint_rig import names, write
 from resilient_train.state.checkpoint.draft import CheckpointDraft
-from resilient_train.state.checkpoint.retention import retain, tidy
+from resilient_train.state.checkpoint.retention import retain, set_aside, tidy
 from resilient_train.state.checkpoint.verify import newest_complete, verify
 
 
@@ -23,6 +23,24 @@ def test_those_that_the_job_went_back_behind_neither_count_nor_go(tmp_path: Path
         write(tmp_path, step)
     assert [path.name for path in retain(tmp_path, 2, newest_step=4)] == ["step_2"]
     assert names(tmp_path) == ["step_20", "step_3", "step_30", "step_4"]
+
+
+def test_what_is_set_aside_is_nobodys_source(tmp_path: Path) -> None:
+    for step in (2, 3, 4):
+        write(tmp_path, step)
+    write(tmp_path, 4, kind="ttp")
+    moved = ["wrong_step_4", "wrong_ttp_saved_checkpoints-step_4"]
+    for _ in range(2):
+        assert sorted(path.name for path in set_aside(tmp_path, 3)) == moved
+        assert names(tmp_path) == ["step_2", "step_3", *moved]
+        report = newest_complete(tmp_path).report
+        assert report is not None
+        assert report.path == tmp_path / "step_3", "the one from before that step is right"
+        assert [path.name for path in retain(tmp_path, 2)] == []
+        assert tidy(tmp_path) == []
+        write(tmp_path, 4)
+        write(tmp_path, 4, kind="ttp")
+    assert set_aside(tmp_path / "nothing", 3) == []
 
 
 def test_what_was_refused_is_not_offered_again(tmp_path: Path) -> None:

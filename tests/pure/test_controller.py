@@ -5,7 +5,7 @@ import pytest
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
-from resilient_train.protocol.messages import Differs, Finished, Joined, Plan, Resume, Started, Stop
+from resilient_train.protocol.messages import Differs, Finished, Joined, Late, Plan, Resume, Started, Stop
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.standing import Phase, Standing
 
@@ -572,3 +572,33 @@ def test_who_has_lost_memory_does_not_stand_for_the_last_one() -> None:
     assert killed(controller.fence({0}, "hung", COMPUTE_0)) == [], "nobody knows yet what is left in rank 1"
     join(controller, 1, holds=True)
     assert killed(controller.fence({0}, "hung", COMPUTE_0)) == [0]
+
+
+def test_what_a_script_finds_wrong_later_sends_all_back_once() -> None:
+    controller = running()
+    job = controller.job
+    job.can_go_back, job.saved_before = (lambda: True), (lambda step: step >= 10)
+    job.aware = True
+    (note,) = of(controller.late(1, 0, Late(9, "")), Note)
+    assert not note.detail["goes_back"]
+    assert note.detail["told"].endswith("since step 9 can't be right; nothing of before is saved")
+    commands = controller.late(1, 0, Late(12, "worse"))
+    assert [spawn.rank for spawn in of(commands, Spawn)] == [0, 1, 2]
+    first, again = [each for each in of(commands, Note) if each.kind in ("late_anomaly", "restart_all")]
+    assert first.detail["goes_back"]
+    assert again.detail["reason"] == "rank 1 says that what was trained since step 12 can't be right: worse"
+    assert controller.late(1, 0, Late(12, "worse")) == [], "an old process"
+    for rank in range(3):
+        controller.started(rank, 1, Started("all", ("world",)))
+    (note,) = of(controller.late(0, 1, Late(12, "worse")), Note)
+    assert note.detail["told"].endswith("all have gone back for that already")
+    assert of(controller.late(0, 1, Late(13, "")), Spawn), "another step is another anomaly"
+
+
+def test_where_all_may_not_start_again_training_goes_on() -> None:
+    controller = running(policy=Policy(max_restarts=0))
+    controller.job.can_go_back = controller.job.saved_before = lambda *_: True
+    (note,) = controller.late(1, 0, Late(12, ""))
+    assert isinstance(note, Note)
+    assert not note.detail["goes_back"]
+    assert "since step 12 can't be right, and " in str(note.detail["told"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,6 +103,28 @@ def test_once_replicas_have_differed_memory_counts_as_far_as_they_were_equal(
     assert each.source == Source("memory", 5)
     monkeypatch.setattr(saves_module, "common_commits", lambda *_: [6])
     assert choose(each) == "no saved state is left in which they were equal", "it may have been days"
+
+
+def test_what_is_wrong_since_a_step_is_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "holder-0.sock").touch()
+    held = SimpleNamespace(snapshots=[SimpleNamespace(commits=each, step=each * 2) for each in (5, 6)])
+    monkeypatch.setattr(Holding, "stores", (held,))
+    monkeypatch.setattr(saves_module, "Vault", Holding)
+    monkeypatch.setattr(saves_module, "common_commits", lambda *_: [6, 5])
+    each = saves(tmp_path)
+    monkeypatch.setattr(each, "_held", each._in_memory)
+    assert not each.saved_before(100)
+    for rank in (0, 1):
+        each.captured(rank, Captured(5, 10, 1, store=False, fingerprint=7), PAIR)
+    assert (each.saved_before(9), each.saved_before(10)) == (False, True)
+    each.distrust(11)
+    assert not choose(each)
+    assert each.source == Source("memory", 5)
+    assert each.saved_before(10)
+    assert not choose(each)
+    assert each.source == Source("memory", 6), "it counts once"
+    each.distrust(9)
+    assert choose(each) == "no saved state is left that is from before step 9"
 
 
 class Holding:

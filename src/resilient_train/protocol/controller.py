@@ -23,12 +23,12 @@ from resilient_train.protocol.commands import Command, Note, Spawn
 from resilient_train.protocol.disagreement import sentence
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
-from resilient_train.protocol.messages import Anomaly, Computed, Differs, Finished, Joined, Plan, Started
+from resilient_train.protocol.messages import Anomaly, Computed, Differs, Finished, Joined, Late, Plan, Started
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.replicas import agreed
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.protocol.verdict import Account, decide
-from resilient_train.strategies import LADDER, tre, tsp, ttp
+from resilient_train.strategies import LADDER, rsc, tre, tsp, ttp
 from resilient_train.strategies.base import Fault, Kind
 
 _RUNS = (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED)
@@ -184,6 +184,30 @@ class Controller:
         if message.again or message.generation != job.generation or job.stage is not Stage.RUNNING:
             return commands
         return [*commands, *self._fault(Fault(Kind.ANOMALY, tre.sentence(rank, message), rank))]
+
+    def late(self, rank: int, incarnation: int, message: Late) -> list[Command]:
+        """The script says, on some rank, that all is wrong since a step: all go back to a state from before it.
+
+        Once for each step: a script that finds the same again has made it itself, and the machine is not to blame.
+        """
+        job, step = self.job, message.step
+        if not job.current(rank, incarnation) or job.stage not in _RUNS:
+            return []
+        why = f": {message.reason}" if message.reason else ""
+        text = f"rank {rank} says that what was trained since step {step} can't be right{why}"
+        fault = Fault(Kind.LATE_ANOMALY, text, rank, reason=text, code=2)
+        if step in job.gone_back_to:
+            why_not = f"{text}; all have gone back for that already"
+        elif not job.saved_before(step):
+            why_not = f"{text}; nothing of before is saved"
+        else:
+            why_not = rsc.refuses(fault, job)
+        detail: dict[str, object] = {"step": step, "reason": message.reason, "goes_back": not why_not}
+        note = Note("late_anomaly", rank=rank, detail={**detail, "told": why_not or text})
+        if why_not:
+            return [note]
+        job.gone_back_to.add(step)
+        return [note, *self._fault(fault)]
 
     def computed(self, rank: int, incarnation: int, message: Computed) -> list[Command]:
         """A rank has computed a window that is computed twice. When all have: again, or what has come of it."""

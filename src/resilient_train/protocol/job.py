@@ -75,6 +75,10 @@ class Job:
         """Some rank's loop has ended, see ``messages.Resume``. That rank may be lost before it."""
         self.differed_at = -1
         """Before which update replicas were found to differ last; -1: they never were."""
+        self.gone_back_to: set[int] = set()
+        """Steps since which the script has said that all is wrong: once each, all have gone back for that."""
+        self.saved_before: Callable[[int], bool] = lambda _step: False
+        """Whether a state from before that step, or an older one, is known to be saved."""
         self.pause_at: int | None = None
         """All are to stop before this step, or at the next head behind it; None: nobody wants it."""
         self.step = 0

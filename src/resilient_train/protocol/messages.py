@@ -177,6 +177,13 @@ class Anomaly(msgspec.Struct, tag="anomaly", frozen=True):
     usual: float | None = None
 
 
+class Late(msgspec.Struct, tag="late", frozen=True):
+    """The script has found out that what was trained since ``step`` can't be right. Nothing is waited for."""
+
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    reason: str
+
+
 class Computed(msgspec.Struct, tag="computed", frozen=True):
     """The rank has computed a window that is computed twice (``session/verification.py``); not applied yet.
 
@@ -399,6 +406,7 @@ FromRank = (
     | Unfinishable
     | Damaged
     | Anomaly
+    | Late
     | Computed
     | Joined
     | Built

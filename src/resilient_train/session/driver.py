@@ -349,6 +349,15 @@ class Driver:
         if norm is not None:
             self._anomalies.add("norm", self._engine.gradients.kept(norm))
 
+    def anomaly(self, step: int, reason: str) -> None:
+        """See ``Session.anomaly``."""
+        if not 0 <= step <= self._rank.number:
+            raise UsageError(f"session.anomaly({step}): the newest step that has begun is {self._rank.number}")
+        if self._anomalies is None:
+            self._tell("session.anomaly() has no effect: MS_ENABLE_TFT has no TRE:1")
+            return
+        self._link.channel.send(m.Late(step, _short(reason)))
+
     # -- what the engine reports
 
     def _norm_clipped(self, norm: Any) -> None:

@@ -261,6 +261,20 @@ class Session:
         if self._driver is not None:
             self._driver.check(loss, norm)
 
+    def anomaly(self, step: int, reason: str = "") -> None:
+        """Says that what was trained since ``step`` can't be right, as a later look has shown (a validation, say).
+
+        Returns at once. All ranks go back to the newest saved state that is from before ``step`` or older
+        (``save_every``), and train on from there; checkpoints behind it are set aside. Once for each step: who finds
+        the same again has not been misled by a machine. Then, and where nothing of before is saved, it is written down
+        and training goes on. One rank or all may call it. Raises UsageError for a step that has not begun. Without
+        ``TRE:1``, or an agent, it has no effect, and one line says so.
+        """
+        if self._driver is not None:
+            self._driver.anomaly(step, reason)
+        elif config.is_first_rank():
+            say_aside("session.anomaly() has no effect: no agent stands behind this Session")
+
     @property
     def recovering(self) -> bool:
         """Whether an agent stands behind this Session; False: a plain loop."""

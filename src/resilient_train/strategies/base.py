@@ -36,6 +36,8 @@ class Kind(enum.Enum):
     """The gradient norm or the loss of a step can't be right, and its update is not applied."""
     DIFFERS = 9
     """Replicas do not hold the same bits, and all that was done since nobody knows when is in doubt."""
+    LATE_ANOMALY = 10
+    """The script has found out that what was done since some step is wrong."""
 
 
 class Fault(NamedTuple):

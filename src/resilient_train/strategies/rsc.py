@@ -7,7 +7,9 @@ from resilient_train.protocol.job import Job, Stage
 from resilient_train.strategies.base import Fault, Kind
 
 NAME = "RSC"
-KINDS = frozenset((Kind.LOST, Kind.STATE_GONE, Kind.AT_START, Kind.DIFFERS))
+KINDS = frozenset((Kind.LOST, Kind.STATE_GONE, Kind.AT_START, Kind.DIFFERS, Kind.LATE_ANOMALY))
+_WRONG = (Kind.DIFFERS, Kind.LATE_ANOMALY)
+"""The state is there, and not to be gone on from."""
 
 
 def refuses(fault: Fault, job: Job) -> str:
@@ -27,7 +29,7 @@ def refuses(fault: Fault, job: Job) -> str:
 
 def _goes_back(fault: Fault, job: Job) -> bool:
     """A state is given up only where nothing else is left."""
-    gone = fault.kind in (Kind.STATE_GONE, Kind.DIFFERS) or job.holders.gone()
+    gone = fault.kind in (Kind.STATE_GONE, *_WRONG) or job.holders.gone()
     return gone and job.leaving is None and job.can_go_back()
 
 

@@ -123,6 +123,7 @@ class Agent:
             self._job.anomalies.update(abnormal.read(spec.run_dir))
         self._job.can_go_back = self._saves.can_go_back
         self._job.newest_saved = lambda: self._saves.newest
+        self._job.saved_before = self._saves.saved_before
         self._job.uses_us = functools.cache(functools.partial(uses_us, target_of(spec.command)))
         self._last_save = LastSave(self._board, self._controller, self._saves, self._arenas, spec.settings)
         self._ending: EndJob | None = None
@@ -391,6 +392,8 @@ class Agent:
                 self._carry_out(controller.damaged(rank, incarnation, generation, text, self._standings()))
             case m.Anomaly():
                 self._carry_out(controller.anomaly(rank, incarnation, frame))
+            case m.Late():
+                self._carry_out(controller.late(rank, incarnation, frame))
             case m.Computed():
                 self._carry_out(controller.computed(rank, incarnation, frame))
             case m.Finish(generation=generation):
@@ -473,6 +476,8 @@ class Agent:
                         self._last_save.begin()
                     if kind == "replicas_differ":
                         self._saves.doubt()
+                    if kind == "late_anomaly" and detail["goes_back"]:
+                        self._saves.distrust(int(str(detail["step"])))
                     if kind == "started" and self._spec.policy.replace:
                         self._processes.train(self._job.attempt)
                 case KeepAnomalies(what=what, values=values):

@@ -30,6 +30,8 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         yield f"the training is over; the pause that was asked for, before step {detail['pause_at']}, was not reached"
     elif kind == "anomaly" and detail["again"]:
         yield detail["reason"]
+    elif kind == "late_anomaly" and not detail["goes_back"]:
+        yield f"{detail['told']}: it is written down, and training goes on"
     elif kind == "resumed" and "verifies" not in detail:
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
     elif kind == "assembled":

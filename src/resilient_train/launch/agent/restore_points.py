@@ -11,7 +11,7 @@ import msgspec
 from resilient_train.errors import StorageError
 from resilient_train.launch.agent.forked_work import aside
 from resilient_train.protocol.messages import Source
-from resilient_train.state.checkpoint.retention import tidy
+from resilient_train.state.checkpoint.retention import set_aside, tidy
 from resilient_train.state.checkpoint.verify import newest_complete
 
 
@@ -27,14 +27,16 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     """Why nobody can tell: there may be a checkpoint."""
 
 
-async def find_stored(folder: Path, refused: Collection[Path] = (), *, bytes_too: bool) -> Stored:
+async def find_stored(
+    folder: Path, refused: Collection[Path] = (), *, bytes_too: bool, wrong_since: int | None = None
+) -> Stored:
     """``bytes_too``: leftovers are taken away, and only a checkpoint whose bytes are right is whole. That takes as long
-    as to read it.
+    as to read it. ``wrong_since``: those behind this step are set aside for good.
     """
     if not is_there(folder):  # as a rule when a job begins: not worth a process
         return Stored()
     try:
-        return msgspec.msgpack.decode(await aside(lambda: _look(folder, refused, bytes_too)), type=Stored)
+        return msgspec.msgpack.decode(await aside(lambda: _look(folder, refused, bytes_too, wrong_since)), type=Stored)
     except OSError as error:
         return Stored(unreadable=str(error))
 
@@ -44,7 +46,12 @@ def is_there(folder: Path) -> bool:
     return os.path.lexists(folder)
 
 
-def _look(folder: Path, refused: Collection[Path], bytes_too: bool) -> bytes:
+def _look(folder: Path, refused: Collection[Path], bytes_too: bool, wrong_since: int | None) -> bytes:
+    if wrong_since is not None:
+        try:
+            set_aside(folder, wrong_since)
+        except StorageError as error:
+            return msgspec.msgpack.encode(Stored(unreadable=str(error)))
     return msgspec.msgpack.encode(look(folder, refused, bytes_too=bytes_too))
 
 

@@ -22,6 +22,7 @@ from resilient_train.launch.agent.restore_points import Stored, find_stored, is_
 from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.checkpoint.libraries import libraries_here
+from resilient_train.state.checkpoint.manifest import parse_name
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK, Flush, Flushed
 from resilient_train.state.vault.holder_process import find_holder
@@ -100,6 +101,10 @@ class Saves:
         """Replicas have differed: what memory holds is used as far as it was complete and equal, see ``newest``; and
         the ranks do not begin anew, which may cost more than a look at the machine.
         """
+        self._wrong_since: int | None = None
+        """The step since which the script says that all is wrong; None: nobody says so, or all have gone back."""
+        self._steps: dict[int, int] = {}
+        """Update -> step of the states that are saved as far as this process knows, equal in all replicas."""
         self._refused: set[Source] = set()
         self._told: set[str] = set()
         self._troubles: set[str] = set()
@@ -140,6 +145,9 @@ class Saves:
         self._settle(0)
         self.source = None
         deadline = time.monotonic() + (_PATIENCE_S if needed else 0)
+        # What is being written may be wrong, and must not be found later.
+        while self._wrong_since is not None and self._under_way is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
+            await asyncio.sleep(_LOOK_AGAIN_S)
         memory, stored = await self._look()
         while stored.unreadable and memory is None and time.monotonic() < deadline:
             self._tell_unreadable(stored.unreadable)
@@ -158,8 +166,14 @@ class Saves:
             self._pass_over(path, reason)
         self.source = _newest(memory, stored.source)
         self.newest = self.source.commits if self.source is not None else -1
+        wrong, self._wrong_since = self._wrong_since, None
+        self._steps = {commits: step for commits, step in self._steps.items() if commits <= self.newest}
+        if self.source is not None and (name := parse_name(Path(self.source.path).name)):
+            self._steps[self.source.commits] = name.step
         if self.source is None and self.doubted:
             return "no saved state is left in which they were equal"
+        if self.source is None and wrong is not None:
+            return f"no saved state is left that is from before step {wrong}"
         return "nothing is saved" if needed and self.source is None and not self._wanted else ""
 
     async def _look(self) -> tuple[Source | None, Stored]:
@@ -167,7 +181,7 @@ class Saves:
         refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
         slow = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_slow)
         try:
-            return memory, await find_stored(self._folder, refused, bytes_too=True)
+            return memory, await find_stored(self._folder, refused, bytes_too=True, wrong_since=self._wrong_since)
         finally:
             slow.cancel()
 
@@ -210,6 +224,14 @@ class Saves:
         """Replicas were found to differ, nobody knows since when."""
         self.doubted = True
 
+    def distrust(self, step: int) -> None:
+        """What was saved behind that step is wrong: the next ``choose`` sets it aside."""
+        self._wrong_since = step
+
+    def saved_before(self, step: int) -> bool:
+        """Whether a state from before that step, or an older one, is known to be saved."""
+        return any(saved <= step for saved in self._steps.values())
+
     def can_go_back(self) -> bool:
         """Whether there may be a source; ``choose`` knows. A job that saves, and has come to its end before the first
         time, loses nothing by beginning anew.
@@ -234,6 +256,7 @@ class Saves:
             ranks[each].sequence and (ranks[each].fingerprint or len(group) == 1) for group in groups for each in group
         ):
             self.newest = max(self.newest, frame.commits)
+            self._steps[frame.commits] = frame.step
         if all(each.store for each in ranks.values()):
             self._store(ranks, groups)
         else:
@@ -386,6 +409,9 @@ class Saves:
         except VaultError:
             return None
         commits = common_commits(stores, self._world_size)
+        if self._wrong_since is not None:
+            steps = {held.commits: held.step for store in stores for held in store.snapshots}
+            commits = [each for each in commits if steps[each] <= self._wrong_since]
         if self.doubted:
             commits = [each for each in commits if each <= self.newest]
         usable = [Source("memory", each) for each in commits if Source("memory", each) not in self._refused]

@@ -9,6 +9,8 @@ from resilient_train.state.checkpoint.files import remove, remove_leftover, stor
 from resilient_train.state.checkpoint.manifest import GONE, REPLACED, TMP, parse_name
 from resilient_train.state.checkpoint.verify import candidates, verify
 
+_WRONG = "wrong_"
+
 
 def retain(folder: Path, keep: int, *, newest_step: int | None = None) -> list[Path]:
     """Deletes the periodic checkpoints that are older than the newest ``keep`` complete ones; returns them.
@@ -32,6 +34,26 @@ def retain(folder: Path, keep: int, *, newest_step: int | None = None) -> list[P
             elif verify(path, digests=False).ok:
                 complete += 1
     return removed
+
+
+def set_aside(folder: Path, wrong_since: int) -> list[Path]:
+    """Checkpoints from behind that step get a name that nobody goes on from (``wrong_step_N``); returns the new ones.
+
+    An older one that was set aside for the same step goes. Raises StorageError.
+    """
+    moved: list[Path] = []
+    with storing(folder):
+        for name, path in candidates(folder):
+            if name.step <= wrong_since:
+                continue
+            place = path.with_name(f"{_WRONG}{path.name}")
+            if os.path.lexists(place):
+                remove(place)
+            path.rename(place)
+            moved.append(place)
+        if moved:
+            sync_folder(folder)
+    return moved
 
 
 def tidy(folder: Path) -> list[Path]:

@@ -9,8 +9,8 @@ element and the bits (one, or up to four) are drawn. Each ends in one column::
     wrong     it was found, and the bits are others; or another rank was named; or the job ended
 
 Two kinds of jobs: replicas are compared behind each step (a snapshot in memory of each, ``TRE:1``), for what one
-replica alone holds otherwise; and every step is computed twice (``RESILIENT_VERIFY_EVERY=1``), for what all replicas take
-over.
+replica alone holds otherwise; and every step is computed twice (``RESILIENT_VERIFY_EVERY=1``), for what all
+replicas take over.
 ``--clean N``: so many steps of each kind without a flip, where nothing may be found.
 """
 

@@ -24,10 +24,12 @@ def test_what_a_machine_has_made_wrong_is_trained_anew(tmp_path: Path, kept: tup
     }
     (again,) = run.of("restart_all")
     assert "since step 13 can't be right: the validation has become worse" in again["detail"]["reason"]
-    assert {event["detail"]["commits"] for event in run.of("restored")} == {12}
+    (commits,) = {event["detail"]["commits"] for event in run.of("restored")}
+    assert commits in (4, 8, 12), "what storage is too busy for is left out"
     assert next(event["detail"]["goes_back"] for event in run.of("late_anomaly"))
     aside = sorted(path.name for path in (run.run_dir / "checkpoints").glob("wrong_*"))
-    assert aside == (["wrong_step_16"] if kept[1] == "4" else []), "the others that were written are trained anew"
+    assert bool(aside) == (kept[1] == "4")
+    assert {int(name.removeprefix("wrong_step_")) for name in aside} <= {16, 20, 24, 28}
     assert run.err.count("All ranks start again") == 1
 
 
@@ -56,6 +58,6 @@ def test_without_tre_it_has_no_effect(tmp_path: Path) -> None:
 
 
 def test_a_step_that_has_not_begun(tmp_path: Path) -> None:
-    run = late(tmp_path / "run", "--save", "4", "--at", "13", "--look", "-3")
+    run = late(tmp_path / "run", "--at", "13", "--look", "-3")
     assert run.code == 1, run.explain()
     assert "UsageError: session.anomaly(13): the newest step that has begun is" in run.err

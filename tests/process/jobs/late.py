@@ -1,7 +1,7 @@
 """A loop whose later look at a step finds it wrong: a parameter was changed on all ranks alike, by a machine or not.
 
-In step ``--at`` all ranks change a parameter, each time or (``--once``) the first time; ``--look`` steps later all say
-so. Every ``--save`` updates a checkpoint is written.
+In step ``--at`` all ranks double their gradients, each time or (``--once``) the first time. ``--look`` steps later, or
+when a wrong checkpoint is written, rank 0 says so. Every ``--save`` updates there is a checkpoint, if storage is ready.
 """
 
 import argparse
@@ -32,7 +32,15 @@ model = DistributedDataParallel(core)
 optimizer = torch.optim.AdamW(core.parameters(), lr=1e-2)
 torch.manual_seed(1 + dist.get_rank())
 link = read_link()
-first = link is not None and link.incarnation == 0
+first = dist.get_rank() == 0 and (link is None or link.incarnation == 0 or not asked.once)
+told = False
+
+
+def wrong_is_saved() -> bool:
+    names = [path.name for path in Path(link.run_dir, "checkpoints").glob("step_*[0-9]")] if link else []
+    return asked.memory is not None or not asked.save or any(int(name[5:]) > asked.at for name in names)
+
+
 with rt.Session(model=model, optimizer=optimizer) as session:
     if asked.save:
         session.save_every(steps=asked.save, memory_steps=asked.memory)
@@ -40,16 +48,20 @@ with rt.Session(model=model, optimizer=optimizer) as session:
         with step:
             loss = (model(torch.randn(8, 6)) - torch.randn(8, 3)).pow(2).mean()
             loss.backward()
-            if step.number == asked.at and asked.at >= 0 and (first or not asked.once):
+            if step.number == asked.at and (link is None or link.incarnation == 0 or not asked.once):
                 for parameter in core.parameters():
                     parameter.grad.mul_(2)
             optimizer.step()
             optimizer.zero_grad()
-        wrong = asked.at >= 0 and step.number == asked.at + asked.look and (first or not asked.once)
-        if wrong and step.done:
-            folder = Path(link.run_dir, "checkpoints") if link else Path()
-            behind = f"step_{asked.at + 1 - (asked.at + 1) % asked.save + asked.save}" if asked.save else ""
-            while behind and asked.save <= asked.look and not (folder / behind).exists():
-                time.sleep(0.01)  # a wrong one is on its way
+        time.sleep(0.03)  # as a step of some size takes
+        if (
+            asked.at >= 0
+            and step.number - asked.at >= asked.look
+            and step.done
+            and first
+            and not told
+            and wrong_is_saved()
+        ):
+            told = True
             session.anomaly(asked.at, "the validation has become worse")
 dist.destroy_process_group()

@@ -8,6 +8,7 @@ def assert_identical(disturbed: Run, reference: Run, *, ranks: int, recoveries: 
     assert disturbed.code == 0, disturbed.explain()
     assert disturbed.recoveries() == recoveries, disturbed.explain()
     assert disturbed.digests() == reference.digests(), disturbed.explain()
+    assert disturbed.ends() == reference.ends(), disturbed.explain()
     for rank in range(ranks):
         expected, found = reference.samples(rank), disturbed.samples(rank, once=once)
         # A rank that died between its update and its record has no line; what it does have must be right.

@@ -33,6 +33,10 @@ class Run:
         """Rank -> (digest of parameters and optimizer state, digest of the rank's own state)."""
         return {e["rank"]: (e["detail"]["params_digest"], e["detail"]["rank_digest"]) for e in self.of("session_end")}
 
+    def ends(self) -> dict[str, str]:
+        """What ``train.py`` says each rank has at its end, by code of its own."""
+        return {path.name: path.read_text() for path in self.run_dir.glob("end_rank*.txt")}
+
     def recoveries(self) -> int:
         return len(self.of("resumed"))
 

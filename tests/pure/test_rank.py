@@ -98,14 +98,6 @@ def test_an_optimizer_without_a_turn() -> None:
     assert rank.standing == (1, Phase.APPLIED)
 
 
-def test_a_refused_update_is_one() -> None:
-    rank = rank_after(*IN_BODY, on.ScalerUpdated())
-    assert names(rank.on(on.Exit())) == ["Disarm", "CheckCollectives"]
-    rank.on(on.Ok())
-    rank.on(on.Ok())
-    assert rank.standing == (1, Phase.APPLIED)
-
-
 def test_undo_makes_the_body_one_transaction() -> None:
     rank = rank_after(*IN_BODY, undo=True)
     assert names(rank.on(on.UpdateBegins())) == ["Disarm", "SnapshotFence", "SaveUndo", "Return"]

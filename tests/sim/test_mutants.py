@@ -26,7 +26,6 @@ UNVISITED = {
     "Left+Exit": ENDED,
     "Left+UpdateBegins": ENDED,
     "Left+UpdateEnds": ENDED,
-    "Left+ScalerUpdated": ENDED,
     "Left+Enter": ENDED,
     "Left+TailCut": ENDED,
 }

@@ -34,15 +34,11 @@ class Updates(Protocol):
     """What ``Step`` reports to: the driver."""
 
     def before_update(self, optimizer: Any) -> None:
-        """An optimizer is about to write."""
+        """An optimizer is about to write; or it would be, if a gradient scaler had not refused."""
         ...
 
     def after_update(self, optimizer: Any) -> None:
-        """An optimizer has written."""
-        ...
-
-    def after_scaler(self) -> None:
-        """The gradient scaler was updated, whether it let the optimizer write or not."""
+        """An optimizer has written, or has not: what the user's code does from here on is done once."""
         ...
 
 

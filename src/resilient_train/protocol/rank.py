@@ -207,8 +207,8 @@ class Rank:
     """
 
     __slots__ = (
-        *("attempt", "base", "copied", "drawn", "generation", "intact", "me", "optimizers", "over", "place", "scaled"),
-        *("skips", "standing", "state", "tolerated", "total", "undo", "written", "joining"),
+        *("attempt", "base", "copied", "drawn", "generation", "intact", "me", "optimizers", "over", "place", "skips"),
+        *("standing", "state", "tolerated", "total", "undo", "written", "joining"),
     )
 
     def __init__(
@@ -236,7 +236,6 @@ class Rank:
         self.base = self.place = self.drawn = self.attempt = 0
         self.written: frozenset[int] = frozenset()
         """The optimizers that have written in this window."""
-        self.scaled = False
         self.copied = False
         """The state came from elsewhere, in this recovery or one that it has taken the place of."""
         self.over = False
@@ -414,12 +413,6 @@ def _update_goes_on(rank: Rank, _: Update, event: on.UpdateBegins) -> Effects:
     return _twice(rank) if event.index in rank.written else _begun(rank)
 
 
-@_row((Body, Update), on.ScalerUpdated)
-def _scaled(rank: Rank, _: State, __: on.ScalerUpdated) -> Effects:
-    rank.scaled = True
-    return _JUST_RETURN
-
-
 @_row(Body, on.UpdateEnds)
 def _undoable_update_ends(rank: Rank, _: Body, event: on.UpdateEnds) -> Effects:
     rank.written |= {event.index}
@@ -430,8 +423,7 @@ def _undoable_update_ends(rank: Rank, _: Body, event: on.UpdateEnds) -> Effects:
 @_row(Body, on.Exit)
 def _exit(rank: Rank, _: Body, event: on.Exit) -> Effects:
     if event.how == "ok":
-        if rank.written or rank.scaled:
-            # `undo`: the whole body was one transaction; or the scaler refused the update, which is an update too.
+        if rank.written:  # `undo`: the whole body was one transaction
             rank.state = _VERIFY[At.EXIT]
             return _VERIFYING
         rank.state = _OPEN
@@ -458,7 +450,7 @@ def _exit_in_update(rank: Rank, state: Update, event: on.Exit) -> Effects:
 def _applied(rank: Rank, plan: Plan | None) -> Effects:
     rank.standing = Standing(rank.standing.commits + 1, Phase.APPLIED)
     rank.base, rank.place, rank.drawn, rank.attempt = rank.number + 1, 0, 0, 0
-    rank.written, rank.scaled = frozenset(), False
+    rank.written = frozenset()
     if plan is None:
         rank.state = _TAIL
         return _APPLIED
@@ -485,7 +477,7 @@ def _update_in_tail(rank: Rank, _: Tail, __: on.UpdateBegins) -> Effects:
     return _twice(rank)
 
 
-@_row(Tail, on.ScalerUpdated, on.UpdateEnds)
+@_row(Tail, on.UpdateEnds)
 def _hook_in_tail(_: Rank, __: Tail, ___: Any) -> Effects:
     return _JUST_RETURN
 
@@ -573,7 +565,7 @@ def _update_in_drain(_: Rank, __: Drain, ___: on.UpdateBegins) -> Effects:
     return (_CUT,)
 
 
-@_row(Drain, on.UpdateEnds, on.ScalerUpdated)
+@_row(Drain, on.UpdateEnds)
 def _hook_in_drain(_: Rank, __: Drain, ___: Any) -> Effects:
     return _JUST_RETURN
 
@@ -717,7 +709,7 @@ def _part(rank: Rank, plan: Plan) -> Effects:
     if rank.standing.commits != plan.commits or rank.standing.phase not in (Phase.COMPUTE, Phase.READY):
         raise ProtocolError(f"rank {rank.me} stands at {rank.standing}; no part in a plan for {plan.commits} commits")
     begun = rank.drawn > 0
-    rank.place, rank.written, rank.scaled = 0, frozenset(), False
+    rank.place, rank.written = 0, frozenset()
     rank.attempt += begun
     return (_ROLLBACK, *_target(rank, plan, copied=False, redone=begun))
 
@@ -725,7 +717,7 @@ def _part(rank: Rank, plan: Plan) -> Effects:
 @_row(Restore, on.Ok)
 def _restored(rank: Rank, state: Restore, event: on.Ok) -> Effects:
     rank.base, rank.place, rank.drawn, rank.attempt = event.value, 0, 0, 0
-    rank.written, rank.scaled = frozenset(), False
+    rank.written = frozenset()
     return (do.ForgetBatches(), *_target(rank, state.plan, copied=True, redone=False))
 
 
@@ -799,7 +791,7 @@ def _gone(_: Rank, __: State, ___: Any) -> Effects:
     return (do.ReturnEnd(),)
 
 
-@_row(Left, on.Exit, on.UpdateBegins, on.UpdateEnds, on.ScalerUpdated, on.Enter)
+@_row(Left, on.Exit, on.UpdateBegins, on.UpdateEnds, on.Enter)
 def _after_all(_: Rank, __: Left, ___: Any) -> Effects:
     return _JUST_RETURN
 

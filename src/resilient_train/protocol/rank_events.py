@@ -74,10 +74,6 @@ class UpdateEnds(Event, frozen=True):
     index: int = 0
 
 
-class ScalerUpdated(Event, frozen=True):
-    """The gradient scaler was updated; if no optimizer wrote, it had refused the update."""
-
-
 class TailCut(Event, frozen=True):
     """A collective of the tail failed."""
 

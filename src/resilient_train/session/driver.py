@@ -380,10 +380,6 @@ class Driver:
         """The optimizer has written."""
         self._drive(on.UpdateEnds(self._optimizers[id(optimizer)]))
 
-    def after_scaler(self) -> None:
-        """The scaler was updated; if no optimizer ran it had refused the update."""
-        self._drive(on.ScalerUpdated())
-
     def survive(self, error: BaseException | None) -> bool:
         """A collective of the tail failed, or waits for who has gone. Takes part in the recovery. True: again."""
         stopped = self.stopped()

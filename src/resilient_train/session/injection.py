@@ -109,7 +109,7 @@ class Injector:
                 self.at("COMPUTE", "start", step=rank.number)
             case on.Exit(how="ok") if rank.standing.phase is Phase.APPLIED:
                 self.at("APPLIED", "end", step=rank.number - 1)
-            case on.Exit(how="ok") if rank.standing.phase is Phase.COMPUTE and not rank.written and not rank.scaled:
+            case on.Exit(how="ok") if rank.standing.phase is Phase.COMPUTE and not rank.written:
                 self.at("COMPUTE", "end", step=rank.number)
             case on.Next() | on.Over() if rank.standing.phase is Phase.APPLIED:
                 self.at("BETWEEN", "start", step=rank.number)

@@ -194,8 +194,7 @@ class World:
         """Without the updates that are left out by now."""
         program, steps = self.program, {step for _, step in self.controller.job.anomalies}
         left_out = frozenset(step // program.accumulate for step in steps) if program.skips else frozenset()
-        writers = [*map(program.writers, range(len(self.layout.tails)))]
-        return Chains(self.groups, writers, program.accumulate, left_out)
+        return Chains(self.groups, len(self.layout.tails), program.accumulate, left_out)
 
     # -- transitions
 

@@ -36,12 +36,11 @@ class At(enum.IntEnum):
     REDUCE = 3  # in it
     REDUCED = 4
     WRITE = 5  # an optimizer writes
-    SCALE = 6  # before the gradient scaler's update
-    END = 7  # of a body with whose end the update is over
-    TAIL = 8  # before a collective of the tail, or behind the last
-    IN_TAIL = 9  # in it
-    LEFT = 10
-    DEAD = 11
+    END = 6  # of a body with whose end the update is over
+    TAIL = 7  # before a collective of the tail, or behind the last
+    IN_TAIL = 8  # in it
+    LEFT = 9
+    DEAD = 10
 
 
 class Program(NamedTuple):
@@ -54,10 +53,10 @@ class Program(NamedTuple):
     """It leaves the loop by itself, after the last update."""
     skips: bool = False
     """What was anomalous is run again without its update."""
-    scaler: bool = False
-    """A gradient scaler refuses some updates: of each three the second, and of the third the last optimizer's part."""
     swallows: bool = False
     """It goes on in a body that the hook of an optimizer has left."""
+    partial: bool = False
+    """Of each two updates the second leaves the last optimizer out."""
     talks: bool = False
     """Its optimizers call collectives, under ``undo``."""
     rest: int = 0
@@ -67,7 +66,7 @@ class Program(NamedTuple):
 
     def writers(self, update: int) -> int:
         """How many optimizers write in that update."""
-        return (self.optimizers, 0, self.optimizers - 1)[update % 3] if self.scaler else self.optimizers
+        return self.optimizers - update % 2 if self.partial else self.optimizers
 
 
 STEPS_OUTSIDE, CHANGES_UNSEEN = "steps outside", "changes unseen"
@@ -117,7 +116,6 @@ _NEXT_CALL = {
     At.HEAD: "asks for a step",
     At.REDUCED: "updates",
     At.WRITE: "has written",
-    At.SCALE: "updates the scaler",
     At.END: "ends the body",
     At.TAIL: "goes on in the tail",
 }
@@ -292,7 +290,7 @@ class SimRank:
 
     def _may_be_left(self, world: World) -> bool:
         """Whether the user's code that runs now is a body of which nothing has to stay."""
-        in_body = self.at in (At.BODY, At.REDUCE, At.REDUCED, At.SCALE, At.END) and not self.swallowed
+        in_body = self.at in (At.BODY, At.REDUCE, At.REDUCED, At.END) and not self.swallowed
         return in_body and (world.program.undo or not self.writer)
 
     # -- which transitions there are
@@ -585,11 +583,10 @@ class SimRank:
 
     def _to_the_next_write(self, world: World) -> None:
         program = world.program
-        if self.writer < self._writers(world):
+        writers = self._writers(world)
+        if self.writer < writers:
             self.at = At.REDUCED
-        elif program.scaler:
-            self.at = At.SCALE
-        elif program.undo or self.swallowed:
+        elif program.undo or self.swallowed or writers < program.optimizers:
             self.at = At.END
         else:
             self._tail_begins()
@@ -913,24 +910,9 @@ class SimRank:
     def _written(self, world: World) -> None:
         self.called = _OTHER
         self.busy = True
-        if self.writer == world.program.optimizers - 1:
-            self.model = values.updated(self.base, self.grads, self.writer + 1)
+        if self.writer == self._writers(world) - 1:
+            self.model = values.updated(self.base, self.grads)
         self.feed(world, on.UpdateEnds(self.writer))
-
-    def _scale(self, world: World) -> None:
-        """The scaler is updated; where it has refused something it has changed, and it is replicated."""
-        writers = self._writers(world)
-        if writers < world.program.optimizers and not self.swallowed:
-            if not writers:
-                self.undo = self.base = self.model
-            self.model = values.updated(self.base, self.grads, writers)
-        refused = writers < world.program.optimizers or self.swallowed
-        self.called = _OTHER
-        self.feed(world, on.ScalerUpdated())
-        if refused:
-            self.at = At.END
-        else:
-            self._tail_begins()
 
     def _end_body(self, world: World) -> None:
         if self.at is At.BODY:
@@ -1116,7 +1098,6 @@ class SimRank:
         "has reduced": _reduced,
         "misuses the step": _misuse_step,
         "updates": _update,
-        "updates the scaler": _scale,
         "has written": _written,
         "ends the body": _end_body,
         "goes on in the tail": _tail,

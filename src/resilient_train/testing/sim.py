@@ -40,10 +40,10 @@ PROGRAMS = (
     Program(accumulate=2, undo=True),
     Program(optimizers=2, undo=True),
     Program(breaks=True),
-    Program(scaler=True),
-    Program(accumulate=2, scaler=True),
-    Program(optimizers=2, scaler=True),
-    Program(optimizers=2, scaler=True, swallows=True),
+    Program(optimizers=3),
+    Program(accumulate=2, optimizers=2),
+    Program(optimizers=2, partial=True),
+    Program(optimizers=2, partial=True, swallows=True),
 )
 
 
@@ -116,8 +116,7 @@ def with_anomalies(seed: int, layout: Layout, faults: Faults) -> tuple[Layout, F
     turn, left = divmod(seed, ANOMALOUS)
     if left != ANOMALOUS - 1:
         return layout, faults
-    skips = turn % 2 == 1 and not layout.program.scaler  # what the scaler has refused is an update of its own
-    program = layout.program._replace(skips=skips)
+    program = layout.program._replace(skips=turn % 2 == 1)
     return layout._replace(program=program), faults._replace(anomalies=1 + turn % 3)
 
 

@@ -38,11 +38,9 @@ def gradient(rank: int, before: int, batch: int, own: int) -> int:
     return hash((4, rank, before, batch, own))
 
 
-def updated(model: int, gradients: Sequence[int], writers: int) -> int:
-    """The state after an update with the contributions of a replica group, in the order of its ranks. ``writers``: so
-    many optimizers write; where it is fewer than all, the gradient scaler has refused, and has changed.
-    """
-    return hash((5, model, writers, *gradients))
+def updated(model: int, gradients: Sequence[int]) -> int:
+    """The state after an update with the contributions of a replica group, in the order of its ranks."""
+    return hash((5, model, *gradients))
 
 
 def logged(rank: int, commits: int, index: int) -> int:
@@ -53,21 +51,20 @@ def logged(rank: int, commits: int, index: int) -> int:
 class Chains:
     """The undisturbed run: ``model[shard][c]`` and ``own[rank][c]`` are the states from which update c starts.
 
-    ``writers`` has for each update how many optimizers write; an update has so many steps as ``accumulate`` says. Those
-    that are ``left_out`` are made without gradients.
+    An update has so many steps as ``accumulate`` says. Those that are ``left_out`` are made without gradients.
     """
 
     def __init__(
         self,
         groups: Sequence[Sequence[int]],
-        writers: Sequence[int],
+        updates: int,
         accumulate: int = 1,
         left_out: frozenset[int] = frozenset(),
     ) -> None:
         ranks = sorted(rank for group in groups for rank in group)
         self.own = {rank: [first_own(rank)] for rank in ranks}
         self.model = [[first_model(shard)] for shard in range(len(groups))]
-        for update, count in enumerate(writers):
+        for update in range(updates):
             gradients = dict.fromkeys(ranks, 0)
             for rank in ranks:
                 own = self.own[rank][-1]
@@ -78,4 +75,4 @@ class Chains:
                 self.own[rank].append(own)
             for shard, group in enumerate(groups):
                 given = [] if update in left_out else [gradients[rank] for rank in group]
-                self.model[shard].append(updated(self.model[shard][-1], given, count))
+                self.model[shard].append(updated(self.model[shard][-1], given))

@@ -12,6 +12,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,6 +81,28 @@ def digest_of(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(parameters)).hexdigest()
 
 
+def digest(*parts: Any) -> str:
+    """Of all tensors and values in ``parts``, by other code than the library's own."""
+    found = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            found.update(value.detach().contiguous().numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                found.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        else:
+            found.update(repr(value).encode())
+
+    add(parts)
+    return found.hexdigest()
+
+
 def no_memory(*_: object) -> SlotPair:
     raise MemoryLimitError("900 MB are missing")
 
@@ -139,6 +162,12 @@ class Job:
             seed(1000 + rank)
         self.records = Path(link.run_dir) / f"samples_rank{rank}.jsonl" if link else None
         self.others = dist.new_group(list(range(dist.get_world_size())))
+
+    def end(self) -> str:
+        """What this rank has at its end: all that the job trains, an EMA of it, and its random numbers."""
+        stateful = [self.model.module, self.ema, *self.optimizers, *self.schedulers]
+        stateful += [self.scaler] if self.scaler else []
+        return digest([each.state_dict() for each in stateful], torch.get_rng_state(), random.getstate())
 
     def loss_of(self, batch: tuple) -> torch.Tensor:
         return nn.functional.cross_entropy(self.model(batch[1]), batch[2])
@@ -306,5 +335,8 @@ def parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     arguments = parser().parse_args()
     dist.init_process_group("resilient")
-    Job(frozenset(arguments.variant.split("+")), arguments.hold).run(arguments)
+    job = Job(frozenset(arguments.variant.split("+")), arguments.hold)
+    job.run(arguments)
+    if job.records is not None:
+        job.records.with_name(f"end_rank{dist.get_rank()}.txt").write_text(job.end())
     dist.destroy_process_group()

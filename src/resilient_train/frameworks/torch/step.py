@@ -56,12 +56,16 @@ class Step:
         """Optimizers of other models, and how many groups they had when that was found."""
         self._handles: list[Any] = []
         self._running: list[torch.optim.Optimizer] = []
+        self._asked: Any = None
+        """The optimizer that the gradient scaler was asked to step, as long as it has not."""
         """The innermost comes last. One may be there twice: where its class and the class above both have hooks."""
 
     def attach(self, updates: Updates) -> None:
         """From now on ``updates`` is told of each, and one by a foreign optimizer is refused."""
 
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if optimizer is self._asked:
+                self._asked = None
             if optimizer not in self._running:
                 self._check_groups(optimizer)
                 updates.before_update(optimizer)
@@ -82,14 +86,22 @@ class Step:
             self._hook_scaler(updates)
 
     def _hook_scaler(self, updates: Updates) -> None:
+        """An update that the scaler refuses is one that writes nothing. Told here, and not when ``scaler.update()`` is
+        called, it has a tail like any other: a fault in there takes nothing back of what an EMA has made of it.
+        """
         scaler = self._objects.scaler
-        update = scaler.update
+        step = scaler.step
 
-        def update_and_tell(*args: Any, **kwargs: Any) -> None:
-            update(*args, **kwargs)
-            updates.after_scaler()
+        def step_and_tell(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._asked = optimizer
+            result = step(optimizer, *args, **kwargs)
+            refused, self._asked = self._asked, None
+            if refused is not None and id(optimizer) in self._registered:
+                updates.before_update(optimizer)
+                updates.after_update(optimizer)
+            return result
 
-        scaler.update = update_and_tell
+        scaler.step = step_and_tell
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -97,12 +109,13 @@ class Step:
         self._handles.clear()
         self._buckets.forget()
         if self._objects.scaler is not None:
-            vars(self._objects.scaler).pop("update", None)
+            vars(self._objects.scaler).pop("step", None)
 
     # -- the window
 
     def begin(self) -> None:
         self._running.clear()  # a step that was under way may have been left by an exception
+        self._asked = None
         self._samples.take()
         self._undo = None
         own, small = self._rank_state.packed(), self._state.small_copy()

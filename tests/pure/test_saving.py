@@ -80,6 +80,7 @@ class Rank:
         self.board.announce(commits, due)
         self.board.set_kept(1 - RANK, *self.board.kept(RANK))  # the other rank has what this one has
         self.saving.head(commits, commits)
+        self.saving.body_begins(commits)
 
     def told(self) -> list[Any]:
         """What the agent has heard of snapshots since the last call."""

@@ -140,6 +140,8 @@ class Image(NamedTuple):
     """The state without its tensors ..."""
     names: tuple[str, ...]
     """... and what these are called in the shards, in the order of their numbers in ``tree``."""
+    changed: Callable[[], str] = lambda: ""
+    """The name of a tensor that was written since the image was described, though it may be only now; empty: none."""
 
 
 class Strides(NamedTuple):

@@ -289,6 +289,7 @@ class Driver:
     def enter(self, step: Step) -> None:
         """The body begins."""
         self._entered = True
+        self.saving.body_begins(self._rank.standing.commits)
         self._injector.listen(step.number)
         self._clock.start()
         self._drive(on.Enter())

@@ -1,9 +1,12 @@
 """A rank's part in saving: snapshots of its share of the state, in memory that outlives it.
 
-A snapshot is begun at the head of a window and copied behind its forward and backward passes. What an update changes
-is whole again at the next fence: before the update, before a recovery, at the end. Which windows begin with one, the
-same on all ranks: see ``cadence.py``. Which of its two slots a rank overwrites: ``snapshot_names.py``. The way back:
-``from_saved.py``.
+A snapshot is begun with the first body of a window and copied behind its forward and backward passes. What an update
+changes is whole again at the next fence: before the update, before a recovery, at the end. Not at the head of the loop:
+between that and its body a script may evaluate other weights, and put its own back. One that does so in the body spoils
+the snapshot, which is seen, and told.
+
+Which windows begin with one, the same on all ranks: see ``cadence.py``. Which of its two slots a rank overwrites:
+``snapshot_names.py``. The way back: ``from_saved.py``.
 """
 
 from __future__ import annotations
@@ -79,6 +82,10 @@ class Saving:
         self._copier = Copier()
         self._names = SnapshotNames(link.peers)
         self._in_flight: SnapshotInFlight | None = None
+        self._fenced = False
+        """What it is a copy of may have been overwritten since."""
+        self._due: tuple[int, int, Due] | None = None
+        """The snapshot with which the next body begins: before which update, of which step, and what for."""
         self._newest = self._step = -1
 
     def every(self, wish: Wish) -> None:
@@ -104,7 +111,8 @@ class Saving:
             self._give_up(str(error))
 
     def head(self, commits: int, step: int) -> None:
-        """A window begins, and all that it starts from is published: begins a snapshot if one is due."""
+        """A window begins, and all that it starts from is published: is a snapshot due?"""
+        self._due = None
         if self._wish is None:
             return
         due = Due.NOTHING
@@ -125,14 +133,29 @@ class Saving:
                 reason = f"rank {off} takes no snapshots any more, and without its part there is no checkpoint"
                 self._leave_off({"reason": reason, "follows": off})
                 return
+            self._due = commits, step, due
+        except (VaultError, ConfigError, LayoutError, OSError) as error:
+            self._failed(commits, step, due, error)
+
+    def body_begins(self, commits: int) -> None:
+        """The first body of a window, or another one: begins the snapshot that is due."""
+        if self._due is None:
+            return
+        (of, step, due), self._due = self._due, None
+        if of != commits or self._wish is None or self._cadence is None:
+            return  # a recovery has come between
+        try:
             begun_s = time.monotonic()
             self._begin(commits, step, store=due is Due.STORAGE)
             self._cadence.waited(time.monotonic() - begun_s)
         except (VaultError, ConfigError, LayoutError, OSError) as error:
-            if due is not Due.NOTHING:
-                self._skip(commits, step, str(error))
-            if not isinstance(error, HolderLostError):  # the next snapshot will find another holder
-                self._give_up(str(error))
+            self._failed(commits, step, due, error)
+
+    def _failed(self, commits: int, step: int, due: Due, error: Exception) -> None:
+        if due is not Due.NOTHING:
+            self._skip(commits, step, str(error))
+        if not isinstance(error, HolderLostError):  # the next snapshot will find another holder
+            self._give_up(str(error))
 
     def _connected(self) -> Vault:
         """The holder: the one that there was, or a new one, which takes over what this rank has mapped.
@@ -257,13 +280,16 @@ class Saving:
             draft.abandon()
             raise
         known = self._known(commits, store=store)
-        self._in_flight = SnapshotInFlight(draft, image, capture, commits, step, own, store, last, known)
+        self._in_flight, self._fenced = (
+            SnapshotInFlight(draft, image, capture, commits, step, own, store, last, known),
+            False,
+        )
         return self._in_flight
 
     @property
     def will_show(self) -> bool:
-        """Whether replicas will see, before the update, what the snapshot is of that is under way."""
-        return self._in_flight is not None and not self._comparison.alone and self._state.on_host()
+        """Whether replicas will see, before the update, what the snapshot is of with which the body begins."""
+        return self._due is not None and not self._comparison.alone and self._state.on_host()
 
     def fence(self) -> None:
         """Waits until what the snapshot that was begun is a copy of may be overwritten; most often it is complete then.
@@ -277,6 +303,7 @@ class Saving:
         try:
             self._comparison.show(flying.commits, flying.fingerprint())
             flying.capture.fence()
+            self._look(flying)
             if flying.capture.done:
                 self._complete(flying)
         except TransferError as error:
@@ -291,9 +318,19 @@ class Saving:
         if flying is None:
             return
         try:
+            self._look(flying)
             self._complete(flying)
         except TransferError as error:
+            self._abandon()
             self._skip(flying.commits, flying.step, str(error))
+
+    def _look(self, flying: SnapshotInFlight) -> None:
+        """At the first fence. Raises TransferError for a copy of what has changed meanwhile."""
+        fenced, self._fenced = self._fenced, True
+        if not fenced and (name := flying.image.changed()):
+            raise TransferError(
+                f"{name!r} was changed between the beginning of the step's body and its update, while it was copied"
+            )
 
     def _complete(self, flying: SnapshotInFlight) -> None:
         try:

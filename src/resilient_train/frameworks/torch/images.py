@@ -58,7 +58,7 @@ class Images:
         else:
             plan = self._planned(share, tensors)
             begin = self._on_device(plan, plan.header(step), tensors)
-        return Image(plan.total_bytes, begin, held.payload, tuple(tensors))
+        return Image(plan.total_bytes, begin, held.payload, tuple(tensors), partial(_changed, _versions(tensors)))
 
     def _on_host(self, layout: _Layout, header: bytes, tensors: Mapping[str, torch.Tensor]) -> _Begin:
         first = np.frombuffer(bytearray(header), dtype=np.uint8)
@@ -104,6 +104,19 @@ class Images:
             self.plans += 1
             self._plan = share, pieces, plan_image(pieces, share.shard, share.shards)
         return self._plan[2]
+
+
+def _versions(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
+    """Torch counts how often a tensor was written in place. A buffer is copied at once, and may be written."""
+    return [
+        (name, tensor, tensor._version)
+        for name, tensor in tensors.items()
+        if not name.startswith(_BUFFERS) and not tensor.is_inference()
+    ]
+
+
+def _changed(before: list[tuple[str, torch.Tensor, int]]) -> str:
+    return next((name for name, tensor, version in before if tensor._version != version), "")
 
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -1,0 +1,34 @@
+"""Weights that a script changes for a while, and puts back, while a snapshot could be copied.
+
+At the top of the loop that was copied, saved and gone on from: other bits, exit code 0.
+"""
+
+from pathlib import Path
+
+from running import Run, launch
+
+
+def parameters(run: Run) -> dict[int, str]:
+    return {rank: digest for rank, (digest, _) in run.digests().items()}
+
+
+def test_other_weights_between_the_head_of_the_loop_and_its_body(tmp_path: Path) -> None:
+    plain = launch(tmp_path / "plain", "swapped.py", "top", ranks=2)
+    run = launch(tmp_path / "run", "swapped.py", "top", "--all-die", ranks=2)
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert len(run.of("restart_all")) == 1
+    assert {event["detail"]["commits"] for event in run.of("restored")} <= {5, 10}
+    assert parameters(run) == parameters(plain), "Python's generator is not seeded"
+    assert not run.of("save_skipped")
+
+
+def test_other_weights_in_a_body_spoil_the_snapshot(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "swapped.py", "body", ranks=2)
+    assert run.code == 0, run.explain()
+    assert not run.of("saved")
+    reasons = {event["detail"]["reason"].partition(": ")[2] for event in run.of("save_skipped")}
+    spoilt = (
+        "'model.0.module.2.weight' was changed between the beginning of the step's body and its update, while it was"
+    )
+    assert reasons == {f"{spoilt} copied"}
+    assert run.err.count("was changed between the beginning of the step's body and its update") == 1, "told once"

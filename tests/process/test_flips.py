@@ -61,6 +61,20 @@ def test_a_flip_in_the_second_run_is_seen_as_well(tmp_path: Path, undisturbed: R
     assert [event["rank"] for event in run.of("deviates")] == [0]
 
 
+def test_an_anomaly_of_one_rank_in_a_step_that_is_computed_twice(tmp_path: Path, undisturbed: Reference) -> None:
+    """Each time that it is looked for, on that rank alone: the others do not wait for a run that it does not make."""
+    plan = "loss rank=1 step=7 value=nan generation=2; loss rank=1 step=7 value=nan generation=3; "
+    plan += "kill rank=0 step=11 generation=4"
+    environ = {"MS_ENABLE_TFT": "{TRE:1,ARF:1}", "RESILIENT_VERIFY_EVERY": "4"}
+    arguments = ("--steps", str(STEPS), "--variant", "check")
+    run = launch(tmp_path / "run", "train.py", *arguments, ranks=2, flags=("--faults", plan), **environ)
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=2, variant="check", steps=STEPS).digests()
+    assert [(each["step"], each["again"]) for each in details(run, "anomaly")] == [(7, False), (7, True)]
+    assert {each["step"] for each in details(run, "verified")} == {3, 7, 11, 15}
+    assert not run.of("deviates")
+
+
 def test_a_fault_in_either_run(tmp_path: Path, undisturbed: Reference) -> None:
     plan = "kill rank=1 step=3 at=backward; kill rank=0 step=7 generation=3 at=backward; "
     plan += "kill rank=1 step=11 generation=5 phase=READY at=barrier incarnation=1; hcce rank=1 step=15 incarnation=2"

@@ -618,18 +618,20 @@ class Driver:
         return on.Anomalous() if event == on.Ok() and self._anomalies.look() else event
 
     def _check_and_compare(self, effect: do.CheckCollectives) -> on.Event:
-        """Of a window that is computed twice the agent is told what has come of it."""
-        event = self._check_and_look(effect) if self._anomalies is not None else self._check_collectives(effect)
-        if event != on.Ok(1):
+        """Of a window that is computed twice the agent is told what has come of it, by all ranks: so before any of them
+        looks for an anomaly, which may be one rank's alone.
+        """
+        event = self._check_collectives(effect)
+        if event != on.Ok():
             return event
         ended, rank = self._verification.end(), self._rank
-        if ended is None:
-            return event
-        self._peers.excuse_window()
-        differs_at, places = ended
-        self._link.channel.send(m.Computed(rank.generation, rank.standing.commits, rank.number, differs_at, places))
-        first = rank.standing.commits != self._verified
-        return on.Doubtful() if first or differs_at >= 0 else event
+        if ended is not None:
+            self._peers.excuse_window()
+            commits, (differs_at, places) = rank.standing.commits, ended
+            self._link.channel.send(m.Computed(rank.generation, commits, rank.number, differs_at, places))
+            if commits != self._verified or differs_at >= 0:
+                return on.Doubtful()
+        return on.Anomalous() if self._anomalies is not None and self._anomalies.look() else event
 
     def _mark_to_compare(self, effect: do.Mark) -> None:
         self._verification.begin(self._rank.standing.commits)

@@ -243,7 +243,7 @@ class World:
             found += [Move("fault", rank.rank, "loss") for rank in alive if rank.at_rest]
         runs = self.controller.job.stage in (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED)
         if self.budget.anomalies:
-            found += [Move("fault", rank.rank, "anomaly") for rank in alive if rank.in_check]
+            found += [Move("fault", rank.rank, "anomaly") for rank in alive if rank.may_be_anomalous(self)]
         if self.budget.deviations:
             found += [Move("fault", rank.rank, "deviation") for rank in alive if rank.can_deviate(self)]
         if self.budget.asked and runs:

@@ -267,6 +267,11 @@ class SimRank:
         waits = isinstance(self.pending, (fx.Build, fx.Fetch, fx.Serve)) or self.pending == fx.AwaitStop()
         return (waits and not self.todo) or self._misled
 
+    def may_be_anomalous(self, world: World) -> bool:
+        """Whether it looks for an anomaly now: not in the first run of what is computed twice."""
+        commits = self.machine.standing.commits
+        return self.in_check and (not world.layout.computes_twice(commits) or self.verified == commits)
+
     def can_deviate(self, world: World) -> bool:
         """Whether it may come to something else than when it computed this for the first time."""
         commits = self.machine.standing.commits
@@ -984,8 +989,9 @@ class SimRank:
             self.feed(world, on.Exit("fault", "failed", damaged=self.untold, lost=self.untold))
 
     def finds_an_anomaly(self, world: World) -> None:
-        """All collectives have succeeded, and the norm can't be right."""
+        """All collectives have succeeded, and the norm can't be right. What is computed twice has been told before."""
         self.pending, self.busy = None, False
+        assert self._has_computed(world) == on.Ok()
         self.feed(world, on.Anomalous())
         tells = any(isinstance(effect, fx.SendAnomaly) for effect in self.todo)
         require(tells, f"rank {self.rank} finds an anomaly, and tells nobody")

@@ -99,8 +99,7 @@ def test_a_loop_that_calls_its_bodies(tmp_path: Path) -> None:
 def test_a_script_that_computes_something_else_each_time_is_told(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "mistaken.py", "unsteady", "9", ranks=2, RESILIENT_VERIFY_EVERY="4")
     assert run.code == 2, run.explain()
-    (told,) = run.of("deviates")
-    assert told["detail"]["ranks"] == [0, 1]
+    assert [told["detail"]["ranks"] for told in run.of("deviates")] == [[0, 1]] * 2, "the third run decides"
     assert "computed step 3 twice and came to different bits, first in what it gives to collective 1 of 1" in run.err
     assert "`resilient-train drill` tells" in run.err
 
@@ -121,6 +120,25 @@ def test_what_one_replica_alone_holds_otherwise_sends_all_back(
     assert run.code == 0, run.explain()
     assert run.digests() == undisturbed(ranks=2, steps=STEPS).digests()
     assert len(run.of("flipped")) == len(run.of("replicas_differ")) == len(run.of("restart_all")) == 1
+    assert {each["commits"] for each in details(run, "restored")} <= {8, 9}
+
+
+def test_the_only_rank_of_a_job_computes_once_more(tmp_path: Path, undisturbed: Reference) -> None:
+    run = verified(tmp_path / "run", f"flip rank=0 step=7 index=701 mask={EXPONENT:#x} target=gradient", ranks=1)
+    assert_identical(run, undisturbed(ranks=1, steps=STEPS), ranks=1, recoveries=5)
+    assert len(run.of("deviates")) == 1
+    assert len(run.of("spawned")) == 1
+
+
+def test_nobody_copies_a_replica_that_is_in_doubt(tmp_path: Path, undisturbed: Reference) -> None:
+    """The snapshots of before update 10 were not the same, and before they compare the good one of the two dies."""
+    plan = f"flip rank=0 step=9 index=701 mask={TWICE:#x} target=param; kill rank=1 step=11 phase=COMPUTE at=backward"
+    arguments = ("--steps", str(STEPS), "--save-mode", '{"steps": 1000, "memory_steps": 1}')
+    run = launch(tmp_path / "run", "train.py", *arguments, ranks=2, flags=("--faults", plan))
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=2, steps=STEPS).digests()
+    (told,) = run.of("replicas_differ")
+    assert "did not seem to hold the same bits" in told["detail"]["reason"]
     assert {each["commits"] for each in details(run, "restored")} <= {8, 9}
 
 

@@ -33,6 +33,24 @@ def test_what_a_machine_has_made_wrong_is_trained_anew(tmp_path: Path, kept: tup
     assert run.err.count("All ranks start again") == 1
 
 
+def test_a_rank_that_dies_before_all_have_gone_back(tmp_path: Path) -> None:
+    """What lies in memory from behind the wrong step is nobody's source then either."""
+    plain = late(tmp_path / "plain", "--save", "4")
+    run = late(tmp_path / "run", "--save", "4", "--at", "13", "--once", "--look", "6", "--killed")
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert {digest for digest, _ in run.digests().values()} == {digest for digest, _ in plain.digests().values()}
+    assert {event["detail"]["commits"] for event in run.of("restored")} <= {4, 8, 12}
+    assert len(run.of("restart_all")) == 2
+
+
+def test_a_step_whose_states_are_gone(tmp_path: Path) -> None:
+    """They were saved once, and overwritten."""
+    run = late(tmp_path / "run", "--save", "1000", "--memory", "2", "--at", "5", "--look", "7")
+    assert run.code == 0, run.explain()
+    assert not run.of("restart_all")
+    assert "nothing of before is saved: it is written down, and training goes on" in run.err
+
+
 def test_what_comes_again_is_written_down(tmp_path: Path) -> None:
     plain = late(tmp_path / "plain", "--save", "4", "--at", "13", "--look", "1000")
     run = late(tmp_path / "run", "--save", "4", "--at", "13", "--look", "6")

@@ -75,6 +75,21 @@ def test_an_optimizer_of_somebody_else() -> None:
     assert loop.told == []
 
 
+def test_an_optimizer_in_a_wrapper() -> None:
+    class Wrapper:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.param_groups = inner, inner.param_groups
+
+        def step(self) -> None:
+            self.inner.step()
+
+    for overflows in ((), (1,)):
+        loop = Loop()
+        loop.backward(overflows=overflows)
+        loop.scaler.step(Wrapper(loop.optimizers[1]))
+        assert loop.told == TURN[1]
+
+
 def test_what_is_cut_in_a_refusal_is_taken_back() -> None:
     class CutError(Exception):
         pass

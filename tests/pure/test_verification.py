@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from resilient_train.frameworks.torch.collectives import _digest
+from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.launch.agent.console_text import told
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
 from resilient_train.protocol.controller import Controller
@@ -109,6 +110,16 @@ def test_what_is_given_counts_and_what_is_overwritten_does_not() -> None:
     assert _digest(group, "barrier", (None,)) == []
 
 
+def test_a_sparse_gradient_has_a_digest() -> None:
+    layer = torch.nn.Embedding(9, 2, sparse=True)
+    digests = []
+    for rows in ([1, 2], [1, 2], [1, 3]):
+        layer.weight.grad = None
+        layer(torch.tensor(rows)).sum().backward()
+        digests.append(tensor_digest(layer.weight.grad))
+    assert digests[0] == digests[1] != digests[2]
+
+
 # -- the controller
 
 
@@ -143,7 +154,7 @@ def compute(controller: Controller, *differs_at: int, commits: int = 3) -> list[
     return commands
 
 
-def of(commands: list[Command], kind: type) -> list[Any]:
+def of(commands: list[Command], kind: Any) -> list[Any]:
     return [each for each in commands if isinstance(each, kind)]
 
 
@@ -202,6 +213,10 @@ def test_the_only_one_with_its_state_computes_once_more() -> None:
 def test_where_all_come_to_something_else_the_script_is_suspected() -> None:
     controller = running()
     compute(controller, -1, -1, -1)
+    recover(controller)
+    commands = compute(controller, 0, 0, 0)
+    assert not of(commands, (Kill, EndJob)), "it may have been a machine: the third run decides"
+    assert {"deviates", "verifying"} <= notes(commands).keys()
     recover(controller)
     commands = compute(controller, 0, 0, 0)
     (end,) = of(commands, EndJob)

@@ -235,6 +235,9 @@ class Controller:
         commands.append(Note("deviates", rank=ranks[0], detail={**detail, "reason": text}))
         if len(ranks) < job.world_size:
             return [*commands, *self.fence(ranks, text)]
+        if job.deviated_at != message.commits:  # it may have been one machine all the same
+            job.deviated_at = message.commits
+            return [*commands, *tre.compute_again(message, job)]
         commands += self._fault(Fault(Kind.DIFFERS, text, reason=text, code=2))
         job.differed_at = message.commits
         return commands
@@ -329,6 +332,9 @@ class Controller:
         if uncovered:
             told = f"ranks {uncovered} have no state; {NOBODY_LEFT}"
             return self._fault(Fault(Kind.STATE_GONE, told, uncovered[0], told))
+        doubting = [rank for rank, j in job.joined.items() if j.doubts]
+        if doubted := [target for target in copies if set(doubting) & set(job.replicas.peers(target))]:
+            return self._never_compared(doubted[0], doubting[0], verdict.commits)
         job.plan = Plan(
             generation=job.generation,
             commits=verdict.commits,
@@ -345,6 +351,20 @@ class Controller:
             "groups": len(groups),
         }
         return [Note("plan", detail=detail), *job.to_all(job.plan)]
+
+    def _never_compared(self, lost: int, doubting: int, commits: int) -> list[Command]:
+        """A rank is to be copied from a replica that did not seem to hold the same. Which of them was right is lost."""
+        group = self.job.replicas.peers(lost)
+        text = (
+            f"rank {lost} has lost its state when it and rank {doubting} did not seem to hold the same bits (update "
+            f"{commits}), before ranks {list(group)} could compare"
+        )
+        note = Note("replicas_differ", detail={"ranks": list(group), "reason": text})
+        if self.job.leaving:
+            return [note, *self.stop(2, text)]
+        commands = self._fault(Fault(Kind.DIFFERS, text, reason=text, code=2))
+        self.job.differed_at = commits
+        return [note, *commands]
 
     def done(self, rank: int, incarnation: int, generation: int, *, step: int = 0, over: bool = False) -> list[Command]:
         """A rank stands where the plan wants it, before ``step``. The last one lets everybody go, unless a pause is

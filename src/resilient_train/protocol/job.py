@@ -91,6 +91,8 @@ class Job:
         """By update and rank: who has come to the end of a window that is computed twice, in this generation."""
         self.verified = -1
         """The update before which that was asked for last; -1: it was not."""
+        self.deviated_at = -1
+        """The update for which all ranks came to other bits when they computed it again."""
         self.verifying = False
         """The newest recovery was begun for that, and for nothing else."""
         self.anomalies_told: dict[tuple[str, int], tuple[int, int]] = {}

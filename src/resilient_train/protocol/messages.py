@@ -213,6 +213,8 @@ class Joined(msgspec.Struct, tag="joined", frozen=True):
     tail_done: int
     groups: tuple[str, ...]
     stopped_ns: int = 0
+    doubts: bool = False
+    """The last snapshot of this rank's replica group was not the same, and they have not compared since."""
 
 
 class Plan(msgspec.Struct, tag="plan", frozen=True):

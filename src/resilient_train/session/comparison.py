@@ -40,6 +40,8 @@ class Comparison:
         """What is written was read where nobody can have changed it."""
         self.doubtful = False
         """What was not sure, before the last barrier, was not the same."""
+        self._left_out = -1
+        """The update before which all would have compared, and a snapshot was to show it."""
         self.forget()
 
     @property
@@ -55,7 +57,13 @@ class Comparison:
         """A window begins, and nothing of it was done yet. ``shown``: a snapshot will show what it begins with."""
         since = commits - self._origin
         usual = since > 0 and (since & (since - 1) == 0 or (self._every and since % self._every == 0))
+        self._left_out = commits if usual and shown else -1
         if (usual and not shown) or self.doubtful:
+            self.write(commits)
+
+    def not_shown(self, commits: int) -> None:
+        """No snapshot shows what the window begins with, and no body has begun."""
+        if self._left_out == commits:
             self.write(commits)
 
     def write(self, commits: int, digest: str = "") -> int:

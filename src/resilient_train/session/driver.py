@@ -354,8 +354,9 @@ class Driver:
         """See ``Session.anomaly``."""
         if not 0 <= step <= self._rank.number:
             raise UsageError(f"session.anomaly({step}): the newest step that has begun is {self._rank.number}")
-        if self._anomalies is None:
-            self._tell("session.anomaly() has no effect: MS_ENABLE_TFT has no TRE:1")
+        if self._anomalies is None or self._told_end:
+            why = "the loop is over" if self._told_end else "MS_ENABLE_TFT has no TRE:1"
+            self._tell(f"session.anomaly() has no effect: {why}")
             return
         self._link.channel.send(m.Late(step, _short(reason)))
 
@@ -525,7 +526,8 @@ class Driver:
         rank, names = self._rank, self._engine.groups.names()
         commits, phase = rank.standing
         tail_done = self._peers.completed_of(rank.me)
-        joined = m.Joined(rank.generation, commits, phase, rank.intact, tail_done, names, self._quiet_since_ns)
+        doubts = self._comparison.doubtful
+        joined = m.Joined(rank.generation, commits, phase, rank.intact, tail_done, names, self._quiet_since_ns, doubts)
         self._link.channel.send(joined)
 
     def _send_done(self, effect: do.SendDone) -> None:

@@ -150,6 +150,8 @@ class Saving:
             self._cadence.waited(time.monotonic() - begun_s)
         except (VaultError, ConfigError, LayoutError, OSError) as error:
             self._failed(commits, step, due, error)
+        if self._in_flight is None:
+            self._comparison.not_shown(commits)
 
     def _failed(self, commits: int, step: int, due: Due, error: Exception) -> None:
         if due is not Due.NOTHING:

@@ -5,6 +5,8 @@ when a wrong checkpoint is written, rank 0 says so. Every ``--save`` updates the
 """
 
 import argparse
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -23,6 +25,7 @@ parser.add_argument("--look", type=int, default=5)
 parser.add_argument("--once", action="store_true")
 parser.add_argument("--save", type=int, default=0)
 parser.add_argument("--memory", type=int)
+parser.add_argument("--killed", action="store_true", help="rank 1, in its second process, before its Session")
 asked = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -34,6 +37,8 @@ torch.manual_seed(1 + dist.get_rank())
 link = read_link()
 first = dist.get_rank() == 0 and (link is None or link.incarnation == 0 or not asked.once)
 told = False
+if asked.killed and dist.get_rank() == 1 and link is not None and link.incarnation == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wrong_is_saved() -> bool:

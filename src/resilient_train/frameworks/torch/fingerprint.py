@@ -68,4 +68,6 @@ def _digest_of(value: Any) -> str:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Of its elements, dtype and shape; of a DTensor: of what this rank holds of it."""
+    if tensor.layout is torch.sparse_coo:
+        return f"{tensor_digest(tensor._indices())} {tensor_digest(tensor._values())}"
     return digest(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), [span_of(dense(tensor))])

@@ -93,15 +93,25 @@ class Step:
         step = scaler.step
 
         def step_and_tell(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._asked = optimizer
+            self._asked = self._behind(optimizer)
             result = step(optimizer, *args, **kwargs)
             refused, self._asked = self._asked, None
-            if refused is not None and id(optimizer) in self._registered:
-                updates.before_update(optimizer)
-                updates.after_update(optimizer)
+            if refused is not None:
+                updates.before_update(refused)
+                updates.after_update(refused)
             return result
 
         scaler.step = step_and_tell
+
+    def _behind(self, optimizer: Any) -> torch.optim.Optimizer | None:
+        """The registered optimizer that this one is, or wraps: it has its parameters. None: it is somebody else's."""
+        if id(optimizer) in self._registered:
+            return optimizer  # type: ignore[no-any-return] # it is one of ours
+        theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for each in self._objects.optimizers:
+            if any(id(parameter) in theirs for group in each.param_groups for parameter in group["params"]):
+                return each  # type: ignore[no-any-return]
+        return None
 
     def detach(self) -> None:
         for handle in self._handles:

@@ -12,7 +12,7 @@ from resilient_train.errors import StorageError
 from resilient_train.launch.agent.forked_work import aside
 from resilient_train.protocol.messages import Source
 from resilient_train.state.checkpoint.retention import set_aside, tidy
-from resilient_train.state.checkpoint.verify import newest_complete
+from resilient_train.state.checkpoint.verify import candidates, newest_complete
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,15 +28,23 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def find_stored(
-    folder: Path, refused: Collection[Path] = (), *, bytes_too: bool, wrong_since: int | None = None
+    folder: Path,
+    refused: Collection[Path] = (),
+    *,
+    bytes_too: bool,
+    wrong_since: int | None = None,
+    held: bool = False,
 ) -> Stored:
     """``bytes_too``: leftovers are taken away, and only a checkpoint whose bytes are right is whole. That takes as long
-    as to read it. ``wrong_since``: those behind this step are set aside for good.
+    as to read it. ``wrong_since``: those behind this step don't count, and are set aside for good if there is another
+    one, or (``held``) memory has one.
     """
     if not is_there(folder):  # as a rule when a job begins: not worth a process
         return Stored()
     try:
-        return msgspec.msgpack.decode(await aside(lambda: _look(folder, refused, bytes_too, wrong_since)), type=Stored)
+        return msgspec.msgpack.decode(
+            await aside(lambda: _look(folder, refused, bytes_too, wrong_since, held)), type=Stored
+        )
     except OSError as error:
         return Stored(unreadable=str(error))
 
@@ -46,13 +54,16 @@ def is_there(folder: Path) -> bool:
     return os.path.lexists(folder)
 
 
-def _look(folder: Path, refused: Collection[Path], bytes_too: bool, wrong_since: int | None) -> bytes:
+def _look(folder: Path, refused: Collection[Path], bytes_too: bool, wrong_since: int | None, held: bool) -> bytes:
     if wrong_since is not None:
+        refused = [*refused, *(path for name, path in candidates(folder) if name.step > wrong_since)]
+    found = look(folder, refused, bytes_too=bytes_too)
+    if wrong_since is not None and bytes_too and (held or found.source is not None):
         try:
             set_aside(folder, wrong_since)
         except StorageError as error:
             return msgspec.msgpack.encode(Stored(unreadable=str(error)))
-    return msgspec.msgpack.encode(look(folder, refused, bytes_too=bytes_too))
+    return msgspec.msgpack.encode(found)
 
 
 def look(folder: Path, refused: Collection[Path] = (), *, bytes_too: bool) -> Stored:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import Popen
@@ -102,9 +103,13 @@ class Saves:
         the ranks do not begin anew, which may cost more than a look at the machine.
         """
         self._wrong_since: int | None = None
-        """The step since which the script says that all is wrong; None: nobody says so, or all have gone back."""
-        self._steps: dict[int, int] = {}
-        """Update -> step of the states that are saved as far as this process knows, equal in all replicas."""
+        """The step since which the script says that all is wrong; None: nobody says so, or a newer state was saved
+        since all went back. Until then wrong ones may lie in memory.
+        """
+        self._kept_step = -1
+        """Of the newest snapshot in memory that was equal in all replicas: the one before it may be overwritten."""
+        self._stored_steps: deque[int] = deque(maxlen=keep)
+        """Of the newest checkpoints that this run has written, or begun with."""
         self._refused: set[Source] = set()
         self._told: set[str] = set()
         self._troubles: set[str] = set()
@@ -166,10 +171,9 @@ class Saves:
             self._pass_over(path, reason)
         self.source = _newest(memory, stored.source)
         self.newest = self.source.commits if self.source is not None else -1
-        wrong, self._wrong_since = self._wrong_since, None
-        self._steps = {commits: step for commits, step in self._steps.items() if commits <= self.newest}
+        wrong = self._wrong_since
         if self.source is not None and (name := parse_name(Path(self.source.path).name)):
-            self._steps[self.source.commits] = name.step
+            self._stored_steps.append(name.step)
         if self.source is None and self.doubted:
             return "no saved state is left in which they were equal"
         if self.source is None and wrong is not None:
@@ -181,7 +185,9 @@ class Saves:
         refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
         slow = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_slow)
         try:
-            return memory, await find_stored(self._folder, refused, bytes_too=True, wrong_since=self._wrong_since)
+            return memory, await find_stored(
+                self._folder, refused, bytes_too=True, wrong_since=self._wrong_since, held=memory is not None
+            )
         finally:
             slow.cancel()
 
@@ -213,7 +219,7 @@ class Saves:
         """The newest checkpoint that looks whole, its bytes unread; None also where storage does not answer soon."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SEE_S):
-                return (await find_stored(self._folder, bytes_too=False)).source
+                return (await find_stored(self._folder, bytes_too=False, wrong_since=self._wrong_since)).source
         return None
 
     def refuse(self, source: Source) -> None:
@@ -227,10 +233,12 @@ class Saves:
     def distrust(self, step: int) -> None:
         """What was saved behind that step is wrong: the next ``choose`` sets it aside."""
         self._wrong_since = step
+        self._stored_steps = deque((each for each in self._stored_steps if each <= step), self._stored_steps.maxlen)
+        self._kept_step = self._kept_step if self._kept_step <= step else -1
 
     def saved_before(self, step: int) -> bool:
         """Whether a state from before that step, or an older one, is known to be saved."""
-        return any(saved <= step for saved in self._steps.values())
+        return any(0 <= saved <= step for saved in (self._kept_step, *self._stored_steps))
 
     def can_go_back(self) -> bool:
         """Whether there may be a source; ``choose`` knows. A job that saves, and has come to its end before the first
@@ -256,7 +264,7 @@ class Saves:
             ranks[each].sequence and (ranks[each].fingerprint or len(group) == 1) for group in groups for each in group
         ):
             self.newest = max(self.newest, frame.commits)
-            self._steps[frame.commits] = frame.step
+            self._kept_step, self._wrong_since = frame.step, None
         if all(each.store for each in ranks.values()):
             self._store(ranks, groups)
         else:
@@ -344,6 +352,8 @@ class Saves:
         took_ns = time.monotonic_ns() - save.begun_ns
         detail = {"step": save.step, "commits": save.commits, "path": flushed.path, "duration_ns": took_ns}
         self._note("saved", detail={**detail, "bytes": flushed.size_bytes})
+        if self._wrong_since is None or save.step <= self._wrong_since:
+            self._stored_steps.append(save.step)
         if "save_failed" in self._troubles:
             self._troubles.clear()
             self._say(f"checkpoint of step {save.step}: written; saving is well again")

@@ -42,7 +42,9 @@ WORLDS = [
     pytest.param(Layout(2, (0,), twice=1), Faults(anomalies=1, deviations=1), id="2-ranks-1-anomaly-1-deviates"),
     pytest.param(Layout(2, (0,), twice=1), Faults(anomalies=2), id="2-ranks-computed-twice-2-anomalies"),
     pytest.param(Layout(2, (0, 0), twice=1, program=UNDOES), Faults(deviations=1), id="2-ranks-undo-1-deviates"),
-    pytest.param(Layout(2, (0,), ((0,), (1,)), twice=1), Faults(deviations=1), id="2-ranks-each-alone-1-deviates"),
+    pytest.param(
+        Layout(2, (0,), ((0,), (1,)), twice=1), Faults(glitches=1, deviations=1), id="2-ranks-each-alone-1-deviates"
+    ),
     pytest.param(Layout(3, (0,)), Faults(kills=1), id="3-ranks-1-update-1-kill", marks=pytest.mark.slow),
 ]
 DEEP_WORLDS = [

@@ -210,6 +210,9 @@ struct Copier::Pool {
   std::exception_ptr error;  // the first one; with Outcome::failed
   std::atomic<std::uint64_t> next_chunk{0};
 
+  // Under the mutex, as all that follows but run_chunks.
+  bool over() const { return outcome != Outcome::running && working == 0; }
+
   bool has_chunks() const { return outcome == Outcome::running && next_chunk.load() < chunks; }
 
   void run_chunks(Scratch& scratch) {
@@ -315,22 +318,21 @@ bool Copier::wait(std::int64_t timeout_ns) {
   Pool& pool = own_pool();
   std::unique_lock lock(pool.mutex);
   if (pool.outcome == Outcome::none) throw std::logic_error("no copy was started in this process");
-  const auto over = [&pool] { return pool.outcome != Outcome::running && pool.working == 0; };
-  if (!pool.is_over.wait_for(lock, std::chrono::nanoseconds(timeout_ns), over)) return false;
+  if (!pool.is_over.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&pool] { return pool.over(); })) return false;
   if (pool.outcome == Outcome::failed) std::rethrow_exception(pool.error);
   return true;
 }
 
 void Copier::wait_over() {
-  if (pool_ == nullptr) return;
+  if (pool_ == nullptr || pool_->pid != ::getpid()) return;
   std::unique_lock lock(pool_->mutex);
-  pool_->is_over.wait(lock, [this] { return pool_->outcome != Outcome::running && pool_->working == 0; });
+  pool_->is_over.wait(lock, [this] { return pool_->over(); });
 }
 
 bool Copier::done() const {
   Pool& pool = own_pool();
   const std::scoped_lock lock(pool.mutex);
-  return pool.outcome != Outcome::running && pool.working == 0;
+  return pool.over();
 }
 
 void Copier::abort() {

@@ -59,7 +59,7 @@ class Copier {
   // std::system_error if it is over because its file can't be read (ENODATA: it ends before the image does).
   bool wait(std::int64_t timeout_ns);
   bool done() const;
-  // Returns when the job is over, however; at once if there is none. Not for a process that has forked since it began.
+  // Returns when the job is over, however; at once if this process has started none.
   void wait_over();
   // No new chunks; returns when those under way are copied (4 MiB each). What was copied until then stays.
   void abort();

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from pure.checkpoint_rig import names, write
+from resilient_train.launch.agent.restore_points import look
 from resilient_train.state.checkpoint.draft import CheckpointDraft
+from resilient_train.state.checkpoint.manifest import REPLACED
 from resilient_train.state.checkpoint.retention import retain, set_aside, tidy
 from resilient_train.state.checkpoint.verify import newest_complete, verify
 
@@ -41,6 +43,17 @@ def test_what_is_set_aside_is_nobodys_source(tmp_path: Path) -> None:
         write(tmp_path, 4)
         write(tmp_path, 4, kind="ttp")
     assert set_aside(tmp_path / "nothing", 3) == []
+
+
+def test_a_wrong_one_that_comes_back_is_nobodys_source(tmp_path: Path) -> None:
+    """It was moved aside for a newer one of its step, whose writer died."""
+    for step in (3, 4):
+        write(tmp_path, step)
+    (tmp_path / "step_4").rename(tmp_path / f"step_4{REPLACED}")
+    found = look(tmp_path, bytes_too=True, wrong_since=3)
+    assert found.source is not None
+    assert found.source.path == str(tmp_path / "step_3")
+    assert names(tmp_path) == ["step_3", "step_4"]
 
 
 def test_what_was_refused_is_not_offered_again(tmp_path: Path) -> None:

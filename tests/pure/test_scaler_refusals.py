@@ -66,6 +66,17 @@ def test_a_scaler_that_is_switched_off() -> None:
     assert loop.told == TURN[1] + TURN[0]
 
 
+def test_a_scaler_that_is_switched_off_takes_anything_with_a_step() -> None:
+    class Wrapper:
+        def __init__(self, inner: Any) -> None:
+            self.step = inner.step
+
+    loop = Loop(enabled=False)
+    loop.backward(overflows=())
+    loop.scaler.step(Wrapper(loop.optimizers[1]))
+    assert loop.told == TURN[1]
+
+
 def test_an_optimizer_of_somebody_else() -> None:
     loop, other = Loop(), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pure.test_controller import of, running
 from resilient_train.frameworks.torch.collectives import _digest
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.launch.agent.console_text import told
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
 from resilient_train.protocol.controller import Controller
-from resilient_train.protocol.job import Stage
-from resilient_train.protocol.messages import Computed, Joined, Resume, Started
+from resilient_train.protocol.messages import Computed, Joined, Resume
 from resilient_train.protocol.standing import Phase
 from resilient_train.session.verification import Verification
 
@@ -123,17 +123,6 @@ def test_a_sparse_gradient_has_a_digest() -> None:
 # -- the controller
 
 
-def running(size: int = 3, replicas: tuple[tuple[int, ...], ...] = ()) -> Controller:
-    controller = Controller(size)
-    controller.launch()
-    for rank in range(size):
-        controller.greeted(rank, 0)
-        digest = str(next((g for g in replicas if rank in g), "all"))
-        controller.started(rank, 0, Started(digest, ("world",), replicas))
-    assert controller.job.stage is Stage.RUNNING
-    return controller
-
-
 def recover(controller: Controller, commits: int = 3) -> list[Resume]:
     job = controller.job
     for rank in range(job.world_size):
@@ -152,10 +141,6 @@ def compute(controller: Controller, *differs_at: int, commits: int = 3) -> list[
         message = Computed(job.generation, commits, commits * 2, at, 4)
         commands += controller.computed(rank, job.incarnations[rank], message)
     return commands
-
-
-def of(commands: list[Command], kind: Any) -> list[Any]:
-    return [each for each in commands if isinstance(each, kind)]
 
 
 def notes(commands: list[Command]) -> dict[str, dict[str, Any]]:
@@ -201,7 +186,7 @@ def test_who_came_first_to_something_else_is_given_up() -> None:
 
 
 def test_the_only_one_with_its_state_computes_once_more() -> None:
-    controller = running(2, ((0,), (1,)))
+    controller = running(2, replicas=((0,), (1,)))
     compute(controller, -1, -1)
     recover(controller)
     commands = compute(controller, -1, 3)

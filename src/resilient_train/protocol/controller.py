@@ -238,9 +238,7 @@ class Controller:
         if job.deviated_at != message.commits:  # it may have been one machine all the same
             job.deviated_at = message.commits
             return [*commands, *tre.compute_again(message, job)]
-        commands += self._fault(Fault(Kind.DIFFERS, text, reason=text, code=2))
-        job.differed_at = message.commits
-        return commands
+        return [*commands, *self._all_back(text, message.commits)]
 
     def unfinishable(self, generation: int, reason: str) -> list[Command]:
         """The tail that a fault has cut needs what only a dead rank knew."""
@@ -359,12 +357,7 @@ class Controller:
             f"rank {lost} has lost its state when it and rank {doubting} did not seem to hold the same bits (update "
             f"{commits}), before ranks {list(group)} could compare"
         )
-        note = Note("replicas_differ", detail={"ranks": list(group), "reason": text})
-        if self.job.leaving:
-            return [note, *self.stop(2, text)]
-        commands = self._fault(Fault(Kind.DIFFERS, text, reason=text, code=2))
-        self.job.differed_at = commits
-        return [note, *commands]
+        return [Note("replicas_differ", detail={"ranks": list(group), "reason": text}), *self._all_back(text, commits)]
 
     def done(self, rank: int, incarnation: int, generation: int, *, step: int = 0, over: bool = False) -> list[Command]:
         """A rank stands where the plan wants it, before ``step``. The last one lets everybody go, unless a pause is
@@ -437,11 +430,16 @@ class Controller:
         group = job.replicas.peers(next(iter(told)))
         text = sentence(group, told)
         note = Note("replicas_differ", detail={"ranks": list(group), "reason": text})
+        return [note, *self._all_back(text, max(each.commits for each in told.values()))]
+
+    def _all_back(self, text: str, commits: int) -> list[Command]:
+        """Nobody knows what is right since before update ``commits``, or long before it."""
+        job = self.job
         if job.leaving or job.stage not in _RUNS:  # it is about to end
-            return [note, *self.stop(2, text)]
+            return self.stop(2, text)
         commands = self._fault(Fault(Kind.DIFFERS, text, reason=text, code=2))
-        job.differed_at = max(each.commits for each in told.values())
-        return [note, *commands]
+        job.differed_at = commits
+        return commands
 
     def leave(self, code: int, reason: str) -> list[Command]:
         """Somebody wants the job to end and its state to be saved. Asked twice: to end at once."""

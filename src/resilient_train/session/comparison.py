@@ -4,13 +4,13 @@ Each rank writes a fingerprint of its parameters and optimizer state into its re
 that no rank passes before all have come to it, and reads those of its replicas behind it. All of them find a difference
 at the same place, tell the agent what they hold, and go no further.
 
-When: before a checkpoint is written (it is put together from parts of all replicas), when a recovery is over (before
+When: with each snapshot (a checkpoint is put together from parts of all replicas), when a recovery is over (before
 anybody trains on what a replica gave), at the end, and before the updates that are 1, 2, 4, 8, ... behind the last of
 these beginnings: a gradient that nobody averages shows in the first one, unless its learning rate is still 0. And every
 so many updates: what changes a bit without a sign may do so at any time.
 
-A snapshot that stays in memory is looked at as well, since its fingerprint was made beside its copy. That may say
-nothing: a script may have used other weights meanwhile, for an evaluation. So where those differ, all compare before
+The fingerprint of a snapshot is made behind its copy, beside the step. That may say nothing: a script may have used
+other weights meanwhile, for an evaluation. So where those differ, all compare before
 the next update, and no snapshot takes the place of the older one before they have.
 """
 

@@ -289,7 +289,10 @@ class Driver:
     def enter(self, step: Step) -> None:
         """The body begins."""
         self._entered = True
-        self.saving.body_begins(self._rank.standing.commits)
+        try:
+            self.saving.body_begins(self._rank.standing.commits)
+        except DeviceError as failure:
+            self._fail_stop(failure)
         self._injector.listen(step.number)
         self._clock.start()
         self._drive(on.Enter())

@@ -18,7 +18,7 @@ from resilient_train.frameworks.torch.device import Device
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.generators import by_generator, random_state
 from resilient_train.frameworks.torch.groups import Groups
-from resilient_train.frameworks.torch.leaves import TENSORS, local, state_of
+from resilient_train.frameworks.torch.leaves import TENSORS, gradients_of, local, state_of
 from resilient_train.frameworks.torch.state import State
 from resilient_train.state.tree import flatten
 
@@ -67,10 +67,9 @@ class Drill:
         """The tensors of that kind, in one order on all ranks."""
         if self._computed is not None or target == "activation":  # other gradients are not there yet, or not any more
             return [self._computed] if self._computed is not None else []
-        tree = self._state.tree()
         if target == "gradient":
-            named = [(name, p.grad) for model in self._objects.models for name, p in model.named_parameters()]
-            return [(name, gradient) for name, gradient in named if gradient is not None]
+            return gradients_of(self._objects.models)
+        tree = self._state.tree()
         part = {"param": "model", "optimizer": "optimizer", "buffer": "buffers"}[target]
         _, tensors = flatten(tree[part], TENSORS)
         return list(zip(names_of(tensors), tensors.values(), strict=True))

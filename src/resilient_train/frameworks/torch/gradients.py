@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
+from resilient_train.frameworks.torch.leaves import gradients_of
 
 
 class Gradients:
@@ -48,8 +49,7 @@ class Gradients:
         self._dropping = False
 
     def digest(self) -> str:
-        named = [(name, p.grad) for model in self._objects.models for name, p in model.named_parameters()]
-        rows = [f"{name} {tensor_digest(gradient)}" for name, gradient in named if gradient is not None]
+        rows = [f"{name} {tensor_digest(gradient)}" for name, gradient in gradients_of(self._objects.models)]
         return xxhash.xxh3_128_hexdigest("\n".join(rows).encode())
 
     def drop(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 import msgspec
@@ -45,6 +45,12 @@ def dtype_of(name: str) -> torch.dtype:
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[Any]:
     """Whether it is a DTensor: of its elements this rank holds a part, or a copy, in another tensor."""
     return hasattr(tensor, "__create_chunk_list__")
+
+
+def gradients_of(models: Iterable[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
+    """Of all parameters that have one, by name."""
+    named = [(name, parameter.grad) for model in models for name, parameter in model.named_parameters()]
+    return [(name, gradient) for name, gradient in named if gradient is not None]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

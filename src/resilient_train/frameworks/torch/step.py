@@ -56,9 +56,9 @@ class Step:
         """Optimizers of other models, and how many groups they had when that was found."""
         self._handles: list[Any] = []
         self._running: list[torch.optim.Optimizer] = []
-        self._asked: Any = None
-        """The optimizer that the gradient scaler was asked to step, as long as it has not."""
         """The innermost comes last. One may be there twice: where its class and the class above both have hooks."""
+        self._asked: torch.optim.Optimizer | None = None
+        """The one that the gradient scaler was asked to step, as long as it has not."""
 
     def attach(self, updates: Updates) -> None:
         """From now on ``updates`` is told of each, and one by a foreign optimizer is refused."""
@@ -107,7 +107,8 @@ class Step:
         """The registered optimizer that this one is, or wraps: it has its parameters. None: it is somebody else's."""
         if id(optimizer) in self._registered:
             return optimizer  # type: ignore[no-any-return] # it is one of ours
-        theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        groups = getattr(optimizer, "param_groups", ())  # a scaler that is switched off takes anything with a step()
+        theirs = {id(parameter) for group in groups for parameter in group["params"]}
         for each in self._objects.optimizers:
             if any(id(parameter) in theirs for group in each.param_groups for parameter in group["params"]):
                 return each  # type: ignore[no-any-return]

@@ -477,7 +477,8 @@ class Agent:
                     if kind == "replicas_differ":
                         self._saves.doubt()
                     if kind == "late_anomaly" and detail["goes_back"]:
-                        self._saves.distrust(int(str(detail["step"])))
+                        assert isinstance(detail["step"], int)
+                        self._saves.distrust(detail["step"])
                     if kind == "started" and self._spec.policy.replace:
                         self._processes.train(self._job.attempt)
                 case KeepAnomalies(what=what, values=values):

@@ -12,7 +12,7 @@ from resilient_train.errors import StorageError
 from resilient_train.launch.agent.forked_work import aside
 from resilient_train.protocol.messages import Source
 from resilient_train.state.checkpoint.retention import set_aside, tidy
-from resilient_train.state.checkpoint.verify import candidates, newest_complete
+from resilient_train.state.checkpoint.verify import newest_complete
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,9 +55,7 @@ def is_there(folder: Path) -> bool:
 
 
 def _look(folder: Path, refused: Collection[Path], bytes_too: bool, wrong_since: int | None, held: bool) -> bytes:
-    if wrong_since is not None:
-        refused = [*refused, *(path for name, path in candidates(folder) if name.step > wrong_since)]
-    found = look(folder, refused, bytes_too=bytes_too)
+    found = look(folder, refused, bytes_too=bytes_too, wrong_since=wrong_since)
     if wrong_since is not None and bytes_too and (held or found.source is not None):
         try:
             set_aside(folder, wrong_since)
@@ -66,7 +64,7 @@ def _look(folder: Path, refused: Collection[Path], bytes_too: bool, wrong_since:
     return msgspec.msgpack.encode(found)
 
 
-def look(folder: Path, refused: Collection[Path] = (), *, bytes_too: bool) -> Stored:
+def look(folder: Path, refused: Collection[Path] = (), *, bytes_too: bool, wrong_since: int | None = None) -> Stored:
     """``find_stored``, here and now."""
     untidy = ""
     try:
@@ -75,7 +73,7 @@ def look(folder: Path, refused: Collection[Path] = (), *, bytes_too: bool) -> St
     except StorageError as error:
         untidy = str(error)
     try:
-        found = newest_complete(folder, digests=bytes_too, refused=refused)
+        found = newest_complete(folder, digests=bytes_too, refused=refused, wrong_since=wrong_since)
     except OSError as error:
         return Stored(untidy=untidy, unreadable=str(error))
     source = None

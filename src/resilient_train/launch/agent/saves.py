@@ -387,6 +387,7 @@ class Saves:
 
     def _lost(self, reason: str) -> None:
         self._let_go()
+        self._kept_step = -1
         self._note("holder_lost", detail={"reason": reason})
         save, self._under_way = self._under_way, None
         if save is not None:

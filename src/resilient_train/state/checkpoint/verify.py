@@ -165,14 +165,17 @@ def candidates(folder: Path) -> list[tuple[Name, Path]]:
     return named
 
 
-def newest_complete(folder: Path, *, digests: bool = True, refused: Collection[Path] = ()) -> Found:
-    """The newest checkpoint that ``verify`` has nothing to say against, but none of ``refused``.
+def newest_complete(
+    folder: Path, *, digests: bool = True, refused: Collection[Path] = (), wrong_since: int | None = None
+) -> Found:
+    """The newest checkpoint that ``verify`` has nothing to say against, but none of ``refused``, and none from behind
+    step ``wrong_since``.
 
     Raises OSError if the folder can't be read.
     """
     skipped: list[tuple[Path, str]] = []
-    for _, path in candidates(folder):
-        if path in refused:
+    for name, path in candidates(folder):
+        if path in refused or (wrong_since is not None and name.step > wrong_since):
             continue
         report = verify(path, digests=digests)
         if report.ok:

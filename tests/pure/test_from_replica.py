@@ -87,6 +87,8 @@ def test_out_of_the_sources_memory(ranks: tuple[Rank, Rank, Offer]) -> None:
     assert isinstance(fetched, Fetched)
     assert (fetched.source, fetched.way) == (0, "memory")
     assert target.handover.take_layout() == source.engine.step.layout()
+    with pytest.raises(TransferError, match="can't be read"):
+        target.engine.step.rebuild_reducer(b"no layout", 9)
 
 
 def over_the_group(ranks: tuple[Rank, Rank, Offer]) -> None:

@@ -57,6 +57,8 @@ VARIANTS = (
     "two",
     "undo",
     "scaler",
+    "early",
+    "early+two+undo",
     "before+unused",
     "short+stateful+workers+persistent",
     "short+workers+persistent+shuffle",

@@ -144,6 +144,14 @@ class Image(NamedTuple):
     """The name of a tensor that was written since the image was described, though it may be only now; empty: none."""
 
 
+class WrittenEarly(NamedTuple):
+    """Replicated state that the script writes before its updates: from the next window on there is a copy of it."""
+
+    names: list[str]
+    kept_bytes: int
+    """Of all that is copied for each window."""
+
+
 class Strides(NamedTuple):
     """A loader whose ranks take every ``replicas``-th sample of an order that is the same in a job of any size."""
 
@@ -373,6 +381,12 @@ class State(Protocol):
         """Like ``receive``, for the damaged tensors only. TransferError if the others differ from the replica's."""
         ...
 
+    def cut(self) -> None:
+        """A body is left, and its step will run again: what the script changes until then ``Step.rollback`` takes back
+        too.
+        """
+        ...
+
     def image(self, step: int, share: SaveShare) -> Image:
         """What to copy, until the next update begins, for a snapshot of the state from before ``step``.
 
@@ -430,6 +444,14 @@ class Data(Protocol):
 
     def look(self, arguments: Any) -> bytes:
         """A digest of a few words of the data in nested ``arguments``, without waiting for a device; empty if none."""
+        ...
+
+    def versions(self, batch: Any) -> tuple[int, ...]:
+        """How often each tensor in a nested ``batch`` was written in place, as far as the framework counts it."""
+        ...
+
+    def copied(self, batch: Any) -> Any:
+        """A copy that shares nothing with it; None for what can't be copied."""
         ...
 
     def random_state(self) -> bytes:
@@ -494,22 +516,27 @@ class Step(Protocol):
         """A window begins: remember what a redo must restore."""
         ...
 
-    def rollback(self) -> None:
-        """Back to ``begin``, unless ``forget`` was called since: gradients dropped; RNG, unsynchronised buffers,
-        schedulers and scaler as they were.
+    def rollback(self) -> str:
+        """Back to ``begin``, unless ``forget`` was called since: gradients dropped; RNG, unsynchronised buffers, and
+        state that bodies write as it was. Returns the name of some that can't be brought back; empty: all is.
         """
         ...
 
-    def save_undo(self) -> None:
-        """Keeps a copy of the replicated state, so that ``rollback`` can also take an update back."""
+    def save_undo(self) -> WrittenEarly | None:
+        """Keeps a copy of the replicated state, so that ``rollback`` can also take an update back. Returns what
+        ``gradients_ready`` does.
+        """
         ...
 
     def forget(self) -> None:
         """Nothing can be rolled back any more: the update is applied, or other state takes the place of this one."""
         ...
 
-    def gradients_ready(self, update: int) -> None:
-        """All backward passes of ``update`` are over; the first ones decide the layout of DDP's buckets."""
+    def gradients_ready(self, update: int) -> WrittenEarly | None:
+        """All backward passes of ``update`` are over; the first ones decide the layout of DDP's buckets.
+
+        Returns what was seen to be written before its update, for the first time.
+        """
         ...
 
     def layout(self) -> bytes:

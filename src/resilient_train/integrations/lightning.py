@@ -148,6 +148,8 @@ def _body(trainer: Trainer, counts: _Counts, run: Callable[..., Any], *args: Any
 class _Place:
     """Where loops and callbacks are, as state that all ranks hold alike."""
 
+    resilient_lives_on = True
+
     def __init__(self, trainer: Trainer, own: Callback) -> None:
         self._trainer = trainer
         self._callbacks = {each.state_key: each for each in trainer.callbacks if each is not own}

@@ -227,6 +227,8 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
 class _Place:
     """Where the loop is, as state that all ranks hold alike: in the form in which the Trainer itself saves it."""
 
+    resilient_lives_on = True
+
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._epoch = self._first = self._updates = 0

@@ -30,7 +30,7 @@ from resilient_train.errors import (
 )
 from resilient_train.events import now
 from resilient_train.faults import parse_plan
-from resilient_train.frameworks.roles import Engine, Objects
+from resilient_train.frameworks.roles import Engine, Objects, WrittenEarly
 from resilient_train.observe import thresholds
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, say_aside
 from resilient_train.protocol import messages as m
@@ -312,7 +312,10 @@ class Driver:
         if event.how in ("error", "leaves"):
             self._pulse.leaving()
             self.outlive(error)
-        return bool(self._drive(event))
+        again = bool(self._drive(event))
+        if again:
+            self._engine.state.cut()
+        return again
 
     def close(self, *, finish: bool) -> None:
         """Leaves: after all ranks have come to their end, or (``finish`` False) at once."""
@@ -458,13 +461,13 @@ class Driver:
             do.Exchange: self._exchange,
             do.Mark: lambda _: self._engine.step.begin(),
             do.Draw: self._draw,
-            do.Rollback: lambda _: self._engine.step.rollback(),
+            do.Rollback: self._rollback,
             do.ForgetBatches: lambda _: self._batches.forget(),
-            do.SaveUndo: lambda _: self._engine.step.save_undo(),
+            do.SaveUndo: self._save_undo,
             do.DropGradients: self._drop_gradients,
             do.Committed: self._committed,
             do.Synchronize: lambda _: self._engine.device.synchronize(),
-            do.LearnLayout: lambda _: self._engine.step.gradients_ready(self._rank.standing.commits),
+            do.LearnLayout: self._gradients_ready,
             do.RebuildReducer: self._rebuild_reducer,
             do.OnPause: self._on_pause,
             do.CheckCollectives: self._check_collectives,
@@ -572,7 +575,45 @@ class Driver:
         place = self._rank.place
         if not place:
             self._peers.begin_window()
-        self._batches.draw(place)
+        if not self._batches.draw(place):
+            self._lose(f"the batch of step {self._rank.number}", self._rank.number)
+
+    def _rollback(self, _: do.Rollback) -> None:
+        lost = self._engine.step.rollback()
+        if lost and self._rank.intact:
+            self._lose(lost, self._number)
+
+    def _lose(self, what: str, step: int) -> None:
+        """Something is not what it was at the beginning of the window, and can't be brought back."""
+        told = (
+            f"rank {self._link.rank}: {what} was written before the update of step {step}, for the first time, and has "
+            "no copy: the step can't be taken back, and this process ends so that it is replaced "
+            "(docs/how-to/loops.md, State that is written before the update)"
+        )
+        fail_stop(self._event, "state_lost", told)
+
+    def _gradients_ready(self, _: do.LearnLayout) -> None:
+        self._tell_written(self._engine.step.gradients_ready(self._rank.standing.commits))
+
+    def _save_undo(self, _: do.SaveUndo) -> None:
+        self._tell_written(self._engine.step.save_undo())
+
+    def _tell_written(self, found: WrittenEarly | None) -> None:
+        """What the bodies have written before their update, and will be copied first from now on."""
+        if self._batches.look():
+            self._event("batch_written", {})
+            self._tell(
+                f"step {self._number} wrote into its batch: from now on each batch is copied first, so that a step "
+                "that is redone gets it as it was"
+            )
+        if found is None:
+            return
+        self._event("written_early", {"names": found.names, "bytes": found.kept_bytes})
+        more = f" and {len(found.names) - 1} more" if len(found.names) > 1 else ""
+        self._tell(
+            f"step {self._number} wrote {found.names[0]}{more} before its update: from now on it is copied for each "
+            f"step ({found.kept_bytes / 2**20:.1f} MiB in all), so that a fault can put it back"
+        )
 
     def _drop_gradients(self, _: do.DropGradients) -> None:
         self._engine.gradients.drop()

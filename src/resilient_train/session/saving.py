@@ -2,8 +2,8 @@
 
 A snapshot is begun with the first body of a window and copied behind its forward and backward passes. What an update
 changes is whole again at the next fence: before the update, before a recovery, at the end. Not at the head of the loop:
-between that and its body a script may evaluate other weights, and put its own back. One that does so in the body spoils
-the snapshot, which is seen, and told.
+between that and its body a script may evaluate other weights, and put its own back. Of what is written early the engine
+has a copy from the second time on, and the snapshot is of that; the first time spoils it, which is seen, and told.
 
 Which windows begin with one, the same on all ranks: see ``cadence.py``. Which of its two slots a rank overwrites:
 ``snapshot_names.py``. The way back: ``from_saved.py``.
@@ -330,9 +330,7 @@ class Saving:
         """At the first fence. Raises TransferError for a copy of what has changed meanwhile."""
         fenced, self._fenced = self._fenced, True
         if not fenced and (name := flying.image.changed()):
-            raise TransferError(
-                f"{name!r} was changed between the beginning of the step's body and its update, while it was copied"
-            )
+            raise TransferError(f"{name!r} was written before the update of its step, while it was copied")
 
     def _complete(self, flying: SnapshotInFlight) -> None:
         try:

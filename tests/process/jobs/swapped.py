@@ -1,4 +1,5 @@
-"""A loop that evaluates other weights every five steps, and puts its own back: ``top`` of the loop, or in the ``body``.
+"""A loop that evaluates other weights every five steps, and puts its own back: ``top`` of the loop, or in the ``body``;
+there from step 5 on.
 
 The model is large enough that its copy takes longer than it takes to change what is copied last.
 """
@@ -45,7 +46,7 @@ with rt.Session(model=model, optimizer=optimizer) as session:
         if asked.where == "top" and step.number % 5 == 0:
             evaluate()
         with step:
-            if asked.where == "body" and step.number % 5 == 0:
+            if asked.where == "body" and step.number and step.number % 5 == 0:
                 evaluate()
             (model(torch.randn(4, 1500)) - 1).pow(2).mean().backward()
             optimizer.step()

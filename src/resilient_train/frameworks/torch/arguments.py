@@ -1,7 +1,8 @@
-"""A look at what a body is called with: does a process that takes a place call its first one with the same data?"""
+"""A look at what a body is given: is it the same data in the process that takes a place? Is it what it was?"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,31 @@ def look(tree: Any) -> bytes:
     """
     seen = b"".join(_seen(tree))
     return xxhash.xxh3_64_digest(seen) if seen else b""
+
+
+def versions(tree: Any) -> tuple[int, ...]:
+    """How often each tensor in nested mappings, lists and tuples was written in place, as torch counts it."""
+    return tuple(_versions(tree))
+
+
+def copied(tree: Any) -> Any:
+    """A copy that shares nothing with ``tree``; None for what can't be copied (an iterator, a part of a graph)."""
+    try:
+        return copy.deepcopy(tree)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return None
+
+
+def _versions(tree: Any) -> Iterator[int]:
+    if isinstance(tree, torch.Tensor):
+        if not tree.is_inference():
+            yield tree._version
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _versions(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _versions(value)
 
 
 def _seen(tree: Any) -> Iterator[bytes]:

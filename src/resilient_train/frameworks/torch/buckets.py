@@ -127,11 +127,11 @@ class Buckets:
             hook.remove()
         self._hooks.clear()
 
-    def layout(self) -> bytes:
+    def layout(self) -> PassHistory:
         """The record, for another process."""
-        return msgspec.msgpack.encode(PassHistory(self.passes, self.shares_buffers))
+        return PassHistory(self.passes, self.shares_buffers)
 
-    def restore(self, layout: bytes | None, commits: int) -> None:
+    def restore(self, layout: PassHistory | None, commits: int) -> None:
         """Brings every reducer to where an undisturbed one is before update ``commits``. No collective is run.
 
         ``layout`` is a replica's record, None for a rank that has its own. Raises TransferError.
@@ -145,11 +145,7 @@ class Buckets:
             for wrapper, parameters, of_one in zip(self._wrappers, self._parameters, self.passes, strict=True):
                 _restore(wrapper, parameters, of_one)
 
-    def _take(self, layout: bytes) -> None:
-        try:
-            history = msgspec.msgpack.decode(layout, type=PassHistory)
-        except msgspec.MsgspecError as error:
-            raise TransferError(f"the layout of DDP's buckets can't be read: {error}") from None
+    def _take(self, history: PassHistory) -> None:
         if len(history.passes) != len(self._wrappers):
             raise TransferError(f"the replica has {len(history.passes)} DDP wrappers, this rank {len(self._wrappers)}")
         self.passes, self.shares_buffers = history.passes, history.shares_buffers

@@ -10,11 +10,12 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from resilient_train.frameworks.roles import Strides, Workers
-from resilient_train.frameworks.torch.arguments import look
+from resilient_train.frameworks.torch.arguments import copied, look, versions
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.leaves import pack, unpack
 
 __all__ = [
+    "copied",
     "drop_workers",
     "fast_forward",
     "look",
@@ -23,6 +24,7 @@ __all__ = [
     "restore_random_state",
     "strides",
     "unpack",
+    "versions",
     "workers",
 ]
 

@@ -47,8 +47,8 @@ class Images:
         """So many times the state's layout was another one than before."""
         self._layout: _Layout | None = None
 
-    def image(self, tree: Any, step: int, share: SaveShare) -> Image:
-        """See ``frameworks/roles.State``; ``tree`` is the state."""
+    def image(self, tree: Any, step: int, share: SaveShare, changed: str = "") -> Image:
+        """See ``frameworks/roles.State``; ``tree`` is the state. ``changed``: what is not any more as it is to be."""
         held = contents(tree)
         tensors = held.tensors
         if all(map(on_host, tensors.values())):
@@ -58,7 +58,9 @@ class Images:
         else:
             plan = self._planned(share, tensors)
             begin = self._on_device(plan, plan.header(step), tensors)
-        return Image(plan.total_bytes, begin, held.payload, tuple(tensors), partial(_changed, _versions(tensors)))
+        return Image(
+            plan.total_bytes, begin, held.payload, tuple(tensors), partial(_changed, _versions(tensors), changed)
+        )
 
     def _on_host(self, layout: _Layout, header: bytes, tensors: Mapping[str, torch.Tensor]) -> _Begin:
         first = np.frombuffer(bytearray(header), dtype=np.uint8)
@@ -115,8 +117,8 @@ def _versions(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tens
     ]
 
 
-def _changed(before: list[tuple[str, torch.Tensor, int]]) -> str:
-    return next((name for name, tensor, version in before if tensor._version != version), "")
+def _changed(before: list[tuple[str, torch.Tensor, int]], already: str) -> str:
+    return already or next((name for name, tensor, version in before if tensor._version != version), "")
 
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:

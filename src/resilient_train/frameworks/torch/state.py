@@ -19,6 +19,7 @@ from resilient_train.frameworks.torch.damage import move
 from resilient_train.frameworks.torch.entries import entries_of, put_entries
 from resilient_train.frameworks.torch.fingerprint import Fingerprint, rows_of
 from resilient_train.frameworks.torch.images import Images
+from resilient_train.frameworks.torch.kept_state import KeptState
 from resilient_train.frameworks.torch.leaves import (
     PLAIN,
     TENSORS,
@@ -87,6 +88,7 @@ class State:
         self._accelerator = accelerator
         self._staging = staging or Staging(config.read_settings().pinned_bytes)
         self._images = Images(self._staging)
+        self.kept = KeptState(objects)
         self._checked_plans = 0
         self._copier = _native.Copier()
         self._fingerprint: Fingerprint | None = None
@@ -147,6 +149,19 @@ class State:
             "parameters": [groups_of(optimizer) for optimizer in objects.optimizers],
         }
 
+    def keep(self) -> None:
+        """A window begins: what its redo goes back to, as far as bodies change it."""
+        self.kept.begin(self.small_copy())
+
+    def cut(self) -> None:
+        self.kept.cut()
+
+    def put_back(self) -> str:
+        """The inverse. Returns the name of something that can't be put back."""
+        self.kept.put_back()
+        self.restore_small(self.kept.small)
+        return self.kept.lost
+
     def restore_small(self, small: Mapping[str, Any]) -> None:
         """Puts a ``small_tree`` back, or a ``small_copy``: with the groups that there were."""
         for optimizer, held in zip(self._objects.optimizers, small.get("parameters", ()), strict=False):
@@ -174,7 +189,9 @@ class State:
     def fingerprint(self, after: _native.Copier | None = None) -> Fingerprint:
         if self._fingerprint is not None:
             self._fingerprint.digest()
-        self._fingerprint = Fingerprint(self.tree(core=True), self._copier, after)
+        tree = self.tree(core=True)
+        self.kept.into(tree)
+        self._fingerprint = Fingerprint(tree, self._copier, after)
         return self._fingerprint
 
     def on_host(self) -> bool:
@@ -240,7 +257,10 @@ class State:
         return sum(span.size for span in spans)
 
     def image(self, step: int, share: SaveShare) -> Image:
-        image = self._images.image(self.tree(), step, share)
+        self.kept.look()
+        tree = self.tree()
+        self.kept.into(tree)
+        image = self._images.image(tree, step, share, self.kept.lost)
         if self._images.plans != self._checked_plans:
             fitting.check_unchanged(self._built, fitting.layout_of(self._objects.models))
             self._checked_plans = self._images.plans

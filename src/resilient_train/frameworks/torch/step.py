@@ -9,15 +9,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from resilient_train.errors import UsageError
-from resilient_train.frameworks.roles import Objects, Updates
+from resilient_train.errors import TransferError, UsageError
+from resilient_train.frameworks.roles import Objects, Updates, WrittenEarly
 from resilient_train.frameworks.torch import admission
 from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
-from resilient_train.frameworks.torch.buckets import Buckets
+from resilient_train.frameworks.torch.buckets import Buckets, PassHistory
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
+from resilient_train.frameworks.torch.kept_state import Key
 from resilient_train.frameworks.torch.leaves import copy_tree
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import RankState
@@ -30,8 +32,14 @@ class _Start(NamedTuple):
     random: bytes
     gradients: bool
     rank_state: bytes
-    small: dict[str, Any]
     shares_buffers: list[bool]
+
+
+class _Learnt(PassHistory, array_like=True):
+    """And what the script writes before its updates."""
+
+    parameters: tuple[Key, ...] = ()
+    states: tuple[str, ...] = ()
 
 
 class Step:
@@ -129,16 +137,17 @@ class Step:
         self._asked = None
         self._samples.take()
         self._undo = None
-        own, small = self._rank_state.packed(), self._state.small_copy()
-        self._start = _Start(random_state(), torch.is_grad_enabled(), own, small, self._buckets.shares_buffers)
+        own = self._rank_state.packed()
+        self._state.keep()
+        self._start = _Start(random_state(), torch.is_grad_enabled(), own, self._buckets.shares_buffers)
         if not self._buckets.known:
             self._buckets.record()
 
-    def rollback(self) -> None:
+    def rollback(self) -> str:
         start = self._start
         self._running.clear()
         if start is None:
-            return
+            return ""
         if self._undo is not None:
             self._state.restore(self._undo)
             self._undo = None
@@ -149,16 +158,20 @@ class Step:
         for model in self._objects.models:
             model.zero_grad(set_to_none=True)
         self._rank_state.rollback(start.rank_state)
-        self._state.restore_small(start.small)
+        lost = self._state.put_back()
         self._buckets.shares_buffers = start.shares_buffers
         restore_random_state(start.random)
+        return lost
 
-    def save_undo(self) -> None:
+    def save_undo(self) -> WrittenEarly | None:
         if self._undo is None:
+            self._state.kept.seal()
             self._undo = copy_tree(self._state.tree())
+        return self._state.kept.found()
 
     def forget(self) -> None:
         self._start = self._undo = None
+        self._state.kept.forget()
 
     def changed_unasked(self) -> str:
         return self._samples.changed()
@@ -168,15 +181,26 @@ class Step:
 
     # -- the layout of DDP's buckets
 
-    def gradients_ready(self, update: int) -> None:
+    def gradients_ready(self, update: int) -> WrittenEarly | None:
+        self._state.kept.look()
         if not self._buckets.known:
             self._buckets.recorded(update)
+        return self._state.kept.found()
 
     def layout(self) -> bytes:
-        return self._buckets.layout()
+        history, kept = self._buckets.layout(), self._state.kept
+        learnt = _Learnt(history.passes, history.shares_buffers, kept.early_parameters(), kept.early_states())
+        return msgspec.msgpack.encode(learnt)
 
     def rebuild_reducer(self, layout: bytes | None, commits: int) -> None:
-        self._buckets.restore(layout, commits)
+        learnt = None
+        if layout is not None:
+            try:
+                learnt = msgspec.msgpack.decode(layout, type=_Learnt)
+            except msgspec.MsgspecError as error:
+                raise TransferError(f"what the replica has learnt in its first steps can't be read: {error}") from None
+            self._state.kept.learn(learnt.parameters, learnt.states)
+        self._buckets.restore(learnt, commits)
 
     # -- optimizers
 

@@ -1,0 +1,138 @@
+"""Loops that change registered state where a fault brings it back: in front of the update of its step.
+
+``momentum``: a second encoder follows the first one in its forward pass (MoCo); ``assigned``, ``silent``: as that,
+past torch's version counter, with a new tensor or in place. ``counter``: samples are counted in the body. ``average``:
+an average, too large to be copied at each step for nothing, is updated between the head of the loop and its body.
+``behind``: behind ``with step:``, where that may be an attempt that is repeated. ``rate``: a scheduler steps at the top
+of the loop. ``rarely``: as ``momentum``, but in one step only.
+"""
+
+import argparse
+import hashlib
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import resilient_train as rt
+from resilient_train.config import read_link
+
+parser = argparse.ArgumentParser()
+parser.add_argument("what")
+parser.add_argument("--steps", type=int, default=16)
+parser.add_argument("--rare", type=int, default=9, help="the step that is another one")
+parser.add_argument("--save", type=int, default=0)
+parser.add_argument("--all-die", type=int, default=-1, help="behind this step, once")
+asked = parser.parse_args()
+
+
+class Followed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.key = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.key.requires_grad_(False)
+        self.now = True
+
+    def follow(self) -> None:
+        for mine, theirs in zip(self.key.parameters(), self.encoder.parameters(), strict=True):
+            if asked.what == "assigned":
+                mine.data = mine.data * 0.9 + theirs.data * 0.1
+            elif asked.what == "silent":
+                mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+            else:
+                with torch.no_grad():
+                    mine.mul_(0.9).add_(theirs, alpha=0.1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.now:
+            self.follow()
+        return self.encoder(inputs) - self.key(inputs.flip(1))
+
+
+class Counter:
+    """Of samples, and a list of the last ones."""
+
+    def __init__(self) -> None:
+        self.samples, self.recent = 0, [torch.zeros(3)]
+
+    def state_dict(self) -> dict:
+        return {"samples": self.samples, "recent": self.recent}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.samples, self.recent = state["samples"], list(state["recent"])
+
+
+class Average:
+    """Of the parameters, with as much beside it as makes it large; it counts its updates."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.updates = 0
+        self.held = [parameter.detach().clone() for parameter in model.parameters()] + [torch.zeros(300_000)]
+
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        for mine, theirs in zip(self.held, [*model.parameters(), torch.ones(300_000)], strict=True):
+            mine.mul_(0.9).add_(theirs.detach(), alpha=0.1)
+
+    def state_dict(self) -> dict:
+        return {"updates": self.updates, "held": self.held}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.updates = state["updates"]
+        for mine, theirs in zip(self.held, state["held"], strict=True):
+            mine.copy_(theirs)
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+rank = dist.get_rank()
+core = Followed()
+model = DistributedDataParallel(core)
+optimizer = torch.optim.AdamW(core.encoder.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+counter, average = Counter(), Average(core)
+torch.manual_seed(1 + rank)
+link = read_link()
+
+with rt.Session(
+    model=model, optimizer=optimizer, scheduler=scheduler, state={"counter": counter, "average": average}
+) as session:
+    if asked.save:
+        session.save_every(steps=asked.save)
+    for step in session.steps(asked.steps):
+        core.now = asked.what in ("momentum", "assigned", "silent") or (asked.what, step.number) == (
+            "rarely",
+            asked.rare,
+        )
+        if asked.what == "average":
+            average.update(core)
+        if asked.what == "rate":
+            scheduler.step()
+        with step:
+            inputs = torch.randn(4, 40)
+            if asked.what == "counter":
+                counter.samples += len(inputs)
+                counter.recent.append(torch.full((3,), float(step.number)))
+            (model(inputs) - 1).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if asked.what in ("counter", "rate"):
+                average.update(core)
+        if asked.what == "behind":
+            average.update(core)
+            scheduler.step()
+        if step.number == asked.all_die and link is not None and link.attempt == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if link is not None:
+    found = hashlib.sha256()
+    held = [*core.state_dict().values(), *average.held, *counter.recent, torch.get_rng_state()]
+    for tensor in held:
+        found.update(tensor.detach().numpy().tobytes())
+    found.update(repr((average.updates, counter.samples, scheduler.state_dict())).encode())
+    Path(link.run_dir, f"end_rank{rank}.txt").write_text(found.hexdigest())
+dist.destroy_process_group()

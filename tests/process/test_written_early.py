@@ -1,0 +1,78 @@
+"""State that a script changes in front of its update: a fault puts it back, or the job ends loudly.
+
+Until now it was changed again when the step was: other bits, the same on all ranks, and exit code 0.
+"""
+
+from pathlib import Path
+
+import pytest
+from identity import assert_identical
+from running import Reference, launch
+from test_kill_matrix import PLACES, kills
+
+FAULTS = (
+    "kill rank=1 step=4 phase=COMPUTE at=backward; kill rank=0 step=6 phase=READY at=before; "
+    "hcce rank=1 step=8 phase=READY at=before incarnation=1; kill rank=1 step=10 phase=APPLIED at=start incarnation=1"
+)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("what", ["momentum", "assigned", "silent", "counter", "average", "behind", "rate"])
+def test_what_is_written_before_the_update_is_put_back(tmp_path: Path, what: str) -> None:
+    plain = launch(tmp_path / "plain", "written_early.py", what, ranks=2)
+    run = launch(tmp_path / "run", "written_early.py", what, ranks=2, flags=("--faults", FAULTS))
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.recoveries() >= 4, run.explain()
+    assert run.ends() == plain.ends(), run.explain()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("what", ["momentum", "silent", "counter", "average", "rate"])
+def test_a_snapshot_is_of_what_the_step_found(tmp_path: Path, what: str) -> None:
+    plain = launch(tmp_path / "plain", "written_early.py", what, ranks=2)
+    run = launch(tmp_path / "run", "written_early.py", what, "--save", "3", "--all-die", "11", ranks=2)
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert {event["detail"]["commits"] for event in run.of("restored")} & {3, 6, 9}, run.explain()
+    assert not [each for each in run.of("save_skipped") if "busy" not in each["detail"]["reason"]], run.explain()
+    assert run.ends() == plain.ends(), run.explain()
+
+
+RARE = "kill rank=1 step=9 phase=READY at=before"
+"""In the one step that is another one: nobody has a copy of what it writes."""
+
+
+@pytest.mark.timeout(240)
+def test_what_is_written_for_the_first_time_is_taken_from_a_snapshot(tmp_path: Path) -> None:
+    plain = launch(tmp_path / "plain", "written_early.py", "rarely", ranks=2)
+    run = launch(tmp_path / "run", "written_early.py", "rarely", "--save", "3", ranks=2, flags=("--faults", RARE))
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.of("state_lost"), run.explain()
+    assert len(run.of("restart_all")) == 1, run.explain()
+    assert run.ends() == plain.ends(), run.explain()
+
+
+def test_what_is_written_for_the_first_time_ends_a_job_without_snapshots(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "written_early.py", "rarely", ranks=2, flags=("--faults", RARE))
+    assert run.code not in (0, 2), run.explain()
+    assert "was written before the update of step 9" in run.err, run.explain()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("variant", ["early", "early+undo", "early+scaler", "early+two"])
+def test_kill_at_every_phase(tmp_path: Path, undisturbed: Reference, variant: str) -> None:
+    plan, steps = kills(2, PLACES, 0)
+    reference = undisturbed(ranks=2, steps=steps, variant=variant)
+    arguments = ("--steps", str(steps), "--variant", variant)
+    run = launch(tmp_path / "run", "train.py", *arguments, ranks=2, flags=("--faults", plan))
+    hits = len(run.of("injected"))
+    assert hits == len(PLACES) - ("undo" in variant), "with undo a body has no end of its own behind its update"
+    assert_identical(run, reference, ranks=2, recoveries=hits, once="undo" not in variant)
+
+
+@pytest.mark.timeout(240)
+def test_kill_before_a_replacement_has_seen_a_whole_step(tmp_path: Path, undisturbed: Reference) -> None:
+    """It knows from its replica what is written early, and is the only one that is left when that dies."""
+    plan = "kill rank=1 step=4 phase=COMPUTE at=backward; kill rank=0 step=4 phase=READY at=before generation=1"
+    reference = undisturbed(ranks=2, steps=8, variant="early")
+    run = launch(tmp_path / "run", "train.py", "--steps", "8", "--variant", "early", ranks=2, flags=("--faults", plan))
+    assert_identical(run, reference, ranks=2, recoveries=2)

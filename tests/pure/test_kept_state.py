@@ -1,0 +1,243 @@
+"""What a window found of the shared state, when its bodies write before the update: torch's tensors, without a job."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from resilient_train.frameworks.roles import Objects
+from resilient_train.frameworks.torch.kept_state import KeptState
+
+
+class Plain:
+    """State of the user's, of this many elements and a number."""
+
+    def __init__(self, elements: int) -> None:
+        self.held, self.count = torch.zeros(elements), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held.copy_(state["held"])
+        self.count = state["count"]
+
+
+def write(parameter: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.add_(1)
+
+
+def silently(parameter: torch.Tensor) -> None:
+    parameter.data.add_(1)
+
+
+def another(parameter: torch.Tensor) -> None:
+    parameter.data = parameter.data + 1
+
+
+def exchange(parameter: torch.Tensor) -> None:
+    """And back, exactly."""
+    with torch.no_grad():
+        parameter.mul_(2)
+        parameter.mul_(0.5)
+
+
+class Job:
+    def __init__(self, **extra: Any) -> None:
+        self.model = nn.Linear(4, 4)
+        self.extra = extra
+        self.kept = KeptState(Objects((self.model,), (), extra=extra))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.model.weight
+
+    def window(self, body: Callable[[], None] = lambda: None) -> list[str]:
+        """A whole one. Returns what was seen."""
+        self.kept.begin({})
+        body()
+        self.kept.look()
+        found = self.kept.found()
+        self.kept.forget()
+        return found.names if found is not None else []
+
+
+@pytest.mark.parametrize("how", [write, silently, another])
+def test_what_the_first_window_writes_is_put_back_from_the_second_on(how: Callable[[torch.Tensor], None]) -> None:
+    job = Job()
+    assert job.window(lambda: how(job.weight)) == ["model.0.weight"]
+    before = job.weight.detach().clone()
+    job.kept.begin({})
+    how(job.weight)
+    job.kept.cut()
+    how(job.weight)
+    job.kept.put_back()
+    assert not job.kept.lost
+    assert torch.equal(job.weight, before)
+    how(job.weight)
+    job.kept.put_back()
+    assert torch.equal(job.weight, before), "a recovery that is cut by another one puts back twice"
+
+
+@pytest.mark.parametrize("how", [write, another])
+def test_what_is_written_for_the_first_time_is_lost(how: Callable[[torch.Tensor], None]) -> None:
+    job = Job()
+    for _ in range(5):
+        assert not job.window()
+    job.kept.begin({})
+    how(job.weight)
+    job.kept.put_back()
+    assert job.kept.lost == "model.0.weight"
+    job.kept.forget()
+    job.kept.begin({})
+    assert not job.kept.lost
+
+
+def test_weights_that_are_exchanged_behind_a_cut_body_are_as_they_were() -> None:
+    job = Job()
+    for _ in range(5):
+        job.window()
+    job.kept.begin({})
+    job.kept.cut()
+    exchange(job.weight)
+    job.kept.put_back()
+    assert not job.kept.lost
+    job.kept.cut()
+    silently(job.weight)
+    job.kept.put_back()
+    assert job.kept.lost == "model.0.weight"
+
+
+@pytest.mark.parametrize("elements", [10, 100_000])
+def test_the_users_state(elements: int) -> None:
+    extra = Plain(elements)
+    job = Job(extra=extra)
+
+    def body() -> None:
+        extra.held.add_(1)
+        extra.count += 1
+
+    names = job.window(body)
+    assert names == ([] if elements == 10 else ["state['extra']"])
+    job.kept.begin({})
+    body()
+    job.kept.cut()
+    body()
+    job.kept.put_back()
+    assert not job.kept.lost
+    assert (extra.count, extra.held[0].item()) == (1, 1.0)
+
+
+def test_a_large_state_that_is_written_behind_a_cut_body_is_put_back_without_having_been_seen() -> None:
+    extra = Plain(100_000)
+    job = Job(extra=extra)
+    for _ in range(3):
+        assert not job.window()
+    job.kept.begin({})
+    job.kept.cut()
+    extra.held.add_(1)
+    job.kept.put_back()
+    assert not job.kept.lost
+    assert not extra.held.any()
+
+
+def test_a_large_state_whose_state_dict_is_a_copy_is_seen_by_its_bytes() -> None:
+    extra = Plain(100_000)
+    extra.state_dict = lambda: {"held": extra.held.clone(), "count": extra.count}
+    job = Job(extra=extra)
+    assert job.window(lambda: write(extra.held)) == ["state['extra']"]
+
+
+def test_what_lives_on_is_never_put_back() -> None:
+    extra = Plain(10)
+    extra.resilient_lives_on = True
+    job = Job(extra=extra)
+    job.kept.begin({})
+    extra.count = 7
+    job.kept.put_back()
+    assert extra.count == 7
+
+
+def test_an_update_behind_a_copy_of_all_is_not_seen() -> None:
+    job = Job()
+    for _ in range(3):
+        job.window()
+    job.kept.begin({})
+    job.kept.seal()
+    write(job.weight)
+    job.kept.cut()
+    job.kept.put_back()
+    assert not job.kept.lost
+
+
+def test_a_snapshot_is_of_what_the_window_found() -> None:
+    extra = Plain(10)
+    job = Job(extra=extra)
+    job.window(lambda: write(job.weight))
+    job.kept.begin({"scaler": 1, "parameters": 2})
+    before = job.weight.detach().clone()
+    write(job.weight)
+    extra.count = 5
+    tree = {
+        "model": [dict(job.model.named_parameters())],
+        "small": {"scaler": 3},
+        "extra": {"extra": extra.state_dict(), "other": 0},
+    }
+    job.kept.into(tree)
+    assert torch.equal(tree["model"][0]["weight"], before)
+    assert tree["model"][0]["bias"] is job.model.bias
+    assert (tree["small"], tree["extra"]["extra"]["count"], tree["extra"]["other"]) == ({"scaler": 1}, 0, 0)
+
+
+def test_a_replacement_knows_what_its_replica_has_seen() -> None:
+    extra, job = Plain(100_000), None
+    job = Job(extra=extra)
+    job.window(lambda: (write(job.weight), write(extra.held)))
+    new = Job(extra=Plain(100_000))
+    new.kept.learn(job.kept.early_parameters(), job.kept.early_states())
+    before = new.weight.detach().clone()
+    new.kept.begin({})
+    write(new.weight)
+    write(new.extra["extra"].held)
+    new.kept.put_back()
+    assert not new.kept.lost
+    assert torch.equal(new.weight, before)
+    assert not new.extra["extra"].held.any()
+
+
+def test_without_memory_for_the_copy_the_job_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    job.window(lambda: write(job.weight))
+
+    def clone(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("900 MB are missing")
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    job.kept.begin({})
+    monkeypatch.undo()
+    assert job.kept.early_parameters()
+    write(job.weight)
+    job.kept.put_back()
+    assert job.kept.lost == "model.0.weight"
+
+
+def test_nothing_is_put_back_when_no_window_is_open() -> None:
+    job = Job(extra=Plain(10))
+    job.window()
+    write(job.weight)
+    job.extra["extra"].count = 9
+    job.kept.cut()
+    job.kept.put_back()
+    assert not job.kept.lost
+    assert job.extra["extra"].count == 9
+
+
+def test_the_objects_without_models() -> None:
+    kept = KeptState(Objects((), (), extra={"thing": SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None)}))
+    kept.begin({})
+    kept.look()
+    assert kept.found() is None

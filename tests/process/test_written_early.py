@@ -76,3 +76,13 @@ def test_kill_before_a_replacement_has_seen_a_whole_step(tmp_path: Path, undistu
     reference = undisturbed(ranks=2, steps=8, variant="early")
     run = launch(tmp_path / "run", "train.py", "--steps", "8", "--variant", "early", ranks=2, flags=("--faults", plan))
     assert_identical(run, reference, ranks=2, recoveries=2)
+
+
+def test_a_step_that_is_computed_twice_keeps_all(tmp_path: Path) -> None:
+    """So that to look whether a device computes rightly takes nothing away from a job."""
+    plain = launch(tmp_path / "plain", "written_early.py", "rarely", ranks=2)
+    run = launch(tmp_path / "run", "written_early.py", "rarely", ranks=2, RESILIENT_VERIFY_EVERY="10")
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.recoveries() == 1, run.explain()
+    assert not run.of("state_lost"), run.explain()
+    assert run.ends() == plain.ends(), run.explain()

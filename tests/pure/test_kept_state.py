@@ -225,6 +225,29 @@ def test_without_memory_for_the_copy_the_job_goes_on(monkeypatch: pytest.MonkeyP
     assert job.kept.lost == "model.0.weight"
 
 
+def test_a_window_that_will_be_run_again_keeps_all() -> None:
+    """Also what is written in it for the first time; and only there."""
+    extra = Plain(100_000)
+    job = Job(extra=extra)
+    for _ in range(3):
+        job.window()
+    before = job.weight.detach().clone()
+    job.kept.begin({}, whole=True)
+    for _ in range(2):
+        write(job.weight)
+        write(extra.held)
+        job.kept.look()
+        job.kept.put_back()
+        assert not job.kept.lost
+        assert torch.equal(job.weight, before)
+        assert not extra.held.any()
+    job.kept.forget()
+    job.kept.begin({})
+    write(extra.held)
+    job.kept.put_back()
+    assert job.kept.lost == "state['extra']"
+
+
 def test_nothing_is_put_back_when_no_window_is_open() -> None:
     job = Job(extra=Plain(10))
     job.window()

@@ -512,8 +512,10 @@ class Step(Protocol):
         """Undoes ``attach``."""
         ...
 
-    def begin(self) -> None:
-        """A window begins: remember what a redo must restore."""
+    def begin(self, *, whole: bool = False) -> None:
+        """A window begins: remember what a redo must restore. ``whole``: there will be one, so all is kept that bodies
+        could write.
+        """
         ...
 
     def rollback(self) -> str:

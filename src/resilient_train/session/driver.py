@@ -575,7 +575,7 @@ class Driver:
         place = self._rank.place
         if not place:
             self._peers.begin_window()
-        if not self._batches.draw(place):
+        if not self._batches.draw(place, whole=self._verification.due(self._rank.standing.commits)):
             self._lose(f"the batch of step {self._rank.number}", self._rank.number)
 
     def _rollback(self, _: do.Rollback) -> None:
@@ -680,17 +680,15 @@ class Driver:
         return on.Anomalous() if self._anomalies is not None and self._anomalies.look() else event
 
     def _mark_to_compare(self, effect: do.Mark) -> None:
-        self._verification.begin(self._rank.standing.commits)
-        if self._anomalies is not None:
-            self._mark_to_look(effect)
-        else:
-            self._engine.step.begin()
+        commits = self._rank.standing.commits
+        self._verification.begin(commits)
+        self._mark_to_look(effect, whole=self._verification.due(commits))
 
-    def _mark_to_look(self, _: do.Mark) -> None:
-        assert self._anomalies is not None
-        self._anomalies.begin()
-        self._engine.gradients.begin()
-        self._engine.step.begin()
+    def _mark_to_look(self, _: do.Mark, *, whole: bool = False) -> None:
+        if self._anomalies is not None:
+            self._anomalies.begin()
+            self._engine.gradients.begin()
+        self._engine.step.begin(whole=whole)
 
     def _cross(self, _: do.Cross) -> on.Event:
         rank = self._rank

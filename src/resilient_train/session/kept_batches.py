@@ -47,9 +47,9 @@ class KeptBatches:
     def __getitem__(self, place: int) -> Drawn:
         return self._drawn[place]
 
-    def draw(self, place: int) -> bool:
+    def draw(self, place: int, *, whole: bool = False) -> bool:
         """For the step at ``place`` of the window: from the loader, or what was drawn for it before. False: a body has
-        written into that, for the first time.
+        written into that, for the first time. ``whole``: it will be drawn again, so there is a copy.
 
         Raises what the loader raises.
         """
@@ -57,17 +57,18 @@ class KeptBatches:
             batch = self._next()
             random = self._data.random_state() if place else None
             self._drawn.append(Drawn(batch, random, self._cursor.place))
-            self._as_drawn.append(self._remembered(batch.value))
+            self._as_drawn.append(self._remembered(batch.value, whole=whole))
             return True
         if (random := self._drawn[place].random) is not None:
             # The batch is kept, so nothing is drawn for it; but drawing it had moved the random numbers.
             self._data.restore_random_state(random)
         return self._as_it_was(place)
 
-    def _remembered(self, value: Any) -> _AsDrawn:
+    def _remembered(self, value: Any, *, whole: bool) -> _AsDrawn:
         first = self._windows < _COPIED
-        copy = self._data.copied(value) if first or self.written else None
-        return _AsDrawn(self._data.versions(value), self._data.look(value) if first else b"", copy)
+        copy = self._data.copied(value) if first or whole or self.written else None
+        seen = self._data.look(value) if first or whole else b""
+        return _AsDrawn(self._data.versions(value), seen, copy)
 
     def _as_it_was(self, place: int) -> bool:
         drawn, was = self._drawn[place], self._as_drawn[place]

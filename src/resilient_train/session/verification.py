@@ -30,11 +30,15 @@ class Verification:
         self._runs: list[list[str]] = []
         """Of that window."""
 
+    def due(self, commits: int) -> bool:
+        """Whether the window before that update is computed twice."""
+        return bool(self._every) and commits % self._every == self._every - 1
+
     def begin(self, commits: int) -> None:
         """The window begins, or begins again."""
         if not self._every:
             return
-        due = commits % self._every == self._every - 1
+        due = self.due(commits)
         self._given = [] if due else None
         if due and commits != self._commits:
             self._commits, self._runs = commits, []

@@ -78,15 +78,18 @@ class KeptState:
             for name, parameter in model.named_parameters()
             if _can_be_watched(parameter)
         ]
+        self._live = {each.key: each.tensor for each in self._parameters}
         self._extra = {name: thing for name, thing in objects.extra.items() if not getattr(thing, LIVES_ON, False)}
         self._early: dict[Key, torch.Tensor] = {}
         """The parameters that are written before updates, and ..."""
         self._copies: dict[Key, torch.Tensor] = {}
         """... what the window found in them. The memory is used again in each one."""
-        self._whole: set[str] = set()
+        self._early_states: set[str] = set()
         """The large states of the user's that are written early."""
+        self._known: dict[str, _Large] = {}
+        """The others, and ..."""
         self._large: dict[str, _Large] = {}
-        """The others."""
+        """... those of them that the present window has no copy of."""
         self._states: dict[str, Any] = {}
         """What the window found the user's states to be, as far as they are kept."""
         self._behind: dict[str, Any] = {}
@@ -94,7 +97,7 @@ class KeptState:
         self.small: dict[str, Any] = {}
         """Schedulers, scaler and settings, as the window found them (``State.small_copy``)."""
         self._windows = 0
-        self._open = self._cut = False
+        self._open = self._cut = self._sealed = False
         self._watched: list[_Parameter] = []
         self._tensors: list[torch.Tensor] = []
         self._marks: list[Mark] = []
@@ -102,21 +105,21 @@ class KeptState:
         self._lost: list[str] = []
         self._found: list[str] = []
 
-    def begin(self, small: dict[str, Any]) -> None:
-        """All is as a window finds it."""
+    def begin(self, small: dict[str, Any], *, whole: bool = False) -> None:
+        """All is as a window finds it. ``whole``: there is a reason to go back in this one, so all of it is kept."""
         self.small = small
-        self._open, self._cut = True, False
+        self._open, self._cut, self._sealed = True, False, False
         self._lost.clear()
         self._behind.clear()
-        self._keep_parameters()
-        self._keep_states()
+        self._keep_parameters(self._live if whole else self._early)
+        self._keep_states(whole=whole)
         self._watched = [each for each in self._parameters if each.key not in self._copies]
         self._tensors = [each.tensor for each in self._watched]
         self._mark(digests=self._windows < _LOOKED_AT)
 
-    def _keep_parameters(self) -> None:
+    def _keep_parameters(self, wanted: Mapping[Key, torch.Tensor]) -> None:
         with torch.no_grad():
-            for key, tensor in self._early.items():
+            for key, tensor in wanted.items():
                 copy = self._copies.get(key)
                 if copy is not None:
                     copy.copy_(tensor)
@@ -125,19 +128,20 @@ class KeptState:
                 with contextlib.suppress(torch.OutOfMemoryError, MemoryError):
                     self._copies[key] = tensor.detach().clone()
 
-    def _keep_states(self) -> None:
+    def _keep_states(self, *, whole: bool) -> None:
         self._states.clear()
-        digests = self._windows < _LOOKED_AT
+        self._large.clear()
+        first = self._windows < _LOOKED_AT
         for name, thing in self._extra.items():
-            large = self._large.get(name)
-            if large is not None and not digests:
-                large.mark(None, digests=False)
-                continue
-            state = state_of(thing)
-            if name in self._whole or _is_small(state):
+            known = self._known.get(name)
+            state = state_of(thing) if known is None or first or whole else None
+            if known is None and name not in self._early_states and not _is_small(state):
+                known = self._known[name] = _Large(name, thing)
+            if known is None or whole:
                 self._states[name] = copy_tree(state)
             else:
-                self._large.setdefault(name, _Large(name, thing)).mark(state, digests=digests)
+                known.mark(state, digests=first)
+                self._large[name] = known
 
     def _mark(self, *, digests: bool) -> None:
         self._marks = _marks(self._tensors)
@@ -151,7 +155,7 @@ class KeptState:
         if self._digests or marks != self._marks:
             self._look_at(marks)
         if not self._cut:
-            for name, large in [*self._large.items()]:
+            for name, large in self._large.items():
                 self._look_at_state(name, large)
 
     def _look_at(self, marks: list[Mark]) -> None:
@@ -170,9 +174,9 @@ class KeptState:
         other = _state_digest(state_of(large.thing)) != large.digest if large.digest else marks != large.marks
         if other:
             self._lost.append(large.name)
-        if other or marks != large.marks:
-            del self._large[name]
-            self._whole.add(name)
+        if (other or marks != large.marks) and name not in self._early_states:
+            del self._known[name]
+            self._early_states.add(name)
             self._found.append(large.name)
 
     def found(self) -> WrittenEarly | None:
@@ -180,8 +184,8 @@ class KeptState:
         if not self._found:
             return None
         names, self._found = self._found, []
-        tensors = [*self._early.values(), *(t for name in self._whole for t in _tensors(state_of(self._extra[name])))]
-        return WrittenEarly(names, sum(map(_size, tensors)))
+        states = [state_of(self._extra[name]) for name in self._early_states]
+        return WrittenEarly(names, sum(map(_size, _tensors([*self._early.values(), *states]))))
 
     def early_parameters(self) -> tuple[Key, ...]:
         """What is known to be written before updates, for a new process ..."""
@@ -189,13 +193,15 @@ class KeptState:
 
     def early_states(self) -> tuple[str, ...]:
         """... and of the user's large states."""
-        return tuple(self._whole)
+        return tuple(self._early_states)
 
     def learn(self, parameters: Iterable[Key], states: Iterable[str]) -> None:
         """What another process knew of them."""
         known = set(parameters)
         self._early.update({each.key: each.tensor for each in self._parameters if each.key in known})
-        self._whole.update(name for name in states if name in self._extra)
+        self._early_states.update(name for name in states if name in self._extra)
+        for name in states:
+            self._known.pop(name, None)
 
     @property
     def lost(self) -> str:
@@ -214,7 +220,7 @@ class KeptState:
     def seal(self) -> None:
         """A copy of all is made, and is put back first. From here on the update writes."""
         self.look()
-        self._cut = True
+        self._cut = self._sealed = True
         self._watched, self._tensors, self._marks, self._digests = [], [], [], []
 
     def put_back(self) -> None:
@@ -224,7 +230,7 @@ class KeptState:
         self.look()
         with torch.no_grad():
             for key, copy in self._copies.items():
-                self._early[key].copy_(copy)
+                self._live[key].copy_(copy)
         for name, state in {**self._behind, **self._states}.items():
             restore_object(self._extra[name], copy_tree(state))
 
@@ -232,10 +238,12 @@ class KeptState:
         """The update is applied, or all is to be a copy of a replica's."""
         self._windows += self._open
         self._open = False
+        if len(self._copies) > len(self._early):
+            self._copies = {key: copy for key, copy in self._copies.items() if key in self._early}
 
     def into(self, tree: dict[str, Any]) -> None:
         """Puts what is kept into a ``State.tree``: it is of what the window found then."""
-        if not self._open:
+        if not self._open or self._sealed:
             return
         for (index, name), copy in self._copies.items():
             tree["model"][index][name] = copy

@@ -149,9 +149,9 @@ class State:
             "parameters": [groups_of(optimizer) for optimizer in objects.optimizers],
         }
 
-    def keep(self) -> None:
+    def keep(self, *, whole: bool) -> None:
         """A window begins: what its redo goes back to, as far as bodies change it."""
-        self.kept.begin(self.small_copy())
+        self.kept.begin(self.small_copy(), whole=whole)
 
     def cut(self) -> None:
         self.kept.cut()

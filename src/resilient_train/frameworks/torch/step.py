@@ -132,13 +132,13 @@ class Step:
 
     # -- the window
 
-    def begin(self) -> None:
+    def begin(self, *, whole: bool = False) -> None:
         self._running.clear()  # a step that was under way may have been left by an exception
         self._asked = None
         self._samples.take()
         self._undo = None
         own = self._rank_state.packed()
-        self._state.keep()
+        self._state.keep(whole=whole)
         self._start = _Start(random_state(), torch.is_grad_enabled(), own, self._buckets.shares_buffers)
         if not self._buckets.known:
             self._buckets.record()

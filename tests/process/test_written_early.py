@@ -10,6 +10,7 @@ from identity import assert_identical
 from running import Reference, launch
 from test_kill_matrix import PLACES, kills
 
+WHAT = ("momentum", "assigned", "silent", "replaced", "counter", "array", "average", "behind", "decay", "rate")
 FAULTS = (
     "kill rank=1 step=4 phase=COMPUTE at=backward; kill rank=0 step=6 phase=READY at=before; "
     "hcce rank=1 step=8 phase=READY at=before incarnation=1; kill rank=1 step=10 phase=APPLIED at=start incarnation=1"
@@ -17,7 +18,7 @@ FAULTS = (
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("what", ["momentum", "assigned", "silent", "counter", "average", "behind", "rate"])
+@pytest.mark.parametrize("what", WHAT)
 def test_what_is_written_before_the_update_is_put_back(tmp_path: Path, what: str) -> None:
     plain = launch(tmp_path / "plain", "written_early.py", what, ranks=2)
     run = launch(tmp_path / "run", "written_early.py", what, ranks=2, flags=("--faults", FAULTS))
@@ -27,7 +28,18 @@ def test_what_is_written_before_the_update_is_put_back(tmp_path: Path, what: str
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("what", ["momentum", "silent", "counter", "average", "rate"])
+def test_what_a_loader_moves_on_within_a_window(tmp_path: Path) -> None:
+    """A redo does not draw again."""
+    plain = launch(tmp_path / "plain", "written_early.py", "accumulate", ranks=2)
+    plan = "hcce rank=1 step=5 phase=COMPUTE at=backward; kill rank=0 step=9 phase=READY at=before"
+    run = launch(tmp_path / "run", "written_early.py", "accumulate", ranks=2, flags=("--faults", plan))
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.recoveries() == 2, run.explain()
+    assert run.ends() == plain.ends(), run.explain()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("what", ["momentum", "silent", "replaced", "counter", "average", "rate", "groups"])
 def test_a_snapshot_is_of_what_the_step_found(tmp_path: Path, what: str) -> None:
     plain = launch(tmp_path / "plain", "written_early.py", what, ranks=2)
     run = launch(tmp_path / "run", "written_early.py", what, "--save", "3", "--all-die", "11", ranks=2)
@@ -86,3 +98,10 @@ def test_a_step_that_is_computed_twice_keeps_all(tmp_path: Path) -> None:
     assert run.recoveries() == 1, run.explain()
     assert not run.of("state_lost"), run.explain()
     assert run.ends() == plain.ends(), run.explain()
+
+
+def test_a_samplers_place_that_is_said_to_be_shared_is_refused(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "written_early.py", "sampler", ranks=2)
+    assert run.code == 1, run.explain()
+    assert "state['places'] was changed while the batch of step 0 was loaded" in run.err
+    assert "Session(rank_state={'places': ...})" in run.err

@@ -1,15 +1,18 @@
 """What a window found of the shared state, when its bodies write before the update: torch's tensors, without a job."""
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.kept_state import KeptState
+from resilient_train.frameworks.torch.leaves import copy_tree
 
 
 class Plain:
@@ -22,8 +25,9 @@ class Plain:
         return {"held": self.held, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.held.copy_(state["held"])
-        self.count = state["count"]
+        self.held[:] = state["held"]
+        self.count = state.get("count", 0)
+        self.more = list(state.get("more", ()))
 
 
 def write(parameter: torch.Tensor) -> None:
@@ -97,19 +101,49 @@ def test_what_is_written_for_the_first_time_is_lost(how: Callable[[torch.Tensor]
     assert not job.kept.lost
 
 
-def test_weights_that_are_exchanged_behind_a_cut_body_are_as_they_were() -> None:
+@pytest.mark.parametrize("how", [write, silently, another, exchange])
+def test_what_is_written_behind_a_cut_body_is_put_back_without_having_been_seen(
+    how: Callable[[torch.Tensor], None],
+) -> None:
+    job = Job()
+    for _ in range(5):
+        job.window()
+    before = job.weight.detach().clone()
+    job.kept.begin({})
+    for _ in range(2):
+        job.kept.cut()
+        how(job.weight)
+        job.kept.put_back()
+        assert not job.kept.lost
+        assert torch.equal(job.weight, before)
+    job.kept.forget()
+    assert not job.window(), "and it is not early"
+
+
+def test_a_parameter_that_is_another_one() -> None:
+    """It needs no copy: the one that was there has its content still."""
     job = Job()
     for _ in range(5):
         job.window()
     job.kept.begin({})
-    job.kept.cut()
-    exchange(job.weight)
+    weight, before = job.weight, job.weight.detach().clone()
+    job.model.weight = nn.Parameter(torch.zeros(4, 4))
     job.kept.put_back()
     assert not job.kept.lost
-    job.kept.cut()
-    silently(job.weight)
-    job.kept.put_back()
-    assert job.kept.lost == "model.0.weight"
+    assert job.weight is weight
+    assert torch.equal(weight, before)
+
+
+def test_what_an_update_that_was_cut_has_written_is_not_early() -> None:
+    job = Job()
+    for _ in range(3):
+        job.window()
+    job.kept.begin({})
+    job.kept.look()
+    write(job.weight)
+    job.kept.put_back(intact=False)
+    assert not job.kept.lost
+    assert not job.kept.early_parameters()
 
 
 @pytest.mark.parametrize("elements", [10, 100_000])
@@ -145,11 +179,97 @@ def test_a_large_state_that_is_written_behind_a_cut_body_is_put_back_without_hav
     assert not extra.held.any()
 
 
-def test_a_large_state_whose_state_dict_is_a_copy_is_seen_by_its_bytes() -> None:
+def test_a_large_state_whose_state_dict_is_a_copy_is_always_kept() -> None:
     extra = Plain(100_000)
     extra.state_dict = lambda: {"held": extra.held.clone(), "count": extra.count}
     job = Job(extra=extra)
-    assert job.window(lambda: write(extra.held)) == ["state['extra']"]
+    for _ in range(4):
+        job.window()
+    job.kept.begin({})
+    write(extra.held)
+    job.kept.put_back()
+    assert not job.kept.lost
+    assert not extra.held.any()
+
+
+@pytest.mark.parametrize("windows", [0, 1, 2, 5])
+@pytest.mark.parametrize("what", ["number", "tensor", "array", "entry", "module"])
+def test_a_large_state_is_seen_to_be_written_whenever_that_begins(what: str, windows: int) -> None:
+    """In its first windows there is a copy; later the first write is lost, and the second one has one."""
+    extra: Any = Plain(100_000)
+    if what == "array":
+        extra.held = np.zeros(100_000)
+    if what == "module":
+        extra = nn.Linear(200, 200)
+        nn.init.zeros_(extra.weight)
+    extra.more = []
+    if what == "entry":
+        extra.state_dict = lambda: {"held": extra.held, "more": extra.more}
+    job = Job(extra=extra)
+
+    def body() -> None:
+        if what == "number":
+            extra.count += 1
+        elif what == "tensor":
+            extra.held = extra.held + 1
+        elif what == "array":
+            extra.held[3] += 1
+        elif what == "entry":
+            extra.more.append(1.5)
+        else:
+            extra.weight = nn.Parameter(extra.weight + 1)
+
+    for _ in range(windows):
+        assert not job.window()
+    job.kept.begin({})
+    body()
+    job.kept.look()
+    assert job.kept.lost == ("" if windows < 2 else "state['extra']")
+    assert job.kept.found() is not None
+    job.kept.forget()
+    job.kept.begin({})
+    before = copy.deepcopy(extra.state_dict())
+    body()
+    job.kept.cut()
+    body()
+    job.kept.put_back()
+    assert not job.kept.lost
+    if what != "entry":
+        assert str(extra.state_dict()) == str(before)
+
+
+def test_a_small_state_that_grows_large_in_a_body() -> None:
+    extra = Plain(10)
+    extra.more: list[torch.Tensor] = []
+    extra.state_dict = lambda: {"more": list(extra.more)}
+    extra.load_state_dict = lambda state: setattr(extra, "more", list(state["more"]))
+    job = Job(extra=extra)
+    for turn in range(600):
+        job.kept.begin({})
+        for _ in range(2):
+            extra.more.append(torch.tensor(1.0))
+            job.kept.look()
+            job.kept.put_back()
+            assert not job.kept.lost
+            assert len(extra.more) == turn
+        extra.more.append(torch.tensor(1.0))
+        job.kept.look()
+        job.kept.found()
+        job.kept.forget()
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: Any
+
+
+def test_arrays_and_named_tuples_are_copied() -> None:
+    held = Pair(torch.zeros(3), [np.zeros(3)])
+    copied = copy_tree({"held": held})
+    held.first.add_(1)
+    held.second[0] += 1
+    assert not copied["held"].first.any()
+    assert not copied["held"].second[0].any()
 
 
 def test_what_lives_on_is_never_put_back() -> None:
@@ -178,23 +298,21 @@ def test_a_snapshot_is_of_what_the_window_found() -> None:
     extra = Plain(10)
     job = Job(extra=extra)
     job.window(lambda: write(job.weight))
-    job.kept.begin({"scaler": 1, "parameters": 2})
-    before = job.weight.detach().clone()
+    job.kept.begin({})
+    weight, bias, before = job.weight, job.model.bias, job.weight.detach().clone()
     write(job.weight)
+    job.model.bias = nn.Parameter(torch.ones(4))
     extra.count = 5
-    tree = {
-        "model": [dict(job.model.named_parameters())],
-        "small": {"scaler": 3},
-        "extra": {"extra": extra.state_dict(), "other": 0},
-    }
-    job.kept.into(tree)
-    assert torch.equal(tree["model"][0]["weight"], before)
-    assert tree["model"][0]["bias"] is job.model.bias
-    assert (tree["small"], tree["extra"]["extra"]["count"], tree["extra"]["other"]) == ({"scaler": 1}, 0, 0)
+    models = [dict(job.model.named_parameters())]
+    job.kept.parameters(models)
+    assert (models[0]["weight"], models[0]["bias"]) == (weight, bias)
+    job.kept.contents(models)
+    assert torch.equal(models[0]["weight"], before)
+    assert job.kept.states()["extra"]["count"] == 0
 
 
 def test_a_replacement_knows_what_its_replica_has_seen() -> None:
-    extra, job = Plain(100_000), None
+    extra = Plain(100_000)
     job = Job(extra=extra)
     job.window(lambda: (write(job.weight), write(extra.held)))
     new = Job(extra=Plain(100_000))

@@ -199,6 +199,18 @@ class Fingerprint(Protocol):
         ...
 
 
+class Remembered(Protocol):
+    """A batch as it was drawn."""
+
+    def written(self) -> bool:
+        """Whether some of its data is not what it was."""
+        ...
+
+    def put_back(self) -> bool:
+        """The very objects get their contents back. False: some data was written and has no copy."""
+        ...
+
+
 class Groups(Protocol):
     """The process groups, from one recovery to the next.
 
@@ -387,6 +399,10 @@ class State(Protocol):
         """
         ...
 
+    def small_digests(self) -> dict[str, str]:
+        """Of each small object of the user's that replicas share, by name: has something changed it?"""
+        ...
+
     def image(self, step: int, share: SaveShare) -> Image:
         """What to copy, until the next update begins, for a snapshot of the state from before ``step``.
 
@@ -446,12 +462,10 @@ class Data(Protocol):
         """A digest of a few words of the data in nested ``arguments``, without waiting for a device; empty if none."""
         ...
 
-    def versions(self, batch: Any) -> tuple[int, ...]:
-        """How often each tensor in a nested ``batch`` was written in place, as far as the framework counts it."""
-        ...
-
-    def copied(self, batch: Any) -> Any:
-        """A copy that shares nothing with it; None for what can't be copied."""
+    def remember(self, batch: Any, *, copies: bool, looks: bool) -> Remembered:
+        """What is in a nested ``batch`` now. ``copies``: so that all of it can be put back; ``looks``: so that what the
+        framework does not count is found to have been written, too.
+        """
         ...
 
     def random_state(self) -> bytes:
@@ -518,9 +532,11 @@ class Step(Protocol):
         """
         ...
 
-    def rollback(self) -> str:
+    def rollback(self, *, intact: bool = True) -> str:
         """Back to ``begin``, unless ``forget`` was called since: gradients dropped; RNG, unsynchronised buffers, and
         state that bodies write as it was. Returns the name of some that can't be brought back; empty: all is.
+
+        ``intact`` False: an update that was cut, or damage, has changed other state.
         """
         ...
 

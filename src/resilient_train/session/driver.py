@@ -150,7 +150,8 @@ class Driver:
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         report = CollectiveReport(self._link, self._pulse.folder, engine.groups.recorded)
         self._watch = Watch(self._peers, self._link.generation, engine.groups.release_waiters, report, settings)
-        self._batches = KeptBatches(cursor, engine.data, self._pulse, self.outlive)
+        own = engine.rank_state if objects.rank_extra else None
+        self._batches = KeptBatches(cursor, engine.data, self._pulse, self.outlive, own)
         self._step: Step | None = None
         """The step that the user has; None between two."""
         self._called = b""
@@ -313,7 +314,7 @@ class Driver:
             self._pulse.leaving()
             self.outlive(error)
         again = bool(self._drive(event))
-        if again:
+        if again and self._rank.intact:
             self._engine.state.cut()
         return again
 
@@ -575,11 +576,25 @@ class Driver:
         place = self._rank.place
         if not place:
             self._peers.begin_window()
+        looks = self._batches.first and not self._batches.has(place)
+        before = self._engine.state.small_digests() if looks else {}
         if not self._batches.draw(place, whole=self._verification.due(self._rank.standing.commits)):
             self._lose(f"the batch of step {self._rank.number}", self._rank.number)
+        if looks:
+            self._check_place(before)
+
+    def _check_place(self, before: dict[str, str]) -> None:
+        """``before``: of the shared state, when the batch had not been drawn. Raises UsageError."""
+        moved = [name for name, was in self._engine.state.small_digests().items() if before.get(name, was) != was]
+        if moved:
+            raise UsageError(
+                f"state[{moved[0]!r}] was changed while the batch of step {self._rank.number} was loaded: what tells a "
+                "rank's place in its data can't be copied from a replica, which has drawn its batch already; register "
+                f"it as the rank's own, Session(rank_state={{{moved[0]!r}: ...}})"
+            )
 
     def _rollback(self, _: do.Rollback) -> None:
-        lost = self._engine.step.rollback()
+        lost = self._engine.step.rollback(intact=self._rank.intact)
         if lost and self._rank.intact:
             self._lose(lost, self._number)
 

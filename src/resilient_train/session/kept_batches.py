@@ -7,9 +7,9 @@ ones too once a body was seen to write; until then it costs a look at the versio
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from resilient_train.frameworks.roles import Data
+from resilient_train.frameworks.roles import Data, RankState, Remembered
 from resilient_train.protocol.progress import Activity
 from resilient_train.session.loader import NO_BATCH, Batch, Cursor, Drawn
 from resilient_train.session.pulse import Pulse
@@ -19,26 +19,35 @@ _COPIED = 2
 
 
 class _AsDrawn(NamedTuple):
-    """What a batch was when it was drawn."""
-
-    versions: tuple[int, ...]
-    seen: bytes
-    """``Data.look``, which also finds what torch does not count; empty where that was not asked for."""
-    copy: Any
+    batch: Remembered
+    own: bytes
+    """What the loader has made of the rank's own state (a sampler's place, a generator); empty at a window's first
+    step, whose beginning has it.
+    """
 
 
 class KeptBatches:
-    """``outlive`` is told of an error of the loader's; it may end the process."""
+    """``outlive`` is told of an error of the loader's; it may end the process. ``own``: the rank's own state, if there
+    is some that a loader may move on.
+    """
 
-    def __init__(self, cursor: Cursor, data: Data, pulse: Pulse, outlive: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        cursor: Cursor,
+        data: Data,
+        pulse: Pulse,
+        outlive: Callable[[Exception], None],
+        own: RankState | None = None,
+    ) -> None:
         self._cursor = cursor
         self._data = data
         self._pulse = pulse
         self._outlive = outlive
+        self._own = own
         self._drawn: list[Drawn] = []
         self._as_drawn: list[_AsDrawn] = []
         self._windows = 0
-        self.written = False
+        self._written = False
         """A body was seen to write into its batch."""
 
     def __bool__(self) -> bool:
@@ -47,49 +56,43 @@ class KeptBatches:
     def __getitem__(self, place: int) -> Drawn:
         return self._drawn[place]
 
+    @property
+    def first(self) -> bool:
+        """Whether this is one of the first windows of the process."""
+        return self._windows < _COPIED
+
+    def has(self, place: int) -> bool:
+        """Whether it was drawn for before."""
+        return place < len(self._drawn)
+
     def draw(self, place: int, *, whole: bool = False) -> bool:
         """For the step at ``place`` of the window: from the loader, or what was drawn for it before. False: a body has
         written into that, for the first time. ``whole``: it will be drawn again, so there is a copy.
 
         Raises what the loader raises.
         """
-        if place == len(self._drawn):
+        if not self.has(place):
             batch = self._next()
             random = self._data.random_state() if place else None
+            own = self._own.packed() if place and self._own is not None else b""
+            copies, looks = self.first or whole or self._written, self.first or whole
+            remembered = self._data.remember(batch.value, copies=copies, looks=looks)
             self._drawn.append(Drawn(batch, random, self._cursor.place))
-            self._as_drawn.append(self._remembered(batch.value, whole=whole))
+            self._as_drawn.append(_AsDrawn(remembered, own))
             return True
-        if (random := self._drawn[place].random) is not None:
-            # The batch is kept, so nothing is drawn for it; but drawing it had moved the random numbers.
-            self._data.restore_random_state(random)
-        return self._as_it_was(place)
-
-    def _remembered(self, value: Any, *, whole: bool) -> _AsDrawn:
-        first = self._windows < _COPIED
-        copy = self._data.copied(value) if first or whole or self.written else None
-        seen = self._data.look(value) if first or whole else b""
-        return _AsDrawn(self._data.versions(value), seen, copy)
-
-    def _as_it_was(self, place: int) -> bool:
         drawn, was = self._drawn[place], self._as_drawn[place]
-        if not self.written and not self._changed(place):
-            return True
-        if was.copy is None:
-            return not self._changed(place)
-        batch = drawn.batch._replace(value=self._data.copied(was.copy))
-        self._drawn[place] = drawn._replace(batch=batch)
-        self._as_drawn[place] = was._replace(versions=self._data.versions(batch.value))
-        return True
-
-    def _changed(self, place: int) -> bool:
-        value, was = self._drawn[place].batch.value, self._as_drawn[place]
-        return self._data.versions(value) != was.versions or bool(was.seen and self._data.look(value) != was.seen)
+        # Nothing is drawn again; but drawing had moved random numbers, and perhaps state of the rank's own.
+        if drawn.random is not None:
+            self._data.restore_random_state(drawn.random)
+        if was.own and self._own is not None:
+            self._own.restore(was.own)
+        return was.batch.put_back()
 
     def look(self) -> bool:
         """The bodies of the window are over. True: one was seen to write into its batch, for the first time."""
-        if self.written or not any(map(self._changed, range(len(self._drawn)))):
+        if self._written or not any(each.batch.written() for each in self._as_drawn):
             return False
-        self.written = True
+        self._written = True
         return True
 
     def forget(self) -> None:

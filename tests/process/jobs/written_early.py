@@ -4,7 +4,10 @@
 past torch's version counter, with a new tensor or in place. ``counter``: samples are counted in the body. ``average``:
 an average, too large to be copied at each step for nothing, is updated between the head of the loop and its body.
 ``behind``: behind ``with step:``, where that may be an attempt that is repeated. ``rate``: a scheduler steps at the top
-of the loop. ``rarely``: as ``momentum``, but in one step only.
+of the loop. ``rarely``: as ``momentum``, but in one step only. ``replaced``: as ``momentum``, with a new parameter in
+the place of the old one. ``decay``: the parameters are made smaller behind ``with step:``. ``array``: a NumPy array
+counts. ``groups``: the bias is given to the optimizer at the top of step 6. ``sampler``: the place in the data is in
+``state=``; ``accumulate``: it is the rank's own, and two steps make an update.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,6 +45,9 @@ class Followed(nn.Module):
         for mine, theirs in zip(self.key.parameters(), self.encoder.parameters(), strict=True):
             if asked.what == "assigned":
                 mine.data = mine.data * 0.9 + theirs.data * 0.1
+            elif asked.what == "replaced":
+                self.key.weight = nn.Parameter(self.key.weight * 0.9 + self.encoder.weight.detach() * 0.1, False)
+                return
             elif asked.what == "silent":
                 mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
             else:
@@ -57,13 +64,41 @@ class Counter:
     """Of samples, and a list of the last ones."""
 
     def __init__(self) -> None:
-        self.samples, self.recent = 0, [torch.zeros(3)]
+        self.samples, self.recent, self.array = 0, [torch.zeros(3)], np.zeros(50_000)
 
     def state_dict(self) -> dict:
-        return {"samples": self.samples, "recent": self.recent}
+        array = {"array": self.array} if asked.what == "array" else {}
+        return {"samples": self.samples, "recent": self.recent, **array}
 
     def load_state_dict(self, state: dict) -> None:
         self.samples, self.recent = state["samples"], list(state["recent"])
+        self.array = state.get("array", self.array)
+
+
+class Places:
+    """A sampler that can be resumed."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < 4000:
+            self.place += 1
+            yield self.place
+
+    def __len__(self) -> int:
+        return 4000
+
+    def state_dict(self) -> dict:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.place = state["place"]
+
+
+class Data(torch.utils.data.Dataset):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(40, generator=torch.Generator().manual_seed(2 * index + rank))
 
 
 class Average:
@@ -92,19 +127,29 @@ torch.manual_seed(0)
 rank = dist.get_rank()
 core = Followed()
 model = DistributedDataParallel(core)
-optimizer = torch.optim.AdamW(core.encoder.parameters(), lr=1e-2)
+trained = list(core.encoder.parameters())
+optimizer = torch.optim.AdamW(trained[:1] if asked.what == "groups" else trained, lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-counter, average = Counter(), Average(core)
+counter, average, places = Counter(), Average(core), Places()
+loader = torch.utils.data.DataLoader(Data(), batch_size=4, sampler=places)
+samples = {"loader": loader} if asked.what in ("sampler", "accumulate") else {}
+more = {"places": places} if asked.what == "sampler" else {}
+own = {"places": places} if asked.what == "accumulate" else {}
 torch.manual_seed(1 + rank)
 link = read_link()
 
 with rt.Session(
-    model=model, optimizer=optimizer, scheduler=scheduler, state={"counter": counter, "average": average}
+    model=model,
+    optimizer=optimizer,
+    scheduler=scheduler,
+    state={"counter": counter, "average": average, **more},
+    rank_state=own,
+    **samples,
 ) as session:
     if asked.save:
         session.save_every(steps=asked.save)
     for step in session.steps(asked.steps):
-        core.now = asked.what in ("momentum", "assigned", "silent") or (asked.what, step.number) == (
+        core.now = asked.what in ("momentum", "assigned", "silent", "replaced") or (asked.what, step.number) == (
             "rarely",
             asked.rare,
         )
@@ -112,16 +157,24 @@ with rt.Session(
             average.update(core)
         if asked.what == "rate":
             scheduler.step()
+        if asked.what == "groups" and step.number >= 6 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": trained[1:], "lr": 0.1})
         with step:
-            inputs = torch.randn(4, 40)
+            inputs = torch.randn(4, 40) if step.batch is None else step.batch
+            counter.array[step.number] += asked.what == "array"
             if asked.what == "counter":
                 counter.samples += len(inputs)
                 counter.recent.append(torch.full((3,), float(step.number)))
             (model(inputs) - 1).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            if asked.what != "accumulate" or step.number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
             if asked.what in ("counter", "rate"):
                 average.update(core)
+        if asked.what == "decay":
+            with torch.no_grad():
+                for parameter in core.parameters():
+                    parameter.mul_(0.99)
         if asked.what == "behind":
             average.update(core)
             scheduler.step()
@@ -130,9 +183,10 @@ with rt.Session(
 
 if link is not None:
     found = hashlib.sha256()
-    held = [*core.state_dict().values(), *average.held, *counter.recent, torch.get_rng_state()]
+    counted = [*counter.recent, torch.from_numpy(counter.array)]
+    held = [*core.state_dict().values(), *average.held, *counted, torch.get_rng_state()]
     for tensor in held:
         found.update(tensor.detach().numpy().tobytes())
-    found.update(repr((average.updates, counter.samples, scheduler.state_dict())).encode())
+    found.update(repr((average.updates, counter.samples, places.place, scheduler.state_dict())).encode())
     Path(link.run_dir, f"end_rank{rank}.txt").write_text(found.hexdigest())
 dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,31 +21,6 @@ def look(tree: Any) -> bytes:
     """
     seen = b"".join(_seen(tree))
     return xxhash.xxh3_64_digest(seen) if seen else b""
-
-
-def versions(tree: Any) -> tuple[int, ...]:
-    """How often each tensor in nested mappings, lists and tuples was written in place, as torch counts it."""
-    return tuple(_versions(tree))
-
-
-def copied(tree: Any) -> Any:
-    """A copy that shares nothing with ``tree``; None for what can't be copied (an iterator, a part of a graph)."""
-    try:
-        return copy.deepcopy(tree)
-    except (TypeError, RuntimeError, NotImplementedError):
-        return None
-
-
-def _versions(tree: Any) -> Iterator[int]:
-    if isinstance(tree, torch.Tensor):
-        if not tree.is_inference():
-            yield tree._version
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _versions(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _versions(value)
 
 
 def _seen(tree: Any) -> Iterator[bytes]:

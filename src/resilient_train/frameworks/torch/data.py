@@ -10,21 +10,21 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from resilient_train.frameworks.roles import Strides, Workers
-from resilient_train.frameworks.torch.arguments import copied, look, versions
+from resilient_train.frameworks.torch.arguments import look
+from resilient_train.frameworks.torch.batch_copy import RememberedBatch as remember  # noqa: N813 - a verb
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.leaves import pack, unpack
 
 __all__ = [
-    "copied",
     "drop_workers",
     "fast_forward",
     "look",
     "pack",
     "random_state",
+    "remember",
     "restore_random_state",
     "strides",
     "unpack",
-    "versions",
     "workers",
 ]
 

@@ -13,21 +13,24 @@ from typing import Any
 import torch
 
 from resilient_train.errors import StateError
-from resilient_train.frameworks.torch.optimizer_groups import ParameterPlace, parameters_of
+from resilient_train.frameworks.torch.optimizer_groups import Groups, ParameterPlace, parameters_of
 
 Key = int | tuple[int, str] | str
 
 
-def entries_of(optimizer: torch.optim.Optimizer, where: Mapping[int, ParameterPlace]) -> dict[Key, Any]:
-    """The entries, not copied; ``where`` as from ``optimizer_groups.places``.
+def entries_of(
+    optimizer: torch.optim.Optimizer, where: Mapping[int, ParameterPlace], groups: Groups | None = None
+) -> dict[Key, Any]:
+    """The entries, not copied; ``where`` as from ``optimizer_groups.places``. ``groups``: other ones than it has.
 
     Raises StateError for a key of another kind.
     """
     state: Mapping[Any, Any] = optimizer.state
-    entries: dict[Key, Any] = {i: dict(state[p]) for i, p in enumerate(parameters_of(optimizer)) if p in state}
+    parameters = parameters_of(optimizer) if groups is None else [each for group in groups for each in group]
+    entries: dict[Key, Any] = {i: dict(state[p]) for i, p in enumerate(parameters) if p in state}
     if len(entries) == len(state):
         return entries
-    numbered = set(map(id, parameters_of(optimizer)))
+    numbered = set(map(id, parameters))
     for key, entry in state.items():
         if id(key) in where:
             if id(key) not in numbered:

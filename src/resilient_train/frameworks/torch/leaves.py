@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 import msgspec
+import numpy as np
 import torch
 
 from resilient_train.errors import ConfigError, ProtocolError, StateError
@@ -135,6 +136,9 @@ def copy_tree(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, Mapping):
         return {key: copy_tree(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copy_tree(item) for item in value) if type(value) in (list, tuple) else value
-    return value
+    if isinstance(value, tuple):
+        items = [copy_tree(item) for item in value]
+        return type(value)._make(items) if hasattr(value, "_make") else tuple(items)
+    if isinstance(value, list):
+        return [copy_tree(item) for item in value]
+    return value.copy() if isinstance(value, np.ndarray) else value

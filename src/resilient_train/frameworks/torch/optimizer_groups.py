@@ -51,10 +51,10 @@ def places(models: Sequence[Mapping[str, torch.nn.Parameter]]) -> dict[int, Para
     return {id(p): ParameterPlace(index, name) for index, named in enumerate(models) for name, p in named.items()}
 
 
-def described(optimizers: Iterable[torch.optim.Optimizer], where: Mapping[int, ParameterPlace]) -> bytes:
+def described(groups_of_all: Iterable[Groups], where: Mapping[int, ParameterPlace]) -> bytes:
     """All groups of all optimizers, for another process. Raises StateError for a parameter that is in no model."""
     try:
-        return msgspec.msgpack.encode([[[where[id(p)] for p in group] for group in groups_of(o)] for o in optimizers])
+        return msgspec.msgpack.encode([[[where[id(p)] for p in group] for group in groups] for groups in groups_of_all])
     except KeyError:
         raise StateError(
             "an optimizer updates a parameter that is in no registered model: its value can't be carried to another "

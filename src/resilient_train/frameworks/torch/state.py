@@ -34,6 +34,7 @@ from resilient_train.frameworks.torch.leaves import (
 from resilient_train.frameworks.torch.optimizer_groups import described, found, groups_of, places, regroup
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.staging import Staging, on_host
+from resilient_train.frameworks.torch.watched_state import digest_of_state, is_small
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.transfer import Span, view
 from resilient_train.state.transfer import digest as digest_of
@@ -100,21 +101,33 @@ class State:
             ):
                 raise ConfigError(f"state[{name!r}] is a {type(thing).__qualname__} without load_state_dict()")
 
-    def tree(self, *, core: bool = False) -> dict[str, Any]:
-        """The state as a tree of references. ``core``: only what ``params_digest`` covers, without buffers."""
+    def tree(self, *, core: bool = False, found: bool = False) -> dict[str, Any]:
+        """The state as a tree of references. ``core``: only what ``params_digest`` covers, without buffers.
+
+        ``found``: as the open window found it.
+        """
         objects = self._objects
-        models = self._parameters()
+        models, groups = self._parameters(), [groups_of(optimizer) for optimizer in objects.optimizers]
+        found = found and self.kept.open
+        if found:
+            self.kept.parameters(models)
+            groups = self.kept.small["parameters"]
         where = places(models)
         tree: dict[str, Any] = {
             "model": models,
-            "optimizer": [entries_of(optimizer, where) for optimizer in objects.optimizers],
-            "members": described(objects.optimizers, where),
+            "optimizer": [entries_of(o, where, of_one) for o, of_one in zip(objects.optimizers, groups, strict=True)],
+            "members": described(groups, where),
         }
+        if found:
+            self.kept.contents(tree["model"])
         if core:
             return tree
         tree["buffers"] = [dict(model.named_buffers()) for model in objects.models]
         tree["small"] = self.small_tree()
-        tree["extra"] = {name: state_of(thing) for name, thing in objects.extra.items()}
+        kept = self.kept.states() if found else {}
+        if found:
+            tree["small"] = {name: self.kept.small[name] for name in tree["small"]}
+        tree["extra"] = {name: kept[name] if name in kept else state_of(thing) for name, thing in objects.extra.items()}
         return tree
 
     def _parameters(self) -> list[dict[str, torch.nn.Parameter]]:
@@ -156,9 +169,13 @@ class State:
     def cut(self) -> None:
         self.kept.cut()
 
-    def put_back(self) -> str:
-        """The inverse. Returns the name of something that can't be put back."""
-        self.kept.put_back()
+    def small_digests(self) -> dict[str, str]:
+        states = {name: state_of(thing) for name, thing in self._objects.extra.items()}
+        return {name: digest_of_state(state) for name, state in states.items() if is_small(state)}
+
+    def put_back(self, *, intact: bool) -> str:
+        """The inverse. Returns the name of something that can't be put back. ``intact``: see ``Step.rollback``."""
+        self.kept.put_back(intact=intact)
         self.restore_small(self.kept.small)
         return self.kept.lost
 
@@ -189,9 +206,7 @@ class State:
     def fingerprint(self, after: _native.Copier | None = None) -> Fingerprint:
         if self._fingerprint is not None:
             self._fingerprint.digest()
-        tree = self.tree(core=True)
-        self.kept.into(tree)
-        self._fingerprint = Fingerprint(tree, self._copier, after)
+        self._fingerprint = Fingerprint(self.tree(core=True, found=True), self._copier, after)
         return self._fingerprint
 
     def on_host(self) -> bool:
@@ -258,9 +273,7 @@ class State:
 
     def image(self, step: int, share: SaveShare) -> Image:
         self.kept.look()
-        tree = self.tree()
-        self.kept.into(tree)
-        image = self._images.image(tree, step, share, self.kept.lost)
+        image = self._images.image(self.tree(found=True), step, share, self.kept.lost)
         if self._images.plans != self._checked_plans:
             fitting.check_unchanged(self._built, fitting.layout_of(self._objects.models))
             self._checked_plans = self._images.plans

@@ -143,7 +143,7 @@ class Step:
         if not self._buckets.known:
             self._buckets.record()
 
-    def rollback(self) -> str:
+    def rollback(self, *, intact: bool = True) -> str:
         start = self._start
         self._running.clear()
         if start is None:
@@ -158,7 +158,7 @@ class Step:
         for model in self._objects.models:
             model.zero_grad(set_to_none=True)
         self._rank_state.rollback(start.rank_state)
-        lost = self._state.put_back()
+        lost = self._state.put_back(intact=intact)
         self._buckets.shares_buffers = start.shares_buffers
         restore_random_state(start.random)
         return lost

@@ -177,3 +177,22 @@ def test_parts_of_a_graph_expanded_and_odd_things() -> None:
         assert job.kept.draw(0)
         assert job.kept[0].batch.value is batch
         assert not job.ends()
+
+
+def test_what_a_batch_knows_is_not_put_back() -> None:
+    """Only what it is: a loader that stands behind it has gone on."""
+
+    class Source:
+        place = torch.zeros(1)
+
+    class Own:
+        def __init__(self) -> None:
+            self.x, self.source, self.rows = torch.ones(8), Source(), ["text"] * 100_000
+
+    job = Job()
+    batch = job.draw(Own())
+    batch.x.mul_(2)
+    batch.source.place = torch.ones(1)
+    assert job.kept.draw(0)
+    assert torch.equal(batch.x, torch.ones(8))
+    assert batch.source.place.item() == 1

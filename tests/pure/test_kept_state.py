@@ -134,6 +134,36 @@ def test_a_parameter_that_is_another_one() -> None:
     assert torch.equal(weight, before)
 
 
+def test_a_parameter_that_gets_another_type() -> None:
+    job = Job()
+    job.window(lambda: write(job.weight))
+    job.window()
+    job.model.double()
+    job.weight.data.fill_(1 / 3)
+    before = job.weight.detach().clone()
+    job.kept.begin({})
+    job.weight.data = job.weight.data.half()
+    job.kept.put_back()
+    assert not job.kept.lost
+    assert torch.equal(job.weight, before)
+    assert job.weight.dtype == before.dtype
+
+
+def test_tensors_that_torch_does_not_count_are_always_kept() -> None:
+    extra = Plain(10)
+    with torch.inference_mode():
+        extra.held = torch.zeros(100_000)
+    job = Job(extra=extra)
+    for _ in range(4):
+        job.window()
+    job.kept.begin({})
+    with torch.inference_mode():
+        extra.held.add_(1)
+        job.kept.put_back()
+    assert not job.kept.lost
+    assert not extra.held.any()
+
+
 def test_what_an_update_that_was_cut_has_written_is_not_early() -> None:
     job = Job()
     for _ in range(3):

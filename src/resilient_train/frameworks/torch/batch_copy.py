@@ -8,20 +8,24 @@ them: a loader that uses its memory again, or state of the user's that lies ther
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import types
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from resilient_train.frameworks.torch.arguments import look
+from resilient_train.frameworks.torch.leaves import PLAIN
 from resilient_train.frameworks.torch.watched_state import Mark, mark_of
 
 _MOST = 10_000
 """Of objects that are looked at: what hangs together with more of them is no batch."""
-_NO_DATA = (type, types.ModuleType, types.FunctionType, torch.nn.Module, Dataset)
+_MANY = 64
+_NO_DATA = (type, types.ModuleType, types.FunctionType, torch.nn.Module, Dataset, DataLoader, Iterator)
 
 Array = np.ndarray[Any, Any]
 
@@ -34,7 +38,7 @@ class RememberedBatch:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._tensors: list[torch.Tensor] = []
         self._arrays: list[Array] = []
-        self._walk(batch, set())
+        self._walk(batch, set(), deep=True)
         self._marks = self._present_marks()
         self._looks = looks
         self._seen = self._look()
@@ -44,34 +48,36 @@ class RememberedBatch:
                 tensors = [each.detach().clone() for each in self._tensors]
                 self._copies = [*tensors, *(each.copy() for each in self._arrays)]
 
-    def _walk(self, value: Any, seen: set[int]) -> None:
-        if id(value) in seen or len(seen) > _MOST:
+    def _walk(self, value: Any, seen: set[int], *, deep: bool) -> None:
+        """``deep``: also into an object of the user's. What that knows in its turn need not be data (its loader)."""
+        if type(value) in PLAIN or id(value) in seen or len(seen) > _MOST:
             return
+        seen.add(id(value))
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided and not value.is_inference():
-                seen.add(id(value))
                 self._tensors.append(value)
         elif isinstance(value, np.ndarray):
             if value.dtype.hasobject is False and value.flags.writeable:
-                seen.add(id(value))
                 self._arrays.append(value)
-        else:
-            seen.add(id(value))
-            for item in self._items(value):
-                self._walk(item, seen)
-
-    def _items(self, value: Any) -> Iterator[Any]:
-        if isinstance(value, dict):
+        elif isinstance(value, dict):
             self._dicts.append((value, dict(value)))
-            yield from list(value.values())
+            self._walk_all(list(value.values()), seen, deep=deep)
         elif isinstance(value, list):
             self._lists.append((value, list(value)))
-            yield from list(value)
+            self._walk_all(value, seen, deep=deep)
         elif isinstance(value, tuple):
-            yield from value
-        elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NO_DATA):
-            self._dicts.append((value.__dict__, dict(value.__dict__)))
-            yield from list(value.__dict__.values())
+            self._walk_all(value, seen, deep=deep)
+        elif isinstance(inner := getattr(value, "__dict__", None), dict) and not isinstance(value, _NO_DATA):
+            data = dataclasses.is_dataclass(value) or isinstance(value, (UserDict, types.SimpleNamespace))
+            if data or deep:
+                self._dicts.append((inner, dict(inner)))
+                self._walk_all(list(inner.values()), seen, deep=deep and data)
+
+    def _walk_all(self, values: Sequence[Any], seen: set[int], *, deep: bool) -> None:
+        if len(values) > _MANY and type(values[0]) in PLAIN and type(values[-1]) in PLAIN:
+            return  # text, or numbers
+        for item in values:
+            self._walk(item, seen, deep=deep)
 
     def _present_marks(self) -> list[Mark]:
         return [mark_of(each) for each in self._tensors]

@@ -26,12 +26,14 @@ import torch
 from resilient_train.frameworks.roles import Objects, WrittenEarly
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.leaves import is_sharded, state_of
-from resilient_train.frameworks.torch.watched_state import Mark, WatchedState, mark_of, size_of, tensors_in
+from resilient_train.frameworks.torch.watched_state import WatchedState, size_of, tensors_in
 
 _LOOKED_AT = 2
 """So many windows are compared by digest: what a loop writes before its updates it writes each time, as a rule."""
 LIVES_ON = "resilient_lives_on"
 """An attribute of state that a process which lives on brings up to date by itself: it is not put back there."""
+
+_VERSION, _ADDRESS = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 Key = tuple[int, str]
 """A parameter: the number of its model, its name there."""
@@ -51,8 +53,12 @@ class KeptState:
     def __init__(self, objects: Objects) -> None:
         self._places = _places(objects.models)
         self._there: list[torch.Tensor | None] = []
-        """What the window found in these places. None: nothing that can be kept."""
-        self._marks: list[Mark] = []
+        """What the window found in these places, and ..."""
+        self._watched: list[tuple[_Place, torch.Tensor]] = []
+        self._tensors: list[torch.Tensor] = []
+        """... what of it can be kept."""
+        self._marks: tuple[list[int], list[int]] = ([], [])
+        """Their versions and addresses."""
         self._digests: list[str] = []
         self._early: set[Key] = set()
         """The parameters that are written before updates, and ..."""
@@ -76,34 +82,43 @@ class KeptState:
         self._open, self._cut, self._sealed = True, False, False
         self._lost.clear()
         self._behind.clear()
-        there: list[torch.Tensor | None] = [each.owner.get(each.name) for each in self._places]
-        if len(there) != len(self._there) or not all(map(operator.is_, there, self._there)):
-            there = [each if each is not None and _can_be_watched(each) else None for each in there]
-        self._there = there
+        self._find()
         self._keep(whole=whole)
         self._mark(digests=self._windows < _LOOKED_AT)
         for state in self._states:
             state.begin(whole=whole)
 
+    def _find(self) -> None:
+        there = [each.owner.get(each.name) for each in self._places]
+        if len(there) == len(self._there) and all(map(operator.is_, there, self._there)):
+            return
+        self._there = [*there]
+        pairs = zip(self._places, there, strict=True)
+        self._watched = [(place, each) for place, each in pairs if each is not None and _can_be_watched(each)]
+        self._tensors = [tensor for _, tensor in self._watched]
+
     def _keep(self, *, whole: bool) -> None:
-        for place, tensor in zip(self._places, self._there, strict=True) if whole or self._early else ():
-            if tensor is None or not (whole or place.key in self._early):
+        for place, tensor in self._watched if whole or self._early else ():
+            if not (whole or place.key in self._early):
                 continue
             copy = self._copies.get(place.key)
-            if copy is not None and copy.shape == tensor.shape:
+            if copy is not None and _are_alike(copy, tensor):
                 copy.copy_(tensor.detach())
             else:
                 _clone_into(self._copies, place.key, tensor)
 
     def _mark(self, *, digests: bool) -> None:
-        self._marks = [mark_of(each) if each is not None else (0, 0) for each in self._there]
-        self._digests = [_digest(each) for each in self._there] if digests else []
+        self._marks = self._present_marks()
+        self._digests = [_digest(each) for each in self._tensors] if digests else []
+
+    def _present_marks(self) -> tuple[list[int], list[int]]:
+        return [*map(_VERSION, self._tensors)], [*map(_ADDRESS, self._tensors)]
 
     def look(self) -> None:
         """The bodies have come to their end, or to where it matters what they have written."""
         if not self.open:
             return
-        marks = [mark_of(each) if each is not None else (0, 0) for each in self._there]
+        marks = self._present_marks()
         if self._digests or marks != self._marks:
             self._look_at(marks)
         if not self._cut:
@@ -111,18 +126,17 @@ class KeptState:
                 if state.look():
                     self._lost.append(state.told)
 
-    def _look_at(self, marks: list[Mark]) -> None:
+    def _look_at(self, marks: tuple[list[int], list[int]]) -> None:
         """Only what has no copy can be lost."""
-        digests = self._digests or [""] * len(marks)
-        for place, tensor, was, mark, digest in zip(
-            self._places, self._there, self._marks, marks, digests, strict=True
-        ):
-            if tensor is None or place.key in self._copies or place.key in self._behind:
+        digests = self._digests or [""] * len(self._tensors)
+        for (place, tensor), *mark, digest in zip(self._watched, *marks, *self._marks, digests, strict=True):
+            if place.key in self._copies or place.key in self._behind:
                 continue
-            other = _digest(tensor) != digest if digest else mark != was
+            moved = mark[:2] != mark[2:]
+            other = _digest(tensor) != digest if digest else moved
             if other:
                 self._lost.append(_told(place.key))
-            if (other or mark != was) and not self._cut and place.key not in self._early:
+            if (other or moved) and not self._cut and place.key not in self._early:
                 self._early.add(place.key)
                 self._found.append(_told(place.key))
         self._marks = marks
@@ -133,7 +147,7 @@ class KeptState:
         names += [state.told for state in self._states if state.was_found()]
         if not names:
             return None
-        early = [each for place, each in zip(self._places, self._there, strict=True) if place.key in self._early]
+        early = [tensor for place, tensor in self._watched if place.key in self._early]
         states = [state_of(state.thing) for state in self._states if state.early]
         return WrittenEarly(names, sum(map(size_of, tensors_in([early, states]))))
 
@@ -163,8 +177,8 @@ class KeptState:
             return
         self.look()
         self._cut = True
-        for place, tensor in zip(self._places, self._there, strict=True):
-            if tensor is not None and place.key not in self._copies:
+        for place, tensor in self._watched:
+            if place.key not in self._copies:
                 _clone_into(self._behind, place.key, tensor)
         self._mark(digests=False)
         for state in self._states:
@@ -183,9 +197,8 @@ class KeptState:
             return
         if intact:
             self.look()
-        for place, tensor in zip(self._places, self._there, strict=True):
-            if tensor is not None:
-                self._put_back(place, tensor)
+        for place, tensor in self._watched:
+            self._put_back(place, tensor)
         for state in self._states:
             state.put_back()
 
@@ -193,9 +206,13 @@ class KeptState:
         if place.owner.get(place.name) is not tensor:
             place.owner[place.name] = tensor  # type: ignore[assignment] # a parameter: it was there
         copy = self._copies.get(place.key, self._behind.get(place.key))
-        if copy is not None:
+        if copy is None:
+            return
+        if _are_alike(copy, tensor):
             with torch.no_grad():
                 tensor.copy_(copy)
+        else:  # `tensor.data = ...`
+            tensor.data = copy.clone()
 
     def forget(self) -> None:
         """The update is applied, or all is to be a copy of a replica's."""
@@ -214,8 +231,9 @@ class KeptState:
 
     def parameters(self, models: list[dict[str, torch.nn.Parameter]]) -> None:
         """In ``models``, each with its names: what the window found in their places."""
-        for (index, name), tensor in zip((place.key for place in self._places), self._there, strict=True):
-            if tensor is not None and name in models[index]:
+        for place, tensor in self._watched:
+            index, name = place.key
+            if name in models[index]:
                 models[index][name] = tensor  # type: ignore[assignment] # a parameter
 
     def contents(self, models: list[dict[str, torch.Tensor]]) -> None:
@@ -249,12 +267,16 @@ def _can_be_watched(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not is_sharded(tensor) and not tensor.is_inference()
 
 
+def _are_alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (copy.shape, copy.dtype, copy.device) == (tensor.shape, tensor.dtype, tensor.device)
+
+
 def _clone_into(copies: dict[Key, torch.Tensor], key: Key, tensor: torch.Tensor) -> None:
     """Without memory for it the job goes on as if it had not been seen."""
     with contextlib.suppress(torch.OutOfMemoryError, MemoryError):
         copies[key] = tensor.detach().clone()
 
 
-def _digest(tensor: torch.Tensor | None) -> str:
+def _digest(tensor: torch.Tensor) -> str:
     """Empty: it lies in the memory of a device, and would have to be copied from there."""
-    return tensor_digest(tensor) if tensor is not None and tensor.is_cpu else ""
+    return tensor_digest(tensor) if tensor.is_cpu else ""

@@ -62,7 +62,7 @@ class WatchedState:
         self._seen = self._signature(state)
         if self._look_anew:
             self._look_anew -= 1
-            self._unwatchable = self._dicts is None and _is_made_anew(state, state_of(self.thing))
+            self._unwatchable = _is_unwatchable(state, state_of(self.thing))
             self.kept, self._digest = copy_tree(state), digest_of_state(state)
 
     def look(self) -> bool:
@@ -95,8 +95,8 @@ class WatchedState:
 
     def _signature(self, state: Any = None) -> tuple[Any, list[Any]]:
         if self._dicts is not None:
-            tensors = [each for one in self._dicts for each in one.values()]
-            return tensors, [mark_of(each) if each is not None else None for each in tensors]
+            tensors = [each for one in self._dicts for each in one.values() if each is not None]
+            return tensors, [mark_of(each) for each in tensors]
         if state is None:
             state = state_of(self.thing)
         return state, list(_marks(state))
@@ -118,7 +118,9 @@ def _dicts_of(thing: Any) -> list[Mapping[str, Any]] | None:
 
 
 def mark_of(tensor: torch.Tensor) -> Mark:
-    """Changes when torch writes to it, or it gets other memory."""
+    """Changes when torch writes to it, or it gets other memory. Not so where torch does not count."""
+    if tensor.layout is not torch.strided or tensor.is_inference():
+        return -1, id(tensor)
     return tensor._version, tensor.data_ptr()
 
 
@@ -163,10 +165,12 @@ def is_small(state: Any) -> bool:
     return len(tensors) <= _SMALL_LEAVES and sum(map(size_of, tensors)) <= _SMALL_BYTES
 
 
-def _is_made_anew(state: Any, again: Any) -> bool:
-    """Whether ``state_dict()`` copies: then nothing of it tells what becomes of the original."""
+def _is_unwatchable(state: Any, again: Any) -> bool:
+    """Whether torch does not count, or ``state_dict()`` copies: nothing of that tells what becomes of the original."""
     tensors = [each for each in tensors_in(state) if isinstance(each, torch.Tensor)]
     others = [each for each in tensors_in(again) if isinstance(each, torch.Tensor)]
+    if any(each.layout is not torch.strided or each.is_inference() for each in tensors):
+        return True
     return [each.data_ptr() for each in tensors] != [each.data_ptr() for each in others]
 
 

@@ -1,5 +1,6 @@
 """A step that is redone gets its batch as it was drawn, whatever its body has written into it."""
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch import data
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.loader import Batch
@@ -76,7 +78,7 @@ def test_a_batch_that_is_written_each_time(how: Any) -> None:
 def test_a_batch_that_is_not_written_is_the_same_object() -> None:
     job = Job()
     for _ in range(4):
-        batch = job.draw([torch.ones(8), np.ones(3), iter(())])
+        batch = job.draw([torch.ones(8), np.ones(3), range(3)])
         assert job.kept.draw(0)
         assert job.kept[0].batch.value is batch
         assert not job.ends()
@@ -131,6 +133,95 @@ def test_a_batch_in_an_object_that_is_written() -> None:
         assert job.ends() == (turn == 0)
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+    y: Any = None
+
+
+def test_a_batch_in_slots_and_behind_many_numbers() -> None:
+    job = Job()
+    for _ in range(5):
+        batch = job.draw([Slotted(torch.ones(8)), list(range(20_000)), collections.deque([torch.ones(2)])])
+        batch[0].x.mul_(2)
+        batch[0].y = 3
+        batch[2][0].mul_(2)
+        assert job.kept.draw(0)
+        assert torch.equal(batch[0].x, torch.ones(8))
+        assert batch[0].y is None
+        assert torch.equal(batch[2][0], torch.ones(2))
+        batch[0].x.mul_(2)
+        job.ends()
+
+
+def test_one_word_of_an_array() -> None:
+    job = Job()
+    for turn in range(5):
+        batch = job.draw([np.ones((4, 1000)).T])
+        batch[0][1, 0] += 1
+        assert job.kept.draw(0)
+        assert batch[0].sum() == 4000
+        batch[0][1, 0] += 1
+        assert job.ends() == (turn == 0)
+
+
+def test_gradients_of_the_batch() -> None:
+    """Adversarial training: the second time the first gradient is not there."""
+    job = Job()
+    for _ in range(4):
+        x = job.draw([torch.ones(3)])[0]
+        for attempt in range(3):
+            assert not attempt or job.kept.draw(0)
+            x.mul_(2)
+            x.requires_grad_()
+            (x * x).sum().backward()
+            assert x.grad.tolist() == [4, 4, 4]
+        job.ends()
+
+
+def test_a_batch_that_becomes_part_of_a_graph() -> None:
+    job = Job()
+    for _ in range(4):
+        x = job.draw([torch.ones(3)])[0]
+        for attempt in range(3):
+            assert not attempt or job.kept.draw(0)
+            scale = torch.ones(1, requires_grad=True)
+            x.mul_(scale).sum().backward()
+            assert scale.grad.item() == 3
+        job.ends()
+
+
+def test_other_memory_for_a_tensor_of_the_batch() -> None:
+    job = Job()
+    for _ in range(4):
+        x, others = job.draw([torch.ones(3)])[0], torch.zeros(3)
+        x.data = others
+        assert job.kept.draw(0)
+        assert x.tolist() == [1, 1, 1]
+        assert others.tolist() == [0, 0, 0]
+        x.data = (x / 3).half()
+        assert job.kept.draw(0)
+        assert (x.tolist(), x.dtype) == ([1, 1, 1], torch.float32)
+        assert not job.ends()
+
+
+def test_a_batch_that_can_be_gone_through_once_is_refused() -> None:
+    with pytest.raises(UsageError, match="is or has a generator, which can be gone through once"):
+        Job().draw([(each for each in ())])
+
+
+def test_deep_and_strange_batches() -> None:
+    chain: list[Any] = []
+    for _ in range(3000):
+        chain = [chain]
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    job = Job()
+    for _ in range(3):
+        job.draw([chain, nested, torch.fft.fft(torch.ones(4)).conj(), np.zeros(3, "datetime64[s]")])
+        assert job.kept.draw(0)
+        assert not job.ends()
+
+
 def test_a_loader_that_uses_its_memory_again() -> None:
     """The batches of one window are one tensor; each step of the redo finds its own in there."""
     job = Job()
@@ -148,23 +239,33 @@ def test_a_loader_that_uses_its_memory_again() -> None:
 
 def test_what_the_loader_makes_of_the_ranks_own_state_is_brought_back_with_the_batch() -> None:
     class Own:
-        place = 0
+        sampler = seen = 0
 
-        def packed(self) -> bytes:
-            return bytes([self.place])
+        def entries(self) -> dict[str, bytes]:
+            return {"sampler": bytes([self.sampler]), "seen": bytes([self.seen])}
 
-        def restore(self, state: bytes) -> None:
-            self.place = state[0]
+        def restore_entry(self, name: str, state: bytes) -> None:
+            setattr(self, name, state[0])
 
     own = Own()
-    kept = KeptBatches(Cursor(), data, Pulse(), lambda _: None, own)
+
+    class Moving(Cursor):
+        def next(self) -> Batch:
+            own.sampler += 10
+            return super().next()
+
+    kept = KeptBatches(Moving(), data, Pulse(), lambda _: None, own)
     for place in range(3):
-        own.place += 10
         assert kept.draw(place)
-    own.place = 10  # as the beginning of the window has it, behind its first draw
+        own.seen += 1  # what a body makes of it in an attempt that was not right, say
+    own.sampler, own.seen = 10, 0  # as the beginning of the window has it, behind its first draw
     for place in range(3):
         assert kept.draw(place)
-        assert own.place == 10 * (place + 1)
+        assert own.sampler == 10 * (place + 1)
+        own.seen += 5
+    assert own.seen == 15
+    own.sampler = 11
+    assert not kept.draw(1), "a body moves it on as well, and not as it did"
 
 
 def test_parts_of_a_graph_expanded_and_odd_things() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pure.test_controller import of, running
+from resilient_train.frameworks.torch import fingerprint
 from resilient_train.frameworks.torch.collectives import _digest
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.launch.agent.console_text import told
@@ -226,3 +227,19 @@ def test_people_hear_of_what_goes_wrong_alone() -> None:
     assert [*told("verifying", 1, 0.0, notes(commands)["verifying"])] == []
     assert [*told("resumed", 1, 5.0, {"commits": 3, "verifies": True})] == []
     assert [*told("verified", 1, 5.0, {"step": 6, "ranks": []})] == []
+
+
+def test_the_digest_of_a_tensor_that_is_no_one_piece_is_that_of_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a copy of them, which must live as long as it is read: else two runs differ, and a rank is accused for it."""
+    whole = torch.randn(64, 64)
+    wanted = tensor_digest(whole.t().contiguous())
+    read = fingerprint.digest
+
+    def read_later(*arguments: Any) -> str:
+        others = [torch.full((64, 64), float(number)) for number in range(8)]
+        found = read(*arguments)
+        del others
+        return found
+
+    monkeypatch.setattr(fingerprint, "digest", read_later)
+    assert tensor_digest(whole.t()) == wanted

@@ -451,6 +451,14 @@ class RankState(Protocol):
         """Takes up of another rank's what any rank may have: its buffers."""
         ...
 
+    def entries(self) -> dict[str, bytes]:
+        """Each object of ``rank_state`` alone, packed."""
+        ...
+
+    def restore_entry(self, name: str, state: bytes) -> None:
+        """Puts one of ``entries`` back."""
+        ...
+
 
 class Data(Protocol):
     """Random numbers, and loaders: what decides which batch comes next.

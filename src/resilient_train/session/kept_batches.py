@@ -20,9 +20,9 @@ _COPIED = 2
 
 class _AsDrawn(NamedTuple):
     batch: Remembered
-    own: bytes
-    """What the loader has made of the rank's own state (a sampler's place, a generator); empty at a window's first
-    step, whose beginning has it.
+    moved: dict[str, tuple[bytes, bytes]]
+    """Which objects of ``rank_state`` the loader has moved on meanwhile (a sampler, a generator), and from where to
+    where; empty at a window's first step, whose beginning has it.
     """
 
 
@@ -72,21 +72,37 @@ class KeptBatches:
         Raises what the loader raises.
         """
         if not self.has(place):
+            own = self._own.entries() if place and self._own is not None else {}
             batch = self._next()
+            moved = self._moved_since(own)
             random = self._data.random_state() if place else None
-            own = self._own.packed() if place and self._own is not None else b""
             copies, looks = self.first or whole or self._written, self.first or whole
             remembered = self._data.remember(batch.value, copies=copies, looks=looks)
             self._drawn.append(Drawn(batch, random, self._cursor.place))
-            self._as_drawn.append(_AsDrawn(remembered, own))
+            self._as_drawn.append(_AsDrawn(remembered, moved))
             return True
         drawn, was = self._drawn[place], self._as_drawn[place]
         # Nothing is drawn again; but drawing had moved random numbers, and perhaps state of the rank's own.
         if drawn.random is not None:
             self._data.restore_random_state(drawn.random)
-        if was.own and self._own is not None:
-            self._own.restore(was.own)
-        return was.batch.put_back()
+        return self._move_on(was.moved) and was.batch.put_back()
+
+    def _moved_since(self, before: dict[str, bytes]) -> dict[str, tuple[bytes, bytes]]:
+        if not before or self._own is None:
+            return {}
+        now = self._own.entries()
+        return {name: (was, now[name]) for name, was in before.items() if now[name] != was}
+
+    def _move_on(self, moved: dict[str, tuple[bytes, bytes]]) -> bool:
+        """As drawing did. An object that bodies change as well is where it was then only if they have done the same."""
+        if not moved or self._own is None:
+            return True
+        now = self._own.entries()
+        for name, (before, after) in moved.items():
+            if now[name] != before:
+                return False
+            self._own.restore_entry(name, after)
+        return True
 
     def look(self) -> bool:
         """The bodies of the window are over. True: one was seen to write into its batch, for the first time."""

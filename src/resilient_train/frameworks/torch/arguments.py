@@ -25,6 +25,8 @@ def look(tree: Any) -> bytes:
 
 def _seen(tree: Any) -> Iterator[bytes]:
     if isinstance(tree, torch.Tensor):
+        if tree.is_nested:
+            return
         yield f"{tuple(tree.shape)} {tree.dtype}".encode()
         if tree.is_cpu and tree.layout is torch.strided and type(tree) in {torch.Tensor, torch.nn.Parameter}:
             yield _elements(tree.detach())
@@ -41,5 +43,5 @@ def _seen(tree: Any) -> Iterator[bytes]:
 
 
 def _elements(tensor: torch.Tensor) -> bytes:
-    spread = tensor.reshape(-1)[:: max(1, tensor.numel() // _ELEMENTS)].contiguous()
+    spread = tensor.resolve_conj().resolve_neg().reshape(-1)[:: max(1, tensor.numel() // _ELEMENTS)].contiguous()
     return spread.view(torch.uint8).numpy().tobytes()

@@ -10,111 +10,175 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections import UserDict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import UserDict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from resilient_train.frameworks.torch.arguments import look
+from resilient_train.errors import UsageError
+from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.leaves import PLAIN
-from resilient_train.frameworks.torch.watched_state import Mark, mark_of
+from resilient_train.frameworks.torch.watched_state import array_digest, mark_of
 
-_MOST = 10_000
-"""Of objects that are looked at: what hangs together with more of them is no batch."""
-_MANY = 64
-_NO_DATA = (type, types.ModuleType, types.FunctionType, torch.nn.Module, Dataset, DataLoader, Iterator)
+_NO_DATA = (type, types.ModuleType, types.FunctionType, torch.nn.Module, Dataset, DataLoader)
 
 Array = np.ndarray[Any, Any]
 
 
+class _Tensor(NamedTuple):
+    """As it was: ``alias`` has its memory, whatever it is given later."""
+
+    tensor: torch.Tensor
+    alias: torch.Tensor
+    wants_gradient: bool
+    gradient: torch.Tensor | None
+    leaf: bool
+
+
 class RememberedBatch:
-    """See ``frameworks/roles.Remembered``."""
+    """See ``frameworks/roles.Remembered``. Raises UsageError for a batch that can be used once only."""
 
     def __init__(self, batch: Any, *, copies: bool, looks: bool) -> None:
-        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._lists: list[tuple[Any, list[Any]]] = []
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._tensors: list[torch.Tensor] = []
+        self._slots: list[tuple[Any, dict[str, Any]]] = []
+        self._tensors: list[_Tensor] = []
         self._arrays: list[Array] = []
-        self._walk(batch, set(), deep=True)
-        self._marks = self._present_marks()
+        self._walk(batch)
         self._looks = looks
-        self._seen = self._look()
+        self._marks = self._present_marks()
         self._copies: list[torch.Tensor | Array] | None = None
         if copies:
             with contextlib.suppress(torch.OutOfMemoryError, MemoryError):
-                tensors = [each.detach().clone() for each in self._tensors]
+                tensors = [each.alias.clone() for each in self._tensors]
                 self._copies = [*tensors, *(each.copy() for each in self._arrays)]
 
-    def _walk(self, value: Any, seen: set[int], *, deep: bool) -> None:
-        """``deep``: also into an object of the user's. What that knows in its turn need not be data (its loader)."""
-        if type(value) in PLAIN or id(value) in seen or len(seen) > _MOST:
-            return
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided and not value.is_inference():
-                self._tensors.append(value)
-        elif isinstance(value, np.ndarray):
-            if value.dtype.hasobject is False and value.flags.writeable:
-                self._arrays.append(value)
-        elif isinstance(value, dict):
+    def _walk(self, batch: Any) -> None:
+        """An object of the user's is looked into once: what it knows in its turn need not be data (its loader)."""
+        seen: set[int] = set()
+        waiting = [(batch, True)]
+        while waiting:
+            value, deep = waiting.pop()
+            if type(value) in PLAIN or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, torch.Tensor):
+                if _can_be_put_back(value):
+                    own = value.requires_grad, value.grad if value.is_leaf else None, value.is_leaf
+                    self._tensors.append(_Tensor(value, value.detach(), *own))
+            elif isinstance(value, np.ndarray):
+                if value.dtype.hasobject is False and value.flags.writeable:
+                    self._arrays.append(value)
+            else:
+                items, deep = self._into(value, deep=deep)
+                waiting += [(item, deep) for item in items]
+
+    def _into(self, value: Any, *, deep: bool) -> tuple[Iterable[Any], bool]:
+        """What is in there, and whether objects of the user's among it are looked into."""
+        if isinstance(value, dict):
             self._dicts.append((value, dict(value)))
-            self._walk_all(list(value.values()), seen, deep=deep)
-        elif isinstance(value, list):
+            return value.values() if not PLAIN.issuperset(map(type, value.values())) else (), deep
+        if isinstance(value, (list, deque)):
             self._lists.append((value, list(value)))
-            self._walk_all(value, seen, deep=deep)
-        elif isinstance(value, tuple):
-            self._walk_all(value, seen, deep=deep)
-        elif isinstance(inner := getattr(value, "__dict__", None), dict) and not isinstance(value, _NO_DATA):
-            data = dataclasses.is_dataclass(value) or isinstance(value, (UserDict, types.SimpleNamespace))
-            if data or deep:
-                self._dicts.append((inner, dict(inner)))
-                self._walk_all(list(inner.values()), seen, deep=deep and data)
+            return value if not PLAIN.issuperset(map(type, value)) else (), deep
+        if isinstance(value, (tuple, set, frozenset)):
+            return value if not PLAIN.issuperset(map(type, value)) else (), deep
+        if isinstance(value, Iterator):
+            raise UsageError(
+                f"step.batch is or has a {type(value).__qualname__}, which can be gone through once: a step that is "
+                "redone would find it used up; let the loader give a list"
+            )
+        inner, slots = getattr(value, "__dict__", None), _slots_of(value)
+        data = dataclasses.is_dataclass(value) or isinstance(value, (UserDict, types.SimpleNamespace))
+        if isinstance(value, _NO_DATA) or not (data or deep) or not (isinstance(inner, dict) or slots):
+            return (list(value.values()), deep) if isinstance(value, Mapping) else ((), False)
+        if slots:
+            self._slots.append((value, slots))
+        if isinstance(inner, dict):
+            self._dicts.append((inner, dict(inner)))
+        return [*slots.values(), *(inner.values() if isinstance(inner, dict) else ())], deep and data
 
-    def _walk_all(self, values: Sequence[Any], seen: set[int], *, deep: bool) -> None:
-        if len(values) > _MANY and type(values[0]) in PLAIN and type(values[-1]) in PLAIN:
-            return  # text, or numbers
-        for item in values:
-            self._walk(item, seen, deep=deep)
-
-    def _present_marks(self) -> list[Mark]:
-        return [mark_of(each) for each in self._tensors]
-
-    def _look(self) -> bytes:
-        """Arrays say nothing of themselves, so a few words of them are read each time."""
-        if not self._looks and not self._arrays:
-            return b""
-        return look([*(self._tensors if self._looks else ()), *self._arrays])
+    def _present_marks(self) -> list[Any]:
+        """Arrays say nothing of themselves, so they are read each time."""
+        marks: list[Any] = [mark_of(each.alias) for each in self._tensors]
+        if self._looks:
+            marks += [tensor_digest(each.alias) for each in self._tensors if each.alias.is_cpu]
+        return [*marks, *map(array_digest, self._arrays)]
 
     def written(self) -> bool:
-        return self._present_marks() != self._marks or self._look() != self._seen
+        return self._present_marks() != self._marks
 
     def put_back(self) -> bool:
+        self._put_items_back()
+        if not all(map(_put_tensor_back, self._tensors)):
+            return False
+        if self._copies is None:
+            return not self.written()
+        with torch.no_grad():
+            things: list[torch.Tensor | Array] = [*(each.alias for each in self._tensors), *self._arrays]
+            for thing, copy in zip(things, self._copies, strict=True):
+                _write(thing, copy)
+        self._marks = self._present_marks()
+        return True
+
+    def _put_items_back(self) -> None:
         for one, items in self._lists:
             if len(one) != len(items) or any(a is not b for a, b in zip(one, items, strict=True)):
-                one[:] = items
+                one.clear()
+                one.extend(items)
         for each, entries in self._dicts:
             if each.keys() != entries.keys() or any(each[key] is not value for key, value in entries.items()):
                 each.clear()
                 each.update(entries)
-        if self._copies is None:
-            return not self.written()
-        things: list[torch.Tensor | Array] = [*self._tensors, *self._arrays]
-        for thing, copy in zip(things, self._copies, strict=True):
-            _write(thing, copy)
-        self._marks = self._present_marks()
-        return True
+        for value, slots in self._slots:
+            for name, item in slots.items():
+                if getattr(value, name, None) is not item:
+                    object.__setattr__(value, name, item)
+
+
+def _can_be_put_back(tensor: torch.Tensor) -> bool:
+    lazy = torch.nn.parameter.is_lazy(tensor)
+    return not lazy and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_inference()
+
+
+def _slots_of(value: Any) -> dict[str, Any]:
+    names = [name for kind in type(value).__mro__ for name in _names_in(vars(kind).get("__slots__", ()))]
+    return {name: getattr(value, name) for name in names if name[:2] != "__" and hasattr(value, name)}
+
+
+def _names_in(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _put_tensor_back(was: _Tensor) -> bool:
+    """All but its data. False: it is a part of another graph now, and of others' memory."""
+    tensor, alias = was.tensor, was.alias
+    if was.leaf and tensor.grad_fn is not None:
+        if tensor._is_view():
+            return False
+        tensor.detach_()
+    if (tensor.data_ptr(), tensor.dtype, tensor.shape) != (alias.data_ptr(), alias.dtype, alias.shape):
+        tensor.data = alias
+    if was.leaf:
+        if tensor.requires_grad != was.wants_gradient:
+            tensor.requires_grad_(was.wants_gradient)
+        if tensor.grad is not was.gradient:
+            tensor.grad = was.gradient
+    return True
 
 
 def _write(thing: torch.Tensor | Array, copy: torch.Tensor | Array) -> None:
     if not isinstance(thing, torch.Tensor):
         np.copyto(thing, copy)
-        return
-    assert isinstance(copy, torch.Tensor)
-    if thing.shape != copy.shape:  # `x.data = ...`
-        thing.data = copy.clone()
-    elif thing.numel() <= 1 or 0 not in thing.stride():  # nobody can have written to an expanded one
-        with torch.no_grad():
-            thing.copy_(copy)
+    elif isinstance(copy, torch.Tensor) and not _same(thing, copy):  # a write that changes nothing is counted too
+        thing.copy_(copy)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    try:
+        return torch.equal(one, other)
+    except RuntimeError:  # there are types that can't be compared
+        return False

@@ -70,4 +70,5 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """Of its elements, dtype and shape; of a DTensor: of what this rank holds of it."""
     if tensor.layout is torch.sparse_coo:
         return f"{tensor_digest(tensor._indices())} {tensor_digest(tensor._values())}"
-    return digest(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), [span_of(dense(tensor))])
+    held = dense(tensor)  # as long as it is read: it may be a copy
+    return digest(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), [span_of(held)])

@@ -47,14 +47,25 @@ class _Place(NamedTuple):
     name: str
 
 
+class _Watched(NamedTuple):
+    """``alias`` has the memory that the window found, whatever the parameter is given later."""
+
+    place: _Place
+    tensor: torch.Tensor
+    alias: torch.Tensor
+
+
 class KeptState:
     """Of the registered objects. A window is open from ``begin`` to ``forget``."""
 
     def __init__(self, objects: Objects) -> None:
-        self._places = _places(objects.models)
+        self._models = objects.models
+        self._places: list[_Place] = []
+        self._parts: list[tuple[dict[str, torch.nn.Module | None], str, torch.nn.Module | None]] = []
+        """Of all modules the ones in them: a script may put others there."""
         self._there: list[torch.Tensor | None] = []
         """What the window found in these places, and ..."""
-        self._watched: list[tuple[_Place, torch.Tensor]] = []
+        self._watched: list[_Watched] = []
         self._tensors: list[torch.Tensor] = []
         """... what of it can be kept."""
         self._marks: tuple[list[int], list[int]] = ([], [])
@@ -89,16 +100,24 @@ class KeptState:
             state.begin(whole=whole)
 
     def _find(self) -> None:
+        """Nearly always all is what and where it was."""
+        if not self._places or any(owner.get(name) is not part for owner, name, part in self._parts):
+            self._places, self._parts = _places(self._models), _parts(self._models)
         there = [each.owner.get(each.name) for each in self._places]
-        if len(there) == len(self._there) and all(map(operator.is_, there, self._there)):
+        if (
+            len(there) == len(self._there)
+            and all(map(operator.is_, there, self._there))
+            and [*map(_ADDRESS, self._tensors)] == [each.alias.data_ptr() for each in self._watched]
+        ):
             return
         self._there = [*there]
         pairs = zip(self._places, there, strict=True)
-        self._watched = [(place, each) for place, each in pairs if each is not None and _can_be_watched(each)]
-        self._tensors = [tensor for _, tensor in self._watched]
+        found = [(place, each) for place, each in pairs if each is not None and _can_be_watched(each)]
+        self._watched = [_Watched(place, each, each.detach()) for place, each in found]
+        self._tensors = [each.tensor for each in self._watched]
 
     def _keep(self, *, whole: bool) -> None:
-        for place, tensor in self._watched if whole or self._early else ():
+        for place, tensor, _ in self._watched if whole or self._early else ():
             if not (whole or place.key in self._early):
                 continue
             copy = self._copies.get(place.key)
@@ -109,7 +128,7 @@ class KeptState:
 
     def _mark(self, *, digests: bool) -> None:
         self._marks = self._present_marks()
-        self._digests = [_digest(each) for each in self._tensors] if digests else []
+        self._digests = [_digest(each.alias) for each in self._watched] if digests else []
 
     def _present_marks(self) -> tuple[list[int], list[int]]:
         return [*map(_VERSION, self._tensors)], [*map(_ADDRESS, self._tensors)]
@@ -129,14 +148,15 @@ class KeptState:
     def _look_at(self, marks: tuple[list[int], list[int]]) -> None:
         """Only what has no copy can be lost."""
         digests = self._digests or [""] * len(self._tensors)
-        for (place, tensor), *mark, digest in zip(self._watched, *marks, *self._marks, digests, strict=True):
+        """It may be given other memory and get its own back: that was not written."""
+        (versions, _), (before, _) = marks, self._marks
+        for (place, _, alias), version, was, digest in zip(self._watched, versions, before, digests, strict=True):
             if place.key in self._copies or place.key in self._behind:
                 continue
-            moved = mark[:2] != mark[2:]
-            other = _digest(tensor) != digest if digest else moved
+            other = _digest(alias) != digest if digest else version != was
             if other:
                 self._lost.append(_told(place.key))
-            if (other or moved) and not self._cut and place.key not in self._early:
+            if (other or version != was) and not self._cut and place.key not in self._early:
                 self._early.add(place.key)
                 self._found.append(_told(place.key))
         self._marks = marks
@@ -147,7 +167,7 @@ class KeptState:
         names += [state.told for state in self._states if state.was_found()]
         if not names:
             return None
-        early = [tensor for place, tensor in self._watched if place.key in self._early]
+        early = [each.tensor for each in self._watched if each.place.key in self._early]
         states = [state_of(state.thing) for state in self._states if state.early]
         return WrittenEarly(names, sum(map(size_of, tensors_in([early, states]))))
 
@@ -177,9 +197,9 @@ class KeptState:
             return
         self.look()
         self._cut = True
-        for place, tensor in self._watched:
+        for place, _, alias in self._watched:
             if place.key not in self._copies:
-                _clone_into(self._behind, place.key, tensor)
+                _clone_into(self._behind, place.key, alias)
         self._mark(digests=False)
         for state in self._states:
             state.cut()
@@ -197,22 +217,23 @@ class KeptState:
             return
         if intact:
             self.look()
-        for place, tensor in self._watched:
-            self._put_back(place, tensor)
+        for owner, name, part in self._parts:
+            if owner.get(name) is not part:
+                owner[name] = part
+        for each in self._watched:
+            self._put_back(*each)
         for state in self._states:
             state.put_back()
 
-    def _put_back(self, place: _Place, tensor: torch.Tensor) -> None:
+    def _put_back(self, place: _Place, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         if place.owner.get(place.name) is not tensor:
             place.owner[place.name] = tensor  # type: ignore[assignment] # a parameter: it was there
+        if not _are_alike(alias, tensor) or tensor.data_ptr() != alias.data_ptr():
+            tensor.data = alias
         copy = self._copies.get(place.key, self._behind.get(place.key))
-        if copy is None:
-            return
-        if _are_alike(copy, tensor):
+        if copy is not None:
             with torch.no_grad():
                 tensor.copy_(copy)
-        else:  # `tensor.data = ...`
-            tensor.data = copy.clone()
 
     def forget(self) -> None:
         """The update is applied, or all is to be a copy of a replica's."""
@@ -231,7 +252,7 @@ class KeptState:
 
     def parameters(self, models: list[dict[str, torch.nn.Parameter]]) -> None:
         """In ``models``, each with its names: what the window found in their places."""
-        for place, tensor in self._watched:
+        for place, tensor, _ in self._watched:
             index, name = place.key
             if name in models[index]:
                 models[index][name] = tensor  # type: ignore[assignment] # a parameter
@@ -247,15 +268,24 @@ class KeptState:
 
 
 def _places(models: tuple[torch.nn.Module, ...]) -> list[_Place]:
-    """Of each parameter the first one, as ``named_parameters`` has it."""
-    found, seen = [], set()
-    for index, model in enumerate(models):
-        for prefix, module in model.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found.append(_Place((index, f"{prefix}.{name}" if prefix else name), module._parameters, name))
-    return found
+    """As ``named_parameters`` has them; one that is in two places has both."""
+    return [
+        _Place((index, f"{prefix}.{name}" if prefix else name), module._parameters, name)
+        for index, model in enumerate(models)
+        for prefix, module in model.named_modules()
+        for name in module._parameters
+    ]
+
+
+def _parts(
+    models: tuple[torch.nn.Module, ...],
+) -> list[tuple[dict[str, torch.nn.Module | None], str, torch.nn.Module | None]]:
+    return [
+        (module._modules, name, part)
+        for model in models
+        for module in model.modules()
+        for name, part in module._modules.items()
+    ]
 
 
 def _told(key: Key) -> str:
@@ -264,7 +294,12 @@ def _told(key: Key) -> str:
 
 
 def _can_be_watched(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not is_sharded(tensor) and not tensor.is_inference()
+    return (
+        not torch.nn.parameter.is_lazy(tensor)
+        and tensor.layout is torch.strided
+        and not is_sharded(tensor)
+        and not tensor.is_inference()
+    )
 
 
 def _are_alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:

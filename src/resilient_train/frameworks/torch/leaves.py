@@ -140,5 +140,5 @@ def copy_tree(value: Any) -> Any:
         items = [copy_tree(item) for item in value]
         return type(value)._make(items) if hasattr(value, "_make") else tuple(items)
     if isinstance(value, list):
-        return [copy_tree(item) for item in value]
+        return list(value) if PLAIN.issuperset(map(type, value)) else [copy_tree(item) for item in value]
     return value.copy() if isinstance(value, np.ndarray) else value

@@ -113,6 +113,12 @@ class RankState:
         self.buffers.rollback(tree["buffers"])
         self._restore_extra(tree["extra"])
 
+    def entries(self) -> dict[str, bytes]:
+        return {name: pack(state_of(each)) for name, each in self._extra.items()}
+
+    def restore_entry(self, name: str, state: bytes) -> None:
+        restore_object(self._extra[name], unpack(state))
+
     def _restore_extra(self, states: Mapping[str, Any]) -> None:
         for name, value in states.items():
             restore_object(self._extra[name], value)

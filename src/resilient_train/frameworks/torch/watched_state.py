@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
-from resilient_train.frameworks.torch.leaves import TENSORS, copy_tree, restore_object, state_of
+from resilient_train.frameworks.torch.leaves import PLAIN, TENSORS, copy_tree, restore_object, state_of
 from resilient_train.state.tree import flatten
 
 _SMALL_BYTES, _SMALL_LEAVES = 64 << 10, 256
@@ -43,7 +43,7 @@ class WatchedState:
         self._seen: tuple[Any, list[Any]] | None = None
         """What holds its tensors, so that no other one comes to lie where they do; and the marks of all that it is."""
         self._digest = ""
-        self._dicts = _dicts_of(thing)
+        self._modules, self._dicts = _parts_of(thing)
 
     def begin(self, *, whole: bool) -> None:
         """A window begins. ``whole``: it is to be kept in any case."""
@@ -95,17 +95,18 @@ class WatchedState:
 
     def _signature(self, state: Any = None) -> tuple[Any, list[Any]]:
         if self._dicts is not None:
+            parts = [each for one in self._modules for each in one.values()]
             tensors = [each for one in self._dicts for each in one.values() if each is not None]
-            return tensors, [mark_of(each) for each in tensors]
+            return tensors, [*map(id, parts), *map(mark_of, tensors)]
         if state is None:
             state = state_of(self.thing)
         return state, list(_marks(state))
 
 
-def _dicts_of(thing: Any) -> list[Mapping[str, Any]] | None:
-    """Where a module has its tensors; None for one whose state is more than these, or for no module."""
+def _parts_of(thing: Any) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]] | None]:
+    """Where a module has its parts, and its tensors; None for one whose state is more than these, or for no module."""
     if not isinstance(thing, torch.nn.Module) or type(thing).state_dict is not torch.nn.Module.state_dict:
-        return None
+        return [], None
     modules = list(thing.modules())
     plain = torch.nn.Module
     for module in modules:
@@ -113,8 +114,11 @@ def _dicts_of(thing: Any) -> list[Mapping[str, Any]] | None:
         own = kind._save_to_state_dict is not plain._save_to_state_dict
         own = own or kind.get_extra_state is not plain.get_extra_state
         if own or module._state_dict_hooks or module._state_dict_pre_hooks:
-            return None
-    return [one for module in modules for one in (module._parameters, module._buffers)]
+            return [], None
+    tensors: list[Mapping[str, Any]] = []
+    for module in modules:
+        tensors += [module._parameters, module._buffers]
+    return [module._modules for module in modules], tensors
 
 
 def mark_of(tensor: torch.Tensor) -> Mark:
@@ -124,11 +128,16 @@ def mark_of(tensor: torch.Tensor) -> Mark:
     return tensor._version, tensor.data_ptr()
 
 
+def array_digest(array: np.ndarray[Any, Any]) -> int:
+    """Of all its bytes."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data) if array.size else 0
+
+
 def _marks(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield mark_of(value)
     elif isinstance(value, np.ndarray):
-        yield xxhash.xxh3_64_intdigest(np.ascontiguousarray(value).data) if value.size else 0
+        yield array_digest(value)
     elif isinstance(value, Mapping):
         yield len(value)
         for key, item in value.items():
@@ -149,7 +158,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor | np.ndarray[Any, Any]]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple)) and not PLAIN.issuperset(map(type, value)):
         for item in value:
             yield from tensors_in(item)
 

@@ -168,7 +168,7 @@ with rt.Session(
             (model(inputs) - 1).pow(2).mean().backward()
             if asked.what != "accumulate" or step.number % 2:
                 optimizer.step()
-                optimizer.zero_grad()
+                model.zero_grad()  # of all: the bias has gradients before it is in the optimizer
             if asked.what in ("counter", "rate"):
                 average.update(core)
         if asked.what == "decay":

@@ -124,6 +124,25 @@ def test_a_module_in_the_place_of_another_one(windows: int) -> None:
     assert torch.equal(first.weight, before)
 
 
+def test_a_parameter_in_two_places() -> None:
+    """A checkpoint has it once."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    kept = KeptState(Objects((model,), ()))
+    kept.begin({}, whole=True)
+    before = model[0].weight.detach().clone()
+    write(model[0].weight)
+    models = [dict(model.named_parameters())]
+    names = list(models[0])
+    kept.parameters(models)
+    kept.contents(models)
+    assert list(models[0]) == names == ["0.weight", "0.bias", "1.bias"]
+    assert torch.equal(models[0]["0.weight"], before)
+    kept.put_back()
+    assert model[1].weight is model[0].weight
+    assert torch.equal(model[0].weight, before)
+
+
 def test_what_is_written_for_the_first_time_is_lost() -> None:
     job = Job()
     for _ in range(5):

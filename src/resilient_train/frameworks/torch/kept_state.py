@@ -7,8 +7,9 @@ does:
 * a tensor that was once seen to be written by a body, or between the head of the loop and the body (the key encoder of
   MoCo, weights that are swapped for an evaluation): from the next window on. The copy takes no longer than to write it.
 
-It is seen by torch's version counters and addresses, which cost 0.1 us a tensor. Both miss what is written in place to
-``parameter.data``, so in the first windows memory of the host is compared by digest as well.
+It is seen by torch's version counters, which cost 0.1 us a tensor. They miss what is written in place to
+``parameter.data``, so in the first windows memory of the host is compared by digest as well. What is only put in the
+place of something (``parameter.data = ...``, another parameter, another module) needs no copy: what was there is known.
 
 What was written for the first time in the very window that a fault brings back is lost: see ``put_back``. What is
 written behind a body that was cut is not: all is copied when it is cut.
@@ -124,6 +125,7 @@ class KeptState:
             if copy is not None and _are_alike(copy, tensor):
                 copy.copy_(tensor.detach())
             else:
+                self._copies.pop(place.key, None)
                 _clone_into(self._copies, place.key, tensor)
 
     def _mark(self, *, digests: bool) -> None:
@@ -260,7 +262,8 @@ class KeptState:
     def contents(self, models: list[dict[str, torch.Tensor]]) -> None:
         """The same with what these held."""
         for (index, name), copy in self._copies.items():
-            models[index][name] = copy
+            if name in models[index]:  # of one that is in two places there is one
+                models[index][name] = copy
 
     def states(self) -> dict[str, Any]:
         """The user's states that are kept."""

@@ -67,7 +67,7 @@ def run(capsys: pytest.CaptureFixture[str], run_dir: Path, mode: str, *flags: st
         (
             "not-taken-back",
             "NO",
-            ["did not begin again as it had begun: state.count of rank", "(the last fault before: hcce"],
+            ["did not begin again as it had begun: state.count.value of rank", "(the last fault before: hcce"],
         ),
         ("fine", "yes", ["not compared: NumPy's random numbers, Python's random numbers of rank 0, 1"]),
     ],

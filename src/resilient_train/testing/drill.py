@@ -226,8 +226,9 @@ def explain(difference: Difference, clauses: Sequence[Injection]) -> str:
     what = f"{said(pieces[0])}{more} of rank {difference.rank}"
     if difference.again:
         return (
-            f"step {step} did not begin again as it had begun: {what} differs{after}. What the body changes before "
-            "optimizer.step() must be in rank_state=, or be changed behind it; step.batch must not be changed in place"
+            f"step {step} did not begin again as it had begun: {what} differs{after}. What is written "
+            "past torch before optimizer.step() (parameter.data, NumPy) is not put back, nor is what is not registered "
+            "(docs/how-to/loops.md, State that is written before the update)"
         )
     if difference.began:
         return f"step {step} is the first that differs: it began with another {what}{after}"

@@ -7,7 +7,7 @@ does:
 * a tensor that was once seen to be written by a body, or between the head of the loop and the body (the key encoder of
   MoCo, weights that are swapped for an evaluation): from the next window on. The copy takes no longer than to write it.
 
-It is seen by torch's version counters, which cost 0.1 us a tensor. They miss what is written in place to
+It is seen by torch's version counters, which cost 0.2 us a tensor. They miss what is written in place to
 ``parameter.data``, so in the first windows memory of the host is compared by digest as well. What is only put in the
 place of something (``parameter.data = ...``, another parameter, another module) needs no copy: what was there is known.
 

@@ -154,6 +154,17 @@ def test_a_batch_in_slots_and_behind_many_numbers() -> None:
         job.ends()
 
 
+def test_the_sign_of_a_zero() -> None:
+    job = Job()
+    for _ in range(5):
+        x = job.draw([torch.zeros(3)])[0]
+        x.neg_()
+        assert job.kept.draw(0)
+        assert not x.signbit().any()
+        x.neg_()
+        job.ends()
+
+
 def test_one_word_of_an_array() -> None:
     job = Job()
     for turn in range(5):

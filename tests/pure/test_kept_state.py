@@ -455,6 +455,27 @@ def test_a_window_that_will_be_run_again_keeps_all() -> None:
     assert job.kept.lost == "state['extra']"
 
 
+def test_a_copy_of_an_older_window_is_never_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two is early, with no memory for its copy; the other one was kept in the window before."""
+    job = Job()
+    job.window(lambda: write(job.weight))
+    clone = torch.Tensor.clone
+
+    def none_for_the_weight(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 2:
+            raise torch.OutOfMemoryError("900 MB are missing")
+        return clone(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "clone", none_for_the_weight)
+    job.kept.begin({}, whole=True)
+    job.kept.forget()
+    write(job.model.bias)
+    now = job.model.bias.detach().numpy().copy()
+    job.kept.begin({})
+    job.kept.put_back()
+    assert job.model.bias.detach().numpy().tolist() == now.tolist()
+
+
 def test_nothing_is_put_back_when_no_window_is_open() -> None:
     job = Job(extra=Plain(10))
     job.window()

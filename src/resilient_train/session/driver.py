@@ -314,7 +314,7 @@ class Driver:
             self._pulse.leaving()
             self.outlive(error)
         again = bool(self._drive(event))
-        if again and self._rank.intact:
+        if again and self._rank.intact and not self.calling:  # behind a call that is repeated nothing runs
             self._engine.state.cut()
         return again
 
@@ -577,13 +577,16 @@ class Driver:
         if not place:
             self._peers.begin_window()
         looks = self._batches.first and not self._batches.has(place)
-        before = self._engine.state.small_digests() if looks else {}
-        if looks:  # what is never the same (a clock) says nothing
-            before = {name: was for name, was in self._engine.state.small_digests().items() if before[name] == was}
+        before = self._steady() if looks else {}
         if not self._batches.draw(place, whole=self._verification.due(self._rank.standing.commits)):
             self._lose(f"the batch of step {self._rank.number}, or state that its loader moves on,", self._rank.number)
         if looks:
             self._check_place(before)
+
+    def _steady(self) -> dict[str, str]:
+        """Of the shared state. What is never the same (a clock) says nothing."""
+        first, again = self._engine.state.small_digests(), self._engine.state.small_digests()
+        return {name: digest for name, digest in first.items() if again.get(name) == digest}
 
     def _check_place(self, before: dict[str, str]) -> None:
         """``before``: of the shared state, when the batch had not been drawn. Raises UsageError."""

@@ -178,7 +178,7 @@ def _write(thing: torch.Tensor | Array, copy: torch.Tensor | Array) -> None:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    try:
-        return torch.equal(one, other)
-    except RuntimeError:  # there are types that can't be compared
-        return False
+    """By bits, which ``torch.equal`` does not see in a zero. Nobody can have written to an expanded tensor."""
+    if one.is_cpu:
+        return tensor_digest(one) == tensor_digest(other)
+    return one.numel() > 1 and 0 in one.stride()

@@ -18,15 +18,13 @@ from resilient_train.frameworks.torch.optimizer_groups import Groups, ParameterP
 Key = int | tuple[int, str] | str
 
 
-def entries_of(
-    optimizer: torch.optim.Optimizer, where: Mapping[int, ParameterPlace], groups: Groups | None = None
-) -> dict[Key, Any]:
-    """The entries, not copied; ``where`` as from ``optimizer_groups.places``. ``groups``: other ones than it has.
+def entries_of(optimizer: torch.optim.Optimizer, where: Mapping[int, ParameterPlace], groups: Groups) -> dict[Key, Any]:
+    """The entries, not copied; ``where`` as from ``optimizer_groups.places``. ``groups``: the numbers are of these.
 
     Raises StateError for a key of another kind.
     """
     state: Mapping[Any, Any] = optimizer.state
-    parameters = parameters_of(optimizer) if groups is None else [each for group in groups for each in group]
+    parameters = [each for group in groups for each in group]
     entries: dict[Key, Any] = {i: dict(state[p]) for i, p in enumerate(parameters) if p in state}
     if len(entries) == len(state):
         return entries

@@ -27,10 +27,8 @@ import torch
 from resilient_train.frameworks.roles import Objects, WrittenEarly
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.leaves import is_sharded, state_of
-from resilient_train.frameworks.torch.watched_state import WatchedState, size_of, tensors_in
+from resilient_train.frameworks.torch.watched_state import LOOKED_AT, WatchedState, size_of, tensors_in
 
-_LOOKED_AT = 2
-"""So many windows are compared by digest: what a loop writes before its updates it writes each time, as a rule."""
 LIVES_ON = "resilient_lives_on"
 """An attribute of state that a process which lives on brings up to date by itself: it is not put back there."""
 
@@ -69,13 +67,12 @@ class KeptState:
         self._watched: list[_Watched] = []
         self._tensors: list[torch.Tensor] = []
         """... what of it can be kept."""
-        self._marks: tuple[list[int], list[int]] = ([], [])
-        """Their versions and addresses."""
+        self._versions: list[int] = []
         self._digests: list[str] = []
         self._early: set[Key] = set()
         """The parameters that are written before updates, and ..."""
         self._copies: dict[Key, torch.Tensor] = {}
-        """... what the window found in them. The memory is used again in each one."""
+        """... what this window found in them; of others too, where all of it is kept."""
         self._behind: dict[Key, torch.Tensor] = {}
         """What the others were when the body was cut: code that stands behind it runs all the same."""
         self._states = [
@@ -96,7 +93,7 @@ class KeptState:
         self._behind.clear()
         self._find()
         self._keep(whole=whole)
-        self._mark(digests=self._windows < _LOOKED_AT)
+        self._mark(digests=self._windows < LOOKED_AT)
         for state in self._states:
             state.begin(whole=whole)
 
@@ -118,41 +115,38 @@ class KeptState:
         self._tensors = [each.tensor for each in self._watched]
 
     def _keep(self, *, whole: bool) -> None:
+        """In the memory of the copies before. What has none now may not be put back from an older window."""
+        before, self._copies = self._copies, {}
         for place, tensor, _ in self._watched if whole or self._early else ():
             if not (whole or place.key in self._early):
                 continue
-            copy = self._copies.get(place.key)
+            copy = before.get(place.key)
             if copy is not None and _are_alike(copy, tensor):
-                copy.copy_(tensor.detach())
+                self._copies[place.key] = copy.copy_(tensor.detach())
             else:
-                self._copies.pop(place.key, None)
                 _clone_into(self._copies, place.key, tensor)
 
     def _mark(self, *, digests: bool) -> None:
-        self._marks = self._present_marks()
+        self._versions = [*map(_VERSION, self._tensors)]
         self._digests = [_digest(each.alias) for each in self._watched] if digests else []
-
-    def _present_marks(self) -> tuple[list[int], list[int]]:
-        return [*map(_VERSION, self._tensors)], [*map(_ADDRESS, self._tensors)]
 
     def look(self) -> None:
         """The bodies have come to their end, or to where it matters what they have written."""
         if not self.open:
             return
-        marks = self._present_marks()
-        if self._digests or marks != self._marks:
-            self._look_at(marks)
+        versions = [*map(_VERSION, self._tensors)]
+        if self._digests or versions != self._versions:
+            self._look_at(versions)
         if not self._cut:
             for state in self._states:
                 if state.look():
                     self._lost.append(state.told)
 
-    def _look_at(self, marks: tuple[list[int], list[int]]) -> None:
+    def _look_at(self, versions: list[int]) -> None:
         """Only what has no copy can be lost."""
         digests = self._digests or [""] * len(self._tensors)
-        """It may be given other memory and get its own back: that was not written."""
-        (versions, _), (before, _) = marks, self._marks
-        for (place, _, alias), version, was, digest in zip(self._watched, versions, before, digests, strict=True):
+        each_of = zip(self._watched, versions, self._versions, digests, strict=True)
+        for (place, _, alias), version, was, digest in each_of:
             if place.key in self._copies or place.key in self._behind:
                 continue
             other = _digest(alias) != digest if digest else version != was
@@ -161,7 +155,7 @@ class KeptState:
             if (other or version != was) and not self._cut and place.key not in self._early:
                 self._early.add(place.key)
                 self._found.append(_told(place.key))
-        self._marks = marks
+        self._versions = versions
 
     def found(self) -> WrittenEarly | None:
         """What was seen to be written early, since the last call."""
@@ -242,8 +236,6 @@ class KeptState:
         self._windows += self._open
         self._open = False
         self._behind.clear()
-        if len(self._copies) > len(self._early):
-            self._copies = {key: copy for key, copy in self._copies.items() if key in self._early}
 
     # -- as the window found it
 

@@ -123,10 +123,9 @@ class State:
         if core:
             return tree
         tree["buffers"] = [dict(model.named_buffers()) for model in objects.models]
-        tree["small"] = self.small_tree()
         kept = self.kept.states() if found else {}
-        if found:
-            tree["small"] = {name: self.kept.small[name] for name in tree["small"]}
+        small = self.kept.small if found else self.small_tree()
+        tree["small"] = {name: small[name] for name in ("scheduler", "scaler", "groups")}
         tree["extra"] = {name: kept[name] if name in kept else state_of(thing) for name, thing in objects.extra.items()}
         return tree
 

@@ -19,8 +19,10 @@ from resilient_train.frameworks.torch.leaves import PLAIN, TENSORS, copy_tree, r
 from resilient_train.state.tree import flatten
 
 _SMALL_BYTES, _SMALL_LEAVES = 64 << 10, 256
-_LOOKED_AT = 2
-"""So many windows a large object is copied all the same, and compared by digest."""
+LOOKED_AT = 2
+"""So many windows are compared by digest: what a loop writes before its updates it writes each time, as a rule. A large
+object is copied all the same in its first ones.
+"""
 
 Mark = tuple[int, int]
 """A tensor's version, and where it lies."""
@@ -38,7 +40,7 @@ class WatchedState:
         """What it was when the window began, if there is a copy."""
         self._behind: Any = None
         """What it was when the body was cut, if there was none."""
-        self._look_anew = _LOOKED_AT
+        self._look_anew = LOOKED_AT
         self._found = self._unwatchable = False
         self._seen: tuple[Any, list[Any]] | None = None
         """What holds its tensors, so that no other one comes to lie where they do; and the marks of all that it is."""
@@ -57,7 +59,7 @@ class WatchedState:
             return
         state = state_of(self.thing)
         if is_small(state):
-            self.kept, self._look_anew = copy_tree(state), _LOOKED_AT
+            self.kept, self._look_anew = copy_tree(state), LOOKED_AT
             return
         self._seen = self._signature(state)
         if self._look_anew:

@@ -1,117 +1,305 @@
 """Every kind of fault at every place of a step, and what became of it: writes the table ``docs/matrix.md``.
 
-One run for each kind and number of ranks, with a fault in every tenth step; the job is that of the process tests. The
-rows of a run whose end is not that of the undisturbed one, bit for bit, say so, and the exit code is 1.
+One job for each kind and number of ranks, with all its places and samples; the job is that of the process tests. Then
+a second fault at every place of the recovery from a kill, each in a job of its own: how often a recovery begins anew is
+not the same each time, and a plan must name the one that it hits. The rows of a job whose end is not that of the
+undisturbed one, bit for bit, say so, and the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from common import about
 
-from resilient_train.faults import COST_NO_PROCESS, PLACES, RECOVERY_PHASES, TARGETS, UCE_PLACES, Injection
+from resilient_train.events import Event
+from resilient_train.faults import (
+    ANOMALIES,
+    ANOMALY_PLACE,
+    COST_NO_PROCESS,
+    PLACES,
+    RECOVERY_PHASES,
+    TARGETS,
+    UCE_PLACES,
+    Injection,
+)
+from resilient_train.observe.timeline import Run
 from resilient_train.testing import drill
 
 JOB = Path(__file__).parent.parent / "tests" / "process" / "jobs" / "train.py"
-WORLDS = (2, 4)
+WORLDS = (2, 3, 4)
 HANG_TIMEOUT_S = 2
-NAMES = {
-    "kill": "process killed (SIGKILL)",
-    "stop": "process stopped (SIGSTOP)",
-    "loop": "endless loop that holds the GIL",
-    "hcce": "collectives of a rank broken",
-    **{f"uce {target}": f"device memory: {target}" for target in TARGETS},
-}
-_LIMIT_S = 300.0
+SURVIVOR, REPLACEMENT = "a survivor", "the replacement"
+_LIMIT_S = 900.0
 _EVERY = {"stop": 200}
 """Steps from one fault to the next where it is not 10: these take half a second, in which the hang watch times some."""
-Cell = tuple[str, float]
-"""Strategy and milliseconds."""
+_FIRST = ("COMPUTE", "backward")
+"""Where the kill hits whose recovery a second fault disturbs."""
 
 
-def places_of(kind: str) -> list[tuple[str, str]]:
-    """The places of a step at which a fault of this kind can be."""
-    if kind.startswith("uce"):
-        return list(UCE_PLACES)
-    every = [(phase, at) for phase, places in PLACES.items() if phase not in RECOVERY_PHASES for at in places]
-    every.remove(("COMPUTE", "end"))  # of a body that makes no update; the job has none
+class Place(NamedTuple):
+    """Of a step; or, with ``whom``, of the recovery from a kill, and then that one is hit too."""
+
+    phase: str
+    at: str
+    whom: str = ""
+
+    def describe(self) -> str:
+        return f"{self.phase} {self.at}" + (f" of {self.whom}" if self.whom else "")
+
+
+_NO_UPDATE = Place("COMPUTE", "end")
+"""Of a body that makes no update."""
+_OF_UPDATES = ("READY", "UPDATING", "APPLIED")
+"""Phases of a body that does: where two make one update, that of an odd step."""
+
+
+class Kind(NamedTuple):
+    """Rows of the table: a fault (``word`` of a plan) at ``places``, in a job of that variant."""
+
+    name: str
+    word: str
+    places: Sequence[Place]
+    variant: str = "base"
+    target: str = ""
+    worlds: Sequence[int] = WORLDS
+
+
+class Sample(NamedTuple):
+    """One time that a place was hit."""
+
+    place: Place
+    clauses: tuple[Injection, ...]
+
+
+class Outcome(NamedTuple):
+    """``same``: the job's end was that of the undisturbed one."""
+
+    strategy: str
+    ms: float
+    same: bool
+
+
+class Cell(NamedTuple):
+    """What became of the samples of a place."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        """Empty if all is well."""
+        found = [] if all(each.same for each in self.outcomes) else ["NOT IDENTICAL"]
+        return found if all(each.ms for each in self.outcomes) else [*found, "NOT RECOVERED"]
+
+    def describe(self) -> str:
+        times = [each.ms for each in self.outcomes]
+        return ", ".join([f"{statistics.median(times):.0f} ({max(times):.0f})", *self.problems])
+
+
+def places_of_a_step(*, without_update: bool = False) -> list[Place]:
+    """``without_update``: the job has bodies that make none."""
+    every = [Place(phase, at) for phase, places in PLACES.items() if phase not in RECOVERY_PHASES for at in places]
+    if not without_update:
+        every.remove(_NO_UPDATE)
     return every
 
 
-def plan_of(kind: str, ranks: int) -> Iterator[Injection]:
-    """One fault of the kind at each of its places, going round the ranks."""
-    name, _, target = kind.partition(" ")
+def places_of_a_recovery(whom: str) -> list[Place]:
+    """A survivor copies nothing, and a new process has no step to leave."""
+    left_out = ("RESTORE", "start") if whom == SURVIVOR else ("STOP", "start")
+    every = [(phase, at) for phase in RECOVERY_PHASES for at in PLACES[phase]]
+    return [Place(*place, whom) for place in every if place != left_out]
+
+
+def kinds() -> Iterator[Kind]:
+    """The rows, from above."""
+    every = places_of_a_step()
+    yield Kind("process killed (SIGKILL)", "kill", every)
+    yield Kind("the same, two batches to an update", "kill", places_of_a_step(without_update=True), "accumulate")
+    yield Kind("the same, two optimizers", "kill", every, "two")
+    # There the update counts when the body is over: nothing of it is behind that.
+    of_undo = [place for place in every if place != Place("APPLIED", "end")]
+    yield Kind("the same, `undo=True`", "kill", of_undo, "undo")
+    yield Kind("process stopped (SIGSTOP)", "stop", every)
+    yield Kind("endless loop that holds the GIL", "loop", every)
+    yield Kind("collectives of a rank broken", "hcce", every)
+    for target in TARGETS:
+        yield Kind(f"device memory: {target}", "uce", [Place(*place) for place in UCE_PLACES], target=target)
+    for what in ANOMALIES:
+        yield Kind(f"the {what} is not a number", what, [Place(*ANOMALY_PLACE)])
+    names = {"kill": "killed", "stop": "stopped", "hcce": "connections cut"}
+    for word, name in names.items():
+        # Of two ranks the survivor is the only one with the state.
+        worlds = WORLDS[1:] if word != "hcce" else WORLDS
+        yield Kind(f"in the recovery from a kill: {name}", word, places_of_a_recovery(SURVIVOR), worlds=worlds)
+        yield Kind(f"in the recovery from a kill: {name}", word, places_of_a_recovery(REPLACEMENT))
+
+
+def plans_of(kind: Kind, ranks: int, count: int) -> Iterator[list[Sample]]:
+    """A list for each job: each place so many times, going round the ranks."""
+    places = list(zip([place for _ in range(count) for place in kind.places], itertools.cycle(range(ranks))))
+    every = _EVERY.get(kind.word, 10)
+    if kind.places[0].whom:
+        yield from ([_disturbed(kind, place, rank, ranks, every)] for place, rank in places)
+        return
     incarnations = [0] * ranks
-    for number, ((phase, at), rank) in enumerate(zip(places_of(kind), itertools.cycle(range(ranks)), strict=False)):
-        step = _EVERY.get(name, 10) * (number + 1)
-        yield Injection(name, rank, phase, at, step=step, incarnation=incarnations[rank], target=target)
-        incarnations[rank] += name not in COST_NO_PROCESS
+    samples = []
+    for number, (place, rank) in enumerate(places):
+        value = float("nan") if kind.word in ANOMALIES else 0.0
+        step = every * (number + 1) + (kind.variant == "accumulate" and place.phase in _OF_UPDATES)
+        samples.append(Sample(place, (_clause(kind, place, rank, incarnations[rank], step, value),)))
+        incarnations[rank] += kind.word not in COST_NO_PROCESS
+    yield samples
 
 
-def run_kind(kind: str, ranks: int, folder: Path) -> dict[tuple[str, str], Cell]:
-    """Place -> what became of the fault there."""
-    clauses = list(plan_of(kind, ranks))
-    steps = clauses[-1].step + 3
-    # What --faults would refuse in an undisturbed run, a drill would as well: it is the same launcher.
-    options = drill.DrillOptions(command=(str(JOB), "--steps", str(steps)), run_dir=folder, ranks=ranks)
-    _, expected, _ = drill.run_once(options, "undisturbed", "", _LIMIT_S)
-    text = "; ".join(clause.describe() for clause in clauses)
-    code, story, events = drill.run_once(options, "disturbed", text, _LIMIT_S)
-    same = code == 0 and story.digest is not None and story.digest == expected.digest
-    cells = {}
-    for clause in clauses:
-        blow = drill.outcome_of(clause, events, story.recoveries)
-        strategy = blow.strategy if same else f"{blow.strategy or 'nothing'}, NOT IDENTICAL"
-        cells[clause.phase, clause.at] = (strategy, blow.recovery_ms or 0.0)
-    return cells
+def _disturbed(kind: Kind, place: Place, rank: int, ranks: int, step: int) -> Sample:
+    """A recovery from a kill, and a second fault in it."""
+    replaced = place.whom == REPLACEMENT
+    second = _clause(kind, place, rank if replaced else (rank + 1) % ranks, int(replaced))
+    return Sample(place, (Injection("kill", rank, *_FIRST, step=step), second))
 
 
-def rows(results: dict[tuple[str, int], dict[tuple[str, str], Cell]]) -> Iterator[str]:
-    """The table, line by line."""
-    yield "| fault | place in the step | recovered by | " + " | ".join(f"{ranks} ranks, ms" for ranks in WORLDS) + " |"
-    yield "|---|---|---|" + "---|" * len(WORLDS)
-    for kind, name in NAMES.items():
-        for phase, at in places_of(kind):
-            cells = [results[kind, ranks][phase, at] for ranks in WORLDS]
-            how = " / ".join(dict.fromkeys(strategy for strategy, _ in cells))
-            times = " | ".join(f"{ms:.0f}" for _, ms in cells)
-            yield f"| {name} | {phase} {at} | {how} | {times} |"
+def _clause(kind: Kind, place: Place, rank: int, incarnation: int, step: int = -1, value: float = 0.0) -> Injection:
+    more = {"step": step, "incarnation": incarnation, "target": kind.target, "value": value}
+    return Injection(kind.word, rank, place.phase, place.at, **more)  # type: ignore[arg-type]
+
+
+class Jobs:
+    """Runs the jobs; an undisturbed one is run once for each variant, number of ranks and of steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._digests: dict[tuple[str, int, int], str | None] = {}
+
+    def _run(self, name: str, ranks: int, variant: str, steps: int, faults: str) -> tuple[int | None, Run, list[Event]]:
+        command = (str(JOB), "--steps", str(steps), "--variant", variant)
+        options = drill.DrillOptions(command=command, run_dir=self._folder / name, ranks=ranks)
+        return drill.run_once(options, "run", faults, _LIMIT_S)
+
+    def undisturbed(self, ranks: int, variant: str, steps: int) -> str | None:
+        """Digest of its end."""
+        key = variant, ranks, steps
+        if key not in self._digests:
+            name = "-".join(map(str, ("undisturbed", *key)))
+            self._digests[key] = self._run(name, ranks, variant, steps, "")[1].digest
+        return self._digests[key]
+
+    def run(self, number: int, kind: Kind, ranks: int, count: int) -> dict[Place, Cell]:
+        """What became of each place."""
+        found: dict[Place, list[Outcome]] = defaultdict(list)
+        for job, samples in enumerate(plans_of(kind, ranks, count)):
+            steps = samples[-1].clauses[0].step + 3
+            plan = "; ".join(clause.describe() for sample in samples for clause in sample.clauses)
+            expected = self.undisturbed(ranks, kind.variant, steps)
+            code, story, events = self._run(f"{number}-{ranks}-{job}", ranks, kind.variant, steps, plan)
+            same = code == 0 and story.digest is not None and story.digest == expected
+            for sample in samples:
+                found[sample.place].append(Outcome(*_outcome(sample, events, story), same))
+        return {place: Cell(tuple(each)) for place, each in found.items()}
+
+
+def _outcome(sample: Sample, events: Sequence[Event], story: Run) -> tuple[str, float]:
+    """By what it was recovered from, and milliseconds from its first fault until all train again; 0: it was not."""
+    first, *more = sample.clauses
+    hit = {(e.rank, e.incarnation, e.phase, e.detail.get("at")) for e in events if e.kind == "injected"}
+    if not hit.issuperset((each.rank, each.incarnation, each.phase, each.at) for each in more):
+        return "nothing", 0.0
+    blow = drill.outcome_of(first, events, story.recoveries)
+    by = {what.upper(): "TRE" for what in ANOMALIES}.get(blow.strategy, blow.strategy)
+    if more and more[0].kind == "stop" and any(event.kind == "hung" for event in events):
+        by += ", HANG"
+    return by, blow.recovery_ms or 0.0
+
+
+class Known:
+    """What was measured before, at this commit: the hour can be split. ``path``: None for nothing."""
+
+    def __init__(self, path: Path | None, samples: int) -> None:
+        self._path = path
+        self._held: dict[str, Any] = {"commit": about()["commit"], "samples": samples, "cells": {}}
+        if path is not None and path.exists():
+            held = json.loads(path.read_text())
+            if any(held[name] != self._held[name] for name in ("commit", "samples")):
+                raise SystemExit(f"{path} is of commit {held['commit']}, {held['samples']} samples: name another file")
+            self._held = held
+
+    @staticmethod
+    def _name(kind: Kind, ranks: int) -> str:
+        return f"{kind.name}, {kind.places[0].whom}, {ranks} ranks"
+
+    def cells(self, kind: Kind, ranks: int) -> dict[Place, Cell]:
+        """Of one job; empty if it was not run."""
+        held = self._held["cells"].get(self._name(kind, ranks), [])
+        return {Place(*place): Cell(tuple(Outcome(*each) for each in outcomes)) for place, outcomes in held}
+
+    def add(self, kind: Kind, ranks: int, cells: dict[Place, Cell]) -> None:
+        """Writes it down."""
+        self._held["cells"][self._name(kind, ranks)] = [(place, cell.outcomes) for place, cell in cells.items()]
+        if self._path is not None:
+            self._path.write_text(json.dumps(self._held))
+
+
+def rows(kind: Kind, results: dict[int, dict[Place, Cell]]) -> Iterator[str]:
+    """Of the table."""
+    for place in kind.places:
+        cells = {ranks: results[ranks][place] for ranks in kind.worlds}
+        how = " / ".join(dict.fromkeys(each.strategy for cell in cells.values() for each in cell.outcomes))
+        times = " | ".join(cells[ranks].describe() if ranks in cells else "" for ranks in WORLDS)
+        yield f"| {kind.name} | {place.describe()} | {how} | {times} |"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=JOB.parents[3] / "docs" / "matrix.md")
-    out = parser.parse_args().out
-    os.environ |= {"RESILIENT_HANG_TIMEOUT_S": str(HANG_TIMEOUT_S), "OMP_NUM_THREADS": "1"}
-    results = {}
+    parser.add_argument("--samples", type=int, default=5, help="times that each place is hit")
+    parser.add_argument("--only", default="", help="kinds whose name has this in it; writes no table")
+    parser.add_argument("--json", type=Path, help="what is in this file is not measured again; what is new is added")
+    arguments = parser.parse_args()
+    known = Known(arguments.json, arguments.samples)
+    switches = {"MS_ENABLE_TFT": "{ARF:1,UCE:1,HCCE:1,TTP:1,TRE:1}"}
+    os.environ |= {"RESILIENT_HANG_TIMEOUT_S": str(HANG_TIMEOUT_S), "OMP_NUM_THREADS": "1", **switches}
+    table = ["| fault | place | recovered by | " + " | ".join(f"{ranks} ranks, ms" for ranks in WORLDS) + " |"]
+    table.append("|---|---|---|" + "---|" * len(WORLDS))
+    print("\n".join(table), flush=True)
+    cells: list[Cell] = []
     with tempfile.TemporaryDirectory(prefix="rt-matrix-") as folder:
-        for kind, ranks in itertools.product(NAMES, WORLDS):
-            print(f"{kind}, {ranks} ranks ...", flush=True)
-            results[kind, ranks] = run_kind(kind, ranks, Path(folder) / f"{kind.replace(' ', '-')}-{ranks}")
+        jobs = Jobs(Path(folder))
+        for number, kind in enumerate(kind for kind in kinds() if arguments.only in kind.name):
+            results = {}
+            for ranks in kind.worlds:
+                results[ranks] = known.cells(kind, ranks) or jobs.run(number, kind, ranks, arguments.samples)
+                known.add(kind, ranks, results[ranks])
+            cells += [cell for result in results.values() for cell in result.values()]
+            table += (found := list(rows(kind, results)))
+            print("\n".join(found), flush=True)
+    if not arguments.only:
+        arguments.out.write_text(_head(len(cells), arguments.samples) + "\n".join(table) + "\n")
+    return int(any(cell.problems for cell in cells))
+
+
+def _head(cells: int, samples: int) -> str:
     machine = about()
-    head = (
+    return (
         "# Every fault at every place\n\n"
         f"Written by `benchmarks/matrix.py` on {machine['time'][:10]} at commit {machine['commit']}, on "
-        f"{machine['cpus']} cores, one fault each. Milliseconds from the injection until all ranks train again. "
+        f"{machine['cpus']} cores: {cells} cells, {samples} faults each. Milliseconds from the injection (of the first "
+        "fault, where there are two) until all ranks train again: the median, and the longest. "
         "Everything is at its defaults, so a new process is [a fork](how-to/standbys.md), but for "
         f"`RESILIENT_HANG_TIMEOUT_S={HANG_TIMEOUT_S}` instead of [at least a minute](how-to/hangs.md#when): that is "
         "what an endless loop waits for. A stopped process is found by what a usual step takes, and after 2 s where no "
-        "steps have been timed yet, which this table leaves out. A broken collective waits for a second, in which a "
-        "death would explain it. Unless a row says otherwise the run ended with the parameters and the optimizer state "
-        "of the undisturbed one, bit for bit.\n\n"
+        "steps have been timed yet: in the first steps, and in those behind another recovery. Unless a row says "
+        "otherwise the run ended with the parameters and the optimizer state of the undisturbed one, bit for bit.\n\n"
     )
-    table = list(rows(results))
-    out.write_text(head + "\n".join(table) + "\n")
-    print("\n".join(table))
-    bad = any("NOT" in strategy or not ms for cells in results.values() for strategy, ms in cells.values())
-    return int(bad)
 
 
 if __name__ == "__main__":

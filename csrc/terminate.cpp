@@ -15,7 +15,9 @@ namespace {
 constexpr int heard[] = {SIGTERM, SIGUSR1};
 std::atomic<std::uint32_t*> asked_word{nullptr};
 std::atomic<pid_t> owner{0};
-std::shared_ptr<Board> held;  // keeps the word mapped; only the thread that holds the GIL touches it
+// Keeps the word mapped; only the thread that holds the GIL touches it. Never destroyed: a signal may come behind the
+// destructors of this module, while exit() runs those of others.
+std::shared_ptr<Board>& held = *new std::shared_ptr<Board>;
 static_assert(std::atomic<std::uint32_t*>::is_always_lock_free && std::atomic<pid_t>::is_always_lock_free);
 
 void on_terminate(int number) {

@@ -1,8 +1,9 @@
 """Makes the backend ``resilient`` known to torch.distributed, now or when torch is imported, and never imports torch.
 
-Under our agent, ``init_process_group()`` without a backend, or with gloo, makes a resilient group as well, and so do
-``new_group`` and what calls it (a DeviceMesh): a script needs no other change than the import. torch goes on telling
-the backend that was asked for. (``RESILIENT_WRAP_BACKEND=0`` switches that off.)
+Under our agent, what torch would make with gloo is a resilient group as well, in ``init_process_group``, ``new_group``
+and what calls it (a DeviceMesh): a script needs no other change than the import. Where no backend is asked for, torch
+takes that of the machine's accelerator, if it has one. It goes on telling the backend that was asked for.
+(``RESILIENT_WRAP_BACKEND=0`` switches that off.)
 """
 
 from __future__ import annotations
@@ -58,16 +59,16 @@ def wrap_for_forks() -> None:
 
 
 def _wrap(distributed: Any) -> None:
-    _wrap_init(distributed)
+    _wrap_init(distributed, distributed.distributed_c10d)
     _wrap_helper(distributed.distributed_c10d)
 
 
-def _wrap_init(distributed: Any) -> None:
+def _wrap_init(distributed: Any, c10d: Any) -> None:
     original = distributed.init_process_group
 
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        ours = backend == _BACKEND or (_is_for_gloo(backend) and _is_ours())
+        ours = backend == _BACKEND or (_is_ours() and _is_for_gloo(backend, c10d))
         if standby.stage is not None and ours and not config.init_barrier_wanted():
             given = len(args) >= _RANK_PLACE or kwargs.get("rank", -1) != -1
             if not given:
@@ -75,7 +76,7 @@ def _wrap_init(distributed: Any) -> None:
         return original(backend, *args, **kwargs)
 
     distributed.init_process_group = init_process_group
-    distributed.distributed_c10d.init_process_group = init_process_group
+    c10d.init_process_group = init_process_group
 
 
 def _wrap_helper(c10d: Any) -> None:
@@ -87,7 +88,7 @@ def _wrap_helper(c10d: Any) -> None:
     def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         asked = given["backend"]
-        if not (_is_for_gloo(asked) and _is_ours()):
+        if not (_is_ours() and _is_for_gloo(asked, c10d)):
             return original(**given)
         group, store = original(**{**given, "backend": c10d.Backend(_BACKEND)})
         if store is not None:
@@ -100,9 +101,14 @@ def _wrap_helper(c10d: Any) -> None:
     c10d._new_process_group_helper = new_process_group_helper  # noqa: SLF001 - likewise
 
 
-def _is_for_gloo(backend: str | None) -> bool:
-    """Whether a group that is asked for so uses gloo. "undefined" is torch's word for no word."""
-    if backend is None or backend in ("undefined", "gloo"):
+def _is_for_gloo(backend: str | None, c10d: Any) -> bool:
+    """Whether a group that is asked for so uses gloo. Not asked ("undefined" is torch's), the accelerator decides."""
+    if backend is None or backend == "undefined":
+        import torch
+
+        device = torch._C._get_accelerator().type  # noqa: SLF001 - what torch itself asks, in BackendConfig
+        return bool(c10d.Backend.default_device_backend_map.get(device) == "gloo")
+    if backend == "gloo":
         return True
     return ":" in backend and all(part.rpartition(":")[2] == "gloo" for part in backend.lower().split(","))
 

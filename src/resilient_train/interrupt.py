@@ -4,7 +4,7 @@ The native watchdog sends ``SIGURG`` to the main thread (a signal that does noth
 handler below runs there, between two bytecodes, and raises ``TrainingInterrupted`` if the body of a step is running.
 Arming, disarming and the handler all run in the main thread, so they need no lock.
 
-Four rules keep the exception inside the ``with`` block, and whole what the user can't clear up. In all but the last
+Five rules keep the exception inside the ``with`` block, and whole what the user can't clear up. In all but the last
 case the watchdog signals again, until the stop is acknowledged:
 
 * It is not raised while a frame of the Session is on top: between ``__enter__`` arming and the body's first
@@ -13,6 +13,7 @@ case the watchdog signals again, until the stop is acknowledged:
   ``__exit__``, which would leave a lock taken or ``torch.no_grad`` half entered; nor inside an import or a log call.
 * It is not raised in the standard library's locks and queues but where they wait: a ``Condition`` cut elsewhere gives
   back a lock that it does not have, or leaves a waiter that swallows a wake-up.
+* It is not raised while another such signal is being looked at: it would leave in the place of that one's answer.
 * What arrives disarmed is not lost: whoever arms, or ends a step, looks at the stop word.
 
 What does not work (measured, ``docs/facts.md``): ``PyThreadState_SetAsyncExc`` leaves sleeps, locks and queues asleep.
@@ -80,10 +81,19 @@ class Interrupt:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if callable(self._previous):
             self._previous(signum, frame)
-        if not self.armed or frame is None or _on_top_unsafe(frame) or _whole_calls(frame) > self._beneath:
+        if not self.armed or frame is None or self._is_looking(frame):
+            return
+        if _on_top_unsafe(frame) or _whole_calls(frame) > self._beneath:
             return
         self.disarm()
         raise TrainingInterrupted
+
+    def _is_looking(self, frame: FrameType | None) -> bool:
+        """Whether a signal before this one has not been answered yet. A flag would be set a bytecode too late."""
+        code = self._on_signal.__code__
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        return frame is not None
 
 
 def _on_top_unsafe(frame: FrameType) -> bool:

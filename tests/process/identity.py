@@ -6,6 +6,7 @@ from running import Run
 def assert_identical(disturbed: Run, reference: Run, *, ranks: int, recoveries: int, once: bool = True) -> None:
     """Same parameters, optimizer state and per-rank state on every rank; every sample once per commit; nothing lost."""
     assert disturbed.code == 0, disturbed.explain()
+    assert not disturbed.of("state_differs"), "objects that all ranks share were taken for different ones"
     assert disturbed.recoveries() == recoveries, disturbed.explain()
     assert disturbed.digests() == reference.digests(), disturbed.explain()
     assert disturbed.ends() == reference.ends(), disturbed.explain()

@@ -52,7 +52,16 @@ class Run:
 
     def explain(self) -> str:
         told = "\n".join(json.dumps(e) for e in self.events[-40:])
-        return f"code {self.code}\n--- stdout\n{self.out[-2000:]}\n--- stderr\n{self.err[-4000:]}\n--- events\n{told}"
+        stacks = "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in self._stacks())
+        return (
+            f"code {self.code}\n--- stdout\n{self.out[-2000:]}\n--- stderr\n{self.err[-4000:]}\n--- events\n{told}\n"
+            f"--- stacks\n{stacks}"
+        )
+
+    def _stacks(self) -> list[Path]:
+        """Of ranks that were taken for hung."""
+        found = sorted((self.run_dir / "stacks").glob("rank_*"))
+        return [path for path in found if path.stat().st_size][:8]
 
 
 Reference = Callable[..., Run]

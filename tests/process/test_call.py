@@ -150,6 +150,7 @@ def test_a_loop_that_finds_another_place_in_its_data_is_told(tmp_path: Path) -> 
         ("nested", "session.call() was called within a body of session.call(): one call is one step"),
         ("mixed", "a Session has one loop: either session.steps(), or session.call() and session.position"),
         ("between", "barrier was called between two session.call() of one accumulation window"),
+        ("counts", "state['seen'] was changed between two calls of session.call() for one update, before step 2"),
         ("again", "the body of step 1 was left by an exception before its update, and session.call() was called again"),
     ],
 )
@@ -157,6 +158,34 @@ def test_what_is_refused(tmp_path: Path, what: str, words: str) -> None:
     run = run_of(tmp_path / "run", "--accumulate", "3", "--wrong", what)
     assert run.code == 1, run.explain()
     assert f"UsageError: {words}" in run.err
+
+
+@pytest.mark.timeout(300)
+def test_what_bodies_change_is_theirs_in_a_redo_too(tmp_path: Path) -> None:
+    """A second fault, in a body that runs again behind another one of its window: that one's end is not its begin."""
+    again = "phase=COMPUTE at=backward"
+    plan = f"kill rank=1 step=14 {again}; kill rank=1 step=13 {again} incarnation=1"
+    changes = ("--accumulate", "3", "--steps", "18", "--counts-in-bodies")
+    run = run_of(tmp_path / "run", *changes, plan=plan)
+    assert_same(run, run_of(tmp_path / "calm", *changes), recoveries=2)
+    assert not run.of("state_lost")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("places", [1, 1 << 18])
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_changes_between_two_calls_is_not_left_out_of_a_redo(tmp_path: Path, places: int, *, inside: bool) -> None:
+    """Only from the fourth window on, which nobody looks for: so it is an error where a fault hits such a window."""
+    changes = ("--accumulate", "3", "--steps", "18", "--counts-from", "9", "--places", str(places))
+    well = run_of(tmp_path / "well", *changes, plan="kill rank=1 step=5 phase=COMPUTE at=backward")
+    assert well.code == 0, well.explain()
+    if inside:  # a body, behind the change
+        run = run_of(tmp_path / "run", *changes, plan="kill rank=1 step=13 phase=COMPUTE at=backward")
+    else:
+        run = run_of(tmp_path / "run", *changes, "--dies-between", "12")
+    assert run.code == 75, run.explain()
+    assert run.of("state_lost"), run.explain()
+    assert "state['seen'], changed between two calls of session.call()," in run.err, run.explain()
 
 
 @pytest.mark.timeout(300)

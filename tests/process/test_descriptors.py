@@ -16,6 +16,7 @@ from identity import assert_identical
 from running import LAUNCHER, Reference, Run, read_events, start
 from saved_jobs import RANKS, STEPS, command, pid_of, wait_for, wait_for_step
 from test_vault import TIMEOUT_S, Rig, eventually, newest, rig, take  # noqa: F401 - a fixture
+from watched_jobs import end_holder, holder_pid
 
 from resilient_train.errors import HolderLostError
 from resilient_train.protocol import messages as m
@@ -59,6 +60,32 @@ def test_ranks_have_the_users_own_limit(tmp_path: Path, flags: tuple[str, ...]) 
     assert process.returncode == 0, out + err
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert [(run_dir / f"limit_of_rank{rank}").read_text() for rank in (0, 1)] == [str((SOFT, hard))] * 2
+
+
+def test_the_holder_of_a_limited_job_has_all_there_are(tmp_path: Path) -> None:
+    """And ranks that save have the user's own still."""
+    run_dir = tmp_path / "run"
+    limited = ["bash", "-c", f'ulimit -Sn {SOFT}; exec "$@"', "x"]
+    try:
+        with start([*limited, *command(run_dir, "--save", "2", "--pace", str(run_dir / "enough"))]) as process:
+            wait_for(run_dir, process, "saved")
+            pids = [holder_pid(run_dir), *(pid_of(run_dir, rank) for rank in range(RANKS))]
+            limits = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in pids]
+            (run_dir / "enough").touch()
+            out, err = process.communicate(timeout=100)
+    finally:
+        end_holder(run_dir)
+    assert process.returncode == 0, out + err
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert limits == [(hard, hard), *[(SOFT, hard)] * RANKS]
+
+
+def test_a_holder_raises_its_own_limit(rig: Rig) -> None:  # noqa: F811
+    """Whoever starts it: it does not live on what it inherits of an agent."""
+    with allowed(os.getpid(), 40):
+        rig.start()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert resource.prlimit(rig.holders[0].pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def test_a_job_with_few_descriptors_comes_to_its_end(tmp_path: Path, undisturbed: Reference) -> None:

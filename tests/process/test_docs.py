@@ -18,6 +18,7 @@ from running import JOBS, LAUNCHER, launch, start
 from saved_jobs import wait_for
 
 from documented import PAGES, ROOT, Block, blocks, write_file
+from resilient_train.child import clean_environ, launched
 from resilient_train.demo import run as demos
 from resilient_train.faults import parse_plan
 from resilient_train.launch.cli.tool import main
@@ -159,6 +160,7 @@ def test_the_commands_of_a_page(
         enough.touch()
 
 
+@pytest.mark.usefixtures("served")
 def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Line by line, at ten times its pace. The typist at the second terminal waits for nothing."""
     monkeypatch.chdir(tmp_path)
@@ -186,7 +188,8 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
             out, err = process.communicate(timeout=120)
         assert process.returncode == 0, out + err
         assert err.count("training again after") == 2, err
-    assert "committed steps lost: 0" in said
+    assert said.splitlines()[-1].startswith("recovers bit for bit: yes"), "its last step is the drill"
+    assert "committed steps lost: 0" in shell.type(["resilient-train", "report", "/tmp/tutorial3"])
     digests = {
         re.search("digest ([0-9a-f]+)", shell.type(["resilient-train", "report", f"/tmp/{name}"]))[1]  # type: ignore[index]
         for name in ("tutorial", "tutorial2", "tutorial3")
@@ -219,6 +222,49 @@ def test_examples_pass_the_drill(tmp_path: Path, example: Path, capsys: pytest.C
     said = capsys.readouterr().out
     assert code == 0, said
     assert said.splitlines()[-1].startswith("recovers bit for bit: yes")
+
+
+def kept_in_a_run_directory() -> dict[str, re.Pattern[str]]:
+    """What the page on commands lists: name -> which paths it means."""
+    page = ROOT / "docs" / "reference" / "commands.md"
+    rows = page.read_text().partition("## The run directory\n")[2].splitlines()
+    names = [name for row in rows if row.startswith("| `") for name in re.findall("`([^`]+)`", row.split(" | ")[0])]
+    return {
+        name: re.compile(re.sub("<[^>]+>", "[0-9]+", re.escape(name)) + (".*" * name.endswith("/"))) for name in names
+    }
+
+
+def files_of(folder: Path) -> set[str]:
+    """Relative paths; empty folders too, which end with a slash. What vanishes meanwhile is passed over."""
+    found = set()
+    for path, folders, files in os.walk(folder):
+        below = os.path.relpath(path, folder)
+        found |= {os.path.normpath(f"{below}/{file}") for file in files}
+        found |= {f"{below}/"} if not folders and not files else set()
+    return found
+
+
+def test_the_list_of_what_a_run_directory_has(tmp_path: Path) -> None:
+    """Of a job that saves, is killed and stopped and is begun again; while it runs, and afterwards."""
+    run_dir, enough = tmp_path / "run", tmp_path / "enough"
+    flags = ["--nproc-per-node", "2", "--faults", "kill rank=1 step=3; stop rank=0 step=8 phase=COMPUTE"]
+    script = [str(JOBS / "documented_train.py"), "--until", str(enough)]
+    with start([*LAUNCHER, "--run-dir", str(run_dir), *flags, *script], RESILIENT_DRILL_RECORDS="1") as process:
+        wait_for(run_dir, process, "save_cost", 2)
+        found = files_of(run_dir)
+        enough.touch()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert err.count("training again after") == 2, err
+    found |= files_of(run_dir)
+    with launched(run_dir, ["--nproc-per-node", "2", *script], clean_environ()) as again:
+        assert again.wait(60) == 0
+    found |= files_of(run_dir)
+    listed = kept_in_a_run_directory()
+    unknown = {path for path in found if not any(pattern.fullmatch(path) for pattern in listed.values())}
+    assert not unknown, "the page on commands does not list it"
+    gone = {name for name, pattern in listed.items() if not any(pattern.fullmatch(path) for path in found)}
+    assert not gone, "the page on commands lists it, and nothing writes it"
 
 
 def test_what_examples_tell_to_try(tmp_path: Path) -> None:

@@ -53,6 +53,14 @@ def test_an_error_after_the_update_is_the_users_too(tmp_path: Path) -> None:
     assert "ValueError: the user's own mistake" in run.err
 
 
+@pytest.mark.parametrize("mode", ["closes-in-step", "closes-between"])
+def test_a_session_that_is_closed_in_its_loop_does_not_end_the_training_early(tmp_path: Path, mode: str) -> None:
+    """In silence, with exit code 0: the loop had five steps, and made three."""
+    run = launch(tmp_path / "run", "ends.py", mode, ranks=2)
+    assert run.code == 1, run.explain()
+    assert "UsageError: session.close() was called in the Session's loop" in run.err
+
+
 @pytest.mark.parametrize(
     ("mode", "told"),
     [
@@ -109,6 +117,28 @@ def test_all_start_again_when_one_is_lost_before_the_first_step(tmp_path: Path) 
     assert run.code == 0, run.explain()
     assert len(run.of("restart_all")) == 1, run.explain()
     assert [(run.run_dir / f"attempt_of_rank{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("process", "starts"),
+    [(0, ["forked"] * 3 + ["cold"] * 3), (1, ["forked"] * 4 + ["cold"])],
+    ids=["first", "replacement"],
+)
+def test_a_rank_is_lost_while_it_builds_its_model(
+    tmp_path: Path, undisturbed: Reference, process: int, starts: list[str]
+) -> None:
+    """It has a group by then, and no Session: the others wait for it in the constructor of DDP, or in a recovery.
+
+    A fork that ends there is not tried twice: whoever comes next is a new interpreter.
+    """
+    flags = ("--faults", "kill rank=1 step=4 phase=COMPUTE at=backward") if process else ()
+    arguments = ("train.py", "--steps", "9", "--variant", f"unbuilt{process}")
+    run = launch(tmp_path / "run", *arguments, ranks=3, flags=flags)
+    assert run.code == 0, run.explain()
+    assert [len(run.of("restart_all")), run.recoveries()] == [1 - process, process], run.explain()
+    assert [event["detail"]["start"] for event in run.of("spawned")] == starts
+    reference = undisturbed(ranks=3, steps=9)
+    assert (run.digests(), run.ends()) == (reference.digests(), reference.ends())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -192,6 +222,57 @@ def test_without_an_agent_a_session_is_a_plain_loop(tmp_path: Path) -> None:
         [sys.executable, str(JOBS / "plain.py"), "alone"], capture_output=True, text=True, timeout=90, check=True
     )
     assert "the Session is a plain loop" in alone.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "uses", "plain"),
+    [
+        ("privateuseone", [], "privateuseone:lookalike", True),
+        ("privateuseone", ["cpu:gloo,privateuseone:lookalike"], "cpu:gloo,privateuseone:lookalike", True),
+        ("privateuseone", ["gloo"], "cpu:gloo", False),
+        ("cpu", [], "cpu:gloo", False),
+    ],
+)
+def test_the_accelerators_own_backend_stays_torchs(
+    tmp_path: Path, device: str, asked: list[str], uses: str, *, plain: bool
+) -> None:
+    """What torchrun runs, we run: a Session is a plain loop where its groups can't be rebuilt yet, and says so once."""
+    run = launch(tmp_path / "run", "accelerator.py", device, *asked, ranks=2)
+    assert run.code == 0, run.explain()
+    told = json.loads(run.out)
+    assert (told["uses"], told["protected"]) == (uses, not plain)
+    line = f"the process group uses {uses}, which can't take a replacement in yet: the Session is a plain loop"
+    assert run.err.count(line) == plain, run.explain()
+    assert len(run.of("plain_loop")) == plain
+
+
+def test_a_fault_in_a_plain_loop_ends_the_job(tmp_path: Path) -> None:
+    """As under torchrun. A loop of hours would begin anew if it were taken for one that is about to begin."""
+    run = launch(tmp_path / "run", "accelerator.py", "privateuseone", "--kill", ranks=2)
+    assert run.code != 0
+    assert run.of("spawned")[2:] == []
+    why = "it has no Session, or one that is a plain loop (--max-restarts N would restart it)"
+    assert f"the job ends: rank 1 was killed by signal 9, and {why}" in run.err, run.explain()
+
+
+@pytest.mark.parametrize(("device", "environ"), [("privateuseone", {}), ("cpu", {"RESILIENT_WATCHDOG": "0"})])
+def test_a_plain_loop_is_started_again_where_that_is_asked_for(
+    tmp_path: Path, device: str, environ: dict[str, str]
+) -> None:
+    """torch's groups find nothing in the store of those who have died. Three times: as many as fail without that."""
+    job = (device, "--kill", "--once")
+    for number in range(3):
+        run = launch(
+            tmp_path / f"run{number}", "accelerator.py", *job, ranks=2, flags=("--max-restarts", "1"), **environ
+        )
+        assert run.code == 0, run.explain()
+        assert len(run.of("restart_all")) == 1
+
+
+def test_where_one_session_is_a_plain_loop_and_another_is_not(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "accelerator.py", "cpu", "--plain", ranks=2)
+    assert run.code == 2, run.explain()
+    assert "the Session of some ranks is a plain loop, and that of others is not" in run.err
 
 
 def test_environment_is_torchruns(tmp_path: Path) -> None:

@@ -156,7 +156,8 @@ def test_a_flip_that_makes_all_replicas_nan_is_found_by_its_norm(tmp_path: Path,
     assert run.digests() == undisturbed(ranks=2, steps=STEPS).digests()
     assert [detail["values"] for detail in details(run, "anomaly")] == [["nan"]]
     assert len(run.of("replicas_differ")) == len(run.of("restart_all")) == 1
-    assert {each["commits"] for each in details(run, "restored")} == {9}
+    # What rank 1 copies as the flip hits may have it or not; then the snapshots of step 9 disagree.
+    assert {each["commits"] for each in details(run, "restored")} <= {8, 9}
 
 
 def test_a_flip_that_finds_nothing_to_hit_is_a_mistake_in_the_plan(tmp_path: Path) -> None:

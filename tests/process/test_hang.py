@@ -192,3 +192,5 @@ def test_a_recovery_that_does_not_end_is_begun_anew_before_anybody_is_killed(
     assert [event["rank"] for event in run.of("spawned")] == [0, 1, 2, 1, 2], run.explain()
     assert [event["rank"] for event in run.of("fenced")] == [2]
     assert "ranks [2] did not come to the start of update 5 within 4 s" in run.err
+    assert [event["detail"]["ranks"] for event in run.of("suspect")] == [[2]]
+    assert "in _loop_for_ever" in (run.run_dir / "stacks" / "rank_2.0.txt").read_text()

@@ -132,6 +132,27 @@ def test_kill_hcce_and_uce_into_a_running_job(tmp_path: Path, undisturbed: Refer
     assert "the run is over" in job.inject("kill", code=2)["error"]
 
 
+def killed_and_asked(run_dir: Path, rank: int) -> dict[str, Any]:
+    """The job's status as it is right behind a kill, before the agent can have seen the death."""
+    channel = Channel(str(run_dir / "agent-0.sock"))
+    for frame in (m.Hello("operator"), m.Inject("kill", rank), m.Query()):
+        channel.send(frame)
+    replies = [channel.receive(20) for _ in range(2)]
+    channel.close()
+    assert all(isinstance(reply, m.Reply) and not reply.error for reply in replies), replies
+    return replies[1].status  # type: ignore[union-attr]
+
+
+@pytest.mark.timeout(120)
+def test_a_second_kill_waits_until_the_job_has_noticed_the_first(tmp_path: Path, undisturbed: Reference) -> None:
+    with training(tmp_path / "run", 2) as job:
+        status = killed_and_asked(job.run_dir, 1)
+        assert (status["stage"], status["unnoticed"]) in (("RUNNING", [1]), ("RECOVERING", []))
+        job.inject("kill", "--rank", "0")
+        run = job.end()
+    assert_identical(run, undisturbed(ranks=2, steps=STEPS), ranks=2, recoveries=2)
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
 def test_all_kinds(tmp_path: Path, undisturbed: Reference, ranks: int) -> None:

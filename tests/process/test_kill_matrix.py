@@ -57,6 +57,13 @@ def test_kill_at_every_phase(tmp_path: Path, undisturbed: Reference, ranks: int,
     assert_identical(run, reference, ranks=ranks, recoveries=len(PLACES))
 
 
+def test_kill_while_a_batch_is_loaded(tmp_path: Path, undisturbed: Reference) -> None:
+    """In the middle of it: the loader's order was drawn, and the random numbers of some samples."""
+    run = launch(tmp_path / "run", "train.py", "--steps", "9", "--variant", "unread", ranks=3)
+    assert [event["rank"] for event in run.of("death_seen")] == [1], run.explain()
+    assert_identical(run, undisturbed(ranks=3, steps=9), ranks=3, recoveries=1)
+
+
 def test_kill_in_the_first_and_second_step(tmp_path: Path, undisturbed: Reference) -> None:
     """DDP lays its buckets out anew between these two: the replacement must end with the same layout."""
     plan = (

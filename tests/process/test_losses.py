@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -148,3 +149,92 @@ def test_a_process_that_can_not_be_killed_costs_time_and_no_job(tmp_path: Path, 
     assert run.code == 0, run.explain()
     assert states == ["D", "D"], "they could be killed, so nothing is shown"
     assert "it does not end, and is given up" in run.err
+
+
+HANGS = """
+import os
+from pathlib import Path
+here = Path(os.environ["PYTHONUSERBASE"])
+imported_by = os.getpid()
+
+def once(who):
+    try:
+        with (here / who).open("x") as told:
+            told.write(str(os.getpid()))
+    except FileExistsError:
+        return
+    (here / "mounted" / who).write_bytes(bytes(1 << 16))
+
+def before_fork():
+    if (here / "now").exists() and os.getpid() == imported_by:
+        once("zygote")
+
+os.register_at_fork(before=before_fork)
+"""
+STANDS_BY = """
+import sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import hangs
+import resilient_train as rt
+from resilient_train import standby
+
+if standby.stage is not None and sys.argv[1] == "spare":
+    hangs.once("spare")
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with rt.Session(model=model, optimizer=optimizer) as session:
+    for step in session.steps(1000):
+        with step:
+            if not (hangs.here / "enough").exists():
+                time.sleep(0.05)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def wait_for_file(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"no {path.name} came"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize(("who", "event"), [("zygote", "standby_lost"), ("spare", "standby_shallow")])
+def test_a_standby_that_can_not_be_killed_holds_nobody_up(tmp_path: Path, run_dir: Path, who: str, event: str) -> None:
+    """Neither two recoveries nor the end of the job: the agent has one thread, and waits for neither of them."""
+    # A zygote imports what is installed, and none of the modules beside the script.
+    installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
+    installed.mkdir(parents=True)
+    (installed / "hangs.py").write_text(HANGS)
+    (tmp_path / "script.py").write_text(STANDS_BY)
+    environ = {"PYTHONUSERBASE": str(tmp_path), "PYTHONPATH": str(installed)}
+    if who == "spare":
+        environ |= {"RESILIENT_STANDBY_DEPTH": "built", "RESILIENT_STANDBY_LIMIT_S": "1"}
+    script = [str(tmp_path / "script.py"), who]
+    with freezable(tmp_path) as storage:
+        subprocess.run(["fsfreeze", "-f", storage], check=True, timeout=60)
+        with start([*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), *script], **environ) as process:
+            wait_for(run_dir, process, "started")
+            wait_for(run_dir, process, "standby_ready")
+            (tmp_path / "now").touch()
+            for times, rank in enumerate((1, 0), 1):
+                os.kill(pid_of(run_dir, rank), signal.SIGKILL)
+                wait_for(run_dir, process, "resumed", times)
+                wait_for_file(tmp_path / who, process)
+            wait_for(run_dir, process, event)
+            (tmp_path / "enough").touch()
+            run = ended(process, run_dir)
+        stuck = psutil.Process(int((tmp_path / who).read_text()))
+        assert stuck.status() == psutil.STATUS_DISK_SLEEP, "it could be killed, so nothing is shown"
+    psutil.wait_procs([stuck], timeout=60)
+    assert run.code == 0, run.explain()
+    assert len(run.of("session_end")) == 2

@@ -41,6 +41,16 @@ def test_a_parameter_that_nobody_trains_is_told_once(tmp_path: Path) -> None:
     assert run.err.count("in no registered optimizer: 1 ('module.0.weight'); ") == 1
 
 
+def test_a_mean_of_each_ranks_own_that_is_said_to_be_alike_is_told_once(tmp_path: Path) -> None:
+    """Also where a rank is replaced, which then has another one's. What is alike is not told."""
+    plan = ("--faults", "kill rank=1 step=6")
+    run = launch(tmp_path / "run", "mistaken.py", "own-mean", "12", ranks=3, flags=plan)
+    assert run.code == 0, run.explain()
+    (told,) = run.of("state_differs")
+    assert told["detail"] == {"name": "own", "commits": 1, "ranks": [[0], [1], [2]]}
+    assert run.err.count("state['own'] is not the same on ranks [0] and [1] and [2], but a replaced rank gets") == 1
+
+
 def sentence_of(run: Run) -> str:
     """What the console is told of the end: one line, once."""
     assert run.code == 2, run.explain()

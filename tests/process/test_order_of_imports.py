@@ -10,7 +10,6 @@ from running import JOBS, LAUNCHER, launch, read_events, start
 from test_fork import starts
 
 NANOGPT = JOBS / "nanogpt.py"
-LINE = next(n for n, text in enumerate(NANOGPT.read_text().splitlines(), 1) if "import destroy_process_group" in text)
 
 
 @pytest.mark.parametrize("standby", ["1", "0"], ids=["forked", "cold"])
@@ -32,6 +31,22 @@ def test_an_interpreter_of_the_users_own(tmp_path: Path) -> None:
     events = read_events(tmp_path / "run")
     assert starts(events) == ["cold"] * 3
     assert [event["kind"] for event in events].count("resumed") == 1
+
+
+def test_whose_groups_are_not_wrapped_is_told_what_helps(tmp_path: Path) -> None:
+    """The name may be taken as early as it likes: what asks for the group is its backend."""
+    named = tmp_path / "named.py"
+    named.write_text(NANOGPT.read_text().replace('backend="gloo"', 'backend="resilient"'))
+    found = {}
+    for script in (NANOGPT, named):
+        command = (sys.executable, str(script))
+        off = {"RESILIENT_WRAP_BACKEND": "0"}
+        found[script] = launch(tmp_path / script.stem, *command, ranks=2, flags=("--no-python",), **off)
+    refused = found[NANOGPT]
+    assert refused.code == 2, refused.explain()
+    (told,) = (line for line in refused.err.splitlines() if "resilient-run: the job ends" in line)
+    assert told.endswith('import resilient_train before init_process_group, or pass it backend="resilient"'), told
+    assert found[named].code == 0, found[named].explain()
 
 
 def test_under_plain_torchrun_it_is_a_plain_loop(tmp_path: Path) -> None:

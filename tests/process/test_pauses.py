@@ -87,20 +87,28 @@ def test_all_paused_together_nobody_is_killed(tmp_path: Path, undisturbed: Refer
     assert run.of("hung") == run.of("fault") == []
 
 
+SHORT = {"RESILIENT_HANG_TIMEOUT_S": "1", "RESILIENT_JOIN_TIMEOUT_S": "3"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_all_paused_for_longer_than_any_limit(tmp_path: Path, undisturbed: Reference) -> None:
-    limits = {"RESILIENT_HANG_TIMEOUT_S": "1", "RESILIENT_JOIN_TIMEOUT_S": "3"}
+@pytest.mark.parametrize(
+    ("limits", "pause_s"), [(SHORT, 21), pytest.param({}, 62, marks=pytest.mark.long)], ids=["short", "a-minute"]
+)
+def test_all_paused_for_longer_than_any_limit(
+    tmp_path: Path, undisturbed: Reference, limits: dict[str, str], pause_s: int
+) -> None:
+    """Or for a minute, with the limits that a job has of itself."""
     with training(tmp_path / "run", **limits) as job:
         job.stop(*ALL)
-        time.sleep(21)
+        time.sleep(pause_s)
         job.go_on(*ALL)
         job.moves()
         run = job.end()
     assert_identical(run, undisturbed(ranks=RANKS, steps=STEPS), ranks=RANKS, recoveries=0)
     assert len(run.of("spawned")) == RANKS
     told = [line for line in run.err.splitlines() if "no rank has run for" in line]
-    assert len(told) == 2, "one line each ten seconds"
+    assert len(told) == pause_s // 10, "one line each ten seconds"
     assert all("kill -CONT" in line for line in told)
 
 

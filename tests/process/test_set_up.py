@@ -81,6 +81,17 @@ def test_collectives_between_the_session_and_the_loop(tmp_path: Path) -> None:
     assert same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 2}), run.out
 
 
+def test_a_directory_that_rank_0_chooses(tmp_path: Path) -> None:
+    """By what is there already: rank 0's second process would choose another one, and is given the first one's."""
+    reference = undisturbed(tmp_path, "logged")
+    run = run_of(tmp_path, "logged", plan=ONE)
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 2, run.explain()
+    assert same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 2}), run.out
+    assert [each.name for each in (run.run_dir / "lightning_logs").iterdir()] == ["version_9"]
+    assert run.digests() == reference.digests(), run.explain()
+
+
 def test_large_results_go_into_what_is_registered(tmp_path: Path) -> None:
     """By the user's own broadcast, by DDP's constructor, by a reduction of what stands in `state`."""
     reference = undisturbed(tmp_path, "registered")

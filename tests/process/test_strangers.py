@@ -7,16 +7,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from running import JOBS, LAUNCHER, start
-from saved_jobs import pid_of, wait_for, wait_for_step
+import torch.distributed as dist
+from running import JOBS, LAUNCHER, read_events, start
+from saved_jobs import command, pid_of, wait_for, wait_for_step
 from watched_jobs import end_holder
 
 from resilient_train.state.vault.client import socket_path
@@ -151,6 +154,37 @@ def test_nothing_listens_on_an_interface_that_others_reach(job: tuple[Path, int]
     for _, number in found:
         with pytest.raises(OSError):
             socket.create_connection(("127.0.0.2", number), 5).close()  # another address of this machine
+
+
+def test_what_is_put_into_the_store_spoils_no_recovery(tmp_path: Path) -> None:
+    """Any process of this machine can write there. Ranks tell each other where they listen by way of their agent."""
+    run_dir, spoilt = tmp_path / "run", threading.Event()
+    with start(command(run_dir, "--steps", "400", "--pace", str(tmp_path / "go"))) as process:
+        wait_for_step(run_dir, 3)
+        ((host, port),) = listening([process.pid])
+        store = dist.TCPStore(host, port, is_master=False)
+        over = threading.Event()
+
+        def spoil() -> None:
+            while not over.is_set():
+                for key in store.list_keys():
+                    store.set(key, "rubbish")
+                spoilt.set()
+
+        stranger = threading.Thread(target=spoil)
+        stranger.start()
+        try:
+            assert spoilt.wait(30)
+            for rank in range(RANKS):
+                os.kill(pid_of(run_dir, rank), signal.SIGKILL)
+                wait_for(run_dir, process, "resumed", rank + 1)
+        finally:
+            over.set()
+            stranger.join()
+        (tmp_path / "go").touch()
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, (out, err)
+    assert [event["rank"] for event in read_events(run_dir) if event["kind"] == "fault"] == list(range(RANKS))
 
 
 def test_modes(job: tuple[Path, int]) -> None:

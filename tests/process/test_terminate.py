@@ -16,6 +16,8 @@ from running import JOBS
         ("usr1", -15, ["True", "0 10"]),
         ("agents", -15, ["True"]),  # the agent has had enough
         ("left", -15, ["True"]),
+        ("late", -15, ["True"]),  # both come when the module's own destructors have run
+        ("exits", -15, ["True"]),
         ("users", 5, ["False"]),
         ("child", 0, ["True", "-15 0"]),  # a worker of the rank's dies of it, and the rank hears nothing
         ("forked", 0, ["True", "-15 0"]),

@@ -64,4 +64,5 @@ def test_a_model_that_grew_is_final_and_told_once(tmp_path: Path) -> None:
     assert [each["detail"]["commits"] for each in run.of("saved")] == [3, 6], "from before it grew"
     assert "the job goes on from update 6" in run.err
     again = launch(tmp_path / "run", *arguments, ranks=2, flags=("--faults", ""))
+    assert again.code == 0, again.explain()
     assert {each["detail"]["commits"] for each in again.of("restored")} == {6}, again.explain()

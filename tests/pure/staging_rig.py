@@ -96,9 +96,10 @@ def host_image(host: Trained) -> tuple[bytes, bytes]:
 
 
 class LateCopier:
-    """Copies when it is waited for, and not before ``go`` is set."""
+    """Copies when it is waited for, and not before ``go`` is set. ``broken``: what it does not do, from now on."""
 
     def __init__(self) -> None:
+        self.broken = ""
         self.inner = Copier(1)
         self.go = threading.Event()
         self.waits = 0
@@ -106,15 +107,25 @@ class LateCopier:
 
     def gather(self, image, pieces, *, owner=None) -> None:
         assert self._begun is None, "one copy at a time"
+        if self.broken == "gather":
+            raise OSError("no thread")
         self._begun = image, pieces, owner
 
     def wait(self, timeout_ms: int) -> bool:
         self.waits += 1
         assert self.go.wait(TIMEOUT_S)
+        if self.broken == "wait":
+            raise OSError("memory fails")
+        if self.broken == "late":
+            return False
         begun, self._begun = self._begun, None
         if begun is not None:
             self.inner.gather(begun[0], begun[1], owner=begun[2])
         return self.inner.wait(timeout_ms)
+
+    @property
+    def done(self) -> bool:
+        return self._begun is None and self.inner.done
 
     def digests(self) -> bytes:
         return self.inner.digests()

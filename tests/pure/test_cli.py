@@ -203,6 +203,19 @@ def test_inject_waits_until_the_job_trains_and_says_so(run, agent, capsys, monke
     assert err == f"resilient-train: the job in {run} is STARTING (it waits for ranks [1]): waiting, at most 60 s\n"
 
 
+def test_inject_waits_until_the_job_has_noticed_what_hit_it_before(run, agent, capsys, monkeypatch):
+    """Two commands behind each other would else take both holders of the state."""
+    monkeypatch.setattr(asking, "_SOON_S", 0)
+    struck, recovering, running = (
+        {"stage": stage, "waits_for": waits_for, "unnoticed": unnoticed}
+        for stage, waits_for, unnoticed in (("RUNNING", [], [0]), ("RECOVERING", [0, 1], []), ("RUNNING", [], []))
+    )
+    asked = agent(*[encode(Reply(status=each)) for each in (struck, recovering, running, {"pid": 7})]).asked
+    assert main(["inject", str(run), "kill", "--rank", "1"]) == 0
+    assert [type(each) for each in asked[1::2]] == [Query, Query, Query, Inject]
+    assert "has not yet noticed that ranks [0] are lost or stand still: waiting" in capsys.readouterr().err
+
+
 def test_inject_waits_for_a_job_that_is_about_to_be_there(tmp_path, capsys):
     """Typed behind ``resilient-run``, which has imports to do before it has a run directory."""
     run = tmp_path / "run"

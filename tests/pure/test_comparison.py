@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from resilient_train._native import Board
-from resilient_train.protocol.disagreement import first_difference, sentence
-from resilient_train.protocol.messages import Differs
+from resilient_train.protocol.disagreement import SharedObjects, first_difference, sentence
+from resilient_train.protocol.messages import Differs, Shared
 from resilient_train.protocol.replicas import alike, disagreeing
 from resilient_train.session.comparison import Comparison, fingerprint
 from resilient_train.session.peers import Peers
@@ -36,11 +36,10 @@ class Rank:
         self.board, self.rank = board, rank
         self.model = 7
         self.made = 0
-        self.told: list[Differs] = []
+        self.told: list[Differs | Shared] = []
+        self.extra: list[tuple[str, str]] = []
         self.found_at = -1
-        state: Any = SimpleNamespace(
-            fingerprint=self._fingerprint, rows=lambda: [("w", str(self.model))], averages=lambda: True
-        )
+        state: Any = SimpleNamespace(fingerprint=self._fingerprint, rows=self._rows, averages=lambda: True)
         link: Any = SimpleNamespace(
             rank=rank,
             peers=Peers(board, rank, ARENA, nobody, nobody),
@@ -53,6 +52,9 @@ class Rank:
         self.made += 1
         held = f"{self.model:032x}"[::-1]
         return SimpleNamespace(digest=lambda: held)
+
+    def _rows(self, *, extra: bool = False) -> list[tuple[str, str]]:
+        return self.extra if extra else [("w", str(self.model))]
 
     def _end(self) -> None:
         raise EndedError
@@ -254,3 +256,46 @@ def test_a_missing_wrapper_is_the_likely_cause() -> None:
 def test_there_is_a_sentence_without_a_name(speaking: set[int]) -> None:
     """The others died over it, or what differed at the head of the update does not any more."""
     assert "after update 12 their state differs:" in sentence((0, 1), {rank: told(("a", "1")) for rank in speaking})
+
+
+def test_objects_of_the_users_are_told_at_powers_of_two_behind_a_beginning() -> None:
+    rank = Rank(Board.create(2), 0, groups=((0, 1),), every=3)
+    for commits in range(20):
+        rank.extra = [("mean", f"{commits:x}")]
+        if commits == 11:
+            rank.comparison.begin_at(10)
+        rank.comparison.head(commits, shown=False)
+    assert [each.commits for each in rank.told] == [1, 2, 4, 8, 11, 12, 14, 18]
+    assert rank.told[0] == Shared(1, [("mean", "1")])
+
+
+def test_nothing_is_told_where_there_is_nothing_or_nobody_to_compare_with() -> None:
+    bare, alone = Rank(Board.create(2), 0, groups=((0, 1),)), Rank(Board.create(2), 0, groups=((0,), (1,)))
+    alone.extra = [("mean", "1")]
+    for rank in (bare, alone):
+        for commits in range(9):
+            rank.comparison.head(commits, shown=False)
+        assert rank.told == []
+
+
+def test_an_object_that_differs_is_found_once_however_late_ranks_are_heard() -> None:
+    objects, group = SharedObjects(), (0, 2, 3)
+    alike = ("scheduler", "7")
+
+    def heard(rank: int, commits: int, mean: str, *more: tuple[str, str]) -> list[tuple[str, list[list[int]]]]:
+        return objects.heard(rank, Shared(commits, [alike, ("mean", mean), *more]), group, attempt=0)
+
+    assert heard(0, 1, "a") == heard(2, 1, "b") == heard(1, 1, "c") == []
+    assert heard(0, 2, "d") == [], "it is ahead of rank 3"
+    assert heard(3, 1, "b") == heard(2, 2, "d") == []
+    assert heard(3, 2, "e") == [("mean", [[0, 2], [3]])]
+    assert heard(0, 4, "a") == heard(2, 4, "a") == heard(3, 4, "b") == [], "it was told"
+    assert heard(0, 8, "a", ("late", "1")) == heard(2, 8, "a", ("late", "2")) == []
+    assert heard(3, 8, "a") == [("late", [[0], [2]])], "who has no such object says nothing of it"
+
+
+def test_what_was_said_before_all_began_anew_is_not_compared() -> None:
+    objects = SharedObjects()
+    assert objects.heard(0, Shared(1, [("mean", "spoilt")]), (0, 1), attempt=0) == []
+    assert objects.heard(1, Shared(1, [("mean", "right")]), (0, 1), attempt=1) == []
+    assert objects.heard(0, Shared(1, [("mean", "right")]), (0, 1), attempt=1) == []

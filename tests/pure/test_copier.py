@@ -9,6 +9,7 @@ import random
 import signal
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -302,12 +303,23 @@ def test_a_signal_is_handled_while_waiting() -> None:
     # Never written to, so it is one page of zeros, read for a tenth of a second or more.
     memory = mmap.mmap(-1, 4 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     copier = Copier(1)
+    about_to_wait = threading.Event()
+
+    def send() -> None:
+        about_to_wait.wait()
+        time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
     try:
         copier.scatter(memory, [])
-        threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         with pytest.raises(HeardError):
+            about_to_wait.set()
             copier.wait(TIMEOUT_MS)
     finally:
+        about_to_wait.set()
+        sender.join()
         signal.signal(signal.SIGUSR1, before)
         copier.abort()
 

@@ -1,10 +1,15 @@
-"""Whose fault an error is: of a worker that was killed, or the script's."""
+"""Whose fault an error is: of a worker that was killed, or the script's; and which one leaves a Session's end."""
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
 
+from resilient_train.session import watch
+from resilient_train.session.driver import Driver
 from resilient_train.session.fail_stop import lost_worker
+from resilient_train.session.session import Session
 
 KILLED = "DataLoader worker (pid 4711) is killed by signal: Killed. "
 
@@ -46,3 +51,82 @@ def test_errors_that_are_one_anothers_cause() -> None:
     one, other = RuntimeError("one"), RuntimeError("other")
     one.__cause__, other.__cause__ = other, one
     assert lost_worker(one) == ""
+
+
+RELEASED = [
+    "pulse.leaving",
+    "device.close",
+    "collectives.detach",
+    "step.detach",
+    "gradients.close",
+    "drill.close",
+    "errors.tell",
+    "watch.close",
+    "saving.close",
+    "pulse.close",
+    "records.close",
+    "trace.close",
+    "sink.close",
+    "injector.close",
+    "link.close",
+]
+
+
+def opened(parts: MagicMock) -> Session:
+    """A Session whose loop has not begun, made of these parts."""
+    parts.link.rank = 3
+    driver = Driver.__new__(Driver)
+    driver._released = driver._begun = driver._told_end = False
+    driver._engine, driver._device, driver.saving = parts, parts.errors, parts.saving
+    for name in ("pulse", "watch", "records", "trace", "sink", "injector", "link"):
+        setattr(driver, f"_{name}", getattr(parts, name))
+    session = Session.__new__(Session)
+    session._driver, session._calls = driver, None
+    return session
+
+
+def released(parts: MagicMock) -> list[str]:
+    return [name for name, _, _ in parts.method_calls]
+
+
+@pytest.mark.parametrize("failing", RELEASED)
+def test_the_users_exception_leaves_and_all_is_released(failing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = MagicMock()
+    parts.configure_mock(**{f"{failing}.side_effect": OSError("no such thing")})
+    with pytest.raises(ValueError, match="the user's"), opened(parts):
+        raise ValueError("the user's")
+    assert released(parts) == RELEASED
+    told = "resilient_train: rank 3: the Session is closed, but for OSError('no such thing')\n"
+    assert capsys.readouterr().err == told
+
+
+def test_without_one_the_first_failure_of_the_release_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = MagicMock()
+    parts.step.detach.side_effect = OSError("the first")
+    parts.sink.close.side_effect = OSError("the second")
+    with pytest.raises(OSError, match="the first"), opened(parts):
+        pass
+    assert released(parts) == RELEASED
+    assert capsys.readouterr().err.count("the second") == 1
+
+
+def test_who_ends_the_process_in_the_release_does_so_behind_it() -> None:
+    parts = MagicMock()
+    parts.watch.close.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), opened(parts):
+        raise ValueError("the user's")
+    assert released(parts) == RELEASED
+
+
+def test_sigterm_is_given_back_by_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python gives a signal back in the main thread only, where the Session need not be closed."""
+    left = MagicMock()
+    monkeypatch.setattr(watch, "leave_terminate", left)
+    closed = watch.Watch.__new__(watch.Watch)
+    closed.interrupt, closed._thread, closed._report, closed._watchdog = left.interrupt, left, left.report, left.dog
+    left.is_alive.return_value = False
+    left.interrupt.remove.side_effect = ValueError("signal only works in main thread")
+    with pytest.raises(ValueError, match="main thread"):
+        closed.close()
+    assert left.called
+    assert left.dog.stop.called

@@ -492,3 +492,30 @@ def test_the_objects_without_models() -> None:
     kept.begin({})
     kept.look()
     assert kept.found() is None
+
+
+class Cloning(Plain):
+    """Each look at its state is a copy, that lies elsewhere."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held.clone(), "count": self.count}
+
+
+@pytest.mark.parametrize("kind", [Plain, Cloning])
+@pytest.mark.parametrize("elements", [10, 100_000])
+@pytest.mark.parametrize("windows", [0, 1])
+def test_a_mark_says_whether_something_was_written(kind: type[Plain], elements: int, windows: int) -> None:
+    """Not by memory that is somebody else's by now. Where that can't be told, two looks in a row already differ."""
+    thing = kind(elements)
+    job = Job(thing=thing)
+    for _ in range(windows):
+        job.kept.begin({})
+        job.kept.forget()
+    first, again = job.kept.marks()["thing"], job.kept.marks()["thing"]
+    others = [torch.empty(elements) for _ in range(8)]
+    untold = kind is Cloning and elements > 10 and not windows
+    assert again.same(first) != untold
+    assert job.kept.marks()["thing"].same(again) != untold
+    thing.held.add_(1)
+    assert not job.kept.marks()["thing"].same(again)
+    assert len(others) == 8

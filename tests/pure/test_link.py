@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from resilient_train._native import Board
 from resilient_train.config import AgentLink
 from resilient_train.errors import ConfigError
+from resilient_train.frameworks.set_up_recall import recall
 from resilient_train.protocol import messages as m
 from resilient_train.session.link import Link
 from resilient_train.state.arena import Arena
-from resilient_train.transport import encode
+from resilient_train.transport import Channel, encode
 
+Answer = TypeVar("Answer")
 SLOT_BYTES = 4096
+
+
+def address(generation: int, value: bytes = b"there") -> m.Address:
+    return m.Address(generation, "group/0", value, (0,))
 
 
 class Agent:
@@ -34,10 +42,15 @@ class Agent:
         """What the next connection will find, which has not been made yet."""
         self.waiting = b"".join(map(encode, frames)), descriptors
 
+    @property
+    def identity(self) -> AgentLink:
+        return AgentLink(str(self.path), 0, 1, 0, False, str(self.path.parent), "token")
+
     def link(self) -> Link:
         """A rank's link; the agent has said all that it will say before the rank reads."""
-        import threading
+        return self.served(lambda: Link(self.identity))
 
+    def served(self, connect: Callable[[], Answer]) -> Answer:
         def serve() -> None:
             self.connection, _ = self.listener.accept()
             data, descriptors = self.waiting
@@ -46,7 +59,7 @@ class Agent:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            return Link(AgentLink(str(self.path), 0, 1, 0, False, str(self.path.parent), "token"))
+            return connect()
         finally:
             thread.join()
 
@@ -99,3 +112,43 @@ def test_an_arena_that_grows_takes_the_place_of_the_old_one(agent: Agent) -> Non
     link.peers.publish(1, bytes(1 << 16))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert larger.published(1) == link.peers.published(1) == bytes(1 << 16)
+
+
+def test_addresses_go_to_who_builds_that_generation_whenever_they_come(agent: Agent) -> None:
+    """Not to who waits for another frame; those of a generation that has not begun to be built are kept for it."""
+    welcome = m.Welcome(0, 0)
+    agent.say(
+        *(welcome, address(1), address(3, b"later"), m.Pull(2, 0, 0), address(2), address(3, b"last"), m.Pull(3, 0, 0)),
+        descriptors=(agent.board.fd, agent.arenas[0].fd),
+    )
+    link = agent.link()
+    heard: list[bytes] = []
+    link.hear_addresses(2, lambda frame: heard.append(frame.value))
+    assert link.receive() == m.Pull(2, 0, 0)
+    link.hear_addresses(3, lambda frame: heard.append(frame.value))
+    assert link.receive() == m.Pull(3, 0, 0)
+    assert heard == [b"later", b"last"]
+    link.close()
+
+
+@pytest.mark.parametrize("asks", ["a Session", "what its collectives gave it"])
+def test_an_agent_that_does_not_answer_yet_is_waited_for(
+    agent: Agent, asks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit: it may have no descriptor just now. A rank that gave up would end the job, as if by an error of
+    its script's. Found by the soak: a launcher that had no descriptors for a minute.
+    """
+    limits: list[float | None] = []
+    receive = Channel.receive
+
+    def watched(channel: Channel, timeout_s: float | None = None) -> m.FromAgent | None:
+        limits.append(timeout_s)
+        return receive(channel, timeout_s)
+
+    monkeypatch.setattr(Channel, "receive", watched)
+    if asks == "a Session":
+        welcome(agent).close()
+    else:
+        agent.say(m.SetUp(b"record"))
+        assert agent.served(lambda: recall(agent.identity)) == b"record"
+    assert limits == [None]

@@ -200,6 +200,72 @@ def test_a_recovery_goes_on_without_the_snapshot_that_fails(rank: Rank, machine:
     assert rank.snapshots() == []
 
 
+@pytest.fixture
+def host_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    """Of a state that lies on the host, so that it is copied where it lies, behind the training's back."""
+    trained = Trained()
+    trained.update(0.5)
+    rank = Rank(trained, monkeypatch)
+    rank.copier.go.set()
+    yield rank
+    rank.copier.broken = ""
+    rank.saving.close()
+
+
+@pytest.mark.parametrize("at", ["wait", "late"])
+@pytest.mark.parametrize("how", ["fence", "wait"])
+def test_a_host_copy_that_fails_leaves_the_snapshot_before(host_rank: Rank, at: str, how: str) -> None:
+    """``optimizer.step()`` knows nothing of it, and no recovery: the agent is told."""
+    host_rank.head(1)
+    host_rank.saving.wait()
+    assert host_rank.told() == [captured(1, 1)]
+    host_rank.copier.broken = at
+    host_rank.head(2)
+    getattr(host_rank.saving, how)()
+    host_rank.saving.fence()  # there is nothing under way any more
+    (skipped,) = host_rank.told()
+    assert isinstance(skipped, Skipped)
+    assert (skipped.commits, skipped.reason.startswith("rank 1: copying ")) == (2, True), skipped
+    assert host_rank.snapshots() == [1]
+    host_rank.copier.broken = ""
+    host_rank.head(3)
+    host_rank.saving.fence()
+    host_rank.saving.wait()
+    assert (host_rank.told(), host_rank.snapshots()) == ([captured(3, 3)], [3, 1])
+
+
+@pytest.mark.parametrize("which", ["copy", "fingerprint"])
+def test_a_host_copy_that_can_not_begin_ends_the_saving_and_no_step(
+    host_rank: Rank, which: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_thread(**_: Any) -> None:
+        raise OSError("no thread")
+
+    host_rank.head(1)
+    host_rank.saving.wait()
+    host_rank.told()
+    if which == "copy":
+        host_rank.copier.broken = "gather"
+    else:
+        host_rank.saving._state.fingerprint = no_thread  # type: ignore[method-assign]
+    host_rank.head(2)
+    assert host_rank.told() == [Skipped(2, 2, "rank 1: no thread")]
+    assert "rank 1 saves nothing any more: no thread" in capsys.readouterr().err
+    assert host_rank.board.kept(RANK) == (1, OFF), "what all ranks hold stays"
+    host_rank.saving.fence()
+    host_rank.head(3)
+    assert host_rank.told() == []
+
+
+@pytest.mark.parametrize("at", ["gather", "wait", "late"])
+def test_a_last_host_copy_that_fails_is_told(host_rank: Rank, at: str) -> None:
+    host_rank.copier.broken = at
+    host_rank.saving.last(4, 1, 1, None)
+    (unsaved,) = host_rank.told()
+    assert isinstance(unsaved, Unsaved)
+    assert unsaved.reason.startswith("rank 1: "), unsaved
+
+
 def test_the_last_one_is_waited_for(rank: Rank, machine: Machine) -> None:
     rank.copier.go.set()
     rank.head(1)

@@ -17,6 +17,7 @@ def ends(*steps: int) -> list[Event]:
     ("events", "code", "expected"),
     [
         ([], 0, "done after 0 s: no Session came to its first step, 0 recoveries"),
+        ([at(1, "plain_loop", 1, 0)], 0, "done after 0 s: its Session was a plain loop, 0 recoveries"),
         (beginning() + ends(9, 9, 9), 0, "done after 9 s: 9 steps, 0 recoveries"),
         (
             [*beginning(), at(5000, "job_end", code=75, reason="all are lost", commits=7)],

@@ -1,7 +1,11 @@
 """The log of a tail as other ranks read it, also where it is too small."""
 
 import os
-from collections.abc import Iterator
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -14,10 +18,10 @@ Pair = tuple[Peers, Peers]
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """The log of rank 0, by itself and as rank 1 reads it."""
     board = Board.create(2)
-    arenas = [Arena.create(64, LOG_BYTES) for _ in range(2)]
+    arenas = [Arena.create(64, getattr(request, "param", LOG_BYTES)) for _ in range(2)]
 
     def borrow(rank: int) -> int:
         return os.dup(arenas[rank].fd)
@@ -106,3 +110,60 @@ def test_a_new_tail_begins_anew(pair: Pair) -> None:
     call = theirs.call(0, ("world", 0), 2)
     assert call is not None
     assert (call.inputs, call.place) == (b"new", 0)
+
+
+def effort(act: Callable[[], object]) -> tuple[int, int]:
+    """How many steps of Python it takes, and how much memory at once: a copy is seen too."""
+    steps = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes = True
+        steps += event == "opcode"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    tracemalloc.start()
+    try:
+        act()
+        return steps, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("pair", [1 << 20], indirect=True)
+def test_a_call_costs_the_same_however_many_were_logged_before(pair: Pair) -> None:
+    """For who logs it, who reads it as it comes, and who asks for one of long ago."""
+    mine, theirs = pair
+    mine.reset_log(1)
+    logged = 0
+
+    def log() -> None:
+        nonlocal logged
+        assert mine.log(("world", logged), b"header", b"inputs")
+        logged += 1
+
+    def read_newest() -> None:
+        assert theirs.call(0, ("world", logged - 1), 1) is not None
+
+    def log_and_read() -> None:
+        log()
+        read_newest()
+
+    def read_first() -> None:
+        assert theirs.call(0, ("world", 0), 1) is not None
+
+    efforts = []
+    for entries in (100, 10_000):
+        while logged < entries:
+            log()
+        read_newest()
+        efforts.append([effort(act) for act in (log, read_newest, log_and_read, read_first)])
+    few, many = efforts
+    assert [steps for steps, _ in many] == [steps for steps, _ in few]
+    assert all(much <= little + 1024 for (_, much), (_, little) in zip(many, few, strict=True)), efforts

@@ -35,6 +35,17 @@ def test_stop_prefers_the_time_at_which_a_survivor_had_left_its_step():
     assert recoveries(events)[0].span("STOP").ms == pytest.approx(8)
 
 
+def test_without_a_session_the_end_of_all_processes_is_the_jobs():
+    def ended(*codes):
+        spawned = [at(10 + rank, "spawned", rank, 0) for rank in range(2)]
+        exited = [at(50 + rank, "exited", rank, 0, detail={"code": code}) for rank, code in codes]
+        return read_run([*spawned, *exited]).finished
+
+    assert ended((0, 0), (1, 0))
+    assert not ended((0, 0))
+    assert not ended((0, 0), (1, 3))
+
+
 def test_the_order_of_lines_in_the_file_does_not_matter():
     assert recoveries(reversed(whole_run())) == recoveries(whole_run())
 
@@ -53,6 +64,8 @@ def test_injections_that_kill_nobody_belong_to_the_next_recovery():
     assert [each.kind for each in first.injected] == ["kill"]
     assert [(each.kind, each.rank, each.step) for each in second.injected] == [("uce", 1, 9)]
     assert third.injected == ()
+    assert phases(second)["DETECT"] == 10
+    assert third.span("DETECT") is None
 
 
 def test_an_injection_explains_only_the_first_death_after_it_and_for_a_minute():

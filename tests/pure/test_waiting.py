@@ -24,6 +24,9 @@ class Process:
     def exit_code(self) -> int | None:
         return self.code
 
+    def is_unnoticed(self) -> bool:
+        return False
+
 
 class Rig:
     """An agent of two ranks without processes, whose clock is moved by hand."""
@@ -86,6 +89,12 @@ def test_a_script_without_a_session_is_not_nagged(monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_a_plain_loop_waits_for_nobody(rig: Rig) -> None:
+    rig.current = {0: Process(0), 1: Process(1)}
+    rig.controller.is_plain(1, 0, "the watchdog is switched off")
+    assert rig.after(100) == []
+
+
 def test_a_recovery_says_for_whom_it_waits(rig: Rig) -> None:
     rig.train()
     rig.after(1)
@@ -127,4 +136,4 @@ def test_status_says_since_when_and_for_whom(rig: Rig) -> None:
     rig.train()
     rig.controller.lost(1, 0, "died", rig.standings())
     rig.after(3)
-    assert rig.waiting.status() == {"stage_s": 3.0, "waits_for": [0, 1]}
+    assert rig.waiting.status() == {"stage_s": 3.0, "waits_for": [0, 1], "unnoticed": []}

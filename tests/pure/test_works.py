@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +56,7 @@ def works() -> Works:
 
 @pytest.fixture
 def work(inner: Inner, works: Works) -> GuardedWork:
-    return GuardedWork(inner, works.live)  # type: ignore[arg-type] # as far as a guard knows it
+    return GuardedWork(inner, works.live)
 
 
 def test_a_work_that_ends(work: GuardedWork, inner: Inner, works: Works) -> None:
@@ -102,7 +105,7 @@ class Forgetful:
     def issue(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
         work = group.run(verb, args)
         if self.forgets:
-            work = GuardedWork(Inner(), group_module.works.live)  # type: ignore[arg-type] # as far as a guard knows it
+            work = GuardedWork(Inner(), group_module.works.live)
             group_module.works.release()
         return work
 
@@ -129,3 +132,42 @@ def test_a_synchronous_collective_raises_too(session: Forgetful) -> None:
     session.forgets = True
     with pytest.raises(RuntimeError, match=GIVEN_UP):
         dist.all_reduce(torch.ones(1))
+
+
+class WithoutFuture:
+    """A reduce-scatter of gloo's, forgotten by it."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def get_future(self) -> Any:
+        raise RuntimeError("ProcessGroup::Work::getFuture not implemented.")
+
+    def wait(self) -> None:
+        self.over.wait()
+
+
+@pytest.mark.usefixtures("session")
+def test_a_reduce_scatter_raises_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no future; a rank that waited on gloo itself was found hung, after a minute."""
+    forgotten, works = WithoutFuture(), group_module.works
+    group = dist.group.WORLD
+    assert isinstance(group, ResilientGroup)
+
+    def release() -> None:
+        while not (works.live or forgotten.over.is_set()):
+            time.sleep(0.001)
+        works.release()
+
+    releaser = threading.Thread(target=release)
+    releaser.start()
+    limit = threading.Timer(20, forgotten.over.set)  # or a failing test would never end
+    limit.start()
+    try:
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match=GIVEN_UP):
+            patched.setattr(group, "inner", SimpleNamespace(reduce_scatter=lambda *_: forgotten))
+            group.run_inner("reduce_scatter", ([torch.zeros(1)], [[torch.zeros(1)]]))
+    finally:
+        limit.cancel()
+        forgotten.over.set()
+        releaser.join()

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
+import msgspec
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "process"))
@@ -42,7 +42,7 @@ from watched_jobs import end_holder, holder_pid  # noqa: E402
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError  # noqa: E402
 from resilient_train.launch.cli.asking import Follower, ask  # noqa: E402
 from resilient_train.observe.sinks import EVENTS_FILE  # noqa: E402
-from resilient_train.protocol.messages import Inject  # noqa: E402
+from resilient_train.protocol.messages import Inject, Query  # noqa: E402
 
 STEPS = 300
 QUIET_STEPS = 12
@@ -66,9 +66,19 @@ VARIANTS = (
 ENDING = frozenset(("SIGTERM to the launcher", "SIGTERM to a rank", "SIGKILL to the launcher"))
 """The job may end of these, and goes on when it is started again."""
 
+CLUTTER = ("compile_cache", "logs", "stacks")
+"""Of a run directory's folders (``docs/reference/commands.md``)."""
+
 
 class WrongError(Exception):
     """The promise is broken; the text says how."""
+
+
+class StandingBy(msgspec.Struct):
+    """As ``resilient-train status`` tells it."""
+
+    pid: int
+    depth: str
 
 
 class Job:
@@ -84,14 +94,20 @@ class Job:
         self.started = False
         self.later: list[tuple[float, Callable[[], None]]] = []
         """What ends a fault, and when."""
+        self.narrow: set[int] = set()
+        """Processes that have no descriptors left just now."""
+        self.finished = False
+        """All have trained to the end. A rank that is killed behind that ends the job (exit code 128 + n)."""
         self.ends = False
         """A fault was done of which the job may end."""
         self.follow()
 
     def follow(self) -> None:
-        """A new launcher writes new events."""
+        """A new launcher writes new events. It would put the old ones aside itself, but when it has started."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.run / EVENTS_FILE).rename(self.run / f"events-before-{time.monotonic_ns()}.jsonl")
         self._follower = Follower(self.run)
-        self.pids, self.started, self.recovering, self.ends = {}, False, False, False
+        self.pids, self.started, self.recovering, self.finished, self.ends = {}, False, False, False, False
 
     def look(self) -> bool:
         """Reads on, and ends faults whose time is over. Returns whether anything was new."""
@@ -107,6 +123,8 @@ class Job:
                 self.recovering = True
             elif event.kind == "spared":  # stopped for good, and nobody else has its state: somebody continues it
                 self.later.append((now + 0.5, functools.partial(self.signal, signal.SIGCONT, event.rank)))
+            elif event.kind == "finished":
+                self.finished = True
             elif event.kind in ("started", "resumed"):
                 self.started, self.recovering = True, False
         return bool(heard)
@@ -125,24 +143,17 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
 
-    def forks(self) -> list[int]:
-        """The processes of the launcher's that are no rank's: what ranks are forked from, standbys."""
-        ranks = set(self.pids.values())
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self.process.pid).children(recursive=True)
-            return [each.pid for each in children if not ranks & {each.pid, *_ancestors(each)}]
+    def standing_by(self, *depths: str) -> list[int]:
+        """The launcher's processes that are no ranks: ``root`` and ``zygote`` fork them, ``forked`` ones wait."""
+        with contextlib.suppress(ConfigError, ProtocolError, JobEnded, OSError):
+            each = msgspec.convert(ask(self.run, Query()).status["standbys"], list[StandingBy])
+            return [process.pid for process in each if process.depth in depths]
         return []
 
     def end_all(self) -> None:
         for _, end in self.later:
             end()
         self.later.clear()
-
-
-def _ancestors(process: psutil.Process) -> set[int]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return {each.pid for each in process.parents()}
-    return set()
 
 
 # -- faults: each returns False where there was nothing to hit
@@ -222,28 +233,48 @@ def kill_holder(job: Job, _: random.Random) -> bool:
     return bool(pid)
 
 
-def kill_fork(job: Job, rng: random.Random) -> bool:
-    found = job.forks()
+def _kill_standing(job: Job, rng: random.Random, *depths: str) -> bool:
+    found = job.standing_by(*depths)
     with contextlib.suppress(ProcessLookupError):
         if found:
             os.kill(rng.choice(found), signal.SIGKILL)
     return bool(found)
 
 
-def no_descriptors(job: Job, rng: random.Random) -> bool:
-    pid = job.process.pid
+def kill_forker(job: Job, rng: random.Random) -> bool:
+    return _kill_standing(job, rng, "root", "zygote")
+
+
+def kill_standby(job: Job, rng: random.Random) -> bool:
+    return _kill_standing(job, rng, "forked", "built")
+
+
+def _no_descriptors(job: Job, rng: random.Random, pid: int) -> bool:
+    if pid in job.narrow:  # a second time would take the first one's limit for what to give back
+        return False
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         now = max(int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()) + 1
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (now + rng.randrange(3), before[1]))
 
         def give_back() -> None:
+            job.narrow.discard(pid)
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
+        job.narrow.add(pid)
         job.later.append((time.monotonic() + rng.uniform(0.2, 1.5), give_back))
         return True
     return False
+
+
+def no_descriptors(job: Job, rng: random.Random) -> bool:
+    return _no_descriptors(job, rng, job.process.pid)
+
+
+def no_descriptors_in_holder(job: Job, rng: random.Random) -> bool:
+    pid = holder_pid(job.run)
+    return bool(pid) and _no_descriptors(job, rng, pid)
 
 
 def full_disk(job: Job, rng: random.Random) -> bool:
@@ -258,10 +289,12 @@ def full_disk(job: Job, rng: random.Random) -> bool:
     return True
 
 
-def tidy_up(job: Job, _: random.Random) -> bool:
-    for name in ("stacks", "logs", "rank_0", "caches"):
+def tidy_up(job: Job, rng: random.Random) -> bool:
+    """What a person may take for clutter; sockets, locks, events and checkpoints are what the job goes on with."""
+    there = [name for name in CLUTTER if (job.run / name).exists()]
+    for name in rng.sample(there, rng.randint(min(1, len(there)), len(there))):
         shutil.rmtree(job.run / name, ignore_errors=True)
-    return True
+    return bool(there)
 
 
 FAULTS: dict[str, tuple[int, Callable[[Job, random.Random], bool]]] = {
@@ -277,8 +310,10 @@ FAULTS: dict[str, tuple[int, Callable[[Job, random.Random], bool]]] = {
     "SIGTERM to the launcher": (2, ask_the_launcher),
     "SIGKILL to the launcher": (2, kill_launcher),
     "SIGKILL to the holder of snapshots": (4, kill_holder),
-    "SIGKILL to the zygote or a standby": (5, kill_fork),
+    "SIGKILL to what ranks are forked from": (3, kill_forker),
+    "SIGKILL to a standby": (3, kill_standby),
     "the launcher has no descriptors left": (3, no_descriptors),
+    "the holder of snapshots has no descriptors left": (3, no_descriptors_in_holder),
     "the disk is full": (3, full_disk),
     "files of the run directory deleted": (2, tidy_up),
 }
@@ -404,7 +439,7 @@ class Bandit:
         job.look()
         steps = job.steps()
         row = self._row[1] + 1 if steps == self._row[0] else 1
-        if row > IN_A_ROW or len(job.pids) < job.ranks or job.process.poll() is not None:
+        if row > IN_A_ROW or len(job.pids) < job.ranks or job.finished or job.process.poll() is not None:
             return False
         name = rng.choices(list(FAULTS), [weight for weight, _ in FAULTS.values()])[0]
         if not FAULTS[name][1](job, rng):

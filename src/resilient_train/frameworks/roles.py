@@ -7,7 +7,6 @@ otherwise. ``frameworks/__init__.py`` finds the engine of a user's model; ``fram
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -152,6 +151,18 @@ class WrittenEarly(NamedTuple):
     """Of all that is copied for each window."""
 
 
+class StateMark(NamedTuple):
+    """What an object of the user's is, as far as that can be seen without a copy of it."""
+
+    what: Any
+    held: Any = None
+    """Keeps what it was in memory: nothing else may come to lie there, and be taken for it."""
+
+    def same(self, other: StateMark) -> bool:
+        """Whether nothing has changed it."""
+        return bool(self.what == other.what)
+
+
 class Strides(NamedTuple):
     """A loader whose ranks take every ``replicas``-th sample of an order that is the same in a job of any size."""
 
@@ -211,6 +222,25 @@ class Remembered(Protocol):
         ...
 
 
+class Addresses(Protocol):
+    """How members of groups that are being built tell each other where they listen."""
+
+    def tell(self, key: str, value: bytes, ranks: Sequence[int]) -> None:
+        """To those ranks."""
+        ...
+
+    def wait_for(self, key: str) -> bytes:
+        """What a rank has told. Blocks until it comes; RuntimeError if it won't, for a newer recovery has begun."""
+        ...
+
+
+class Problem(NamedTuple):
+    """``plain``: nobody's mistake. The script runs as it would without us."""
+
+    text: str
+    plain: bool = False
+
+
 class Groups(Protocol):
     """The process groups, from one recovery to the next.
 
@@ -222,8 +252,8 @@ class Groups(Protocol):
         """Names of the process groups that can be rebuilt, in the order of their creation."""
         ...
 
-    def problem(self) -> str:
-        """Why a lost rank could not be replaced with the process group that this process has; empty if it can."""
+    def problem(self) -> Problem | None:
+        """Why a lost rank could not be replaced with the process groups that this process has."""
         ...
 
     def sockets(self) -> list[tuple[int, int]]:
@@ -251,7 +281,7 @@ class Groups(Protocol):
         """
         ...
 
-    def build(self, generation: int, attempt: int, cancelled: threading.Event) -> Any:
+    def build(self, generation: int, addresses: Addresses) -> Any:
         """Builds all groups of a generation, for ``adopt``. Runs on a helper thread; may block and may raise."""
         ...
 
@@ -399,8 +429,8 @@ class State(Protocol):
         """
         ...
 
-    def small_digests(self) -> dict[str, str]:
-        """Of each small object of the user's that replicas share, by name: has something changed it?"""
+    def marks(self) -> dict[str, StateMark]:
+        """Of each object of the user's that replicas share, and a redo puts back: has something changed it?"""
         ...
 
     def image(self, step: int, share: SaveShare) -> Image:
@@ -424,8 +454,10 @@ class State(Protocol):
         """Whether it lies in the host's memory, which other threads read beside the training."""
         ...
 
-    def rows(self) -> list[tuple[str, str]]:
-        """What ``fingerprint`` covers: (name, digest) of each tensor and each value."""
+    def rows(self, *, extra: bool = False) -> list[tuple[str, str]]:
+        """What ``fingerprint`` covers: (name, digest) of each tensor and each value. ``extra``: of the user's
+        own objects instead.
+        """
         ...
 
     def averages(self) -> bool:

@@ -13,8 +13,6 @@ from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Hello, Reply, SetUp, Strayed
 from resilient_train.transport import Channel
 
-_ANSWER_S = 60
-
 
 def recall(link: AgentLink) -> bytes:
     """The record of the rank's collectives before its loop (``state/set_up_record.py``). Raises ConfigError if this
@@ -34,7 +32,7 @@ def stray(link: AgentLink, difference: str) -> SystemExit:
     say_aside(text)
     channel, _ = _ask(link)
     channel.send(Strayed(text))
-    channel.receive(timeout_s=_ANSWER_S)  # or the end of this process might be seen first
+    channel.receive()  # or the end of this process might be seen first
     channel.close()
     return SystemExit(2)
 
@@ -42,7 +40,7 @@ def stray(link: AgentLink, difference: str) -> SystemExit:
 def _ask(link: AgentLink) -> tuple[Channel, bytes]:
     channel = Channel(link.socket)
     channel.send(Hello("set-up", link.rank, link.incarnation, os.getpid(), token=link.token))
-    answer = channel.receive(timeout_s=_ANSWER_S)
+    answer = channel.receive()  # without a limit: see session/link.py
     if isinstance(answer, Reply):
         raise ConfigError(answer.error)
     if not isinstance(answer, SetUp):

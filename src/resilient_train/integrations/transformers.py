@@ -30,8 +30,9 @@ from transformers.trainer_utils import has_length
 
 from resilient_train import config
 from resilient_train.errors import ConfigError, UsageError
+from resilient_train.protocol.messages import Refused
 from resilient_train.session import Session
-from resilient_train.session.link import refuse
+from resilient_train.session.link import say_once
 
 _SKIP = "the batches that are done with"
 """In place of a checkpoint's folder: the Trainer skips batches if there is one."""
@@ -374,7 +375,7 @@ def _refuse(problem: str) -> None:
     told = f"transformers: {problem}"
     link = config.read_link()
     if link is not None:
-        refuse(link, told)
+        say_once(link, Refused(told))
     raise ConfigError(told)
 
 

@@ -23,7 +23,8 @@ def summary(events: Sequence[Event], code: int) -> str:
 
 def _progress(events: Sequence[Event]) -> str:
     if not any(event.kind == "started" for event in events):
-        return "no Session came to its first step"
+        plain = any(event.kind == "plain_loop" for event in events)
+        return "its Session was a plain loop" if plain else "no Session came to its first step"
     steps = [number for e in events if e.kind == "session_end" and (number := number_of(e, "steps")) is not None]
     if steps:
         return f"{max(steps)} steps"

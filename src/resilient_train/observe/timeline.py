@@ -153,6 +153,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return next(iter(self.digests.values())) if complete and len(set(self.digests.values())) == 1 else None
 
 
+def _all_left_well(ordered: Sequence[Event]) -> bool:
+    """Where no Session says that it is over: each rank's newest process has ended with 0."""
+    newest: dict[int, bool] = {}
+    for event in ordered:
+        if event.kind in ("spawned", "exited"):
+            newest[event.rank] = event.kind == "exited" and number_of(event, "code") == 0
+    return bool(newest) and all(newest.values())
+
+
 def read_run(events: Iterable[Event]) -> Run:
     """The story that the events tell."""
     ordered = sorted(events, key=lambda event: event.time_ns)
@@ -168,7 +177,7 @@ def read_run(events: Iterable[Event]) -> Run:
         pauses=read_pauses(ordered),
         stragglers=read_stragglers(ordered),
         paces=read_paces(ordered),
-        finished=any(event.kind == "finished" for event in ordered),
+        finished=any(event.kind == "finished" for event in ordered) or (not ends and _all_left_well(ordered)),
         exit_code=number_of(ends[-1], "code") if ends else None,
         end_reason=text_of(ends[-1], "reason") if ends else None,
         digests={event.rank: text for event in sessions if (text := text_of(event, "params_digest"))},
@@ -222,6 +231,7 @@ def _recovery(
     steps = [event.step for event in inside if event.kind == "done" and event.rank in redone_by and event.step >= 0]
     commits = number_of(plan, "commits") if plan else None
     reached = max((number_of(event, "commits") or 0 for event in joined), default=0)
+    injections = _injections(fault, deaths, before, events)
     return Recovery(
         generation=fault.generation,
         lost=ranks_of(fault, "lost"),
@@ -229,9 +239,9 @@ def _recovery(
         outcome=outcome,
         fault_ns=begin_ns,
         end_ns=end_ns,
-        spans=_spans(begin_ns, deaths, events, inside, newcomers),
+        spans=_spans(begin_ns, _detection(begin_ns, deaths, injections, events), inside, newcomers),
         seen_by={rank: text_of(death, "by") or "unknown" for rank, death in deaths.items()},
-        injected=tuple(map(_as_injected, _injections(fault, deaths, before, events))),
+        injected=tuple(map(_as_injected, injections)),
         starts=_starts(fault.generation, events),
         copies=_copies(plan, inside),
         rolled_forward=ranks_of(plan, "rolled_forward") if plan else (),
@@ -262,11 +272,7 @@ def _ending(
 
 
 def _spans(
-    begin_ns: int,
-    deaths: dict[int, Event],
-    events: Sequence[Event],
-    inside: Sequence[Event],
-    newcomers: set[int],
+    begin_ns: int, detection: tuple[int | None, int | None], inside: Sequence[Event], newcomers: set[int]
 ) -> tuple[PhaseSpan, ...]:
     """Each phase whose two ends are known. One machine, one clock: a negative length is noise, and becomes 0."""
     joined = [event for event in inside if event.kind == "joined"]
@@ -276,7 +282,7 @@ def _spans(
     done, resumed = _last(inside, "done"), _let_go(inside)
     all_joined = joined[-1].time_ns if joined else None
     edges: dict[str, tuple[int | None, int | None]] = {
-        "DETECT": _detection(deaths, events),
+        "DETECT": detection,
         "STOP": (begin_ns, max(stopped, default=None)),
         "REPLACE": (begin_ns, max(replaced, default=None)),
         "AGREE": (all_joined, _time(plan)),
@@ -292,9 +298,13 @@ def _spans(
     return tuple(found)
 
 
-def _detection(deaths: dict[int, Event], events: Sequence[Event]) -> tuple[int | None, int | None]:
+def _detection(
+    begin_ns: int, deaths: dict[int, Event], injections: Sequence[Event], events: Sequence[Event]
+) -> tuple[int | None, int | None]:
     """The longest way from an injection to its being seen; unknown for a fault that nobody injected."""
     ways = [(event.time_ns, death.time_ns) for death in deaths.values() if (event := _injection(death, events))]
+    if not deaths:  # else one that kills nobody may be without effect so far
+        ways = [(event.time_ns, begin_ns) for event in injections]
     return max(ways, key=lambda way: way[1] - way[0], default=(None, None))
 
 

@@ -53,12 +53,28 @@ class Controller:
             self.job.aware = True
         return []
 
+    def is_plain(self, rank: int, incarnation: int, reason: str) -> list[Command]:
+        """This rank's Session is a plain loop."""
+        if not self.job.current(rank, incarnation) or self.job.plain:
+            return []
+        self.job.plain = True
+        told = Note("plain_loop", rank=rank, detail={"reason": reason})
+        return [told, *self._mixed(rank)] if self.job.started else [told]
+
+    def _mixed(self, rank: int) -> list[Command]:
+        """``rank`` has said what its Session is, and another has said otherwise: each would wait for the other."""
+        return self.stop(
+            2, f"the Session of some ranks is a plain loop, and that of others is not (rank {rank} came last)"
+        )
+
     def started(self, rank: int, incarnation: int, message: Started) -> list[Command]:
         """A rank is ready for its first step."""
         job = self.job
         if not job.current(rank, incarnation) or job.stage is not Stage.STARTING:
             return []
         job.started[rank] = message
+        if job.plain:
+            return self._mixed(rank)
         if len(job.started) < job.world_size:
             return []
         try:
@@ -102,7 +118,8 @@ class Controller:
             return ttp.lose(job, rank)
         fault = Fault(Kind.LOST, reason, rank, code=code)
         if job.stage is Stage.STARTING:
-            return self._fault(fault._replace(kind=Kind.AT_START, reason=f"rank {rank} {reason} before the first step"))
+            when = "" if job.plain else " before the first step"
+            return self._fault(fault._replace(kind=Kind.AT_START, reason=f"rank {rank} {reason}{when}"))
         job.evidence[rank] = standings[rank]
         job.retries.reached(max(standing.commits for standing in standings))
         job.retries.died(rank)

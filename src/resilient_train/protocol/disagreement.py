@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from resilient_train.protocol.messages import Differs
+from resilient_train.protocol.messages import Differs, Shared
 
 _UNAVERAGED = "each rank applies gradients of its own: wrap the model in DistributedDataParallel"
 _ALONE = "something has changed it on one rank alone, or a machine computes otherwise"
@@ -29,6 +29,31 @@ def sentence(group: Sequence[int], told: Mapping[int, Differs]) -> str:
         f"ranks {list(group)} are to hold the same bits, but after update {commits} {where}: {why}; nothing of this is "
         "saved"
     )
+
+
+class SharedObjects:
+    """What ranks have last said of their objects in ``state=``. Each name that differs is told once."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, tuple[int, int, dict[str, str]]] = {}
+        self._told: set[str] = set()
+
+    def heard(self, rank: int, said: Shared, group: Sequence[int], attempt: int) -> list[tuple[str, list[list[int]]]]:
+        """What is to be told now: names, and the ranks of the replica group by what they hold. ``attempt``: what was
+        said before all ranks were started again tells nothing.
+        """
+        self._said[rank] = attempt, said.commits, dict(said.rows)
+        of_all = {other: self._said[other] for other in group if other in self._said}
+        rows = {other: held for other, (*when, held) in of_all.items() if when == [attempt, said.commits]}
+        if len(rows) < len(group):
+            return []
+        found = []
+        for name in dict.fromkeys(name for held in rows.values() for name in held):
+            only = {other: {name: held[name]} for other, held in rows.items() if name in held}
+            if name not in self._told and (difference := first_difference(only)):
+                found.append(difference)
+                self._told.add(name)
+        return found
 
 
 def first_difference(rows: Mapping[int, Mapping[str, str]]) -> tuple[str, list[list[int]]] | None:

@@ -50,6 +50,8 @@ class Job:
         self.restarts = 0
         self.aware = False
         """Some rank has said Hello: the script uses this library."""
+        self.plain = False
+        """Its Session is a plain loop."""
         self.can_go_back: Callable[[], bool] = lambda: False
         """Whether all ranks could start again from a saved state, or the loss of theirs costs nothing that was ever to
         be kept. Asked only where nothing else is left.
@@ -176,6 +178,10 @@ class Job:
         if self.stage is Stage.STARTING:
             return "" if rank in self.started else "STARTING"
         return "JOINING" if rank in self.holders.absent else ""
+
+    def uses_a_session(self) -> bool:
+        """Whether a Session protects the training, or is to be expected."""
+        return not self.plain and (self.aware or self.uses_us())
 
     def awaited(self) -> list[int]:
         """Survivors that a recovery waits for: they have heard of it, or should have, and have not joined."""

@@ -256,6 +256,15 @@ class Built(msgspec.Struct, tag="built", frozen=True):
     generation: int
 
 
+class Address(msgspec.Struct, tag="address", frozen=True):
+    """Where this rank listens in a process group that is being built; the agent passes it on to ``ranks`` unread."""
+
+    generation: int
+    key: str
+    value: bytes
+    ranks: tuple[int, ...]
+
+
 class Offer(msgspec.Struct, tag="offer", frozen=True):
     """A source's description of its state, for ``target``; the agent passes it on unread."""
 
@@ -314,6 +323,15 @@ class Differs(msgspec.Struct, tag="differs", frozen=True):
     averages: bool
 
 
+class Shared(msgspec.Struct, tag="shared", frozen=True):
+    """What the rank's objects in ``state=`` are before update ``commits``: (name, digest). Sent before the updates that
+    are 1, 2, 4, 8, ... behind a beginning; nobody waits for an answer.
+    """
+
+    commits: int
+    rows: list[tuple[str, str]]
+
+
 class Resume(msgspec.Struct, tag="resume", frozen=True):
     """Everyone is done: train. ``over``: a loop has ended, by a ``break`` that who copied its state did not see.
 
@@ -353,6 +371,12 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     """The user's Session is wrong (a ConfigError); the job will end with exit code 2 and this text."""
 
     text: str
+
+
+class Plain(msgspec.Struct, tag="plain", frozen=True):
+    """The script's Session is a plain loop: nothing will come from this rank, and nothing can be repaired."""
+
+    reason: str
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
@@ -412,6 +436,7 @@ FromRank = (
     | Computed
     | Joined
     | Built
+    | Address
     | Offer
     | Pull
     | Fetched
@@ -419,7 +444,9 @@ FromRank = (
     | Reached
     | Finish
     | Refused
+    | Plain
     | Differs
+    | Shared
     | OpenVault
     | Captured
     | Skipped
@@ -440,6 +467,7 @@ FromAgent = (
     | Stop
     | Plan
     | SaveLast
+    | Address
     | Offer
     | Pull
     | Resume

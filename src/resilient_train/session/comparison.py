@@ -9,6 +9,10 @@ anybody trains on what a replica gave), at the end, and before the updates that 
 these beginnings: a gradient that nobody averages shows in the first one, unless its learning rate is still 0. And every
 so many updates: what changes a bit without a sign may do so at any time.
 
+Objects of the user's (``state=``) are not in the fingerprint: one that differs (a clock, a running mean of the rank's
+own losses) need not be wrong, until a new process gets that of another rank. The agent is told of them before the
+updates that are 1, 2, 4, 8, ... behind a beginning, and tells of a difference once.
+
 The fingerprint of a snapshot is made behind its copy, beside the step. That may say nothing: a script may have used
 other weights meanwhile, for an evaluation. So where those differ, all compare before
 the next update, and no snapshot takes the place of the older one before they have.
@@ -19,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from resilient_train.frameworks.roles import State
-from resilient_train.protocol.messages import Differs
+from resilient_train.protocol.messages import Differs, Shared
 from resilient_train.protocol.replicas import alike
 from resilient_train.session.link import Link
 
@@ -56,7 +60,10 @@ class Comparison:
     def head(self, commits: int, *, shown: bool) -> None:
         """A window begins, and nothing of it was done yet. ``shown``: a snapshot will show what it begins with."""
         since = commits - self._origin
-        usual = since > 0 and (since & (since - 1) == 0 or (self._every and since % self._every == 0))
+        seldom = since > 0 and since & (since - 1) == 0
+        usual = seldom or (since > 0 and self._every and since % self._every == 0)
+        if seldom and not self.alone and (rows := self._state.rows(extra=True)):
+            self._link.channel.send(Shared(commits, rows))
         self._left_out = commits if usual and shown else -1
         if (usual and not shown) or self.doubtful:
             self.write(commits)

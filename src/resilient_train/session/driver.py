@@ -13,7 +13,7 @@ import math
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from resilient_train import config
@@ -30,7 +30,7 @@ from resilient_train.errors import (
 )
 from resilient_train.events import now
 from resilient_train.faults import parse_plan
-from resilient_train.frameworks.roles import Engine, Objects, WrittenEarly
+from resilient_train.frameworks.roles import Engine, Objects, StateMark, WrittenEarly
 from resilient_train.observe import thresholds
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, say_aside
 from resilient_train.protocol import messages as m
@@ -67,6 +67,15 @@ _ENDS_WELL = on.Exit("ok")
 
 def _short(text: str) -> str:
     return textwrap.shorten(text, 200, placeholder=" ...")
+
+
+def _failures(steps: Iterable[Callable[[], object]]) -> Iterator[BaseException]:
+    """Each step runs, whatever those before it have raised; this comes out."""
+    for step in steps:
+        try:
+            step()
+        except BaseException as failure:
+            yield failure
 
 
 class Driver:
@@ -160,6 +169,10 @@ class Driver:
         """The loop calls its bodies (``calls.py``), and a fault must bring it back to one that it knows. The first has
         begun.
         """
+        self._left_with: dict[str, StateMark] = {}
+        """Of the shared state, since the body of a call in an open window is over, and until the next one begins."""
+        self._between = ""
+        """What of it was changed in this window's way from one call to another."""
         self._answer: Any = None
         self._error: BaseException = RuntimeError("no error")
         """What failed last, to be raised if nobody can explain it."""
@@ -206,6 +219,8 @@ class Driver:
 
     def next_step(self, total: int, start: int = 0) -> Step | None:
         """The next step, or the same again; None: the loop is over. With the first one the loop begins."""
+        if self._released:
+            raise UsageError("session.close() was called in the Session's loop: call it behind the loop, or break")
         self._step = None
         self._step = self._next(total) if self._begun else self._begin(total, start)
         return self._step
@@ -304,7 +319,9 @@ class Driver:
             self._watch.interrupt.disarm()
         self._clock.stop()
         if error is None:
-            return bool(self._drive(_ENDS_WELL))
+            again = bool(self._drive(_ENDS_WELL))
+            self._left_with = self._steady() if self.calling and self.window_open else {}
+            return again
         self._error = error
         try:
             event = self._explainer.exit(error, self._rank.standing, self._rank.generation)
@@ -319,16 +336,16 @@ class Driver:
         return again
 
     def close(self, *, finish: bool) -> None:
-        """Leaves: after all ranks have come to their end, or (``finish`` False) at once."""
-        if not finish:
-            self._pulse.leaving()
+        """Leaves: after all ranks have come to their end, or (``finish`` False) at once, for an exception."""
         try:
             if finish and self._begun and not self._told_end:
                 self._step = None
                 self._drive(on.Over(self.stopped()))
                 self._ended()
-        finally:
-            self._release()
+        except BaseException:
+            self._release(for_another=True)
+            raise
+        self._release(for_another=not finish)
 
     def pause(self, at_step: int | None) -> None:
         """See ``Session.pause``."""
@@ -576,31 +593,57 @@ class Driver:
         place = self._rank.place
         if not place:
             self._peers.begin_window()
-        looks = self._batches.first and not self._batches.has(place)
+        again = self._batches.has(place)
+        if again:
+            self._left_with = {}
+        else:
+            self._look_between(place)
+        looks = self._batches.first and not again
         before = self._steady() if looks else {}
         if not self._batches.draw(place, whole=self._verification.due(self._rank.standing.commits)):
             self._lose(f"the batch of step {self._rank.number}, or state that its loader moves on,", self._rank.number)
         if looks:
             self._check_place(before)
 
-    def _steady(self) -> dict[str, str]:
+    def _steady(self) -> dict[str, StateMark]:
         """Of the shared state. What is never the same (a clock) says nothing."""
-        first, again = self._engine.state.small_digests(), self._engine.state.small_digests()
-        return {name: digest for name, digest in first.items() if again.get(name) == digest}
+        first, again = self._engine.state.marks(), self._engine.state.marks()
+        return {name: mark for name, mark in first.items() if again[name].same(mark)}
 
-    def _check_place(self, before: dict[str, str]) -> None:
+    def _look_between(self, place: int) -> None:
+        """A body begins that has not run before. Raises UsageError in the first windows; later, what a redo could not
+        do again is an error only if one comes.
+        """
+        moved, self._left_with = self._moved_since(self._left_with), {}
+        if not place:
+            self._between = ""
+        elif moved and self._batches.first:
+            raise UsageError(
+                f"state[{moved!r}] was changed between two calls of session.call() for one update, before step "
+                f"{self._rank.number}: a fault takes that back, and runs the calls again, but not what stands between "
+                "them; change it in the body, or behind the call that updates"
+            )
+        self._between = self._between or moved
+
+    def _moved_since(self, before: dict[str, StateMark]) -> str:
+        now = self._engine.state.marks() if before else {}
+        return next((name for name, was in before.items() if not now[name].same(was)), "")
+
+    def _check_place(self, before: dict[str, StateMark]) -> None:
         """``before``: of the shared state, when the batch had not been drawn. Raises UsageError."""
-        now = self._engine.state.small_digests()
-        moved = [name for name, was in before.items() if now.get(name) != was]
+        moved = self._moved_since(before)
         if moved:
             raise UsageError(
-                f"state[{moved[0]!r}] was changed while the batch of step {self._rank.number} was loaded: what tells a "
+                f"state[{moved!r}] was changed while the batch of step {self._rank.number} was loaded: what tells a "
                 "rank's place in its data can't be copied from a replica, which has drawn its batch already; register "
-                f"it as the rank's own, Session(rank_state={{{moved[0]!r}: ...}})"
+                f"it as the rank's own, Session(rank_state={{{moved!r}: ...}})"
             )
 
     def _rollback(self, _: do.Rollback) -> None:
+        between, self._left_with = self._between or self._moved_since(self._left_with), {}
         lost = self._engine.step.rollback(intact=self._rank.intact)
+        if between and self.calling:
+            lost = lost or f"state[{between!r}], changed between two calls of session.call(),"
         if lost and self._rank.intact:
             self._lose(lost, self._number)
 
@@ -886,27 +929,44 @@ class Driver:
         detail = {"params_digest": params, "rank_digest": own, "steps": self._rank.number}
         self._event("session_end", {**detail, "commits": self._rank.standing.commits, "redone": self._redone})
 
-    def _release(self) -> None:
-        """Gives back all that this Session holds of the process. Idempotent: also called when the interpreter ends."""
+    def _release(self, *, for_another: bool = False) -> None:
+        """Gives back all that this Session holds of the process. Idempotent: also called when the interpreter ends.
+
+        ``for_another``: an exception is under way already. What fails here is only told, or it would take its place.
+        """
         atexit.unregister(self._release)
         if self._released:
             return
         self._released = True
-        self._pulse.leaving()
-        self._engine.device.close()
-        self._engine.collectives.detach()
-        self._engine.step.detach()
-        self._engine.gradients.close()
-        self._engine.drill.close()
-        self._device.tell()
-        self._watch.close()
-        self.saving.close()
-        self._pulse.close()
-        self._records.close()
-        self._trace.close()
-        self._sink.close()
-        self._injector.close()
-        self._link.close()
+        first: BaseException | None = None
+        for failure in _failures(self._steps_of_release()):
+            # Who wants this process to end (Ctrl-C) has not failed.
+            if first is None and not (for_another and isinstance(failure, Exception)):
+                first = failure
+            else:
+                say_aside(f"rank {self._link.rank}: the Session is closed, but for {failure!r}")
+        if first is not None:
+            raise first
+
+    def _steps_of_release(self) -> tuple[Callable[[], object], ...]:
+        """In this order; the last one unmaps what the others write to."""
+        return (
+            self._pulse.leaving,
+            self._engine.device.close,
+            self._engine.collectives.detach,
+            self._engine.step.detach,
+            self._engine.gradients.close,
+            self._engine.drill.close,
+            self._device.tell,
+            self._watch.close,
+            self.saving.close,
+            self._pulse.close,
+            self._records.close,
+            self._trace.close,
+            self._sink.close,
+            self._injector.close,
+            self._link.close,
+        )
 
     @property
     def _number(self) -> int:

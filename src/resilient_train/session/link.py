@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from resilient_train.config import AgentLink
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError
-from resilient_train.protocol.messages import Arena, Borrow, End, FromAgent, Hello, Refused, Reply, Reserve, Welcome
+from resilient_train.protocol.messages import (
+    Address,
+    Arena,
+    Borrow,
+    End,
+    FromAgent,
+    Hello,
+    Plain,
+    Refused,
+    Reply,
+    Reserve,
+    Welcome,
+)
 from resilient_train.session.peers import Peers
 from resilient_train.transport import Channel
 
@@ -23,7 +36,9 @@ class Link:
         self.incarnation = link.incarnation
         self.channel = Channel(link.socket)
         self.channel.send(_hello(link))
-        welcome = self.channel.receive(timeout_s=60)
+        # Without a limit: an agent that is stopped, or has no descriptor for us just now, is still this job's. Who does
+        # not come to it in time is seen to by the agent.
+        welcome = self.channel.receive()
         if isinstance(welcome, Reply):
             raise ConfigError(welcome.error)
         if isinstance(welcome, End):
@@ -33,6 +48,9 @@ class Link:
         self.generation = welcome.generation
         self.source = welcome.source
         self.attempt = welcome.attempt
+        self._listens: tuple[int, Callable[[Address], None]] = 0, lambda _: None
+        self._addresses: list[Address] = []
+        """Of a generation whose groups this rank has not begun to build."""
         board, arena = self.channel.take_descriptors(2)
         self.peers = Peers.attach(link.rank, link.world_size, (board, arena), self._borrow, self._reserve)
 
@@ -62,13 +80,36 @@ class Link:
         while True:
             self.receive()
 
+    def hear_addresses(self, generation: int, hear: Callable[[Address], None]) -> None:
+        """From now on what the others tell where they listen is handed to ``hear``, with what has come already."""
+        self._listens = generation, hear
+        early, self._addresses = self._addresses, []
+        for frame in early:
+            self._file(frame)
+
     def receive(self) -> FromAgent:
         """The agent's next frame. SystemExit: the job ends."""
+        while (frame := self.receive_one()) is None:
+            pass
+        return frame
+
+    def receive_one(self) -> FromAgent | None:
+        """The same, or None if it was an address, which has gone where it belongs."""
         frame = self.channel.receive()
         assert frame is not None, "a receive without a time limit returned nothing"
         if isinstance(frame, End):
             leave(frame)
-        return frame
+        if not isinstance(frame, Address):
+            return frame
+        self._file(frame)
+        return None
+
+    def _file(self, frame: Address) -> None:
+        generation, hear = self._listens
+        if frame.generation == generation:
+            hear(frame)
+        elif frame.generation > generation:
+            self._addresses.append(frame)
 
     def close(self) -> None:
         """Closes the channel and unmaps the memory."""
@@ -85,12 +126,12 @@ def leave(end: End) -> NoReturn:
     raise SystemExit(end.code or 1)
 
 
-def refuse(link: AgentLink, text: str) -> None:
-    """Tells the agent that the user's Session is wrong, so that the job ends with exit code 2 and this text."""
+def say_once(link: AgentLink, frame: Refused | Plain) -> None:
+    """Tells the agent what this process's Session is: wrong, so that the job ends with exit code 2, or a plain loop."""
     try:
         channel = Channel(link.socket)
         channel.send(_hello(link))
-        channel.send(Refused(text))
+        channel.send(frame)
         channel.close()
     except (OSError, JobEnded):
-        return  # the exception that follows says the same in this rank's own log
+        return  # what the process does or raises now says the same

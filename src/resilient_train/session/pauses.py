@@ -19,8 +19,6 @@ from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol import messages as m
 from resilient_train.transport import Channel
 
-_REPLY_S = 60.0
-
 OnPause = Callable[[int], object]
 """Gets the number of the step before which all ranks stand."""
 
@@ -62,7 +60,7 @@ class ScriptPauses:
         try:
             channel.send(m.Hello("operator"))
             channel.send(question)
-            reply = channel.receive(_REPLY_S)
+            reply = channel.receive()
         finally:
             channel.close()
         if not isinstance(reply, m.Reply):

@@ -40,6 +40,7 @@ from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
 from resilient_train.session.snapshot_in_flight import SnapshotInFlight
 from resilient_train.session.snapshot_names import SnapshotNames
+from resilient_train.state.capture import Capture
 from resilient_train.state.sharding import shares
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.backing import Backing
@@ -234,7 +235,7 @@ class Saving:
         """
         try:
             self._capture_last(generation, commits, step, order)
-        except (ProtocolError, TransferError, VaultError) as error:
+        except (ProtocolError, TransferError, VaultError, OSError) as error:
             self._link.channel.send(Unsaved(generation, f"rank {self._link.rank}: {error}"))
 
     def _capture_last(self, generation: int, commits: int, step: int, order: SaveLast | None) -> None:
@@ -275,13 +276,16 @@ class Saving:
         if self._backing is not None:
             self._backing.wait()
         memory = draft.image[: image.total_bytes]
+        capture: Capture | None = None
         try:
             capture = image.begin(memory, self._copier)
-        except VaultError:
+            known = self._known(commits, store=store)
+        except BaseException:
+            if capture is not None:
+                capture.abort()
             memory.release()  # the error's traceback would keep it, and the slots could not be closed
             draft.abandon()
             raise
-        known = self._known(commits, store=store)
         self._in_flight, self._fenced = (
             SnapshotInFlight(draft, image, capture, commits, step, own, store, last, known),
             False,

@@ -26,14 +26,15 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar
 from resilient_train import config
 from resilient_train.errors import ConfigError, UsageError
 from resilient_train.frameworks import engine_for
-from resilient_train.frameworks.roles import Objects
+from resilient_train.frameworks.roles import Engine, Objects, Problem
 from resilient_train.observe.sinks import say_aside
+from resilient_train.protocol.messages import Plain, Refused
 from resilient_train.session.anomalies import AnomalyLimits
 from resilient_train.session.cadence import wish
 from resilient_train.session.calls import BodyCall, Calls, PlainCalls, Position
 from resilient_train.session.carried import Carried, check_places, watch
 from resilient_train.session.driver import Driver
-from resilient_train.session.link import refuse
+from resilient_train.session.link import say_once
 from resilient_train.session.loader import Cursor
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
@@ -60,7 +61,9 @@ class Session:
     ``RESILIENT_NORM_THRESHOLD`` and ``RESILIENT_LOSS_THRESHOLD``. What is not finite always is one. With
     ``on_anomaly="skip"`` that second run counts without its update: it is made without gradients.
 
-    Raises ConfigError for what can't be repaired: no process group, a second Session, state that can't be carried.
+    Where the process group is one of an accelerator's (nccl, hccl), which can't be rebuilt yet, the Session is a plain
+    loop, and says so. Raises ConfigError for other things that can't be repaired: no process group, a second Session,
+    state that can't be carried.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class Session:
         objects = Objects(
             _several(model), _several(optimizer), _several(scheduler), scaler, dict(state or {}), dict(rank_state or {})
         )
-        link = config.read_link()
+        link = agent = config.read_link()
         off = "no agent here (not started by resilient-run)"
         self._driver: Driver | None = None
         self._calls: Calls | PlainCalls | None = None
@@ -107,11 +110,11 @@ class Session:
             limits = _limits(norm_threshold, loss_threshold, config.Settings() if link is None else _planned())
             self._engine = engine = engine_for(objects)
             self._cursor = Cursor(loader, engine.data)
+            if link is not None and (problem := _problem(engine, link)) is not None:
+                if not problem.plain:
+                    raise ConfigError(problem.text)  # noqa: TRY301 - likewise
+                off, link = problem.text, None
             if link is not None:
-                problem = engine.groups.problem() if link.world_size > 1 else ""
-                problem = problem or engine.collectives.set_up_problem()
-                if problem:
-                    raise ConfigError(problem)  # noqa: TRY301 - likewise
                 groups = tuple(map(tuple, replicas))
                 self._driver = Driver(
                     link, engine, self._cursor, objects, groups, undo=undo, limits=limits, skips=skips
@@ -119,10 +122,13 @@ class Session:
                 self._watch_carried(objects, self._driver)
         except ConfigError as error:
             if link is not None:
-                refuse(link, str(error))
+                say_once(link, Refused(str(error)))
             raise
-        if self._driver is None and config.is_first_rank():
-            say_aside(f"{off}: the Session is a plain loop")
+        if self._driver is None:
+            if config.is_first_rank():
+                say_aside(f"{off}: the Session is a plain loop")
+            if agent is not None:
+                say_once(agent, Plain(off))
         _open = self
 
     def _watch_carried(self, objects: Objects, driver: Driver) -> None:
@@ -323,6 +329,14 @@ def resilient(**registered: Any) -> Callable[[Callable[..., R]], Callable[..., R
 
 
 _MIXED = "a Session has one loop: either session.steps(), or session.call() and session.position"
+
+
+def _problem(engine: Engine, link: config.AgentLink) -> Problem | None:
+    """What this process has done before its Session that can't be repaired."""
+    found = engine.groups.problem() if link.world_size > 1 else None
+    if found is None and (text := engine.collectives.set_up_problem()):
+        found = Problem(text)
+    return found
 
 
 def _skips(on_anomaly: str) -> bool:

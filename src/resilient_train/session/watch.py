@@ -58,9 +58,14 @@ class Watch:
 
     def close(self) -> None:
         """Gives the signals back and ends the threads. Idempotent."""
-        self.interrupt.disarm()
-        self.interrupt.remove()
-        leave_terminate()
+        try:
+            self.interrupt.disarm()
+            self.interrupt.remove()
+        finally:
+            leave_terminate()
+            self._end_threads()
+
+    def _end_threads(self) -> None:
         # A thread that came back from the kernel while the interpreter goes down would abort it.
         self._closing = True
         if self._thread.is_alive():

@@ -44,7 +44,11 @@ class HostCapture:
         copier.gather(memory, pieces, owner=owner)
 
     def fence(self) -> None:
-        if not self._copier.wait(COPY_TIMEOUT_MS):
+        try:
+            in_time = self._copier.wait(COPY_TIMEOUT_MS)
+        except OSError as error:
+            raise TransferError(f"copying {self._bytes} bytes within memory has failed: {error}") from error
+        if not in_time:
             self._copier.abort()
             raise TransferError(f"copying {self._bytes} bytes within memory took over {COPY_TIMEOUT_MS} ms")
 

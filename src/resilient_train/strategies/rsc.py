@@ -18,8 +18,8 @@ def refuses(fault: Fault, job: Job) -> str:
         return why_not
     if fault.kind is not Kind.AT_START and not _goes_back(fault, job):
         return fault.reason
-    if not (job.policy.restart_on_error or job.aware or job.uses_us()):
-        none = "its script has no Session, or that is switched off (--max-restarts N would restart it)"
+    if not (job.policy.restart_on_error or job.uses_a_session()):
+        none = "it has no Session, or one that is a plain loop (--max-restarts N would restart it)"
         return f"{fault.reason}, and {none}"
     spent = job.spent(fault.rank)
     if fault.kind is Kind.LOST and spent:

@@ -24,8 +24,8 @@ def refuses(job: Job, step: int) -> str:
         return "pausing is switched off (MS_ENABLE_TFT has no TSP:1)"
     if job.stage not in _STANDS_OR_RUNS or job.leaving is not None:
         return f"the job is about to end ({job.stage.value})"
-    if not (job.aware or job.uses_us()):
-        return "its script has no Session, and is not repaired nor paused"
+    if not job.uses_a_session():
+        return "it has no Session, or one that is a plain loop: it is neither repaired nor paused"
     if job.stage is Stage.PAUSED:
         return f"the job is paused already, before step {job.step}"
     if job.pause_at is not None and step >= job.pause_at:

@@ -601,7 +601,7 @@ def frame_key(frame: Any) -> Any:
 
 _POLICY_ONLY = frozenset(("policy", "restarts", "retries"))
 """Counters that decide nothing but when to give up, which no simulated job comes near."""
-_FIXED = frozenset(("world_size", "replicas", "aware", "attempt", "can_go_back", "newest_saved", "uses_us"))
+_FIXED = frozenset(("world_size", "replicas", "aware", "plain", "attempt", "can_go_back", "newest_saved", "uses_us"))
 
 
 def controller_key(controller: Controller) -> tuple[Any, ...]:

@@ -8,7 +8,10 @@ the model without gradients there.
 import argparse
 import contextlib
 import json
+import os
 import random
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
 from resilient_train.config import read_link
+
+
+class Seen:
+    """Samples, counted by the loop between two steps; in a table of so many places."""
+
+    def __init__(self, places: int) -> None:
+        self.table = torch.zeros(places)
+
+    def count(self) -> None:
+        self.table += 8
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"table": self.table}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.table.copy_(state["table"])
 
 
 class Job:
@@ -39,6 +58,7 @@ class Job:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(1000 + dist.get_rank())
         link = read_link()
+        self.seen = Seen(asked.places)
         self.runs = Path(link.run_dir) / f"runs_rank{dist.get_rank()}.jsonl" if link else None
 
     def batch_of(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,6 +68,8 @@ class Job:
     def body(self, number: int, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         self.tell(number, "begins")
         every = self.asked.accumulate
+        if self.asked.counts_in_bodies:
+            self.seen.count()
         last = number % every == every - 1
         loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
         if not last:
@@ -74,6 +96,23 @@ class Job:
         every = self.asked.accumulate
         if number % every == every - 1 and number % 3 == 2:
             dist.barrier()
+        if number >= self.asked.counts_from >= 0 and number % every < every - 1:
+            self.seen.count()
+        if number == self.asked.dies_between:
+            self.die_between()
+
+    def die_between(self) -> None:
+        """Rank 1, when the other one is there too; that one goes on when it has heard of the death, in no body."""
+        link = read_link()
+        assert link is not None
+        there = Path(link.run_dir, "between")
+        if link.rank == 1 and not link.incarnation:
+            while not there.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        there.touch()
+        while link.rank == 0 and not self.session._driver._peers.stop_generation:
+            time.sleep(0.001)
 
     def go_wrong(self, session: rt.Session) -> None:
         """In step 1, once; of the first window, unless each step updates."""
@@ -90,6 +129,10 @@ class Job:
                 with contextlib.suppress(ZeroDivisionError):
                     session.call(lambda: 1 // 0)
                 session.call(self.body, 1, batch)
+            case "counts":
+                session.call(self.body, 1, batch)
+                self.seen.count()
+                session.call(self.body, 2, batch)
             case "tail":
 
                 def body() -> None:
@@ -107,8 +150,14 @@ class Job:
                 file.write(json.dumps([number, what]) + "\n")
 
     def run(self) -> None:
-        made = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        made = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "state": {"seen": self.seen},
+        }
         with rt.Session(**made, undo=self.asked.undo) as session:
+            self.session = session
             if self.asked.save:
                 session.save_every(steps=self.asked.save)
             if self.asked.way == "steps":
@@ -141,6 +190,10 @@ if __name__ == "__main__":
     parser.add_argument("--evaluates", action="store_true")
     parser.add_argument("--strays", action="store_true", help="a new process takes other batches")
     parser.add_argument("--wrong", default="", help="what is done in step 1")
+    parser.add_argument("--counts-from", type=int, default=-1, help="from this step on, behind calls without update")
+    parser.add_argument("--counts-in-bodies", action="store_true")
+    parser.add_argument("--dies-between", type=int, default=-1, help="rank 1, behind this step's call")
+    parser.add_argument("--places", type=int, default=1, help="what it counts in")
     parser.add_argument("--undo", action="store_true")
     arguments = parser.parse_args()
     dist.init_process_group("resilient")

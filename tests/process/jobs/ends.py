@@ -62,3 +62,7 @@ with session:
             optimizer.zero_grad()
             if mode == "raise-after" and step.number == 2 and rank == 1:
                 raise ValueError("the user's own mistake")
+            if mode == "closes-in-step" and step.number == 2:
+                session.close()
+        if mode == "closes-between" and step.number == 2:
+            session.close()

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import init_device_mesh
 
 import resilient_train  # noqa: F401 - in both runs; it does nothing without an agent
 
@@ -29,6 +28,7 @@ RANK = dist.get_rank()
 OTHER = 1 - RANK
 WORLD: Any = dist.group.WORLD
 CPU = torch.device("cpu")
+SHORT, LONG = dt.timedelta(seconds=0.05), dt.timedelta(seconds=20)
 backend = WORLD._get_backend(CPU)
 made = {
     "none": dist.new_group([0, 1]),
@@ -37,8 +37,8 @@ made = {
     "local": dist.new_group([0, 1], use_local_synchronization=True),
     "alone": dist.new_group([RANK], use_local_synchronization=True),
 }
-mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
-overridden = init_device_mesh("cpu", (2,), mesh_dim_names=("outer",), backend_override={"outer": "gloo"})
+mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+overridden = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("outer",), backend_override={"outer": "gloo"})
 
 
 def given(*shape: int) -> torch.Tensor:
@@ -123,6 +123,144 @@ def group_verbs() -> list[torch.Tensor]:
     return [one, two, three if RANK == 1 else given(1), output, *outputs]
 
 
+def done(work: Any, *outputs: Any) -> list[Any]:
+    return [work.wait(), outputs]
+
+
+def with_root(options: Any, **named: Any) -> Any:
+    for name, value in named.items():
+        setattr(options, name, value)
+    return options
+
+
+def pair() -> list[torch.Tensor]:
+    return [torch.zeros(2), torch.zeros(2)]
+
+
+def message(*, anybody: bool) -> list[Any]:
+    if RANK == 1:
+        return done(WORLD.send([given(2)], 0, 5))
+    received = torch.zeros(2)
+    work = WORLD.recv_anysource([received], 5) if anybody else WORLD.recv([received], 1, 5)
+    return [work.wait(), work._source_rank(), received]
+
+
+def profiled() -> list[str]:
+    """Under which names the profiler has a collective."""
+    with torch.profiler.profile() as profiler, dist.record_comm("named by the user"):
+        dist.all_reduce(given(2))
+    found = (event.key for event in profiler.key_averages())
+    return sorted(key for key in found if key.startswith(("c10d::", "gloo:", "named")))
+
+
+def gathered_objects() -> list[Any]:
+    gathered: list[Any] = [None, None]
+    dist.gather_object({"rank": RANK}, gathered if RANK == 0 else None)
+    return gathered
+
+
+def at_root(verb: Callable[..., Any], tensor: torch.Tensor, tensors: list[torch.Tensor]) -> list[Any]:
+    """A gather or a scatter: only the root has both."""
+    verb(tensor, tensors if RANK == 0 else None, 0)
+    return [tensor, tensors]
+
+
+def over(dist_verb: Callable[..., Any], outputs: Any, *inputs: Any) -> Any:
+    return [dist_verb(outputs, *inputs), outputs]
+
+
+GROUPS_OWN: dict[str, Callable[[], Any]] = {
+    "allreduce": lambda: done(WORLD.allreduce(x := [given(2)], with_root(dist.AllreduceOptions(), timeout=LONG)), x),
+    "allreduce by a word": lambda: done(WORLD.allreduce(x := [given(2)], dist.ReduceOp.PRODUCT, LONG), x),
+    "allreduce_coalesced": lambda: done(
+        WORLD.allreduce_coalesced(x := [given(2), given(3)], dist.AllreduceCoalescedOptions()), x
+    ),
+    "broadcast": lambda: done(WORLD.broadcast(x := [given(2)], with_root(dist.BroadcastOptions(), rootRank=1)), x),
+    "reduce": lambda: done(WORLD.reduce(x := [given(2)], with_root(dist.ReduceOptions(), rootRank=RANK * 0)), x[RANK:]),
+    "allgather": lambda: done(WORLD.allgather(x := [pair()], [given(2)]), x),
+    "allgather_coalesced": lambda: done(WORLD.allgather_coalesced(x := [pair(), pair()], [given(2), given(2) + 5]), x),
+    "allgather_into_tensor_coalesced": lambda: done(
+        WORLD.allgather_into_tensor_coalesced(x := [torch.zeros(4)], [given(2)]), x
+    ),
+    "all_gather_single": lambda: done(WORLD.all_gather_single(x := torch.zeros(4), given(2)), x),
+    "all_gather_single_coalesced": lambda: done(
+        WORLD.all_gather_single_coalesced(x := [torch.zeros(4)], [given(2)]), x
+    ),
+    "gather": lambda: done(
+        WORLD.gather(x := [pair()] if RANK == 0 else [], [given(2)], with_root(dist.GatherOptions(), rootRank=0)), x
+    ),
+    "scatter": lambda: done(
+        WORLD.scatter(
+            x := [torch.zeros(2)], [pair()] if RANK == 0 else [], with_root(dist.ScatterOptions(), rootRank=0)
+        ),
+        x,
+    ),
+    "reduce_scatter": lambda: done(
+        WORLD.reduce_scatter(x := [torch.zeros(2)], [[given(2), given(2)]], dist.ReduceScatterOptions()), x
+    ),
+    "reduce_scatter_single": lambda: done(WORLD.reduce_scatter_single(x := torch.zeros(2), given(4)), x),
+    "reduce_scatter_single_coalesced": lambda: done(
+        WORLD.reduce_scatter_single_coalesced(x := [torch.zeros(2)], [given(4)]), x
+    ),
+    "reduce_scatter_tensor_coalesced": lambda: done(
+        WORLD.reduce_scatter_tensor_coalesced(x := [torch.zeros(2)], [given(4)]), x
+    ),
+    "alltoall": lambda: done(WORLD.alltoall(x := pair(), [given(2), given(2)], dist.AllToAllOptions()), x),
+    "alltoall_base": lambda: done(WORLD.alltoall_base(x := torch.zeros(4), given(4), [], []), x),
+    "all_to_all_single": lambda: done(
+        WORLD.all_to_all_single(x := torch.zeros(2 + 4 * RANK), given(4), [1 + 2 * RANK] * 2, [1, 3]), x
+    ),
+    "barrier": lambda: done(WORLD.barrier(dist.BarrierOptions())),
+    "barrier by a word": lambda: done(WORLD.barrier(LONG)),
+    "send": lambda: message(anybody=False),
+    "send to anybody": lambda: message(anybody=True),
+    "boxed": lambda: [type(WORLD.boxed()).__name__, dist.ProcessGroup.unbox(WORLD.boxed()).size()],
+    "kinds of backends": lambda: [str(WORLD.BackendType(1)), str(WORLD.UNDEFINED), str(WORLD.GLOO), str(WORLD.CUSTOM)],
+    "kinds of backends elsewhere": lambda: list(map(str, (WORLD.NCCL, WORLD.XCCL, WORLD.UCC, WORLD.MPI))),
+    "keywords": lambda: done(WORLD.broadcast(opts=dist.BroadcastOptions(), tensors=(x := [given(2)])), x),
+    "no tensor": lambda: WORLD.allreduce([]),
+    "wrong root": lambda: WORLD.broadcast([given(2)], with_root(dist.BroadcastOptions(), rootRank=7)),
+    "wrong shapes": lambda: WORLD._allgather_base(torch.zeros(3), given(2)),
+    "wrong type": lambda: WORLD._allgather_base(torch.zeros(4, dtype=torch.int64), given(2)),
+}
+"""What only the group itself takes: lists of tensors, options."""
+
+VERBS: dict[str, Callable[[], Any]] = {
+    "all_reduce": lambda: over(dist.all_reduce, given(2), dist.ReduceOp.MAX),
+    "all_gather": lambda: over(dist.all_gather, pair(), given(2)),
+    "all_gather_coalesced": lambda: over(dist.all_gather_coalesced, [pair(), pair()], [given(2), given(2) + 5]),
+    "all_gather_single": lambda: over(dist.all_gather_single, torch.zeros(4), given(2)),
+    "all_to_all": lambda: over(dist.all_to_all, pair(), [given(2), given(2) + 5]),
+    "broadcast": lambda: over(dist.broadcast, given(2), 1),
+    "gather": lambda: at_root(dist.gather, given(2), pair()),
+    "scatter": lambda: at_root(dist.scatter, torch.zeros(2), [given(2), given(2) + 5]),
+    "reduce": lambda: over(dist.reduce, given(2), 0) if RANK == 0 else dist.reduce(given(2), 0),
+    "reduce_scatter": lambda: over(dist.reduce_scatter, torch.zeros(2), [given(2), given(2) + 5]),
+    "reduce_scatter_single": lambda: over(dist.reduce_scatter_single, torch.zeros(2), given(4)),
+    "gather_object": gathered_objects,
+    "itself": lambda: dist.send(given(2), RANK),
+    "wrong parts": lambda: dist.all_to_all_single(torch.zeros(4), given(4), [1, 1], [2, 2]),
+    "no list": lambda: dist.all_gather(given(2), given(2)),
+    "no tensor": lambda: dist.all_reduce([1.0]),
+    "root without a list": lambda: dist.scatter(torch.zeros(2), None, RANK),
+    "record_comm": profiled,
+    "shrink_group": lambda: dist.shrink_group([1]).size(),
+}
+HERE: dict[str, Callable[[], Any]] = {
+    "how many": lambda: [dist.get_pg_count(), dist.get_world_size(), dist.get_node_local_rank()],
+    "what is up": lambda: [dist.is_available(), dist.is_initialized(), dist.is_torchelastic_launched()],
+    "members": lambda: [str(dist.GroupMember.NON_GROUP_MEMBER), dist.GroupMember.WORLD is WORLD],
+    "backends there are": lambda: [
+        [dist.is_gloo_available(), dist.is_mpi_available(), dist.is_nccl_available()],
+        [dist.is_ucc_available(), dist.is_xccl_available(), dist.is_backend_available("gloo")],
+        [dist.get_default_backend_for_device("cpu"), str(dist.BackendConfig(dist.Backend("gloo")))],
+        [dist.supports_complex(dist.ReduceOp.SUM), dist.supports_complex(dist.ReduceOp.MAX)],
+    ],
+    "time-out": lambda: str(dist.default_pg_timeout),
+    "initialized twice": dist.init_process_group,
+}
+
+
 QUESTIONS: dict[str, Callable[[], Any]] = {
     "backend": lambda: [dist.get_backend(), dist.get_backend_config(), WORLD.name(), WORLD._get_backend_name()],
     "backends": lambda: {name: [dist.get_backend(each), dist.get_backend_config(each)] for name, each in made.items()},
@@ -181,11 +319,17 @@ QUESTIONS: dict[str, Callable[[], Any]] = {
     "sparse": lambda: (dist.all_reduce(tensor := torch.eye(2).to_sparse()), tensor.to_dense()),
     "complex": lambda: (dist.all_reduce(tensor := torch.ones(2, dtype=torch.complex64)), torch.view_as_real(tensor)),
     "DDP": wrapped,
+    **{f"{name}, of torch.distributed": ask for name, ask in VERBS.items()},
+    **{f"{name}, of the group": ask for name, ask in GROUPS_OWN.items()},
+    **HERE,
     "destroyed": lambda: dist.destroy_process_group(made["map"]),
     "split_group": lambda: dist.split_group(split_ranks=[[0], [1]]),
     "split": lambda: WORLD.split_group([0]).size(),
     "options": lambda: dist.new_group([0, 1], backend="gloo", pg_options=dist.ProcessGroupGloo._Options()).size(),
     "coalescing by a device": lambda: coalesced(CPU),
+    "merge_remote_group": lambda: made["none"].merge_remote_group(dist.HashStore(), 2, SHORT).size(),
+    "shutdown": made["local"].shutdown,
+    "abort": made["alone"].abort,
 }
 
 

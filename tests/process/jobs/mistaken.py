@@ -3,7 +3,8 @@
 ``wrong-optimizer``: another one than the registered steps. ``by-hand``: no optimizer at all. ``never``: nothing steps.
 ``forgotten``: a parameter that no optimizer has. ``no-ddp``: nobody averages the gradients. ``drift``: in step ``--at``
 rank 1 changes a parameter by itself, after the update. ``late``: the loss is given to the check after the update.
-``unsteady``: random numbers that no seed decides.
+``unsteady``: random numbers that no seed decides. ``own-mean``: a mean of this rank's own losses, where only
+what is alike belongs.
 """
 
 import argparse
@@ -19,6 +20,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
 from resilient_train.config import read_link
+
+
+class Mean:
+    """Of losses."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+
+    def state_dict(self) -> dict[str, float]:
+        return vars(self).copy()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        vars(self).update(state)
+
 
 parser = argparse.ArgumentParser()
 parser.add_argument("mode")
@@ -45,7 +64,9 @@ pids = [0] * dist.get_world_size()
 dist.all_gather_object(pids, os.getpid())
 link = read_link()
 first = link is not None and link.incarnation == 0
-with rt.Session(model=model, optimizer=registered) as session:
+own, common = Mean(), Mean()
+state = {"common": common, "own": own} if mode == "own-mean" else {}
+with rt.Session(model=model, optimizer=registered, state=state) as session:
     if asked.save:
         session.save_every(steps=asked.save, memory_steps=asked.memory)
     for step in session.steps(asked.steps):
@@ -60,6 +81,8 @@ with rt.Session(model=model, optimizer=registered) as session:
             elif mode != "never":
                 optimizer.step()
             optimizer.zero_grad()
+            own.add(loss.item())
+            common.add(1.0)
             if mode == "late":
                 session.check(loss)
             if rank == 0 and step.number == asked.leave_at and step.attempt == 0:

@@ -187,6 +187,20 @@ def registered(asked: argparse.Namespace) -> None:
     train(8, 1.0, asked, wrapped, state={"table": table})
 
 
+def logged(asked: argparse.Namespace) -> None:
+    """As Lightning's trainer does it before its loop: each rank gives the next directory that it finds free."""
+    link = read_link()
+    assert link is not None
+    root = Path(link.run_dir) / "lightning_logs"
+    taken = len(list(root.glob("version_*")))
+    told = [str(root / f"version_{9 + taken}")]  # a second process's is longer, by a digit
+    dist.broadcast_object_list(told, 0, group=dist.group.WORLD)
+    if rank_of() == 0:
+        Path(told[0]).mkdir(parents=True, exist_ok=True)
+    show(told[0])
+    train(8, int(told[0].rpartition("_")[2]) / 10, asked, DistributedDataParallel(model_of(0)))
+
+
 def large(asked: argparse.Namespace) -> None:
     table = torch.randn(LARGE)
     dist.broadcast(table, src=0)
@@ -259,7 +273,7 @@ def differing(asked: argparse.Namespace) -> None:
 
 
 STORIES = (
-    *(usual, nothing, registered, large, unregistered, unwaited),
+    *(usual, nothing, registered, logged, large, unregistered, unwaited),
     *(warmed, before, differing),
 )
 

@@ -1,14 +1,20 @@
 """A process that hears SIGTERM natively. Prints what the board says; ``mode`` is what it is at meanwhile."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 
-from resilient_train._native import Board, hear_terminate, leave_terminate
-
 mode = sys.argv[1]
+libc = ctypes.CDLL(None)
+if mode in ("late", "exits"):
+    for _ in range(2):  # called last: what is registered before the module is loaded comes behind its own destructors
+        libc["__cxa_atexit"](libc["raise"], ctypes.c_void_p(signal.SIGTERM), None)
+
+from resilient_train._native import Board, hear_terminate, leave_terminate  # noqa: E402
+
 board = Board.create(2)
 if mode == "users":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
@@ -18,6 +24,11 @@ if mode == "left":
     leave_terminate()
 if mode == "agents":
     board.set_asked(1, signal.SIGTERM)
+if mode in ("late", "exits"):
+    del board  # who hears is the last one that needs it
+    if mode == "exits":
+        libc.exit(0)  # Python hears nothing of it
+    sys.exit()
 if mode == "child":
     child = os.fork()
     if child == 0:

@@ -9,7 +9,9 @@ import argparse
 import contextlib
 import hashlib
 import json
+import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -39,16 +41,19 @@ class Noisy(Dataset):
     Without noise where worker processes load: a plain DataLoader cannot resume their random numbers (docs/guarantees).
     """
 
-    def __init__(self, noise: float, stuck: int = -1, size: int = 96) -> None:
+    def __init__(self, noise: float, stuck: int = -1, size: int = 96, *, deadly: bool = False) -> None:
         self.noise = noise
         self.size = size
         self.stuck = stuck
+        self.deadly = deadly
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor, int]:
         if index == self.stuck:
+            if self.deadly:
+                os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(3600)
         clean = torch.randn(12, generator=torch.Generator().manual_seed(index))
         noise = 0.0
@@ -83,6 +88,13 @@ class Seen:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.samples = state["samples"]
+
+
+def survive_building(variant: frozenset[str]) -> None:
+    """Not that process of rank 1 which the variant names: it has a group, and half a model."""
+    link = read_link() if variant & {"unbuilt0", "unbuilt1"} else None
+    if link is not None and link.rank == 1 and not link.attempt and f"unbuilt{link.incarnation}" in variant:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wrap(model: nn.Module, variant: frozenset[str]) -> DistributedDataParallel:
@@ -137,9 +149,9 @@ def mute(rank: int) -> None:
 
 def make_loader(variant: frozenset[str]) -> DataLoader:
     link = read_link()
-    faulty = "stuck" in variant and link is not None and link.rank == 1 and link.incarnation == 0
+    faulty = variant & {"stuck", "unread"} and link is not None and link.rank == 1 and link.incarnation == 0
     noise, size = 0.0 if "workers" in variant else 0.01, 24 if "short" in variant else 96
-    data = Noisy(noise, stuck=STUCK_SAMPLE if faulty else -1, size=size)
+    data = Noisy(noise, stuck=STUCK_SAMPLE if faulty else -1, size=size, deadly="unread" in variant)
     kind: type[DataLoader] = DataLoader
     if "stateful" in variant:
         from torchdata.stateful_dataloader import StatefulDataLoader
@@ -156,7 +168,9 @@ class Job:
         while hold and Path(hold).exists():
             time.sleep(0.01)
         torch.manual_seed(0)
-        self.model = wrap(build(variant), variant)
+        model = build(variant)
+        survive_building(variant)
+        self.model = wrap(model, variant)
         self.ema = build(variant)
         self.ema.load_state_dict(self.model.module.state_dict())
         self.seen = Seen()

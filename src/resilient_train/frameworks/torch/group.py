@@ -17,18 +17,18 @@ from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import GroupName
 
 from resilient_train import config, standby
 from resilient_train.errors import UsageError
+from resilient_train.frameworks.roles import Addresses
+from resilient_train.frameworks.torch.address_store import AddressStore, FirstAddresses
 from resilient_train.frameworks.torch.call_forms import in_places
-from resilient_train.frameworks.torch.cancellable_store import CancellableStore
 from resilient_train.frameworks.torch.set_up import SetUpCollectives
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, run_alone
-from resilient_train.frameworks.torch.waits import waits
-from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, MonitoredBarrier, Works
+from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, InThread, MonitoredBarrier, Works
 
 BACKEND = "resilient"
 _NO_RANK = -1
@@ -126,14 +126,13 @@ class ResilientGroup(dist.ProcessGroup):
 
     # -- life of the inner group
 
-    def build(self, generation: int, attempt: int, cancelled: threading.Event) -> BuiltGroup:
+    def build(self, generation: int, addresses: Addresses) -> BuiltGroup:
         """Builds the inner group of a generation; ``adopt`` puts it in. Blocks until all members have come.
 
-        Raises RuntimeError if a member dies meanwhile (gloo notices after about 5 s), or soon after ``cancelled``.
+        Raises RuntimeError if a member dies meanwhile (gloo notices after about 5 s), or a newer recovery begins.
         """
         book = gloo.AddressBook()
-        own = CancellableStore(self._store, cancelled, book.note)
-        store = PrefixStore(f"resilient/{attempt}/{generation}/{self._name}", own)
+        store = AddressStore(addresses, self._name, self.global_ranks, book.note)
         described = self._name, f"generation {generation}"
         return BuiltGroup(*gloo.create(store, book, self._rank, self._size, self._timeout, *described))
 
@@ -308,8 +307,8 @@ class ResilientGroup(dist.ProcessGroup):
         work = getattr(self.inner, verb)(*args)
         try:
             return GuardedWork(work, works.live)
-        except RuntimeError:  # gloo has no future for a reduce-scatter: nobody but it can be waited for
-            waits.until(work.wait)
+        except RuntimeError:  # gloo has no future for a reduce-scatter
+            GuardedWork(InThread(work), works.live).wait()
             return done(args[0])
 
     def number(self, verb: str, args: tuple[Any, ...]) -> tuple[str, int]:
@@ -371,8 +370,7 @@ def create(options: Any, backend_options: Any) -> ResilientGroup:
         options.timeout,
     )
     if not (link and link.joining) and standby.stage is None:
-        # torch 2.13 hands all attempts one store: without its number, a group finds the addresses of the dead one.
-        group.adopt(group.build(0, link.attempt if link else 0, threading.Event()))
+        group.adopt(group.build(0, FirstAddresses(options.store, link.attempt if link else 0)))
     groups[group.group_name] = group
     return group
 

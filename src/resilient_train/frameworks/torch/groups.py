@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import cast
 
 import torch
@@ -12,8 +11,8 @@ from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-
 from resilient_train.config import recorder_entries
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.accelerator import Accelerator
+from resilient_train.frameworks.roles import Addresses, Problem
 from resilient_train.frameworks.supported import torch_problem
-from resilient_train.frameworks.torch.by_name import taken_by_name
 from resilient_train.frameworks.torch.group import BuiltGroup, ResilientGroup, groups, works
 from resilient_train.state.transfer import Span, chunks, view
 
@@ -33,26 +32,20 @@ class Groups:
     def names(self) -> tuple[str, ...]:
         return tuple(groups)
 
-    def problem(self) -> str:
+    def problem(self) -> Problem | None:
         if problem := torch_problem(torch.__version__):
-            return problem
+            return Problem(problem)
         if not dist.is_initialized():
-            return "this process has no process group: call torch.distributed.init_process_group first"
-        if not isinstance(dist.group.WORLD, ResilientGroup):
-            refused = f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in"
-            if where := taken_by_name():
-                return (
-                    f"{refused}: {where} imports init_process_group by its name before resilient_train is imported, so "
-                    "it is torch's own: move `import resilient_train` above that line"
-                )
-            return f'{refused}: import resilient_train before init_process_group, or pass it backend="resilient"'
+            return Problem("this process has no process group: call torch.distributed.init_process_group first")
+        if not isinstance(world := dist.group.WORLD, ResilientGroup):
+            return _not_ours(world)
         strange = _strange_backend()
         if strange:
-            return (
+            return Problem(
                 f"a process group of this process has the backend {strange!r}, which can't be rebuilt after a fault: "
                 "make it with gloo, after resilient_train is imported"
             )
-        return ""
+        return None
 
     def sockets(self) -> list[tuple[int, int]]:
         return [pair for group in groups.values() for pair in group.sockets]
@@ -81,8 +74,8 @@ class Groups:
         for group in groups.values():
             group.close_inner("a recovery is under way")
 
-    def build(self, generation: int, attempt: int, cancelled: threading.Event) -> list[BuiltGroup]:
-        return [group.build(generation, attempt, cancelled) for group in groups.values()]
+    def build(self, generation: int, addresses: Addresses) -> list[BuiltGroup]:
+        return [group.build(generation, addresses) for group in groups.values()]
 
     def adopt(self, built: list[BuiltGroup], *, replaced: bool) -> None:
         if self._accelerator.stopped:
@@ -119,6 +112,15 @@ def hccl_groups() -> list[dist.ProcessGroup]:
     """The groups of this process, but for the default one, that torch_npu's HCCL serves."""
     backends = dist.distributed_c10d._world.pg_map
     return [each for each, (backend, _) in backends.items() if "hccl" in backend and each is not dist.group.WORLD]
+
+
+def _not_ours(world: dist.ProcessGroup | None) -> Problem:
+    """The default group is torch's own."""
+    uses = dist.distributed_c10d._world.pg_backend_config[cast("dist.ProcessGroup", world)]
+    if any(not part.endswith(":gloo") for part in uses.split(",")):
+        return Problem(f"the process group uses {uses}, which can't take a replacement in yet", plain=True)
+    refused = f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in"
+    return Problem(f'{refused}: import resilient_train before init_process_group, or pass it backend="resilient"')
 
 
 def _strange_backend() -> str:

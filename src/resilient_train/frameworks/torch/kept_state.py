@@ -24,10 +24,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from resilient_train.frameworks.roles import Objects, WrittenEarly
+from resilient_train.frameworks.roles import Objects, StateMark, WrittenEarly
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.leaves import is_sharded, state_of
-from resilient_train.frameworks.torch.watched_state import LOOKED_AT, WatchedState, size_of, tensors_in
+from resilient_train.frameworks.torch.watched_state import (
+    LOOKED_AT,
+    WatchedState,
+    digest_of_state,
+    size_of,
+    tensors_in,
+)
 
 LIVES_ON = "resilient_lives_on"
 """An attribute of state that a process which lives on brings up to date by itself: it is not put back there."""
@@ -181,6 +187,14 @@ class KeptState:
         names = set(states)
         for state in self._states:
             state.early = state.early or state.name in names
+
+    def marks(self) -> dict[str, StateMark]:
+        """See ``frameworks/roles.State``; not of what is never put back."""
+        return {state.name: state.mark() for state in self._states}
+
+    def digests(self) -> list[tuple[str, str]]:
+        """Of each object of the user's: its name, and what it is now. Not of what keeps itself up to date."""
+        return [(state.name, digest_of_state(state_of(state.thing))) for state in self._states]
 
     @property
     def lost(self) -> str:

@@ -11,7 +11,7 @@ import torch
 from resilient_train import _native, config
 from resilient_train.errors import ConfigError, TransferError
 from resilient_train.frameworks.accelerator import Accelerator
-from resilient_train.frameworks.roles import Damage, Image, Objects, SaveShare, Sources
+from resilient_train.frameworks.roles import Damage, Image, Objects, SaveShare, Sources, StateMark
 from resilient_train.frameworks.torch import fitting
 from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.checkpoint import piece_of
@@ -34,7 +34,6 @@ from resilient_train.frameworks.torch.leaves import (
 from resilient_train.frameworks.torch.optimizer_groups import described, found, groups_of, places, regroup
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.staging import Staging, on_host
-from resilient_train.frameworks.torch.watched_state import digest_of_state, is_small
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.transfer import Span, view
 from resilient_train.state.transfer import digest as digest_of
@@ -168,9 +167,8 @@ class State:
     def cut(self) -> None:
         self.kept.cut()
 
-    def small_digests(self) -> dict[str, str]:
-        states = {name: state_of(thing) for name, thing in self._objects.extra.items()}
-        return {name: digest_of_state(state) for name, state in states.items() if is_small(state)}
+    def marks(self) -> dict[str, StateMark]:
+        return self.kept.marks()
 
     def put_back(self, *, intact: bool) -> str:
         """The inverse. Returns the name of something that can't be put back. ``intact``: see ``Step.rollback``."""
@@ -211,8 +209,8 @@ class State:
     def on_host(self) -> bool:
         return all(on_host(parameter) for model in self._objects.models for parameter in model.parameters())
 
-    def rows(self) -> list[tuple[str, str]]:
-        return rows_of(self.tree(core=True))
+    def rows(self, *, extra: bool = False) -> list[tuple[str, str]]:
+        return self.kept.digests() if extra else rows_of(self.tree(core=True))
 
     def averages(self) -> bool:
         trained = (model for model in self._objects.models if any(p.requires_grad for p in model.parameters()))

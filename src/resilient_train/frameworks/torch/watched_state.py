@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
+from resilient_train.frameworks.roles import StateMark
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.leaves import PLAIN, TENSORS, copy_tree, restore_object, state_of
 from resilient_train.state.tree import flatten
@@ -78,6 +79,14 @@ class WatchedState:
             self.early = self._found = True
             return self.kept is None
         return False
+
+    def mark(self) -> StateMark:
+        """By what it is; a large one that can be watched, by which version of it."""
+        state = None if self._dicts is not None else state_of(self.thing)
+        if state is not None and (self._unwatchable or is_small(state)):
+            return StateMark(digest_of_state(state))
+        held, what = self._signature(state)
+        return StateMark(what, held)
 
     def was_found(self) -> bool:
         """Whether it was seen to be written since the last call."""

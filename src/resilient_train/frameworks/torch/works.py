@@ -58,7 +58,7 @@ class GuardedWork(dist.Work):
     Several are made in each step: hence ``torch._C.Future``, which lacks nothing but the type hints of its subclass.
     """
 
-    def __init__(self, inner: dist.Work, live: dict[int, GuardedWork]) -> None:
+    def __init__(self, inner: Any, live: dict[int, GuardedWork]) -> None:
         """Raises RuntimeError if the inner work has no future."""
         super().__init__()
         future = inner.get_future()
@@ -109,7 +109,7 @@ class GuardedWork(dist.Work):
         return self._inner.result()
 
     def source_rank(self) -> int:
-        return self._inner.source_rank()
+        return int(self._inner.source_rank())
 
     def synchronize(self) -> None:
         self.wait()
@@ -134,7 +134,7 @@ class KeptWork(GuardedWork):
         super()._inner_ended(future)
 
 
-class _InThread:
+class InThread:
     """Gives a future to a work that has none: another thread waits for it."""
 
     def __init__(self, work: Any) -> None:
@@ -181,7 +181,7 @@ class GuardedMessage(dist.Work):
         if self._inner is not None:
             inner, self._inner = self._inner, None
             try:
-                GuardedWork(_InThread(inner), self._live).wait()  # type: ignore[arg-type] # as far as a guard knows it
+                GuardedWork(InThread(inner), self._live).wait()
             except RuntimeError as error:
                 self._error = RuntimeError(*error.args)
                 raise

@@ -55,6 +55,7 @@ from resilient_train.protocol.commands import (
     Spawn,
 )
 from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.disagreement import SharedObjects
 from resilient_train.protocol.hang import Stall, Suspicion
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.progress import Activity, progress_of
@@ -111,6 +112,7 @@ class Agent:
         reports = CollectiveReports(self._board, Path(spec.run_dir) / STACKS_FOLDER)
         self._hang_watch = HangWatch(self._board, self._job, self._processes, reports, spec.settings)
         self._straggler_watch = StragglerWatch(self._board, self._job, spec.settings)
+        self._shared_objects = SharedObjects()
         self._alarms = Alarms(self._board, self._job)
         self._waiting = Waiting(self._board, self._job, self._processes, self._say)
         self._pauses = Pauses(self._board, self._controller)
@@ -320,6 +322,9 @@ class Agent:
                 self._grow(rank, slot_bytes, connection)
             case m.Borrow(rank=lender) if 0 <= lender < self._spec.world_size:
                 connection.send(m.Arena(lender), [self._arenas[lender].fd])
+            case m.Address(ranks=ranks):
+                if frame.generation == self._job.generation:
+                    self._carry_out([Send(other, frame) for other in ranks if 0 <= other < self._spec.world_size])
             case m.OpenVault():
                 self._begin_task(self._open_vault(connection))
             case m.Offer(target=other) | m.Pull(source=other) if frame.generation == self._job.generation:
@@ -348,6 +353,15 @@ class Agent:
             return
         arena.close()
         connection.send(m.Arena(rank), [self._arenas[rank].fd])
+
+    def _on_shared(self, rank: int, frame: m.Shared) -> None:
+        group = next((group for group in self._job.replicas.groups if rank in group), (rank,))
+        for name, parties in self._shared_objects.heard(rank, frame, group, self._job.attempt):
+            self._note("state_differs", rank=rank, detail={"name": name, "commits": frame.commits, "ranks": parties})
+            self._say(
+                f"state[{name!r}] is not the same on ranks {' and '.join(map(str, parties))}, but a replaced rank gets "
+                "that of another one: what each rank has of its own belongs in `rank_state=`"
+            )
 
     async def _open_vault(self, connection: RankConnection) -> None:
         connection.send(m.VaultOpened(await self._saves.open()))
@@ -402,6 +416,8 @@ class Agent:
                 attempt = self._job.attempt
                 self._loop.call_later(DIFFER_GRACE_S, lambda: self._carry_out(controller.disagreed(attempt)))
                 self._carry_out(controller.differs(rank, incarnation, frame))
+            case m.Shared():
+                self._on_shared(rank, frame)
             case m.Captured(last=generation) if generation >= 0:
                 self._last_save.captured(rank, frame)
             case m.Unsaved(generation=generation, reason=text):
@@ -417,6 +433,8 @@ class Agent:
                 self._set_ups[rank] = record
             case m.Strayed(text=text):
                 self._carry_out(controller.strayed(rank, incarnation, text))
+            case m.Plain(reason=reason):
+                self._carry_out(controller.is_plain(rank, incarnation, reason))
             case m.Refused(text=text):
                 self._carry_out(controller.stop(2, text))
             case _:
@@ -516,8 +534,14 @@ class Agent:
             detail = self._with_commits(again.detail)
             self._note(again.kind, rank=again.rank, detail=detail)
             self._tell(again.kind, detail)
+            self._store_anew()
         self._saves.tell_source()
         self._carry_out(spawns)
+
+    def _store_anew(self) -> None:
+        """As torch expects it each time that all ranks start: its groups would find the addresses of the dead."""
+        for key in self._store.list_keys():
+            self._store.delete_key(key)
 
     def _with_commits(self, detail: dict[str, object]) -> dict[str, object]:
         """What a report counts the lost updates from."""

@@ -79,6 +79,8 @@ class HangWatch:
         """Where the ranks stood when they were asked for their collectives."""
         self._seen: tuple[Stage, int, bool] = (Stage.STARTING, 0, False)
         self._since_ns = 0
+        self._suspected = False
+        """Of those that don't leave their step for this recovery, the stacks were asked for."""
         self._stopped: dict[int, int] = {}
         self._named_ns: dict[int, int] = {}
         self._pause_told_ns = 0
@@ -108,7 +110,7 @@ class HangWatch:
     def _look_at_start(self, keeper: Keeper) -> None:
         """All wait for one that is stopped. Where all are, nobody is to blame."""
         job = self._job
-        if not (self._finds_hangs and (job.aware or job.uses_us())):
+        if not (self._finds_hangs and job.uses_a_session()):
             return
         stopped = [rank for rank in range(job.world_size) if self._state(rank) is RunState.STOPPED]
         blamed = stopped if len(stopped) < job.world_size else []
@@ -139,6 +141,7 @@ class HangWatch:
             self._stopped.clear()
             self._named_ns.clear()
             self._reported = []
+            self._suspected = False
             self._detector.restart(self._clock.now_ns)
         self._seen = seen
         self._since_ns = self._clock.now_ns
@@ -160,6 +163,11 @@ class HangWatch:
             stopped_ranks = [rank for rank, looks in self._stopped.items() if looks >= _STOPPED_LOOKS]
             reason = "hung: its process was stopped (SIGSTOP) in the middle of a recovery"
             self._fence(stopped_ranks, reason, keeper)
+            if waited_ms > self._leave_limit_ms // 2 and self._job.awaited() and not self._suspected:
+                self._suspected = True
+                stay = sorted(self._job.awaited())
+                why = "it does not leave its step for a fault elsewhere"
+                self._act(Stall(Suspicion.SUSPECT, tuple(stay), waited_ms, self._leave_limit_ms, why), ranks, keeper)
             if waited_ms > self._leave_limit_ms:
                 reason = f"hung: it did not leave its step within {waited_ms} ms of a fault elsewhere"
                 self._fence(self._job.awaited(), reason, keeper)

@@ -63,6 +63,7 @@ class RankProcess:
         self._closed = False
         self.reported = False
         self.greeted = False
+        self._killed = False
 
     def exit_code(self) -> int | None:
         """The exit code, negative for a signal; None while the process runs."""
@@ -95,6 +96,11 @@ class RankProcess:
             return True
         return bool(flags & _PF_EXITING)
 
+    def is_unnoticed(self) -> bool:
+        """Whether it is lost, or stands still, and the job has not been told so yet."""
+        # The kernel marks a killed process as ending only when it next runs: what we did ourselves is known before.
+        return not self.reported and (self._killed or self.ends() or self.state() is RunState.STOPPED)
+
     def signal_group(self, number: int) -> None:
         """Signals the process and all that it started."""
         if not self._closed:
@@ -103,6 +109,7 @@ class RankProcess:
 
     def signal(self, number: int) -> None:
         """Signals the process alone."""
+        self._killed |= number == signal.SIGKILL
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 

@@ -52,7 +52,9 @@ class Waiting:
         whom = ", ".join(self._described(rank) for rank in job.waits_for())
         since = f"since {waited_s:.0f} s"
         if job.stage is Stage.STARTING:
-            if not (job.aware or job.uses_us()):  # without one this stage lasts as long as the job
+            if job.plain:
+                return ""
+            if not job.uses_a_session():  # without one this stage lasts as long as the job
                 return f"starting {since}: {_NO_SESSION} ({whom})" if self._told == 1 else ""
             return f"starting {since}: waits for {whom}"
         if job.stage is Stage.RECOVERING:
@@ -75,8 +77,14 @@ class Waiting:
         return f"rank {rank} ({row['phase']} of step {row['step']}, process {row['pid']})"
 
     def status(self) -> dict[str, Any]:
-        """For an operator: how long the stage has lasted (seconds), and the ranks that it waits for."""
-        return {"stage_s": round(time.monotonic() - self._since, 1), "waits_for": self._job.waits_for()}
+        """For an operator: how long the stage has lasted (seconds), the ranks that it waits for, and those that are
+        lost or stand still and of which the job does not know yet.
+        """
+        return {
+            "stage_s": round(time.monotonic() - self._since, 1),
+            "waits_for": self._job.waits_for(),
+            "unnoticed": sorted(rank for rank, each in self._processes.current.items() if each.is_unnoticed()),
+        }
 
     def rank(self, rank: int) -> dict[str, Any]:
         """Where a rank is. ``commits`` and ``step`` are None until its process has come to its loop."""

@@ -137,9 +137,12 @@ def wait_until_it_trains(run: Path | None, patience: AnnouncedWait) -> Path:
     """
     while True:
         found, status = find(run, patience)
-        if status.get("stage") not in ("STARTING", "RECOVERING", "PAUSED"):
+        unnoticed = status.get("unnoticed")
+        if status.get("stage") not in ("STARTING", "RECOVERING", "PAUSED") and not unnoticed:
             return found
         why = f"the job in {found} is {status.get('stage')} (it waits for ranks {status.get('waits_for')})"
+        if unnoticed:
+            why = f"the job in {found} has not yet noticed that ranks {unnoticed} are lost or stand still"
         if patience.waited_s >= patience.limit_s:
             raise NotHitError(f"{why} after {patience.limit_s:g} s (--limit-s); --now does not wait until it trains")
         patience.wait(why, patience.limit_s)

@@ -1,0 +1,96 @@
+"""When the signal of a fault is not to become an exception: what random moments hit too seldom."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from resilient_train import interrupt as module
+from resilient_train.errors import TrainingInterrupted
+from resilient_train.interrupt import SIGNAL, Interrupt
+
+
+class Watchdog:
+    """Signals nobody by itself."""
+
+    def __init__(self) -> None:
+        self.armed = False
+
+    def arm(self, _generation: int) -> None:
+        self.armed = True
+
+    def disarm(self) -> None:
+        self.armed = False
+
+
+@pytest.fixture
+def armed() -> Iterator[Interrupt]:
+    interrupt = Interrupt(Watchdog())  # type: ignore[arg-type]
+    interrupt.install()
+    interrupt.arm(0)
+    yield interrupt
+    interrupt.disarm()
+    interrupt.remove()
+
+
+def strike() -> None:
+    signal.raise_signal(SIGNAL)
+
+
+def test_it_is_raised_in_plain_code_once(armed: Interrupt) -> None:
+    with pytest.raises(TrainingInterrupted):
+        strike()
+    assert not armed.armed
+    strike()
+
+
+def test_a_second_signal_does_not_leave_a_lock_that_the_first_one_spared(
+    armed: Interrupt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the first one looks at where it is, in code that would be no reason to wait."""
+    looked = 0
+    plain = module._last_attribute
+
+    def slowly(*arguments: Any) -> str:
+        nonlocal looked
+        looked += 1
+        strike()
+        return plain(*arguments)
+
+    monkeypatch.setattr(module, "_last_attribute", slowly)
+    waits: Any = SimpleNamespace(
+        f_globals={"__name__": "threading"}, f_code=threading.Condition.wait.__code__, f_lasti=0, f_back=None
+    )
+    armed._on_signal(SIGNAL, waits)
+    assert looked == 1
+    assert armed.armed, "the watchdog signals again"
+
+
+def test_a_second_signal_within_a_handler_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That handler runs to its end, each time; then the first signal is answered."""
+    began, ended = 0, 0
+
+    def handler(_number: int, _frame: Any) -> None:
+        nonlocal began, ended
+        began += 1
+        if began == 1:
+            strike()
+        ended += 1
+
+    before = signal.signal(SIGNAL, handler)
+    interrupt = Interrupt(Watchdog())  # type: ignore[arg-type]
+    interrupt.install()
+    interrupt.arm(0)
+    try:
+        with pytest.raises(TrainingInterrupted):
+            strike()
+    finally:
+        interrupt.disarm()
+        interrupt.remove()
+        signal.signal(SIGNAL, before)
+    assert (began, ended) == (2, 2)

@@ -1,5 +1,5 @@
 """How many descriptors a process may have: the agent and the holder take all that there are, ranks what the user has
-set.
+set, but for recoveries.
 
 ``select`` breaks above 1,024, so that is where many systems put the usual limit; a program of the user's may rely on
 it.
@@ -8,10 +8,13 @@ it.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 
 Limit = tuple[int, int]
 """Soft and hard, as in ``resource``."""
+_USERS_FILES = 64
+"""That may be opened right behind a recovery."""
 
 
 def raise_limit() -> Limit:
@@ -25,3 +28,32 @@ def raise_limit() -> Limit:
 def restore_limit(before: Limit) -> None:
     """For a new process, before it runs anything of the user's."""
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+class RecoveryLimit:
+    """All that there are while a rank recovers: groups of earlier generations are freed on other threads, so that
+    several hold sockets at once, and a job that has few would be lost for it.
+    """
+
+    def __init__(self) -> None:
+        self._before: Limit | None = None
+
+    def lift(self) -> None:
+        """A recovery begins, or goes on."""
+        if self._before is None:
+            self._before = raise_limit()
+
+    def lower(self) -> None:
+        """The thread goes back to the user, and the limit to theirs; or to more, as long as old groups hold much of it.
+        One that somebody has set meanwhile stays.
+        """
+        if self._before is None:
+            return
+        soft, hard = self._before
+        if resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard):
+            restore_limit((min(hard, max(soft, len(_open()) + _USERS_FILES)), hard))
+        self._before = None
+
+
+def _open() -> list[str]:
+    return os.listdir("/proc/self/fd")  # noqa: PTH208 - names are what is wanted

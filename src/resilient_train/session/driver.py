@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from resilient_train import config
 from resilient_train._native import allow_readers
+from resilient_train.descriptors import RecoveryLimit
 from resilient_train.errors import (
     ConfigError,
     DeviceError,
@@ -158,6 +159,7 @@ class Driver:
         self._device = DeviceErrors(self._peers, engine.device, self._event, mends=switches.uce)
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         report = CollectiveReport(self._link, self._pulse.folder, engine.groups.recorded)
+        self._descriptors = RecoveryLimit()
         self._watch = Watch(self._peers, self._link.generation, engine.groups.release_waiters, report, settings)
         own = engine.rank_state if objects.rank_extra else None
         self._batches = KeptBatches(cursor, engine.data, self._pulse, self.outlive, own)
@@ -775,6 +777,7 @@ class Driver:
         return on.Ok()
 
     def _quiesce(self, effect: do.Quiesce) -> on.Event:
+        self._descriptors.lift()
         self.saving.wait()
         self._from_replica.forget()
         generation = self._peers.stop_generation
@@ -814,6 +817,7 @@ class Driver:
         frame = self._await(m.Resume, m.Paused, m.Pull)
         if isinstance(frame, m.Resume):
             self._verified = frame.verified
+            self._descriptors.lower()
         return frame
 
     def _await_finished(self, _: do.AwaitFinished) -> Any:
@@ -823,6 +827,7 @@ class Driver:
             raise SystemExit(str(error)) from None
 
     def _build(self, effect: do.Build) -> on.Event:
+        self._descriptors.lift()
         generation = effect.plan.generation
         built = build_groups(self._link, self._engine.groups, generation)
         if built is None:

@@ -7,6 +7,10 @@ import pytest
 from identity import assert_identical
 from running import Reference, Run, launch
 
+from resilient_train.observe.report import lines
+from resilient_train.observe.sinks import read_events
+from resilient_train.observe.timeline import read_run
+
 STEPS = 16
 EXPONENT, TWICE = 0x40000000, 0x00800000
 """Of a float32: from near 1 to near 1e38; twice or half as large."""
@@ -52,6 +56,8 @@ def test_a_rank_that_computes_otherwise_once_is_replaced(tmp_path: Path, target:
     assert [each["ranks"] for each in details(run, "verified")] == [[], [1], [], [], []]
     assert [event["detail"]["lost"] for event in run.of("fault")] == [[1]]
     assert len(run.of("spawned")) == 3
+    story = read_run(read_events(run.run_dir / "events.jsonl"))
+    assert "rank 1 had other bits than it should once: computed in step 7" in [line.text for line in lines(story)]
 
 
 def test_a_flip_in_the_second_run_is_seen_as_well(tmp_path: Path, undisturbed: Reference) -> None:

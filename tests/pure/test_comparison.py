@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from resilient_train._native import Board
-from resilient_train.protocol.disagreement import SharedObjects, first_difference, sentence
+from resilient_train.protocol.disagreement import SharedObjects, alone, first_difference, sentence
 from resilient_train.protocol.messages import Differs, Shared
 from resilient_train.protocol.replicas import alike, disagreeing
 from resilient_train.session.comparison import Comparison, fingerprint
@@ -240,6 +240,15 @@ def test_the_first_difference_is_named_with_who_stands_alone() -> None:
     assert "ranks [0, 1, 2] are to hold the same bits, but after update 12 'b' differs on rank 1: something" in text
     two = sentence((0, 1), {rank: rows[rank] for rank in (0, 1)})
     assert "'b' differs between ranks [0] and [1]" in two
+
+
+def test_who_stands_against_a_majority_is_alone() -> None:
+    held = {rank: told(("b", "2" if rank in (1, 3) else "3")) for rank in range(5)}
+    assert alone(held) == [1, 3]
+    assert alone({rank: held[rank] for rank in (0, 1)}) == alone({rank: held[rank] for rank in (0, 2)}) == []
+    assert alone({rank: told(("b", str(rank))) for rank in range(3)}) == [], "each for itself"
+    unaveraged = {rank: told(*each.rows, averages=rank != 1) for rank, each in held.items()}
+    assert alone(unaveraged) == [], "a missing wrapper is no device's fault"
 
 
 def test_what_only_one_of_them_has_differs_too() -> None:

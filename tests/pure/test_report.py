@@ -71,6 +71,27 @@ def test_who_was_slow_is_told():
     assert read_run([*beginning(), at(1000, "compute", ranks={"one": 5})]).paces == {}
 
 
+def test_who_had_other_bits_is_counted():
+    """Nobody is named where all came to other bits, or where nobody can say who was right."""
+    events = [
+        *beginning(),
+        at(1000, "deviates", 2, detail={"step": 7, "ranks": [2]}),
+        at(1100, "deviates", 0, detail={"step": 11, "ranks": [0, 1, 2]}),
+        at(1200, "replicas_differ", ranks=[0, 1, 2], alone=[2], commits=12),
+        at(1300, "replicas_differ", ranks=[0, 1, 2], alone=[], commits=13),
+        at(1400, "deviates", 1, detail={"step": 15, "ranks": [1]}),
+        at(1500, "replicas_differ", ranks=[0, 1, 2]),
+        at(1600, "deviates", 2, ranks=[2]),
+    ]
+    text = text_of(events)
+    assert "rank 1 had other bits than it should once: computed in step 15\n" in text
+    assert "rank 2 had other bits than it should 3 times: first computed in step 7, last computed in step ?\n" in text
+    told = as_dict(read_run(events))["deviations"]
+    assert [each["rank"] for each in told] == [2, 2, 1, 2]
+    assert told[1] == {"rank": 2, "what": "held", "at": 12}
+    assert "held after 12 updates" in text_of(events[: len(beginning()) + 3])
+
+
 def test_the_dict_survives_json():
     told = json.loads(msgspec.json.encode(as_dict(read_run(whole_run()))))
     assert told["steps_redone"] == 1

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 import msgspec
 
+from resilient_train.observe.deviations import Deviation
 from resilient_train.observe.paused import Pause, PauseOutcome
 from resilient_train.observe.saved import NotSaved, Origin, Saved
 from resilient_train.observe.slower import Straggler
@@ -43,6 +44,7 @@ def as_dict(run: Run) -> dict[str, Any]:
         "committed_steps_lost": run.commits_lost,
         "updates_lost": run.saved.updates_lost,
         "saved": saved_as_dict(run.saved),
+        "deviations": msgspec.to_builtins(run.deviations),
         "stragglers": msgspec.to_builtins(run.stragglers),
         "compute": {str(rank): msgspec.to_builtins(pace) for rank, pace in sorted(run.paces.items())},
         "recoveries": [recovery_as_dict(recovery) for recovery in run.recoveries],
@@ -110,10 +112,30 @@ def lines(run: Run) -> list[Line]:
         found += [Line(""), *recovery_lines(recovery)]
     for pause in run.pauses:
         found += [Line(""), *pause_lines(pause)]
-    for about in (pace_lines(run), saved_lines(run.saved)):
+    for about in (deviation_lines(run.deviations), pace_lines(run), saved_lines(run.saved)):
         found += [Line(""), *about] if about else []
     found += [Line(""), *_ending(run)]
     return found
+
+
+def deviation_lines(deviations: Iterable[Deviation]) -> list[Line]:
+    """How often each rank came to other bits than it should, and where; nothing if none did."""
+    by_rank: dict[int, list[str]] = {}
+    for each in deviations:
+        where = f"after {_updates(each.at)}" if each.what == "held" else f"in step {_known(each.at)}"
+        by_rank.setdefault(each.rank, []).append(f"{each.what} {where}")
+    return [
+        Line(f"rank {rank} had other bits than it should {_times(len(found))}: {_first_and_last(found)}", "red")
+        for rank, found in sorted(by_rank.items())
+    ]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _first_and_last(found: Sequence[str]) -> str:
+    return found[0] if len(found) == 1 else f"first {found[0]}, last {found[-1]}"
 
 
 def pace_lines(run: Run) -> list[Line]:

@@ -14,6 +14,7 @@ import msgspec
 
 from resilient_train.events import Event
 from resilient_train.faults import COST_NO_PROCESS
+from resilient_train.observe.deviations import Deviation, read_deviations
 from resilient_train.observe.fields import number_of, ranks_of, text_of
 from resilient_train.observe.paused import Pause, read_pauses
 from resilient_train.observe.saved import Saved, read_saved
@@ -118,6 +119,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     saved: Saved
     pauses: tuple[Pause, ...]
     """In none of the times of ``recoveries``: what stands because somebody wants it loses nothing."""
+    deviations: tuple[Deviation, ...]
     stragglers: tuple[Straggler, ...]
     paces: dict[int, Pace]
     """By rank: how long it computed in a step at the end, or when the job was asked to end."""
@@ -175,6 +177,7 @@ def read_run(events: Iterable[Event]) -> Run:
         replacements=sum(event.kind == "spawned" and event.detail.get("joining") is True for event in ordered),
         saved=read_saved(ordered),
         pauses=read_pauses(ordered),
+        deviations=read_deviations(ordered),
         stragglers=read_stragglers(ordered),
         paces=read_paces(ordered),
         finished=any(event.kind == "finished" for event in ordered) or (not ends and _all_left_well(ordered)),

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.commands import Command, Note, Spawn
-from resilient_train.protocol.disagreement import sentence
+from resilient_train.protocol.disagreement import alone, sentence
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
 from resilient_train.protocol.messages import Anomaly, Computed, Differs, Finished, Joined, Late, Plan, Started
@@ -445,9 +445,9 @@ class Controller:
             return []
         self._differing = {}
         group = job.replicas.peers(next(iter(told)))
-        text = sentence(group, told)
-        note = Note("replicas_differ", detail={"ranks": list(group), "reason": text})
-        return [note, *self._all_back(text, max(each.commits for each in told.values()))]
+        text, commits = sentence(group, told), max(each.commits for each in told.values())
+        detail: dict[str, object] = {"ranks": list(group), "alone": alone(told), "commits": commits, "reason": text}
+        return [Note("replicas_differ", detail=detail), *self._all_back(text, commits)]
 
     def _all_back(self, text: str, commits: int) -> list[Command]:
         """Nobody knows what is right since before update ``commits``, or long before it."""

@@ -18,17 +18,33 @@ def sentence(group: Sequence[int], told: Mapping[int, Differs]) -> str:
     speaking = {rank: told[rank] for rank in group if rank in told}
     commits = max(each.commits for each in speaking.values())
     why = _ALONE if all(each.averages for each in speaking.values()) else _UNAVERAGED
-    found = first_difference({rank: dict(each.rows) for rank, each in speaking.items()})
+    found = _difference(speaking)
     where = "their state differs"
     if found is not None:
         name, parties = found
         where = f"{name!r} differs between ranks {' and '.join(map(str, parties))}"
-        if len(parties) == 2 and len(parties[0]) > len(parties[1]):
-            where = f"{name!r} differs on rank {', '.join(map(str, parties[1]))}"
+        if few := _minority(parties):
+            where = f"{name!r} differs on rank {', '.join(map(str, few))}"
     return (
         f"ranks {list(group)} are to hold the same bits, but after update {commits} {where}: {why}; nothing of this is "
         "saved"
     )
+
+
+def alone(told: Mapping[int, Differs]) -> list[int]:
+    """The ranks that stand against a majority of their replicas; nobody where two stand against each other, or where
+    ranks apply gradients of their own.
+    """
+    found = _difference(told) if all(each.averages for each in told.values()) else None
+    return _minority(found[1]) if found is not None else []
+
+
+def _difference(told: Mapping[int, Differs]) -> tuple[str, list[list[int]]] | None:
+    return first_difference({rank: dict(each.rows) for rank, each in told.items()})
+
+
+def _minority(parties: list[list[int]]) -> list[int]:
+    return parties[1] if len(parties) == 2 and len(parties[0]) > len(parties[1]) else []
 
 
 class SharedObjects:

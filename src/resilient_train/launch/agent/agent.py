@@ -297,7 +297,7 @@ class Agent:
         self._note(finding.verdict.value, rank=finding.ranks[0] if finding.ranks else -1, detail=detail)
         if finding.verdict is Suspicion.SUSPECT:
             self._say(
-                f"rank {ranks} has stood still for {finding.stalled_ms / 1000:.1f} s and is replaced after "
+                f"rank {ranks} has stood still for {finding.stalled_ms / 1000:.1f} s and is given up after "
                 f"{finding.limit_ms / 1000:.1f} s: {finding.why} (stacks: {self._spec.run_dir}/{STACKS_FOLDER}; work "
                 "that takes its time belongs in `with session.slow(...)`)"
             )

@@ -1,0 +1,41 @@
+"""From the events of a run: which ranks came to other bits than they should. Who is here again and again has a device
+that is to be looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from resilient_train.events import Event
+from resilient_train.observe.fields import number_of, ranks_of
+
+
+class Deviation(msgspec.Struct, frozen=True):
+    """One rank, once."""
+
+    rank: int
+    what: Literal["computed", "held"]
+    """Other bits from the same inputs; or other ones than most of its replicas."""
+    at: int | None
+    """The step that was computed twice; the number of updates before which replicas were compared. None: not told."""
+
+
+def read_deviations(ordered: Iterable[Event]) -> tuple[Deviation, ...]:
+    """In the order in which they were found. Where all ranks came to other bits, or two replicas stand against each
+    other, it is nobody's.
+    """
+    found: list[Deviation] = []
+    world_size: int | None = None
+    for event in ordered:
+        if event.kind == "run_start":
+            world_size = number_of(event, "world_size")
+        elif event.kind == "deviates":
+            ranks = ranks_of(event, "ranks")
+            if len(ranks) != world_size:
+                found += [Deviation(rank, "computed", number_of(event, "step")) for rank in ranks]
+        elif event.kind == "replicas_differ":
+            found += [Deviation(rank, "held", number_of(event, "commits")) for rank in ranks_of(event, "alone")]
+    return tuple(found)

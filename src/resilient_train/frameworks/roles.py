@@ -597,8 +597,10 @@ class Step(Protocol):
         """
         ...
 
-    def layout(self) -> bytes:
-        """What an undisturbed process has learnt in its first steps, and a new one needs for the same bits."""
+    def layout(self, *, within: bool = False) -> bytes:
+        """What an undisturbed process has learnt in its first steps, and a new one needs for the same bits. ``within``:
+        the script is in a step.
+        """
         ...
 
     def rebuild_reducer(self, layout: bytes | None, commits: int) -> None:

@@ -469,7 +469,7 @@ class Driver:
             do.SendDone: self._send_done,
             do.SendReached: lambda _: self._link.channel.send(m.Reached(self._rank.generation)),
             do.SendFinish: self._send_finish,
-            do.Offer: lambda effect: self._from_replica.offer(self._rank.generation, effect.targets),
+            do.Offer: self._offer,
             do.SnapshotBegin: lambda _: self.saving.head(self._rank.standing.commits, self._rank.number),
             do.SnapshotFence: lambda _: self.saving.fence(),
             do.ShowState: self._show_state,
@@ -521,6 +521,9 @@ class Driver:
 
     def _arrive(self, _: do.Arrive) -> None:
         self._peers.arrive(self._rank.standing, self._number)
+
+    def _offer(self, effect: do.Offer) -> None:
+        self._from_replica.offer(self._rank.generation, effect.targets, within=self._step is not None)
 
     def _reset_log(self, _: do.ResetLog) -> None:
         self._peers.reset_log(self._rank.standing.commits)

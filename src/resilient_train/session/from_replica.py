@@ -40,11 +40,13 @@ class FromReplica:
         self._layout: bytes | None = None
         self.damaged = NOTHING_DAMAGED
 
-    def offer(self, generation: int, targets: tuple[int, ...]) -> None:
-        """Describes this rank's state to each rank that is to copy it. Held unchanged until Resume."""
+    def offer(self, generation: int, targets: tuple[int, ...], *, within: bool) -> None:
+        """Describes this rank's state to each rank that is to copy it. Held unchanged until Resume. ``within``: see
+        ``Step.layout``.
+        """
         self._sources = sources = self._state.sources()
         spans = [(span.address, span.size) for span in sources.spans]
-        manifest = msgspec.msgpack.encode(Offered(sources.manifest, spans, self._step.layout()))
+        manifest = msgspec.msgpack.encode(Offered(sources.manifest, spans, self._step.layout(within=within)))
         for target in targets:
             self._link.channel.send(Offer(generation, self._link.rank, target, os.getpid(), manifest, sources.digest))
 

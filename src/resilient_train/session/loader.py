@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from resilient_train.errors import ConfigError
-from resilient_train.frameworks.roles import Data, Workers
+from resilient_train.frameworks.roles import Data, RankState, Workers
 
 
 class Batch(NamedTuple):
@@ -57,7 +57,8 @@ class Cursor:
     batches before the position are skipped (by index, where the loader is a DataLoader).
     """
 
-    def __init__(self, loader: Any, data: Data) -> None:
+    def __init__(self, loader: Any, data: Data, own: RankState | None = None) -> None:
+        """``own``: the rank's own state, if there is some that the loader may move on (its sampler's generator)."""
         if loader is not None and not hasattr(loader, "__iter__"):
             raise ConfigError(f"loader is a {type(loader).__qualname__}, which can't be iterated over")
         self.loader = loader
@@ -74,6 +75,11 @@ class Cursor:
         """See ``DataPosition``; None: no pass has begun, and the loader is as the script has made it."""
         self._generators = _generators_of(loader)
         self._epoch_generators: list[Any] = []
+        self._own = own
+        self._before: dict[str, bytes] = {}
+        """The rank's own state when the pass began, as long as it has given no batch."""
+        self._epoch_own: dict[str, bytes] = {}
+        """What of it the pass moved on before its first batch: that is what its order was drawn from."""
 
     def next(self) -> Batch:
         """The next batch; a new epoch begins where one ends. Raises ConfigError for a loader that gives nothing."""
@@ -90,6 +96,9 @@ class Cursor:
             self._epoch, self._index, self._skipped, self._iterator = self._epoch + 1, 0, 0, None
             self._reused = self._data.workers(self.loader) is not Workers.MADE_ANEW
             return self.next()
+        if self._before and self._own is not None:
+            now, before, self._before = self._own.entries(), self._before, {}
+            self._epoch_own = {name: was for name, was in before.items() if now[name] != was}
         self._index += 1
         return Batch(value, self._epoch)
 
@@ -104,10 +113,11 @@ class Cursor:
             return _NOWHERE
         inner = self.loader.state_dict() if self._stateful and self._index else None
         own = b""
-        if inner is not None or self._generators:
-            begun = self._index or self._skipped
+        begun = self._index or self._skipped
+        moved = self._epoch_own if begun else {}
+        if inner is not None or self._generators or moved:
             generators = self._epoch_generators if begun else [each.get_state() for each in self._generators]
-            own = self._data.pack({"inner": inner, "generators": generators})
+            own = self._data.pack({"inner": inner, "generators": generators, "own": moved})
         return DataPosition(self._epoch, self._index, self._epoch_random, own, self._skipped, self._reuses())
 
     def keeps_place(self, own: bytes) -> bool:
@@ -121,11 +131,11 @@ class Cursor:
         return self._data.workers(loader) is Workers.THERE
 
     def load(self, position: DataPosition) -> None:
-        """Takes up a position. The global random state is left as it was."""
+        """Takes up a position. The global random state is left as it was; the rank's own is to be put back next."""
         self._epoch, self._index, self._epoch_random, packed, self._skipped, self._reused = position
         self._iterator = None
-        own = self._data.unpack(packed) if packed else {"inner": None, "generators": []}
-        self._epoch_generators = own["generators"]
+        own = self._data.unpack(packed) if packed else {"inner": None, "generators": [], "own": {}}
+        self._epoch_generators, self._epoch_own, self._before = own["generators"], own["own"], {}
         for generator, value in zip(self._generators, self._epoch_generators, strict=True):
             generator.set_state(value)
         if self.loader is None or (self._index == 0 and not self._skipped):
@@ -138,6 +148,9 @@ class Cursor:
             self._iterator = iter(self.loader)
         else:
             self._data.restore_random_state(self._epoch_random)
+            if self._own is not None:
+                for name, state in self._epoch_own.items():
+                    self._own.restore_entry(name, state)
             self._iterator = self._data.fast_forward(self.loader, self._index, self._skipped, self._begin)
         self._data.restore_random_state(now)
 
@@ -145,6 +158,7 @@ class Cursor:
         self._set_epoch()
         self._epoch_random = self._data.random_state()
         self._epoch_generators = [each.get_state() for each in self._generators]
+        self._before, self._epoch_own = self._own.entries() if self._own is not None else {}, {}
         self._reused = self._reuses()
         self._iterator = self._begin(self.loader)
 
@@ -180,9 +194,9 @@ class Cursor:
 def _generators_of(loader: Any) -> list[Any]:
     """The loader's own random generators: they draw the order of each epoch, and are in no global state."""
     sampler = getattr(loader, "sampler", None)
-    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)
     found: list[Any] = []
-    for holder in (loader, sampler, inner):
+    for holder in (loader, sampler, batches, getattr(batches, "sampler", None)):
         generator = getattr(holder, "generator", None)
         if callable(getattr(generator, "get_state", None)) and all(generator is not each for each in found):
             found.append(generator)

@@ -152,6 +152,11 @@ class Buckets:
 
 
 def _restore(wrapper: DistributedDataParallel, parameters: list[torch.nn.Parameter], passes: list[Pass]) -> None:
+    with _without_comm_hooks(wrapper):
+        _lay_out(wrapper, parameters, passes)
+
+
+def _lay_out(wrapper: DistributedDataParallel, parameters: list[torch.nn.Parameter], passes: list[Pass]) -> None:
     wrapper.reducer._reset_state()  # also forgets that it has laid out anew, so a survivor rehearses as well
     if wrapper.static_graph:
         _restore_static(wrapper, parameters, passes)
@@ -216,10 +221,24 @@ def _renew(wrapper: DistributedDataParallel) -> None:
     if ddp.static_graph:
         ddp.static_graph = False
         ddp._set_static_graph()
+
+
+@contextlib.contextmanager
+def _without_comm_hooks(wrapper: DistributedDataParallel) -> Iterator[None]:
+    """Inside the block the reducer is one that has none: a hook may keep state (PowerSGD's error, a count of its
+    calls), and the zeros of a rehearsal are no gradients of the user's. torch never takes a hook away, so the reducer
+    is a new one.
+    """
+    ddp: Any = wrapper
     # Built-in hooks (fp16 compression in C++) are not listed by DDP; docs/guarantees names that.
     hooks, ddp._comm_hooks = ddp._comm_hooks, []
-    for hook, state in hooks:
-        ddp.register_comm_hook(state, hook)
+    if hooks:
+        _renew(wrapper)
+    try:
+        yield
+    finally:
+        for hook, state in hooks:
+            ddp.register_comm_hook(state, hook)
 
 
 @contextlib.contextmanager
@@ -256,14 +275,19 @@ def _rehearse(
     """
     gradients = [parameter.grad for parameter in parameters]
     reducer: Any = wrapper.reducer
+    sparse = _sparse(wrapper)
     with torch.enable_grad(), _without_hooks(parameters):
-        _share_gradients(parameters)
+        _share_gradients([each for each in parameters if id(each) not in sparse])
+        for each in parameters:
+            if id(each) in sparse:
+                each.grad = None
         reducer.prepare_for_forward()
         reducer.prepare_for_backward([])
         for order in rounds:
             total = torch.zeros(())
             for index in reversed(order):
-                total = _Becomes.apply(total, parameters[index])  # type: ignore[no-untyped-call] # torch's
+                each = parameters[index]
+                total = _Becomes.apply(total, each, id(each) in sparse)  # type: ignore[no-untyped-call] # torch's
             total.backward()  # type: ignore[no-untyped-call] # torch's
         if counting:
             reducer._delay_all_reduce()
@@ -277,14 +301,25 @@ class _Becomes(torch.autograd.Function):
     """Hands its first argument on; in the backward pass the gradient of its second, a zero, becomes ready."""
 
     @staticmethod
-    def forward(ctx: Any, before: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, before: torch.Tensor, parameter: torch.Tensor, sparse: bool) -> torch.Tensor:
         ctx.parameter = parameter.shape, parameter.dtype, parameter.device
+        ctx.sparse = sparse
         return before.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         shape, dtype, device = ctx.parameter
-        return gradient, torch.zeros((), dtype=dtype, device=device).expand(shape)
+        if ctx.sparse:
+            nowhere = torch.empty((1, 0), dtype=torch.int64, device=device)
+            nothing = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+            return gradient, torch.sparse_coo_tensor(nowhere, nothing, shape), None
+        return gradient, torch.zeros((), dtype=dtype, device=device).expand(shape), None
+
+
+def _sparse(wrapper: DistributedDataParallel) -> set[int]:
+    """The parameters, by id, whose gradients are sparse (``torch.nn.Embedding(sparse=True)``)."""
+    parameters, sparse = wrapper._build_params_for_reducer()  # type: ignore[no-untyped-call] # torch's
+    return {id(each) for each, is_sparse in zip(parameters, sparse, strict=True) if is_sparse}
 
 
 def _share_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -12,6 +12,7 @@ import xxhash
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Conductor, Objects, Tails
 from resilient_train.frameworks.torch import group as group_module
+from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.group import ResilientGroup, works
 from resilient_train.frameworks.torch.groups import DRAIN_S, Groups
@@ -37,7 +38,10 @@ class Collectives:
 
     def set_up_problem(self) -> str:
         set_up = group_module.set_up()
-        return set_up.problem(self._registered) if set_up is not None else ""
+        if set_up is None:
+            return ""
+        models = self._objects.models
+        return set_up.problem(self._registered) or set_up.left_out(wrappers_in(models), models)
 
     def end_set_up(self) -> bytes:
         set_up = group_module.set_up()

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from resilient_train.frameworks.roles import Strides, Workers
@@ -29,10 +29,14 @@ __all__ = [
 ]
 
 
+_OF_TORCH = ("__iter__", "_get_iterator", "_index_sampler")
+"""What gives a DataLoader's batches."""
+
+
 def strides(loader: Any) -> Strides | None:
     """Known of a DataLoader with a DistributedSampler, both as torch made them."""
     sampler = getattr(loader, "sampler", None)
-    plain = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
+    plain = _skips_by_index(loader) and type(loader.batch_sampler) is BatchSampler
     if not plain or not isinstance(sampler, DistributedSampler) or loader.batch_size is None:
         return None
     if type(sampler).__iter__ is not DistributedSampler.__iter__:
@@ -59,7 +63,7 @@ def fast_forward(
     Must be called with the random state that the epoch began with: loader and sampler draw their seeds in here, in the
     order in which they draw them at the start of an epoch. Nothing else is drawn.
     """
-    if (batches or samples) and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+    if (batches or samples) and _skips_by_index(loader):
         rest = _Rest(_behind(loader, samples), batches)
         iterator = begin(_skipping(loader, rest))
         if rest.iterator is not None:
@@ -68,6 +72,19 @@ def fast_forward(
     iterator = begin(loader)
     _consume(iterator, batches)
     return iterator
+
+
+def _skips_by_index(loader: Any) -> bool:
+    """Whether another DataLoader, over fewer batches, gives what is left of this one. Not where a class of the user's
+    makes something of the batches (``__iter__``), and not where the dataset itself says what comes next.
+    """
+    kind = type(loader)
+    return (
+        isinstance(loader, DataLoader)
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+        and all(getattr(kind, name) is getattr(DataLoader, name) for name in _OF_TORCH)
+    )
 
 
 def _behind(loader: DataLoader[Any], samples: int) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NamedTuple
 
@@ -40,7 +40,8 @@ class DdpTraffic:
     """The wrappers of this process, as they are heard of."""
 
     def __init__(self) -> None:
-        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._wrappers: weakref.WeakKeyDictionary[DistributedDataParallel, str] = weakref.WeakKeyDictionary()
+        """And where each was heard of first."""
         self._heard_of_any = False
         self._unchecked: list[_Wrapped] = []
 
@@ -67,9 +68,9 @@ class DdpTraffic:
         if wrapper in self._wrappers:
             return
         module = wrapper.module
-        self._wrappers.add(wrapper)
+        self._wrappers[wrapper] = place = line()
         self._heard_of_any = True
-        self._unchecked.append(_Wrapped(line(), weakref.ref(module), memory_of(_all(module))))
+        self._unchecked.append(_Wrapped(place, weakref.ref(module), memory_of(_all(module))))
 
     def unregistered(self, registered: Callable[[], Memory]) -> str:
         """The place of a wrapper around what is not registered; empty if there is none. Each is looked at once."""
@@ -80,6 +81,17 @@ class DdpTraffic:
             now = memory_of(_all(module)) if module is not None else None
             if not (holds(held, wrapped.memory) or holds(held, now)):
                 return wrapped.place
+        return ""
+
+    def left_out(self, registered: Sequence[DistributedDataParallel], models: Sequence[torch.nn.Module]) -> str:
+        """The place of a wrapper that is none of the ``registered`` ones, and averages what is in ``models``; empty if
+        there is none.
+        """
+        averaged = {id(each) for wrapper in registered for each in wrapper.parameters()}
+        alone = {id(each) for model in models for each in model.parameters()} - averaged
+        for wrapper, place in self._wrappers.items():
+            if wrapper not in registered and any(id(each) in alone for each in wrapper.parameters()):
+                return place
         return ""
 
 

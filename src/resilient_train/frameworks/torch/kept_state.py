@@ -4,6 +4,8 @@ Most of it is written by the update alone, when the bodies are over, and needs n
 does:
 
 * settings, schedulers and the scaler, and small state of the user's: always;
+* what a module and a parameter go by (``training``, ``requires_grad``), and which gradients there were: always. A
+  gradient is put back as zeros: what it held is of an update that is over;
 * a tensor that was once seen to be written by a body, or between the head of the loop and the body (the key encoder of
   MoCo, weights that are swapped for an evaluation): from the next window on. The copy takes no longer than to write it.
 
@@ -22,6 +24,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from resilient_train.frameworks.roles import Objects, StateMark, WrittenEarly
@@ -39,9 +42,28 @@ LIVES_ON = "resilient_lives_on"
 """An attribute of state that a process which lives on brings up to date by itself: it is not put back there."""
 
 _VERSION, _ADDRESS = operator.attrgetter("_version"), torch.Tensor.data_ptr
+_TRAINING, _REQUIRES_GRAD, _GRADIENT = map(operator.attrgetter, ("training", "requires_grad", "grad"))
 
 Key = tuple[int, str]
 """A parameter: the number of its model, its name there."""
+
+
+class Modes(msgspec.Struct, array_like=True, frozen=True):
+    """What a process that takes another one's place is to find: the modules that evaluate, the parameters that are not
+    trained, and those that have a gradient.
+    """
+
+    evaluating: tuple[Key, ...]
+    frozen: tuple[Key, ...]
+    with_gradient: tuple[Key, ...]
+
+
+class _Modes(NamedTuple):
+    """Of all modules, and of all parameters that can be kept."""
+
+    training: list[bool]
+    requires_grad: list[bool]
+    with_gradient: list[bool]
 
 
 class _Place(NamedTuple):
@@ -68,6 +90,8 @@ class KeptState:
         self._places: list[_Place] = []
         self._parts: list[tuple[dict[str, torch.nn.Module | None], str, torch.nn.Module | None]] = []
         """Of all modules the ones in them: a script may put others there."""
+        self._modules: list[tuple[Key, torch.nn.Module]] = []
+        self._modes = _Modes([], [], [])
         self._there: list[torch.Tensor | None] = []
         """What the window found in these places, and ..."""
         self._watched: list[_Watched] = []
@@ -98,8 +122,9 @@ class KeptState:
         self._lost.clear()
         self._behind.clear()
         self._find()
+        self._modes = self._present_modes()
         self._keep(whole=whole)
-        self._mark(digests=self._windows < LOOKED_AT)
+        self._mark(digests=self.looks_closely)
         for state in self._states:
             state.begin(whole=whole)
 
@@ -107,6 +132,11 @@ class KeptState:
         """Nearly always all is what and where it was."""
         if not self._places or any(owner.get(name) is not part for owner, name, part in self._parts):
             self._places, self._parts = _places(self._models), _parts(self._models)
+            self._modules = [
+                ((index, name), module)
+                for index, model in enumerate(self._models)
+                for name, module in model.named_modules()
+            ]
         there = [each.owner.get(each.name) for each in self._places]
         if (
             len(there) == len(self._there)
@@ -119,6 +149,13 @@ class KeptState:
         found = [(place, each) for place, each in pairs if each is not None and _can_be_watched(each)]
         self._watched = [_Watched(place, each, each.detach()) for place, each in found]
         self._tensors = [each.tensor for each in self._watched]
+
+    def _present_modes(self) -> _Modes:
+        return _Modes(
+            [module.training for _, module in self._modules],
+            [*map(_REQUIRES_GRAD, self._tensors)],
+            [gradient is not None for gradient in map(_GRADIENT, self._tensors)],
+        )
 
     def _keep(self, *, whole: bool) -> None:
         """In the memory of the copies before. What has none now may not be put back from an older window."""
@@ -172,6 +209,37 @@ class KeptState:
         early = [each.tensor for each in self._watched if each.place.key in self._early]
         states = [state_of(state.thing) for state in self._states if state.early]
         return WrittenEarly(names, sum(map(size_of, tensors_in([early, states]))))
+
+    def modes(self, *, within: bool) -> Modes:
+        """For another process. ``within`` a step the script may have them otherwise for a moment (it evaluates), so
+        those count with which the window has begun.
+        """
+        if self._open or (within and self._windows):
+            held = self._modes
+        else:
+            self._find()
+            held = self._modes = self._present_modes()
+        places = [each.place.key for each in self._watched]
+        return Modes(
+            tuple(key for (key, _), training in zip(self._modules, held.training, strict=True) if not training),
+            tuple(key for key, trained in zip(places, held.requires_grad, strict=True) if not trained),
+            tuple(key for key, there in zip(places, held.with_gradient, strict=True) if there),
+        )
+
+    def take_modes(self, modes: Modes) -> None:
+        """Those of another process. No gradient is there yet."""
+        self._find()
+        evaluating, frozen, with_gradient = map(set, (modes.evaluating, modes.frozen, modes.with_gradient))
+        for key, module in self._modules:
+            _set_training(module, on=key not in evaluating)
+        for place, tensor, _ in self._watched:
+            _set_requires_grad(tensor, on=place.key not in frozen)
+            if place.key in with_gradient:
+                tensor.grad = torch.zeros_like(tensor)
+
+    def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The parameters that had a gradient when the window began, and what is in its place, to be zeroed."""
+        return [(each, each.grad) for each, had in zip(self._tensors, self._modes.with_gradient, strict=True) if had]
 
     def early_parameters(self) -> tuple[Key, ...]:
         """What is known to be written before updates, for a new process ..."""
@@ -234,6 +302,10 @@ class KeptState:
             self._put_back(*each)
         for state in self._states:
             state.put_back()
+        for (_, module), training in zip(self._modules, self._modes.training, strict=True):
+            _set_training(module, on=training)
+        for tensor, trained in zip(self._tensors, self._modes.requires_grad, strict=True):
+            _set_requires_grad(tensor, on=trained)
 
     def _put_back(self, place: _Place, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         if place.owner.get(place.name) is not tensor:
@@ -250,6 +322,11 @@ class KeptState:
         self._windows += self._open
         self._open = False
         self._behind.clear()
+
+    @property
+    def looks_closely(self) -> bool:
+        """Whether this is one of the first windows, in which what the version counters miss is looked for."""
+        return self._windows < LOOKED_AT
 
     # -- as the window found it
 
@@ -295,6 +372,24 @@ def _parts(
         for module in model.modules()
         for name, part in module._modules.items()
     ]
+
+
+def _set_training(module: torch.nn.Module, *, on: bool) -> None:
+    if module.training is not on:
+        module.training = on
+
+
+def _set_requires_grad(parameter: torch.Tensor, *, on: bool) -> None:
+    if parameter.requires_grad is not on:
+        parameter.requires_grad_(on)
+
+
+def zero(gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Gives parameters a gradient of zeros, in the memory of the one that they had."""
+    with torch.no_grad():
+        for parameter, held in gradients:
+            as_it_was = held is not None and _are_alike(held, parameter) and not held.requires_grad
+            parameter.grad = held.zero_() if as_it_was and held is not None else torch.zeros_like(parameter)
 
 
 def _told(key: Key) -> str:

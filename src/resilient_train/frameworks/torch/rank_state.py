@@ -55,6 +55,14 @@ class Buffers:
                 del self._quiet[key]
         return {key: self._present(key) for key in sorted(self._live)} if self._live else {}
 
+    def look(self) -> None:
+        """Finds those that are written past the version counter (``buffer.data.mul_(...)``), by comparing all."""
+        for key in [*self._quiet]:
+            buffer = self._all[key][0]._buffers[self._all[key][1]]
+            if buffer is not None and not torch.equal(buffer, self._first[key]):
+                self._live.add(key)
+                del self._quiet[key]
+
     def _present(self, key: str) -> torch.Tensor:
         module, name = self._all[key]
         return cast("torch.Tensor", module._buffers[name])  # None only if the model takes a buffer away while it trains

@@ -12,11 +12,13 @@ on; what it has called is compared when it has become a rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train import config, standby
 from resilient_train.errors import ConfigError
@@ -139,6 +141,15 @@ class SetUpCollectives:
         return place and (
             f"{place} wraps a model by DistributedDataParallel that is not registered whole: a process that replaces "
             "this rank would have another copy of it. Register it too: Session(model=[...])"
+        )
+
+    def left_out(self, wrappers: Sequence[DistributedDataParallel], models: Sequence[torch.nn.Module]) -> str:
+        """Why the gradients of a registered model could not be averaged after a recovery; empty if they could."""
+        place = self._ddp.left_out(wrappers, models)
+        return place and (
+            f"{place} wraps a registered model by DistributedDataParallel, and the wrapper itself is not registered: "
+            "after a fault it would lay out its gradients in another order than a new process; register the wrapper, "
+            "Session(model=ddp)"
         )
 
     def finish(self, registered: Registered) -> bytes:

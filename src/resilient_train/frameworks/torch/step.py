@@ -19,7 +19,7 @@ from resilient_train.frameworks.torch import admission
 from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
 from resilient_train.frameworks.torch.buckets import Buckets, PassHistory
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
-from resilient_train.frameworks.torch.kept_state import Key
+from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
 from resilient_train.frameworks.torch.leaves import copy_tree
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import RankState
@@ -40,6 +40,7 @@ class _Learnt(PassHistory, array_like=True):
 
     parameters: tuple[Key, ...] = ()
     states: tuple[str, ...] = ()
+    modes: Modes | None = None
 
 
 class Step:
@@ -137,6 +138,8 @@ class Step:
         self._asked = None
         self._samples.take()
         self._undo = None
+        if self._state.kept.looks_closely:
+            self._rank_state.buffers.look()
         own = self._rank_state.packed()
         self._state.keep(whole=whole)
         self._start = _Start(random_state(), torch.is_grad_enabled(), own, self._buckets.shares_buffers)
@@ -153,12 +156,16 @@ class Step:
             self._undo = None
         # `with torch.set_grad_enabled(False)` switches before its `with` begins; cut in between, nobody switches back.
         torch.set_grad_enabled(start.gradients)
+        gradients = self._state.kept.gradients()
         for optimizer in self._objects.optimizers:
             optimizer.zero_grad(set_to_none=True)
         for model in self._objects.models:
             model.zero_grad(set_to_none=True)
+        if self._state.kept.looks_closely:
+            self._rank_state.buffers.look()
         self._rank_state.rollback(start.rank_state)
         lost = self._state.put_back(intact=intact)
+        zero(gradients)
         self._buckets.shares_buffers = start.shares_buffers
         restore_random_state(start.random)
         return lost
@@ -183,14 +190,16 @@ class Step:
 
     def gradients_ready(self, update: int) -> WrittenEarly | None:
         self._state.kept.look()
+        if self._state.kept.looks_closely:
+            self._rank_state.buffers.look()
         if not self._buckets.known:
             self._buckets.recorded(update)
         return self._state.kept.found()
 
-    def layout(self) -> bytes:
+    def layout(self, *, within: bool = False) -> bytes:
         history, kept = self._buckets.layout(), self._state.kept
-        learnt = _Learnt(history.passes, history.shares_buffers, kept.early_parameters(), kept.early_states())
-        return msgspec.msgpack.encode(learnt)
+        early, modes = (kept.early_parameters(), kept.early_states()), kept.modes(within=within)
+        return msgspec.msgpack.encode(_Learnt(history.passes, history.shares_buffers, *early, modes))
 
     def rebuild_reducer(self, layout: bytes | None, commits: int) -> None:
         learnt = None
@@ -201,6 +210,8 @@ class Step:
                 raise TransferError(f"what the replica has learnt in its first steps can't be read: {error}") from None
             self._state.kept.learn(learnt.parameters, learnt.states)
         self._buckets.restore(learnt, commits)
+        if learnt is not None and learnt.modes is not None:
+            self._state.kept.take_modes(learnt.modes)
 
     # -- optimizers
 

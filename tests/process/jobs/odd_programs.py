@@ -1,0 +1,149 @@
+"""Programs that are ordinary somewhere, and that a redo, or a new process, could get wrong unseen: one of each kind."""
+
+import argparse
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
+
+import resilient_train as rt
+
+parser = argparse.ArgumentParser()
+parser.add_argument("kind")
+parser.add_argument("steps", type=int)
+asked = parser.parse_args()
+SAMPLES, BATCH = 48, 4
+
+
+class Heads(nn.Module):
+    """One of two is used in a step: the other keeps its gradient of zeros, and its moments go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](torch.tanh(self.body(x)))
+
+
+class Codebook(nn.Module):
+    """A moving average that is written past torch's version counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.linear(x - self.mean)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 6, sparse=True)
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.words((x[:, 0].abs() * 10).long() % 16))
+
+
+class Scaled(DataLoader):
+    """Makes something of the batches."""
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        for (x,) in super().__iter__():
+            yield [x / 255]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        return iter([(each,) for each in DATA[dist.get_rank() :: dist.get_world_size()]])
+
+
+class Shuffled(Sampler):
+    """Batches in an order of its own generator's, which is none of the loader's."""
+
+    def __init__(self) -> None:
+        self.draws = torch.Generator().manual_seed(7 + dist.get_rank())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(SAMPLES, generator=self.draws).tolist()
+        return iter([order[at : at + BATCH] for at in range(0, SAMPLES, BATCH)])
+
+    def __len__(self) -> int:
+        return SAMPLES // BATCH
+
+
+class Counts:
+    """The state of a hook, as PowerSGD's has some: what becomes of a gradient hangs on how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @staticmethod
+    def averaged(state: "Counts", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state.calls += 1
+        factor = 1 + state.calls / 128
+        return allreduce_hook(dist.group.WORLD, bucket).then(lambda done: done.value() * factor)
+
+    def state_dict(self) -> dict[str, int]:
+        return vars(self).copy()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+DATA = torch.randn(SAMPLES, 6)
+kind = asked.kind
+plain = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.Linear(16, 3))
+net = {"heads": Heads, "codebook": Codebook, "words": Words}.get(kind, lambda: plain)()
+model = DistributedDataParallel(net, broadcast_buffers=False, find_unused_parameters=kind == "heads")
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2) if kind == "words" else torch.optim.AdamW(model.parameters())
+data, rank_state, loader = TensorDataset(DATA), {}, None
+if kind == "counts":
+    counts = Counts()
+    model.register_comm_hook(counts, counts.averaged)
+    rank_state = {"counts": counts}
+if kind == "scaled":
+    loader = Scaled(data, batch_size=BATCH, sampler=DistributedSampler(data))
+if kind == "stream":
+    loader = DataLoader(Stream(), batch_size=BATCH)
+if kind == "shuffled":
+    batches = Shuffled()
+    loader, rank_state = DataLoader(data, batch_sampler=batches), {"draws": batches.draws}
+for seed in (random.seed, np.random.seed, torch.manual_seed):
+    seed(1 + dist.get_rank())
+
+with rt.Session(
+    model=net if kind == "inner" else model, optimizer=optimizer, loader=loader, rank_state=rank_state
+) as session:
+    for step in session.steps(asked.steps):
+        with step:
+            x = step.batch[0] if loader is not None else torch.randn(BATCH, 6)
+            if kind == "evaluates":  # the first pass must run in the mode that the step began with
+                loss = model(x).pow(2).mean()
+                model.eval()
+                with torch.no_grad():
+                    target = model.module(x)
+                (loss + (model(x) - target.mean()).pow(2).mean()).backward()
+                model.train()
+            else:
+                out = model(x, step.number // 2 % 2) if kind == "heads" else model(x)
+                out.pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=kind != "heads")
+            if kind == "freezes" and step.number == 3:
+                net[0].eval()
+                net[1].eval()
+dist.destroy_process_group()

@@ -1,0 +1,36 @@
+"""Programs that ended with other bits and exit code 0, or lost their job, until a reader of the code named them."""
+
+from pathlib import Path
+
+import pytest
+from running import launch
+
+STEPS = "18"
+KILLS = (
+    "kill rank=1 step=2 phase=COMPUTE at=backward; "
+    "kill rank=0 step=5 phase=UPDATING; "
+    "kill rank=1 step=9 phase=READY at=before incarnation=1; "
+    "kill rank=0 step=15 phase=COMPUTE at=backward incarnation=1"
+)
+"""A survivor redoes, or goes on; and with 48 samples for two ranks the second pass over the data has begun."""
+
+
+@pytest.mark.parametrize(
+    "kind", ["heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"]
+)
+def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> None:
+    reference = launch(tmp_path / "reference", "odd_programs.py", kind, STEPS, ranks=2)
+    # Which gradient becomes ready first, and so when the fault hits, hangs on the head that is used.
+    plan = KILLS.replace("COMPUTE at=backward", "READY at=before") if kind == "heads" else KILLS
+    run = launch(tmp_path / "run", "odd_programs.py", kind, STEPS, ranks=2, flags=("--faults", plan))
+    assert reference.code == run.code == 0, run.explain()
+    assert len(run.of("injected")) == run.recoveries() == 4, run.explain()
+    assert run.digests() == reference.digests(), run.explain()
+
+
+def test_a_wrapper_that_is_not_registered_is_refused(tmp_path: Path) -> None:
+    """With what it wraps registered all went well, until the first fault."""
+    run = launch(tmp_path / "run", "odd_programs.py", "inner", STEPS, ranks=2)
+    assert run.code == 2, run.explain()
+    assert "odd_programs.py" in run.err
+    assert "register the wrapper, Session(model=ddp)" in run.err

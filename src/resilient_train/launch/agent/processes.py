@@ -17,7 +17,7 @@ from resilient_train import _native, config
 from resilient_train.descriptors import Limit, restore_limit
 from resilient_train.launch.agent import caches
 from resilient_train.launch.agent.logs import Logs, Streams
-from resilient_train.launch.fork.imports import target_of
+from resilient_train.launch.fork.imports import script_of
 from resilient_train.launch.fork.live import cold
 from resilient_train.launch.fork.standby_pool import Pool, Standby
 from resilient_train.launch.spec import JobSpec
@@ -200,7 +200,7 @@ class Processes:
             os.close(streams.out)
             os.close(streams.err)
         try:
-            return RankProcess(rank, incarnation, child, start=start, wraps=isinstance(target_of(command), str))
+            return RankProcess(rank, incarnation, child, start=start, wraps=isinstance(script_of(command), str))
         except OSError:  # no descriptor for it: it must not run on unseen
             os.killpg(child.pid, signal.SIGKILL)
             raise

@@ -37,6 +37,7 @@ _GREETING_BYTES = 64 << 10
 _GREETING_S = 10.0
 _SILENT_MAX = 64
 """Connections without a greeting; of more than these the oldest is closed."""
+_LATE = "it has not said who it is"
 
 
 class ReadLimits(NamedTuple):
@@ -253,6 +254,7 @@ class Listener(Generic[Received]):
                 self._pause(error)
                 return
             self._full = False
+            self._make_room()
 
     def _pause(self, error: OSError) -> None:
         """The socket stays readable, so the loop would turn in circles."""
@@ -273,10 +275,18 @@ class Listener(Generic[Received]):
         self._server.on_open(connection)
         self._loop.add_reader(endpoint, self._read, connection)
         self._connections.add(connection)
-        late = "it has not said who it is"
-        self._silent[connection] = self._loop.call_later(_GREETING_S, self.drop, connection, late)
-        if len(self._silent) > _SILENT_MAX:
-            self.drop(next(iter(self._silent)), late)
+        self._silent[connection] = self._loop.call_later(_GREETING_S, self.drop, connection, _LATE)
+
+    def _make_room(self) -> None:
+        """Unless the oldest has said who it is, and we have not listened: this process may have been stopped while many
+        connected, and accepts them all before it reads.
+        """
+        if len(self._silent) <= _SILENT_MAX:
+            return
+        oldest = next(iter(self._silent))
+        self._read(oldest)
+        if oldest in self._silent:
+            self.drop(oldest, _LATE)
 
     def _read(self, connection: Connection[Received]) -> None:
         try:

@@ -234,7 +234,8 @@ class Channel(Wire[FromAgent]):
 
     def __init__(self, path: str, timeout_s: float = 30.0) -> None:
         endpoint = connect(path, timeout_s)
-        if not peer_of(endpoint).trusted:
+        self._peer = peer_of(endpoint)
+        if not self._peer.trusted:
             endpoint.close()
             raise PermissionError(f"{path} belongs to a process of another user")
         super().__init__(endpoint, _from_agent, lambda reason: JobEnded(f"the agent of this node {reason}"))
@@ -242,6 +243,14 @@ class Channel(Wire[FromAgent]):
     def put_back(self, frames: list[FromAgent]) -> None:
         """Frames that were received too early, to be received again before all others."""
         self._ready[:0] = frames
+
+    def peer_is_stopped(self) -> bool:
+        """Whether who listens there was stopped (SIGSTOP, a debugger), as far as that can be seen from here."""
+        try:
+            letter = Path(f"/proc/{self._peer.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False  # it is of another namespace, or gone, which is read next
+        return letter in ("T", "t")
 
     def wait_either(self, other: int) -> bool:
         """Blocks until a frame is there (False) or descriptor ``other`` is readable (True)."""

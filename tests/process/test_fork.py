@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 from identity import assert_identical
-from running import JOBS, LAUNCHER, Reference, launch, read_events, start
+from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
+from saved_jobs import RANKS, STEPS, command, pid_of, wait_for, wait_for_step
 
 WAYS = ("plain", "cold", "forked")
 
@@ -250,3 +251,23 @@ def test_a_script_that_can_not_be_forked_starts_cold(tmp_path: Path, text: str) 
     assert starts(read_events(tmp_path / "run")) == ["cold" if told else "forked"] * 2
     assert told in err
     assert err.count("start cold") == bool(told)
+
+
+def test_a_replacement_of_a_launcher_whose_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Reference
+) -> None:
+    """Nobody needs it: the script and the run directory lie elsewhere. The fork stays where it stands."""
+    here, run_dir = tmp_path / "here", tmp_path / "run"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with start(command(run_dir, "--pace", str(run_dir / "enough"))) as process:
+        wait_for_step(run_dir, 2)
+        monkeypatch.chdir(tmp_path)
+        here.rmdir()
+        os.kill(pid_of(run_dir, 1), signal.SIGKILL)
+        wait_for(run_dir, process, "resumed")
+        (run_dir / "enough").touch()
+        out, err = process.communicate(timeout=100)
+    run = Run(run_dir, process.returncode, out, err, read_events(run_dir))
+    assert_identical(run, undisturbed(ranks=RANKS, steps=STEPS), ranks=RANKS, recoveries=1)
+    assert starts(run.events)[RANKS:] == ["forked"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from failing_storage import FailingStorage
-from running import Reference, Run, read_events, start
+from running import JOBS, Reference, Run, read_events, start
 from saved_jobs import RANKS, STEPS, command, pid_of, wait_for, wait_for_step
 from watched_jobs import end_holder
 
@@ -98,6 +99,21 @@ def test_survivors_that_were_cut_behind_the_update(run_dir: Path) -> None:
         again = ended(process, run_dir)
     assert again.code == 0, again.explain()
     assert len({params for params, _ in again.digests().values()}) == 1
+
+
+def test_where_the_script_is_gone_the_survivors_save(run_dir: Path, tmp_path: Path) -> None:
+    """A replacement can't read it, which is its own end: no bug of the agent's, and no reason to lose the state."""
+    script = tmp_path / "train.py"
+    shutil.copyfile(JOBS / "train.py", script)
+    paced = [str(script) if part == str(JOBS / "train.py") else part for part in slow(run_dir)]
+    with start(paced) as process:
+        wait_for_step(run_dir, 4)
+        script.unlink()
+        os.kill(pid_of(run_dir, 1), signal.SIGKILL)
+        run = ended(process, run_dir)
+    assert run.code == 1, run.explain()
+    assert [event["rank"] for event in run.of("spawned")][RANKS:] == [1], run.explain()
+    assert str(last(run_dir)) in run.err
 
 
 def test_where_storage_fails_the_state_stays_in_memory(run_dir: Path, tmp_path: Path, undisturbed: Reference) -> None:

@@ -91,6 +91,18 @@ def test_how_a_rank_ended() -> None:
     process.close()
 
 
+@pytest.mark.parametrize(
+    ("status", "wraps", "code"),
+    [(137, True, -signal.SIGKILL), (139, True, -signal.SIGSEGV), (143, True, 143), (3, True, 3), (137, False, 137)],
+)
+def test_a_wrapper_tells_how_its_rank_ended(status: int, wraps: bool, code: int) -> None:
+    started, _ = leader(code=status)
+    process = RankProcess(0, 0, started, start="cold", wraps=wraps)
+    until(lambda: process.exit_code() is not None)
+    assert process.exit_code() == code
+    process.close()
+
+
 def test_a_standby_is_reaped_when_its_group_was_killed(killed: list[tuple[int, int]]) -> None:
     async def story() -> None:
         pool = Pool("switched off", ("true",), Settings(), lambda *_: None)

@@ -17,7 +17,7 @@ from resilient_train.config import (
 )
 from resilient_train.errors import ConfigError
 from resilient_train.launch.fork.environ_watch import EnvironWatch, noted
-from resilient_train.launch.fork.imports import Script, Wanted, hidden, scan, target_of, uses_us
+from resilient_train.launch.fork.imports import Script, Wanted, hidden, scan, script_of, target_of, uses_us
 
 
 def write(folder: Path, **files: str) -> Script:
@@ -153,6 +153,13 @@ def test_commands_that_can_be_followed(tmp_path: Path) -> None:
         assert isinstance(target_of(command), str), command
     for other in (str(tmp_path), str(tmp_path / "none.py"), str(tmp_path / "train.zip")):
         assert "not a Python source" in str(target_of((*python, other)))
+
+
+def test_what_a_command_is_does_not_change_when_its_file_goes(tmp_path: Path) -> None:
+    gone = (sys.executable, "-u", str(tmp_path / "none.py"), "x")
+    assert script_of(gone) == Script(script=gone[2], arguments=("x",))
+    for command in (("bash", "none.py"), (sys.executable, "-u", str(tmp_path / "train.zip"))):
+        assert isinstance(script_of(command), str), command
 
 
 def test_the_ranks_own_variables() -> None:

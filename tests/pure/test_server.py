@@ -257,6 +257,22 @@ def test_who_does_not_say_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "the first frame was Give instead of Hello" in server.told
 
 
+def test_who_has_said_it_while_nobody_listened_is_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process was stopped while they connected."""
+    monkeypatch.setattr(module, "_SILENT_MAX", 4)
+    server = Echo()
+
+    async def story(_: Listener[Frame], path: Path) -> None:
+        clients = [Client(path) for _ in range(12)]
+        for client in clients:  # no turn of the loop until all have
+            client.socket.send(encode(Hello()))
+        for client in clients:
+            assert await client.receive() == Hello()
+
+    served(tmp_path, server, story)
+    assert server.told == []
+
+
 def test_there_is_an_end_to_how_many(tmp_path: Path) -> None:
     server = Echo()
 

@@ -1,8 +1,11 @@
 """Frames: whatever the bytes, a whole frame or a ProtocolError; over a real socket pair where descriptors travel."""
 
 import os
+import signal
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -206,3 +209,32 @@ def test_an_agent_that_talks_nonsense(ends: tuple[Channel, socket.socket], data:
     agent.sendall(data)
     with pytest.raises(ProtocolError):
         channel.receive()
+
+
+LISTENS = """
+import sys
+from pathlib import Path
+from resilient_train.transport import listen
+listener = listen(Path(sys.argv[1]))
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.process
+def test_whether_the_other_end_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", LISTENS, str(path)], **pipes) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        channel = Channel(str(path))
+        assert not channel.peer_is_stopped()
+        for number, option in ((signal.SIGSTOP, os.WSTOPPED), (signal.SIGCONT, os.WCONTINUED)):
+            child.send_signal(number)
+            os.waitid(os.P_PID, child.pid, option)
+            assert channel.peer_is_stopped() == (number == signal.SIGSTOP)
+        child.kill()
+        child.wait()
+        assert not channel.peer_is_stopped(), "it is gone"
+        channel.close()

@@ -9,7 +9,6 @@ A DeviceError anywhere means that the device does not do what a recovery needs: 
 from __future__ import annotations
 
 import atexit
-import math
 import textwrap
 import time
 import traceback
@@ -63,6 +62,9 @@ from resilient_train.session.verification import Verification
 from resilient_train.session.watch import Watch
 
 _WATCHDOG_S = 5.0
+_LOOK_MS = 100
+_COUNTED_S = 0.5
+"""How much of the time since the last look counts: whoever was stopped himself has not waited meanwhile."""
 _ENDS_WELL = on.Exit("ok")
 
 
@@ -764,17 +766,21 @@ class Driver:
         return on.Ok() if self._peers.cross(rank.standing, self._number, rank.generation) else on.Stopped()
 
     def _await_stop(self, effect: do.AwaitStop) -> on.Event:
-        """Somebody may know why a collective failed; ``Trouble`` has asked."""
-        deadline = time.monotonic() + self._verdict_timeout_s
+        """Somebody may know why a collective failed; ``Trouble`` has asked. Only time in which both could run counts:
+        an agent that is stopped will answer when it is continued, and one that is gone hangs up.
+        """
+        waited_s, looked = 0.0, time.monotonic()
         if not effect.limited:
-            deadline = math.inf
             self._pulse.at(Activity.WAITING)
-        while not self._peers.wait_stop(self._rank.generation, 100):
+        while not self._peers.wait_stop(self._rank.generation, _LOOK_MS):
             frame = self._link.channel.receive(timeout_s=0)
             if isinstance(frame, m.End):
                 leave(frame)
-            if time.monotonic() > deadline:
-                return on.Failed()
+            since_s, looked = time.monotonic() - looked, time.monotonic()
+            if effect.limited and not self._link.channel.peer_is_stopped():
+                waited_s += min(since_s, _COUNTED_S)
+                if waited_s > self._verdict_timeout_s:
+                    return on.Failed()
         if not effect.limited:
             self._pulse.at(Activity.TRAINING)
         return on.Ok()

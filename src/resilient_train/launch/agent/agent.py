@@ -519,7 +519,8 @@ class Agent:
         self._begin_task(self._start_all(spawns, again))
 
     async def _start_all(self, spawns: list[Command], again: Note | None) -> None:
-        blind = await self._saves.choose(needed=again is not None and bool(again.detail["state_lost"]))
+        needed = again is not None and bool(again.detail["state_lost"])
+        blind = await self._saves.choose(again=again is not None, needed=needed)
         self._choosing = False
         if self._ending is not None:
             return
@@ -602,13 +603,22 @@ class Agent:
         self._note("spawned", rank=rank, incarnation=command.incarnation, detail=detail)
 
     def _on_no_process(self, command: Spawn, error: OSError, tries: int) -> None:
-        """Where it takes a lost one's place, the recovery's own limit says how long it is tried."""
-        if error.errno not in _SHORT_OF or (tries >= _TRIES and not command.joining):
-            del self._unborn[command.rank]
-            self._carry_out(self._controller.stop(2, f"rank {command.rank} can't be started: {error}"))
+        """Where it takes a lost one's place, others have a state: what is short is waited for as long as the recovery's
+        own limit lets us, anything else may be mended soon (a file that is just written anew), and what can't be helped
+        is taken for the rank's own end, so that the survivors save.
+        """
+        rank, short = command.rank, error.errno in _SHORT_OF
+        if tries >= _TRIES and command.joining and not short:
+            del self._unborn[rank]
+            how = f": its process can't be started: {error}"
+            self._carry_out(self._controller.exited(rank, command.incarnation, 2, self._standings(), how))
+            return
+        if not command.joining and (tries >= _TRIES or not short):
+            del self._unborn[rank]
+            self._carry_out(self._controller.stop(2, f"rank {rank} can't be started: {error}"))
             return
         if tries == 1:
-            self._say(f"rank {command.rank} can't be started now ({error}): it is tried again")
+            self._say(f"rank {rank} can't be started now ({error}): it is tried again")
         self._loop.call_later(_SHORT_S, self._start, command, tries + 1)
 
     def _kill(self, process: RankProcess, reason: str) -> None:

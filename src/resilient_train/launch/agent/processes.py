@@ -17,7 +17,7 @@ from resilient_train import _native, config
 from resilient_train.descriptors import Limit, restore_limit
 from resilient_train.launch.agent import caches
 from resilient_train.launch.agent.logs import Logs, Streams
-from resilient_train.launch.fork.imports import target_of
+from resilient_train.launch.fork.imports import script_of
 from resilient_train.launch.fork.live import cold
 from resilient_train.launch.fork.standby_pool import Pool, Standby
 from resilient_train.launch.spec import JobSpec
@@ -25,6 +25,8 @@ from resilient_train.protocol.hang import RunState
 
 _PF_EXITING = 0x4
 """linux/sched.h; part of what ``/proc`` tells since 2.6."""
+_DEATHS = frozenset((signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
+"""Signals that kill a process from outside, or that are its machine's fault as often as its own."""
 _LOCAL_RANK_MACRO = "${local_rank}"
 
 
@@ -70,8 +72,14 @@ class RankProcess:
         if self._code is None and not self._closed:
             ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
-                self._code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                self._code = self._meant(ended.si_status) if ended.si_code == os.CLD_EXITED else -ended.si_status
         return self._code
+
+    def _meant(self, status: int) -> int:
+        """A shell tells of the death of what it has run by exiting with 128 and the signal's number. What has died is
+        the rank, and a fault; it must not be taken for the script's own decision.
+        """
+        return 128 - status if self._wraps and status - 128 in _DEATHS else status
 
     def owns(self, pid: int) -> bool:
         """Whether the process with this number speaks for the rank. 0: it is of another namespace."""
@@ -200,7 +208,7 @@ class Processes:
             os.close(streams.out)
             os.close(streams.err)
         try:
-            return RankProcess(rank, incarnation, child, start=start, wraps=isinstance(target_of(command), str))
+            return RankProcess(rank, incarnation, child, start=start, wraps=isinstance(script_of(command), str))
         except OSError:  # no descriptor for it: it must not run on unseen
             os.killpg(child.pid, signal.SIGKILL)
             raise

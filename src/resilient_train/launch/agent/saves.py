@@ -33,7 +33,9 @@ _REPLY_TIMEOUT_S = 2.0
 """The agent waits for the holder at the start of ranks only, and not for long: it has recoveries to carry out."""
 _SLOW_S = 30.0
 _PATIENCE_S = 60.0
-"""For storage that does not let itself be read, when all ranks have lost their state: it may come back."""
+"""For storage that does not let itself be read, when all ranks start again: it may come back. And for storage that does
+not answer, where memory has a state.
+"""
 _LOOK_AGAIN_S = 1.0
 _SEE_S = 10.0
 """At the end of a job it is told what is left, if storage says so within this time."""
@@ -138,18 +140,19 @@ class Saves:
         self._vault = vault
         asyncio.get_running_loop().add_reader(vault.fileno(), self._hear)
 
-    async def choose(self, *, needed: bool = False) -> str:
+    async def choose(self, *, again: bool = False, needed: bool = False) -> str:
         """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
-        see, and nothing is in memory (snapshots there are as new as what was written of them). ``needed``: the ranks
-        have lost a state. Then the storage has some time to come back, and it is impossible as well where there is
-        nothing, though it was meant to be kept by the ranks themselves alone; and, once replicas have differed, where
-        nothing is of before.
+        see, and nothing is in memory (snapshots there are as new as what was written of them). ``again``: the ranks are
+        started once more, for whatever reason. Then the storage has some time to come back: nobody is at hand, as when
+        a job begins. ``needed``: they have lost a state. Then it is impossible as well where there is nothing, though
+        it was meant to be kept by the ranks themselves alone; and, once replicas have differed, where nothing is of
+        before.
         """
         self._captured.clear()  # by ranks that are no more
         self._newest_over = 0
         self._settle(0)
         self.source = None
-        deadline = time.monotonic() + (_PATIENCE_S if needed else 0)
+        deadline = time.monotonic() + (_PATIENCE_S if again or needed else 0)
         # What is being written may be wrong, and must not be found later.
         while self._wrong_since is not None and self._under_way is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
             await asyncio.sleep(_LOOK_AGAIN_S)
@@ -184,10 +187,16 @@ class Saves:
         memory = self._held() if socket_path(self._run_dir).exists() else None
         refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
         slow = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_slow)
+        # Where memory has a state, storage that hangs must not keep the job from it. Not so where what is wrong there
+        # has to be set aside first.
+        limit_s = _PATIENCE_S if memory is not None and self._wrong_since is None else None
         try:
-            return memory, await find_stored(
-                self._folder, refused, bytes_too=True, wrong_since=self._wrong_since, held=memory is not None
-            )
+            async with asyncio.timeout(limit_s):
+                return memory, await find_stored(
+                    self._folder, refused, bytes_too=True, wrong_since=self._wrong_since, held=memory is not None
+                )
+        except TimeoutError:
+            return memory, Stored(unreadable="it does not answer")
         finally:
             slow.cancel()
 

@@ -35,6 +35,7 @@ class Life(msgspec.Struct, tag=True, frozen=True):
     target: Script
     environ: dict[str, str]
     cwd: str
+    """Empty: the agent's folder was removed, and the fork stays where it stands."""
 
 
 class Ahead(msgspec.Struct, tag=True, frozen=True):

@@ -49,8 +49,16 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         if sys.flags.safe_path:
             return ""
         if self.module:
-            return str(Path.cwd())
+            return current_folder()
         return os.path.dirname(os.path.realpath(self.script))  # noqa: PTH120 - as Python itself does
+
+
+def current_folder() -> str:
+    """Where this process stands; empty: nowhere, since somebody has removed its folder."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return ""
 
 
 class ImportPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,7 +273,17 @@ def _moves_path(tree: ast.Module) -> bool:
 
 
 def target_of(command: Sequence[str]) -> Script | str:
-    """What ``python -u SCRIPT ARGUMENTS`` or ``python -u -m MODULE ARGUMENTS`` runs; else why that is not known."""
+    """``script_of``, where the script's file is there to be read now."""
+    target = script_of(command)
+    if isinstance(target, Script) and target.script and not Path(target.script).is_file():
+        return _no_source(target.script)
+    return target
+
+
+def script_of(command: Sequence[str]) -> Script | str:
+    """What ``python -u SCRIPT ARGUMENTS`` or ``python -u -m MODULE ARGUMENTS`` runs; else why that is not known. By the
+    command alone: while a job runs, its script's file may go (an editor, a checkout), and the ranks stay what they are.
+    """
     if not command or command[0] != sys.executable:
         return "the ranks are started by a command of their own (--no-python, PYTHON_EXEC), and not by this Python"
     rest = list(command[1:])
@@ -276,6 +294,10 @@ def target_of(command: Sequence[str]) -> Script | str:
     if not rest or rest[0].startswith("-"):
         return "the ranks do not run a script"
     script = Path(rest[0])
-    if not script.is_file() or script.suffix != ".py":
-        return f"{script} is not a Python source file (.py)"
+    if script.suffix != ".py":
+        return _no_source(str(script))
     return Script(script=str(script), arguments=tuple(rest[1:]))
+
+
+def _no_source(script: str) -> str:
+    return f"{script} is not a Python source file (.py)"

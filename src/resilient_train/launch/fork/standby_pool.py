@@ -43,7 +43,7 @@ from resilient_train.launch.fork.frames import (
     Waits,
     gates,
 )
-from resilient_train.launch.fork.imports import Script, target_of
+from resilient_train.launch.fork.imports import Script, current_folder, script_of, target_of
 from resilient_train.launch.fork.zygote import Root
 
 _ANSWER_S = 1.0
@@ -195,9 +195,9 @@ class Pool:
         self, waiting: Standby, command: tuple[str, ...], environ: Mapping[str, str], streams: Streams
     ) -> bool:
         """The process becomes a rank that runs ``command``. False: it did not take its orders, and is killed."""
-        target = target_of(command)
+        target = script_of(command)
         assert isinstance(target, Script)
-        life = Life(command, target, dict(environ), str(Path.cwd()))
+        life = Life(command, target, dict(environ), current_folder())
         try:
             waiting.gate.tell(life, streams)
         except OSError as error:

@@ -159,7 +159,8 @@ def _wait(gate: Gate, agent_pid: int) -> Born:
                     bind_to(agent_pid)
                     take_streams(descriptors)
                     config.replace_environ(order.environ)
-                    os.chdir(order.cwd)
+                    if order.cwd:
+                        os.chdir(order.cwd)
                     importlib.invalidate_caches()
                 return Born(order.command, order.target)
             case Ahead():

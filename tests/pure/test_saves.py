@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pure import checkpoint_rig
+from pure.silent_holder import silent_holder
 from resilient_train.launch.agent import saves as saves_module
 from resilient_train.launch.agent.restore_points import Stored
 from resilient_train.launch.agent.saves import CHECKPOINTS, Saves
@@ -176,3 +177,16 @@ def test_storage_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(told) == 1
     assert "still being read" in told[0]
     assert left(tmp_path) == ""
+
+
+def test_a_holder_that_does_not_answer_at_the_end(tmp_path: Path) -> None:
+    """A job that has finished well stays one that has."""
+
+    async def end() -> None:
+        with silent_holder() as silent:
+            each = saves(tmp_path)
+            each._keep_to(silent)
+            await each.finish(0, failed=False)
+            assert each._vault is None
+
+    asyncio.run(end())

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pure.fake_accelerator import Machine  # noqa: E402
+from pure.silent_holder import silent_holder  # noqa: E402
 from pure.staging_rig import TIMEOUT_S, LateCopier, Trained, trained_pair  # noqa: E402
 from resilient_train._native import DIGEST_CHUNK_BYTES, Board, Copier  # noqa: E402
 from resilient_train.errors import MemoryLimitError  # noqa: E402
@@ -321,6 +322,21 @@ def test_a_rank_without_memory_leaves_off(rank: Rank, capsys: pytest.CaptureFixt
     assert rank.board.kept(RANK) == (1, OFF), "what all ranks hold stays"
     rank.head(3)
     assert rank.told() == []
+
+
+def test_a_holder_that_does_not_answer_costs_one_snapshot(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank.copier.go.set()
+    with silent_holder() as silent, monkeypatch.context() as stopped:
+        stopped.setattr(saving_module.Vault, "connect", lambda *_, **__: silent)
+        rank.head(1)
+        (skipped,) = rank.told()
+        assert isinstance(skipped, Skipped)
+        assert "did not answer" in skipped.reason
+    rank.head(2)
+    in_its_slot(rank)
+    rank.saving.fence()
+    assert rank.told() == [captured(2, 1)], "of the holder that answers now"
+    assert rank.events == []
 
 
 def test_the_others_leave_off_when_the_next_snapshot_is_due(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:

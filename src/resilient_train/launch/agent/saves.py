@@ -91,6 +91,8 @@ class Saves:
         """The ranks keep snapshots, or would."""
         self._opening = asyncio.Lock()
         self._vault: Vault | None = None
+        self._listened = -1
+        """The vault's descriptor while the event loop looks at it. The vault may have closed it itself by the end."""
         self._holder: Popen[bytes] | None = None
         self._captured: dict[int, dict[int, Captured]] = {}
         self._under_way: _Save | None = None
@@ -136,7 +138,8 @@ class Saves:
     def _keep_to(self, vault: Vault) -> None:
         """This process is a member from now on, so that the holder stays."""
         self._vault = vault
-        asyncio.get_running_loop().add_reader(vault.fileno(), self._hear)
+        self._listened = vault.fileno()
+        asyncio.get_running_loop().add_reader(self._listened, self._hear)
 
     async def choose(self, *, needed: bool = False) -> str:
         """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
@@ -381,7 +384,7 @@ class Saves:
 
     def _let_go(self) -> None:
         assert self._vault is not None
-        asyncio.get_running_loop().remove_reader(self._vault.fileno())
+        asyncio.get_running_loop().remove_reader(self._listened)
         self._vault.close()
         self._vault = None
 

@@ -213,6 +213,21 @@ def host_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     rank.saving.close()
 
 
+def test_what_lies_behind_an_image_may_not_fit(host_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken for smaller than it is: no snapshot, and no error in the loop."""
+    with monkeypatch.context() as short:
+        short.setattr(saving_module.trailer, "size_bytes", lambda *_: -2000)
+        host_rank.head(1)
+        host_rank.saving.wait()
+    (skipped,) = host_rank.told()
+    assert isinstance(skipped, Skipped)
+    assert "no room for a trailer" in skipped.reason
+    host_rank.head(2)
+    host_rank.saving.wait()
+    assert host_rank.told() == [captured(2, 1)]
+    assert host_rank.snapshots() == [2]
+
+
 @pytest.mark.parametrize("at", ["wait", "late"])
 @pytest.mark.parametrize("how", ["fence", "wait"])
 def test_a_host_copy_that_fails_leaves_the_snapshot_before(host_rank: Rank, at: str, how: str) -> None:

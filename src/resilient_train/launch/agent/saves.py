@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from resilient_train.errors import HolderLostError, VaultError
-from resilient_train.launch.agent.restore_points import Stored, find_stored, is_there
+from resilient_train.launch.agent.restore_points import Stored, find_stored, is_there, set_wrong_aside
 from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.checkpoint.libraries import libraries_here
@@ -41,6 +41,7 @@ _TOLD = {
     "save_failed": "not written",
     "save_skipped": "skipped",
     "retention_failed": "older ones could not be deleted",
+    "wrong_stay": "those that are wrong could not be set aside",
 }
 
 
@@ -60,6 +61,8 @@ class _Save(NamedTuple):
     """Of the holder's work."""
     over: Callable[[str], None] | None = None
     """Of an end-of-life checkpoint: is told how it ended."""
+    wrong: bool = False
+    """It is of a history that the job has left, and must not be found when it is written."""
 
 
 class Saves:
@@ -108,6 +111,14 @@ class Saves:
         """The step since which the script says that all is wrong; None: nobody says so, or a newer state was saved
         since all went back. Until then wrong ones may lie in memory.
         """
+        self._wrong_stored: int | None = None
+        """The same of storage. Until what lies there from behind that step is set aside, and none of it can still land,
+        nothing new is written: nobody could tell the two apart.
+        """
+        self._going_back = False
+        """Until ``choose`` is over: what ranks still say of snapshots is of the history that is left."""
+        self._aside: asyncio.Task[None] | None = None
+        """Sets wrong checkpoints aside. Meanwhile no flush runs but one that is wrong, and written."""
         self._kept_step = -1
         """Of the newest snapshot in memory that was equal in all replicas: the one before it may be overwritten."""
         self._stored_steps: deque[int] = deque(maxlen=keep)
@@ -148,14 +159,22 @@ class Saves:
         nothing, though it was meant to be kept by the ranks themselves alone; and, once replicas have differed, where
         nothing is of before.
         """
+        try:
+            return await self._choose(needed=needed)
+        finally:
+            self._going_back = False
+
+    async def _choose(self, *, needed: bool) -> str:
         self._captured.clear()  # by ranks that are no more
         self._newest_over = 0
         self._settle(0)
         self.source = None
         deadline = time.monotonic() + (_PATIENCE_S if needed else 0)
-        # What is being written may be wrong, and must not be found later.
-        while self._wrong_since is not None and self._under_way is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
+        # What is being written may be wrong, or the newest that is right.
+        while self._wrong_stored is not None and self._under_way is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
             await asyncio.sleep(_LOOK_AGAIN_S)
+        if self._aside is not None:
+            await asyncio.wait([self._aside])
         memory, stored = await self._look()
         while stored.unreadable and memory is None and time.monotonic() < deadline:
             self._tell_unreadable(stored.unreadable)
@@ -174,6 +193,8 @@ class Saves:
             self._pass_over(path, reason)
         self.source = _newest(memory, stored.source)
         self.newest = self.source.commits if self.source is not None else -1
+        if self.source is not None and not stored.unreadable and self._under_way is None:
+            self._wrong_stored = None  # it was set aside; else that is tried again, see ``_store``
         wrong = self._wrong_since
         if self.source is not None and (name := parse_name(Path(self.source.path).name)):
             self._stored_steps.append(name.step)
@@ -189,7 +210,7 @@ class Saves:
         slow = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_slow)
         try:
             return memory, await find_stored(
-                self._folder, refused, bytes_too=True, wrong_since=self._wrong_since, held=memory is not None
+                self._folder, refused, bytes_too=True, wrong_since=self._wrong_stored, held=memory is not None
             )
         finally:
             slow.cancel()
@@ -222,7 +243,7 @@ class Saves:
         """The newest checkpoint that looks whole, its bytes unread; None also where storage does not answer soon."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SEE_S):
-                return (await find_stored(self._folder, bytes_too=False, wrong_since=self._wrong_since)).source
+                return (await find_stored(self._folder, bytes_too=False, wrong_since=self._wrong_stored)).source
         return None
 
     def refuse(self, source: Source) -> None:
@@ -236,6 +257,10 @@ class Saves:
     def distrust(self, step: int) -> None:
         """What was saved behind that step is wrong: the next ``choose`` sets it aside."""
         self._wrong_since = step
+        self._wrong_stored = step if self._wrong_stored is None else min(step, self._wrong_stored)
+        self._going_back = True
+        if self._under_way is not None and self._under_way.step > step:
+            self._under_way = self._under_way._replace(wrong=True)
         self._stored_steps = deque((each for each in self._stored_steps if each <= step), self._stored_steps.maxlen)
         self._kept_step = self._kept_step if self._kept_step <= step else -1
 
@@ -251,6 +276,8 @@ class Saves:
 
     def captured(self, rank: int, frame: Captured, groups: tuple[tuple[int, ...], ...]) -> None:
         """A rank's snapshot is complete. The last one of all sends the checkpoint on its way."""
+        if self._going_back:
+            return
         ranks = self._captured.setdefault(frame.commits, {})
         ranks[rank] = frame
         if len(ranks) < self._world_size:
@@ -286,11 +313,35 @@ class Saves:
     def _store(self, ranks: dict[int, Captured], groups: tuple[tuple[int, ...], ...]) -> None:
         first = ranks[0]
         if self._under_way is not None:
-            reason = f"storage is still busy with that of step {self._under_way.step}"
-            self._trouble("save_skipped", first.step, reason)
-            self._over(first.commits)
+            self._leave_out(first, f"storage is still busy with that of step {self._under_way.step}")
+            return
+        if self._wrong_stored is not None:
+            self._begin_aside()
+            self._leave_out(first, f"those from behind step {self._wrong_stored} are wrong, and are set aside first")
             return
         self._submit(self._job(first, groups, groups), ranks)
+
+    def _leave_out(self, of: Captured, reason: str) -> None:
+        self._trouble("save_skipped", of.step, reason)
+        self._over(of.commits)
+
+    def _begin_aside(self) -> None:
+        if self._aside is None:
+            self._aside = asyncio.get_running_loop().create_task(self._set_aside())
+
+    async def _set_aside(self) -> None:
+        """What lies on storage from behind the wrong step gets a name that nobody goes on from."""
+        since, held = self._wrong_stored, not self._going_back or self._in_memory() is not None
+        reason = "" if since is None else await set_wrong_aside(self._folder, since, held=held)
+        self._aside = None
+        landed, self._under_way = self._under_way, None
+        if reason:
+            self._trouble("wrong_stay", None, reason)
+        elif self._wrong_stored == since:
+            self._wrong_stored = None
+        if landed is not None:
+            self._over(0)  # its number is of the history that is left
+        self._go_on()
 
     def store_last(
         self,
@@ -304,13 +355,15 @@ class Saves:
         first = next(iter(captured.values()))
         job = msgspec.structs.replace(self._job(first, groups, savers), kind="ttp", reason=reason)
         self._last = lambda: self._submit(job, captured, over)
+        if self._wrong_stored is not None and self._under_way is None:
+            self._begin_aside()
         self._go_on()
 
     def _job(self, of: Captured, groups: tuple[tuple[int, ...], ...], savers: tuple[tuple[int, ...], ...]) -> Flush:
         return Flush(str(self._folder), of.step, of.commits, groups, self._libraries, self._keep, savers)
 
     def _go_on(self) -> None:
-        if self._last is not None and self._under_way is None:
+        if self._last is not None and self._under_way is None and self._aside is None:
             last, self._last = self._last, None
             last()
 
@@ -350,6 +403,10 @@ class Saves:
             return
         if value is None:
             return
+        if save.wrong:
+            self._trouble("save_skipped", save.step, "it is wrong, and is set aside")
+            self._begin_aside()
+            return
         self._under_way = None
         flushed = msgspec.msgpack.decode(value, type=Flushed)
         took_ns = time.monotonic_ns() - save.begun_ns
@@ -372,7 +429,7 @@ class Saves:
         if save.over is not None:
             self._unsaved = True
             save.over(f"its state could not be saved: {reason}")
-        self._over(save.commits)
+        self._over(0 if save.wrong else save.commits)
 
     def _trouble(self, kind: str, step: int | None, reason: str) -> None:
         """``step``: of the checkpoint that it is about; None: of none."""
@@ -442,10 +499,17 @@ class Saves:
         It stays where the job's last state is nowhere else: for whoever starts the job again, and for a while.
         """
         deadline = time.monotonic() + timeout_s
-        while self._under_way is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
+        if self._going_back and self._under_way is None:  # ``choose`` has not come to it
+            self._begin_aside()
+        while (self._under_way is not None or self._aside is not None) and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
             await asyncio.sleep(0.01)
         if self._under_way is not None:
             self._say(f"checkpoint of step {self._under_way.step}: storage is still busy with it; its writer goes on")
+        if self._wrong_stored is not None:
+            self._say(
+                f"checkpoints from behind step {self._wrong_stored} are wrong if they were written before all went "
+                f"back, and could not be set aside: take them out of {self._folder} before the job is started again"
+            )
         if self._vault is not None:
             try:
                 if not (self._unsaved or (failed and await self._memory_is_newest())):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import msgspec
 import pytest
 
 from pure import checkpoint_rig
-from resilient_train.errors import StorageError, VaultError
+from resilient_train.errors import HolderLostError, StorageError, VaultError
 from resilient_train.launch.agent import restore_points
+from resilient_train.launch.agent import saves as saves_module
 from resilient_train.launch.agent.saves import CHECKPOINTS, Saves
 from resilient_train.protocol.messages import Captured, Source
 from resilient_train.state.vault.flush import Flushed
+from resilient_train.state.vault.slots import SlotPair, create
 
 PAIR = ((0, 1),)
 
@@ -26,6 +29,7 @@ class Holder:
         self.submitted: list[int] = []
         self.value: bytes | None = None
         self.error = ""
+        self.finished = False
 
     def submit(self, *_: object) -> int:
         self.submitted.append(len(self.submitted))
@@ -41,7 +45,7 @@ class Holder:
         return value
 
     def finish(self) -> None:
-        self.submitted.clear()
+        self.finished = True
 
     def close(self) -> None:
         pass
@@ -207,3 +211,45 @@ def test_a_job_that_ends_before_all_have_gone_back(rig: Rig) -> None:
         assert rig.names() == ["step_8", "wrong_step_16"]
 
     asyncio.run(job())
+
+
+def test_memory_is_kept_without_what_is_wrong(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For who starts a job again that ended before all had begun anew."""
+    pair = SlotPair(create(0, 4096), writes=True)
+    for step in (9, 16):
+        draft = pair.begin()
+        assert draft is not None
+        draft.commit(commits=step, step=step, image_bytes=0, generation=1, world=2, digest=b"")
+    visitor = Visitor(pair)
+    monkeypatch.setattr(saves_module.Vault, "connect", lambda *_, **__: visitor)
+    monkeypatch.setattr(rig.saves, "_in_memory", lambda: Source("memory", 9))
+    rig.saves.distrust(13)
+    asyncio.run(rig.saves.finish(5, failed=True))
+    assert [each.commits for each in pair.complete()] == [9]
+    assert not rig.holder.finished, "it is newer than what is on storage"
+    pair.close()
+
+
+def test_memory_that_can_not_be_cleaned_is_given_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise HolderLostError("it does not answer")
+
+    monkeypatch.setattr(saves_module.Vault, "connect", silent)
+    monkeypatch.setattr(rig.saves, "_in_memory", lambda: Source("memory", 9))
+    rig.saves.distrust(13)
+    asyncio.run(rig.saves.finish(5, failed=True))
+    assert rig.holder.finished
+    assert "what is in memory is given up" in rig.told[-1]
+
+
+class Visitor:
+    """A connection by which one reads what memory holds of rank 0."""
+
+    def __init__(self, pair: SlotPair) -> None:
+        self._pair = pair
+
+    def open(self, rank: int) -> list[SlotPair]:
+        return [] if rank else [SlotPair(os.dup(self._pair.fd), writes=False)]
+
+    def close(self) -> None:
+        pass

@@ -115,6 +115,8 @@ class Saves:
         """The same of storage. Until what lies there from behind that step is set aside, and none of it can still land,
         nothing new is written: nobody could tell the two apart.
         """
+        self._wrong_held = False
+        """Wrong snapshots may lie in memory: all were told to go back, and have not taken a new one since."""
         self._going_back = False
         """Until ``choose`` is over: what ranks still say of snapshots is of the history that is left."""
         self._aside: asyncio.Task[None] | None = None
@@ -258,7 +260,7 @@ class Saves:
         """What was saved behind that step is wrong: the next ``choose`` sets it aside."""
         self._wrong_since = step
         self._wrong_stored = step if self._wrong_stored is None else min(step, self._wrong_stored)
-        self._going_back = True
+        self._going_back = self._wrong_held = True
         if self._under_way is not None and self._under_way.step > step:
             self._under_way = self._under_way._replace(wrong=True)
         self._stored_steps = deque((each for each in self._stored_steps if each <= step), self._stored_steps.maxlen)
@@ -294,7 +296,7 @@ class Saves:
             ranks[each].sequence and (ranks[each].fingerprint or len(group) == 1) for group in groups for each in group
         ):
             self.newest = max(self.newest, frame.commits)
-            self._kept_step, self._wrong_since = frame.step, None
+            self._kept_step, self._wrong_since, self._wrong_held = frame.step, None, False
         if all(each.store for each in ranks.values()):
             self._store(ranks, groups)
         else:
@@ -511,13 +513,35 @@ class Saves:
                 f"back, and could not be set aside: take them out of {self._folder} before the job is started again"
             )
         if self._vault is not None:
+            clean = not self._wrong_held or self._discard_wrong()
+            if not clean and (failed or self._unsaved):
+                self._say(f"what is in memory is given up: what is wrong there since step {self._wrong_since} stays")
             try:
-                if not (self._unsaved or (failed and await self._memory_is_newest())):
+                if not (clean and (self._unsaved or (failed and await self._memory_is_newest()))):
                     self._vault.finish()
             except VaultError:
                 return  # it is gone already
             finally:
                 self._let_go()
+
+    def _discard_wrong(self) -> bool:
+        """Snapshots from behind the wrong step count no more, for whoever starts the job again. False: they may."""
+        since = self._wrong_since
+        try:
+            with contextlib.ExitStack() as stack:
+                vault = Vault.connect(
+                    self._run_dir, member=False, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S
+                )
+                stack.callback(vault.close)
+                for rank in range(self._world_size):
+                    for pair in vault.open(rank):
+                        stack.callback(pair.close)
+                        for snapshot in pair.complete():
+                            if since is not None and snapshot.step > since:
+                                pair.discard(snapshot.sequence)
+        except (VaultError, OSError):
+            return False
+        return True
 
     async def _memory_is_newest(self) -> bool:
         memory, stored = self._in_memory(), await self._seen_on_storage()

@@ -174,12 +174,12 @@ class Wire(Generic[Received]):
             self._ready.append(decode(body, self._decoder))
 
     def close(self) -> None:
-        """Closes the connection; descriptors that nobody took are closed too."""
+        """Closes the connection; descriptors that nobody took are closed too. Idempotent."""
         self._selector.close()
         self._socket.close()
-        for descriptor in self._descriptors:
+        while self._descriptors:  # once: by the next time the numbers may be others' files
             with contextlib.suppress(OSError):
-                os.close(descriptor)
+                os.close(self._descriptors.pop())
 
 
 def receive(endpoint: socket.socket) -> tuple[bytes, list[int]]:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from pure import checkpoint_rig
+from pure.silent_holder import silent_holder
 from resilient_train.launch.agent import restore_points
 from resilient_train.launch.agent import saves as saves_module
 from resilient_train.launch.agent.restore_points import Stored
@@ -231,3 +232,16 @@ def test_storage_that_takes_its_time_is_waited_for_where_it_must_be(
         each.distrust(5)
     assert not choose(each, again=True, needed=True)
     assert each.source == Source("storage", 4, "step_4")
+
+
+def test_a_holder_that_does_not_answer_at_the_end(tmp_path: Path) -> None:
+    """A job that has finished well stays one that has."""
+
+    async def end() -> None:
+        with silent_holder() as silent:
+            each = saves(tmp_path)
+            each._keep_to(silent)
+            await each.finish(0, failed=False)
+            assert each._vault is None
+
+    asyncio.run(end())

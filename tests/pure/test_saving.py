@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pure.fake_accelerator import Machine  # noqa: E402
+from pure.silent_holder import silent_holder  # noqa: E402
 from pure.staging_rig import TIMEOUT_S, LateCopier, Trained, trained_pair  # noqa: E402
 from resilient_train._native import DIGEST_CHUNK_BYTES, Board, Copier  # noqa: E402
 from resilient_train.errors import MemoryLimitError  # noqa: E402
@@ -212,6 +213,21 @@ def host_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     rank.saving.close()
 
 
+def test_what_lies_behind_an_image_may_not_fit(host_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken for smaller than it is: no snapshot, and no error in the loop."""
+    with monkeypatch.context() as short:
+        short.setattr(saving_module.trailer, "size_bytes", lambda *_: -2000)
+        host_rank.head(1)
+        host_rank.saving.wait()
+    (skipped,) = host_rank.told()
+    assert isinstance(skipped, Skipped)
+    assert "no room for a trailer" in skipped.reason
+    host_rank.head(2)
+    host_rank.saving.wait()
+    assert host_rank.told() == [captured(2, 1)]
+    assert host_rank.snapshots() == [2]
+
+
 @pytest.mark.parametrize("at", ["wait", "late"])
 @pytest.mark.parametrize("how", ["fence", "wait"])
 def test_a_host_copy_that_fails_leaves_the_snapshot_before(host_rank: Rank, at: str, how: str) -> None:
@@ -321,6 +337,21 @@ def test_a_rank_without_memory_leaves_off(rank: Rank, capsys: pytest.CaptureFixt
     assert rank.board.kept(RANK) == (1, OFF), "what all ranks hold stays"
     rank.head(3)
     assert rank.told() == []
+
+
+def test_a_holder_that_does_not_answer_costs_one_snapshot(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank.copier.go.set()
+    with silent_holder() as silent, monkeypatch.context() as stopped:
+        stopped.setattr(saving_module.Vault, "connect", lambda *_, **__: silent)
+        rank.head(1)
+        (skipped,) = rank.told()
+        assert isinstance(skipped, Skipped)
+        assert "did not answer" in skipped.reason
+    rank.head(2)
+    in_its_slot(rank)
+    rank.saving.fence()
+    assert rank.told() == [captured(2, 1)], "of the holder that answers now"
+    assert rank.events == []
 
 
 def test_the_others_leave_off_when_the_next_snapshot_is_due(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,15 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         arena.close()
 
 
+def another_process(of: Peers) -> Peers:
+    """Takes the place of one that has died: the same board and memory, and nothing of what it knew."""
+
+    def nobody(_: int) -> int:
+        raise AssertionError
+
+    return Peers(of._board, of.rank, Arena(os.dup(of._arena.fd)), nobody, nobody)
+
+
 def test_calls_and_a_result(pair: Pair) -> None:
     mine, theirs = pair
     mine.reset_log(3)
@@ -110,6 +119,34 @@ def test_a_new_tail_begins_anew(pair: Pair) -> None:
     call = theirs.call(0, ("world", 0), 2)
     assert call is not None
     assert (call.inputs, call.place) == (b"new", 0)
+
+
+def test_all_start_again_before_the_tail_in_which_they_died(pair: Pair) -> None:
+    """Its log is of another attempt, with other inputs."""
+    dead, theirs = pair
+    dead.reset_log(3)
+    assert dead.log(("world", 0), b"header", b"inputs of the dead attempt")
+    dead.completed(1)
+    mine = another_process(dead)
+    mine.reset_log(3)
+    assert mine.completed_of(0) == 0
+    assert theirs.call(0, ("world", 0), 3) is None
+    assert mine.log(("world", 0), b"header", b"inputs")
+    call = theirs.call(0, ("world", 0), 3)
+    assert call is not None
+    assert (call.inputs, call.place) == (b"inputs", 0)
+
+
+def test_who_takes_a_dead_ones_place_leaves_its_log_until_it_has_a_tail_of_its_own(pair: Pair) -> None:
+    dead, theirs = pair
+    dead.reset_log(3)
+    assert dead.log(("world", 0), b"header", b"inputs")
+    dead.completed(1)
+    mine = another_process(dead)
+    assert mine.completed_of(0) == 1
+    assert theirs.call(0, ("world", 0), 3) is not None
+    mine.reset_log(4)
+    assert theirs.call(0, ("world", 0), 3) is None
 
 
 def effort(act: Callable[[], object]) -> tuple[int, int]:

@@ -78,8 +78,10 @@ class Peers:
         self._arena = arena
         self._borrow, self._reserve = borrow, reserve
         self._readers: dict[int, _Reader] = {}
-        self._logged = False
-        """Since the last ``reset_log``."""
+        self._logged = True
+        """Since the last ``reset_log``. Before the first one it is not known: an attempt of which all ranks have died
+        may have left a log of the very tail that comes first.
+        """
         # Used in each step: a call through this object costs as much as the store itself.
         self.stop_raised = self._page.stop_raised
         self.enter_collective = self._page.enter

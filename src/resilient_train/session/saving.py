@@ -371,13 +371,7 @@ class Saving:
         return SaveShare(mine.part, mine.of, rank, world_size)
 
     def _room_for(self, vault: Vault, image: Image, own: dict[int, bytes]) -> SlotPair:
-        size = (
-            len(image.tree)
-            + sum(len(each) + 16 for each in own.values())
-            + sum(map(len, image.names))
-            + 16 * (image.total_bytes >> 22)
-            + 4096
-        )
+        size = trailer.size_bytes(image.total_bytes, image.tree, image.names, own)
         needed = trailer.start_of(image.total_bytes) + size
         if self._pair is None:
             with self._stores(vault) as stores:

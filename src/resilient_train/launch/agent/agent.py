@@ -536,6 +536,8 @@ class Agent:
             self._note(again.kind, rank=again.rank, detail=detail)
             self._tell(again.kind, detail)
             self._store_anew()
+            for rank in range(self._spec.world_size):  # a rank may die before it has a tail, and so a log, of its own
+                self._board.set_tail(rank, 0, 0)
         self._saves.tell_source()
         self._carry_out(spawns)
 

@@ -64,6 +64,28 @@ def _look(folder: Path, refused: Collection[Path], bytes_too: bool, wrong_since:
     return msgspec.msgpack.encode(found)
 
 
+async def set_wrong_aside(folder: Path, wrong_since: int, *, held: bool) -> str:
+    """Sets the checkpoints from behind that step aside for good, on the same condition as ``find_stored``. Returns why
+    they may still be there; empty if none is.
+    """
+    if not is_there(folder):
+        return ""
+    try:
+        return (await aside(lambda: _set_wrong_aside(folder, wrong_since, held))).decode()
+    except OSError as error:
+        return str(error)
+
+
+def _set_wrong_aside(folder: Path, wrong_since: int, held: bool) -> bytes:
+    if not held and look(folder, bytes_too=False, wrong_since=wrong_since).source is None:
+        return b"nothing else is saved"
+    try:
+        set_aside(folder, wrong_since)
+    except StorageError as error:
+        return str(error).encode()
+    return b""
+
+
 def look(folder: Path, refused: Collection[Path] = (), *, bytes_too: bool, wrong_since: int | None = None) -> Stored:
     """``find_stored``, here and now."""
     untidy = ""

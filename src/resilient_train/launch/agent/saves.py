@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from resilient_train.errors import HolderLostError, VaultError
-from resilient_train.launch.agent.restore_points import Stored, find_stored, is_there
+from resilient_train.launch.agent.restore_points import Stored, find_stored, is_there, set_wrong_aside
 from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.checkpoint.libraries import libraries_here
@@ -43,6 +43,7 @@ _TOLD = {
     "save_failed": "not written",
     "save_skipped": "skipped",
     "retention_failed": "older ones could not be deleted",
+    "wrong_stay": "those that are wrong could not be set aside",
 }
 
 
@@ -62,6 +63,8 @@ class _Save(NamedTuple):
     """Of the holder's work."""
     over: Callable[[str], None] | None = None
     """Of an end-of-life checkpoint: is told how it ended."""
+    wrong: bool = False
+    """It is of a history that the job has left, and must not be found when it is written."""
 
 
 class Saves:
@@ -93,6 +96,8 @@ class Saves:
         """The ranks keep snapshots, or would."""
         self._opening = asyncio.Lock()
         self._vault: Vault | None = None
+        self._listened = -1
+        """The vault's descriptor while the event loop looks at it. The vault may have closed it itself by the end."""
         self._holder: Popen[bytes] | None = None
         self._captured: dict[int, dict[int, Captured]] = {}
         self._under_way: _Save | None = None
@@ -108,6 +113,16 @@ class Saves:
         """The step since which the script says that all is wrong; None: nobody says so, or a newer state was saved
         since all went back. Until then wrong ones may lie in memory.
         """
+        self._wrong_stored: int | None = None
+        """The same of storage. Until what lies there from behind that step is set aside, and none of it can still land,
+        nothing new is written: nobody could tell the two apart.
+        """
+        self._wrong_held = False
+        """Wrong snapshots may lie in memory: all were told to go back, and have not taken a new one since."""
+        self._going_back = False
+        """Until ``choose`` is over: what ranks still say of snapshots is of the history that is left."""
+        self._aside: asyncio.Task[None] | None = None
+        """Sets wrong checkpoints aside. Meanwhile no flush runs but one that is wrong, and written."""
         self._kept_step = -1
         """Of the newest snapshot in memory that was equal in all replicas: the one before it may be overwritten."""
         self._stored_steps: deque[int] = deque(maxlen=keep)
@@ -138,7 +153,8 @@ class Saves:
     def _keep_to(self, vault: Vault) -> None:
         """This process is a member from now on, so that the holder stays."""
         self._vault = vault
-        asyncio.get_running_loop().add_reader(vault.fileno(), self._hear)
+        self._listened = vault.fileno()
+        asyncio.get_running_loop().add_reader(self._listened, self._hear)
 
     async def choose(self, *, again: bool = False, needed: bool = False) -> str:
         """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
@@ -148,14 +164,22 @@ class Saves:
         it was meant to be kept by the ranks themselves alone; and, once replicas have differed, where nothing is of
         before.
         """
+        try:
+            return await self._choose(again=again, needed=needed)
+        finally:
+            self._going_back = False
+
+    async def _choose(self, *, again: bool, needed: bool) -> str:
         self._captured.clear()  # by ranks that are no more
         self._newest_over = 0
         self._settle(0)
         self.source = None
         deadline = time.monotonic() + (_PATIENCE_S if again or needed else 0)
-        # What is being written may be wrong, and must not be found later.
-        while self._wrong_since is not None and self._under_way is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
+        # What is being written may be wrong, or the newest that is right.
+        while self._wrong_stored is not None and self._under_way is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
             await asyncio.sleep(_LOOK_AGAIN_S)
+        if self._aside is not None:
+            await asyncio.wait([self._aside])
         memory, stored = await self._look()
         while stored.unreadable and memory is None and time.monotonic() < deadline:
             self._tell_unreadable(stored.unreadable)
@@ -174,6 +198,8 @@ class Saves:
             self._pass_over(path, reason)
         self.source = _newest(memory, stored.source)
         self.newest = self.source.commits if self.source is not None else -1
+        if self.source is not None and not stored.unreadable and self._under_way is None:
+            self._wrong_stored = None  # it was set aside; else that is tried again, see ``_store``
         wrong = self._wrong_since
         if self.source is not None and (name := parse_name(Path(self.source.path).name)):
             self._stored_steps.append(name.step)
@@ -189,11 +215,11 @@ class Saves:
         slow = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_slow)
         # Where memory has a state, storage that hangs must not keep the job from it. Not so where what is wrong there
         # has to be set aside first.
-        limit_s = _PATIENCE_S if memory is not None and self._wrong_since is None else None
+        limit_s = _PATIENCE_S if memory is not None and self._wrong_stored is None else None
         try:
             async with asyncio.timeout(limit_s):
                 return memory, await find_stored(
-                    self._folder, refused, bytes_too=True, wrong_since=self._wrong_since, held=memory is not None
+                    self._folder, refused, bytes_too=True, wrong_since=self._wrong_stored, held=memory is not None
                 )
         except TimeoutError:
             return memory, Stored(unreadable="it does not answer")
@@ -228,7 +254,7 @@ class Saves:
         """The newest checkpoint that looks whole, its bytes unread; None also where storage does not answer soon."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SEE_S):
-                return (await find_stored(self._folder, bytes_too=False, wrong_since=self._wrong_since)).source
+                return (await find_stored(self._folder, bytes_too=False, wrong_since=self._wrong_stored)).source
         return None
 
     def refuse(self, source: Source) -> None:
@@ -242,6 +268,10 @@ class Saves:
     def distrust(self, step: int) -> None:
         """What was saved behind that step is wrong: the next ``choose`` sets it aside."""
         self._wrong_since = step
+        self._wrong_stored = step if self._wrong_stored is None else min(step, self._wrong_stored)
+        self._going_back = self._wrong_held = True
+        if self._under_way is not None and self._under_way.step > step:
+            self._under_way = self._under_way._replace(wrong=True)
         self._stored_steps = deque((each for each in self._stored_steps if each <= step), self._stored_steps.maxlen)
         self._kept_step = self._kept_step if self._kept_step <= step else -1
 
@@ -257,6 +287,8 @@ class Saves:
 
     def captured(self, rank: int, frame: Captured, groups: tuple[tuple[int, ...], ...]) -> None:
         """A rank's snapshot is complete. The last one of all sends the checkpoint on its way."""
+        if self._going_back:
+            return
         ranks = self._captured.setdefault(frame.commits, {})
         ranks[rank] = frame
         if len(ranks) < self._world_size:
@@ -273,7 +305,7 @@ class Saves:
             ranks[each].sequence and (ranks[each].fingerprint or len(group) == 1) for group in groups for each in group
         ):
             self.newest = max(self.newest, frame.commits)
-            self._kept_step, self._wrong_since = frame.step, None
+            self._kept_step, self._wrong_since, self._wrong_held = frame.step, None, False
         if all(each.store for each in ranks.values()):
             self._store(ranks, groups)
         else:
@@ -292,11 +324,35 @@ class Saves:
     def _store(self, ranks: dict[int, Captured], groups: tuple[tuple[int, ...], ...]) -> None:
         first = ranks[0]
         if self._under_way is not None:
-            reason = f"storage is still busy with that of step {self._under_way.step}"
-            self._trouble("save_skipped", first.step, reason)
-            self._over(first.commits)
+            self._leave_out(first, f"storage is still busy with that of step {self._under_way.step}")
+            return
+        if self._wrong_stored is not None:
+            self._begin_aside()
+            self._leave_out(first, f"those from behind step {self._wrong_stored} are wrong, and are set aside first")
             return
         self._submit(self._job(first, groups, groups), ranks)
+
+    def _leave_out(self, of: Captured, reason: str) -> None:
+        self._trouble("save_skipped", of.step, reason)
+        self._over(of.commits)
+
+    def _begin_aside(self) -> None:
+        if self._aside is None:
+            self._aside = asyncio.get_running_loop().create_task(self._set_aside())
+
+    async def _set_aside(self) -> None:
+        """What lies on storage from behind the wrong step gets a name that nobody goes on from."""
+        since, held = self._wrong_stored, not self._going_back or self._in_memory() is not None
+        reason = "" if since is None else await set_wrong_aside(self._folder, since, held=held)
+        self._aside = None
+        landed, self._under_way = self._under_way, None
+        if reason:
+            self._trouble("wrong_stay", None, reason)
+        elif self._wrong_stored == since:
+            self._wrong_stored = None
+        if landed is not None:
+            self._over(0)  # its number is of the history that is left
+        self._go_on()
 
     def store_last(
         self,
@@ -310,13 +366,15 @@ class Saves:
         first = next(iter(captured.values()))
         job = msgspec.structs.replace(self._job(first, groups, savers), kind="ttp", reason=reason)
         self._last = lambda: self._submit(job, captured, over)
+        if self._wrong_stored is not None and self._under_way is None:
+            self._begin_aside()
         self._go_on()
 
     def _job(self, of: Captured, groups: tuple[tuple[int, ...], ...], savers: tuple[tuple[int, ...], ...]) -> Flush:
         return Flush(str(self._folder), of.step, of.commits, groups, self._libraries, self._keep, savers)
 
     def _go_on(self) -> None:
-        if self._last is not None and self._under_way is None:
+        if self._last is not None and self._under_way is None and self._aside is None:
             last, self._last = self._last, None
             last()
 
@@ -356,6 +414,10 @@ class Saves:
             return
         if value is None:
             return
+        if save.wrong:
+            self._trouble("save_skipped", save.step, "it is wrong, and is set aside")
+            self._begin_aside()
+            return
         self._under_way = None
         flushed = msgspec.msgpack.decode(value, type=Flushed)
         took_ns = time.monotonic_ns() - save.begun_ns
@@ -378,7 +440,7 @@ class Saves:
         if save.over is not None:
             self._unsaved = True
             save.over(f"its state could not be saved: {reason}")
-        self._over(save.commits)
+        self._over(0 if save.wrong else save.commits)
 
     def _trouble(self, kind: str, step: int | None, reason: str) -> None:
         """``step``: of the checkpoint that it is about; None: of none."""
@@ -390,7 +452,7 @@ class Saves:
 
     def _let_go(self) -> None:
         assert self._vault is not None
-        asyncio.get_running_loop().remove_reader(self._vault.fileno())
+        asyncio.get_running_loop().remove_reader(self._listened)
         self._vault.close()
         self._vault = None
 
@@ -448,18 +510,47 @@ class Saves:
         It stays where the job's last state is nowhere else: for whoever starts the job again, and for a while.
         """
         deadline = time.monotonic() + timeout_s
-        while self._under_way is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
+        if self._going_back and self._under_way is None:  # ``choose`` has not come to it
+            self._begin_aside()
+        while (self._under_way is not None or self._aside is not None) and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
             await asyncio.sleep(0.01)
         if self._under_way is not None:
             self._say(f"checkpoint of step {self._under_way.step}: storage is still busy with it; its writer goes on")
+        if self._wrong_stored is not None:
+            self._say(
+                f"checkpoints from behind step {self._wrong_stored} are wrong if they were written before all went "
+                f"back, and could not be set aside: take them out of {self._folder} before the job is started again"
+            )
         if self._vault is not None:
+            clean = not self._wrong_held or self._discard_wrong()
+            if not clean and (failed or self._unsaved):
+                self._say(f"what is in memory is given up: what is wrong there since step {self._wrong_since} stays")
             try:
-                if not (self._unsaved or (failed and await self._memory_is_newest())):
+                if not (clean and (self._unsaved or (failed and await self._memory_is_newest()))):
                     self._vault.finish()
             except VaultError:
                 return  # it is gone already
             finally:
                 self._let_go()
+
+    def _discard_wrong(self) -> bool:
+        """Snapshots from behind the wrong step count no more, for whoever starts the job again. False: they may."""
+        since = self._wrong_since
+        try:
+            with contextlib.ExitStack() as stack:
+                vault = Vault.connect(
+                    self._run_dir, member=False, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S
+                )
+                stack.callback(vault.close)
+                for rank in range(self._world_size):
+                    for pair in vault.open(rank):
+                        stack.callback(pair.close)
+                        for snapshot in pair.complete():
+                            if since is not None and snapshot.step > since:
+                                pair.discard(snapshot.sequence)
+        except (VaultError, OSError):
+            return False
+        return True
 
     async def _memory_is_newest(self) -> bool:
         memory, stored = self._in_memory(), await self._seen_on_storage()

@@ -31,7 +31,7 @@ class Vault:
     """A connection to the holder. One thread at a time. Pins are given back when it closes, or its process ends.
 
     Every method raises HolderLostError when the holder is gone: start another one, and let it ``adopt`` what this
-    process and others have mapped.
+    process and others have mapped. So it does once a holder has not answered in time: the connection is closed then.
     """
 
     def __init__(self, wire: Wire[frames.FromHolder], reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
@@ -163,6 +163,8 @@ class Vault:
             pass
 
     def _take_result(self, timeout_s: float | None) -> bool:
+        if self.fileno() < 0:
+            raise HolderLostError("the connection to the holder is closed: it had not answered in time")
         frame = self._wire.receive(timeout_s)
         if frame is None:
             return False
@@ -176,7 +178,7 @@ class Vault:
         self._ask(frames.Finish(), frames.Done)
 
     def fileno(self) -> int:
-        """Readable when a result is there, or the holder is gone."""
+        """Readable when a result is there, or the holder is gone; -1 when closed."""
         return self._wire.fileno()
 
     def close(self) -> None:

@@ -6,16 +6,22 @@ It begins at the next multiple of 4096: the image in front of it is written to s
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import xxhash
 
-from resilient_train.errors import ProtocolError
+from resilient_train.errors import ProtocolError, TransferError
 from resilient_train.state.vault.record import Snapshot
 
 _BLOCK_BYTES = 4096
 _HEADER = struct.Struct("<Q16s")
 _DIGEST_BYTES = 16
+_CHUNK_BYTES = 4 << 20
+_HEAD_BYTES = 5
+"""Of anything in msgpack, at most: of bytes, a text, a map. A number takes up to 9."""
+_REST_BYTES = 4096
+"""More than what does not grow: numbers, and the heads of what there is one of."""
 
 
 class Trailer(msgspec.Struct, frozen=True, array_like=True):
@@ -45,17 +51,27 @@ def start_of(image_bytes: int) -> int:
     return -(-image_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
+def size_bytes(image_bytes: int, tree: bytes, names: Iterable[str], own: Mapping[int, bytes]) -> int:
+    """What a trailer with these takes at most."""
+    named = sum(_HEAD_BYTES + len(name.encode()) for name in names)
+    owned = sum(16 + len(each) for each in own.values())
+    return len(tree) + named + owned + _DIGEST_BYTES * (image_bytes // _CHUNK_BYTES) + _REST_BYTES
+
+
 def room_bytes(image_bytes: int, trailer_bytes: int) -> int:
     """What a slot must hold. Twice the trailer's present size: positions and settings grow a little."""
     return start_of(image_bytes) + _BLOCK_BYTES + 2 * trailer_bytes
 
 
 def write(region: memoryview, image_bytes: int, packed: bytes) -> None:
-    """Writes an encoded trailer behind the image. Raises ValueError if there is no room."""
+    """Writes an encoded trailer behind the image. Raises TransferError if there is no room."""
     start = start_of(image_bytes)
     data = _HEADER.pack(len(packed), xxhash.xxh3_128_digest(packed)) + packed
     if start + len(data) > len(region):
-        raise ValueError(f"a trailer of {len(data)} bytes behind an image of {image_bytes} in a slot of {len(region)}")
+        raise TransferError(
+            f"there is no room for a trailer of {len(data)} bytes behind an image of {image_bytes} in a slot of "
+            f"{len(region)}"
+        )
     region[start : start + len(data)] = data
 
 

@@ -1,0 +1,255 @@
+"""Checkpoints that are wrong on all ranks alike, as a script has said: none is found later under its name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pure import checkpoint_rig
+from resilient_train.errors import HolderLostError, StorageError, VaultError
+from resilient_train.launch.agent import restore_points
+from resilient_train.launch.agent import saves as saves_module
+from resilient_train.launch.agent.saves import CHECKPOINTS, Saves
+from resilient_train.protocol.messages import Captured, Source
+from resilient_train.state.vault.flush import Flushed
+from resilient_train.state.vault.slots import SlotPair, create
+
+PAIR = ((0, 1),)
+
+
+class Holder:
+    """Has the works that it is given done when the test says so."""
+
+    def __init__(self) -> None:
+        self.submitted: list[int] = []
+        self.value: bytes | None = None
+        self.error = ""
+        self.finished = False
+
+    def submit(self, *_: object) -> int:
+        self.submitted.append(len(self.submitted))
+        return self.submitted[-1]
+
+    def hear(self) -> None:
+        pass
+
+    def result(self, *_: object) -> bytes | None:
+        value, self.value = self.value, None
+        if self.error:
+            raise VaultError(self.error)
+        return value
+
+    def finish(self) -> None:
+        self.finished = True
+
+    def close(self) -> None:
+        pass
+
+
+class Rig:
+    """An agent's Saves with that holder. Memory holds the state from before update 8."""
+
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = run_dir / CHECKPOINTS
+        self.told: list[str] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.settled: list[int] = []
+        self.holder = Holder()
+        note = lambda kind, *, detail: self.events.append((kind, detail))
+        self.saves = Saves(run_dir, 2, 2, note, self.told.append, self.settled.append)
+        self.saves._vault = self.holder  # type: ignore[assignment]
+        monkeypatch.setattr(self.saves, "_let_go", lambda: None)
+        monkeypatch.setattr(self.saves, "_held", lambda: Source("memory", 8))
+        monkeypatch.setattr(self.saves, "_in_memory", lambda: Source("memory", 8))
+        (run_dir / "holder-0.sock").touch()
+
+    def captured(self, step: int, sequence: int = 1) -> None:
+        for rank in range(2):
+            self.saves.captured(rank, Captured(step, step, sequence, store=True, fingerprint=7), PAIR)
+
+    def lands(self, step: int) -> None:
+        """The flush under way is over."""
+        path = checkpoint_rig.write(self.folder, step)
+        self.holder.value = msgspec.msgpack.encode(Flushed(str(path), 1, True, ""))
+        self.saves._hear()
+
+    async def settle(self) -> None:
+        if self.saves._aside is not None:
+            await self.saves._aside
+
+    def names(self) -> list[str]:
+        return checkpoint_rig.names(self.folder)
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    rig = Rig(tmp_path, monkeypatch)
+    checkpoint_rig.write(rig.folder, 8)
+    return rig
+
+
+def choose(rig: Rig) -> Any:
+    return rig.saves.choose(needed=False)  # it waits for no flush then, as after its 60 s
+
+
+def test_one_that_is_being_written_when_all_go_back(rig: Rig) -> None:
+    """It lands after all have begun anew, and after their first snapshot."""
+
+    async def job() -> None:
+        rig.captured(16)
+        rig.saves.distrust(13)
+        assert not await choose(rig)
+        assert rig.saves.source == Source("memory", 8)
+        rig.captured(12)
+        assert rig.holder.submitted == [0], "storage is busy"
+        rig.lands(16)
+        await rig.settle()
+        assert rig.names() == ["step_8", "wrong_step_16"]
+        assert rig.settled[-1] == 12, "those of the history that was left count no more"
+        rig.captured(16)
+        rig.lands(16)
+        assert rig.names() == ["step_16", "step_8", "wrong_step_16"], "the new one of that step is right"
+        assert not await choose(rig)
+        assert Path(str(rig.saves.source and rig.saves.source.path)).name == "step_16"
+
+    asyncio.run(job())
+    assert [detail["step"] for kind, detail in rig.events if kind == "saved"] == [16]
+
+
+def test_one_that_is_being_written_and_fails(rig: Rig) -> None:
+    async def job() -> None:
+        rig.captured(16)
+        rig.saves.distrust(13)
+        assert not await choose(rig)
+        rig.captured(12)
+        rig.holder.error = "no space"
+        rig.saves._hear()
+        rig.holder.error = ""
+        assert rig.settled[-1] == 12
+        rig.captured(14)
+        await rig.settle()
+        rig.captured(15)
+        assert rig.holder.submitted == [0, 1], "one is left out for what may lie there"
+
+    asyncio.run(job())
+
+
+def test_those_that_can_not_be_set_aside(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written beside them: nobody could tell what is right from what is wrong."""
+    checkpoint_rig.write(rig.folder, 16)
+
+    def refused(*_: object) -> None:
+        raise StorageError("read-only")
+
+    async def job() -> None:
+        rig.saves.distrust(13)
+        with monkeypatch.context() as read_only:
+            read_only.setattr(restore_points, "set_aside", refused)
+            assert not await choose(rig)
+            assert rig.saves.source == Source("memory", 8), "the job goes on"
+            rig.captured(12)
+            await rig.settle()
+            assert (rig.holder.submitted, rig.names()) == ([], ["step_16", "step_8"])
+            assert ("wrong_stay", {"reason": "read-only"}) in rig.events
+            rig.captured(14)
+            await rig.settle()
+            await rig.saves.finish(5, failed=False)
+            assert "could not be set aside" in rig.told[-1]
+        assert not await choose(rig)
+        assert rig.names() == ["step_8", "wrong_step_16"], "it is tried again each time that all start"
+        rig.captured(16)
+        rig.lands(16)
+        assert rig.names() == ["step_16", "step_8", "wrong_step_16"]
+
+    asyncio.run(job())
+
+
+def test_they_are_set_aside_before_the_next_one_is_written(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint_rig.write(rig.folder, 16)
+
+    def refused(*_: object) -> None:
+        raise StorageError("read-only")
+
+    async def job() -> None:
+        rig.saves.distrust(13)
+        with monkeypatch.context() as read_only:
+            read_only.setattr(restore_points, "set_aside", refused)
+            assert not await choose(rig)
+        rig.captured(12)
+        await rig.settle()
+        assert rig.names() == ["step_8", "wrong_step_16"]
+        rig.captured(16)
+        assert rig.holder.submitted == [0]
+
+    asyncio.run(job())
+
+
+def test_what_dying_ranks_still_say_is_of_the_history_that_is_left(rig: Rig) -> None:
+    async def job() -> None:
+        rig.saves.distrust(13)
+        rig.captured(16)
+        assert rig.holder.submitted == []
+        assert rig.saves._wrong_since == 13
+        assert not await choose(rig)
+        rig.captured(12)
+        assert rig.holder.submitted == [0]
+
+    asyncio.run(job())
+
+
+def test_a_job_that_ends_before_all_have_gone_back(rig: Rig) -> None:
+    checkpoint_rig.write(rig.folder, 16)
+
+    async def job() -> None:
+        rig.saves.distrust(13)
+        await rig.saves.finish(5, failed=True)
+        assert rig.names() == ["step_8", "wrong_step_16"]
+
+    asyncio.run(job())
+
+
+def test_memory_is_kept_without_what_is_wrong(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For who starts a job again that ended before all had begun anew."""
+    pair = SlotPair(create(0, 4096), writes=True)
+    for step in (9, 16):
+        draft = pair.begin()
+        assert draft is not None
+        draft.commit(commits=step, step=step, image_bytes=0, generation=1, world=2, digest=b"")
+    visitor = Visitor(pair)
+    monkeypatch.setattr(saves_module.Vault, "connect", lambda *_, **__: visitor)
+    monkeypatch.setattr(rig.saves, "_in_memory", lambda: Source("memory", 9))
+    rig.saves.distrust(13)
+    asyncio.run(rig.saves.finish(5, failed=True))
+    assert [each.commits for each in pair.complete()] == [9]
+    assert not rig.holder.finished, "it is newer than what is on storage"
+    pair.close()
+
+
+def test_memory_that_can_not_be_cleaned_is_given_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise HolderLostError("it does not answer")
+
+    monkeypatch.setattr(saves_module.Vault, "connect", silent)
+    monkeypatch.setattr(rig.saves, "_in_memory", lambda: Source("memory", 9))
+    rig.saves.distrust(13)
+    asyncio.run(rig.saves.finish(5, failed=True))
+    assert rig.holder.finished
+    assert "what is in memory is given up" in rig.told[-1]
+
+
+class Visitor:
+    """A connection by which one reads what memory holds of rank 0."""
+
+    def __init__(self, pair: SlotPair) -> None:
+        self._pair = pair
+
+    def open(self, rank: int) -> list[SlotPair]:
+        return [] if rank else [SlotPair(os.dup(self._pair.fd), writes=False)]
+
+    def close(self) -> None:
+        pass

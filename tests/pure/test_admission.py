@@ -137,6 +137,14 @@ def sharded(fill: float) -> DTensor:
     return DTensor.from_local(torch.full((8, 3), fill), mesh, (Shard(0),), run_check=False)
 
 
+def test_sparse_buffers_are_refused(fake_world: None) -> None:
+    """A graph's matrix, say. Until now they ended the Session with a word of torch's about data pointers."""
+    model = net()
+    model[0].register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(ConfigError, match=r"buffer '0.graph' is a sparse tensor, and nobody would see"):
+        take(model)
+
+
 def test_sharded_models_are_refused(fake_world: None) -> None:
     with_parameter, with_buffer, wrapped = net(), net(), net()
     with_parameter[1].weight = nn.Parameter(sharded(1.0))

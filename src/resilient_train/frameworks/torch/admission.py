@@ -65,6 +65,11 @@ def _check_model(model: Any) -> None:
         for name, tensor in named:
             if is_sharded(tensor):
                 raise ConfigError(f"model: {kind} {name!r} is a DTensor, and {why}")
+            if kind == "buffer" and tensor.layout is not torch.strided:
+                raise ConfigError(
+                    f"model: buffer {name!r} is a sparse tensor, and nobody would see that it changes: register its "
+                    "indices and its values as two buffers, or keep it as a plain attribute if it is always the same"
+                )
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -50,7 +50,7 @@ Key = tuple[int, str]
 
 class Modes(msgspec.Struct, array_like=True, frozen=True):
     """What a process that takes another one's place is to find: the modules that evaluate, the parameters that are not
-    trained, and those that have a gradient.
+    trained, and those that have a gradient. A sparse one without entries is as good as none.
     """
 
     evaluating: tuple[Key, ...]
@@ -154,7 +154,7 @@ class KeptState:
         return _Modes(
             [module.training for _, module in self._modules],
             [*map(_REQUIRES_GRAD, self._tensors)],
-            [gradient is not None for gradient in map(_GRADIENT, self._tensors)],
+            [each is not None and each.layout is torch.strided for each in map(_GRADIENT, self._tensors)],
         )
 
     def _keep(self, *, whole: bool) -> None:

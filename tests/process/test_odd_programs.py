@@ -28,6 +28,17 @@ def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> 
     assert run.digests() == reference.digests(), run.explain()
 
 
+@pytest.mark.parametrize("kind", ["heads", "freezes"])
+def test_all_ranks_are_lost(tmp_path: Path, kind: str) -> None:
+    """What the script has switched while it ran is not in its text."""
+    plan = "kill rank=1 step=9 phase=COMPUTE at=start; kill rank=0 phase=STOP at=start generation=1"
+    reference = launch(tmp_path / "reference", "odd_programs.py", kind, STEPS, ranks=2)
+    run = launch(tmp_path / "run", "odd_programs.py", kind, STEPS, "--save", ranks=2, flags=("--faults", plan))
+    assert reference.code == run.code == 0, run.explain()
+    assert len(run.of("restart_all")) == 1, run.explain()
+    assert run.digests() == reference.digests(), run.explain()
+
+
 def test_a_wrapper_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     """With what it wraps registered all went well, until the first fault."""
     run = launch(tmp_path / "run", "odd_programs.py", "inner", STEPS, ranks=2)

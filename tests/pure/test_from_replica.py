@@ -73,7 +73,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, Rank, Offer]]:
     transfer = getattr(request, "param", "auto")
     source, target = Rank(0, wire, transfer), Rank(1, wire, transfer)
     source.train()
-    source.handover.offer(3, (1,))
+    source.handover.offer(3, (1,), within=False)
     yield source, target, source.sent[0]
     assert wire == []
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from resilient_train.frameworks.roles import Objects
-from resilient_train.frameworks.torch.kept_state import KeptState
+from resilient_train.frameworks.torch.kept_state import KeptState, Modes, zero
 from resilient_train.frameworks.torch.leaves import copy_tree
 
 
@@ -519,3 +519,42 @@ def test_a_mark_says_whether_something_was_written(kind: type[Plain], elements: 
     thing.held.add_(1)
     assert not job.kept.marks()["thing"].same(again)
     assert len(others) == 8
+
+
+def test_modes_are_put_back_with_gradients_of_zeros_where_there_were_some() -> None:
+    job = Job()
+    job.model.weight.grad = held = torch.ones(4, 4)
+    job.model.bias.requires_grad_(False)
+    job.kept.begin({})
+    job.model.eval()
+    job.model.weight.requires_grad_(False)
+    job.model.bias.requires_grad_(True).grad = torch.ones(4)
+    gradients = job.kept.gradients()
+    job.model.zero_grad(set_to_none=True)
+    job.kept.put_back()
+    zero(gradients)
+    assert job.model.training
+    assert (job.model.weight.requires_grad, job.model.bias.requires_grad) == (True, False)
+    assert job.model.weight.grad is held, "the same memory: a step's worth of pages is not asked for again"
+    assert not held.any()
+    assert job.model.bias.grad is None
+
+
+def test_another_process_is_told_modes_as_they_are_at_the_head_of_a_window() -> None:
+    """Not those of an evaluation in the tail of the step before."""
+    job, other = Job(), Job()
+    job.kept.begin({})
+    job.kept.forget()
+    job.model.eval()
+    job.model.bias.requires_grad_(False)
+    job.model.weight.grad = torch.ones(4, 4)
+    assert job.kept.modes(within=True) == Modes((), (), ())
+    told = job.kept.modes(within=False)
+    assert told == Modes(((0, ""),), ((0, "bias"),), ((0, "weight"),))
+    other.kept.take_modes(told)
+    assert (other.model.training, other.model.bias.requires_grad) == (False, False)
+    assert other.model.weight.grad is not None
+    assert not other.model.weight.grad.any()
+    assert other.model.bias.grad is None
+    other.kept.begin({})
+    assert other.kept.modes(within=False) == told

@@ -603,9 +603,10 @@ class Step(Protocol):
         """
         ...
 
-    def rebuild_reducer(self, layout: bytes | None, commits: int) -> None:
+    def rebuild_reducer(self, layout: bytes | None, commits: int, *, modes: bool = True) -> None:
         """Brings this process to where an undisturbed one is before update ``commits``. ``layout``: that of whoever
-        this rank's state comes from; None: it is its own. Raises TransferError.
+        this rank's state comes from; None: it is its own. ``modes``: what the script has switched while it ran (what
+        evaluates, what is frozen) is as it was there. Raises TransferError.
         """
         ...
 

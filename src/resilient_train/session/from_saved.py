@@ -76,7 +76,8 @@ class FromSaved:
         except (CheckpointError, ProtocolError, TransferError, VaultError, OSError) as error:
             self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}"))
             self._link.wait_for_the_end()
-        self._step.rebuild_reducer(own.layout, source.commits)
+        # A job that people start again may have another script, which freezes other layers.
+        self._step.rebuild_reducer(own.layout, source.commits, modes=self._link.attempt > 0)
         self._event("restored", {"source": source.kind, "commits": source.commits, "path": source.path})
         return own.published
 

@@ -17,6 +17,7 @@ import resilient_train as rt
 parser = argparse.ArgumentParser()
 parser.add_argument("kind")
 parser.add_argument("steps", type=int)
+parser.add_argument("--save", action="store_true", help="keep a snapshot of each step in memory")
 asked = parser.parse_args()
 SAMPLES, BATCH = 48, 4
 
@@ -128,6 +129,8 @@ for seed in (random.seed, np.random.seed, torch.manual_seed):
 with rt.Session(
     model=net if kind == "inner" else model, optimizer=optimizer, loader=loader, rank_state=rank_state
 ) as session:
+    if asked.save:
+        session.save_every(steps=1000, memory_steps=1)
     for step in session.steps(asked.steps):
         with step:
             x = step.batch[0] if loader is not None else torch.randn(BATCH, 6)

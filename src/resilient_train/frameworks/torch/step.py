@@ -201,7 +201,7 @@ class Step:
         early, modes = (kept.early_parameters(), kept.early_states()), kept.modes(within=within)
         return msgspec.msgpack.encode(_Learnt(history.passes, history.shares_buffers, *early, modes))
 
-    def rebuild_reducer(self, layout: bytes | None, commits: int) -> None:
+    def rebuild_reducer(self, layout: bytes | None, commits: int, *, modes: bool = True) -> None:
         learnt = None
         if layout is not None:
             try:
@@ -210,7 +210,7 @@ class Step:
                 raise TransferError(f"what the replica has learnt in its first steps can't be read: {error}") from None
             self._state.kept.learn(learnt.parameters, learnt.states)
         self._buckets.restore(learnt, commits)
-        if learnt is not None and learnt.modes is not None:
+        if modes and learnt is not None and learnt.modes is not None:
             self._state.kept.take_modes(learnt.modes)
 
     # -- optimizers

@@ -94,7 +94,7 @@ def test_storage_that_comes_back(run_dir: Path) -> None:
         folder.write_text("in the way")
         os.kill(holder, signal.SIGKILL)
         kill_ranks(running)
-        running.await_more("storage_unreadable")
+        wait(lambda: bool(running.heard("storage_unreadable")), "nobody has said that storage can't be read")
         folder.unlink()
         away.rename(folder)
         running.await_more("restored", RANKS)

@@ -23,8 +23,8 @@ def saves(run_dir: Path) -> Saves:
     return Saves(run_dir, 2, 2, lambda *_, **__: None, lambda _: None, lambda _: None)
 
 
-def choose(each: Saves, *, again: bool = False, needed: bool = False) -> str:
-    return asyncio.run(each.choose(again=again, needed=needed))
+def choose(each: Saves, *, needed: bool = False) -> str:
+    return asyncio.run(each.choose(needed=needed))
 
 
 def left(run_dir: Path) -> str:
@@ -164,21 +164,6 @@ def test_storage_that_does_not_let_us_see(tmp_path: Path, monkeypatch: pytest.Mo
     assert blind.source == Source("memory", 8)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_storage_that_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, again: bool) -> None:
-    """Whoever begins a job is told at once; in the middle of one it is waited for, though no state was lost yet."""
-    looks = [Stored(unreadable="stale"), Stored(source=Source("storage", 4, "step_4"))]
-
-    async def found(*_: object, **__: object) -> Stored:
-        return looks.pop(0)
-
-    monkeypatch.setattr(saves_module, "find_stored", found)
-    monkeypatch.setattr(saves_module, "_LOOK_AGAIN_S", 0)
-    each = saves(tmp_path)
-    why_not = choose(each, again=again)
-    assert (each.source is not None, "can't be read" in why_not) == (again, not again)
-
-
 def test_storage_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said that it takes its time; at the end of a job nobody waits for it."""
 
@@ -208,7 +193,7 @@ def test_storage_that_hangs_keeps_nobody_from_what_memory_holds(
     each = saves(tmp_path)
     monkeypatch.setattr(each, "_held", lambda: Source("memory", 8))
     before = psutil.Process().children()
-    assert not choose(each, again=True, needed=True)
+    assert not choose(each, needed=True)
     assert each.source == Source("memory", 8)
     assert psutil.Process().children() == before, "killed and reaped"
 
@@ -230,7 +215,7 @@ def test_storage_that_takes_its_time_is_waited_for_where_it_must_be(
     monkeypatch.setattr(each, "_held", lambda: held)
     if held is not None:
         each.distrust(5)
-    assert not choose(each, again=True, needed=True)
+    assert not choose(each, needed=True)
     assert each.source == Source("storage", 4, "step_4")
 
 

@@ -519,8 +519,7 @@ class Agent:
         self._begin_task(self._start_all(spawns, again))
 
     async def _start_all(self, spawns: list[Command], again: Note | None) -> None:
-        needed = again is not None and bool(again.detail["state_lost"])
-        blind = await self._saves.choose(again=again is not None, needed=needed)
+        blind = await self._saves.choose(needed=again is not None and bool(again.detail["state_lost"]))
         self._choosing = False
         if self._ending is not None:
             return

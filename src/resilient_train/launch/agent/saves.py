@@ -33,8 +33,8 @@ _REPLY_TIMEOUT_S = 2.0
 """The agent waits for the holder at the start of ranks only, and not for long: it has recoveries to carry out."""
 _SLOW_S = 30.0
 _PATIENCE_S = 60.0
-"""For storage that does not let itself be read, when all ranks start again: it may come back. And for storage that does
-not answer, where memory has a state.
+"""For storage that does not let itself be read, when all ranks have lost their state: it may come back. And for storage
+that does not answer, where memory has a state.
 """
 _LOOK_AGAIN_S = 1.0
 _SEE_S = 10.0
@@ -156,25 +156,24 @@ class Saves:
         self._listened = vault.fileno()
         asyncio.get_running_loop().add_reader(self._listened, self._hear)
 
-    async def choose(self, *, again: bool = False, needed: bool = False) -> str:
+    async def choose(self, *, needed: bool = False) -> str:
         """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
-        see, and nothing is in memory (snapshots there are as new as what was written of them). ``again``: the ranks are
-        started once more, for whatever reason. Then the storage has some time to come back: nobody is at hand, as when
-        a job begins. ``needed``: they have lost a state. Then it is impossible as well where there is nothing, though
-        it was meant to be kept by the ranks themselves alone; and, once replicas have differed, where nothing is of
-        before.
+        see, and nothing is in memory (snapshots there are as new as what was written of them). ``needed``: the ranks
+        have lost a state. Then the storage has some time to come back, and it is impossible as well where there is
+        nothing, though it was meant to be kept by the ranks themselves alone; and, once replicas have differed, where
+        nothing is of before.
         """
         try:
-            return await self._choose(again=again, needed=needed)
+            return await self._choose(needed=needed)
         finally:
             self._going_back = False
 
-    async def _choose(self, *, again: bool, needed: bool) -> str:
+    async def _choose(self, *, needed: bool) -> str:
         self._captured.clear()  # by ranks that are no more
         self._newest_over = 0
         self._settle(0)
         self.source = None
-        deadline = time.monotonic() + (_PATIENCE_S if again or needed else 0)
+        deadline = time.monotonic() + (_PATIENCE_S if needed else 0)
         # What is being written may be wrong, or the newest that is right.
         while self._wrong_stored is not None and self._under_way is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
             await asyncio.sleep(_LOOK_AGAIN_S)

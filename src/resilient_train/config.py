@@ -122,6 +122,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.pinned_bytes <= 1 << 40:
             raise ConfigError(f"{PREFIX}PINNED_BYTES must be from 0 to 2^40, not {self.pinned_bytes}")
         check_thresholds(f"{PREFIX}NORM_THRESHOLD", self.norm_threshold, f"{PREFIX}LOSS_THRESHOLD", self.loss_threshold)
+        if self.keep_checkpoints < 1:
+            raise ConfigError(f"{PREFIX}KEEP_CHECKPOINTS must be 1 or more, not {self.keep_checkpoints}")
         for name in ("standby", "compare_every", "verify_every"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{PREFIX}{name.upper()} must be 0 or more, not {getattr(self, name)}")

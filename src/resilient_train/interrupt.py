@@ -54,6 +54,8 @@ class Interrupt:
         self.available = threading.current_thread() is threading.main_thread()
         self._previous: Any = None
         self._beneath = 0
+        self._raised = False
+        """The body that runs was interrupted, unless somebody has caught it: see ``insist``."""
 
     def install(self) -> None:
         """Takes the signal; a handler that the user had set still runs."""
@@ -71,7 +73,16 @@ class Interrupt:
         """From now on a stop newer than ``generation`` interrupts this thread."""
         if self.available:
             self.armed = True
+            self._raised = False
             self._watchdog.arm(generation)
+
+    def insist(self) -> None:
+        """Interrupts the body again if it was, and goes on all the same: a ``return`` in a ``finally`` or a bare
+        ``except:`` swallows an exception, and Python itself drops those in a finalizer. What was cut is half done, and
+        must not become an update.
+        """
+        if self._raised:
+            raise TrainingInterrupted
 
     def disarm(self) -> None:
         """From now on nothing interrupts this thread."""
@@ -86,6 +97,7 @@ class Interrupt:
         if _on_top_unsafe(frame) or _whole_calls(frame) > self._beneath:
             return
         self.disarm()
+        self._raised = True
         raise TrainingInterrupted
 
     def _is_looking(self, frame: FrameType | None) -> bool:

@@ -162,6 +162,7 @@ def test_nothing_switched_on() -> None:
         ("RESILIENT_BEAT_MS", "x", "RESILIENT_BEAT_MS='x' must be a whole number"),
         ("RESILIENT_JOIN_TIMEOUT_S", "soon", "must be a number"),
         ("RESILIENT_BEAT_MS", "0", "RESILIENT_BEAT_MS must be above 0"),
+        ("RESILIENT_KEEP_CHECKPOINTS", "0", "RESILIENT_KEEP_CHECKPOINTS must be 1 or more"),
         ("RESILIENT_PINNED_BYTES", "-1", "RESILIENT_PINNED_BYTES must be from 0"),
         ("RESILIENT_WRAP_BACKEND", "maybe", "write 1 or 0"),
         ("RESILIENT_TRANSFER", "memry", "RESILIENT_TRANSFER='memry': unknown .*'memory'"),

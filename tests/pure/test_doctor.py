@@ -43,9 +43,10 @@ def test_a_healthy_machine() -> None:
         ({"core_limit": -1}, Grade.NOTE, "ulimit -c 0"),
         ({"descriptors": 1024}, Grade.NOTE, "1024"),
         ({"run_dir_writable": False}, Grade.PROBLEM, "can't be written"),
-        ({"devices": ("NVIDIA GPU",)}, Grade.NOTE, "CPU and gloo only"),
+        ({"devices": ("NVIDIA GPU",)}, Grade.NOTE, "a Session repairs nothing"),
         ({"switches": Switches(hcce=True), "switches_set": True}, Grade.PROBLEM, "on: a rank that died"),
         ({"switches": Switches(arf=True), "switches_set": True}, Grade.NOTE, "on: process groups"),
+        ({"switches": Switches(arf=True, tre=1), "switches_set": True}, Grade.OK, "is redone before its update"),
         (
             {"switches": Switches(arf=True, hcce=True, uce=True, rsc=True), "switches_set": True},
             Grade.NOTE,

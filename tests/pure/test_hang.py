@@ -207,3 +207,11 @@ def test_no_false_alarm_in_a_hundred_thousand_steps() -> None:
         job.steps(20_000, step_ms)
         alarms = [each for each in job.found if each.verdict is not Suspicion.BEHIND]
         assert alarms == [], f"seed {seed}"
+
+
+def test_a_rank_may_leave_its_step_as_slowly_as_it_works() -> None:
+    """Rank 0 evaluates behind each update: a fault elsewhere is no reason to end it for that."""
+    assert 300_000 <= running(step_ms=30_000).detector.leave_limit_ms() <= 301_000
+    assert running(step_ms=200).detector.leave_limit_ms() == 60_000
+    assert running(step_ms=1000, fixed_ms=1500).detector.leave_limit_ms() == 1500
+    assert Job().detector.leave_limit_ms() == 60_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Iterator
@@ -94,3 +95,13 @@ def test_a_second_signal_within_a_handler_of_the_users(monkeypatch: pytest.Monke
         interrupt.remove()
         signal.signal(SIGNAL, before)
     assert (began, ended) == (2, 2)
+
+
+def test_a_swallowed_interrupt_is_raised_again_before_an_update(armed: Interrupt) -> None:
+    armed.insist()
+    with contextlib.suppress(BaseException):
+        strike()
+    with pytest.raises(TrainingInterrupted):
+        armed.insist()
+    armed.arm(1)
+    armed.insist()

@@ -177,6 +177,14 @@ class HangDetector:
 
     # -- limits
 
+    def leave_limit_ms(self) -> int:
+        """How long a rank may go on with its step while a recovery waits for it: as in a step that nothing disturbs, or
+        what all others wait for in each step (rank 0 evaluates) would cost it its life there. It is not longer where no
+        steps are known: the next ones are only timed when it has come.
+        """
+        known_ms = 10 * self._percentile(0.99) if len(self._steps_ms) >= _SAMPLES_MIN else 0
+        return self._limits.fixed_ms or int(max(known_ms, self._limits.floor_ms))
+
     def _stopped_ms(self) -> float:
         if len(self._steps_ms) < _SAMPLES_MIN:
             return self._limits.stopped_unknown_ms

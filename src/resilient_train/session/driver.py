@@ -404,6 +404,7 @@ class Driver:
 
     def before_update(self, optimizer: Any) -> None:
         """The optimizer is about to write: interrupts are held from here to the head of the loop."""
+        self._watch.interrupt.insist()
         self._drive(on.UpdateBegins(self._optimizers[id(optimizer)]))
 
     def after_update(self, optimizer: Any) -> None:
@@ -931,6 +932,16 @@ class Driver:
         if worker := lost_worker(error):
             told = f"rank {self._link.rank} has lost a worker, and is replaced: {worker}"
             fail_stop(self._event, "worker_lost", told)
+
+    def outlive_behind(self, error: BaseException | None) -> None:
+        """``outlive`` for what was raised behind the body: one that was cut may not have bound all names."""
+        self.outlive(error)
+        if isinstance(error, NameError) and self._rank.redoable:
+            told = (
+                f"rank {self._link.rank} is replaced: a fault cut the body of its step, and the code behind it uses "
+                f"what the body had not bound yet ({error}): write `if step.done:` in front of that code"
+            )
+            fail_stop(self._event, "unbound_name", told)
 
     def _ended(self) -> None:
         """All ranks have come to the end of their loops."""

@@ -297,7 +297,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._driver is not None:
-            self._driver.outlive(error)
+            self._driver.outlive_behind(error)
         self._end(finish=error is None)
 
     def _end(self, *, finish: bool) -> None:

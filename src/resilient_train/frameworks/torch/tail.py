@@ -30,6 +30,7 @@ from resilient_train.frameworks.torch.caller import carries_objects
 from resilient_train.frameworks.torch.clique import Clique
 from resilient_train.frameworks.torch.group import ResilientGroup
 from resilient_train.frameworks.torch.verbs import VERBS, Args, Tensors, done
+from resilient_train.observe.sinks import say_aside
 from resilient_train.place import line
 from resilient_train.protocol.rank_effects import Mode
 
@@ -221,6 +222,11 @@ class Tail:
         tells = asked.verb == "gather" or asked.group.rank() == self._adder(asked)
         if tells and VERBS[asked.verb].given(call_of(asked.header)[1], member):
             self._conductor.note("tail_input_missing", {"collective": asked.verb, "of": rank})
+            say_aside(
+                f"rank {rank} died before it came to the {asked.verb} at {line()}: a neutral element, or zeros, stand "
+                "for its input, so its result is not that of the undisturbed run, nor is what is computed from it "
+                "(docs/how-to/after-the-update.md)"
+            )
 
     def _neutral(self, asked: _Asked, member: int) -> Args:
         """Arguments like this rank's own, with inputs that change no result."""

@@ -69,7 +69,6 @@ class HangWatch:
         self._detector = HangDetector(board.world_size, limits)
         self._clock = JobClock(board.world_size, settings.beat_ms)
         self._finds_hangs = settings.hang
-        self._leave_limit_ms = limits.fixed_ms or limits.floor_ms
         self._phase_limit_s = settings.join_timeout_s
         self._board = board
         self._job = job
@@ -153,7 +152,7 @@ class HangWatch:
     def _look_at_recovery(self, ranks: list[Progress], keeper: Keeper) -> None:
         """It waits for all ranks, and one that is stopped, or does not leave its step, will never come."""
         waited_for = self._job.awaited() if self._job.plan is None else range(len(ranks))
-        if any(ranks[rank].activity is Activity.SLOW for rank in waited_for):
+        if any(ranks[rank].activity is Activity.SLOW or self._state(rank) is RunState.TRACED for rank in waited_for):
             self._since_ns = self._clock.now_ns
         waited_ms = (self._clock.now_ns - self._since_ns) // 1_000_000
         for rank in range(len(ranks)):
@@ -163,12 +162,13 @@ class HangWatch:
             stopped_ranks = [rank for rank, looks in self._stopped.items() if looks >= _STOPPED_LOOKS]
             reason = "hung: its process was stopped (SIGSTOP) in the middle of a recovery"
             self._fence(stopped_ranks, reason, keeper)
-            if waited_ms > self._leave_limit_ms // 2 and self._job.awaited() and not self._suspected:
+            limit_ms = self._detector.leave_limit_ms()
+            if waited_ms > limit_ms // 2 and self._job.awaited() and not self._suspected:
                 self._suspected = True
                 stay = sorted(self._job.awaited())
                 why = "it does not leave its step for a fault elsewhere"
-                self._act(Stall(Suspicion.SUSPECT, tuple(stay), waited_ms, self._leave_limit_ms, why), ranks, keeper)
-            if waited_ms > self._leave_limit_ms:
+                self._act(Stall(Suspicion.SUSPECT, tuple(stay), waited_ms, limit_ms, why), ranks, keeper)
+            if waited_ms > limit_ms:
                 reason = f"hung: it did not leave its step within {waited_ms} ms of a fault elsewhere"
                 self._fence(self._job.awaited(), reason, keeper)
         if waited_ms > self._phase_limit_s * 1000:

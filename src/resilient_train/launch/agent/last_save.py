@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -31,6 +32,11 @@ EXIT_SAVED = {
 means that the job shall go on later (``sbatch --signal=USR1@120``).
 """
 
+_SAME_REQUEST_S = 1.0
+"""Who ends a job (systemd, LSF) may signal all of its processes: that is one request, though the launcher and a rank
+hear of it one behind the other.
+"""
+
 
 class LastSave:
     """``carry_out`` takes the controller's commands."""
@@ -46,6 +52,8 @@ class LastSave:
         self._captured: dict[int, Captured] = {}
         self._generation = -1
         self._timed = False
+        self._request = ("", 0, 0.0)
+        """Who got which signal first, and when, by ``time.monotonic``."""
         self.carry_out: Callable[[list[Command]], None] = lambda _: None
 
     def look(self) -> None:
@@ -61,11 +69,21 @@ class LastSave:
 
     def asked(self, whom: str, number: int) -> None:
         """A signal came: the job leaves, or ends at once, as the signal wants it."""
+        if self._is_same_request(whom, number):
+            return
         told = signal.Signals(number)
         if told in EXIT_SAVED:
             self.carry_out(self._controller.leave(EXIT_SAVED[told], f"{whom} got {told.name}"))
         else:
             self.carry_out(self._controller.stop(128 + number, f"{whom} got {told.name}"))
+
+    def _is_same_request(self, whom: str, number: int) -> bool:
+        first, known, when_s = self._request
+        now_s = time.monotonic()
+        if number == known and whom != first and now_s - when_s < _SAME_REQUEST_S:
+            return True
+        self._request = (whom, number, now_s)
+        return False
 
     def begin(self) -> None:
         """The job is about to end: from now on the time runs."""

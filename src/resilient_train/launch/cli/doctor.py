@@ -34,12 +34,13 @@ _LIBRARIES = {
     "nccl": ("NCCL", "errors of communicators (nothing gives it any in this version)"),
 }
 _PROBE_LIMIT_S = 10.0
-_WITHOUT_EFFECT = ("tre", "rsc")
+_WITHOUT_EFFECT = ("rsc",)
 _WORKS = {
     "uce": "tensors whose memory lost data are fetched again from a replica (no real device has been tried)",
     "arf": "a rank that died or hangs is replaced",
     "ttp": "a job that has to end saves its state first",
     "tsp": "all ranks stand still before one step while somebody wants it",
+    "tre": "a step whose loss or norm can't be right is redone before its update",
     "hcce": "process groups are rebuilt when a collective fails and nobody died",
 }
 
@@ -199,7 +200,7 @@ def _machine(facts: Facts) -> Iterator[Finding]:
     text = "of a loop in the main thread only; one in another thread notices a fault at its next collective or step"
     yield Finding(Grade.OK, "prompt interrupts", text)
     for device in facts.devices:
-        text = f"there is a {device}, but groups with nccl or hccl are refused in this version: CPU and gloo only"
+        text = f"there is a {device}, but with nccl or hccl groups a Session repairs nothing in this version: gloo only"
         yield Finding(Grade.NOTE, "devices", text)
 
 
@@ -267,7 +268,7 @@ def _switches(facts: Facts) -> Iterator[Finding]:
     for name, text in _WORKS.items():
         if getattr(facts.switches, name):
             yield Finding(Grade.OK, name.upper(), f"on ({source}): {text}")
-        else:
+        elif name != "tre" or facts.switches_set:  # it is off unless somebody asks for it
             yield Finding(Grade.PROBLEM if name == "arf" else Grade.NOTE, name.upper(), f"off ({source}); on: {text}")
     if facts.switches.arf and facts.standby:
         text = f"{_DEPTHS[facts.depth]}; events.jsonl says where a script does not allow it"

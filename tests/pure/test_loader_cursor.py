@@ -156,6 +156,72 @@ def test_epochs_are_told_to_the_sampler() -> None:
     assert [value for value, _ in take(cursor(Distributed(2)), 4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+class Wrapped:
+    """What has a sampler, or a batch sampler, of another one's, as torch's BatchSampler and accelerate's shards do."""
+
+    def __init__(self, **inner: Any) -> None:
+        vars(self).update(inner)
+
+
+class Counted:
+    """Says how often it was told which epoch; knows a generator of its own."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.generator = Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
+
+
+class Generator:
+    state = 0
+
+    def get_state(self) -> int:
+        return self.state
+
+    def set_state(self, state: int) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("deep", range(4))
+def test_a_sampler_is_found_however_deep_it_lies(deep: int) -> None:
+    inner = Counted()
+    batches = Wrapped(sampler=inner)
+    for _ in range(deep):
+        batches = Wrapped(batch_sampler=batches, sampler=inner)
+    loader = Listed(sampler=Wrapped(), batch_sampler=batches)
+    first = cursor(loader)
+    take(first, 5)
+    assert inner.told == [0, 1, 2], "of each pass, once"
+    inner.generator.state = 7
+    take(first, 2)
+    position = first.position()
+    inner.generator.state = 9
+    first.load(position)
+    assert inner.generator.state == 7, "its order is drawn from there"
+
+
+def test_a_dataset_is_told_the_epoch() -> None:
+    loader = Listed(dataset=Counted())
+    take(cursor(loader), 3)
+    assert loader.dataset.told == [0, 1]
+
+
+def test_samplers_that_know_each_other() -> None:
+    one, other = Counted(), Wrapped()
+    one.sampler, other.batch_sampler = other, one
+    take(cursor(Listed(sampler=one)), 1)
+    assert one.told == [0]
+
+
+class Listed(Wrapped):
+    """Two batches an epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2])
+
+
 @given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 20))
 def test_every_sample_once_an_epoch(size: int, done: int, more: int) -> None:
     random.seed(done)

@@ -180,23 +180,29 @@ class Cursor:
         return iter(loader)
 
     def _set_epoch(self) -> None:
-        """What the user's own loop would do: a DistributedSampler shuffles by epoch number."""
-        for holder in (
-            self.loader,
-            getattr(self.loader, "sampler", None),
-            getattr(self.loader, "batch_sampler", None),
-        ):
+        """What the user's own loop would do: a DistributedSampler shuffles by epoch number, as some datasets do."""
+        for holder in (*_holders_of(self.loader), getattr(self.loader, "dataset", None)):
             set_epoch = getattr(holder, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(self._epoch)
 
 
+def _holders_of(loader: Any) -> list[Any]:
+    """The loader, and the samplers that it draws its order from, however deep one wraps another."""
+    found: list[Any] = []
+    waiting = [loader]
+    while waiting:
+        holder = waiting.pop(0)
+        if holder is not None and all(holder is not each for each in found):
+            found.append(holder)
+            waiting += [getattr(holder, name, None) for name in ("sampler", "batch_sampler")]
+    return found
+
+
 def _generators_of(loader: Any) -> list[Any]:
     """The loader's own random generators: they draw the order of each epoch, and are in no global state."""
-    sampler = getattr(loader, "sampler", None)
-    batches = getattr(loader, "batch_sampler", None)
     found: list[Any] = []
-    for holder in (loader, sampler, batches, getattr(batches, "sampler", None)):
+    for holder in _holders_of(loader):
         generator = getattr(holder, "generator", None)
         if callable(getattr(generator, "get_state", None)) and all(generator is not each for each in found):
             found.append(generator)

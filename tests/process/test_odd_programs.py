@@ -16,7 +16,11 @@ KILLS = (
 
 
 @pytest.mark.parametrize(
-    "kind", ["heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"]
+    "kind",
+    [
+        *("heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"),
+        *("noisy", "noisy_class"),
+    ],
 )
 def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> None:
     reference = launch(tmp_path / "reference", "odd_programs.py", kind, STEPS, ranks=2)
@@ -26,6 +30,7 @@ def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> 
     assert reference.code == run.code == 0, run.explain()
     assert len(run.of("injected")) == run.recoveries() == 4, run.explain()
     assert run.digests() == reference.digests(), run.explain()
+    assert run.of("other_data") == [], run.explain()
 
 
 @pytest.mark.parametrize("kind", ["heads", "freezes"])
@@ -37,6 +42,16 @@ def test_all_ranks_are_lost(tmp_path: Path, kind: str) -> None:
     assert reference.code == run.code == 0, run.explain()
     assert len(run.of("restart_all")) == 1, run.explain()
     assert run.digests() == reference.digests(), run.explain()
+
+
+@pytest.mark.parametrize("kind", ["forever", "passes", "grows"])
+def test_a_loader_that_does_not_find_its_place_is_told(tmp_path: Path, kind: str) -> None:
+    """All went on with other data, and exit code 0."""
+    run = launch(tmp_path, "odd_programs.py", kind, STEPS, ranks=2, flags=("--faults", "kill rank=0 step=15"))
+    assert run.code == 0, run.explain()
+    (told,) = run.of("other_data")
+    assert (told["rank"], told["incarnation"], told["detail"]["next"]) == (0, 1, 15)
+    assert run.err.count("rank 0: its loader was brought to where step 15 begins, and gives another batch") == 1
 
 
 def test_a_wrapper_that_is_not_registered_is_refused(tmp_path: Path) -> None:

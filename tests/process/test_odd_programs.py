@@ -54,6 +54,27 @@ def test_a_loader_that_does_not_find_its_place_is_told(tmp_path: Path, kind: str
     assert run.err.count("rank 0: its loader was brought to where step 15 begins, and gives another batch") == 1
 
 
+@pytest.mark.parametrize(
+    ("way", "words"), [("subtracts", "session.steps(9, start=0)"), ("starts", "session.steps(16, start=7)")]
+)
+def test_a_loop_from_a_checkpoint_of_this_very_job_is_refused(tmp_path: Path, way: str, words: str) -> None:
+    flags = ("--faults", "kill rank=1 step=10")
+    run = launch(tmp_path / "run", "own_checkpoint.py", str(tmp_path / "own.pt"), way, ranks=2, flags=flags)
+    assert run.code == 2, run.explain()
+    assert f"rank 1, a new process, has begun its loop with {words}" in run.err, run.explain()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_number_that_is_broadcast_is_that_of_the_first_process(tmp_path: Path, rank: int) -> None:
+    job = ("own_checkpoint.py", str(tmp_path / "own.pt"), "broadcasts")
+    reference = launch(tmp_path / "reference", *job, ranks=2)
+    (tmp_path / "own.pt").unlink()
+    run = launch(tmp_path / "run", *job, ranks=2, flags=("--faults", f"kill rank={rank} step=10"))
+    assert reference.code == run.code == 0, run.explain()
+    assert run.recoveries() == 1, run.explain()
+    assert run.digests() == reference.digests(), run.explain()
+
+
 def test_a_wrapper_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     """With what it wraps registered all went well, until the first fault."""
     run = launch(tmp_path / "run", "odd_programs.py", "inner", STEPS, ranks=2)

@@ -266,6 +266,7 @@ class Driver:
     def _begin(self, total: int, start: int) -> Step | None:
         """Meets the other ranks for the first time; a replacement meets them in the middle of a recovery."""
         self._begun = True
+        self._from_replica.loop = total, start
         record = self._end_set_up()
         allow_readers()
         self._injector.open(lambda: self._rank.number, lambda: self._rank.generation)
@@ -861,6 +862,9 @@ class Driver:
         published = self._peers.published(effect.plan.commits)
         try:
             return on.Ok(self._from_replica.take(effect.plan, offer, published, self._take_up))
+        except ConfigError as error:
+            self._link.channel.send(m.Refused(str(error)))
+            self._link.wait_for_the_end()
         except LayoutError as error:  # no other source, and no second try, would do
             told = (
                 f"rank {self._link.rank} can't be replaced from rank {offer.source}, whose state does not fit: {error}"

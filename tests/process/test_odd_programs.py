@@ -16,7 +16,11 @@ KILLS = (
 
 
 @pytest.mark.parametrize(
-    "kind", ["heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"]
+    "kind",
+    [
+        *("heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"),
+        *("noisy", "noisy_class"),
+    ],
 )
 def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> None:
     reference = launch(tmp_path / "reference", "odd_programs.py", kind, STEPS, ranks=2)
@@ -26,6 +30,7 @@ def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> 
     assert reference.code == run.code == 0, run.explain()
     assert len(run.of("injected")) == run.recoveries() == 4, run.explain()
     assert run.digests() == reference.digests(), run.explain()
+    assert run.of("other_data") == [], run.explain()
 
 
 @pytest.mark.parametrize("kind", ["heads", "freezes"])
@@ -36,6 +41,37 @@ def test_all_ranks_are_lost(tmp_path: Path, kind: str) -> None:
     run = launch(tmp_path / "run", "odd_programs.py", kind, STEPS, "--save", ranks=2, flags=("--faults", plan))
     assert reference.code == run.code == 0, run.explain()
     assert len(run.of("restart_all")) == 1, run.explain()
+    assert run.digests() == reference.digests(), run.explain()
+
+
+@pytest.mark.parametrize("kind", ["forever", "passes", "grows"])
+def test_a_loader_that_does_not_find_its_place_is_told(tmp_path: Path, kind: str) -> None:
+    """All went on with other data, and exit code 0."""
+    run = launch(tmp_path, "odd_programs.py", kind, STEPS, ranks=2, flags=("--faults", "kill rank=0 step=15"))
+    assert run.code == 0, run.explain()
+    (told,) = run.of("other_data")
+    assert (told["rank"], told["incarnation"], told["detail"]["next"]) == (0, 1, 15)
+    assert run.err.count("rank 0: its loader was brought to where step 15 begins, and gives another batch") == 1
+
+
+@pytest.mark.parametrize(
+    ("way", "words"), [("subtracts", "session.steps(9, start=0)"), ("starts", "session.steps(16, start=7)")]
+)
+def test_a_loop_from_a_checkpoint_of_this_very_job_is_refused(tmp_path: Path, way: str, words: str) -> None:
+    flags = ("--faults", "kill rank=1 step=10")
+    run = launch(tmp_path / "run", "own_checkpoint.py", str(tmp_path / "own.pt"), way, ranks=2, flags=flags)
+    assert run.code == 2, run.explain()
+    assert f"rank 1, a new process, has begun its loop with {words}" in run.err, run.explain()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_number_that_is_broadcast_is_that_of_the_first_process(tmp_path: Path, rank: int) -> None:
+    job = ("own_checkpoint.py", str(tmp_path / "own.pt"), "broadcasts")
+    reference = launch(tmp_path / "reference", *job, ranks=2)
+    (tmp_path / "own.pt").unlink()
+    run = launch(tmp_path / "run", *job, ranks=2, flags=("--faults", f"kill rank={rank} step=10"))
+    assert reference.code == run.code == 0, run.explain()
+    assert run.recoveries() == 1, run.explain()
     assert run.digests() == reference.digests(), run.explain()
 
 

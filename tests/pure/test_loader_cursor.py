@@ -76,6 +76,9 @@ class Data:
     def restore_random_state(self, state: bytes) -> None:
         random.setstate(pickle.loads(state))
 
+    def look(self, batch: Any) -> bytes:
+        return repr(batch).encode()
+
     def pack(self, tree: Any) -> bytes:
         return pickle.dumps(tree)
 
@@ -98,7 +101,9 @@ class Data:
 
 
 def cursor(loader: Any) -> Cursor:
-    return Cursor(loader, Data())
+    made = Cursor(loader, Data())
+    made.looks = True
+    return made
 
 
 def take(position: Cursor, count: int) -> list[tuple[Any, int]]:
@@ -156,6 +161,72 @@ def test_epochs_are_told_to_the_sampler() -> None:
     assert [value for value, _ in take(cursor(Distributed(2)), 4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+class Wrapped:
+    """What has a sampler, or a batch sampler, of another one's, as torch's BatchSampler and accelerate's shards do."""
+
+    def __init__(self, **inner: Any) -> None:
+        vars(self).update(inner)
+
+
+class Counted:
+    """Says how often it was told which epoch; knows a generator of its own."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.generator = Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
+
+
+class Generator:
+    state = 0
+
+    def get_state(self) -> int:
+        return self.state
+
+    def set_state(self, state: int) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("deep", range(4))
+def test_a_sampler_is_found_however_deep_it_lies(deep: int) -> None:
+    inner = Counted()
+    batches = Wrapped(sampler=inner)
+    for _ in range(deep):
+        batches = Wrapped(batch_sampler=batches, sampler=inner)
+    loader = Listed(sampler=Wrapped(), batch_sampler=batches)
+    first = cursor(loader)
+    take(first, 5)
+    assert inner.told == [0, 1, 2], "of each pass, once"
+    inner.generator.state = 7
+    take(first, 2)
+    position = first.position()
+    inner.generator.state = 9
+    first.load(position)
+    assert inner.generator.state == 7, "its order is drawn from there"
+
+
+def test_a_dataset_is_told_the_epoch() -> None:
+    loader = Listed(dataset=Counted())
+    take(cursor(loader), 3)
+    assert loader.dataset.told == [0, 1]
+
+
+def test_samplers_that_know_each_other() -> None:
+    one, other = Counted(), Wrapped()
+    one.sampler, other.batch_sampler = other, one
+    take(cursor(Listed(sampler=one)), 1)
+    assert one.told == [0]
+
+
+class Listed(Wrapped):
+    """Two batches an epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2])
+
+
 @given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 20))
 def test_every_sample_once_an_epoch(size: int, done: int, more: int) -> None:
     random.seed(done)
@@ -205,3 +276,109 @@ def test_an_empty_loader_is_an_error_and_no_loop() -> None:
 def test_a_loader_must_be_iterable() -> None:
     with pytest.raises(ConfigError, match="loader is a int"):
         cursor(3)
+
+
+@pytest.mark.parametrize("loader", [(each for each in [1]), map(str, [1]), itertools.cycle([1]), iter([1])])
+def test_what_can_be_gone_through_once_is_refused(loader: Any) -> None:
+    with pytest.raises(ConfigError, match="which can't be started again"):
+        cursor(loader)
+
+
+class Forever:
+    """Never ends, and draws the order of each inner pass in the middle of the training."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from Shuffling(20)
+
+
+class Noisy:
+    """Draws for each batch."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return ((item, random.random()) for item in range(self.size))
+
+
+def brought(first: Cursor, loader: Any, own: Any = None) -> Cursor:
+    """To the same place, in another process."""
+    state, numbers = first.position(), random.getstate()
+    random.seed(99)
+    second = Cursor(loader, Data(), own)
+    second.load(state)
+    random.setstate(numbers)
+    return second
+
+
+@pytest.mark.parametrize(("done", "strays"), [(5, False), (20, False), (25, True), (45, True)])
+def test_a_place_that_is_not_found_is_seen(done: int, strays: bool) -> None:
+    random.seed(1)
+    first = cursor(Forever())
+    take(first, done)
+    assert brought(first, Forever()).strayed is strays
+
+
+def test_fewer_batches_than_there_were_are_seen() -> None:
+    first = cursor([1, 2, 3])
+    take(first, 3)
+    assert brought(first, [1, 2]).strayed
+
+
+def test_another_augmentation_is_no_other_place() -> None:
+    random.seed(1)
+    first = cursor(Noisy(9))
+    take(first, 5)
+    second = brought(first, Noisy(9))
+    assert not second.strayed
+    numbers = random.getstate()
+    following = take(second, 3)
+    random.setstate(numbers)
+    assert take(first, 3) == following
+
+
+def test_a_batch_that_its_body_has_written_into() -> None:
+    first = cursor(Lists())
+    first.next().value[0] = 7
+    assert not brought(first, Lists()).strayed
+
+
+class Lists:
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[1], [2]])
+
+
+class Own:
+    """A generator of the rank's own, in ``rank_state``."""
+
+    def __init__(self, draws: random.Random) -> None:
+        self.draws = draws
+
+    def entries(self) -> dict[str, bytes]:
+        return {"draws": pickle.dumps(self.draws.getstate())}
+
+    def restore_entry(self, name: str, state: bytes) -> None:
+        self.draws.setstate(pickle.loads(state))
+
+
+def test_what_is_drawn_from_generators_of_the_ranks_own_says_nothing() -> None:
+    class Drawing:
+        def __init__(self, seed: int) -> None:
+            self.draws = random.Random(seed)
+
+        def __iter__(self) -> Iterator[float]:
+            return (self.draws.random() for _ in range(9))
+
+    one, other = Drawing(1), Drawing(2)
+    first = Cursor(one, Data(), Own(one.draws))
+    first.looks = True
+    take(first, 4)
+    one.draws.random()  # in a body
+    assert not brought(first, other, Own(other.draws)).strayed
+
+
+def test_without_an_agent_nothing_is_looked_at() -> None:
+    first = Cursor([1, 2], Data())
+    take(first, 1)
+    assert first.position().last == b""

@@ -63,7 +63,7 @@ def loader_of(rank: int, world: int, batch: int, *, samples: int, drop_last: boo
 
 
 def published(place: Cursor, batch: int, replicas: int, loader: bytes = b"") -> Published:
-    epoch, taken, _, _, skipped, _ = place.position()
+    epoch, taken, _, _, skipped, *_ = place.position()
     return Published(9, 9, b"random", epoch, taken, b"then", loader, b"buffers", skipped, batch, replicas)
 
 

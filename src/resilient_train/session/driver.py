@@ -266,6 +266,7 @@ class Driver:
     def _begin(self, total: int, start: int) -> Step | None:
         """Meets the other ranks for the first time; a replacement meets them in the middle of a recovery."""
         self._begun = True
+        self._from_replica.loop = total, start
         record = self._end_set_up()
         allow_readers()
         self._injector.open(lambda: self._rank.number, lambda: self._rank.generation)
@@ -281,6 +282,7 @@ class Driver:
         if not self._rank.joining:
             if source is not None:
                 commits, start = source.commits, self._publication.take_up(self.saving.restore(source))
+                self._tell_strayed(start)
             try:
                 self._engine.state.check()
             except StateError as error:
@@ -861,6 +863,9 @@ class Driver:
         published = self._peers.published(effect.plan.commits)
         try:
             return on.Ok(self._from_replica.take(effect.plan, offer, published, self._take_up))
+        except ConfigError as error:
+            self._link.channel.send(m.Refused(str(error)))
+            self._link.wait_for_the_end()
         except LayoutError as error:  # no other source, and no second try, would do
             told = (
                 f"rank {self._link.rank} can't be replaced from rank {offer.source}, whose state does not fit: {error}"
@@ -873,6 +878,7 @@ class Driver:
 
     def _take_up(self, published: bytes) -> int:
         number = self._publication.take_up(published)
+        self._tell_strayed(number)
         if self._entered:
             self._publication.called = b""  # it has its own arguments
         if self.calling and self._entered and number != self._rank.base:
@@ -882,6 +888,18 @@ class Driver:
             )
             fail_stop(self._event, "body_lost", told)
         return number
+
+    def _tell_strayed(self, number: int) -> None:
+        """The loader has been brought to where step ``number`` begins. Is it there?"""
+        if not self._cursor.strayed:
+            return
+        epoch, taken = self._cursor.place
+        self._event("other_data", {"next": number, "epoch": epoch, "batch": taken - 1})
+        say_aside(
+            f"rank {self._link.rank}: its loader was brought to where step {number} begins, and gives another batch "
+            f"{taken - 1} of pass {epoch} than in the process whose place this one takes: the bits will not be those "
+            "of the undisturbed run; a loader must find each place again (docs/how-to/load-data.md, Another place)"
+        )
 
     def _serve(self, effect: do.Serve) -> on.Event:
         try:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from resilient_train.errors import TransferError
+from resilient_train.errors import ConfigError, TransferError
 from resilient_train.frameworks.roles import Damage, Groups, Sources, State, Step
 from resilient_train.protocol.messages import Fetched, Offer, Plan, Pull
 from resilient_train.session.link import Link
@@ -25,6 +25,8 @@ class Offered(msgspec.Struct, array_like=True):
     tree: bytes
     spans: list[tuple[int, int]]
     layout: bytes
+    loop: tuple[int, int]
+    """With which ``total`` and ``start`` its loop has begun."""
 
 
 class FromReplica:
@@ -39,6 +41,8 @@ class FromReplica:
         self._sources: Sources | None = None
         self._layout: bytes | None = None
         self.damaged = NOTHING_DAMAGED
+        self.loop = (0, 0)
+        """As ``Offered.loop``, of this process."""
 
     def offer(self, generation: int, targets: tuple[int, ...], *, within: bool) -> None:
         """Describes this rank's state to each rank that is to copy it. Held unchanged until Resume. ``within``: see
@@ -46,7 +50,7 @@ class FromReplica:
         """
         self._sources = sources = self._state.sources()
         spans = [(span.address, span.size) for span in sources.spans]
-        manifest = msgspec.msgpack.encode(Offered(sources.manifest, spans, self._step.layout(within=within)))
+        manifest = msgspec.msgpack.encode(Offered(sources.manifest, spans, self._step.layout(within=within), self.loop))
         for target in targets:
             self._link.channel.send(Offer(generation, self._link.rank, target, os.getpid(), manifest, sources.digest))
 
@@ -62,10 +66,12 @@ class FromReplica:
     def take(self, plan: Plan, offer: Offer, published: bytes | None, load: Callable[[bytes], int]) -> int:
         """Takes a replica's state over, and with ``load`` what this rank had published. Returns what ``load`` does.
 
-        Raises TransferError, RuntimeError or OSError: the source may have died under the copy.
+        Raises TransferError, RuntimeError or OSError: the source may have died under the copy; ConfigError if the
+        loops are not the same one.
         """
         begun_ns = time.monotonic_ns()
         offered = _read(offer)
+        self._check_loop(offer.source, offered.loop)
         self._step.forget()  # a rollback would mix what it remembers with the state that comes
         size, way = self._receive(offer, offered)
         took_ns = time.monotonic_ns() - begun_ns
@@ -74,6 +80,18 @@ class FromReplica:
             raise TransferError(f"rank {self._link.rank} had published nothing from which update {plan.commits} starts")
         self._layout = offered.layout
         return load(published)
+
+    def _check_loop(self, source: int, theirs: tuple[int, int]) -> None:
+        """A script that looks for its newest checkpoint finds, in a new process, what this very job has written."""
+        if self.loop == theirs:
+            return
+        (total, start), (others_total, others_start) = self.loop, theirs
+        raise ConfigError(
+            f"rank {self._link.rank}, a new process, has begun its loop with session.steps({total}, start={start}), "
+            f"and rank {source} with session.steps({others_total}, start={others_start}): so it is not replaced. What "
+            "a script reads (from a checkpoint that this job has written since, say) must be what its first process "
+            "read: broadcast it from rank 0 before the Session (docs/how-to/after-the-update.md)"
+        )
 
     def take_layout(self) -> bytes:
         """That of what was taken over last: see ``Step.rebuild_reducer``."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any, NamedTuple
 
-from resilient_train.errors import ConfigError
+from resilient_train.errors import ConfigError, UsageError
 from resilient_train.frameworks.roles import Data, RankState, Workers
 
 
@@ -44,6 +45,10 @@ class DataPosition(NamedTuple):
     skipped: int = 0
     """Samples of this rank at the head of the pass that are left out: used already, in a world of another size."""
     reused: bool = False
+    last: bytes = b""
+    """A look at the batch before this position, as it was drawn; empty where there is nothing to see."""
+    drawn_from: bytes = b""
+    """The random state from which that one was drawn, if drawing it moved the random numbers."""
 
 
 _NOWHERE = DataPosition(0, 0, b"", b"")
@@ -61,6 +66,11 @@ class Cursor:
         """``own``: the rank's own state, if there is some that the loader may move on (its sampler's generator)."""
         if loader is not None and not hasattr(loader, "__iter__"):
             raise ConfigError(f"loader is a {type(loader).__qualname__}, which can't be iterated over")
+        if _used_up_once(loader):
+            raise ConfigError(
+                f"loader is a {type(loader).__qualname__}, which can't be started again, so no process finds its place "
+                "in it: give the loader itself, or an object whose __iter__ makes a new one (docs/how-to/load-data.md)"
+            )
         self.loader = loader
         self._data = data
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
@@ -71,6 +81,11 @@ class Cursor:
         self._index = 0
         self._skipped = 0
         self._epoch_random = b""
+        self.looks = False
+        """Somebody publishes the position, so each batch is looked at."""
+        self.strayed = False
+        """The position that was taken up last was not found: the batch before it is another one here."""
+        self._last = self._drawn_from = b""
         self._reused: bool | None = None
         """See ``DataPosition``; None: no pass has begun, and the loader is as the script has made it."""
         self._generators = _generators_of(loader)
@@ -88,6 +103,7 @@ class Cursor:
         if self._iterator is None:
             self._begin_epoch()
         assert self._iterator is not None
+        drawn_from = self._data.random_state() if self._looks else b""
         try:
             value = next(self._iterator)
         except StopIteration:
@@ -100,6 +116,9 @@ class Cursor:
             now, before, self._before = self._own.entries(), self._before, {}
             self._epoch_own = {name: was for name, was in before.items() if now[name] != was}
         self._index += 1
+        if self._looks:  # now: a body may write into it
+            self._last = self._data.look(value)
+            self._drawn_from = drawn_from if drawn_from != self._data.random_state() else b""
         return Batch(value, self._epoch)
 
     @property
@@ -118,7 +137,8 @@ class Cursor:
         if inner is not None or self._generators or moved:
             generators = self._epoch_generators if begun else [each.get_state() for each in self._generators]
             own = self._data.pack({"inner": inner, "generators": generators, "own": moved})
-        return DataPosition(self._epoch, self._index, self._epoch_random, own, self._skipped, self._reuses())
+        place = self._epoch, self._index, self._epoch_random, own, self._skipped, self._reuses()
+        return DataPosition(*place, self._last, self._drawn_from)
 
     def keeps_place(self, own: bytes) -> bool:
         """Whether in a position's ``own`` the loader itself says where it was (a StatefulDataLoader in an epoch)."""
@@ -132,8 +152,9 @@ class Cursor:
 
     def load(self, position: DataPosition) -> None:
         """Takes up a position. The global random state is left as it was; the rank's own is to be put back next."""
-        self._epoch, self._index, self._epoch_random, packed, self._skipped, self._reused = position
-        self._iterator = None
+        self._epoch, self._index, self._epoch_random, packed, self._skipped, self._reused, *drawn = position
+        self._last, self._drawn_from = drawn
+        self._iterator, self.strayed = None, False
         own = self._data.unpack(packed) if packed else {"inner": None, "generators": [], "own": {}}
         self._epoch_generators, self._epoch_own, self._before = own["generators"], own["own"], {}
         for generator, value in zip(self._generators, self._epoch_generators, strict=True):
@@ -151,8 +172,35 @@ class Cursor:
             if self._own is not None:
                 for name, state in self._epoch_own.items():
                     self._own.restore_entry(name, state)
-            self._iterator = self._data.fast_forward(self.loader, self._index, self._skipped, self._begin)
+            self._iterator = self._go_on()
         self._data.restore_random_state(now)
+
+    @property
+    def _looks(self) -> bool:
+        """A loader that keeps its position itself is believed."""
+        return self.looks and not self._stateful
+
+    def _go_on(self) -> Iterator[Any]:
+        """From the position; the batch before it is drawn once more where it is known, and says whether this is it.
+
+        It is drawn from the random numbers from which it was drawn: another augmentation is no other place. What the
+        rank's own generators had then nobody knows, so a batch that is drawn from them says nothing.
+        """
+        again = 1 if self._last else 0
+        iterator = self._data.fast_forward(self.loader, self._index - again, self._skipped, self._begin)
+        if again:
+            if self._drawn_from:
+                self._data.restore_random_state(self._drawn_from)
+            before = self._own_now()
+            seen = self._data.look(next(iterator, None))
+            self.strayed = seen != self._last and before == self._own_now()
+        return iterator
+
+    def _own_now(self) -> dict[str, bytes]:
+        try:
+            return self._own.entries() if self._own is not None else {}
+        except UsageError:  # a body was cut that has taken what it carries
+            return {}
 
     def _begin_epoch(self) -> None:
         self._set_epoch()
@@ -180,23 +228,34 @@ class Cursor:
         return iter(loader)
 
     def _set_epoch(self) -> None:
-        """What the user's own loop would do: a DistributedSampler shuffles by epoch number."""
-        for holder in (
-            self.loader,
-            getattr(self.loader, "sampler", None),
-            getattr(self.loader, "batch_sampler", None),
-        ):
+        """What the user's own loop would do: a DistributedSampler shuffles by epoch number, as some datasets do."""
+        for holder in (*_holders_of(self.loader), getattr(self.loader, "dataset", None)):
             set_epoch = getattr(holder, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(self._epoch)
 
 
+def _used_up_once(loader: Any) -> bool:
+    """Generators, and iterators of Python's own. A class of the user's may begin anew in ``__iter__``."""
+    return isinstance(loader, Iterator) and not isinstance(type(loader).__iter__, FunctionType)
+
+
+def _holders_of(loader: Any) -> list[Any]:
+    """The loader, and the samplers that it draws its order from, however deep one wraps another."""
+    found: list[Any] = []
+    waiting = [loader]
+    while waiting:
+        holder = waiting.pop(0)
+        if holder is not None and all(holder is not each for each in found):
+            found.append(holder)
+            waiting += [getattr(holder, name, None) for name in ("sampler", "batch_sampler")]
+    return found
+
+
 def _generators_of(loader: Any) -> list[Any]:
     """The loader's own random generators: they draw the order of each epoch, and are in no global state."""
-    sampler = getattr(loader, "sampler", None)
-    batches = getattr(loader, "batch_sampler", None)
     found: list[Any] = []
-    for holder in (loader, sampler, batches, getattr(batches, "sampler", None)):
+    for holder in _holders_of(loader):
         generator = getattr(holder, "generator", None)
         if callable(getattr(generator, "get_state", None)) and all(generator is not each for each in found):
             found.append(generator)

@@ -22,6 +22,7 @@ class Publication:
         self._rank_state = rank_state
         self._data = data
         self._cursor = cursor
+        cursor.looks = True
         strides = data.strides(cursor.loader)
         self._strides = (strides.batch, strides.replicas) if strides else (0, 0)
         self._encoder = msgspec.msgpack.Encoder()
@@ -53,6 +54,8 @@ class Publication:
                 *self._strides,
                 position.reused,
                 called,
+                position.last,
+                position.drawn_from,
             )
         )
         self._link.peers.publish(commits, payload)
@@ -63,7 +66,16 @@ class Publication:
         """Puts a publication back, in this process. Returns the number of the step that comes next."""
         held = read(payload)
         self._cursor.load(
-            DataPosition(held.epoch, held.taken, held.epoch_random, held.loader, held.skipped, held.reused)
+            DataPosition(
+                held.epoch,
+                held.taken,
+                held.epoch_random,
+                held.loader,
+                held.skipped,
+                held.reused,
+                held.last,
+                held.drawn_from,
+            )
         )
         self._rank_state.restore(held.rank)
         self._data.restore_random_state(held.random)

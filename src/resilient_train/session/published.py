@@ -30,6 +30,9 @@ class Published(msgspec.Struct, array_like=True):
     """See ``loader.DataPosition``."""
     called: bytes = b""
     """What the step's body is called with, see ``roles.Data.look``; empty where that is not known yet."""
+    last: bytes = b""
+    drawn_from: bytes = b""
+    """See ``loader.DataPosition``."""
 
 
 def read(payload: bytes) -> Published:

@@ -40,9 +40,8 @@ def reshard(
     base = _newcomer(rank_state, data, first) if own is None else own
     # As the script has made it, where the one of the old world says where it was.
     loader = base.loader if own is not None and not cursor.keeps_place(own.loader) else cursor.position().own
-    moved = msgspec.structs.replace(
-        base, epoch=place.epoch, taken=place.taken, skipped=place.skipped, loader=loader, called=b""
-    )
+    there = {"epoch": place.epoch, "taken": place.taken, "skipped": place.skipped, "loader": loader}
+    moved = msgspec.structs.replace(base, **there, called=b"", last=b"", drawn_from=b"")
     return msgspec.msgpack.encode(moved), place.found
 
 

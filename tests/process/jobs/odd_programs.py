@@ -84,6 +84,39 @@ class Shuffled(Sampler):
         return SAMPLES // BATCH
 
 
+class Forever:
+    """Its first pass never ends, so each inner one draws its order in the middle of the training."""
+
+    def __init__(self, inner: DataLoader) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        while True:
+            yield from self.inner
+
+
+class Passes(Sampler):
+    """Counts by itself how often it was gone through."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.passes)).tolist())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Noisy(TensorDataset):
+    """Augments each sample by the global random numbers, which the bodies draw from as well."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        (x,) = super().__getitem__(index)
+        return (x + torch.randn(6),)
+
+
 class Counts:
     """The state of a hook, as PowerSGD's has some: what becomes of a gradient hangs on how often it was called."""
 
@@ -120,6 +153,15 @@ if kind == "scaled":
     loader = Scaled(data, batch_size=BATCH, sampler=DistributedSampler(data))
 if kind == "stream":
     loader = DataLoader(Stream(), batch_size=BATCH)
+if kind == "forever":
+    loader = Forever(DataLoader(data, batch_size=BATCH, shuffle=True))
+if kind == "passes":
+    loader = DataLoader(data, batch_size=BATCH, sampler=Passes())
+if kind in {"noisy", "noisy_class"}:
+    noisy = Scaled if kind == "noisy_class" else DataLoader
+    loader = noisy(Noisy(DATA), batch_size=BATCH, shuffle=True)
+if kind == "grows":
+    loader = DataLoader(data, batch_size=BATCH)
 if kind == "shuffled":
     batches = Shuffled()
     loader, rank_state = DataLoader(data, batch_sampler=batches), {"draws": batches.draws}
@@ -146,6 +188,8 @@ with rt.Session(
                 out.pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=kind != "heads")
+            if kind == "grows" and step.number == 3:  # from the second pass on
+                loader.batch_sampler.batch_size = 2 * BATCH
             if kind == "freezes" and step.number == 3:
                 net[0].eval()
                 net[1].eval()

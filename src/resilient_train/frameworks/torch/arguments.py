@@ -10,7 +10,12 @@ import torch
 import xxhash
 
 _ELEMENTS = 64
-"""Of each tensor, evenly spread: another batch has others. 5 us."""
+"""Of each tensor, evenly spread: another batch has others."""
+_ARRAYS = {
+    *(torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+}
+"""NumPy has these too, and reads them in a fifth of the time."""
 
 
 def look(tree: Any) -> bytes:
@@ -43,5 +48,7 @@ def _seen(tree: Any) -> Iterator[bytes]:
 
 
 def _elements(tensor: torch.Tensor) -> bytes:
+    if tensor.dtype in _ARRAYS and not tensor.is_neg():
+        return tensor.numpy().reshape(-1)[:: max(1, tensor.numel() // _ELEMENTS)].tobytes()
     spread = tensor.resolve_conj().resolve_neg().reshape(-1)[:: max(1, tensor.numel() // _ELEMENTS)].contiguous()
     return spread.view(torch.uint8).numpy().tobytes()

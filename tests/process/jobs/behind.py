@@ -1,4 +1,4 @@
-"""What a cut body meets: code behind it uses a name of its own (``unbound``), or its cut is swallowed (``swallows``)."""
+"""What a cut body meets: code behind it uses one of its names (``unbound``), or its cut is swallowed (``swallows``)."""
 
 import argparse
 import random

@@ -16,7 +16,11 @@ KILLS = (
 
 
 @pytest.mark.parametrize(
-    "kind", ["heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"]
+    "kind",
+    [
+        *("heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"),
+        *("milestones", "versions"),
+    ],
 )
 def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> None:
     reference = launch(tmp_path / "reference", "odd_programs.py", kind, STEPS, ranks=2)

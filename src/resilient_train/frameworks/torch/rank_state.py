@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from resilient_train._native import Glance
+from resilient_train.frameworks.torch.containers import dressed
 from resilient_train.frameworks.torch.leaves import TENSORS, pack, restore_object, span_of, state_of, unpack
 from resilient_train.state.tree import flatten
 
@@ -125,11 +126,12 @@ class RankState:
         return {name: pack(state_of(each)) for name, each in self._extra.items()}
 
     def restore_entry(self, name: str, state: bytes) -> None:
-        restore_object(self._extra[name], unpack(state))
+        self._restore_extra({name: unpack(state)})
 
     def _restore_extra(self, states: Mapping[str, Any]) -> None:
         for name, value in states.items():
-            restore_object(self._extra[name], value)
+            thing = self._extra[name]
+            restore_object(thing, dressed(value, state_of(thing)))
 
 
 class _SameBuffers:

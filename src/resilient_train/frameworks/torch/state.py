@@ -15,6 +15,7 @@ from resilient_train.frameworks.roles import Damage, Image, Objects, SaveShare, 
 from resilient_train.frameworks.torch import fitting
 from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.checkpoint import piece_of
+from resilient_train.frameworks.torch.containers import copy_tree, dressed
 from resilient_train.frameworks.torch.damage import move
 from resilient_train.frameworks.torch.entries import entries_of, put_entries
 from resilient_train.frameworks.torch.fingerprint import Fingerprint, rows_of
@@ -23,7 +24,6 @@ from resilient_train.frameworks.torch.kept_state import KeptState
 from resilient_train.frameworks.torch.leaves import (
     PLAIN,
     TENSORS,
-    copy_tree,
     dense,
     dtype_of,
     local,
@@ -251,7 +251,7 @@ class State:
             fetch([span if want else Span(span.address, 0) for span, want in zip(spans, wanted, strict=True)])
         if digest_of(manifest, spans) != digest:
             raise TransferError("what was not damaged differs from the replica's")
-        self._apply(tree)
+        self._apply(self._dressed(tree))
         return sum(span.size for span, want in zip(spans, wanted, strict=True) if want)
 
     def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
@@ -265,7 +265,7 @@ class State:
         if arrived != digest:
             raise TransferError(f"the replica's state arrived damaged: digest {arrived} instead of {digest}")
         self._staging.upload(uploads)
-        self._apply(tree)
+        self._apply(self._dressed(tree))
         return sum(span.size for span in spans)
 
     def image(self, step: int, share: SaveShare) -> Image:
@@ -286,7 +286,7 @@ class State:
             for name, tensor in zip(names, landing, strict=True)
         ])  # fmt: skip
         self._staging.upload(uploads)
-        self._apply(loaded)
+        self._apply(self._dressed(loaded))
 
     def _land(self, manifest: bytes) -> tuple[Any, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The state's tree, of the model's own tensors and new ones; for each the host memory to be filled; and what
@@ -333,6 +333,11 @@ class State:
             own.update({("model", index, name): p for name, p in model.named_parameters()})
             own.update({("buffers", index, name): b for name, b in model.named_buffers()})
         return own
+
+    def _dressed(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """A tree from elsewhere, as the objects here take it: see ``containers.py``."""
+        extra = {name: dressed(tree["extra"][name], state_of(thing)) for name, thing in self._objects.extra.items()}
+        return {**tree, "small": dressed(tree["small"], self.small_tree()), "extra": extra}
 
     def _apply(self, tree: Mapping[str, Any]) -> None:
         models = self._parameters()

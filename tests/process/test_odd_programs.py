@@ -19,7 +19,7 @@ KILLS = (
     "kind",
     [
         *("heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"),
-        *("milestones", "versions"),
+        *("milestones", "versions", "cooling"),
     ],
 )
 def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> None:
@@ -32,7 +32,7 @@ def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> 
     assert run.digests() == reference.digests(), run.explain()
 
 
-@pytest.mark.parametrize("kind", ["heads", "freezes"])
+@pytest.mark.parametrize("kind", ["heads", "freezes", "cooling"])
 def test_all_ranks_are_lost(tmp_path: Path, kind: str) -> None:
     """What the script has switched while it ran is not in its text."""
     plan = "kill rank=1 step=9 phase=COMPUTE at=start; kill rank=0 phase=STOP at=start generation=1"

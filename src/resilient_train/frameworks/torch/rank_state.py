@@ -1,4 +1,5 @@
-"""What a rank has that no replica does: its random numbers, its unsynchronised buffers, what the user calls its own.
+"""What a rank has that no replica does: its random numbers, its unsynchronised buffers, what else its modules write in
+forward passes (``extra_state.py``), what the user calls its own.
 
 All of it is published before the commit point of each update, so it is kept small: a buffer counts only from the moment
 that it changes for the first time (masks and tables never do; a replica's or the constructor's are as good).
@@ -15,6 +16,7 @@ import torch
 
 from resilient_train._native import Glance
 from resilient_train.frameworks.torch.containers import dressed
+from resilient_train.frameworks.torch.extra_state import ExtraState
 from resilient_train.frameworks.torch.leaves import TENSORS, pack, restore_object, span_of, state_of, unpack
 from resilient_train.state.tree import flatten
 
@@ -89,44 +91,55 @@ class RankState:
         self.buffers = Buffers(models)
         self._extra = extra
         self._same: _SameBuffers | None = None
-        self._any = bool(extra) or self.buffers.any()
-        """Whether there is anything at all."""
+        self._modules = ExtraState(models)
+        self._more = bool(extra) or self._modules.any()
+        """Whether there is something beside buffers, and ..."""
+        self._any = self._more or self.buffers.any()
+        """... anything at all."""
 
     def packed(self) -> bytes:
         if not self._any:
             return b""
         buffers = self.buffers.changed()
-        if not buffers and not self._extra:
+        if not buffers and not self._more:
             return b""
         if self._same is not None and self._same.are(buffers):
             return self._same.packed()
-        if not self._extra and all(map(_lies_here, buffers.values())):
+        if not self._more and all(map(_lies_here, buffers.values())):
             self._same = _SameBuffers(buffers)
             return self._same.packed()
-        return pack({"buffers": buffers, "extra": {name: state_of(each) for name, each in self._extra.items()}})
+        extra = {name: state_of(each) for name, each in self._extra.items()}
+        modules = {"extra_state": self._modules.held()} if self._modules.any() else {}
+        return pack({"buffers": buffers, "extra": extra, **modules})
 
     def restore(self, state: bytes) -> None:
         """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
         if state:
             tree = unpack(state)
             self.buffers.restore(tree["buffers"])
-            self._restore_extra(tree["extra"])
+            self._restore_more(tree)
 
     def adopt(self, state: bytes) -> None:
         if state:
-            self.buffers.restore(unpack(state)["buffers"])
+            tree = unpack(state)
+            self.buffers.restore(tree["buffers"])
+            self._modules.restore(tree.get("extra_state", {}))
 
     def rollback(self, state: bytes) -> None:
         """Puts the state at the begin of a window back, in the process that has packed it then."""
         tree = unpack(state) if state else {"buffers": {}, "extra": {}}
         self.buffers.rollback(tree["buffers"])
-        self._restore_extra(tree["extra"])
+        self._restore_more(tree)
 
     def entries(self) -> dict[str, bytes]:
         return {name: pack(state_of(each)) for name, each in self._extra.items()}
 
     def restore_entry(self, name: str, state: bytes) -> None:
         self._restore_extra({name: unpack(state)})
+
+    def _restore_more(self, tree: Mapping[str, Any]) -> None:
+        self._modules.restore(tree.get("extra_state", {}))
+        self._restore_extra(tree["extra"])
 
     def _restore_extra(self, states: Mapping[str, Any]) -> None:
         for name, value in states.items():

@@ -32,6 +32,17 @@ def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> 
     assert run.digests() == reference.digests(), run.explain()
 
 
+@pytest.mark.parametrize("kind", ["bank0", "bank1", "bank"])
+def test_a_buffer_that_grows_is_put_back(tmp_path: Path, kind: str) -> None:
+    """As long as nobody is lost: a new process makes the buffer that the script makes."""
+    plan = "hcce rank=1 step=0 phase=COMPUTE at=backward; hcce rank=1 step=3 phase=COMPUTE at=backward"
+    reference = launch(tmp_path / "reference", "odd_programs.py", kind, "6", ranks=2)
+    run = launch(tmp_path / "run", "odd_programs.py", kind, "6", ranks=2, flags=("--faults", plan))
+    assert reference.code == run.code == 0, run.explain()
+    assert len(run.of("injected")) == run.recoveries() == 2, run.explain()
+    assert run.digests() == reference.digests(), run.explain()
+
+
 @pytest.mark.parametrize("kind", ["heads", "freezes", "cooling"])
 def test_all_ranks_are_lost(tmp_path: Path, kind: str) -> None:
     """What the script has switched while it ran is not in its text."""

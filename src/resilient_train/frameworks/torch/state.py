@@ -343,13 +343,14 @@ class State:
         models = self._parameters()
         with torch.no_grad():
             for index, model in enumerate(self._objects.models):
-                for mine, theirs in (
-                    (models[index], tree["model"][index]),
-                    (dict(model.named_buffers()), tree["buffers"][index]),
-                ):
-                    for name, value in theirs.items():
-                        if mine[name] is not value:
-                            mine[name].copy_(value)
+                for name, value in tree["model"][index].items():
+                    if models[index][name] is not value:
+                        models[index][name].copy_(value)
+                mine = dict(model.named_buffers())
+                for name, value in tree["buffers"][index].items():
+                    # One that has another shape since an undo copy was made is the rank's own, and put back as such.
+                    if name in mine and mine[name] is not value and mine[name].shape == value.shape:
+                        mine[name].copy_(value)
         for optimizer, entries in zip(self._objects.optimizers, tree["optimizer"], strict=True):
             put_entries(optimizer, entries, models)
         self.restore_small(tree["small"])

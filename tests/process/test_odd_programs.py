@@ -19,7 +19,7 @@ KILLS = (
     "kind",
     [
         *("heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"),
-        *("milestones", "versions", "cooling"),
+        *("milestones", "versions", "cooling", "thaws"),
     ],
 )
 def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> None:

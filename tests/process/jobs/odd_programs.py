@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
@@ -167,7 +167,7 @@ if kind == "counts":
     model.register_comm_hook(counts, counts.averaged)
     rank_state = {"counts": counts}
 if kind == "thaws":
-    model.register_comm_hook(None, bf16_compress_hook)
+    model.register_comm_hook(None, fp16_compress_hook)
 if kind == "versions":
     ema = Versioned(64, 512)
     state = {"ema": ema}

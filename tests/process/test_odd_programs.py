@@ -20,6 +20,7 @@ KILLS = (
     [
         *("heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"),
         *("noisy", "noisy_class"),
+        *("milestones", "versions", "cooling", "thaws"),
     ],
 )
 def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> None:
@@ -33,7 +34,18 @@ def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, kind: str) -> 
     assert run.of("other_data") == [], run.explain()
 
 
-@pytest.mark.parametrize("kind", ["heads", "freezes"])
+@pytest.mark.parametrize("kind", ["bank0", "bank1", "bank"])
+def test_a_buffer_that_grows_is_put_back(tmp_path: Path, kind: str) -> None:
+    """As long as nobody is lost: a new process makes the buffer that the script makes."""
+    plan = "hcce rank=1 step=0 phase=COMPUTE at=backward; hcce rank=1 step=3 phase=COMPUTE at=backward"
+    reference = launch(tmp_path / "reference", "odd_programs.py", kind, "6", ranks=2)
+    run = launch(tmp_path / "run", "odd_programs.py", kind, "6", ranks=2, flags=("--faults", plan))
+    assert reference.code == run.code == 0, run.explain()
+    assert len(run.of("injected")) == run.recoveries() == 2, run.explain()
+    assert run.digests() == reference.digests(), run.explain()
+
+
+@pytest.mark.parametrize("kind", ["heads", "freezes", "cooling"])
 def test_all_ranks_are_lost(tmp_path: Path, kind: str) -> None:
     """What the script has switched while it ran is not in its text."""
     plan = "kill rank=1 step=9 phase=COMPUTE at=start; kill rank=0 phase=STOP at=start generation=1"

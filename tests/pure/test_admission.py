@@ -145,6 +145,17 @@ def test_sparse_buffers_are_refused(fake_world: None) -> None:
         take(model)
 
 
+def test_extra_state_that_nobody_can_put_back_is_refused(fake_world: None) -> None:
+    class Told(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 1
+
+    model = net()
+    model[0] = Told(4, 4)
+    with pytest.raises(ConfigError, match=r"'0' has get_extra_state\(\) and no set_extra_state"):
+        take(model)
+
+
 def test_sharded_models_are_refused(fake_world: None) -> None:
     with_parameter, with_buffer, wrapped = net(), net(), net()
     with_parameter[1].weight = nn.Parameter(sharded(1.0))

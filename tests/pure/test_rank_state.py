@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402 - only where torch is
 
-from resilient_train.errors import ProtocolError  # noqa: E402
+from resilient_train.errors import ProtocolError, StateError  # noqa: E402
 from resilient_train.frameworks.torch import rank_state  # noqa: E402
 from resilient_train.frameworks.torch.leaves import pack, unpack  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
@@ -138,3 +139,98 @@ def test_foreign_bytes_are_refused() -> None:
 def test_what_the_module_looks_at_is_what_it_says() -> None:
     """A buffer of size 0 lies nowhere."""
     assert not rank_state._lies_here(torch.empty(0))
+
+
+class Cooling(nn.Linear):
+    """Its heat is in no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.heat, self.seen = 1.0, collections.Counter[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.heat *= 0.97
+        self.seen[len(x)] += 1
+        return super().forward(x) * self.heat
+
+    def get_extra_state(self) -> Any:
+        return {"heat": self.heat, "seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.heat, self.seen = state["heat"], state["seen"]
+
+
+def test_extra_state_of_modules_is_a_ranks_own() -> None:
+    net, other, newcomer = (nn.Sequential(nn.Linear(4, 4), Cooling()) for _ in range(3))
+    state = RankState((net,), {})
+    train(net)
+    begin, was = state.packed(), net[1].get_extra_state()["heat"]
+    train(net, 2)
+    assert state.packed() != begin
+    state.rollback(begin)
+    assert (net[1].heat, state.packed()) == (was, begin)
+    RankState((other,), {}).restore(begin)
+    RankState((newcomer,), {}).adopt(begin)
+    assert other[1].heat == newcomer[1].heat == was
+    assert other[1].seen.most_common() == [(6, 1)]
+
+
+def test_extra_state_that_cannot_be_carried_names_its_module() -> None:
+    net = nn.Sequential(Cooling())
+    net[0].heat = {1, 2}
+    with pytest.raises(StateError, match=r"'extra_state\.0\.0\.heat' is a set"):
+        RankState((net,), {}).packed()
+
+
+class Banks(nn.Module):
+    """Buffers that a forward pass enlarges, makes, fills and takes away."""
+
+    def __init__(self, rows: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(rows, 3))
+        self.register_buffer("cache", None)
+        self.register_buffer("mask", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.zeros(3), persistent=False)
+        self.table += 1
+        self.bank = torch.cat([self.bank, x])
+        self.cache = x if self.cache is None else None
+        self.mask = None
+        return x
+
+    def told(self) -> dict[str, Any]:
+        return {name: None if each is None else each.tolist() for name, each in self._buffers.items()}
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_buffers_of_another_shape_are_put_back(rows: int) -> None:
+    """With one row they were filled with copies of it, and nobody was told."""
+    net = Banks(rows)
+    state = RankState((net,), {})
+    for step in range(3):
+        before, begin = net.told(), state.packed()
+        for _ in range(2):  # a redo that is cut as well
+            net(torch.full((2, 3), float(step)))
+            if step == 2:
+                net(torch.ones(1, 3))
+            after = net.told()
+            state.rollback(begin)
+            assert net.told() == before
+            assert state.packed() == begin or not step, "from now on they count as the rank's own"
+        net(torch.full((2, 3), float(step)))
+        assert (net.told() == after) is (step < 2)
+    assert "table" not in net.state_dict()
+
+
+def test_a_buffer_whose_memory_comes_back_is_seen() -> None:
+    """Two forward passes in a step: the second one's buffer may get the memory that the first one's had."""
+    net: Any = nn.Linear(2, 2)
+    net.register_buffer("mean", torch.zeros(4))
+    state = RankState((net,), {})
+    assert state.packed() == b""
+    for _ in range(8):
+        for _ in range(2):
+            net.mean = net.mean * 0.9 + 1
+        assert state.packed() == plainly(state) != b""

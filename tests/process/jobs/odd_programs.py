@@ -8,8 +8,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 import resilient_train as rt
@@ -55,6 +56,52 @@ class Words(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(self.words((x[:, 0].abs() * 10).long() % 16))
+
+
+class Versioned(nn.Linear):
+    """Its state says from which version of the class it is, beside the tensors."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: object, prefix: str, meta: dict[str, int], *rest: object) -> None:
+        assert meta.get("version") == 2, meta
+        super()._load_from_state_dict(state, prefix, meta, *rest)
+
+
+class Cooling(nn.Module):
+    """What changes in a forward pass is in no buffer, but in what torch calls extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.heat = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.heat *= 0.97 - 0.01 * dist.get_rank()
+        return self.linear(x) * self.heat
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"heat": self.heat}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.heat = state["heat"]
+
+
+class Bank(nn.Module):
+    """A buffer that grows, from so many rows; or (None) one that the first forward pass makes."""
+
+    def __init__(self, rows: int | None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        if rows is not None:
+            self.register_buffer("bank", torch.zeros(rows, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x)
+        if not hasattr(self, "bank"):
+            self.register_buffer("bank", torch.zeros(2, 3))
+        self.bank = torch.cat([self.bank, out.detach()])[-64:]
+        return out - self.bank.mean(0)
 
 
 class Scaled(DataLoader):
@@ -141,14 +188,25 @@ torch.manual_seed(0)
 DATA = torch.randn(SAMPLES, 6)
 kind = asked.kind
 plain = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.Linear(16, 3))
-net = {"heads": Heads, "codebook": Codebook, "words": Words}.get(kind, lambda: plain)()
-model = DistributedDataParallel(net, broadcast_buffers=False, find_unused_parameters=kind == "heads")
+banks = {"bank0": 0, "bank1": 1, "bank": None}
+nets = {"heads": Heads, "codebook": Codebook, "words": Words, "cooling": Cooling}
+net = Bank(banks[kind]) if kind in banks else nets.get(kind, lambda: plain)()
+unused = kind in ("heads", "thaws")
+model = DistributedDataParallel(net, broadcast_buffers=False, find_unused_parameters=unused)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2) if kind == "words" else torch.optim.AdamW(model.parameters())
-data, rank_state, loader = TensorDataset(DATA), {}, None
+data, state, rank_state, loader, scheduler = TensorDataset(DATA), {}, {}, None, None
 if kind == "counts":
     counts = Counts()
     model.register_comm_hook(counts, counts.averaged)
     rank_state = {"counts": counts}
+if kind == "thaws":
+    model.register_comm_hook(None, fp16_compress_hook)
+if kind == "versions":
+    ema = Versioned(64, 512)
+    state = {"ema": ema}
+if kind == "milestones":
+    parts = [LinearLR(optimizer, total_iters=4), MultiStepLR(optimizer, [6, 9])]
+    scheduler = SequentialLR(optimizer, parts, milestones=[4])
 if kind == "scaled":
     loader = Scaled(data, batch_size=BATCH, sampler=DistributedSampler(data))
 if kind == "stream":
@@ -169,12 +227,19 @@ for seed in (random.seed, np.random.seed, torch.manual_seed):
     seed(1 + dist.get_rank())
 
 with rt.Session(
-    model=net if kind == "inner" else model, optimizer=optimizer, loader=loader, rank_state=rank_state
+    model=net if kind == "inner" else model,
+    optimizer=optimizer,
+    scheduler=scheduler,
+    loader=loader,
+    state=state,
+    rank_state=rank_state,
 ) as session:
     if asked.save:
         session.save_every(steps=1000, memory_steps=1)
     for step in session.steps(asked.steps):
         with step:
+            if kind == "thaws" and step.number in (0, 10):
+                net[0].requires_grad_(step.number > 0)
             x = step.batch[0] if loader is not None else torch.randn(BATCH, 6)
             if kind == "evaluates":  # the first pass must run in the mode that the step began with
                 loss = model(x).pow(2).mean()
@@ -190,6 +255,11 @@ with rt.Session(
             optimizer.zero_grad(set_to_none=kind != "heads")
             if kind == "grows" and step.number == 3:  # from the second pass on
                 loader.batch_sampler.batch_size = 2 * BATCH
+            if scheduler is not None:
+                scheduler.step()
+            if kind == "versions":
+                with torch.no_grad():
+                    ema.weight.mul_(0.9)
             if kind == "freezes" and step.number == 3:
                 net[0].eval()
                 net[1].eval()

@@ -13,6 +13,7 @@ import torch
 
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import Objects
+from resilient_train.frameworks.torch.extra_state import with_extra_state
 from resilient_train.frameworks.torch.leaves import is_sharded
 from resilient_train.frameworks.torch.optimizer_groups import parameters_of
 
@@ -61,6 +62,12 @@ def _check_model(model: Any) -> None:
     for name, module in model.named_modules():
         if _is_a(module, _SHARDING):
             raise ConfigError(f"model: {name or type(model).__qualname__!r} is wrapped by FSDP, and {why}")
+    for name, module in with_extra_state(model):
+        if type(module).set_extra_state is torch.nn.Module.set_extra_state:
+            raise ConfigError(
+                f"model: {name or type(model).__qualname__!r} has get_extra_state() and no set_extra_state(): what it "
+                "gives could not be put back after a fault; write the other method too"
+            )
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             if is_sharded(tensor):

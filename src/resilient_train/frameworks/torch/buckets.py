@@ -152,8 +152,24 @@ class Buckets:
 
 
 def _restore(wrapper: DistributedDataParallel, parameters: list[torch.nn.Parameter], passes: list[Pass]) -> None:
-    with _without_comm_hooks(wrapper):
+    with _as_built(wrapper, parameters), _without_comm_hooks(wrapper):
         _lay_out(wrapper, parameters, passes)
+
+
+@contextlib.contextmanager
+def _as_built(wrapper: DistributedDataParallel, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """Inside the block those parameters want a gradient that did when the wrapper was made: a reducer is made of these,
+    and rehearses with them. The loop may have frozen some since, and a new process's has not yet.
+    """
+    built = set(map(id, parameters))
+    others = [each for each in wrapper.parameters() if each.requires_grad is not (id(each) in built)]
+    for each in others:
+        each.requires_grad_(not each.requires_grad)
+    try:
+        yield
+    finally:
+        for each in others:
+            each.requires_grad_(not each.requires_grad)
 
 
 def _lay_out(wrapper: DistributedDataParallel, parameters: list[torch.nn.Parameter], passes: list[Pass]) -> None:

@@ -15,6 +15,7 @@ from resilient_train.errors import ConfigError, StateError
 from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.checkpoint import names_of
 from resilient_train.frameworks.torch.device import Device
+from resilient_train.frameworks.torch.extra_state import ExtraState
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.generators import by_generator, random_state
 from resilient_train.frameworks.torch.groups import Groups
@@ -118,6 +119,7 @@ class Drill:
         trees |= {f"settings.{name}": part for name, part in tree["small"].items()}
         trees |= {f"state.{name}": part for name, part in tree["extra"].items()}
         trees |= {f"rank_state.{name}": state_of(thing) for name, thing in self._objects.rank_extra.items()}
+        trees["extra_state"] = ExtraState(self._objects.models).held()
         trees |= {f"generator.{name}": part for name, part in by_generator(random_state()).items()}
         found: dict[str, str] = {}
         for name, part in trees.items():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import msgspec
-import numpy as np
 import torch
 
 from resilient_train.errors import ConfigError, ProtocolError, StateError
@@ -126,19 +125,3 @@ def state_of(thing: Any) -> Any:
 def restore_object(thing: Any, state: Any) -> None:
     """The inverse of ``state_of``."""
     (thing.load_state_dict if callable(getattr(thing, "load_state_dict", None)) else thing.set_state)(state)
-
-
-def copy_tree(value: Any) -> Any:
-    """A copy of a tree of state whose tensors and containers are its own."""
-    if type(value) in PLAIN:  # nearly all of it; asking whether a float is a Mapping takes a microsecond
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: copy_tree(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        items = [copy_tree(item) for item in value]
-        return type(value)._make(items) if hasattr(value, "_make") else tuple(items)
-    if isinstance(value, list):
-        return list(value) if PLAIN.issuperset(map(type, value)) else [copy_tree(item) for item in value]
-    return value.copy() if isinstance(value, np.ndarray) else value

@@ -1,4 +1,5 @@
-"""What a rank has that no replica does: its random numbers, its unsynchronised buffers, what the user calls its own.
+"""What a rank has that no replica does: its random numbers, its unsynchronised buffers, what else its modules write in
+forward passes (``extra_state.py``), what the user calls its own.
 
 All of it is published before the commit point of each update, so it is kept small: a buffer counts only from the moment
 that it changes for the first time (masks and tables never do; a replica's or the constructor's are as good).
@@ -8,77 +9,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
 
 from resilient_train._native import Glance
+from resilient_train.frameworks.torch.buffers import Buffers
+from resilient_train.frameworks.torch.containers import dressed
+from resilient_train.frameworks.torch.extra_state import ExtraState
 from resilient_train.frameworks.torch.leaves import TENSORS, pack, restore_object, span_of, state_of, unpack
 from resilient_train.state.tree import flatten
-
-# Their kernels write the running statistics without telling the version counter.
-_SILENT_WRITERS = (torch.nn.modules.batchnorm._NormBase,)
-
-
-class Buffers:
-    """The models' buffers that have changed since the start; ``changed`` finds new ones by version and address."""
-
-    def __init__(self, models: tuple[torch.nn.Module, ...]) -> None:
-        self._models = models
-        self._live: set[str] = set()
-        self._quiet: dict[str, tuple[torch.nn.Module, str, int, int]] = {}
-        self._first: dict[str, torch.Tensor] = {}
-        for index, model in enumerate(models):
-            for prefix, module in model.named_modules():
-                for name, buffer in module.named_buffers(recurse=False):
-                    key = f"{index}.{prefix}.{name}"
-                    self._quiet[key] = (module, name, buffer._version, buffer.data_ptr())
-                    if isinstance(module, _SILENT_WRITERS):
-                        self._live.add(key)
-                    else:
-                        self._first[key] = buffer.detach().clone()
-        self._all = {key: (module, name) for key, (module, name, _, _) in self._quiet.items()}
-        for key in self._live:
-            del self._quiet[key]
-
-    def any(self) -> bool:
-        """Whether the models have buffers at all."""
-        return bool(self._all)
-
-    def changed(self) -> dict[str, torch.Tensor]:
-        """The buffers that are this rank's own, by key; not copied."""
-        for key, (module, name, version, address) in list(self._quiet.items()):
-            buffer = module._buffers[name]
-            if buffer is not None and (buffer._version != version or buffer.data_ptr() != address):
-                self._live.add(key)
-                del self._quiet[key]
-        return {key: self._present(key) for key in sorted(self._live)} if self._live else {}
-
-    def look(self) -> None:
-        """Finds those that are written past the version counter (``buffer.data.mul_(...)``), by comparing all."""
-        for key in [*self._quiet]:
-            buffer = self._all[key][0]._buffers[self._all[key][1]]
-            if buffer is not None and not torch.equal(buffer, self._first[key]):
-                self._live.add(key)
-                del self._quiet[key]
-
-    def _present(self, key: str) -> torch.Tensor:
-        module, name = self._all[key]
-        return cast("torch.Tensor", module._buffers[name])  # None only if the model takes a buffer away while it trains
-
-    def restore(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Copies ``values`` into the buffers of those keys, in place: DDP and captured graphs hold on to them."""
-        with torch.no_grad():
-            for key, value in values.items():
-                self._present(key).copy_(value)
-                self._live.add(key)
-                self._quiet.pop(key, None)
-
-    def rollback(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Back to ``values``; a buffer that changed for the first time since then goes back to its first value."""
-        news = {key: first for key, first in self._first.items() if key in self.changed() and key not in values}
-        self.restore({**values, **news})
 
 
 class RankState:
@@ -88,48 +29,58 @@ class RankState:
         self.buffers = Buffers(models)
         self._extra = extra
         self._same: _SameBuffers | None = None
-        self._any = bool(extra) or self.buffers.any()
-        """Whether there is anything at all."""
+        self._modules = ExtraState(models)
+        self._more = bool(extra) or self._modules.any()
+        """Whether there is something beside buffers."""
 
     def packed(self) -> bytes:
-        if not self._any:
+        own = self.buffers.own()
+        if not own and not self._more:
             return b""
-        buffers = self.buffers.changed()
-        if not buffers and not self._extra:
-            return b""
-        if self._same is not None and self._same.are(buffers):
+        buffers = {key: buffer for key, buffer in own.items() if buffer is not None}
+        only = len(buffers) == len(own) and not self._more
+        if only and self._same is not None and self._same.are(buffers):
             return self._same.packed()
-        if not self._extra and all(map(_lies_here, buffers.values())):
+        if only and all(map(_lies_here, buffers.values())):
             self._same = _SameBuffers(buffers)
             return self._same.packed()
-        return pack({"buffers": buffers, "extra": {name: state_of(each) for name, each in self._extra.items()}})
+        extra = {name: state_of(each) for name, each in self._extra.items()}
+        modules = {"extra_state": self._modules.held()} if self._modules.any() else {}
+        return pack({"buffers": own, "extra": extra, **modules})
 
     def restore(self, state: bytes) -> None:
         """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
         if state:
             tree = unpack(state)
             self.buffers.restore(tree["buffers"])
-            self._restore_extra(tree["extra"])
+            self._restore_more(tree)
 
     def adopt(self, state: bytes) -> None:
         if state:
-            self.buffers.restore(unpack(state)["buffers"])
+            tree = unpack(state)
+            self.buffers.restore(tree["buffers"])
+            self._modules.restore(tree.get("extra_state", {}))
 
     def rollback(self, state: bytes) -> None:
         """Puts the state at the begin of a window back, in the process that has packed it then."""
         tree = unpack(state) if state else {"buffers": {}, "extra": {}}
         self.buffers.rollback(tree["buffers"])
-        self._restore_extra(tree["extra"])
+        self._restore_more(tree)
 
     def entries(self) -> dict[str, bytes]:
         return {name: pack(state_of(each)) for name, each in self._extra.items()}
 
     def restore_entry(self, name: str, state: bytes) -> None:
-        restore_object(self._extra[name], unpack(state))
+        self._restore_extra({name: unpack(state)})
+
+    def _restore_more(self, tree: Mapping[str, Any]) -> None:
+        self._modules.restore(tree.get("extra_state", {}))
+        self._restore_extra(tree["extra"])
 
     def _restore_extra(self, states: Mapping[str, Any]) -> None:
         for name, value in states.items():
-            restore_object(self._extra[name], value)
+            thing = self._extra[name]
+            restore_object(thing, dressed(value, state_of(thing)))
 
 
 class _SameBuffers:

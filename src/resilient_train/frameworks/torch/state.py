@@ -15,6 +15,7 @@ from resilient_train.frameworks.roles import Damage, Image, Objects, SaveShare, 
 from resilient_train.frameworks.torch import fitting
 from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.checkpoint import piece_of
+from resilient_train.frameworks.torch.containers import copy_tree, dressed
 from resilient_train.frameworks.torch.damage import move
 from resilient_train.frameworks.torch.entries import entries_of, put_entries
 from resilient_train.frameworks.torch.fingerprint import Fingerprint, rows_of
@@ -23,7 +24,6 @@ from resilient_train.frameworks.torch.kept_state import KeptState
 from resilient_train.frameworks.torch.leaves import (
     PLAIN,
     TENSORS,
-    copy_tree,
     dense,
     dtype_of,
     local,
@@ -251,7 +251,7 @@ class State:
             fetch([span if want else Span(span.address, 0) for span, want in zip(spans, wanted, strict=True)])
         if digest_of(manifest, spans) != digest:
             raise TransferError("what was not damaged differs from the replica's")
-        self._apply(tree)
+        self._apply(self._dressed(tree))
         return sum(span.size for span, want in zip(spans, wanted, strict=True) if want)
 
     def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
@@ -265,7 +265,7 @@ class State:
         if arrived != digest:
             raise TransferError(f"the replica's state arrived damaged: digest {arrived} instead of {digest}")
         self._staging.upload(uploads)
-        self._apply(tree)
+        self._apply(self._dressed(tree))
         return sum(span.size for span in spans)
 
     def image(self, step: int, share: SaveShare) -> Image:
@@ -286,7 +286,7 @@ class State:
             for name, tensor in zip(names, landing, strict=True)
         ])  # fmt: skip
         self._staging.upload(uploads)
-        self._apply(loaded)
+        self._apply(self._dressed(loaded))
 
     def _land(self, manifest: bytes) -> tuple[Any, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The state's tree, of the model's own tensors and new ones; for each the host memory to be filled; and what
@@ -334,17 +334,23 @@ class State:
             own.update({("buffers", index, name): b for name, b in model.named_buffers()})
         return own
 
+    def _dressed(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """A tree from elsewhere, as the objects here take it: see ``containers.py``."""
+        extra = {name: dressed(tree["extra"][name], state_of(thing)) for name, thing in self._objects.extra.items()}
+        return {**tree, "small": dressed(tree["small"], self.small_tree()), "extra": extra}
+
     def _apply(self, tree: Mapping[str, Any]) -> None:
         models = self._parameters()
         with torch.no_grad():
             for index, model in enumerate(self._objects.models):
-                for mine, theirs in (
-                    (models[index], tree["model"][index]),
-                    (dict(model.named_buffers()), tree["buffers"][index]),
-                ):
-                    for name, value in theirs.items():
-                        if mine[name] is not value:
-                            mine[name].copy_(value)
+                for name, value in tree["model"][index].items():
+                    if models[index][name] is not value:
+                        models[index][name].copy_(value)
+                mine = dict(model.named_buffers())
+                for name, value in tree["buffers"][index].items():
+                    # One that has another shape since an undo copy was made is the rank's own, and put back as such.
+                    if name in mine and mine[name] is not value and mine[name].shape == value.shape:
+                        mine[name].copy_(value)
         for optimizer, entries in zip(self._objects.optimizers, tree["optimizer"], strict=True):
             put_entries(optimizer, entries, models)
         self.restore_small(tree["small"])

@@ -18,9 +18,9 @@ from resilient_train.frameworks.roles import Objects, Updates, WrittenEarly
 from resilient_train.frameworks.torch import admission
 from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
 from resilient_train.frameworks.torch.buckets import Buckets, PassHistory
+from resilient_train.frameworks.torch.containers import copy_tree
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
-from resilient_train.frameworks.torch.leaves import copy_tree
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.state import State

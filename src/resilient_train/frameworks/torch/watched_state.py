@@ -15,8 +15,9 @@ import torch
 import xxhash
 
 from resilient_train.frameworks.roles import StateMark
+from resilient_train.frameworks.torch.containers import copy_tree
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
-from resilient_train.frameworks.torch.leaves import PLAIN, TENSORS, copy_tree, restore_object, state_of
+from resilient_train.frameworks.torch.leaves import PLAIN, TENSORS, restore_object, state_of
 from resilient_train.state.tree import flatten
 
 _SMALL_BYTES, _SMALL_LEAVES = 64 << 10, 256

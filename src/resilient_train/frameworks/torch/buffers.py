@@ -1,0 +1,151 @@
+"""The buffers of the models that have changed: those count as a rank's own.
+
+A script may put another tensor in the place of one, of another shape too (a bank of features that grows), take it
+away, or have a forward pass make it. All of that is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from resilient_train.errors import ProtocolError
+
+# Their kernels write the running statistics without telling the version counter.
+_SILENT_WRITERS = (torch.nn.modules.batchnorm._NormBase,)
+
+
+class _Quiet(NamedTuple):
+    """One that has not changed. It is held, so that no other one comes to lie where it does."""
+
+    buffer: torch.Tensor
+    version: int
+    address: int
+
+    def is_still(self, buffer: torch.Tensor | None) -> bool:
+        return buffer is self.buffer and self.buffer._version == self.version and self.buffer.data_ptr() == self.address
+
+
+class Buffers:
+    """``changed`` finds new ones by version and address. A key is the model's number, the module's name, its own."""
+
+    def __init__(self, models: tuple[torch.nn.Module, ...]) -> None:
+        self._modules = {
+            f"{index}.{name}": module for index, model in enumerate(models) for name, module in model.named_modules()
+        }
+        self._dicts = [module._buffers for module in self._modules.values()]
+        self._places: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {}
+        self._devices: dict[str, torch.device] = {}
+        """Of all that were ever there."""
+        self._live: set[str] = set()
+        self._quiet: dict[str, _Quiet] = {}
+        self._first: dict[str, torch.Tensor] = {}
+        self._made: dict[str, bool] = {}
+        """Those that the training has made, and whether there was a name for it, with None behind it."""
+        for prefix, module in self._modules.items():
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                key = f"{prefix}.{name}"
+                self._places[key], self._devices[key] = (module._buffers, name), buffer.device
+                if isinstance(module, _SILENT_WRITERS):
+                    self._live.add(key)
+                else:
+                    self._quiet[key] = _Quiet(buffer, buffer._version, buffer.data_ptr())
+                    self._first[key] = buffer.detach().clone()
+        self._count()
+
+    def _count(self) -> None:
+        self._names = sum(map(len, self._dicts))
+        self._none = [(held, name) for held in self._dicts for name, buffer in held.items() if buffer is None]
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        """The buffers that are this rank's own, by key; not copied."""
+        return {key: buffer for key, buffer in self.own().items() if buffer is not None}
+
+    def own(self) -> dict[str, torch.Tensor | None]:
+        """The same, and None for those that are not there any more."""
+        self._find_made()
+        for key, quiet in list(self._quiet.items()):
+            if not quiet.is_still(self._present(key)):
+                self._live.add(key)
+                del self._quiet[key]
+        return {key: self._present(key) for key in sorted(self._live)} if self._live else {}
+
+    def _find_made(self) -> None:
+        """Nearly always there are as many as before."""
+        same = sum(map(len, self._dicts)) == self._names
+        if same and not (self._none and any(held.get(name) is not None for held, name in self._none)):
+            return
+        empty = {(id(held), name) for held, name in self._none}
+        for prefix, module in self._modules.items():
+            for name, buffer in module._buffers.items():
+                key = f"{prefix}.{name}"
+                if buffer is not None and key not in self._devices:
+                    self._places[key], self._devices[key] = (module._buffers, name), buffer.device
+                    self._made[key] = (id(module._buffers), name) in empty
+                    self._live.add(key)
+        self._count()
+
+    def look(self) -> None:
+        """Finds those that are written past the version counter (``buffer.data.mul_(...)``), by comparing all."""
+        for key in [*self._quiet]:
+            buffer = self._present(key)
+            if buffer is None or not torch.equal(buffer, self._first[key]):
+                self._live.add(key)
+                del self._quiet[key]
+
+    def _place(self, key: str) -> tuple[dict[str, torch.Tensor | None], str]:
+        """Where a module has it, also one that another process's training has made."""
+        if key not in self._places:
+            prefix, _, name = key.rpartition(".")
+            if prefix not in self._modules:
+                raise ProtocolError(f"the state of another process has a buffer {key!r}, and no such module is here")
+            self._places[key] = self._modules[prefix]._buffers, name
+        return self._places[key]
+
+    def _present(self, key: str) -> torch.Tensor | None:
+        held, name = self._places[key]
+        return held.get(name)
+
+    def restore(self, values: Mapping[str, torch.Tensor | None]) -> None:
+        """Gives the buffers of those keys these values, which are nobody else's. In place where they fit: DDP and
+        captured graphs hold on to them. None: there was none.
+        """
+        for key, value in values.items():
+            held, name = self._place(key)
+            here = held.get(name)
+            if value is None:
+                if here is not None:
+                    held[name] = None
+            elif here is not None and (here.shape, here.dtype) == (value.shape, value.dtype):
+                with torch.no_grad():
+                    here.copy_(value)
+            else:
+                held[name] = value.to(self._devices.get(key, value.device))
+            self._devices.setdefault(key, value.device if value is not None else torch.device("cpu"))
+            self._live.add(key)
+            self._quiet.pop(key, None)
+        self._count()
+
+    def rollback(self, values: Mapping[str, torch.Tensor | None]) -> None:
+        """Back to ``values``. A buffer that changed for the first time since then goes back to its first value, and one
+        that was made since then goes.
+        """
+        own = self.own()
+        news = {key: first.clone() for key, first in self._first.items() if key in own and key not in values}
+        for key in [key for key in self._made if key not in values]:
+            self._unmake(key)
+        self.restore({**values, **news})
+
+    def _unmake(self, key: str) -> None:
+        held, name = self._places.pop(key)
+        if self._made.pop(key):
+            held[name] = None
+        else:
+            held.pop(name, None)
+            self._modules[key.rpartition(".")[0]]._non_persistent_buffers_set.discard(name)
+        self._live.discard(key)
+        del self._devices[key]

@@ -1,0 +1,163 @@
+"""State whose containers are of classes of their own: who takes it up may ask for these."""
+
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any, NamedTuple, Self
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
+
+from resilient_train.frameworks.accelerator import Host
+from resilient_train.frameworks.roles import Objects, Sources
+from resilient_train.frameworks.torch.containers import copy_tree, dressed
+from resilient_train.frameworks.torch.leaves import TENSORS, pack, state_of, unpack
+from resilient_train.frameworks.torch.rank_state import RankState
+from resilient_train.frameworks.torch.state import State
+from resilient_train.frameworks.torch.watched_state import WatchedState
+from resilient_train.state.transfer import Span, view
+from resilient_train.state.tree import flatten
+
+
+class Wanting(OrderedDict[str, Any]):
+    """Its constructors can't be called by somebody who does not know it."""
+
+    __slots__ = ("why",)
+
+    def __new__(cls, why: str) -> Self:
+        assert isinstance(why, str)
+        return super().__new__(cls)
+
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        self.why = why
+
+
+class Row(list[Any]):
+    def __init__(self, *, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Versioned(nn.Linear):
+    """As quantization observers do: another value where nobody says from which version it is."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, meta: Any, *rest: Any) -> None:
+        assert meta.get("version") == 2, meta
+        super()._load_from_state_dict(state, prefix, meta, *rest)
+
+
+def odd_tree() -> dict[str, Any]:
+    wanting, row = Wanting("b"), Row(name="r")
+    wanting["z"], wanting["a"] = torch.ones(2), Counter([4, 4, 5])
+    row.append({"x": torch.zeros(1)})
+    named = defaultdict(list, {"k": [1]})
+    return {"wanting": wanting, "row": row, "named": named, "pair": Pair(1, Counter("a")), "size": torch.Size([2, 3])}
+
+
+def check_classes(tree: Any) -> None:
+    assert type(tree["wanting"]) is Wanting
+    assert tree["wanting"].why == "b"
+    assert list(tree["wanting"]) == ["z", "a"]
+    assert tree["wanting"]["a"] == Counter({4: 2, 5: 1})
+    assert list(tree["wanting"]["a"].elements()) == [4, 4, 5]
+    assert type(tree["row"]) is Row
+    assert tree["row"].name == "r"
+    assert tree["named"]["k"] == [1]
+    assert tree["named"]["new"] == []
+    assert tree["pair"].second.most_common() == [("a", 1)]
+    assert tree["size"].numel() == 6
+
+
+def test_a_copy_has_the_classes_and_nothing_in_common() -> None:
+    tree = odd_tree()
+    copied = copy_tree(tree)
+    check_classes(copied)
+    tree["wanting"]["z"].zero_()
+    tree["wanting"]["a"].clear()
+    tree["row"][0]["x"].add_(1)
+    tree["row"].append(1)
+    tree["named"]["k"].append(2)
+    check_classes(copied)
+    assert copied["wanting"]["z"].tolist() == [1, 1]
+    assert copied["row"][0]["x"].tolist() == [0]
+    assert len(copied["row"]) == 1
+
+
+def test_what_has_travelled_is_dressed_as_the_receivers() -> None:
+    told = unpack(pack(odd_tree()))
+    assert type(told["wanting"]) is dict
+    check_classes(dressed(told, odd_tree()))
+
+
+def test_what_the_receiver_has_not_stays_plain() -> None:
+    told = {"a": {"b": [{"c": 1}]}, "n": (1,)}
+    assert dressed(told, Counter()) == told
+    assert dressed(told, {"a": {"b": []}, "n": [1]}) == told
+    assert dressed(told, None) == told
+
+
+def scheduled(model: nn.Module) -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    parts = [LinearLR(optimizer, total_iters=4), MultiStepLR(optimizer, [6, 9])]
+    return optimizer, SequentialLR(optimizer, parts, milestones=[4])
+
+
+def state(**objects: Any) -> State:
+    given = {"models": (), "optimizers": (), **objects}
+    return State(Objects(**given), RankState((), {}), Host())
+
+
+def rates(optimizer: Any, scheduler: Any) -> list[float]:
+    found = []
+    for _ in range(14):
+        optimizer.step()
+        scheduler.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def hand_on(sources: Sources, receiver: State) -> None:
+    def fetch(spans: list[Span]) -> None:
+        for here, there in zip(spans, sources.spans, strict=True):
+            view(here)[:] = view(there)
+
+    receiver.receive(sources.manifest, fetch, sources.digest)
+
+
+def test_a_scheduler_goes_on_behind_a_redo() -> None:
+    """``MultiStepLR.milestones`` is a Counter: as a dict it fails at the first milestone, hours later."""
+    optimizer, scheduler = scheduled(nn.Linear(1, 1))
+    held = state(optimizers=(optimizer,), schedulers=(scheduler,))
+    held.restore_small(held.small_copy())
+    assert rates(optimizer, scheduler) == rates(*scheduled(nn.Linear(1, 1)))
+
+
+def test_a_scheduler_goes_on_in_another_process() -> None:
+    models = nn.Linear(1, 1), nn.Linear(1, 1)
+    (optimizer, scheduler), (other, others) = map(scheduled, models)
+    sources = state(models=models[:1], optimizers=(optimizer,), schedulers=(scheduler,)).sources()
+    hand_on(sources, state(models=models[1:], optimizers=(other,), schedulers=(others,)))
+    assert rates(other, others) == rates(*scheduled(nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize("size", [4, 512])
+def test_a_module_is_told_its_versions(size: int) -> None:
+    ema = Versioned(64, size)
+    watched = WatchedState("ema", ema)
+    watched.begin(whole=True)
+    watched.put_back()
+    sources = state(extra={"ema": ema}).sources()
+    other = Versioned(64, size)
+    hand_on(sources, state(extra={"ema": other}))
+    assert torch.equal(other.weight, ema.weight)
+    own = RankState((), {"ema": ema})
+    own.rollback(own.packed())
+    assert flatten(state_of(ema), TENSORS)[0] == flatten(state_of(other), TENSORS)[0]

@@ -41,6 +41,20 @@ def test_the_bits_are_those_of_the_plain_trainer(tmp_path: Path, accumulate: str
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["logs", "keeps"])
+def test_lines_of_bodies_and_attributes_of_callbacks(tmp_path: Path, kind: str) -> None:
+    """A line that a body logs is there once; what JSON would change is the same in a new process."""
+    plan = "hcce rank=1 step=5; kill rank=1 step=12 phase=COMPUTE at=backward"
+    assert_repaired(tmp_path, JOB, "--kind", kind, plan=plan)
+
+
+@pytest.mark.timeout(1200)
+def test_an_attribute_that_cannot_be_carried_is_named(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", JOB, "--kind", "odd", code=2)
+    assert "Keeps.kept' is a set, which cannot be carried" in run.err
+
+
+@pytest.mark.timeout(1200)
 def test_all_ranks_lost(tmp_path: Path) -> None:
     assert_started_again(tmp_path, JOB)
 

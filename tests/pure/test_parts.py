@@ -43,3 +43,13 @@ def test_a_batch_of_things_that_nobody_knows_is_left_out() -> None:
     drill = engine_for(Objects((model,), (torch.optim.SGD(model.parameters()),))).drill
     assert not any(name.startswith("batch") for name in drill.parts({"batch": object()}))
     assert "batch.tensor" in drill.parts({"batch": torch.zeros(0)})
+
+
+def test_what_lives_on_is_left_out() -> None:
+    """A new process writes its first record before the loop has taken its place up."""
+    model, place = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    objects = Objects((model,), (torch.optim.SGD(model.parameters()),), extra={"place": place})
+    drill = engine_for(objects).drill
+    assert any(name.startswith("state.place") for name in drill.parts({}))
+    place.resilient_lives_on = True
+    assert not any(name.startswith("state.place") for name in drill.parts({}))

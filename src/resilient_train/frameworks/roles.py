@@ -693,7 +693,7 @@ class Drill(Protocol):
 
     def parts(self, more: Mapping[str, Any]) -> dict[str, str]:
         """A digest of each tensor, generator and other part of this rank's state by its name, and of the trees in
-        ``more``. It reads all of the state.
+        ``more``. It reads all of the state. What a process brings up to date by itself is left out.
         """
         ...
 

@@ -12,15 +12,21 @@ from __future__ import annotations
 import copy
 import functools
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.plugins.precision import Precision
 
+from resilient_train import config
 from resilient_train.errors import ConfigError
+from resilient_train.protocol.messages import Refused
 from resilient_train.session import Session
+from resilient_train.session.link import say_once
 
 
 class ResilientPrecision(Precision):  # type: ignore[misc] # Lightning is not there when types are checked
@@ -47,6 +53,8 @@ class Resilient(Callback):  # type: ignore[misc] # likewise
         rank_state: Mapping[str, Any] | None = None,
         save_every: Mapping[str, Any] | None = None,
     ) -> None:
+        if "trainer" in (state or {}):
+            _refuse("the name 'trainer' is the integration's own: give your state another one")
         self._state = dict(state or {})
         self._rank_state = dict(rank_state or {})
         self._save_every = save_every
@@ -54,8 +62,7 @@ class Resilient(Callback):  # type: ignore[misc] # likewise
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The loop begins, or goes on where the ranks that live are."""
-        if problem := _problem(trainer, pl_module):
-            raise ConfigError(f"Lightning: {problem}")
+        _refuse(_problem(trainer, pl_module) or _problem_of_callbacks(trainer.callbacks, self))
         place = _Place(trainer, self)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._session = session = Session(
@@ -89,6 +96,17 @@ class Resilient(Callback):  # type: ignore[misc] # likewise
             session.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
 
+def _refuse(problem: str) -> None:
+    """The agent is told as well, and ends the job with exit code 2."""
+    if not problem:
+        return
+    told = f"Lightning: {problem}"
+    link = config.read_link()
+    if link is not None:
+        say_once(link, Refused(told))
+    raise ConfigError(told)
+
+
 def _problem(trainer: Trainer, module: LightningModule) -> str:
     if not module.automatic_optimization:
         return "manual optimization is not supported: write such a loop with Session.steps()"
@@ -100,7 +118,49 @@ def _problem(trainer: Trainer, module: LightningModule) -> str:
         return "reload_dataloaders_every_n_epochs: a new process could not find its place in the data"
     if trainer.num_training_batches == float("inf"):
         return "a loader without a length: a new process could not find its place in the data; set limit_train_batches"
+    if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):  # noqa: SLF001 - no public one
+        return (
+            "training_step(self, dataloader_iter) draws its batches itself: one that runs again would get the next "
+            "ones; write training_step(self, batch, batch_idx)"
+        )
     return ""
+
+
+_IN_BODIES = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+"""Hooks that a redo calls again."""
+
+
+def _problem_of_callbacks(callbacks: Sequence[Callback], own: Callback) -> str:
+    for place, each in enumerate(callbacks):
+        if each is not own and (problem := _problem_of_callback(each)):
+            return f"the callback {type(each).__name__} {problem}"
+        if isinstance(each, GradientAccumulationScheduler) and own in callbacks[:place]:
+            return "put Resilient behind GradientAccumulationScheduler, which looks whether the Trainer accumulates"
+    return ""
+
+
+def _problem_of_callback(callback: Callback) -> str:
+    for hook in ("on_save_checkpoint", "on_load_checkpoint"):
+        if _has(callback, hook):
+            return (
+                f"has {hook}: what it keeps in Lightning's checkpoints a new process would begin anew; have it keep "
+                "all of its state in state_dict()"
+            )
+    if isinstance(callback, StochasticWeightAveraging):
+        return "puts another scheduler in the place of the one that the Session has; leave it out"
+    if _has(callback, "state_dict"):
+        for hook in _IN_BODIES:
+            if _has(callback, hook):
+                return (
+                    f"has state_dict() and {hook}: a step that runs again would move its state twice; move it in "
+                    "on_train_batch_end"
+                )
+    return ""
+
+
+def _has(callback: Callback, name: str) -> bool:
+    """A LambdaCallback has its hooks itself."""
+    return name in vars(callback) or getattr(type(callback), name) is not getattr(Callback, name)
 
 
 def _leave_sigterm_to_the_agent(trainer: Trainer) -> None:
@@ -161,7 +221,13 @@ class _Place:
         for counts in loops["epoch_loop.batch_progress"].values():
             if isinstance(counts, dict):
                 counts.update({name: count - behind for name, count in counts.items()})
-        return {"loops": loops, "callbacks": {key: each.state_dict() for key, each in self._callbacks.items()}}
+        return {
+            "loops": loops,
+            "callbacks": {key: each.state_dict() for key, each in self._callbacks.items()},
+            "accumulate": self._trainer.accumulate_grad_batches,
+            "should_stop": bool(self._trainer.should_stop),
+            "metrics": {k: v for k, v in _metrics(self._trainer).items() if isinstance(v, (torch.Tensor, float, int))},
+        }
 
     def _within_window(self) -> int:
         """How many batches of the present window are behind the one that is at hand: a new process begins with them."""
@@ -177,6 +243,9 @@ class _Place:
         """In a process that takes a place, or starts from a checkpoint: the next batch is the first that counts."""
         if self._taken is None:
             return
+        self._trainer.accumulate_grad_batches = self._taken["accumulate"]  # on_train_epoch_start set it for the others
+        self._trainer.should_stop |= self._taken["should_stop"]
+        _metrics(self._trainer).update(self._taken["metrics"])
         fit, batches = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.batch_progress
         fit.load_state_dict(self._taken["loops"])
         for key, each in self._callbacks.items():
@@ -200,3 +269,8 @@ class _Place:
         for _ in range(count):
             next(fetcher)
         fetcher.fetched = 0  # Lightning adds what is behind it
+
+
+def _metrics(trainer: Trainer) -> dict[str, Any]:
+    """What callbacks monitor. Where one of them is not there Lightning makes no collective, and other ranks do."""
+    return trainer._logger_connector._callback_metrics  # type: ignore[no-any-return] # noqa: SLF001 - the public one computes

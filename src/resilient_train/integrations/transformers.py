@@ -13,11 +13,12 @@ rank that lives, and skips the batches of the epoch that are done with, as the T
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -193,16 +194,17 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
             return super().training_step(model, inputs, num_items_in_batch)
         if self._window and inputs is self._window[0]:
             window, self._window = self._window, []
-            self._place.tokens_seen = seen = self.state.num_input_tokens_seen
-            self._grad_norm = self._session.call(self._update, window, seen)
-            self._place.tokens_seen = None
+            self._place.before = before = _Before(self.state.num_input_tokens_seen, len(self.state.log_history))
+            self._grad_norm = self._session.call(self._update, window, before)
+            self._place.before = None
         self.accelerator.gradient_state._set_sync_gradients(False)  # noqa: SLF001 - or the loop would step again
         return self._losses.give()
 
-    def _update(self, window: list[Any], tokens_seen: int) -> Any:
+    def _update(self, window: list[Any], before: _Before) -> Any:
         """The body: one update of all its batches. Gives the norm of the gradients."""
         model, step, track_tokens = self.model_wrapped, super().training_step, super()._track_num_input_tokens
-        self.state.num_input_tokens_seen = tokens_seen
+        self.state.num_input_tokens_seen = before.tokens_seen
+        del self.state.log_history[before.log_lines :]  # compute_loss may log, and may run again
         count = super()._get_num_items_in_batch(window, self.args.device)
         losses = []
         for place, inputs in enumerate(window, 1):
@@ -225,6 +227,13 @@ class ResilientTrainer(Trainer):  # type: ignore[misc] # transformers is not the
         return self._grad_norm
 
 
+class _Before(NamedTuple):
+    """Of the Trainer's state what a body moves, as it was where the body began. A new process runs it from there."""
+
+    tokens_seen: int
+    log_lines: int
+
+
 class _Place:
     """Where the loop is, as state that all ranks hold alike: in the form in which the Trainer itself saves it."""
 
@@ -234,8 +243,8 @@ class _Place:
         self._trainer = trainer
         self._epoch = self._first = self._updates = 0
         """The pass over the data, the number of its first update, and how many there are."""
-        self.tokens_seen: int | None = None
-        """What the count was where the body began that moves it; a new process runs it from there."""
+        self.before: _Before | None = None
+        """While a body runs."""
         self._taken: dict[str, Any] | None = None
         self._runs = False
         """The loop. What it counts itself is not taken back where it lives on."""
@@ -244,24 +253,27 @@ class _Place:
         """A pass over the data begins, behind so many updates of it."""
         self._epoch, self._first = epoch, self._trainer.state.global_step - skipped
 
-    def state_dict(self) -> dict[str, str]:
+    def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         state = dataclasses.asdict(trainer.state)
-        if self.tokens_seen is not None:
-            state["num_input_tokens_seen"] = self.tokens_seen
+        if self.before is not None:
+            state["num_input_tokens_seen"] = self.before.tokens_seen
+            del state["log_history"][self.before.log_lines :]
         held = {
             "epoch": self._epoch,
             "first": self._first,
             "updates": self._updates,
             "counts": {name: getattr(trainer, name, 0) for name in _COUNTS},
             "state": state,
-            "callbacks": [each.state()["attributes"] for each in self._callbacks()],
         }
-        return {"place": json.dumps(held, default=_plain)}
+        # Not as JSON: they are to be what they were, a tuple no list. What can't be carried is refused by its name.
+        attributes = [each.state()["attributes"] for each in self._callbacks()]
+        names = [f"{place} {type(each).__name__}" for place, each in enumerate(self._callbacks())]
+        return {"place": json.dumps(held, default=_plain), "callbacks": dict(zip(names, attributes, strict=True))}
 
-    def load_state_dict(self, state: Mapping[str, str]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not self._runs:
-            self._taken = json.loads(state["place"])
+            self._taken = {**json.loads(state["place"]), "callbacks": copy.deepcopy(state["callbacks"])}
 
     def _callbacks(self) -> list[Any]:
         return [each for each in self._trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
@@ -279,7 +291,7 @@ class _Place:
         state = self._trainer.state
         own = ("is_local_process_zero", "is_world_process_zero", "max_steps", "num_train_epochs")
         vars(state).update({name: value for name, value in self._taken["state"].items() if name not in own})
-        for callback, attributes in zip(self._callbacks(), self._taken["callbacks"], strict=True):
+        for callback, attributes in zip(self._callbacks(), self._taken["callbacks"].values(), strict=True):
             vars(callback).update(attributes)
         epoch, done = self._taken["epoch"], state.global_step - self._taken["first"]
         return (epoch + 1, 0) if done >= updates else (epoch, done)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lightning as L  # noqa: N812 - as everybody writes it
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -49,18 +49,40 @@ class Module(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Stops(Callback):
+    """Says it once, in the fourth step. Whether the loop may stop then is asked again and again."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step == 4:
+            trainer.should_stop = True
+
+
+def more_callbacks(kind: str, folder: Path) -> list[Callback]:
+    match kind:
+        case "schedules":
+            return [GradientAccumulationScheduler({0: 1, 1: 3})]
+        case "monitors":
+            return [ModelCheckpoint(folder / "monitored", monitor="val_loss", every_n_train_steps=4, save_top_k=2)]
+        case "stops":
+            return [Stops()]
+    return []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--save", type=int, default=0)
+    parser.add_argument("--kind", default="", choices=["", "schedules", "monitors", "stops"])
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
     link = read_link()
     folder = Path(link.run_dir if link else "/tmp") / "lightning"
     L.seed_everything(7, verbose=False)
+    more = more_callbacks(asked.kind, folder)
     callbacks = [
+        *more,
         Resilient(save_every={"steps": asked.save} if asked.save else None),
         ModelCheckpoint(folder, monitor="val_loss", save_top_k=2),
         EarlyStopping("val_loss", patience=50),
@@ -69,10 +91,14 @@ def main() -> None:
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=asked.epochs, callbacks=callbacks, logger=False,
         plugins=[ResilientPrecision()], accumulate_grad_batches=asked.accumulate, gradient_clip_val=0.5,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, num_sanity_val_steps=1,
+        min_steps=15 if asked.kind == "stops" else None,
     )  # fmt: skip
     train, validation = DataLoader(Data(100, 0), batch_size=5, shuffle=True), DataLoader(Data(20, 1000), batch_size=5)
     trainer.fit(Module(), train, validation)
-    print(f"rank {trainer.global_rank} ends: steps {trainer.global_step}, epochs {trainer.current_epoch}", flush=True)
+    told = f"steps {trainer.global_step}, epochs {trainer.current_epoch}"
+    if asked.kind == "monitors":
+        told += f", best {[sorted(map(float, each.best_k_models.values())) for each in more]}"
+    print(f"rank {trainer.global_rank} ends: {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from resilient_train.config import read_link
@@ -49,7 +50,33 @@ class Killed(ResilientTrainer):
         return super().compute_loss(*args, **kwargs)
 
 
-KINDS = {"resilient": ResilientTrainer, "killed": Killed, "plain": Trainer}
+class Logs(ResilientTrainer):
+    """Its loss is logged where it is computed."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model.training:
+            self.log({"logged in the body": 1.0})
+        return super().compute_loss(*args, **kwargs)
+
+
+class Keeps(TrainerCallback, ExportableState):
+    """Numbers as keys, and tuples: JSON makes text and lists of them. Or a set, which nobody carries."""
+
+    def __init__(self, *, odd: bool) -> None:
+        self.kept: Any = {} if not odd else {1}
+
+    def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if isinstance(self.kept, dict):
+            self.kept[state.global_step] = (state.global_step, 0.5)
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"kept": self.kept}}
+
+
+KINDS = {
+    "resilient": ResilientTrainer, "killed": Killed, "plain": Trainer, "logs": Logs, "keeps": ResilientTrainer,
+    "odd": ResilientTrainer,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -78,14 +105,21 @@ def main() -> None:
         resid_pdrop=asked.dropout, embd_pdrop=asked.dropout, attn_pdrop=asked.dropout,
     )  # fmt: skip
     ours = {"save_every": {"steps": asked.save}} if asked.save else {}
+    keeps = Keeps(odd=asked.kind == "odd") if asked.kind in ("keeps", "odd") else None
     trainer = KINDS[asked.kind](
-        GPT2LMHeadModel(shape), arguments, train_dataset=Data(80, 0), eval_dataset=Data(16, 1000), **ours
+        GPT2LMHeadModel(shape),
+        arguments,
+        train_dataset=Data(80, 0),
+        eval_dataset=Data(16, 1000),
+        callbacks=[keeps] if keeps else None,
+        **ours,
     )
     mean = trainer.train().training_loss
     state = trainer.state
     losses = [line["loss"] for line in state.log_history if "loss" in line]
     weights = sum(parameter.double().sum().item() for parameter in trainer.model.parameters())
     told = f"steps {state.global_step}, tokens {state.num_input_tokens_seen}, losses {losses}, mean {mean}"
+    told += f", lines {sum('logged in the body' in line for line in state.log_history)}, kept {keeps and keeps.kept}"
     print(f"rank {trainer.args.process_index} ends: {told}, weights {weights}", flush=True)
 
 

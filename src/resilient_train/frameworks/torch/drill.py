@@ -19,6 +19,7 @@ from resilient_train.frameworks.torch.extra_state import ExtraState
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.generators import by_generator, random_state
 from resilient_train.frameworks.torch.groups import Groups
+from resilient_train.frameworks.torch.kept_state import LIVES_ON
 from resilient_train.frameworks.torch.leaves import TENSORS, gradients_of, local, state_of
 from resilient_train.frameworks.torch.state import State
 from resilient_train.state.tree import flatten
@@ -112,12 +113,14 @@ class Drill:
     def parts(self, more: Mapping[str, Any]) -> dict[str, str]:
         """What a tree holds beside its tensors has one digest under the tree's own name.
 
-        Of ``more`` a tree that holds what can't be carried is left out: a batch may be anything.
+        Left out is, of ``more``, a tree that holds what can't be carried: a batch may be anything. And what a process
+        brings up to date by itself: as a step begins, a new process or one that runs it again may not have come to it.
         """
         tree = self._state.tree()
+        lives_on = {name for name, thing in self._objects.extra.items() if getattr(thing, LIVES_ON, False)}
         trees = {name: tree[name] for name in ("model", "optimizer", "members", "buffers")}
         trees |= {f"settings.{name}": part for name, part in tree["small"].items()}
-        trees |= {f"state.{name}": part for name, part in tree["extra"].items()}
+        trees |= {f"state.{name}": part for name, part in tree["extra"].items() if name not in lives_on}
         trees |= {f"rank_state.{name}": state_of(thing) for name, thing in self._objects.rank_extra.items()}
         trees["extra_state"] = ExtraState(self._objects.models).held()
         trees |= {f"generator.{name}": part for name, part in by_generator(random_state()).items()}

@@ -177,6 +177,8 @@ class Driver:
         """Of the shared state, since the body of a call in an open window is over, and until the next one begins."""
         self._between = ""
         """What of it was changed in this window's way from one call to another."""
+        self._failed = -1
+        """The step whose body an exception has left before its update."""
         self._answer: Any = None
         self._error: BaseException = RuntimeError("no error")
         """What failed last, to be raised if nobody can explain it."""
@@ -225,6 +227,12 @@ class Driver:
         """The next step, or the same again; None: the loop is over. With the first one the loop begins."""
         if self._released:
             raise UsageError("session.close() was called in the Session's loop: call it behind the loop, or break")
+        if self._failed >= 0:
+            raise UsageError(
+                f"the body of step {self._failed} was left by an exception before its update, and was caught outside "
+                "of `with step:`: what that body has left half-done can't be told from what a redo must bring back; catch "
+                "it inside the body, or let it end the job (docs/how-to/loops.md, `except`)"
+            )
         self._step = None
         self._step = self._next(total) if self._begun else self._begin(total, start)
         return self._step
@@ -334,7 +342,10 @@ class Driver:
         if event.how in ("error", "leaves"):
             self._pulse.leaving()
             self.outlive(error)
+        before_update = self._rank.redoable or self._rank.updating
         again = bool(self._drive(event))
+        if before_update and event.how in ("error", "leaves") and not self._rank.redoable:
+            self._failed = self._rank.number
         if again and self._rank.intact and not self.calling:  # behind a call that is repeated nothing runs
             self._engine.state.cut()
         return again

@@ -230,8 +230,8 @@ class Driver:
         if self._failed >= 0:
             raise UsageError(
                 f"the body of step {self._failed} was left by an exception before its update, and was caught outside "
-                "of `with step:`: what that body has left half-done can't be told from what a redo must bring back; catch "
-                "it inside the body, or let it end the job (docs/how-to/loops.md, `except`)"
+                "of `with step:`: what that body has left half-done can't be told from what a redo must bring back; "
+                "catch it inside the body, or let it end the job (docs/how-to/loops.md, `except`)"
             )
         self._step = None
         self._step = self._next(total) if self._begun else self._begin(total, start)
@@ -288,7 +288,9 @@ class Driver:
         commits, source = 0, self._link.source
         if not self._rank.joining:
             if source is not None:
-                commits, start = source.commits, self._publication.take_up(self.saving.restore(source))
+                payload = self.saving.restore(source)
+                with self._engine.collectives.loading():
+                    commits, start = source.commits, self._publication.take_up(payload)
             try:
                 self._engine.state.check()
             except StateError as error:
@@ -433,6 +435,10 @@ class Driver:
     def stopped(self) -> bool:
         """Whether a recovery newer than this rank's generation is under way."""
         return self._peers.stop_raised(self._rank.generation)
+
+    def in_front(self) -> bool:
+        """See ``frameworks/roles.Conductor``."""
+        return self._step is not None and not self._step.entered and not self.calling
 
     def give_up_tail(self, why: str) -> None:
         """See ``frameworks/roles.Conductor``."""
@@ -618,7 +624,9 @@ class Driver:
             self._look_between(place)
         looks = self._batches.first and not again
         before = self._steady() if looks else {}
-        if not self._batches.draw(place, whole=self._verification.due(self._rank.standing.commits)):
+        with self._engine.collectives.loading():
+            same = self._batches.draw(place, whole=self._verification.due(self._rank.standing.commits))
+        if not same:
             self._lose(f"the batch of step {self._rank.number}, or state that its loader moves on,", self._rank.number)
         if looks:
             self._check_place(before)
@@ -882,7 +890,8 @@ class Driver:
             return on.Failed(f"copying state: {error}")
 
     def _take_up(self, published: bytes) -> int:
-        number = self._publication.take_up(published)
+        with self._engine.collectives.loading():
+            number = self._publication.take_up(published)
         if self._entered:
             self._publication.called = b""  # it has its own arguments
         if self.calling and self._entered and number != self._rank.base:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +79,9 @@ class Rank:
         self.checked: list[str] = []
         self.groups = Groups(Host())
         self.collectives = Collectives(Objects((), ()), self.groups, self.checked.append)
-        self.collectives.attach(SimpleNamespace(), SimpleNamespace(enter_collective=self._enter))  # type: ignore[arg-type]
+        self.in_front = False
+        conductor = SimpleNamespace(in_front=lambda: self.in_front)
+        self.collectives.attach(conductor, SimpleNamespace(enter_collective=self._enter))  # type: ignore[arg-type]
 
     def _enter(self) -> None:
         self.entered += 1
@@ -139,3 +143,41 @@ def test_a_collective_in_a_half_done_update_is_refused(rank: Rank) -> None:
         rank.call()
     rank.call(verb="send")
     assert rank.group.ran == ["send"]
+
+
+@pytest.mark.parametrize("verb", ["allreduce", "send"])
+def test_in_front_of_a_body_it_is_refused(rank: Rank, verb: str) -> None:
+    rank.in_front = True
+    with pytest.raises(UsageError, match=r"test_collectives.py:\d+: .* in front of `with step:`"):
+        rank.call(verb=verb)
+    assert rank.group.ran == []
+
+
+def test_of_a_loader_it_is_refused(rank: Rank) -> None:
+    with rank.collectives.loading(), pytest.raises(UsageError, match=r"test_collectives.py:\d+: the loader called"):
+        rank.call()
+    rank.call()
+    assert rank.group.ran == ["allreduce"]
+
+
+def test_on_a_thread_of_the_users_it_is_refused_and_on_one_of_gloos_it_is_not(rank: Rank) -> None:
+    raised: list[str] = []
+
+    def call(*_: Any) -> None:
+        try:
+            rank.call()
+        except UsageError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=call, name="logs")
+    thread.start()
+    thread.join()
+    assert len(raised) == 1
+    assert "allreduce was called on thread 'logs'" in raised[0]
+    assert rank.checked == [], "no optimizer is to blame"
+    libc, ident = ctypes.CDLL(None), ctypes.c_ulong()
+    routine = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(call)
+    assert libc.pthread_create(ctypes.byref(ident), None, routine, None) == 0
+    assert libc.pthread_join(ident, None) == 0
+    assert len(raised) == 1
+    assert rank.group.ran == ["allreduce"]

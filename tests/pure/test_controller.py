@@ -529,6 +529,15 @@ def test_replicas_that_differ_go_back_to_a_saved_state() -> None:
     assert controller.disagreed(0) == controller.disagreed(1) == [], "the first one's time is over"
 
 
+def test_what_was_said_before_all_started_again_tells_nothing() -> None:
+    controller = saving(4)
+    assert differs(controller, 0, "1") == []
+    controller.lost(0, 0, "died", COMPUTE_0)
+    assert of(controller.lost(1, 0, "died", COMPUTE_0), Spawn)
+    assert controller.job.attempt == 1
+    assert differs(controller, 1, "2") == [], "rank 0 has said nothing yet"
+
+
 @pytest.mark.parametrize("newest", [-1, 0])
 def test_without_a_saved_state_they_end_the_job_at_once(newest: int) -> None:
     """A script without DDP is to be told so, and not to be started again first."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from resilient_train._native import Copier, Probes
@@ -56,6 +57,10 @@ class Conductor(Protocol):
 
     def give_up_tail(self, why: str) -> None:
         """Nobody can finish this tail: the job is to end with its state saved. Returns; a stop follows."""
+        ...
+
+    def in_front(self) -> bool:
+        """Whether the user's code runs between the loop's head and the ``with`` of its step."""
         ...
 
     def note(self, kind: str, detail: dict[str, Any]) -> None:
@@ -345,6 +350,10 @@ class Collectives(Protocol):
 
     def intact(self) -> bool:
         """Whether every collective of the bodies since the last update has succeeded."""
+        ...
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Inside the block the loader draws, or takes up its place: collectives are refused."""
         ...
 
     def digest_into(self, digests: list[str] | None) -> None:

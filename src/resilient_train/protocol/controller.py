@@ -39,7 +39,8 @@ class Controller:
 
     def __init__(self, world_size: int, policy: Policy | None = None) -> None:
         self.job = Job(world_size, policy)
-        self._differing: dict[int, Differs] = {}
+        self._differing: dict[int, tuple[int, Differs]] = {}
+        """With the attempt in which it was said."""
 
     # -- the beginning
 
@@ -434,13 +435,17 @@ class Controller:
         """A rank does not hold what its replicas hold. When all of them have said what they do hold, all go back."""
         if not self.job.current(rank, incarnation) or self.job.stage is Stage.ENDED:
             return []
-        self._differing[rank] = message
-        everybody = self._differing.keys() >= set(self.job.replicas.peers(rank))
+        self._differing[rank] = self.job.attempt, message
+        everybody = self._told().keys() >= set(self.job.replicas.peers(rank))
         return self.disagreed(self.job.attempt) if everybody else []
+
+    def _told(self) -> dict[int, Differs]:
+        """What was said before all ranks were started again tells nothing."""
+        return {rank: said for rank, (attempt, said) in self._differing.items() if attempt == self.job.attempt}
 
     def disagreed(self, attempt: int) -> list[Command]:
         """Replicas differ, and who has not said by now what it holds will not."""
-        job, told = self.job, self._differing
+        job, told = self.job, self._told()
         if job.stage is Stage.ENDED or job.attempt != attempt or not told:
             return []
         self._differing = {}

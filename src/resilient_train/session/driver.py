@@ -177,6 +177,8 @@ class Driver:
         """Of the shared state, since the body of a call in an open window is over, and until the next one begins."""
         self._between = ""
         """What of it was changed in this window's way from one call to another."""
+        self._failed = -1
+        """The step whose body an exception has left before its update."""
         self._answer: Any = None
         self._error: BaseException = RuntimeError("no error")
         """What failed last, to be raised if nobody can explain it."""
@@ -225,6 +227,12 @@ class Driver:
         """The next step, or the same again; None: the loop is over. With the first one the loop begins."""
         if self._released:
             raise UsageError("session.close() was called in the Session's loop: call it behind the loop, or break")
+        if self._failed >= 0:
+            raise UsageError(
+                f"the body of step {self._failed} was left by an exception before its update, and was caught outside "
+                "of `with step:`: what that body has left half-done can't be told from what a redo must bring back; "
+                "catch it inside the body, or let it end the job (docs/how-to/loops.md, `except`)"
+            )
         self._step = None
         self._step = self._next(total) if self._begun else self._begin(total, start)
         return self._step
@@ -281,8 +289,14 @@ class Driver:
         commits, source = 0, self._link.source
         if not self._rank.joining:
             if source is not None:
+<<<<<<< HEAD
                 commits, start = source.commits, self._publication.take_up(self.saving.restore(source))
                 self._tell_strayed(start)
+=======
+                payload = self.saving.restore(source)
+                with self._engine.collectives.loading():
+                    commits, start = source.commits, self._publication.take_up(payload)
+>>>>>>> 6a6e40758fa51ff186ac6717d24845e07bba696e
             try:
                 self._engine.state.check()
             except StateError as error:
@@ -336,7 +350,10 @@ class Driver:
         if event.how in ("error", "leaves"):
             self._pulse.leaving()
             self.outlive(error)
+        before_update = self._rank.redoable or self._rank.updating
         again = bool(self._drive(event))
+        if before_update and event.how in ("error", "leaves") and not self._rank.redoable:
+            self._failed = self._rank.number
         if again and self._rank.intact and not self.calling:  # behind a call that is repeated nothing runs
             self._engine.state.cut()
         return again
@@ -425,6 +442,10 @@ class Driver:
     def stopped(self) -> bool:
         """Whether a recovery newer than this rank's generation is under way."""
         return self._peers.stop_raised(self._rank.generation)
+
+    def in_front(self) -> bool:
+        """See ``frameworks/roles.Conductor``."""
+        return self._step is not None and not self._step.entered and not self.calling
 
     def give_up_tail(self, why: str) -> None:
         """See ``frameworks/roles.Conductor``."""
@@ -610,7 +631,9 @@ class Driver:
             self._look_between(place)
         looks = self._batches.first and not again
         before = self._steady() if looks else {}
-        if not self._batches.draw(place, whole=self._verification.due(self._rank.standing.commits)):
+        with self._engine.collectives.loading():
+            same = self._batches.draw(place, whole=self._verification.due(self._rank.standing.commits))
+        if not same:
             self._lose(f"the batch of step {self._rank.number}, or state that its loader moves on,", self._rank.number)
         if looks:
             self._check_place(before)
@@ -877,8 +900,13 @@ class Driver:
             return on.Failed(f"copying state: {error}")
 
     def _take_up(self, published: bytes) -> int:
+<<<<<<< HEAD
         number = self._publication.take_up(published)
         self._tell_strayed(number)
+=======
+        with self._engine.collectives.loading():
+            number = self._publication.take_up(published)
+>>>>>>> 6a6e40758fa51ff186ac6717d24845e07bba696e
         if self._entered:
             self._publication.called = b""  # it has its own arguments
         if self.calling and self._entered and number != self._rank.base:

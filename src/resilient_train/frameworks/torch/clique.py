@@ -20,7 +20,10 @@ from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch.group import drop
 from resilient_train.frameworks.torch.transports.gloo import sockets, stock_group
 
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(days=30)
+"""Nobody else can keep a member waiting: all are threads of this process. But it may be stopped meanwhile, for long:
+an error for that would be taken for the user's own.
+"""
 _FILES_EACH = 8
 """Of a member beside its connections, amply."""
 _USERS_FILES = 300

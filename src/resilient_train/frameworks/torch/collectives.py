@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +23,12 @@ from resilient_train.frameworks.torch.tail import Tail
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, flat
 from resilient_train.frameworks.torch.waits import waits
 from resilient_train.frameworks.torch.works import GuardedWork
+from resilient_train.place import line
 from resilient_train.protocol.rank_effects import Mode
+
+_FOREIGN = threading._DummyThread  # what Python makes of a thread that is not its own
+_NO_PASS = -1
+_pass_under_way = torch._C._current_graph_task_id
 
 
 class Collectives:
@@ -35,6 +42,10 @@ class Collectives:
         self._tails: Tails | None = None
         self._tail: Tail | None = None
         self._digests: list[str] | None = None
+        self._conductor: Conductor | None = None
+        self._loading = False
+        self._thread = 0
+        """That of the loop."""
 
     def set_up_problem(self) -> str:
         set_up = group_module.set_up()
@@ -53,7 +64,7 @@ class Collectives:
         return registered(self._objects)
 
     def attach(self, conductor: Conductor, tails: Tails) -> None:
-        self._tails = tails
+        self._tails, self._conductor, self._thread = tails, conductor, threading.get_ident()
         self._tail = Tail(conductor, tails)
         group_module.watch(self)
 
@@ -79,6 +90,14 @@ class Collectives:
         assert self._tail is not None
         self._tail.begin(commits)
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
+
     def digest_into(self, digests: list[str] | None) -> None:
         self._digests = digests
 
@@ -99,7 +118,15 @@ class Collectives:
         """A collective is called; see ``group.Watcher``."""
         assert self._tails is not None
         assert self._tail is not None
+        if threading.get_ident() != self._thread:
+            _check_thread(verb)
         self._check(verb)
+        if self._loading:
+            raise UsageError(
+                f"{line()}: the loader called {verb}: a new process draws the batches of the one whose place it takes "
+                "alone, and nobody would answer; agree on a seed before the loop or in a body, or make it from the "
+                "epoch (set_epoch)"
+            )
         mode = self._mode
         if mode is Mode.LOOPBACK:
             return group.run_alone(verb, args)
@@ -114,12 +141,14 @@ class Collectives:
                 "ranks have called it and others have not"
             )
         if verb in POINT_TO_POINT:
+            self._check_place(verb)
             return (
                 group.run(verb, args) if mode in (Mode.DIRECT, Mode.UPDATE) else self._tail.message(group, verb, args)
             )
         if group.spans_job:
             self._tails.enter_collective()
         if mode is Mode.DIRECT:
+            self._check_place(verb)
             if self._digests is not None:
                 self._digests.extend(_digest(group, verb, args))
             work = group.run(verb, args)
@@ -135,6 +164,29 @@ class Collectives:
             f"{verb} was called while the update of this step is only half done (one optimizer has written and another "
             "has not, or a closure that was given to optimizer.step() communicates): pass Session(undo=True), so that "
             "such a step can be redone"
+        )
+
+    def _check_place(self, verb: str) -> None:
+        """Here a fault would raise in the user's loop, on all ranks: nothing could keep that in."""
+        if self._conductor is not None and self._conductor.in_front():
+            raise UsageError(
+                f"{line()}: {verb} was called in front of `with step:`, where a fault that cuts it can't be repaired; "
+                "call it in the body, or behind the `with` of the step before"
+            )
+
+
+def _check_thread(verb: str) -> None:
+    """C++'s threads, which backward passes and hooks of DDP's run on, belong to the training; Python's are the user's.
+
+    Raises UsageError.
+    """
+    me = threading.get_ident()
+    names = [each.name for each in threading.enumerate() if each.ident == me and type(each) is not _FOREIGN]
+    if names and _pass_under_way() == _NO_PASS:
+        raise UsageError(
+            f"{line()}: {verb} was called on thread {names[0]!r}, and not on that of the loop: a fault would come at "
+            "another place there on each rank, and could not be repaired; call it in the loop, or on a group that has "
+            "no part in this job's torch.distributed"
         )
 
 

@@ -368,6 +368,8 @@ class Message(dist.Work):
     def source_rank(self) -> int:
         return int(self.args[1])
 
+    _source_rank = source_rank
+
     def synchronize(self) -> None:
         self.wait()
 

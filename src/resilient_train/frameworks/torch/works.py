@@ -198,6 +198,8 @@ class GuardedMessage(dist.Work):
     def source_rank(self) -> int:
         return self._source
 
+    _source_rank = source_rank  # torch's own recv() asks for this one
+
     def synchronize(self) -> None:
         self.wait()
 

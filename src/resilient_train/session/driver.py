@@ -289,14 +289,10 @@ class Driver:
         commits, source = 0, self._link.source
         if not self._rank.joining:
             if source is not None:
-<<<<<<< HEAD
-                commits, start = source.commits, self._publication.take_up(self.saving.restore(source))
-                self._tell_strayed(start)
-=======
                 payload = self.saving.restore(source)
                 with self._engine.collectives.loading():
                     commits, start = source.commits, self._publication.take_up(payload)
->>>>>>> 6a6e40758fa51ff186ac6717d24845e07bba696e
+                self._tell_strayed(start)
             try:
                 self._engine.state.check()
             except StateError as error:
@@ -900,13 +896,9 @@ class Driver:
             return on.Failed(f"copying state: {error}")
 
     def _take_up(self, published: bytes) -> int:
-<<<<<<< HEAD
-        number = self._publication.take_up(published)
-        self._tell_strayed(number)
-=======
         with self._engine.collectives.loading():
             number = self._publication.take_up(published)
->>>>>>> 6a6e40758fa51ff186ac6717d24845e07bba696e
+        self._tell_strayed(number)
         if self._entered:
             self._publication.called = b""  # it has its own arguments
         if self.calling and self._entered and number != self._rank.base:

@@ -40,3 +40,14 @@ def test_a_collective_that_could_not_be_repaired_is_refused(tmp_path: Path, mode
 def test_a_message_from_any_source_in_a_body(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "misplaced.py", "any-source", "3", ranks=2, timeout_s=60)
     assert run.code == 0, run.explain()
+
+
+@pytest.mark.parametrize("mode", ["objects", "forward"])
+def test_behind_a_cut_body_nothing_breaks(tmp_path: Path, mode: str) -> None:
+    """Whoever is cut gives itself what it has."""
+    plan = ("--faults", "kill rank=2 step=3 phase=READY at=before")
+    run = launch(tmp_path / "run", "misplaced.py", mode, "6", ranks=3, flags=plan, timeout_s=60)
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 1
+    if mode == "objects":
+        assert "alone 1: ['sent 1'] [None]" in run.out, run.explain()

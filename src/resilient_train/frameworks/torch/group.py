@@ -25,6 +25,7 @@ from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Addresses
 from resilient_train.frameworks.torch.address_store import AddressStore, FirstAddresses
 from resilient_train.frameworks.torch.call_forms import in_places
+from resilient_train.frameworks.torch.own_objects import take_own
 from resilient_train.frameworks.torch.set_up import SetUpCollectives
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, run_alone
@@ -330,6 +331,7 @@ class ResilientGroup(dist.ProcessGroup):
 
     def run_alone(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """What ``verb`` gives if every other member contributed what this one does."""
+        take_own(verb, self._rank, args)
         return run_alone(verb, self._rank, self._size, args)
 
 

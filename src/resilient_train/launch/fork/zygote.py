@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from resilient_train import _native, config
 from resilient_train.errors import ProtocolError
-from resilient_train.launch.fork.environ_watch import noted
+from resilient_train.launch.fork.environ_watch import ALL, noted
 from resilient_train.launch.fork.frames import (
     Ahead,
     FarGate,
@@ -188,7 +188,10 @@ def _import(gate: Gate, order: Import) -> Ready | Unfit:
                 __import__(each.module, fromlist=each.names)
             except (Exception, SystemExit) as error:
                 failed[each.module] = repr(error)
-        if asked - {"RESILIENT_AGENT"}:  # ours asks whether it has an agent: there is none yet
+        asked.discard("RESILIENT_AGENT")  # ours asks whether it has an agent: there is none yet
+        if each.module in ALWAYS:
+            asked.discard(ALL)  # looked at: no copy is kept
+        if asked:
             return Unfit(f"importing {each.module} reads {', '.join(sorted(asked))}", culprit)
         if odd := _unfit_for_forks():
             return Unfit(f"importing {each.module} {odd}", culprit)

@@ -38,6 +38,7 @@ def said(folder: Path, library: str, script: str, *flags: str) -> tuple[list[str
 
 SCRIPTS = {
     "the module keeps a copy of all variables": (COPIES, "import os\nimport lib\ndef say()\nsay(lib.rank())\n"),
+    "the module sets a variable": (SETS, "import os\nimport lib\ndef say()\nsay(lib.home())\n"),
 }
 
 

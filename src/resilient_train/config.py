@@ -429,6 +429,13 @@ def replace_environ(environ: Mapping[str, str]) -> None:
     os.environ.update(environ)
 
 
+def take_life(environ: Mapping[str, str]) -> None:
+    """This process's variables become these, but what modules have set, or removed, when they were imported stays."""
+    ours = shared_environ(os.environ)
+    told = {name: value for name, value in environ.items() if name in PER_RANK or name in ours}
+    replace_environ({**told, **ours})
+
+
 def take_rank(environ: Mapping[str, str]) -> None:
     """This process gets a rank: what differs between ranks is taken over, what the script has set itself is kept."""
     for name in PER_RANK:

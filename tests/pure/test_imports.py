@@ -1,5 +1,6 @@
 """What the zygote may import, which knows no rank: read from the script, nothing of it run."""
 
+import ctypes.util
 import os
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from resilient_train.config import (
     take_rank,
 )
 from resilient_train.errors import ConfigError
-from resilient_train.launch.fork.environ_watch import EnvironWatch, noted
+from resilient_train.launch.fork.environ_watch import ALL, EnvironWatch, noted
 from resilient_train.launch.fork.imports import Script, Wanted, hidden, scan, script_of, target_of, uses_us
 
 
@@ -176,6 +177,19 @@ def test_reads_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {"RANK", "LOCAL_RANK"}
     assert os.getenv("ROLE_RANK") is None
     assert found == {"RANK", "LOCAL_RANK"}
+
+
+@pytest.mark.parametrize("take", [lambda: dict(os.environ), os.environ.copy, lambda: {**os.environ}])
+def test_a_copy_holds_the_ranks_variables_too(take: Callable[[], object]) -> None:
+    with noted(PER_RANK) as found:
+        take()
+    assert found == {ALL}
+
+
+def test_a_copy_for_a_program_is_kept_by_nobody() -> None:
+    with noted(PER_RANK) as found:
+        ctypes.util.find_library("m")
+    assert found == set()
 
 
 def test_the_environment_is_replaced() -> None:

@@ -147,7 +147,8 @@ class Agent:
             raise ConfigError(f"the agent can't listen at {self._socket_path}: {error}") from None
         self._loop.add_reader(self._deaths.fd, self._on_deaths)
         for number in {signal.SIGUSR1, *(getattr(signal, name) for name in self._spec.signals)}:
-            self._loop.add_signal_handler(number, self._on_signal, number)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has asked for that
+                self._loop.add_signal_handler(number, self._on_signal, number)
         logs = self._begin_task(self._show_logs())
         self._loop.call_soon(self._look_out)
         try:

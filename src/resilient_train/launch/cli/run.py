@@ -184,6 +184,7 @@ def _std(setting: Any, rank: int) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of ``resilient-run``. Returns in the ranks that are forked from this process, else exits."""
+    _open_streams()
     argv = sys.argv[1:] if argv is None else argv
     _register.wrap_for_forks()
     guessed = config.set_threads(_ranks_wanted(argv))
@@ -212,6 +213,23 @@ def main(argv: list[str] | None = None) -> None:
     code = run_job(job, argv, root)
     claim.close()
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Who has closed one of the standard streams wants nothing from it. Any other file could get its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            if nothing != number:
+                os.dup2(nothing, number)
+                os.close(nothing)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115 - it stays
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def _enter_run_dir(job: JobSpec) -> Claim:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 ALL = "all variables"
+_ON_THE_WAY = frozenset({__name__, "os", "collections.abc", "_collections_abc"})
+_STARTERS = frozenset({"ctypes.util", "platform", "subprocess"})
+"""Modules of Python's that give a copy to a program that they start, as ``find_library`` does in many an import."""
 
 
 class EnvironWatch:
@@ -66,12 +71,24 @@ class EnvironWatch:
 
 @contextlib.contextmanager
 def noted(names: frozenset[str]) -> Iterator[set[str]]:
-    """Those of the variables that Python code uses inside the block. Who takes them all uses none."""
+    """Those of the variables that Python code uses inside the block, or ``ALL``: a copy holds each of them."""
     found: set[str] = set()
-    watch = EnvironWatch(names, found.add)
+
+    def used(name: str) -> None:
+        if name != ALL or not _passed_on():
+            found.add(name)
+
+    watch = EnvironWatch(names, used)
     watch.begin()
     try:
         yield found
     finally:
         watch.end()
-        found.discard(ALL)
+
+
+def _passed_on() -> bool:
+    """Whether all variables are taken for a program that is started, and nobody keeps them."""
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - who takes them
+    while frame is not None and frame.f_globals.get("__name__") in _ON_THE_WAY:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") in _STARTERS

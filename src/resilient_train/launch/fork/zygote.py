@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from resilient_train import _native, config
 from resilient_train.errors import ProtocolError
-from resilient_train.launch.fork.environ_watch import noted
+from resilient_train.launch.fork.environ_watch import ALL, noted
 from resilient_train.launch.fork.frames import (
     Ahead,
     FarGate,
@@ -158,7 +158,7 @@ def _wait(gate: Gate, agent_pid: int) -> Born:
                 with fatal():
                     bind_to(agent_pid)
                     take_streams(descriptors)
-                    config.replace_environ(order.environ)
+                    config.take_life(order.environ)
                     if order.cwd:
                         os.chdir(order.cwd)
                     importlib.invalidate_caches()
@@ -183,12 +183,18 @@ def _import(gate: Gate, order: Import) -> Ready | Unfit:
             continue
         gate.send(Importing(each.module))
         culprit = each.module if each.module not in ALWAYS else ""
+        before = dict(os.environ)
         with noted(config.PER_RANK) as asked:
             try:
                 __import__(each.module, fromlist=each.names)
             except (Exception, SystemExit) as error:
                 failed[each.module] = repr(error)
-        if asked - {"RESILIENT_AGENT"}:  # ours asks whether it has an agent: there is none yet
+        if each.module in ALWAYS and dict(os.environ) != before:
+            config.replace_environ(before)  # a new interpreter has what the script's own imports set, and no more
+        asked.discard("RESILIENT_AGENT")  # ours asks whether it has an agent: there is none yet
+        if each.module in ALWAYS:
+            asked.discard(ALL)  # looked at: no copy is kept
+        if asked:
             return Unfit(f"importing {each.module} reads {', '.join(sorted(asked))}", culprit)
         if odd := _unfit_for_forks():
             return Unfit(f"importing {each.module} {odd}", culprit)

@@ -21,6 +21,10 @@ os.environ.setdefault("LIB_HOME", "/x")
 def home():
     return os.environ["LIB_HOME"]
 """
+SCALE = """
+import torch
+SCALE = torch.tensor(0.1)
+"""
 
 
 def said(folder: Path, library: str, script: str, *flags: str) -> tuple[list[str], Run]:
@@ -38,6 +42,10 @@ def said(folder: Path, library: str, script: str, *flags: str) -> tuple[list[str
 
 SCRIPTS = {
     "the module keeps a copy of all variables": (COPIES, "import os\nimport lib\ndef say()\nsay(lib.rank())\n"),
+    "the script sets the default type above": (
+        SCALE,
+        "import os, torch\ntorch.set_default_dtype(torch.float64)\nimport lib\ndef say()\nsay(lib.SCALE.dtype)\n",
+    ),
     "the module sets a variable": (SETS, "import os\nimport lib\ndef say()\nsay(lib.home())\n"),
 }
 

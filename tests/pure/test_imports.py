@@ -52,6 +52,28 @@ def test_imports_at_the_top_are_found_in_their_order(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        "torch.set_default_dtype(torch.float64)",
+        "sys.modules['apex'] = None",
+        "torch.backends.mkldnn.enabled = False",
+        "seed = random.seed(0)",
+        "import patches",
+        "with x: pass",
+        "if True: import patches",
+    ],
+)
+def test_what_stands_behind_an_act_is_the_forks_business(tmp_path: Path, act: str) -> None:
+    """It may be there to change what is imported next."""
+    patches = "import json\nimport torch\ntorch.nn.functional.gelu = None\nimport psutil\n"
+    quiet = "import zlib\nLOG = getLogger('x')\n@dataclass\nclass C:\n    x: int = 1\n"
+    lines = ['"""Trains."""', "import csv", "import quiet", "LIMIT: int = 3", "import torch", act, "import numpy"]
+    folder = write(tmp_path, train="\n".join(lines), patches=patches, quiet=quiet)
+    found = [each.module for each in scan(folder, str(tmp_path)).imports]
+    assert found == ["csv", "zlib", "torch", *(["json"] if act == "import patches" else [])]
+
+
 def test_what_is_not_at_the_top_is_left_alone(tmp_path: Path) -> None:
     target = write(tmp_path, train="import json\nif json:\n    import csv\ndef f():\n    import sqlite3\n")
     assert names(target, tmp_path) == ["json"]
@@ -60,7 +82,7 @@ def test_what_is_not_at_the_top_is_left_alone(tmp_path: Path) -> None:
 def test_the_users_own_modules_are_read_and_never_imported(tmp_path: Path) -> None:
     target = write(
         tmp_path,
-        train="import mine\nfrom pack.deep import thing\nfrom flat import inner\nimport json\n",
+        train="from pack.deep import thing\nfrom flat import inner\nimport json\nimport mine\n",
         mine="import csv\nimport train\nraise SystemExit('it was run')\n",
         pack__dot____init__="import sqlite3\n",
         pack__dot__deep="import wave\n",

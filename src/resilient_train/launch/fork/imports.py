@@ -2,7 +2,9 @@
 
 Two kinds of script are left alone: one that sets environment variables, for a library that is imported already has read
 them; and, for its own imports, one that changes where modules are looked for. The user's own modules are read for
-*their* imports, and never imported: what they do when they are imported is not ours to do twice.
+*their* imports, and never imported: what they do when they are imported is not ours to do twice. For the same reason
+the imports end where the script, or a module of the user's on the way there, first does something: a default dtype, a
+patch, a seed or a stub that stands above an import is there to change it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ _SETTERS = frozenset({"putenv", "unsetenv", "load_dotenv"})
 _PATH_CHANGES = frozenset({"insert", "__setitem__", "reverse", "sort"})
 _EARLY = frozenset({"__main__", "encodings", "sitecustomize", "usercustomize"})
 _OF_ONE_PROCESS = frozenset({"mpi4py", "horovod", "pycuda", "torch_xla"})
+_HARMLESS = frozenset({"getLogger", "TypeVar", "ParamSpec", "NewType", "namedtuple", "Path"})
+"""What is often called between imports, and changes none."""
 _FILES_MAX = 200
 """Files of the user's that are read; what lies behind them is imported after the fork."""
 
@@ -70,20 +74,68 @@ class ImportPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def scan(target: Script, folder: str) -> ImportPlan:
     """The installed modules that the script, and the user's modules (in ``folder``) that it imports, import at their
-    top.
+    top before anything else is done.
     """
-    found: dict[Wanted, None] = {}
     moved = False
     for path, tree in _sources(target, folder, _top_imports):
         where = _sets_environment(tree)
         if where:
             return ImportPlan(refusal=f"{path}:{where} sets environment variables, which libraries read when imported")
         moved = moved or _moves_path(tree)
-        for each in _top_imports(path, tree):
+    return ImportPlan(imports=() if moved else _first_imports(_files_of(target, folder), folder))
+
+
+def _first_imports(files: Sequence[Path], folder: str) -> tuple[Wanted, ...]:
+    """The installed modules in the order in which Python comes to them, up to where something else is done."""
+    found: dict[Wanted, None] = {}
+    seen: set[Path] = set()
+
+    def goes_on(path: Path) -> bool:
+        if path in seen:
+            return True
+        seen.add(path)
+        tree = _tree(path)
+        return tree is not None and len(seen) <= _FILES_MAX and all(map(passes, tree.body))
+
+    def passes(node: ast.stmt) -> bool:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            return False  # of a package of the user's
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            return _does_nothing(node)
+        for each in _imports([node]):
             top = each.module.partition(".")[0]
-            if not (folder and _is_local(top, folder)) and _is_installed(top):
+            if folder and _is_local(top, folder):
+                if not all(map(goes_on, list(_local_files(each, folder)))):
+                    return False
+            elif _is_installed(top):
                 found[each] = None
-    return ImportPlan(imports=() if moved else tuple(found))
+        return True
+
+    all(map(goes_on, files))
+    return tuple(found)
+
+
+def _does_nothing(node: ast.stmt) -> bool:
+    """Whether a statement only gives names to things: nothing that is imported behind it can tell."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Pass):
+        return True
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant) or _appends_path(node.value)
+    if isinstance(node, ast.If):
+        return _is_named(node.test, "TYPE_CHECKING") and not node.orelse
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return all(isinstance(each, ast.Name) for each in targets) and not any(map(_calls, ast.walk(node)))
+    return False
+
+
+def _appends_path(node: ast.expr) -> bool:
+    call = node.func if isinstance(node, ast.Call) else None
+    return isinstance(call, ast.Attribute) and call.attr in ("append", "extend") and _is_path(call.value)
+
+
+def _calls(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and not any(_is_named(node.func, name) for name in _HARMLESS)
 
 
 def uses_us(target: Script | str) -> bool:
@@ -105,16 +157,12 @@ def _sources(
     target: Script, folder: str, imports: Callable[[Path, ast.Module], Iterator[Wanted]]
 ) -> Iterator[tuple[Path, ast.Module]]:
     """The script, and the modules of the user's (in ``folder``) that ``imports`` finds in what was read so far."""
-    search = [folder, *sys.path] if folder else list(sys.path)
-    first = [Path(target.script)] if target.script else list(_files(target.module, search))
-    if target.module and first and first[-1].name == "__init__.py":
-        first.append(first[-1].with_name("__main__.py"))
-    waiting, seen = first, set(first)
+    waiting = _files_of(target, folder)
+    seen = set(waiting)
     while waiting and len(seen) <= _FILES_MAX:
         path = waiting.pop(0)
-        try:
-            tree = ast.parse(path.read_bytes(), str(path))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = _tree(path)
+        if tree is None:
             continue  # the rank itself will say what is wrong with it
         yield path, tree
         for each in imports(path, tree):
@@ -122,6 +170,22 @@ def _sources(
                 fresh = [file for file in _local_files(each, folder) if file not in seen]
                 seen.update(fresh)
                 waiting += fresh
+
+
+def _files_of(target: Script, folder: str) -> list[Path]:
+    """What Python runs of it, first to last."""
+    search = [folder, *sys.path] if folder else list(sys.path)
+    files = [Path(target.script)] if target.script else list(_files(target.module, search))
+    if target.module and files and files[-1].name == "__init__.py":
+        files.append(files[-1].with_name("__main__.py"))
+    return files
+
+
+def _tree(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def hidden(folder: str) -> str:
@@ -253,20 +317,20 @@ def _sets_environment(tree: ast.Module) -> int:
     return 0
 
 
+def _is_path(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "path" and _is_named(node.value, "sys")
+
+
 def _moves_path(tree: ast.Module) -> bool:
     """Whether something may come to stand in front of ``sys.path``. What is appended hides nothing."""
-
-    def is_path(node: ast.expr) -> bool:
-        return isinstance(node, ast.Attribute) and node.attr == "path" and _is_named(node.value, "sys")
-
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in _PATH_CHANGES and is_path(node.func.value):
+            if node.func.attr in _PATH_CHANGES and _is_path(node.func.value):
                 return True
         elif (
             isinstance(node, ast.Attribute | ast.Subscript)
             and not isinstance(node.ctx, ast.Load)
-            and is_path(node.value if isinstance(node, ast.Subscript) else node)
+            and _is_path(node.value if isinstance(node, ast.Subscript) else node)
         ):
             return True
     return False

@@ -255,6 +255,7 @@ void bind_threads(nb::module_& module) {
       "hear_terminate", [](const PyBoard& board, std::uint32_t rank) { return hear_terminate(board.use(), rank); },
       "board"_a, "rank"_a);
   module.def("leave_terminate", &leave_terminate);
+  module.def("shield_worker", &shield_worker);
 
   nb::class_<Watchdog>(module, "Watchdog")
       .def(

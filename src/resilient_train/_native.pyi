@@ -403,12 +403,19 @@ def keep_thread_state() -> None:
 def hear_terminate(board: Board, rank: int) -> bool:
     """From now on a first SIGTERM or SIGUSR1 to this process is only written down (`Board.asked`).
 
-    A second SIGTERM ends it, and so does one after the agent has set the word, and any that a forked child gets.
+    A second SIGTERM ends it, and so does one after the agent has set the word, and any that a forked child gets. There
+    a SIGUSR1 does nothing.
     A signal with another handler than the system's own keeps it; False if SIGTERM has one.
     """
 
 def leave_terminate() -> None:
     """Give the signals back to the system. Idempotent."""
+
+def shield_worker() -> None:
+    """In a child forked by a process that hears (`hear_terminate`): only its parent's SIGTERM ends it from now on.
+
+    Does nothing in any other process.
+    """
 
 def read_process_memory(pid: int, spans: Sequence[tuple[int, int, int]]) -> None:
     """Copy (remote address, local address, bytes) spans out of another process, on several threads, without the GIL.

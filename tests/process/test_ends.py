@@ -1,5 +1,6 @@
 """How a job ends when something else than a fault ends it: user errors, signals, bad input, no agent at all."""
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,11 @@ RAISED_AT = next(n for n, line in enumerate(ENDS, 1) if "raise ValueError" in li
 
 def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
+
+
+def samples(run_dir: Path, rank: int) -> int:
+    path = run_dir / f"samples_rank{rank}.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def wait_for(condition: object, timeout_s: float = 60) -> None:
@@ -173,6 +179,31 @@ def test_a_signal_leaves_no_process_behind(tmp_path: Path, number: signal.Signal
         assert process.returncode == 128 + number, err
         assert psutil.wait_procs(family, timeout=10)[1] == []
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
+def test_a_signal_to_all_processes_loses_no_worker(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """As systemd ends a control group. Without its workers a rank could not end its step, and nothing was saved."""
+    run_dir = tmp_path / "run"
+    arguments = ["--nproc-per-node", "2", "--run-dir", str(run_dir), TRAIN, "--steps", "100000", "--variant", "workers"]
+    with start([*LAUNCHER, *arguments]) as process:
+        wait_for(lambda: all(samples(run_dir, rank) > 3 for rank in range(2)))
+        ranks = {event["detail"]["pid"] for event in read_events(run_dir) if event["kind"] == "spawned"}
+        workers: list[psutil.Process] = []
+
+        def found() -> bool:
+            workers[:] = [child for rank in ranks for child in descendants(rank)]
+            return len(workers) >= 2
+
+        wait_for(found)
+        for each in [*workers, *descendants(process.pid), psutil.Process(process.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "has lost a worker" not in err
+    assert "is saved: " in err
+    assert [path.name for path in (run_dir / "checkpoints").iterdir() if not path.name.endswith("_tmp")], err
 
 
 def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:

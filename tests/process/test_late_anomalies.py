@@ -22,6 +22,7 @@ def test_what_a_machine_has_made_wrong_is_trained_anew(tmp_path: Path, kept: tup
     assert {rank: digest for rank, (digest, _) in run.digests().items()} == {
         rank: digest for rank, (digest, _) in plain.digests().items()
     }
+    assert len(run.of("restart_all")) == 1, run.explain()
     (again,) = run.of("restart_all")
     assert "since step 13 can't be right: the validation has become worse" in again["detail"]["reason"]
     (commits,) = {event["detail"]["commits"] for event in run.of("restored")}

@@ -20,6 +20,8 @@ from running import JOBS
         ("exits", -15, ["True"]),
         ("users", 5, ["False"]),
         ("child", 0, ["True", "-15 0"]),  # a worker of the rank's dies of it, and the rank hears nothing
+        ("usr1-child", 0, ["True", "0", "-15 0"]),  # what is sent to all processes means the rank
+        ("shielded", 0, ["True", "0", "-15 0"]),  # only the rank itself ends a worker that it needs
         ("forked", 0, ["True", "-15 0"]),
     ],
 )

@@ -317,7 +317,7 @@ def test_it_ends_when_its_members_are_gone(rig: Rig) -> None:
 
 def test_signals_for_the_job_do_not_end_it_and_sigterm_takes_its_grace(rig: Rig) -> None:
     vault = rig.start(grace_s=600)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         rig.holders[0].send_signal(number)
         assert vault.inventory().members == 1
     assert os.getsid(rig.holders[0].pid) == rig.holders[0].pid != os.getsid(0)

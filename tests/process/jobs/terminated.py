@@ -13,7 +13,7 @@ if mode in ("late", "exits"):
     for _ in range(2):  # called last: what is registered before the module is loaded comes behind its own destructors
         libc["__cxa_atexit"](libc["raise"], ctypes.c_void_p(signal.SIGTERM), None)
 
-from resilient_train._native import Board, hear_terminate, leave_terminate  # noqa: E402
+from resilient_train._native import Board, hear_terminate, leave_terminate, shield_worker  # noqa: E402
 
 board = Board.create(2)
 if mode == "users":
@@ -33,6 +33,23 @@ if mode == "child":
     child = os.fork()
     if child == 0:
         time.sleep(60)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), board.asked(1), flush=True)
+    sys.exit()
+if mode in ("shielded", "usr1-child"):
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        if mode == "shielded":
+            shield_worker()
+        os.write(tells, b"1")
+        time.sleep(60)
+        os._exit(0)
+    os.read(told, 1)
+    for name in ("USR1", "TERM") if mode == "shielded" else ("USR1",):
+        subprocess.run(["sh", "-c", f"kill -{name} {child}"], check=True)
+    print(os.waitpid(child, os.WNOHANG)[0], flush=True)
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     print(os.waitstatus_to_exitcode(status), board.asked(1), flush=True)

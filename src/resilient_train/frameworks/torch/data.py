@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.utils.data._utils.signal_handling as torch_signals
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from resilient_train._native import shield_worker
 from resilient_train.frameworks.roles import Strides, Workers
 from resilient_train.frameworks.torch.arguments import look
 from resilient_train.frameworks.torch.batch_copy import RememberedBatch as remember  # noqa: N813 - a verb
@@ -23,6 +25,7 @@ __all__ = [
     "random_state",
     "remember",
     "restore_random_state",
+    "shield_workers",
     "strides",
     "unpack",
     "workers",
@@ -42,6 +45,25 @@ def strides(loader: Any) -> Strides | None:
     if type(sampler).__iter__ is not DistributedSampler.__iter__:
         return None
     return Strides(loader.batch_size, sampler.num_replicas, sampler.num_samples)
+
+
+def shield_workers() -> None:
+    """A SIGTERM to all processes of a job ends no worker that is forked from now on: the rank's state is saved first, and
+    in a rank that has lost a worker torch raises wherever it is, and the last step can't be ended.
+
+    torch sets a worker's handler itself, behind all that a fork hook or the parent could set, so its function is
+    wrapped. A worker that is spawned imports torch anew, and is not shielded.
+    """
+    if torch_signals._set_worker_signal_handlers is not _set_worker_handlers:
+        torch_signals._set_worker_signal_handlers = _set_worker_handlers
+
+
+_TORCHS_OWN = torch_signals._set_worker_signal_handlers
+
+
+def _set_worker_handlers() -> None:
+    _TORCHS_OWN()
+    shield_worker()
 
 
 def workers(loader: Any) -> Workers:

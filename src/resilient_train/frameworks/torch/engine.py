@@ -20,6 +20,7 @@ from resilient_train.frameworks.torch.step import Step
 def engine_for(objects: Objects) -> Engine:
     """See ``frameworks/roles.Plugin``."""
     admission.check(objects)
+    data.shield_workers()
     device_of_rank = accelerator(dist.get_rank() if dist.is_initialized() else 0)
     groups = Groups(device_of_rank)
     rank_state = RankState(objects.models, objects.rank_extra)

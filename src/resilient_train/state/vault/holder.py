@@ -4,8 +4,8 @@ It creates sealed memfds, hands them out, counts pins, runs works (``state/vault
 its last member has been gone for the grace time. It imports no torch and no numpy, and maps no image but while it
 works on one, so the kernel has little reason to choose it when memory runs out.
 
-It leads a session of its own: what is meant for the job's process group does not reach it. SIGINT and SIGHUP it
-ignores; SIGTERM (a scheduler ends the container) means to make haste: no grace time, but members and works are still
+It leads a session of its own: what is meant for the job's process group does not reach it. SIGINT, SIGHUP and
+SIGUSR1 it ignores; SIGTERM (a scheduler ends the container) means to make haste: no grace time, but members and works are still
 waited for. A client is gone when its process is: forked data loader workers keep its socket open for a while, so there
 is a pidfd, too.
 """
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     raise_limit()
     os.chdir("/")  # so as not to keep a file system busy that others want to unmount
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     holder = Holder(dict(map(load, options.work)), grace_s=options.grace_s, first_s=options.first_s)
 

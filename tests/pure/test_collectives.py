@@ -32,7 +32,7 @@ class Work(GuardedWork):
 
     def __init__(self, error: str) -> None:
         dist.Work.__init__(self)
-        self.succeeded = not error
+        self.succeeded, self.ran_out = not error, False
         self.error = error
 
     def wait(self, timeout: Any = None) -> bool:

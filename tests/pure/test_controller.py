@@ -7,6 +7,7 @@ from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
 from resilient_train.protocol.messages import Differs, Finished, Joined, Late, Plan, Resume, Started, Stop
 from resilient_train.protocol.policy import Policy
+from resilient_train.protocol.progress import Activity, Progress
 from resilient_train.protocol.standing import Phase, Standing
 
 COMPUTE_0 = [Standing(0, Phase.COMPUTE)] * 3
@@ -221,6 +222,57 @@ def test_how_others_ended_before_all_were_started_again_does_not_count() -> None
     controller = Controller(2, Policy(restart_on_error=True))
     assert of(controller.exited(1, 0, 1, COMPUTE_0), Spawn)
     assert controller.exited(0, 0, 1, COMPUTE_0) == []
+
+
+IN_THE_TAIL = Progress(4, Phase.APPLIED, 2, Activity.LEAVING)
+IN_THE_BODY = Progress(4, Phase.COMPUTE, 2, Activity.LEAVING)
+LEFT = "rank 1 left with exit code 0 while the others were still training (to end early, all ranks leave the Session at"
+
+
+def test_all_leave_by_an_exit() -> None:
+    controller = running()
+    assert controller.finish(1, 0, 0, IN_THE_TAIL) == controller.finish(0, 0, 0, IN_THE_TAIL) == []
+    over = IN_THE_TAIL._replace(activity=Activity.FINISHED)
+    assert controller.progressed([over, over, IN_THE_TAIL]) == []
+    assert sent(controller.finish(2, 0, 0, IN_THE_TAIL), Finished) == [Finished()] * 3
+
+
+def test_one_leaves_by_an_exit_and_another_by_the_end_of_its_loop() -> None:
+    controller = running(2)
+    controller.finish(1, 0, 0, IN_THE_TAIL)
+    (note,) = of(controller.finish(0, 0, 0), Note)
+    assert note.kind == "leaving"
+    assert note.detail["reason"].startswith(LEFT)
+
+
+@pytest.mark.parametrize(
+    ("left", "other", "further"),
+    [
+        (IN_THE_TAIL, IN_THE_TAIL, False),
+        (IN_THE_TAIL, IN_THE_TAIL._replace(collectives=1), False),
+        (IN_THE_TAIL, IN_THE_BODY._replace(commits=3, collectives=9), False),
+        (IN_THE_TAIL, IN_THE_TAIL._replace(activity=Activity.FINISHED), False),
+        (IN_THE_TAIL, IN_THE_TAIL._replace(collectives=3), True),
+        (IN_THE_TAIL, IN_THE_BODY._replace(collectives=0), True),
+        (IN_THE_BODY, IN_THE_BODY, False),
+        (IN_THE_BODY, IN_THE_TAIL._replace(collectives=9), False),
+        (IN_THE_BODY, IN_THE_BODY._replace(collectives=1), False),
+        (IN_THE_BODY, IN_THE_BODY._replace(collectives=3), True),
+        (IN_THE_BODY, IN_THE_BODY._replace(phase=Phase.READY), True),
+    ],
+)
+def test_who_is_further_than_a_rank_that_left_does_not_leave_with_it(
+    left: Progress, other: Progress, *, further: bool
+) -> None:
+    """It waits for the one that left, for ever as a rule."""
+    controller = running(2)
+    assert controller.progressed([other, left]) == []
+    controller.finish(1, 0, 0, left)
+    gone = left._replace(activity=Activity.FINISHED)
+    notes = of(controller.progressed([other, gone]), Note)
+    assert [note.kind for note in notes] == ["leaving"] * further
+    assert all(note.detail["reason"].startswith(LEFT) for note in notes)
+    assert controller.progressed([other, gone]) == [], "it is told once"
 
 
 def test_finish() -> None:

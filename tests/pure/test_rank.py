@@ -335,6 +335,19 @@ def test_the_loop_ends_together() -> None:
     assert names(rank.on(on.Next(9))) == ["ReturnEnd"]
 
 
+def test_where_an_exit_may_end_the_loop() -> None:
+    """Not where the state is none that all ranks have, or nobody knows yet whether it is."""
+    leaves = on.Exit("leaves")
+    for before in ((), (on.Enter(),), (on.Enter(), leaves), (on.Enter(), on.Exit("interrupted"))):
+        rank = rank_after(*AT_HEAD, *before)
+        assert rank.leavable is (before in ((), (on.Enter(), leaves))), before
+    for before in (VERIFYING, READY, UPDATING, IN_TAIL):
+        assert rank_after(*before).leavable is (before is IN_TAIL), before
+    undoing = rank_after(*VERIFYING, on.UpdateEnds(), leaves, undo=True)
+    assert isinstance(undoing.state, machine.Open)
+    assert not undoing.leavable
+
+
 def test_bodies_behind_the_last_update_run_again_too() -> None:
     """Steps that are no whole window: a recovery at the end takes them back."""
     rank = Rank(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402 - likewise
 
 from resilient_train.frameworks.torch import group as group_module  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.group import ResilientGroup  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.works import GuardedWork, Works  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, Works  # noqa: E402 - likewise
 
 GIVEN_UP = "the collective was given up"
 
@@ -94,6 +95,67 @@ def test_a_work_that_ends_after_it_was_given_up(work: GuardedWork, inner: Inner,
     with pytest.raises(RuntimeError, match=GIVEN_UP):
         work.wait()
     assert not work.succeeded
+
+
+def test_a_wait_whose_time_runs_out(work: GuardedWork, inner: Inner, works: Works) -> None:
+    """The work is still under way; but nobody has the result until it is asked for again."""
+    works.since_update.append(work)
+    for timeout in (timedelta(milliseconds=1), timedelta(seconds=-1), 0.001):
+        with pytest.raises(RuntimeError, match="Operation timed out!"):
+            work.wait(timeout)
+        assert works.ran_out()
+        assert not work.intact()
+    inner.end()
+    assert not work.intact()
+    assert work.wait(timedelta(seconds=5))
+    assert work.intact()
+    assert not works.ran_out()
+
+
+def test_who_asks_whether_a_work_is_over_has_seen_its_end(work: GuardedWork, inner: Inner) -> None:
+    with pytest.raises(RuntimeError, match="Operation timed out!"):
+        work.wait(timedelta(milliseconds=1))
+    assert not work.is_completed()
+    assert not work.intact()
+    inner.end()
+    assert work.is_completed()
+    assert work.intact()
+
+
+@pytest.mark.parametrize("timeout", [timedelta(0), timedelta(microseconds=999), timedelta.max, None, 0])
+def test_times_that_are_no_limit(work: GuardedWork, inner: Inner, timeout: Any) -> None:
+    """gloo counts whole milliseconds."""
+    threading.Timer(0.02, inner.end).start()
+    assert work.wait(timeout)
+
+
+def test_a_time_that_is_none(work: GuardedWork) -> None:
+    with pytest.raises(TypeError):
+        work.wait("soon")  # type: ignore[arg-type] # that is what is tried
+
+
+def test_a_wait_with_a_limit_is_let_go(work: GuardedWork, works: Works) -> None:
+    threading.Timer(0.02, works.release).start()
+    with pytest.raises(RuntimeError, match=GIVEN_UP):
+        work.wait(timedelta(seconds=30))
+
+
+class Posted:
+    """A message of gloo's, which fails when its time is over."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:
+        raise RuntimeError(f"Timed out waiting {timeout / timedelta(milliseconds=1):g}ms")
+
+
+def test_a_message_that_failed_counts_at_the_next_update(works: Works) -> None:
+    """Also where the script has swallowed its error."""
+    message = GuardedMessage(Posted(), works, 0)
+    assert message.intact()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Timed out waiting 7ms"):
+            message.wait(timedelta(milliseconds=7))
+    assert works.since_update == [message]
+    assert not message.intact()
 
 
 class Forgetful:

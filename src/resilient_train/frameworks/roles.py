@@ -277,7 +277,7 @@ class Groups(Protocol):
         ...
 
     def broken(self) -> bool:
-        """Whether a connection of a group is gone: a peer died, or closed it."""
+        """Whether a connection of a group is gone (a peer died, or closed it), or a wait's time ran out."""
         ...
 
     def close(self) -> None:

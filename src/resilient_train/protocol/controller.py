@@ -25,6 +25,7 @@ from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
 from resilient_train.protocol.messages import Anomaly, Computed, Differs, Finished, Joined, Late, Plan, Started
 from resilient_train.protocol.policy import Policy
+from resilient_train.protocol.progress import Activity, Progress
 from resilient_train.protocol.replicas import agreed
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.protocol.verdict import Account, decide
@@ -419,17 +420,42 @@ class Controller:
 
     # -- the end
 
-    def finish(self, rank: int, incarnation: int, generation: int) -> list[Command]:
-        """A rank's loop is over. The last one lets everybody leave."""
+    def finish(self, rank: int, incarnation: int, generation: int, left_at: Progress | None = None) -> list[Command]:
+        """A rank's loop is over. The last one lets everybody leave.
+
+        ``left_at``: where it has left by ``sys.exit(0)``. That is an end if all do so. Else it is that rank's own; also
+        where a process that has taken another one's place has only heard that the loops are over.
+        """
         job = self.job
         if not job.current(rank, incarnation) or generation != job.generation or job.stage is not Stage.RUNNING:
             return []
         job.finished.add(rank)
+        if left_at is not None:
+            job.left[rank] = left_at
         if len(job.finished) < job.world_size:
             return []
+        if job.left and job.left.keys() != job.finished:
+            return self._fault(self._left_alone())
         job.stage = Stage.FINISHED
         detail: dict[str, object] = {"pause_at": job.pause_at} if job.pause_at is not None else {}
         return [Note("finished", detail=detail), *job.to_all(Finished())]
+
+    def progressed(self, ranks: Sequence[Progress]) -> list[Command]:
+        """Where all ranks are. One that is further than another was when it left by ``sys.exit(0)`` does not leave
+        with it, and waits for it as a rule: nobody else would ever end that.
+        """
+        job = self.job
+        if not job.left or job.stage is not Stage.RUNNING:
+            return []
+        others = [now for now in ranks if now.activity is not Activity.FINISHED]
+        further = any(now.place() > left.place() for now in others for left in job.left.values())
+        return self._fault(self._left_alone()) if further else []
+
+    def _left_alone(self) -> Fault:
+        rank = min(self.job.left)
+        self.job.retries.reached(self.job.left[rank].commits)
+        reason = _left(rank, 0, "")
+        return Fault(Kind.OWN, reason, rank, reason, 1)
 
     def differs(self, rank: int, incarnation: int, message: Differs) -> list[Command]:
         """A rank does not hold what its replicas hold. When all of them have said what they do hold, all go back."""
@@ -488,5 +514,6 @@ class Controller:
 
 def _left(rank: int, code: int, how: str, when: str = "") -> str:
     if code == 0:
-        return f"rank {rank} left with exit code 0 while the others were still training"
+        told = f"rank {rank} left with exit code 0 while the others were still training"
+        return f"{told} (to end early, all ranks leave the Session at the same step)"
     return f"rank {rank} failed{when}{how or f' with exit code {code}'}"

@@ -14,6 +14,7 @@ from resilient_train.protocol.commands import Command, EndJob, Kill, Note, Raise
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.messages import Computed, End, Finished, Joined, Paused, Plan, Resume, Started, Stop
 from resilient_train.protocol.policy import Policy, why_give_up
+from resilient_train.protocol.progress import Progress
 from resilient_train.protocol.replicas import ReplicaTable
 from resilient_train.protocol.retry_budget import RetryBudget
 from resilient_train.protocol.savers import Leaving
@@ -73,6 +74,8 @@ class Job:
         self.plan: Plan | None = None
         self.done: set[int] = set()
         self.finished: set[int] = set()
+        self.left: dict[int, Progress] = {}
+        """Of those the ranks that leave by ``sys.exit(0)``, and where they were."""
         self.over = False
         """Some rank's loop has ended, see ``messages.Resume``. That rank may be lost before it."""
         self.differed_at = -1
@@ -108,7 +111,7 @@ class Job:
         self.stage = Stage.RECOVERING
         self.plan = None
         self.verifying = False
-        for answers in (self.joined, self.done, self.finished, self.computed):
+        for answers in (self.joined, self.done, self.finished, self.left, self.computed):
             answers.clear()
         detail: dict[str, object] = {"lost": list(lost), "reason": reason, "strategy": by}
         return [

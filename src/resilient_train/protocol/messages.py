@@ -358,9 +358,13 @@ class Paused(msgspec.Struct, tag="paused", frozen=True):
 
 
 class Finish(msgspec.Struct, tag="finish", frozen=True):
-    """The rank's loop is over. Nobody leaves before everybody has said so."""
+    """The rank's loop is over. Nobody leaves before everybody has said so.
+
+    ``left_at``, of a rank that leaves by ``sys.exit(0)``: its step record (``protocol/progress.py``) of then.
+    """
 
     generation: int
+    left_at: tuple[int, int, int, int] | None = None
 
 
 class Finished(msgspec.Struct, tag="finished", frozen=True):

@@ -254,6 +254,11 @@ class Rank:
         return isinstance(self.state, Update)
 
     @property
+    def leavable(self) -> bool:
+        """Whether the loop may end here: no body is cut, and no update half done."""
+        return isinstance(self.state, (Open, Tail)) and not self.written
+
+    @property
     def number(self) -> int:
         """The number of the step that runs or comes next."""
         return self.base + self.place

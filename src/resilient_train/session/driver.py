@@ -179,6 +179,8 @@ class Driver:
         """What of it was changed in this window's way from one call to another."""
         self._failed = -1
         """The step whose body an exception has left before its update."""
+        self._left_at: tuple[int, int, int, int] | None = None
+        """Where a ``sys.exit(0)`` has left the loop."""
         self._answer: Any = None
         self._error: BaseException = RuntimeError("no error")
         """What failed last, to be raised if nobody can explain it."""
@@ -354,9 +356,14 @@ class Driver:
             self._engine.state.cut()
         return again
 
-    def close(self, *, finish: bool) -> None:
-        """Leaves: after all ranks have come to their end, or (``finish`` False) at once, for an exception."""
+    def close(self, *, finish: bool, leaves: bool = False) -> None:
+        """Leaves: after all ranks have come to their end, or (``finish`` False) at once, for an exception.
+
+        ``leaves``: the exception is a ``sys.exit(0)``, which all ranks may have agreed on.
+        """
         try:
+            if leaves and self._rank.leavable:
+                finish, self._left_at = True, self._peers.progress()
             if finish and self._begun and not self._told_end:
                 self._step = None
                 self._drive(on.Over(self.stopped()))
@@ -588,7 +595,7 @@ class Driver:
     def _send_finish(self, _: do.SendFinish) -> None:
         self.saving.wait()
         self._pulse.at(Activity.FINISHED)
-        self._link.channel.send(m.Finish(self._rank.generation))
+        self._link.channel.send(m.Finish(self._rank.generation, self._left_at))
 
     def _show_state(self, effect: do.ShowState) -> None:
         commits, comparison = self._rank.standing.commits, self._comparison

@@ -125,6 +125,10 @@ class Peers:
         """Waits until all ranks stand at ``standing`` (READY) or beyond, then records UPDATING. False: stopped."""
         return self._page.cross(standing.commits, standing.phase, UPDATING, step, generation)
 
+    def progress(self) -> tuple[int, int, int, int]:
+        """This rank's step record."""
+        return self._board.progress(self.rank)
+
     def set_activity(self, activity: Activity) -> None:
         """What this rank is at, for the hang detector."""
         self._page.set_activity(activity)

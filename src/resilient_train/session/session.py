@@ -288,7 +288,7 @@ class Session:
 
     def close(self) -> None:
         """Ends the Session: waits until all ranks have come to their end; a rank lost until then needs the others."""
-        self._end(finish=True)
+        self._end(None)
 
     def __enter__(self) -> Self:
         return self
@@ -298,9 +298,9 @@ class Session:
     ) -> None:
         if self._driver is not None:
             self._driver.outlive_behind(error)
-        self._end(finish=error is None)
+        self._end(error)
 
-    def _end(self, *, finish: bool) -> None:
+    def _end(self, error: BaseException | None) -> None:
         global _open, _ended
         if _open is self:
             _open = None
@@ -308,7 +308,8 @@ class Session:
         driver, self._driver = self._driver, None
         if driver is not None:
             watch(on=False)
-            (self._calls if isinstance(self._calls, Calls) else driver).close(finish=finish)
+            leaves = isinstance(error, SystemExit) and error.code in (None, 0)
+            (self._calls if isinstance(self._calls, Calls) else driver).close(finish=error is None, leaves=leaves)
 
 
 def resilient(**registered: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:

@@ -103,13 +103,7 @@ class Collectives:
 
     def intact(self) -> bool:
         begun, works.since_update = works.since_update, []
-        try:
-            for work in begun:
-                if not work.succeeded:
-                    work.wait()
-        except RuntimeError:
-            return False
-        return True
+        return all(work.intact() for work in begun)
 
     def waited_ns(self) -> int:
         return waits.total_ns()

@@ -64,7 +64,7 @@ class Groups:
         return cast("bytes", _dump_fr_trace_json())
 
     def broken(self) -> bool:
-        return any(group.inner is None or group.broken() for group in groups.values())
+        return works.ran_out() or any(group.inner is None or group.broken() for group in groups.values())
 
     def close(self) -> None:
         if not any(group.solo for group in groups.values()):  # a process that joins has had no peer to wait for

@@ -278,15 +278,17 @@ class Tail:
         """After how many updates the tail is that runs now; None in the body of a step."""
         return self._commits if self.mode in _IN_TAIL or self.mode is Mode.LOOPBACK else None
 
-    def end_message(self, work: Message) -> None:
-        """Waits for a message of this tail."""
+    def end_message(self, work: Message, timeout: Any) -> None:
+        """Waits for a message of this tail. Where ``timeout`` is over gloo closes all connections, on both sides: then
+        a recovery brings the message.
+        """
         while True:
             error: BaseException | None = None
             try:
                 if self.mode is Mode.EXCHANGE:
                     self._deliver(work)
                 elif self.mode is Mode.LOG:
-                    work.wait_inner()
+                    work.wait_inner(timeout)
                 return
             except StoppedError:
                 pass
@@ -336,26 +338,26 @@ class Message(dist.Work):
         except (RuntimeError, UsageError) as error:
             self._error = error
 
-    def wait_inner(self) -> None:
+    def wait_inner(self, timeout: Any) -> None:
         """Waits for the group's work. Raises what that failed with, again and again."""
         if self._inner is None:
             raise self._error if self._error is not None else RuntimeError("a fault has cut the message")
-        self._inner.wait()
+        self._inner.wait(*(() if timeout is None else (timeout,)))
 
-    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 - the group's own time-out covers it
+    def wait(self, timeout: Any = None) -> bool:
         """Raises RuntimeError if a fault has cut a message that is waited for after its own tail."""
         if self._done:
             return True
         if self._place == self._tail.place:
-            self._tail.end_message(self)
+            self._tail.end_message(self, timeout)
         else:
-            self._wait_late()
+            self._wait_late(timeout)
         self._done = True
         return True
 
-    def _wait_late(self) -> None:
+    def _wait_late(self, timeout: Any) -> None:
         try:
-            self.wait_inner()
+            self.wait_inner(timeout)
         except RuntimeError as error:
             raise RuntimeError(
                 f"a fault has cut the message that was begun after an update, at {self.where}, and is waited for in a "

@@ -8,6 +8,11 @@ So nobody waits on gloo itself. The caller of a collective gets a ``GuardedWork`
 completed by gloo's own future or, after a stop, by ``release``. The forgotten thread of gloo stays behind with its
 group. (Completing gloo's own future instead would need no callback, but gloo may be slow instead of forgetful: when its
 thread then completes that future once more, torch throws in it and the process ends.)
+
+A ``wait(timeout)`` whose time runs out raises what gloo's raises, and leaves behind what gloo's does: a collective goes
+on and may be waited for again; with a message gloo closes all connections of the group. A script that lets it pass, or
+goes on without the result, has what depends on the clock. So until somebody has seen the end of it, such a work counts
+as one that has failed: there is no update on it, and the window runs again, as after any collective that fails.
 """
 
 from __future__ import annotations
@@ -25,6 +30,15 @@ from resilient_train._native import keep_thread_state
 from resilient_train.frameworks.torch.waits import waits
 
 _POLL_S = 0.0005
+_MS = timedelta(milliseconds=1)
+
+
+def _limit_s(timeout: timedelta | float | None) -> float | None:
+    """As gloo takes it: in whole milliseconds, and none is no limit. Raises TypeError."""
+    if timeout is None:
+        return None
+    whole_ms = int((timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)) / _MS)
+    return max(0.0, min(whole_ms / 1000, threading.TIMEOUT_MAX)) if whole_ms else None
 
 
 class _Cut:
@@ -65,6 +79,8 @@ class GuardedWork(dist.Work):
         self._inner = inner
         self._live = live
         self.succeeded = False
+        self.ran_out = False
+        """The time of a wait has run out, and nobody has seen the end since."""
         self._outcome: torch._C.Future[Any] = torch._C.Future([])
         live[id(self)] = self
         future.add_done_callback(self._inner_ended)
@@ -93,15 +109,40 @@ class GuardedWork(dist.Work):
         self._outcome.set_result(_Cut(error))
         return True
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - gloo's own time-out covers it
-        waits.until(self._outcome.wait)
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises RuntimeError if it failed, was let go, or ``timeout`` is over: then it is still under way."""
+        limit_s = _limit_s(timeout)
+        waits.until(self._outcome.wait if limit_s is None else lambda: self._wait_for(limit_s))
+        self.ran_out = False
         return True
+
+    def _wait_for(self, limit_s: float) -> None:
+        """A future of torch's has no wait with a limit."""
+        ended = threading.Event()
+        self._outcome.add_done_callback(lambda _: ended.set())
+        if not ended.wait(limit_s):
+            self.ran_out = True
+            raise RuntimeError("Operation timed out!")  # gloo's words
+        self._outcome.wait()
 
     def get_future(self) -> Any:
         return self._outcome
 
     def is_completed(self) -> bool:
-        return bool(self._outcome.done())
+        ended = bool(self._outcome.done())
+        self.ran_out = self.ran_out and not ended
+        return ended
+
+    def intact(self) -> bool:
+        """Whether it succeeded, which is waited for."""
+        if self.ran_out:
+            return False
+        if not self.succeeded:
+            try:
+                self.wait()
+            except RuntimeError:
+                return False
+        return True
 
     def result(self) -> Any:
         if self.is_completed():
@@ -135,10 +176,11 @@ class KeptWork(GuardedWork):
 
 
 class InThread:
-    """Gives a future to a work that has none: another thread waits for it."""
+    """Gives a future to a work that has none: another thread waits for it, ``limit_s`` at most."""
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Any, limit_s: float | None = None) -> None:
         self._work = work
+        self._limit = () if limit_s is None else (timedelta(seconds=limit_s),)
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -148,7 +190,7 @@ class InThread:
     def _wait(self, future: torch.futures.Future[Any]) -> None:
         work, self._work = self._work, None  # nobody else keeps what gloo may have forgotten
         try:
-            work.wait()
+            work.wait(*self._limit)
         except RuntimeError as error:
             future.set_exception(error)
         else:
@@ -168,22 +210,23 @@ class MonitoredBarrier:
 class GuardedMessage(dist.Work):
     """One message from a rank to another. gloo's work for it has no future and may be waited for once only."""
 
-    def __init__(self, inner: Any, live: dict[int, GuardedWork], source: int) -> None:
+    def __init__(self, inner: Any, works: Works, source: int) -> None:
         super().__init__()
         self._inner: Any = inner
-        self._live = live
+        self._works = works
         self._source = source
         self._error: RuntimeError | None = None
         self._done = False
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - gloo's own time-out covers it
-        """Raises RuntimeError if it failed or was let go; again, if it is asked again."""
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises RuntimeError if it failed, ``timeout`` is over, or it was let go; again, if it is asked again."""
         if self._inner is not None:
             inner, self._inner = self._inner, None
             try:
-                GuardedWork(InThread(inner), self._live).wait()
+                GuardedWork(InThread(inner, _limit_s(timeout)), self._works.live).wait()
             except RuntimeError as error:
                 self._error = RuntimeError(*error.args)
+                self._works.since_update.append(self)
                 raise
             if self._source < 0:
                 self._source = inner.source_rank()
@@ -194,6 +237,10 @@ class GuardedMessage(dist.Work):
 
     def is_completed(self) -> bool:
         return self._done
+
+    def intact(self) -> bool:
+        """Whether it has not failed."""
+        return self._error is None
 
     def source_rank(self) -> int:
         return self._source
@@ -210,10 +257,14 @@ class Works:
     def __init__(self) -> None:
         self.live: dict[int, GuardedWork] = {}
         """By id; a work takes itself out when it ends."""
-        self.since_update: list[GuardedWork] = []
-        """Those that bodies have begun since the last update, also if they have ended: the next one needs them all to
-        have succeeded.
+        self.since_update: list[GuardedWork | GuardedMessage] = []
+        """The collectives that bodies have begun since the last update, also if they have ended, and the messages that
+        have failed: the next one needs them all intact.
         """
+
+    def ran_out(self) -> bool:
+        """Whether somebody has not waited long enough for one of them."""
+        return any(isinstance(work, GuardedWork) and work.ran_out for work in self.since_update)
 
     def drain(self, timeout_s: float) -> int:
         """Waits until no work is under way: until then gloo may write into gradients. Returns how many were let go."""

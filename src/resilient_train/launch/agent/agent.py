@@ -263,6 +263,9 @@ class Agent:
         self._last_save.look()
         self._waiting.look()
         self._hang_watch.look(self)
+        if self._job.left:
+            ranks = range(self._spec.world_size)
+            self._carry_out(self._controller.progressed([progress_of(self._board.progress(rank)) for rank in ranks]))
         self._straggler_watch.look(self)
         self._loop.call_later(LOOK_S, self._look_out)
 
@@ -411,8 +414,9 @@ class Agent:
                 self._carry_out(controller.late(rank, incarnation, frame))
             case m.Computed():
                 self._carry_out(controller.computed(rank, incarnation, frame))
-            case m.Finish(generation=generation):
-                self._carry_out(controller.finish(rank, incarnation, generation))
+            case m.Finish(generation=generation, left_at=left_at):
+                left = progress_of(left_at) if left_at is not None else None
+                self._carry_out(controller.finish(rank, incarnation, generation, left))
             case m.Differs():
                 attempt = self._job.attempt
                 self._loop.call_later(DIFFER_GRACE_S, lambda: self._carry_out(controller.disagreed(attempt)))

@@ -1,0 +1,70 @@
+"""A loop that is left early: ``exits.py HOW WHERE RANKS``, RANKS being those that leave it so, in step 4 of 8.
+
+HOW: "exit" (``sys.exit(0)``; "exit late": rank 1 after a while; "dies": rank 1 is killed there) or "break". WHERE:
+"body" (its beginning), "barrier" (all of it but the update), "tail", or "between" two bodies; "last" is the tail of the
+last step; "call": the tail of a ``session.call``.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import resilient_train as rt
+
+how, where, ranks = sys.argv[1:]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+random.seed(0)
+np.random.seed(0)  # noqa: NPY002 - what a rank carries
+torch.manual_seed(0)
+model = nn.Linear(3, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def leaves(number: int, place: str) -> bool:
+    """Whether the loop is to be left by a ``break``; here and now if by an exit."""
+    if str(rank) not in ranks or place != where or number != (7 if where == "last" else 4):
+        return False
+    if how == "exit":
+        sys.exit(0)
+    if how == "exit late" and rank:
+        time.sleep(2)
+    if how == "dies" and rank:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how in ("dies", "exit late"):
+        sys.exit()
+    return True
+
+
+def body(number: int) -> None:
+    model(torch.full((2, 3), rank + number * 0.1)).sum().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    leaves(number, "barrier")
+    optimizer.step()
+    optimizer.zero_grad()
+    for place in ("last", "call"):
+        leaves(number, place)
+
+
+with rt.Session(model=model, optimizer=optimizer) as session:
+    while where == "call" and session.position.step < 8:
+        session.call(body, session.position.step)
+    for step in session.steps(8) if where != "call" else ():
+        with step:
+            if leaves(step.number, "body"):
+                break
+            body(step.number)
+            if leaves(step.number, "tail"):
+                break
+            dist.all_reduce(torch.ones(1))
+        if leaves(step.number, "between"):
+            break

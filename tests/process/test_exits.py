@@ -1,0 +1,55 @@
+"""``sys.exit(0)`` in the loop: an end like any other if all ranks do it at one step, and else what it always was."""
+
+from pathlib import Path
+
+import pytest
+from running import Run, launch
+
+ALONE = "left with exit code 0 while the others were still training"
+
+
+def leave(run_dir: Path, how: str, where: str, ranks: str = "01") -> Run:
+    return launch(run_dir, "exits.py", how, where, ranks, ranks=2)
+
+
+@pytest.mark.parametrize("where", ["body", "tail", "between"])
+def test_all_ranks_exit_at_one_step(tmp_path: Path, where: str) -> None:
+    """As by a ``break``. It was exit code 1, and "rank 0 left"."""
+    reference = leave(tmp_path / "reference", "break", where)
+    run = leave(tmp_path / "run", "exit", where)
+    assert reference.code == run.code == 0, run.explain()
+    assert [len(run.of(kind)) for kind in ("session_end", "finished", "fault", "leaving")] == [2, 1, 0, 0]
+    assert run.digests() == reference.digests(), run.explain()
+
+
+@pytest.mark.parametrize("where", ["barrier", "call", "last"])
+def test_all_ranks_exit_where_no_break_can(tmp_path: Path, where: str) -> None:
+    run = leave(tmp_path / "run", "exit", where)
+    assert run.code == 0, run.explain()
+    commits = {"barrier": 4, "call": 5, "last": 8}[where]
+    assert [event["detail"]["commits"] for event in run.of("session_end")] == [commits] * 2, run.explain()
+
+
+def test_one_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    run = leave(tmp_path / "run", "exit late", "tail")
+    assert run.code == 0, run.explain()
+    assert len(run.of("session_end")) == 2, run.explain()
+
+
+@pytest.mark.parametrize("where", ["body", "barrier", "tail", "between", "last", "call"])
+def test_a_rank_that_exits_alone_ends_the_job(tmp_path: Path, where: str) -> None:
+    """At once, wherever the other waits for it: nobody is taken for hung. Its state is saved."""
+    run = leave(tmp_path / "run", "exit", where, "1")
+    assert run.code == 1, run.explain()
+    assert f"rank 1 {ALONE}" in run.err, run.explain()
+    assert [len(run.of(kind)) for kind in ("fault", "hung", "fenced", "session_end")] == [0] * 4, run.explain()
+    assert "is saved: " in run.err, run.explain()
+
+
+def test_a_rank_that_dies_where_others_have_left(tmp_path: Path) -> None:
+    """It is replaced, and the new process hears that the loops are over. Nobody knows whether it would have left."""
+    run = leave(tmp_path / "run", "dies", "tail")
+    assert run.code == 1, run.explain()
+    assert f"rank 0 {ALONE}" in run.err, run.explain()
+    assert run.recoveries() == 1, run.explain()
+    assert "its state from after 5 updates is saved" in run.err, run.explain()

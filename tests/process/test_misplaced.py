@@ -51,3 +51,12 @@ def test_behind_a_cut_body_nothing_breaks(tmp_path: Path, mode: str) -> None:
     assert run.recoveries() == 1
     if mode == "objects":
         assert "alone 1: ['sent 1'] [None]" in run.out, run.explain()
+
+
+@pytest.mark.parametrize("mode", ["messages", "anybody"])
+def test_messages_behind_a_cut_body(tmp_path: Path, mode: str) -> None:
+    """Who asks from whom a message was is told a rank: without that the error ended the job."""
+    plan = ("--faults", "kill rank=2 step=2 phase=COMPUTE at=backward")
+    run = launch(tmp_path / "run", "misplaced.py", mode, "6", ranks=3, flags=plan, timeout_s=60)
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 1

@@ -186,6 +186,9 @@ class Step:
     def without_optimizer(self) -> list[str]:
         return admission.without_optimizer(self._objects)
 
+    def outgrown(self) -> str:
+        return self._state.outgrown()
+
     # -- the layout of DDP's buckets
 
     def gradients_ready(self, update: int) -> WrittenEarly | None:

@@ -37,6 +37,14 @@ def test_a_collective_that_could_not_be_repaired_is_refused(tmp_path: Path, mode
     assert "misplaced.py:" in run.err
 
 
+def test_a_wrapper_that_is_made_in_the_loop_is_refused(tmp_path: Path) -> None:
+    """It trained well, and any fault ended the job, or left the ranks in different collectives. Another model's may."""
+    run = launch(tmp_path / "run", "misplaced.py", "wraps", "6", ranks=2, timeout_s=60)
+    assert run.code == 1, run.explain()
+    assert "misplaced.py:" in run.err
+    assert "DistributedDataParallel wraps a registered model in the loop" in run.err
+
+
 def test_a_message_from_any_source_in_a_body(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "misplaced.py", "any-source", "3", ranks=2, timeout_s=60)
     assert run.code == 0, run.explain()

@@ -4,7 +4,7 @@
 ``in-front``: a collective in front of ``with step:``. ``sampler``: a sampler that communicates. ``thread``: a thread of
 the user's does. ``objects``: collectives of objects behind ``with step:``. ``forward``: a forward pass of DDP's there.
 ``messages``: messages and barriers there. ``anybody``: messages from any source, behind bodies without an update.
-``any-source``: one in a body.
+``any-source``: one in a body. ``wraps``: a model is wrapped anew in the loop.
 """
 
 import argparse
@@ -132,6 +132,10 @@ with rt.Session(model=model, optimizer=optimizer, loader=loader) as session:
             print(f"caught {error}", flush=True)
         if mode == "objects":
             objects_behind(step)
+        if mode == "wraps":
+            DistributedDataParallel(nn.Linear(6, 3))
+            if step.number == 2:
+                DistributedDataParallel(model.module)
         if mode == "messages":
             messages_behind(step)
         if mode == "anybody" and step.number % 2 == 0:

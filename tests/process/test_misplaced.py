@@ -37,6 +37,14 @@ def test_a_collective_that_could_not_be_repaired_is_refused(tmp_path: Path, mode
     assert "misplaced.py:" in run.err
 
 
+def test_a_wrapper_that_is_made_in_the_loop_is_refused(tmp_path: Path) -> None:
+    """It trained well, and any fault ended the job, or left the ranks in different collectives. Another model's may."""
+    run = launch(tmp_path / "run", "misplaced.py", "wraps", "6", ranks=2, timeout_s=60)
+    assert run.code == 1, run.explain()
+    assert "misplaced.py:" in run.err
+    assert "DistributedDataParallel wraps a registered model in the loop" in run.err
+
+
 def test_a_message_from_any_source_in_a_body(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "misplaced.py", "any-source", "3", ranks=2, timeout_s=60)
     assert run.code == 0, run.explain()
@@ -51,3 +59,12 @@ def test_behind_a_cut_body_nothing_breaks(tmp_path: Path, mode: str) -> None:
     assert run.recoveries() == 1
     if mode == "objects":
         assert "alone 1: ['sent 1'] [None]" in run.out, run.explain()
+
+
+@pytest.mark.parametrize("mode", ["messages", "anybody"])
+def test_messages_behind_a_cut_body(tmp_path: Path, mode: str) -> None:
+    """Who asks from whom a message was is told a rank: without that the error ended the job."""
+    plan = ("--faults", "kill rank=2 step=2 phase=COMPUTE at=backward")
+    run = launch(tmp_path / "run", "misplaced.py", mode, "6", ranks=3, flags=plan, timeout_s=60)
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 1

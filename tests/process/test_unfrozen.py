@@ -66,3 +66,15 @@ def test_a_model_that_grew_is_final_and_told_once(tmp_path: Path) -> None:
     again = launch(tmp_path / "run", *arguments, ranks=2, flags=("--faults", ""))
     assert again.code == 0, again.explain()
     assert {each["detail"]["commits"] for each in again.of("restored")} == {6}, again.explain()
+
+
+def test_a_model_that_grew_is_told_while_all_is_well(tmp_path: Path) -> None:
+    """At the next comparison of replicas; and not one that only trains more of what it has."""
+    run = launch(tmp_path / "run", "unfrozen.py", "grown", STEPS, ranks=2)
+    assert run.code == 0, run.explain()
+    assert {(each["rank"], each["step"]) for each in run.of("outgrown")} == {(0, 8), (1, 8)}, run.explain()
+    told = "the model has changed since Session(): '0.module.3.weight' is (3, 3) of torch.float32, and was not there"
+    assert run.err.count(told) == 1, run.explain()
+    run = launch(tmp_path / "same", "unfrozen.py", "tail", STEPS, ranks=2)
+    assert run.code == 0, run.explain()
+    assert run.of("outgrown") == [], run.explain()

@@ -40,6 +40,14 @@ def test_ddp_reduces_named_parameters_of_its_module_in_order() -> None:
     assert "named_parameters" in source
 
 
+def test_wrapper_tells_what_it_was_made_with() -> None:
+    """What ``buckets._reduced`` asks; ``tests/process/test_freezing.py`` runs it."""
+    assert "self.logger = dist.Logger(self.reducer)" in inspect.getsource(torch.nn.parallel.DistributedDataParallel)
+    assert hasattr(dist.Logger, "_get_ddp_logging_data")
+    assert hasattr(dist.Reducer, "_get_zeros_like_grad_buckets")
+    assert hasattr(dist.GradBucket, "parameters")
+
+
 def test_scaler_keeps_what_was_unscaled_where_a_redo_clears_it() -> None:
     """``State.restore_small``: a rank that was READY redoes its step, and unscales again."""
     from resilient_train.frameworks.roles import Objects

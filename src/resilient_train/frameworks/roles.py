@@ -629,6 +629,10 @@ class Step(Protocol):
         """The names of parameters that want to be trained, and are in no registered optimizer."""
         ...
 
+    def outgrown(self) -> str:
+        """How the models are not built any more as they were for the Session; empty: they are."""
+        ...
+
 
 class Gradients(Protocol):
     """What the loop computes of its gradients and its loss, for the anomaly check (``TRE``).

@@ -57,16 +57,20 @@ class Comparison:
         """All ranks begin, or go on together, before this update."""
         self._origin = commits
 
-    def head(self, commits: int, *, shown: bool) -> None:
-        """A window begins, and nothing of it was done yet. ``shown``: a snapshot will show what it begins with."""
+    def head(self, commits: int, *, shown: bool) -> bool:
+        """A window begins, and nothing of it was done yet. ``shown``: a snapshot will show what it begins with.
+
+        Whether all compare.
+        """
         since = commits - self._origin
         seldom = since > 0 and since & (since - 1) == 0
-        usual = seldom or (since > 0 and self._every and since % self._every == 0)
+        usual = seldom or (since > 0 and self._every > 0 and since % self._every == 0)
         if seldom and not self.alone and (rows := self._state.rows(extra=True)):
             self._link.channel.send(Shared(commits, rows))
         self._left_out = commits if usual and shown else -1
         if (usual and not shown) or self.doubtful:
             self.write(commits)
+        return usual and not self.alone
 
     def not_shown(self, commits: int) -> None:
         """No snapshot shows what the window begins with, and no body has begun."""

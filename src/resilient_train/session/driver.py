@@ -186,6 +186,7 @@ class Driver:
         """What failed last, to be raised if nobody can explain it."""
         self._redone = 0
         self._begun = self._told_end = self._released = False
+        self._told_outgrown = False
         self._quiet_since_ns = 0
         self._digests = ("", "")
         """Of the state with which this rank has come to its end."""
@@ -601,7 +602,8 @@ class Driver:
         commits, comparison = self._rank.standing.commits, self._comparison
         match effect.where:
             case "head":
-                comparison.head(commits, shown=self.saving.will_show)
+                if comparison.head(commits, shown=self.saving.will_show):
+                    self._look_at_model()
             case "target":
                 comparison.write(commits)
             case "copied":
@@ -611,6 +613,18 @@ class Driver:
                     self._records.take(self._rank.number, None, self._cursor.place)
                 self._digests = self._engine.state.fingerprint().digest(), self._publication.digest()
                 comparison.write(commits, self._digests[0])
+
+    def _look_at_model(self) -> None:
+        """Tells, once, that no new process could take its state up: a script builds its model in front of its loop."""
+        changed = "" if self._told_outgrown else self._engine.step.outgrown()
+        if not changed:
+            return
+        self._told_outgrown = True
+        self._event("outgrown", {"what": changed})
+        self._tell(
+            f"{changed}: no new process is built like that, so a rank that is lost ends the job from now on, and "
+            "nothing is saved any more (docs/how-to/loops.md, Parameters that join later)"
+        )
 
     def _compare(self, effect: do.Compare) -> None:
         if effect.resumed:

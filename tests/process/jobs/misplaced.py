@@ -3,7 +3,8 @@
 ``caught``: an exception of a body is caught outside of it. ``caught-behind``: one that came behind the update.
 ``in-front``: a collective in front of ``with step:``. ``sampler``: a sampler that communicates. ``thread``: a thread of
 the user's does. ``objects``: collectives of objects behind ``with step:``. ``forward``: a forward pass of DDP's there.
-``any-source``: a message from any source in a body.
+``messages``: messages and barriers there. ``anybody``: messages from any source, behind bodies without an update.
+``any-source``: one in a body. ``wraps``: a model is wrapped anew in the loop.
 """
 
 import argparse
@@ -57,6 +58,8 @@ def one_step(step: rt.Step) -> None:
             assert dist.recv(got) == 1
         elif rank == 1:
             dist.send(torch.ones(1), 0)
+    if mode == "anybody" and step.number % 2 == 0:
+        return
     optimizer.step()
     optimizer.zero_grad()
     if mode == "caught-behind" and step.number == 3:
@@ -83,6 +86,31 @@ def objects_behind(step: rt.Step) -> None:
         print(f"alone {rank}: {sent} {got}", flush=True)
 
 
+def messages_behind(step: rt.Step) -> None:
+    """In a ring."""
+    before, behind = (rank - 1) % size, (rank + 1) % size
+    mine, got = torch.full((2,), float(rank)), torch.zeros(2)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, behind), dist.P2POp(dist.irecv, got, before)]):
+        work.wait()
+    assert not step.done or got[0] == before
+    sent, taken = dist.isend(mine, behind), dist.irecv(got, before)
+    taken.wait()
+    sent.wait()
+    assert taken.source_rank() == before
+    dist.barrier()
+    dist.monitored_barrier()
+
+
+def anybody_behind(step: rt.Step) -> None:
+    """To rank 0, from whoever comes first."""
+    if rank:
+        dist.send(torch.full((1,), float(rank)), 0)
+        return
+    sources = [dist.recv(torch.zeros(1)) for _ in range(size - 1)]
+    assert 0 not in sources
+    assert not step.done or sorted(sources) == [*range(1, size)]
+
+
 failures: list[str] = []
 
 
@@ -104,6 +132,14 @@ with rt.Session(model=model, optimizer=optimizer, loader=loader) as session:
             print(f"caught {error}", flush=True)
         if mode == "objects":
             objects_behind(step)
+        if mode == "wraps":
+            DistributedDataParallel(nn.Linear(6, 3))
+            if step.number == 2:
+                DistributedDataParallel(model.module)
+        if mode == "messages":
+            messages_behind(step)
+        if mode == "anybody" and step.number % 2 == 0:
+            anybody_behind(step)
         if mode == "forward":
             model(torch.randn(4, 6))
         if mode == "thread":

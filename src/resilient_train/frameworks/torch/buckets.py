@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from resilient_train.errors import TransferError
+from resilient_train.errors import ConfigError, TransferError
 from resilient_train.frameworks.torch.group import alone
 
 
@@ -58,7 +58,7 @@ class Buckets:
 
     def __init__(self, models: tuple[torch.nn.Module, ...]) -> None:
         self._wrappers = wrappers_in(models)
-        self._parameters = [[p for _, p in _reduced(wrapper)] for wrapper in self._wrappers]
+        self._parameters = [_reduced(wrapper) for wrapper in self._wrappers]
         self.passes: list[list[Pass]] = [[] for _ in self._wrappers]
         self._open: list[list[list[int]]] = [[] for _ in self._wrappers]
         self._hooks: list[Any] = []
@@ -85,7 +85,8 @@ class Buckets:
         ):
             heard.clear()
             if len(passes) < _deciding(wrapper):
-                self._listen(wrapper, parameters, heard, first=not passes)
+                with _as_built(wrapper, parameters):  # a parameter that is frozen takes no hook
+                    self._listen(wrapper, parameters, heard, first=not passes)
 
     def _listen(
         self,
@@ -210,10 +211,26 @@ def _deciding(wrapper: DistributedDataParallel) -> int:
     return 2 if wrapper.static_graph else 1
 
 
-def _reduced(wrapper: DistributedDataParallel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters that DDP reduces, in its own order."""
+def _reduced(wrapper: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """The parameters that DDP reduces, in its own order: those that wanted a gradient when it was made. The script may
+    have frozen some since. Raises ConfigError.
+    """
     ignored: set[str] = getattr(wrapper, "parameters_to_ignore", set())
-    return ((n, p) for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in ignored)
+    named = [each for name, each in wrapper.module.named_parameters() if name not in ignored]
+    trained = [each for each in named if each.requires_grad]
+    told: Any = wrapper.logger
+    if len(trained) == told._get_ddp_logging_data().ints_map["num_parameter_tensors"]:
+        return trained
+    try:
+        # As large as all gradients for a moment: so not where there is no need to ask.
+        buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+    except RuntimeError:  # torch can't make zeros for a bucket of sparse gradients
+        raise ConfigError(
+            "model: parameters were frozen, or set free, behind DistributedDataParallel(...), and which gradients it "
+            "averages can't be found out where some are sparse: call requires_grad_() in front of it"
+        ) from None
+    theirs = {id(each) for bucket in buckets for each in bucket.parameters()}
+    return [each for each in named if id(each) in theirs]
 
 
 def _note(heard: list[list[int]], index: int) -> Callable[[torch.Tensor], None]:

@@ -45,14 +45,20 @@ def layout_of(models: Sequence[torch.nn.Module]) -> dict[str, str]:
     return dict(named)
 
 
+def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """How a model has grown, or shrunk, between the two; empty if it has not."""
+    odd = min((name for name in before.keys() | now.keys() if before.get(name) != now.get(name)), default=None)
+    if odd is None:
+        return ""
+    there, was = (layout.get(odd, "not there") for layout in (now, before))
+    return f"the model has changed since Session(): {odd!r} is {there}, and was {was}"
+
+
 def check_unchanged(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises LayoutError if a model has grown, or shrunk, between the two."""
-    odd = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    """Raises LayoutError if there is a ``difference``."""
+    odd = difference(before, now)
     if odd:
-        raise LayoutError(
-            f"the model has changed since Session(): {odd[0]!r} is {now.get(odd[0], 'not there')}, and was "
-            f"{before.get(odd[0], 'not there')}; a new start of the script could not take its state up"
-        )
+        raise LayoutError(f"{odd}; a new start of the script could not take its state up")
 
 
 def _compare(kind: str, there: Mapping[str, Slot], here: Mapping[str, torch.Tensor]) -> None:

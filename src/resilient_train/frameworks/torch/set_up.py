@@ -26,7 +26,7 @@ from resilient_train.frameworks import set_up_recall
 from resilient_train.frameworks.torch.call_codec import bytes_of, fill_all, header_of, size_of, told
 from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
-from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, Tensors, completed, root_of
+from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, DoneMessage, Tensors, completed, root_of
 from resilient_train.frameworks.torch.works import GuardedWork, KeptWork
 from resilient_train.place import line
 from resilient_train.state.set_up_record import (
@@ -280,7 +280,7 @@ class _Later:
             return call.run()
         outputs = call.outputs
         fill_all(outputs, entry.result)
-        return _Heard(entry.source) if call.verb == _FROM_ANYBODY else completed(call.args)
+        return DoneMessage(entry.source) if call.verb == _FROM_ANYBODY else completed(call.args)
 
     def finish(self) -> None:
         """The loop begins."""
@@ -312,20 +312,3 @@ class _Receive(dist.Work):
 
     def _source_rank(self) -> int:
         return int(self._inner._source_rank())
-
-
-class _Heard(dist.Work):
-    """A receive from anybody that is over, and from whom it was."""
-
-    def __init__(self, source: int) -> None:
-        super().__init__()
-        self._source = source
-
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - it is over
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def _source_rank(self) -> int:
-        return self._source

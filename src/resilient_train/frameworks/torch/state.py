@@ -276,6 +276,10 @@ class State:
             self._checked_plans = self._images.plans
         return image
 
+    def outgrown(self) -> str:
+        """See ``frameworks/roles.Step``."""
+        return fitting.difference(self._built, fitting.layout_of(self._objects.models))
+
     def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget]], object]) -> None:
         """What lies on an accelerator is written to when all has come whole, and not before."""
         loaded, landing, uploads = self._land(tree)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from resilient_train.errors import TransferError, UsageError
@@ -24,6 +26,7 @@ from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.state import State
+from resilient_train.place import line
 
 
 class _Start(NamedTuple):
@@ -91,6 +94,7 @@ class Step:
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
         self._handles.append(register_optimizer_step_pre_hook(self._refuse_foreign))
+        self._handles.append(register_module_module_registration_hook(self._refuse_wrapper))
         if self._objects.scaler is not None:
             self._hook_scaler(updates)
 
@@ -186,6 +190,9 @@ class Step:
     def without_optimizer(self) -> list[str]:
         return admission.without_optimizer(self._objects)
 
+    def outgrown(self) -> str:
+        return self._state.outgrown()
+
     # -- the layout of DDP's buckets
 
     def gradients_ready(self, update: int) -> WrittenEarly | None:
@@ -251,6 +258,19 @@ class Step:
             return result
 
         return call
+
+    def _refuse_wrapper(self, wrapper: torch.nn.Module, _name: str, wrapped: torch.nn.Module | None) -> None:
+        """A module is given another one; DDP is so by its constructor. The loop has begun."""
+        if not isinstance(wrapper, DistributedDataParallel) or wrapped is None:
+            return
+        theirs = {id(parameter) for parameter in wrapped.parameters()}
+        if any(id(parameter) in theirs for model in self._objects.models for parameter in model.parameters()):
+            raise UsageError(
+                f"{line()}: DistributedDataParallel wraps a registered model in the loop: a fault would leave what it "
+                "averages half-done, and a new process would go on with the wrapper that is registered; make one in "
+                "front of the Session, with find_unused_parameters=True for parameters that are trained later, and "
+                "evaluate with what it wraps (ddp.module)"
+            )
 
     def _refuse_foreign(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if id(optimizer) in self._registered or self._running:

@@ -48,21 +48,21 @@ def strides(loader: Any) -> Strides | None:
 
 
 def shield_workers() -> None:
-    """A SIGTERM to all processes of a job ends no worker that is forked from now on: the rank's state is saved first, and
-    in a rank that has lost a worker torch raises wherever it is, and the last step can't be ended.
+    """A SIGTERM to all processes of a job ends no worker that is forked from now on. In a rank that has lost a worker
+    torch raises wherever it is: its last step could not be ended, and nothing would be saved.
 
     torch sets a worker's handler itself, behind all that a fork hook or the parent could set, so its function is
     wrapped. A worker that is spawned imports torch anew, and is not shielded.
     """
-    if torch_signals._set_worker_signal_handlers is not _set_worker_handlers:
-        torch_signals._set_worker_signal_handlers = _set_worker_handlers
+    _torch_signals._set_worker_signal_handlers = _set_worker_handlers
 
 
-_TORCHS_OWN = torch_signals._set_worker_signal_handlers
+_torch_signals: Any = torch_signals  # what it takes from torch._C it does not say to export
+_set_torchs_handlers: Callable[[], None] = _torch_signals._set_worker_signal_handlers
 
 
 def _set_worker_handlers() -> None:
-    _TORCHS_OWN()
+    _set_torchs_handlers()
     shield_worker()
 
 

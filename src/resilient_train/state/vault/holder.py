@@ -5,9 +5,9 @@ its last member has been gone for the grace time. It imports no torch and no num
 works on one, so the kernel has little reason to choose it when memory runs out.
 
 It leads a session of its own: what is meant for the job's process group does not reach it. SIGINT, SIGHUP and
-SIGUSR1 it ignores; SIGTERM (a scheduler ends the container) means to make haste: no grace time, but members and works are still
-waited for. A client is gone when its process is: forked data loader workers keep its socket open for a while, so there
-is a pidfd, too.
+SIGUSR1 it ignores; SIGTERM (a scheduler ends the container) means to make haste: no grace time, but members and works
+are still waited for. A client is gone when its process is: forked data loader workers keep its socket open for a while,
+so there is a pidfd, too.
 """
 
 from __future__ import annotations

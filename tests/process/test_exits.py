@@ -53,3 +53,32 @@ def test_a_rank_that_dies_where_others_have_left(tmp_path: Path) -> None:
     assert f"rank 0 {ALONE}" in run.err, run.explain()
     assert run.recoveries() == 1, run.explain()
     assert "its state from after 5 updates is saved" in run.err, run.explain()
+
+
+@pytest.mark.parametrize("where", ["body", "tail", "between"])
+def test_a_rank_that_breaks_alone_ends_the_job(tmp_path: Path, where: str) -> None:
+    """The others were taken for hung, one after the other, and their new processes heard that the loops were over: exit
+    code 0, after half of the steps.
+    """
+    run = leave(tmp_path / "run", "break", where, "1")
+    assert run.code == 1, run.explain()
+    commits = 4 if where == "body" else 5
+    assert f"rank 1 left its loop after {commits} updates while the others were still training" in run.err
+    assert [len(run.of(kind)) for kind in ("fault", "hung", "fenced", "session_end")] == [0] * 4, run.explain()
+    assert f"its state from after {commits} updates is saved" in run.err, run.explain()
+
+
+def test_a_rank_that_dies_where_all_break(tmp_path: Path) -> None:
+    """What was trained is the same: its new process hears that the loops are over."""
+    plain = leave(tmp_path / "plain", "break", "tail")
+    run = leave(tmp_path / "run", "break dies", "tail")
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.recoveries() == 1, run.explain()
+    assert run.digests() == plain.digests(), run.explain()
+
+
+def test_one_that_breaks_at_the_beginning_of_the_next_body(tmp_path: Path) -> None:
+    """Both have made the same updates, and nobody waits for the other."""
+    run = leave(tmp_path / "run", "apart", "between")
+    assert run.code == 0, run.explain()
+    assert [event["detail"]["commits"] for event in run.of("session_end")] == [5, 5], run.explain()

@@ -229,22 +229,45 @@ IN_THE_BODY = Progress(4, Phase.COMPUTE, 2, Activity.LEAVING)
 LEFT = "rank 1 left with exit code 0 while the others were still training (to end early, all ranks leave the Session at"
 
 
+def exits(controller: Controller, rank: int) -> list[Command]:
+    return controller.finish(rank, 0, 0, IN_THE_TAIL, exits=True)
+
+
+def test_one_breaks_and_another_comes_to_the_end_of_its_loop() -> None:
+    """A process that has taken another one's place has only heard that the loops are over."""
+    controller = running(2)
+    assert controller.finish(1, 0, 0, IN_THE_TAIL) == []
+    assert sent(controller.finish(0, 0, 0), Finished) == [Finished()] * 2
+
+
+def test_who_was_given_what_another_has_left_with_has_not_seen_why() -> None:
+    """A rank lost in the tail in which the others break: its new process goes on, and is to be taken for hung."""
+    controller = running(2)
+    controller.lost(1, 0, "died", COMPUTE_0)
+    recover(controller, 1, commits=4)
+    finish_recovery(controller)
+    goes_on = Progress(4, Phase.COMPUTE, 1, Activity.TRAINING)
+    controller.finish(0, 0, 1, IN_THE_TAIL)
+    assert controller.progressed([IN_THE_TAIL, goes_on]) == []
+
+
 def test_all_leave_by_an_exit() -> None:
     controller = running()
-    assert controller.finish(1, 0, 0, IN_THE_TAIL) == controller.finish(0, 0, 0, IN_THE_TAIL) == []
+    assert exits(controller, 1) == exits(controller, 0) == []
     over = IN_THE_TAIL._replace(activity=Activity.FINISHED)
     assert controller.progressed([over, over, IN_THE_TAIL]) == []
-    assert sent(controller.finish(2, 0, 0, IN_THE_TAIL), Finished) == [Finished()] * 3
+    assert sent(exits(controller, 2), Finished) == [Finished()] * 3
 
 
 def test_one_leaves_by_an_exit_and_another_by_the_end_of_its_loop() -> None:
     controller = running(2)
-    controller.finish(1, 0, 0, IN_THE_TAIL)
+    exits(controller, 1)
     (note,) = of(controller.finish(0, 0, 0), Note)
     assert note.kind == "leaving"
     assert note.detail["reason"].startswith(LEFT)
 
 
+@pytest.mark.parametrize("exits", [True, False])
 @pytest.mark.parametrize(
     ("left", "other", "further"),
     [
@@ -253,7 +276,10 @@ def test_one_leaves_by_an_exit_and_another_by_the_end_of_its_loop() -> None:
         (IN_THE_TAIL, IN_THE_BODY._replace(commits=3, collectives=9), False),
         (IN_THE_TAIL, IN_THE_TAIL._replace(activity=Activity.FINISHED), False),
         (IN_THE_TAIL, IN_THE_TAIL._replace(collectives=3), True),
-        (IN_THE_TAIL, IN_THE_BODY._replace(collectives=0), True),
+        (IN_THE_TAIL, IN_THE_BODY._replace(collectives=0), False),  # where the loop may be left as well
+        (IN_THE_TAIL, IN_THE_BODY._replace(collectives=1), True),
+        (IN_THE_TAIL, IN_THE_BODY._replace(collectives=0, phase=Phase.READY), True),
+        (IN_THE_TAIL, IN_THE_BODY._replace(collectives=0, commits=5), True),
         (IN_THE_BODY, IN_THE_BODY, False),
         (IN_THE_BODY, IN_THE_TAIL._replace(collectives=9), False),
         (IN_THE_BODY, IN_THE_BODY._replace(collectives=1), False),
@@ -262,16 +288,17 @@ def test_one_leaves_by_an_exit_and_another_by_the_end_of_its_loop() -> None:
     ],
 )
 def test_who_is_further_than_a_rank_that_left_does_not_leave_with_it(
-    left: Progress, other: Progress, *, further: bool
+    left: Progress, other: Progress, *, further: bool, exits: bool
 ) -> None:
     """It waits for the one that left, for ever as a rule."""
     controller = running(2)
     assert controller.progressed([other, left]) == []
-    controller.finish(1, 0, 0, left)
+    controller.finish(1, 0, 0, left, exits=exits)
     gone = left._replace(activity=Activity.FINISHED)
     notes = of(controller.progressed([other, gone]), Note)
     assert [note.kind for note in notes] == ["leaving"] * further
-    assert all(note.detail["reason"].startswith(LEFT) for note in notes)
+    told = LEFT if exits else LEFT.replace("with exit code 0", "its loop after 4 updates")
+    assert all(note.detail["reason"].startswith(told) for note in notes)
     assert controller.progressed([other, gone]) == [], "it is told once"
 
 

@@ -25,7 +25,7 @@ from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
 from resilient_train.protocol.messages import Anomaly, Computed, Differs, Finished, Joined, Late, Plan, Started
 from resilient_train.protocol.policy import Policy
-from resilient_train.protocol.progress import Activity, Progress
+from resilient_train.protocol.progress import Progress
 from resilient_train.protocol.replicas import agreed
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.protocol.verdict import Account, decide
@@ -420,11 +420,14 @@ class Controller:
 
     # -- the end
 
-    def finish(self, rank: int, incarnation: int, generation: int, left_at: Progress | None = None) -> list[Command]:
+    def finish(
+        self, rank: int, incarnation: int, generation: int, left_at: Progress | None = None, *, exits: bool = False
+    ) -> list[Command]:
         """A rank's loop is over. The last one lets everybody leave.
 
-        ``left_at``: where it has left by ``sys.exit(0)``. That is an end if all do so. Else it is that rank's own; also
-        where a process that has taken another one's place has only heard that the loops are over.
+        ``left_at``: where it was left, if not by its number (a ``break``). That is an end if nobody goes on
+        (``progressed``). ``exits``: by ``sys.exit(0)``, which is an end only if all do so; a process that has taken
+        another one's place has only heard that the loops are over.
         """
         job = self.job
         if not job.current(rank, incarnation) or generation != job.generation or job.stage is not Stage.RUNNING:
@@ -432,29 +435,46 @@ class Controller:
         job.finished.add(rank)
         if left_at is not None:
             job.left[rank] = left_at
+        if exits:
+            job.exited.add(rank)
         if len(job.finished) < job.world_size:
             return []
-        if job.left and job.left.keys() != job.finished:
-            return self._fault(self._left_alone())
+        if job.exited and job.exited != job.finished:
+            return self._fault(self._left_alone(min(job.exited)))
         job.stage = Stage.FINISHED
         detail: dict[str, object] = {"pause_at": job.pause_at} if job.pause_at is not None else {}
         return [Note("finished", detail=detail), *job.to_all(Finished())]
 
     def progressed(self, ranks: Sequence[Progress]) -> list[Command]:
-        """Where all ranks are. One that is further than another was when it left by ``sys.exit(0)`` does not leave
-        with it, and waits for it as a rule: nobody else would ever end that.
+        """Where all ranks are. One that goes on where another has left its loop waits for it as a rule: nobody else
+        would ever end that, or it would be taken for hung, and its new process hear that the loops are over.
         """
         job = self.job
         if not job.left or job.stage is not Stage.RUNNING:
             return []
-        others = [now for now in ranks if now.activity is not Activity.FINISHED]
-        further = any(now.place() > left.place() for now in others for left in job.left.values())
-        return self._fault(self._left_alone()) if further else []
+        alone = [
+            rank
+            for rank, left in job.left.items()
+            if any(now.gone_on(left) and not self._given_since(other, left) for other, now in enumerate(ranks))
+        ]
+        return self._fault(self._left_alone(min(alone))) if alone else []
 
-    def _left_alone(self) -> Fault:
-        rank = min(self.job.left)
-        self.job.retries.reached(self.job.left[rank].commits)
+    def _given_since(self, rank: int, left: Progress) -> bool:
+        """Whether the rank's process has its state from behind the update in whose tail another one has left its loop.
+
+        Then it has not seen why, and goes on. It leaves when it has been taken for hung.
+        """
+        plan = self.job.plan
+        return plan is not None and rank in plan.copies and plan.commits == left.commits and not self.job.exited
+
+    def _left_alone(self, rank: int) -> Fault:
+        commits = self.job.left[rank].commits
+        self.job.retries.reached(commits)
         reason = _left(rank, 0, "")
+        if rank not in self.job.exited:
+            reason = (
+                f"rank {rank} left its loop after {commits} updates while the others were still training{_TO_END_EARLY}"
+            )
         return Fault(Kind.OWN, reason, rank, reason, 1)
 
     def differs(self, rank: int, incarnation: int, message: Differs) -> list[Command]:
@@ -512,8 +532,10 @@ class Controller:
         return new
 
 
+_TO_END_EARLY = " (to end early, all ranks leave the Session at the same step)"
+
+
 def _left(rank: int, code: int, how: str, when: str = "") -> str:
     if code == 0:
-        told = f"rank {rank} left with exit code 0 while the others were still training"
-        return f"{told} (to end early, all ranks leave the Session at the same step)"
+        return f"rank {rank} left with exit code 0 while the others were still training{_TO_END_EARLY}"
     return f"rank {rank} failed{when}{how or f' with exit code {code}'}"

@@ -75,7 +75,9 @@ class Job:
         self.done: set[int] = set()
         self.finished: set[int] = set()
         self.left: dict[int, Progress] = {}
-        """Of those the ranks that leave by ``sys.exit(0)``, and where they were."""
+        """Of those the ranks that did not come to their loop's last number, and where they were."""
+        self.exited: set[int] = set()
+        """Of those the ranks that leave by ``sys.exit(0)``."""
         self.over = False
         """Some rank's loop has ended, see ``messages.Resume``. That rank may be lost before it."""
         self.differed_at = -1
@@ -111,7 +113,7 @@ class Job:
         self.stage = Stage.RECOVERING
         self.plan = None
         self.verifying = False
-        for answers in (self.joined, self.done, self.finished, self.left, self.computed):
+        for answers in (self.joined, self.done, self.finished, self.left, self.exited, self.computed):
             answers.clear()
         detail: dict[str, object] = {"lost": list(lost), "reason": reason, "strategy": by}
         return [

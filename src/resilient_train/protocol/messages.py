@@ -360,11 +360,13 @@ class Paused(msgspec.Struct, tag="paused", frozen=True):
 class Finish(msgspec.Struct, tag="finish", frozen=True):
     """The rank's loop is over. Nobody leaves before everybody has said so.
 
-    ``left_at``, of a rank that leaves by ``sys.exit(0)``: its step record (``protocol/progress.py``) of then.
+    ``left_at``, of a loop that has not come to its last number: the rank's step record (``protocol/progress.py``) of
+    then. ``exits``: it was left by ``sys.exit(0)``.
     """
 
     generation: int
     left_at: tuple[int, int, int, int] | None = None
+    exits: bool = False
 
 
 class Finished(msgspec.Struct, tag="finished", frozen=True):

@@ -50,6 +50,14 @@ class Progress(NamedTuple):
             return self.commits, True, self.collectives, Phase.READY
         return self.commits, self.phase is not Phase.APPLIED, self.collectives, self.phase
 
+    def gone_on(self, left: Progress) -> bool:
+        """Whether the rank is at what needs the rank that has left its loop at ``left``.
+
+        A body that has just begun is not: the loop may be left there as well.
+        """
+        begins = self.phase is Phase.COMPUTE and not self.collectives and self.commits == left.commits
+        return self.activity is not Activity.FINISHED and not begins and self.place() > left.place()
+
     def describe(self) -> str:
         """For people: where the rank is."""
         update = self.commits - 1 if self.phase is Phase.APPLIED else self.commits

@@ -180,7 +180,9 @@ class Driver:
         self._failed = -1
         """The step whose body an exception has left before its update."""
         self._left_at: tuple[int, int, int, int] | None = None
-        """Where a ``sys.exit(0)`` has left the loop."""
+        """Where the loop was left, if not by its number."""
+        self._exits = False
+        """It was left by ``sys.exit(0)``."""
         self._answer: Any = None
         self._error: BaseException = RuntimeError("no error")
         """What failed last, to be raised if nobody can explain it."""
@@ -364,8 +366,9 @@ class Driver:
         """
         try:
             if leaves and self._rank.leavable:
-                finish, self._left_at = True, self._peers.progress()
+                finish = self._exits = True
             if finish and self._begun and not self._told_end:
+                self._left_at = self._peers.progress()
                 self._step = None
                 self._drive(on.Over(self.stopped()))
                 self._ended()
@@ -596,7 +599,7 @@ class Driver:
     def _send_finish(self, _: do.SendFinish) -> None:
         self.saving.wait()
         self._pulse.at(Activity.FINISHED)
-        self._link.channel.send(m.Finish(self._rank.generation, self._left_at))
+        self._link.channel.send(m.Finish(self._rank.generation, self._left_at, self._exits))
 
     def _show_state(self, effect: do.ShowState) -> None:
         commits, comparison = self._rank.standing.commits, self._comparison

@@ -49,7 +49,7 @@ def begin(fault: Fault, job: Job) -> list[Command]:
         job.stage = Stage.STARTING
         job.plan, job.over = None, False
         job.retries.start_again()
-        for memory in (job.joined, job.done, job.finished, job.left, job.evidence, job.computed):
+        for memory in (job.joined, job.done, job.finished, job.left, job.exited, job.evidence, job.computed):
             memory.clear()
         job.verified = -1  # what is computed anew counts anew
     job.restarts += 1

@@ -1,8 +1,8 @@
 """A loop that is left early: ``exits.py HOW WHERE RANKS``, RANKS being those that leave it so, in step 4 of 8.
 
-HOW: "exit" (``sys.exit(0)``; "exit late": rank 1 after a while; "dies": rank 1 is killed there) or "break". WHERE:
-"body" (its beginning), "barrier" (all of it but the update), "tail", or "between" two bodies; "last" is the tail of the
-last step; "call": the tail of a ``session.call``.
+HOW: "exit" (``sys.exit(0)``; "exit late": rank 1 after a while; "dies": rank 1 is killed there) or "break" ("break
+dies"; "apart": rank 1 breaks in the next body). WHERE: "body" (its beginning), "barrier" (all of it but the update),
+"tail", or "between" two bodies; "last" is the tail of the last step; "call": the tail of a ``session.call``.
 """
 
 import os
@@ -30,8 +30,13 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 def leaves(number: int, place: str) -> bool:
     """Whether the loop is to be left by a ``break``; here and now if by an exit."""
+    if how == "apart" and rank:
+        return False
     if str(rank) not in ranks or place != where or number != (7 if where == "last" else 4):
         return False
+    if how == "break dies" and rank:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
         sys.exit(0)
     if how == "exit late" and rank:
@@ -60,6 +65,9 @@ with rt.Session(model=model, optimizer=optimizer) as session:
         session.call(body, session.position.step)
     for step in session.steps(8) if where != "call" else ():
         with step:
+            if how == "apart" and rank and step.number == 5:
+                time.sleep(1)  # the agent looks meanwhile
+                break
             if leaves(step.number, "body"):
                 break
             body(step.number)

@@ -414,9 +414,9 @@ class Agent:
                 self._carry_out(controller.late(rank, incarnation, frame))
             case m.Computed():
                 self._carry_out(controller.computed(rank, incarnation, frame))
-            case m.Finish(generation=generation, left_at=left_at):
+            case m.Finish(generation=generation, left_at=left_at, exits=exits):
                 left = progress_of(left_at) if left_at is not None else None
-                self._carry_out(controller.finish(rank, incarnation, generation, left))
+                self._carry_out(controller.finish(rank, incarnation, generation, left, exits=exits))
             case m.Differs():
                 attempt = self._job.attempt
                 self._loop.call_later(DIFFER_GRACE_S, lambda: self._carry_out(controller.disagreed(attempt)))

@@ -31,12 +31,9 @@ void hand_on(int number, const struct sigaction& action) {
 
 void on_terminate(int number) {
   std::uint32_t* word = asked_word.load();
-  if (word != nullptr) {
-    if (number != SIGTERM && getpid() != owner.load()) return;
-    if (getpid() == owner.load()) {
-      if (exchange_if(*word, 0, static_cast<std::uint32_t>(number)) || number != SIGTERM) return;
-    }
-  }
+  const bool is_rank = word != nullptr && getpid() == owner.load();
+  if (is_rank && exchange_if(*word, 0, static_cast<std::uint32_t>(number))) return;
+  if (word != nullptr && number != SIGTERM) return;
   struct sigaction system_own{};
   system_own.sa_handler = SIG_DFL;
   hand_on(number, system_own);

@@ -18,6 +18,15 @@ def test_a_carried_value_survives_a_kill_in_each_phase(tmp_path: Path, where: st
     assert run.digests() == reference.digests(), run.explain()
 
 
+def test_a_body_may_be_cut_between_take_and_put(tmp_path: Path) -> None:
+    arguments = ("carried.py", "--where", "hidden", "--steps", "6")
+    reference = launch(tmp_path / "reference", *arguments, ranks=2)
+    run = launch(tmp_path / "run", *arguments, "--dwell", "3", ranks=2, flags=("--faults", "kill rank=0 step=3"))
+    assert reference.code == run.code == 0, run.explain()
+    assert run.recoveries() == 1, run.explain()
+    assert run.digests() == reference.digests(), run.explain()
+
+
 @pytest.mark.parametrize("where", ["end", "ahead", "hidden"])
 def test_the_same_loop_with_local_variables_is_wrong(tmp_path: Path, where: str) -> None:
     """The control: what it is good for. Undisturbed, both train alike."""

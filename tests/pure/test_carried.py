@@ -85,10 +85,22 @@ def test_what_is_packed_comes_back_in_memory_of_its_own() -> None:
 
 def test_an_empty_place_comes_back_empty() -> None:
     ahead = Carried(make=counting())
-    packed = RankState((), {"it": ahead}).packed()
+    own = RankState((), {"it": ahead})
+    own.keep()
     ahead.fetch()
-    RankState((), {"it": ahead}).rollback(packed)
+    own.rollback()
     assert ahead.take() == 1, "what the cut step had made is made again, from the random numbers of its begin"
+
+
+def test_a_body_is_cut_where_the_place_is_empty() -> None:
+    """The place can't tell what it holds there, and is not asked."""
+    hidden = Carried((torch.ones(2), [3]))
+    own = RankState((), {"it": hidden})
+    own.keep()
+    hidden.take()[0].add_(1)
+    own.rollback()
+    value, more = hidden.take()
+    assert (value.tolist(), more) == ([1.0, 1.0], [3])
 
 
 def test_a_value_goes_back_to_the_device_that_it_was_on() -> None:

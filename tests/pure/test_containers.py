@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
 from resilient_train.frameworks.accelerator import Host
 from resilient_train.frameworks.roles import Objects, Sources
-from resilient_train.frameworks.torch.containers import copy_tree, dressed
+from resilient_train.frameworks.torch.containers import copy_tree, dressed, worn
 from resilient_train.frameworks.torch.leaves import TENSORS, pack, state_of, unpack
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.state import State
@@ -159,5 +159,36 @@ def test_a_module_is_told_its_versions(size: int) -> None:
     hand_on(sources, state(extra={"ema": other}))
     assert torch.equal(other.weight, ema.weight)
     own = RankState((), {"ema": ema})
-    own.rollback(own.packed())
+    own.keep()
+    own.rollback()
     assert flatten(state_of(ema), TENSORS)[0] == flatten(state_of(other), TENSORS)[0]
+
+
+@pytest.mark.parametrize(
+    "tree", [odd_tree(), {"it": odd_tree(), "plain": [1, (2, [torch.ones(3)])]}, {"size": torch.Size([3, 2])}]
+)
+def test_classes_are_remembered_without_what_they_hold(tree: Any) -> None:
+    plain, _ = flatten(tree, TENSORS)
+    classes = worn(tree)
+    again = dressed(unpack(pack(tree)), classes)
+    assert flatten(again, TENSORS)[0] == plain
+    assert shapes(again) == shapes(tree)
+    assert not list(tensors_of(classes)), "what is remembered over a step holds no memory of the body's"
+
+
+def test_plain_containers_need_no_memory() -> None:
+    assert worn({"a": [1, {"b": (2, torch.ones(1))}], "c": None}) is None
+
+
+def shapes(tree: Any) -> Any:
+    """A tree's classes, from the outermost inwards."""
+    if isinstance(tree, dict):
+        return type(tree), {key: shapes(item) for key, item in tree.items()}
+    return (type(tree), [shapes(item) for item in tree]) if isinstance(tree, (list, tuple)) else type(tree)
+
+
+def tensors_of(tree: Any) -> Any:
+    for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ():
+        if isinstance(item, torch.Tensor):
+            yield item
+        yield from tensors_of(item)

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import random
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--where", choices=["end", "ahead", "hidden"], default="end")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--plain", action="store_true")
+parser.add_argument(
+    "--dwell", type=int, default=-1, help="the step in which the last rank waits for a fault, its value taken"
+)
 asked = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -100,7 +104,10 @@ def carried(session: rt.Session) -> None:
     for step in session.steps(asked.steps):
         with step:
             if asked.where == "hidden":
-                loss, hidden = model(*get_batch(), state.take())
+                before = state.take()
+                while step.number == asked.dwell and not step.attempt and dist.get_rank() == dist.get_world_size() - 1:
+                    time.sleep(0.001)  # until the fault cuts the body
+                loss, hidden = model(*get_batch(), before)
                 state.put(hidden.detach())
                 loss.backward()
             for micro_step in range(2 if asked.where == "ahead" else asked.where == "end"):

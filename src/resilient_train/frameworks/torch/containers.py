@@ -49,6 +49,20 @@ def dressed(value: Any, own: Any) -> Any:
     return value
 
 
+def worn(value: Any) -> Any:
+    """The containers of ``value`` without what they hold, for ``dressed``. None where all are plain ones."""
+    if isinstance(value, dict):
+        held = {key: each for key, item in value.items() if (each := worn(item)) is not None}
+        return _as(value, held) if held or type(value) is not dict else None
+    if not isinstance(value, (list, tuple)):
+        return None
+    # A torch.Size takes numbers only, so what is no container and holds no memory stays where it is.
+    held_here = [item if type(item) in PLAIN else worn(item) for item in value]
+    if type(value) in {list, tuple} and not any(isinstance(item, (dict, list, tuple)) for item in held_here):
+        return None
+    return _as(value, held_here if isinstance(value, list) else tuple(held_here))
+
+
 def _dressed(values: Iterable[Any], own: list[Any] | tuple[Any, ...]) -> list[Any]:
     return [dressed(item, own[index] if index < len(own) else None) for index, item in enumerate(values)]
 

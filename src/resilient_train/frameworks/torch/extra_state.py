@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from resilient_train.frameworks.torch.containers import dressed
-
 
 def with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that have any, by name. As ``nn.Module.state_dict`` does, this asks their classes."""
@@ -39,5 +37,4 @@ class ExtraState:
     def restore(self, states: Mapping[str, Any]) -> None:
         """The inverse, of copies, in this process or another."""
         for key, state in states.items():
-            module = self._modules[key]
-            module.set_extra_state(dressed(state, module.get_extra_state()))
+            self._modules[key].set_extra_state(state)

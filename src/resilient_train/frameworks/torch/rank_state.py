@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from resilient_train._native import Glance
 from resilient_train.frameworks.torch.buffers import Buffers
-from resilient_train.frameworks.torch.containers import dressed
+from resilient_train.frameworks.torch.containers import dressed, worn
 from resilient_train.frameworks.torch.extra_state import ExtraState
 from resilient_train.frameworks.torch.leaves import TENSORS, pack, restore_object, span_of, state_of, unpack
 from resilient_train.state.tree import flatten
@@ -32,55 +32,75 @@ class RankState:
         self._modules = ExtraState(models)
         self._more = bool(extra) or self._modules.any()
         """Whether there is something beside buffers."""
+        self._kept = _Packed(b"", None)
 
     def packed(self) -> bytes:
+        return self._packed().state
+
+    def _packed(self) -> _Packed:
         own = self.buffers.own()
         if not own and not self._more:
-            return b""
+            return _Packed(b"", None)
         buffers = {key: buffer for key, buffer in own.items() if buffer is not None}
         only = len(buffers) == len(own) and not self._more
         if only and self._same is not None and self._same.are(buffers):
-            return self._same.packed()
+            return _Packed(self._same.packed(), None)
         if only and all(map(_lies_here, buffers.values())):
             self._same = _SameBuffers(buffers)
-            return self._same.packed()
-        extra = {name: state_of(each) for name, each in self._extra.items()}
+            return _Packed(self._same.packed(), None)
+        held = self._held()
+        return _Packed(pack({"buffers": own, **held}), worn(held))
+
+    def _held(self) -> dict[str, Any]:
+        """What there is beside buffers, as it gives itself; not copied."""
         modules = {"extra_state": self._modules.held()} if self._modules.any() else {}
-        return pack({"buffers": own, "extra": extra, **modules})
+        return {"extra": {name: state_of(each) for name, each in self._extra.items()}, **modules}
 
     def restore(self, state: bytes) -> None:
         """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
         if state:
-            tree = unpack(state)
+            tree = dressed(unpack(state), self._held())
             self.buffers.restore(tree["buffers"])
-            self._restore_more(tree)
+            self._put_back(tree)
 
     def adopt(self, state: bytes) -> None:
         if state:
-            tree = unpack(state)
+            tree = dressed(unpack(state), {"extra_state": self._modules.held()})
             self.buffers.restore(tree["buffers"])
             self._modules.restore(tree.get("extra_state", {}))
 
-    def rollback(self, state: bytes) -> None:
-        """Puts the state at the begin of a window back, in the process that has packed it then."""
-        tree = unpack(state) if state else {"buffers": {}, "extra": {}}
+    def keep(self) -> None:
+        """Remembers it, at the begin of a window."""
+        self._kept = self._packed()
+
+    def rollback(self) -> None:
+        """Puts back what ``keep`` found. The objects are not asked for what they hold by now, not even for its classes:
+        a body was cut anywhere, also where they can't tell it (a ``Carried`` between ``take`` and ``put``).
+        """
+        state, classes = self._kept
+        tree = dressed(unpack(state), classes) if state else {"buffers": {}, "extra": {}}
         self.buffers.rollback(tree["buffers"])
-        self._restore_more(tree)
+        self._put_back(tree)
 
     def entries(self) -> dict[str, bytes]:
         return {name: pack(state_of(each)) for name, each in self._extra.items()}
 
     def restore_entry(self, name: str, state: bytes) -> None:
-        self._restore_extra({name: unpack(state)})
+        thing = self._extra[name]
+        restore_object(thing, dressed(unpack(state), state_of(thing)))
 
-    def _restore_more(self, tree: Mapping[str, Any]) -> None:
+    def _put_back(self, tree: Mapping[str, Any]) -> None:
         self._modules.restore(tree.get("extra_state", {}))
-        self._restore_extra(tree["extra"])
+        for name, state in tree["extra"].items():
+            restore_object(self._extra[name], state)
 
-    def _restore_extra(self, states: Mapping[str, Any]) -> None:
-        for name, value in states.items():
-            thing = self._extra[name]
-            restore_object(thing, dressed(value, state_of(thing)))
+
+class _Packed(NamedTuple):
+    """What there was at a time."""
+
+    state: bytes
+    classes: Any
+    """See ``containers.worn``."""
 
 
 class _SameBuffers:

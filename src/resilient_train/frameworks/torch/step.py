@@ -34,7 +34,6 @@ class _Start(NamedTuple):
 
     random: bytes
     gradients: bool
-    rank_state: bytes
     shares_buffers: list[bool]
 
 
@@ -144,9 +143,9 @@ class Step:
         self._undo = None
         if self._state.kept.looks_closely:
             self._rank_state.buffers.look()
-        own = self._rank_state.packed()
+        self._rank_state.keep()
         self._state.keep(whole=whole)
-        self._start = _Start(random_state(), torch.is_grad_enabled(), own, self._buckets.shares_buffers)
+        self._start = _Start(random_state(), torch.is_grad_enabled(), self._buckets.shares_buffers)
         if not self._buckets.known:
             self._buckets.record()
 
@@ -167,7 +166,7 @@ class Step:
             model.zero_grad(set_to_none=True)
         if self._state.kept.looks_closely:
             self._rank_state.buffers.look()
-        self._rank_state.rollback(start.rank_state)
+        self._rank_state.rollback()
         lost = self._state.put_back(intact=intact)
         zero(gradients)
         self._buckets.shares_buffers = start.shares_buffers

@@ -21,7 +21,7 @@ def test_a_carried_value_survives_a_kill_in_each_phase(tmp_path: Path, where: st
 def test_a_body_may_be_cut_between_take_and_put(tmp_path: Path) -> None:
     arguments = ("carried.py", "--where", "hidden", "--steps", "6")
     reference = launch(tmp_path / "reference", *arguments, ranks=2)
-    run = launch(tmp_path / "run", *arguments, "--dwell", "3", ranks=2, flags=("--faults", "kill rank=0 step=3"))
+    run = launch(tmp_path / "run", *arguments, "--cut-at", "3", ranks=2)
     assert reference.code == run.code == 0, run.explain()
     assert run.recoveries() == 1, run.explain()
     assert run.digests() == reference.digests(), run.explain()

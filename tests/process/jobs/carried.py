@@ -7,7 +7,9 @@ hidden state of a recurrent model goes on. ``--plain``: all that in local variab
 
 import argparse
 import contextlib
+import os
 import random
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
+from resilient_train.config import read_link
 
 BLOCK, BATCH, WORDS, WIDTH = 8, 6, 32, 16
 
@@ -62,7 +65,7 @@ parser.add_argument("--where", choices=["end", "ahead", "hidden"], default="end"
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--plain", action="store_true")
 parser.add_argument(
-    "--dwell", type=int, default=-1, help="the step in which the last rank waits for a fault, its value taken"
+    "--cut-at", type=int, default=-1, help="the step in which the first rank dies when the last one has taken its value"
 )
 asked = parser.parse_args()
 
@@ -96,6 +99,21 @@ def plain(session: rt.Session) -> None:
                 X, Y = get_batch()
 
 
+def wait_for_the_cut() -> None:
+    """The first rank, in its first process, dies when the last one waits here. Its death cuts the last one's body."""
+    link = read_link()
+    assert link is not None
+    waits = Path(link.run_dir, "waits")
+    if link.rank == 0 and not link.incarnation:
+        while not waits.exists():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if link.rank == dist.get_world_size() - 1:
+        waits.touch()
+        while True:
+            time.sleep(0.001)
+
+
 batch = rt.Carried(make=get_batch)
 state = rt.Carried(torch.zeros(1, BATCH, WIDTH))
 
@@ -105,8 +123,8 @@ def carried(session: rt.Session) -> None:
         with step:
             if asked.where == "hidden":
                 before = state.take()
-                while step.number == asked.dwell and not step.attempt and dist.get_rank() == dist.get_world_size() - 1:
-                    time.sleep(0.001)  # until the fault cuts the body
+                if step.number == asked.cut_at and not step.attempt:
+                    wait_for_the_cut()
                 loss, hidden = model(*get_batch(), before)
                 state.put(hidden.detach())
                 loss.backward()

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from resilient_train.odd_text import escaped
+
 AGENT = -1
 """The ``rank`` of an Event that an agent (not a rank) wrote."""
 
@@ -42,7 +44,10 @@ _BEGIN = b'{"kind":'
 
 def to_line(event: Event) -> bytes:
     """The event as one JSON line, newline included."""
-    return _encoder.encode(event) + b"\n"
+    try:
+        return _encoder.encode(event) + b"\n"
+    except UnicodeEncodeError:
+        return _encoder.encode(escaped(event)) + b"\n"
 
 
 def from_line(line: bytes) -> Event:

@@ -20,6 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 
 from resilient_train.errors import JobEnded, ProtocolError
+from resilient_train.odd_text import escaped
 from resilient_train.protocol.messages import FromAgent, FromRank
 
 MAX_FRAME_BYTES = 256 << 20
@@ -35,8 +36,11 @@ _BACKLOG = 1024
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """The message as one frame."""
-    body = _encoder.encode(message)
+    """The message as one frame. Text that is not UTF-8 arrives escaped: what a program goes by is sent as bytes."""
+    try:
+        body = _encoder.encode(message)
+    except UnicodeEncodeError:
+        body = _encoder.encode(escaped(message))
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a {type(message).__name__} frame of {len(body)} bytes is over the limit")
     return _LENGTH.pack(len(body)) + body

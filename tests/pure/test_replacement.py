@@ -133,8 +133,8 @@ def test_a_fork_becomes_a_rank_whatever_has_become_of_its_script_and_its_folder(
         return asyncio.run(story())
 
     life = lives()
-    assert life.target == Script(script=str(tmp_path / "gone.py"), arguments=("--steps",))
-    assert life.cwd == str(tmp_path / "here")
+    assert life.run.target == Script(script=str(tmp_path / "gone.py"), arguments=("--steps",))
+    assert life.cwd == bytes(tmp_path / "here")
     (tmp_path / "here").rmdir()
-    assert lives().cwd == ""
+    assert lives().cwd == b""
     assert Script(module="pack.run").folder() == "", "as with Python's own -m"

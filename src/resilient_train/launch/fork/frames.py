@@ -7,13 +7,41 @@ fork, import, become a rank, or run the script ahead. What a process is called s
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from resilient_train.launch.fork.imports import Script
+from resilient_train.launch.fork.imports import Script, script_of
 from resilient_train.transport import FrameBuffer, Wire, encode
+
+
+class Command(msgspec.Struct, frozen=True):
+    """What the ranks run, and with which variables. As bytes: neither need be UTF-8 (``odd_text.py``)."""
+
+    arguments: tuple[bytes, ...]
+    variables: dict[bytes, bytes]
+
+    @classmethod
+    def of(cls, command: Sequence[str], environ: Mapping[str, str]) -> Command:
+        return cls(
+            tuple(map(os.fsencode, command)), {os.fsencode(name): os.fsencode(each) for name, each in environ.items()}
+        )
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return tuple(map(os.fsdecode, self.arguments))
+
+    @property
+    def target(self) -> Script:
+        target = script_of(self.command)
+        assert isinstance(target, Script), target  # the agent has looked
+        return target
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {os.fsdecode(name): os.fsdecode(each) for name, each in self.variables.items()}
 
 
 class Fork(msgspec.Struct, tag=True, frozen=True):
@@ -21,20 +49,17 @@ class Fork(msgspec.Struct, tag=True, frozen=True):
 
 
 class Import(msgspec.Struct, tag=True, frozen=True):
-    """Import what the target imports, but for the modules in ``skip``. Answers: Importing for each, Ready or Unfit."""
+    """Import what the script imports, but for the modules in ``skip``. Answers: Importing for each, Ready or Unfit."""
 
-    target: Script
-    environ: dict[str, str]
+    run: Command
     skip: tuple[str, ...] = ()
 
 
 class Life(msgspec.Struct, tag=True, frozen=True):
     """With two descriptors, stdout and stderr: become a rank. The gate is closed for an answer."""
 
-    command: tuple[str, ...]
-    target: Script
-    environ: dict[str, str]
-    cwd: str
+    run: Command
+    cwd: bytes
     """Empty: the agent's folder was removed, and the fork stays where it stands."""
 
 
@@ -44,8 +69,7 @@ class Ahead(msgspec.Struct, tag=True, frozen=True):
     Answers: Waits, and then Life is expected; or Unready.
     """
 
-    command: tuple[str, ...]
-    target: Script
+    run: Command
     attempt: str
 
 

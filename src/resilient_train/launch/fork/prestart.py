@@ -91,7 +91,7 @@ class _Watcher:
             _flush()
             self._gate.close()
             take_streams(logs)
-            config.take_rank(life.environ)
+            config.take_rank(life.run.environ)
             importlib.invalidate_caches()
             _tell_torch(config.own_rank())
 

@@ -30,6 +30,7 @@ from resilient_train.launch.agent.logs import Streams
 from resilient_train.launch.fork.frames import (
     Ahead,
     Answer,
+    Command,
     FarGate,
     Fork,
     Forked,
@@ -43,7 +44,7 @@ from resilient_train.launch.fork.frames import (
     Waits,
     gates,
 )
-from resilient_train.launch.fork.imports import Script, current_folder, script_of, target_of
+from resilient_train.launch.fork.imports import current_folder, target_of
 from resilient_train.launch.fork.zygote import Root
 
 _ANSWER_S = 1.0
@@ -132,7 +133,8 @@ class Pool:
         self._command = command
         self._settings = settings
         self._note = note
-        self._target: Script | None = None
+        self._runs = False
+        """The ranks run a script that can be run in forks."""
         self._environ: dict[str, str] = {}
         self._zygote: Standby | None = None
         self._making = False
@@ -166,7 +168,7 @@ class Pool:
         elif self._root is not None and (late := self._late_variables()):
             self._off = f"torch was imported before {', '.join(late)} was set"
         elif self._root is not None:
-            self._target = target
+            self._runs = True
             self._root.listen(self._on_root)
             if any("${" in part for part in self._command):
                 self._lower("the command line holds ${local_rank}, so each rank runs another")
@@ -195,9 +197,7 @@ class Pool:
         self, waiting: Standby, command: tuple[str, ...], environ: Mapping[str, str], streams: Streams
     ) -> bool:
         """The process becomes a rank that runs ``command``. False: it did not take its orders, and is killed."""
-        target = script_of(command)
-        assert isinstance(target, Script)
-        life = Life(command, target, dict(environ), current_folder())
+        life = Life(Command.of(command, environ), os.fsencode(current_folder()))
         try:
             waiting.gate.tell(life, streams)
         except OSError as error:
@@ -281,7 +281,7 @@ class Pool:
 
     def _on_root(self, root: Standby) -> None:
         for answer in self._answers(root):
-            if not isinstance(answer, Forked) or self._zygote is not None or self._target is None:
+            if not isinstance(answer, Forked) or self._zygote is not None or not self._runs:
                 self._on_odd(root, answer)
                 return
             root.limit(None, lambda: None)
@@ -292,7 +292,7 @@ class Pool:
             self._zygote = zygote
             zygote.listen(self._on_zygote)
             try:
-                zygote.gate.tell(Import(self._target, self._environ, tuple(sorted(self._skip))))
+                zygote.gate.tell(Import(Command.of(self._command, self._environ), tuple(sorted(self._skip))))
             except OSError as error:
                 self._lose(f"it does not take orders: {error!r}")
                 return
@@ -452,14 +452,14 @@ class Pool:
 
     def _send_ahead(self) -> None:
         """One at a time runs the script: the job needs its cores."""
-        if self._depth == "forked" or self._attempt is None or self._closed or self._target is None:
+        if self._depth == "forked" or self._attempt is None or self._closed or not self._runs:
             return
         if not all(spare.ready for spare in self._spares):
             return
         spare = next((each for each in self._spares if each.child.start == "forked"), None)
         if spare is None or self._asked:
             return
-        order: Order = Ahead(self._command, self._target, self._attempt)
+        order: Order = Ahead(Command.of(self._command, {}), self._attempt)
         try:
             spare.gate.tell(order)
         except OSError as error:

@@ -158,22 +158,23 @@ def _wait(gate: Gate, agent_pid: int) -> Born:
                 with fatal():
                     bind_to(agent_pid)
                     take_streams(descriptors)
-                    config.take_life(order.environ)
+                    config.take_life(order.run.environ)
                     if order.cwd:
                         os.chdir(order.cwd)
                     importlib.invalidate_caches()
-                return Born(order.command, order.target)
+                return Born(order.run.command, order.run.target)
             case Ahead():
                 bind_to(agent_pid)
-                return Born(order.command, order.target, gate, order.attempt)
+                return Born(order.run.command, order.run.target, gate, order.attempt)
             case None:
                 os._exit(0)  # nobody needs it any more
 
 
 def _import(gate: Gate, order: Import) -> Ready | Unfit:
-    config.replace_environ(order.environ)
-    folder = order.target.folder()
-    plan = scan(order.target, folder)
+    config.replace_environ(order.run.environ)
+    target = order.run.target
+    folder = target.folder()
+    plan = scan(target, folder)
     if plan.refusal:
         return Unfit(plan.refusal)
     failed: dict[str, str] = {}

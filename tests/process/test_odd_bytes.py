@@ -1,0 +1,26 @@
+"""Names, arguments and variables may be any bytes on Linux: the ranks get them as they are."""
+
+from pathlib import Path
+
+import pytest
+from running import launch
+
+
+@pytest.mark.parametrize("depth", ["forked", "built"])
+def test_what_is_not_utf_8_reaches_a_replacement(tmp_path: Path, depth: str) -> None:
+    odd = "caf\udce9"
+    reference = launch(tmp_path / "reference", "odd_bytes.py", odd, ranks=2, ODD=odd)
+    run = launch(
+        tmp_path / "run",
+        "odd_bytes.py",
+        odd,
+        ranks=2,
+        flags=("--faults", "kill rank=1 step=3"),
+        ODD=odd,
+        RESILIENT_STANDBY_DEPTH=depth,
+    )
+    assert reference.code == run.code == 0, run.explain()
+    assert run.recoveries() == 1, run.explain()
+    assert run.digests() == reference.digests(), run.explain()
+    (began,) = run.of("run_start")
+    assert began["detail"]["argv"][-1] == r"caf\udce9", "for people to read"

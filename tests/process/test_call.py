@@ -195,3 +195,10 @@ def test_an_exception_behind_the_update_is_the_users(tmp_path: Path) -> None:
     quiet = run_of(tmp_path / "quiet", "--wrong", "tail")
     assert_same(run_of(tmp_path / "run", "--wrong", "tail", plan=plan), quiet, recoveries=1)
     assert quiet.out.count("passed") == 2
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_takes_its_time_to_leave(tmp_path: Path) -> None:
+    """All have left the loop behind a collective of the tail, and one is long about it: it is not one that goes on."""
+    run = run_of(tmp_path / "run", "--one-leaves-late")
+    assert_same(run, run_of(tmp_path / "quiet"), recoveries=0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from resilient_train._native import Board
+from resilient_train.protocol.standing import APPLIED, COMPUTE, Phase, Standing
 from resilient_train.session.peers import Peers
 from resilient_train.state.arena import Arena
 
@@ -42,6 +43,18 @@ def another_process(of: Peers) -> Peers:
         raise AssertionError
 
     return Peers(of._board, of.rank, Arena(os.dup(of._arena.fd)), nobody, nobody)
+
+
+@pytest.mark.parametrize("phase", [APPLIED, COMPUTE])
+def test_a_tail_and_a_window_begin_without_collectives(pair: Pair, phase: int) -> None:
+    """Whoever reads COMPUTE reads no collectives of the tail with it: that would be a rank which trains on."""
+    mine, _ = pair
+    mine.enter_collective()
+    assert mine.progress()[2] == 1
+    mine.record(Standing(3, Phase.READY), 5)
+    assert mine.progress() == (3, Phase.READY, 1, 0)
+    mine.record(Standing(3, Phase(phase)), 5)
+    assert mine.progress() == (3, phase, 0, 0)
 
 
 def test_calls_and_a_result(pair: Pair) -> None:

@@ -642,8 +642,6 @@ class Driver:
 
     def _draw(self, _: do.Draw) -> None:
         place = self._rank.place
-        if not place:
-            self._peers.begin_window()
         again = self._batches.has(place)
         if again:
             self._left_with = {}

@@ -17,7 +17,7 @@ from resilient_train._native import Board, Page, Probes, Watchdog, hear_terminat
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import LoggedCall
 from resilient_train.protocol.progress import Activity
-from resilient_train.protocol.standing import UPDATING, Standing
+from resilient_train.protocol.standing import APPLIED, COMPUTE, UPDATING, Standing
 from resilient_train.state.arena import Arena, ArenaFullError, LogEntry
 
 _INPUT, _RESULT, _TOO_LARGE, _FULL = range(4)
@@ -109,13 +109,16 @@ class Peers:
     # -- how far ranks are
 
     def record(self, standing: Standing, step: int) -> None:
-        """Writes this rank's step record. With APPLIED a tail begins, in which no collective was entered yet."""
+        """Writes this rank's step record. With APPLIED a tail begins, and with COMPUTE a window: neither has entered a
+        collective. Nobody may read COMPUTE with the tail's: that is a rank which trains on where others have left.
+        """
         commits, phase = standing
-        (self._page.write if phase else self._page.begin)(commits, phase, step)
-
-    def begin_window(self) -> None:
-        """A window begins, in which no collective was entered yet."""
-        self._page.restart()
+        if phase == APPLIED:
+            self._page.begin(commits, phase, step)
+            return
+        if phase == COMPUTE:
+            self._page.restart()
+        self._page.write(commits, phase, step)
 
     def arrive(self, standing: Standing, step: int) -> None:
         """Writes the record, and wakes who waits for it."""

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
 from resilient_train.config import read_link
+from resilient_train.frameworks.roles import Fingerprint
 
 
 class Seen:
@@ -178,6 +179,19 @@ class Job:
                 assert isinstance(loss, float)
                 assert session.position.step == number + 1
                 self.between(number)
+            if self.asked.one_leaves_late and dist.get_rank() == 0:
+                self.take_long_to_leave()
+
+    def take_long_to_leave(self) -> None:
+        """As if the state, of which a digest is taken at the end, were large."""
+        state = self.session._driver._engine.state
+        fingerprint = state.fingerprint
+
+        def taken_slowly() -> Fingerprint:
+            time.sleep(0.5)
+            return fingerprint()
+
+        state.fingerprint = taken_slowly  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
@@ -194,6 +208,7 @@ if __name__ == "__main__":
     parser.add_argument("--counts-in-bodies", action="store_true")
     parser.add_argument("--dies-between", type=int, default=-1, help="rank 1, behind this step's call")
     parser.add_argument("--places", type=int, default=1, help="what it counts in")
+    parser.add_argument("--one-leaves-late", action="store_true", help="rank 0, when its loop is over")
     parser.add_argument("--undo", action="store_true")
     arguments = parser.parse_args()
     dist.init_process_group("resilient")

@@ -130,7 +130,8 @@ def main() -> None:
     own.open("before init")
     for other in others:
         own.open_to(other, "before init")
-    threading.Thread(target=own.open_all_the_time, daemon=True).start()
+    opener = threading.Thread(target=own.open_all_the_time, daemon=True)
+    opener.start()
     dist.init_process_group("gloo")
     pairs = [dist.new_group([low, low + 1]) for low in range(dist.get_world_size() - 1)]
     own.open("after init")
@@ -152,6 +153,7 @@ def main() -> None:
                 own.check()
                 own.open("in the loop")
                 check_taken(own, complete=step.number == 0)
+    opener.join()
     own.check()
     (own.folder / f"checked_{link.rank}").write_text(str(len(own.held)))
     # Who leaves closes its connections: not before all have looked at theirs.

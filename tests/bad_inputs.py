@@ -45,6 +45,7 @@ BAD = [
     run("--standby-depth", "idle", "SCRIPT", says="RESILIENT_STANDBY_DEPTH='idle'"),
     run("--run-dir", "/proc/rt", "SCRIPT", says="the run directory can't be written"),
     run("--run-dir", "FILE", "SCRIPT", says="the run directory can't be written"),
+    run("--run-dir", "caf\udce9", "SCRIPT", says=r"caf\udce9' is not UTF-8, and what is saved could not name it"),
     run("--log-dir", "FILE", "SCRIPT", says="--log-dir: "),
     run("--signals-to-handle", "SIGFOO", "SCRIPT", says="SIGFOO"),
     run("--faults", "kil rank=0 step=1", "SCRIPT", says="did you mean 'kill'"),

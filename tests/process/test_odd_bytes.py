@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from running import launch
+from running import JOBS, launch
 
 
 @pytest.mark.parametrize("depth", ["forked", "built"])
@@ -24,3 +24,12 @@ def test_what_is_not_utf_8_reaches_a_replacement(tmp_path: Path, depth: str) -> 
     assert run.digests() == reference.digests(), run.explain()
     (began,) = run.of("run_start")
     assert began["detail"]["argv"][-1] == r"caf\udce9", "for people to read"
+
+
+def test_a_script_whose_path_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "caf\udce9.py"
+    script.write_bytes((JOBS / "odd_bytes.py").read_bytes())
+    run = launch(tmp_path / "run", str(script), "caf\udce9", ranks=1, ODD="caf\udce9")
+    assert run.code == 2, run.explain()
+    assert r"caf\udce9.py' is not UTF-8: PyTorch can't pass on" in run.err, run.explain()
+    assert not (tmp_path / "run").exists()

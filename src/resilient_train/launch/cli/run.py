@@ -106,6 +106,8 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
     run_dir = Path(
         settings.run_dir or Path("resilient_runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     ).absolute()
+    if not _is_utf_8(run_dir):
+        raise ConfigError(f"the run directory {str(run_dir)!r} is not UTF-8, and what is saved could not name it")
     _check_script(args)
     config.check_plan(settings, switches)
     config.check_straggler(settings, switches)
@@ -149,9 +151,21 @@ def _check_script(args: argparse.Namespace) -> None:
             raise ConfigError(f"there is no module {top!r}")
     elif not args.no_python and not args.run_path and not Path(name).is_file():
         raise ConfigError(f"there is no script {name!r}")
+    path = Path.cwd() if args.module else Path(name).absolute()
+    # C++ that an exception passes has it formatted, with the names of its files, and takes only these: in place of the
+    # one that cuts a body comes one of its own (pybind11::cast_error), which ends the rank.
+    if not args.no_python and not _is_utf_8(path):
+        raise ConfigError(
+            f"{str(path)!r} is not UTF-8: PyTorch can't pass on an exception that comes from such a file, and no rank "
+            "could be recovered; rename it"
+        )
     for each in args.signals_to_handle.split(","):
         if each not in signal.Signals.__members__:
             raise ConfigError(f"--signals-to-handle: {each!r} is no signal{nearest(each, signal.Signals.__members__)}")
+
+
+def _is_utf_8(path: Path) -> bool:
+    return not any("\udc80" <= letter <= "\udcff" for letter in str(path))  # PEP 383
 
 
 def _command(command: Any, arguments: list[str]) -> tuple[str, ...]:

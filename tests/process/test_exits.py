@@ -8,8 +8,8 @@ from running import Run, launch
 ALONE = "left with exit code 0 while the others were still training"
 
 
-def leave(run_dir: Path, how: str, where: str, ranks: str = "01") -> Run:
-    return launch(run_dir, "exits.py", how, where, ranks, ranks=2)
+def leave(run_dir: Path, how: str, where: str, ranks: str = "01", **environ: str) -> Run:
+    return launch(run_dir, "exits.py", how, where, ranks, ranks=2, **environ)
 
 
 @pytest.mark.parametrize("where", ["body", "tail", "between"])
@@ -65,6 +65,19 @@ def test_a_rank_that_breaks_alone_ends_the_job(tmp_path: Path, where: str) -> No
     commits = 4 if where == "body" else 5
     assert f"rank 1 left its loop after {commits} updates while the others were still training" in run.err
     assert [len(run.of(kind)) for kind in ("fault", "hung", "fenced", "session_end")] == [0] * 4, run.explain()
+    assert f"its state from after {commits} updates is saved" in run.err, run.explain()
+
+
+@pytest.mark.parametrize("where", ["body", "between"])
+def test_what_waits_unseen_for_a_rank_that_breaks_alone(tmp_path: Path, where: str) -> None:
+    """No collective, no update: it is taken for hung in the end, and its new process would go home with exit code 0."""
+    run = leave(tmp_path / "run", "break waits", where, "1", RESILIENT_HANG_TIMEOUT_S="1.5")
+    assert run.code == 1, run.explain()
+    commits = 4 if where == "body" else 5
+    assert f"rank 1 left its loop after {commits} updates while the others were still training" in run.err
+    assert "; rank 0 hung for " in run.err, run.explain()
+    assert len(run.of("hung")) == 1, run.explain()
+    assert [len(run.of(kind)) for kind in ("fault", "session_end")] == [0, 0], run.explain()
     assert f"its state from after {commits} updates is saved" in run.err, run.explain()
 
 

@@ -251,6 +251,26 @@ def test_who_was_given_what_another_has_left_with_has_not_seen_why() -> None:
     assert controller.progressed([IN_THE_TAIL, goes_on]) == []
 
 
+IN_BODY_4 = Standing(4, Phase.COMPUTE)
+
+
+def test_who_is_hung_where_another_has_left_may_wait_for_it() -> None:
+    controller = running(2)
+    controller.finish(1, 0, 0, IN_THE_TAIL)
+    leaving = of(controller.hold_up([0], "hung for 5 ms", [IN_BODY_4, IN_BODY_4]), Note)[0]
+    assert (leaving.kind, leaving.rank, controller.job.stage) == ("leaving", 1, Stage.LEAVING)
+    reason = str(leaving.detail["reason"])
+    assert reason.startswith("rank 1 left its loop after 4 updates while the others were still training")
+    assert reason.endswith("; rank 0 hung for 5 ms")
+
+
+def test_who_is_hung_before_that_is_given_up() -> None:
+    controller = running(2)
+    controller.finish(1, 0, 0, IN_THE_TAIL)
+    (kill,) = of(controller.hold_up([0], "hung", [Standing(3, Phase.UPDATING), IN_BODY_4]), Kill)
+    assert kill.rank == 0
+
+
 def test_all_leave_by_an_exit() -> None:
     controller = running()
     assert exits(controller, 1) == exits(controller, 0) == []

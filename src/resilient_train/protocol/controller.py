@@ -296,6 +296,22 @@ class Controller:
             return commands  # others are lost, or a recovery is under way: it is asked there
         return [*commands, *self._fault(Fault(Kind.LATE, only, reason=only, again=self._fails_again(standings)))]
 
+    def hold_up(self, ranks: Collection[int], reason: str, standings: Sequence[Standing]) -> list[Command]:
+        """Ranks have not moved for long, and the others wait for them.
+
+        As a rule they are given up. Not where another one has left its loop after as many updates: they may wait for it
+        where nobody can see that (a socket of the user's), and their new processes would hear that the loops are over,
+        as if all had made their steps.
+        """
+        alone = [
+            rank
+            for rank, left in self.job.left.items()
+            if any(standings[each].commits == left.commits and not self._given_since(each, left) for each in ranks)
+        ]
+        if not alone or self.job.stage is not Stage.RUNNING:
+            return self.fence(ranks, reason, standings)
+        return self._fault(self._left_alone(min(alone), f"; rank {', '.join(map(str, ranks))} {reason}"))
+
     def expired(
         self, generation: int, standings: Sequence[Standing], limit_s: float, stopped: Collection[int] = ()
     ) -> list[Command]:
@@ -467,7 +483,7 @@ class Controller:
         plan = self.job.plan
         return plan is not None and rank in plan.copies and plan.commits == left.commits and not self.job.exited
 
-    def _left_alone(self, rank: int) -> Fault:
+    def _left_alone(self, rank: int, others: str = "") -> Fault:
         commits = self.job.left[rank].commits
         self.job.retries.reached(commits)
         reason = _left(rank, 0, "")
@@ -475,6 +491,7 @@ class Controller:
             reason = (
                 f"rank {rank} left its loop after {commits} updates while the others were still training{_TO_END_EARLY}"
             )
+        reason += others
         return Fault(Kind.OWN, reason, rank, reason, 1)
 
     def differs(self, rank: int, incarnation: int, message: Differs) -> list[Command]:

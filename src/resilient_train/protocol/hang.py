@@ -65,13 +65,16 @@ class Suspicion(enum.StrEnum):
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """``ranks`` hold the others up (empty for TOGETHER); ``limit_ms`` is when they are given up."""
+    """``ranks`` hold the others up (empty for TOGETHER); ``limit_ms`` is when they are given up. ``stopped``: because
+    their processes are (SIGSTOP).
+    """
 
     verdict: Suspicion
     ranks: tuple[int, ...]
     stalled_ms: int
     limit_ms: int
     why: str
+    stopped: bool = False
 
 
 class HangDetector:
@@ -145,7 +148,8 @@ class HangDetector:
         surely, self._stopped = stopped & self._stopped, stopped
         limit_ms = self._stopped_ms()
         if surely and stalled_ms >= limit_ms:
-            return self._find(Suspicion.HUNG, surely, stalled_ms, limit_ms, "its process is stopped (SIGSTOP)")
+            found = self._find(Suspicion.HUNG, surely, stalled_ms, limit_ms, "its process is stopped (SIGSTOP)")
+            return found and msgspec.structs.replace(found, stopped=True)
         return self._find_behind(stalled_ms)
 
     def _find_behind(self, stalled_ms: float) -> Stall | None:

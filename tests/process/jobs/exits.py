@@ -2,7 +2,8 @@
 
 HOW: "exit" (``sys.exit(0)``; "exit late": rank 1 after a while; "dies": rank 1 is killed there) or "break" ("break
 dies"; "apart": rank 1 breaks in the next body). WHERE: "body" (its beginning), "barrier" (all of it but the update),
-"tail", or "between" two bodies; "last" is the tail of the last step; "call": the tail of a ``session.call``.
+"tail", or "between" two bodies; "last" is the tail of the last step; "call": the tail of a ``session.call``. With
+"break waits" the others then wait in their bodies for what is none of the library's.
 """
 
 import os
@@ -70,6 +71,9 @@ with rt.Session(model=model, optimizer=optimizer) as session:
                 break
             if leaves(step.number, "body"):
                 break
+            if how == "break waits" and str(rank) not in ranks and step.number == (4 if where == "body" else 5):
+                while True:
+                    time.sleep(0.001)
             body(step.number)
             if leaves(step.number, "tail"):
                 break

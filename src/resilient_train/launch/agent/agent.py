@@ -272,6 +272,9 @@ class Agent:
     def fence(self, ranks: Collection[int], reason: str) -> None:
         self._carry_out(self._controller.fence(ranks, reason, self._standings()))
 
+    def hold_up(self, ranks: Collection[int], reason: str) -> None:
+        self._carry_out(self._controller.hold_up(ranks, reason, self._standings()))
+
     def expire(self, limit_s: float, stopped: Collection[int]) -> None:
         standings = self._standings()
         self._carry_out(self._controller.expired(self._job.generation, standings, limit_s, stopped))

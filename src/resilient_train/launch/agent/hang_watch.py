@@ -38,6 +38,10 @@ class Keeper(Protocol):
         """Has the ranks' processes killed, as far as that may be; their deaths will be told with ``reason``."""
         ...
 
+    def hold_up(self, ranks: Collection[int], reason: str) -> None:
+        """The ranks hold the others up: to be killed, or what they wait for will not come."""
+        ...
+
     def give_up_collective(self, detail: str) -> None:
         """A collective does not end although all are in it: all ranks are to rebuild."""
         ...
@@ -198,7 +202,8 @@ class HangWatch:
                 self._reports.ask(listening)
         keeper.tell(finding, detail)
         if finding.verdict is Suspicion.HUNG:
-            keeper.fence(finding.ranks, f"hung for {finding.stalled_ms} ms: {finding.why}")
+            give_up = keeper.fence if finding.stopped else keeper.hold_up
+            give_up(finding.ranks, f"hung for {finding.stalled_ms} ms: {finding.why}")
         elif finding.verdict is Suspicion.TOGETHER:
             keeper.give_up_collective(f"no end for {finding.stalled_ms} ms: {finding.why}")
 

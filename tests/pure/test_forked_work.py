@@ -57,7 +57,7 @@ def test_who_does_not_wait_any_more_leaves_nothing_behind(tmp_path: Path) -> Non
     before = len(list(Path("/proc/self/fd").iterdir()))
     asyncio.run(story())
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists(), "killed and reaped"
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_it_holds_no_lock_of_ours(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_fault_in_either_run(tmp_path: Path, undisturbed: Reference) -> None:
     assert run.digests() == undisturbed(ranks=2, steps=STEPS).digests()
     assert len(run.of("fault")) == 4
     assert {tuple(each["ranks"]) for each in details(run, "verified")} == {()}
-    # At step 11 rank 1 dies just behind its last word, and the agent may see its death first. Rank 0 has compared its own.
+    # At step 11 rank 1 dies just behind its last word, and the agent may see its death first. Rank 0 has compared too.
     assert {each["step"] for each in details(run, "verified")} | {11} == {3, 7, 11, 15}
 
 

@@ -1,4 +1,4 @@
-"""Names, arguments and variables may be any bytes on Linux: the ranks get them as they are."""
+"""Names, arguments and variables may be any bytes on Linux: the ranks get them as they are, and may keep them."""
 
 from pathlib import Path
 

@@ -38,6 +38,8 @@ class TensorKind(NamedTuple):
 
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
+_SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))
+"""In names of files that are not UTF-8 (PEP 383), which msgpack does not take."""
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -52,6 +54,8 @@ def flatten(tree: Any, kind: TensorKind) -> tuple[bytes, dict[Path, Any]]:
             return {"T": [len(tensors) - 1, dtype, list(shape)]}
         if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) not in _INT64:
             return {"I": hex(int(value))}
+        if type(value) is str and not value.isascii() and any(map(_SURROGATES.__contains__, value)):
+            return {"S": value.encode(errors="surrogatepass")}
         if type(value) in _PLAIN:
             return value
         if isinstance(value, Mapping):
@@ -92,6 +96,8 @@ def unflatten(payload: bytes, kind: TensorKind, place: Callable[[Path, Slot], An
             return {key: decode(item, (*path, key)) for key, item in pairs}
         if tag == "P":
             return tuple(decode(item, (*path, i)) for i, item in enumerate(body))
+        if tag == "S":
+            return body.decode(errors="surrogatepass")
         if tag == "I":
             return int(body, 16)
         if tag == "C":

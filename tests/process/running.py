@@ -89,11 +89,14 @@ def start(command: list[str], *, new: bool = False, **environ: str) -> Iterator[
 
 
 def read_events(run_dir: Path, *, torn: bool = False) -> list[dict[str, Any]]:
-    """The run's events in the order of time. ``torn``: a line may be cut, its writer having been killed in it."""
+    """The run's events in the order of time. ``torn``: a line may be cut, its writer having been killed in it.
+
+    One without its end is left out: of a line that crosses a page, who reads meanwhile may see the first part only.
+    """
     path = run_dir / "events.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text().splitlines()
+    lines = path.read_text().rpartition("\n")[0].splitlines()
     events = [json.loads(line) for line in lines if not torn or whole(line)]
     return sorted(events, key=lambda event: event["time_ns"])
 

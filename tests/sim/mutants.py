@@ -91,13 +91,20 @@ JOBS: dict[str, tuple[Layout | None, Faults | None]] = {
     ),
     "left out, and a kill": (Layout(2, (0,), known=(0,), program=Program(skips=True)), Faults(kills=1)),
     "rest": (Layout(2, (0, 1), program=Program(accumulate=3, rest=2)), Faults(kills=2, glitches=1)),
+    "errors": (Layout(3, (1, 1)), Faults(kills=1, errors=3)),
+    "undone errors": (Layout(2, (0, 0), program=Program(accumulate=2, undo=True)), Faults(kills=1, errors=2)),
+    "errors and damages": (Layout(2, (1, 1)), Faults(errors=2, damages=1, glitches=1)),
+    "errors of savers": (Layout(3, (2, 1), replaces=False), Faults(errors=2, kills=1, asked=1)),
     "scratches": (Layout(3, (1, 0), program=Program(optimizers=2)), Faults(kills=1, scratches=2)),
     "swallows": (Layout(2, (1, 0), program=Program(optimizers=2, swallows=True)), Faults(glitches=2, damages=2)),
 }
 """Where the jobs that seeds draw come to something too seldom: others, whose schedules the seeds draw."""
 
 
-ANOMALIES = ("left out", "undone and left out", "anomalies", "known anomalies", "undone and known", "computed twice")
+SELDOM = (
+    *("left out", "undone and left out", "anomalies", "known anomalies", "undone and known", "computed twice"),
+    *("errors", "errors and damages", "errors of savers"),
+)
 
 
 class Shape(NamedTuple):
@@ -152,8 +159,8 @@ def listening(seed: int, job: str = "") -> set[Shape]:
 
 @cache
 def shapes() -> frozenset[Shape]:
-    """What all rows that ``SEEDS`` visit do, and those of anomalies, which seeds draw too seldom."""
-    seldom = (listening(seed, job) for job in ANOMALIES for seed in SEEDS[:20])
+    """What all rows that ``SEEDS`` visit do, and those of ``SELDOM``, which seeds draw too seldom."""
+    seldom = (listening(seed, job) for job in SELDOM for seed in SEEDS[:20])
     return frozenset().union(*map(listening, SEEDS), *seldom)
 
 
@@ -384,6 +391,7 @@ TOUCHES = {
     "SaveUndo": "undo",
     "Committed": "start undo batches",
     "Synchronize": "device",
+    "TellTailFailed": "event",
     "LearnLayout": "reducer",
     "RebuildReducer": "reducer",
 }

@@ -45,6 +45,8 @@ WORLDS = [
     pytest.param(
         Layout(2, (0,), ((0,), (1,)), twice=1), Faults(glitches=1, deviations=1), id="2-ranks-each-alone-1-deviates"
     ),
+    pytest.param(Layout(2, (1, 0)), Faults(errors=2), id="2-ranks-2-updates-2-errors"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, errors=1), id="2-ranks-1-kill-1-error"),
     pytest.param(Layout(3, (0,)), Faults(kills=1), id="3-ranks-1-update-1-kill", marks=pytest.mark.slow),
 ]
 DEEP_WORLDS = [
@@ -68,6 +70,9 @@ DEEP_WORLDS = [
     (Layout(2, (0,), twice=1), Faults(hangs=1, deviations=1)),
     (Layout(2, (0,), twice=1), Faults(anomalies=2, deviations=1)),
     (Layout(3, (0,), twice=1), Faults(deviations=1)),
+    (Layout(2, (1, 0)), Faults(kills=1, errors=2)),
+    (Layout(2, (1,)), Faults(errors=2, pauses=1, asked=1)),
+    (Layout(3, (0,)), Faults(errors=3)),
 ]
 
 

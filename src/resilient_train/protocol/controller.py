@@ -162,6 +162,20 @@ class Controller:
         self.job.holders.lost(rank)
         return self._fault(Fault(Kind.OWN, reason, rank, reason, code))
 
+    def raised(
+        self, rank: int, incarnation: int, code: int, standings: Sequence[Standing], how: str = ""
+    ) -> list[Command]:
+        """A rank's script has failed, and the rank stays until what it holds is saved; ``how``: see ``exited``.
+
+        Others may say the same, or fail by what this does to them: the first one counts.
+        """
+        job = self.job
+        if not job.current(rank, incarnation) or job.stage not in _RUNS:
+            return []
+        job.retries.reached(max(standing.commits for standing in standings))
+        reason = _left(rank, code, how)
+        return self._fault(Fault(Kind.OWN, reason, rank, reason, code))
+
     def strayed(self, rank: int, incarnation: int, text: str) -> list[Command]:
         """The process that takes the rank's place does not make its collectives. Another would not either."""
         if not self.job.current(rank, incarnation) or self.job.stage is not Stage.RECOVERING:

@@ -107,8 +107,12 @@ class Job:
 
     # -- what is done to all
 
-    def begin(self, lost: tuple[int, ...], reason: str, *, by: str, kind: str = "fault") -> list[Command]:
-        """A new recovery, in the place of one that is under way. ``by``: the strategy, for the event."""
+    def begin(
+        self, lost: tuple[int, ...], reason: str, *, by: str, kind: str = "fault", culprit: int = -1
+    ) -> list[Command]:
+        """A new recovery, in the place of one that is under way. For the event: ``by``, the strategy, and ``culprit``,
+        whose doing it is where nobody is lost.
+        """
         self.generation += 1
         self.stage = Stage.RECOVERING
         self.plan = None
@@ -118,7 +122,7 @@ class Job:
         detail: dict[str, object] = {"lost": list(lost), "reason": reason, "strategy": by}
         return [
             RaiseStop(self.generation),
-            Note(kind, rank=lost[0] if lost else -1, detail=detail),
+            Note(kind, rank=lost[0] if lost else culprit, detail=detail),
             *self.to_all(Stop(self.generation, lost, reason)),
         ]
 
@@ -202,4 +206,4 @@ class Job:
 
 
 def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, (list, dict, set, RetryBudget, Holders)) else value
+    return value.copy() if isinstance(value, (list, dict, set, RetryBudget, Holders, Leaving)) else value

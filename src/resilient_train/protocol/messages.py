@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -144,6 +144,17 @@ class Trouble(msgspec.Struct, tag="trouble", frozen=True):
     detail: str
 
 
+class Raised(msgspec.Struct, tag="raised", frozen=True):
+    """An exception of the script's has left the rank's loop, and ends the job. What the rank holds is whole: it waits
+    for a stop, takes part in saving it, and ends with ``code`` after that.
+
+    ``text`` is the exception in a line; empty for one that only ends the process (SystemExit).
+    """
+
+    text: str
+    code: int
+
+
 class Unfinishable(msgspec.Struct, tag="unfinishable", frozen=True):
     """The tail of the last update can't be finished: a part of it went with a dead rank."""
 
@@ -213,6 +224,8 @@ class Joined(msgspec.Struct, tag="joined", frozen=True):
     tail_done: int
     groups: tuple[str, ...]
     stopped_ns: int = 0
+    tail_failed: bool = False
+    """The code behind its last update was left by an exception of the script's: it will not be run to its end."""
     doubts: bool = False
     """The last snapshot of this rank's replica group was not the same, and they have not compared since."""
 
@@ -435,6 +448,7 @@ FromRank = (
     | Strayed
     | Started
     | Trouble
+    | Raised
     | Unfinishable
     | Damaged
     | Anomaly

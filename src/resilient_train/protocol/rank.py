@@ -259,6 +259,11 @@ class Rank:
         return isinstance(self.state, (Open, Tail)) and not self.written
 
     @property
+    def whole(self) -> bool:
+        """Whether the state can be saved if the loop is left here by an exception: no update is half done."""
+        return isinstance(self.state, (Open, Tail, Drain))
+
+    @property
     def number(self) -> int:
         """The number of the step that runs or comes next."""
         return self.base + self.place
@@ -468,7 +473,11 @@ def _exit_in_tail(rank: Rank, state: Tail, event: on.Exit) -> Effects:
     if event.how != "error" or not isinstance(state.duty, SaveLast):
         return _JUST_RETURN
     # The user's code was given this rank's own values for everybody's, and did not like them. The update is whole.
-    return (do.TellTailFailed(event.text), *_save_behind_tail(rank, state.duty))
+    return _save_failed_tail(rank, state.duty)
+
+
+def _save_failed_tail(rank: Rank, order: SaveLast) -> Effects:
+    return (do.TellTailFailed(), *_save_behind_tail(rank, order))
 
 
 def _save_behind_tail(rank: Rank, order: SaveLast) -> Effects:
@@ -624,6 +633,15 @@ def _ask(rank: Rank, at: At, text: str) -> Effects:
     return (do.SendTrouble(text), _AWAIT_STOP)
 
 
+@_row((Open, Tail, Drain), on.Raised)
+def _raised(rank: Rank, state: Open | Tail | Drain, event: on.Raised) -> Effects:
+    """The job ends by it. The others may fail by the same: then what this rank holds is all there is, so it stays."""
+    if isinstance(state, Tail) and isinstance(state.duty, SaveLast):
+        return _save_failed_tail(rank, state.duty)
+    rank.state = Ask(At.HEAD)
+    return (do.SendRaised(event.text, event.code), _AWAIT_VERDICT)
+
+
 @_row(Ask, on.Ok)
 def _answered(rank: Rank, state: Ask, _: on.Ok) -> Effects:
     return _quiet(rank, state.at)
@@ -654,7 +672,12 @@ def _join(rank: Rank, state: Quiet, event: on.Quieted) -> Effects:
     if event.damaged or rank.standing.phase is Phase.UPDATING:
         rank.intact = False  # an update that was cut half-way leaves no usable state behind
     rank.state = Agree(state.at)
-    return (do.SendJoined(), do.AwaitPlan())
+    return (do.SendJoined(_tail_failed(rank, state.at)), do.AwaitPlan())
+
+
+def _tail_failed(rank: Rank, at: At) -> bool:
+    """Where a tail is over the standing is COMPUTE; at the head it is APPLIED if an exception has left it."""
+    return at is At.HEAD and rank.standing.phase is Phase.APPLIED
 
 
 @_row(Agree, Plan)
@@ -671,6 +694,8 @@ def _save_last(rank: Rank, state: Agree, order: SaveLast) -> Effects:
     if state.at is At.CALL:  # its state is whole when the tail is over; nobody is there to answer its collectives
         rank.state = Tail(order)
         return (_MODE[do.Mode.LOOPBACK], _AGAIN)
+    if _tail_failed(rank, state.at):
+        return _save_failed_tail(rank, order)
     rank.state = Save(state.at)
     # Between the end of its tail and the next head: what the tail has changed of its own is not published yet.
     publish = () if rank.drawn else (_PUBLISH,)

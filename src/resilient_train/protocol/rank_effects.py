@@ -81,14 +81,23 @@ class SendAnomaly(Effect, frozen=True):
     again: bool
 
 
-class TellTailFailed(Effect, frozen=True):
-    """Tells people: the rest of a tail, run for the last save without the others, has failed; it is saved as it is."""
+class SendRaised(Effect, frozen=True):
+    """Tells the agent: the script has failed here, and this rank stays until what it holds is saved."""
 
     text: str
+    code: int
+
+
+class TellTailFailed(Effect, frozen=True):
+    """Tells people: the rest of a tail has failed, of the script's or because it ran without the others, and the state
+    is saved as it is.
+    """
 
 
 class SendJoined(Effect, frozen=True):
-    """Tells the agent how far this rank has come."""
+    """Tells the agent how far this rank has come. ``tail_failed``: an exception of the script's has left its tail."""
+
+    tail_failed: bool = False
 
 
 class SendDone(Effect, frozen=True):

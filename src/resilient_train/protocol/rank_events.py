@@ -59,6 +59,13 @@ class Over(Event, frozen=True):
     stopped: bool = False
 
 
+class Raised(Event, frozen=True):
+    """An exception of the script's leaves the loop, and will end the process with ``code``."""
+
+    text: str = ""
+    code: int = 1
+
+
 # -- hooks
 
 

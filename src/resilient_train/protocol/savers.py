@@ -25,7 +25,9 @@ class Choice(NamedTuple):
     commits: int
     savers: tuple[tuple[int, ...], ...]
     exact: bool
-    """False: a saver was cut in its tail, and finishes it without the others (its collectives give its own values)."""
+    """False: a saver was cut in its tail, and finishes it without the others (its collectives give its own values); or
+    the script has failed there, and no other rank has the state.
+    """
 
 
 def choose(joined: Mapping[int, Joined], groups: Sequence[Sequence[int]]) -> Choice | None:
@@ -37,7 +39,7 @@ def choose(joined: Mapping[int, Joined], groups: Sequence[Sequence[int]]) -> Cho
             return Choice(commits, savers, exact=True)
     tails = {rank: each for rank, each in joined.items() if each.holds and each.phase == Phase.APPLIED}
     for commits in sorted({each.commits for each in tails.values()}, reverse=True):
-        here = {rank: each.tail_done for rank, each in tails.items() if each.commits == commits}
+        here = {rank: (not each.tail_failed, each.tail_done) for rank, each in tails.items() if each.commits == commits}
         savers = tuple(_at_head(group, heads, commits) or _furthest(group, here) for group in groups)
         if all(savers):
             return Choice(commits, savers, exact=False)
@@ -57,9 +59,9 @@ def _at_head(group: Sequence[int], heads: Mapping[int, int], commits: int) -> tu
     return tuple(rank for rank in group if heads.get(rank) == commits)
 
 
-def _furthest(group: Sequence[int], tails: Mapping[int, int]) -> tuple[int, ...]:
+def _furthest(group: Sequence[int], tails: Mapping[int, tuple[bool, int]]) -> tuple[int, ...]:
     """One only: what replicas do alone in a tail may differ, and a state is saved whole."""
-    return tuple(sorted((rank for rank in group if rank in tails), key=lambda rank: -tails[rank])[:1])
+    return tuple(sorted((rank for rank in group if rank in tails), key=tails.__getitem__, reverse=True)[:1])
 
 
 class Leaving:
@@ -71,6 +73,16 @@ class Leaving:
         self.alone = alone
         self.gone: set[int] = set()
         self.choice: Choice | None = None
+
+    def copy(self) -> Leaving:
+        """An independent one in the same state."""
+        new = Leaving(self.code, self.reason, alone=self.alone)
+        new.gone, new.choice = set(self.gone), self.choice
+        return new
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for two that will answer alike."""
+        return self.code, self.alone, frozenset(self.gone), self.choice
 
     def orders(self, generation: int, choice: Choice, world_size: int) -> dict[int, SaveLast]:
         """What each rank that is left is told."""

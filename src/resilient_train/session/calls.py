@@ -126,11 +126,11 @@ class Calls:
         if self._held:
             self._set_mode(Mode.DIRECT)
 
-    def close(self, *, finish: bool, leaves: bool) -> None:
+    def close(self, error: BaseException | None) -> None:
         """The loop is over."""
         self._loop_waits()
         with self._random:
-            self._driver.close(finish=finish, leaves=leaves)
+            self._driver.close(error)
 
 
 class PlainCalls:

@@ -29,6 +29,7 @@ from resilient_train.errors import (
     UsageError,
 )
 from resilient_train.events import now
+from resilient_train.exception_line import describe
 from resilient_train.faults import parse_plan
 from resilient_train.frameworks.roles import Engine, Objects, StateMark, WrittenEarly
 from resilient_train.observe import thresholds
@@ -186,6 +187,10 @@ class Driver:
         self._answer: Any = None
         self._error: BaseException = RuntimeError("no error")
         """What failed last, to be raised if nobody can explain it."""
+        self._raised = False
+        """That is what the script's loop is left by, and what the rank holds is to be saved before it goes on."""
+        self._unlike = False
+        """A body has changed registered state where nobody saw it: nothing is to be saved of that."""
         self._redone = 0
         self._begun = self._told_end = self._released = False
         self._told_outgrown = False
@@ -359,23 +364,42 @@ class Driver:
             self._engine.state.cut()
         return again
 
-    def close(self, *, finish: bool, leaves: bool = False) -> None:
-        """Leaves: after all ranks have come to their end, or (``finish`` False) at once, for an exception.
+    def close(self, error: BaseException | None) -> None:
+        """Leaves: after all ranks have come to their end, or for an exception, when what this rank holds is saved.
 
-        ``leaves``: the exception is a ``sys.exit(0)``, which all ranks may have agreed on.
+        A ``sys.exit(0)`` all ranks may have agreed on.
         """
+        finish = error is None
         try:
-            if leaves and self._rank.leavable:
+            if isinstance(error, SystemExit) and error.code in (None, 0) and self._rank.leavable:
                 finish = self._exits = True
             if finish and self._begun and not self._told_end:
                 self._left_at = self._peers.progress()
                 self._step = None
                 self._drive(on.Over(self.stopped()))
                 self._ended()
+            elif isinstance(error, (Exception, SystemExit)):
+                self._let_save(error)
         except BaseException:
             self._release(for_another=True)
             raise
         self._release(for_another=not finish)
+
+    def _let_save(self, error: Exception | SystemExit) -> None:
+        """The script's loop is left by ``error``, which ends the job. Other ranks may fail alike, at the same place:
+        what this one holds is kept until it is saved. Then, or where nothing is to be saved, the error goes on.
+        """
+        if not self._begun or self._told_end or self._unlike or not self._rank.whole:
+            return
+        self._error, self._raised = error, True
+        code = error.code if isinstance(error, SystemExit) else 1
+        text = "" if isinstance(error, SystemExit) else describe(error)
+        try:
+            self._drive(on.Raised(text, code if isinstance(code, int) else 1))
+        except (JobEnded, SystemExit):
+            return  # the agent has ended the job
+        except Exception as failure:
+            say_aside(f"rank {self._link.rank}: what it holds can't be saved: {failure}")
 
     def pause(self, at_step: int | None) -> None:
         """See ``Session.pause``."""
@@ -495,6 +519,7 @@ class Driver:
             do.ResetLog: self._reset_log,
             do.SendStarted: self._send_started,
             do.SendTrouble: self._send_trouble,
+            do.SendRaised: lambda effect: self._link.channel.send(m.Raised(effect.text, effect.code)),
             do.SendDamaged: self._send_damaged,
             do.TellTailFailed: self._tell_tail_failed,
             do.SendAnomaly: self._send_anomaly,
@@ -507,7 +532,7 @@ class Driver:
             do.SnapshotFence: lambda _: self.saving.fence(),
             do.ShowState: self._show_state,
             do.Compare: self._compare,
-            do.CheckUnchanged: lambda _: self._idle.body_ended(self._number, self._rank.base),
+            do.CheckUnchanged: self._check_unchanged,
             do.Arm: lambda _: self._watch.interrupt.arm(self._rank.generation),
             do.Disarm: lambda _: self._watch.interrupt.disarm(),
             do.SetMode: lambda effect: self._engine.collectives.set_mode(effect.mode),
@@ -569,9 +594,10 @@ class Driver:
     def _send_trouble(self, effect: do.SendTrouble) -> None:
         self._link.channel.send(m.Trouble(self._rank.generation, _short(effect.text)))
 
-    def _tell_tail_failed(self, effect: do.TellTailFailed) -> None:
-        traceback.print_exception(self._error)
-        self._event("tail_failed", {"error": effect.text})
+    def _tell_tail_failed(self, _: do.TellTailFailed) -> None:
+        if not self._raised:  # nobody else will
+            traceback.print_exception(self._error)
+        self._event("tail_failed", {"error": f"{type(self._error).__name__}: {self._error}"})
 
     def _send_damaged(self, effect: do.SendDamaged) -> None:
         self._link.channel.send(m.Damaged(self._rank.generation, _short(effect.text)))
@@ -584,12 +610,20 @@ class Driver:
         rank = self._rank
         self._link.channel.send(m.Anomaly(rank.generation, number, what, value, limit, effect.again, rank.skips, usual))
 
-    def _send_joined(self, _: do.SendJoined) -> None:
+    def _send_joined(self, effect: do.SendJoined) -> None:
         rank, names = self._rank, self._engine.groups.names()
         commits, phase = rank.standing
-        tail_done = self._peers.completed_of(rank.me)
-        doubts = self._comparison.doubtful
-        joined = m.Joined(rank.generation, commits, phase, rank.intact, tail_done, names, self._quiet_since_ns, doubts)
+        joined = m.Joined(
+            rank.generation,
+            commits,
+            phase,
+            rank.intact,
+            self._peers.completed_of(rank.me),
+            names,
+            self._quiet_since_ns,
+            tail_failed=effect.tail_failed,
+            doubts=self._comparison.doubtful,
+        )
         self._link.channel.send(joined)
 
     def _send_done(self, effect: do.SendDone) -> None:
@@ -705,6 +739,8 @@ class Driver:
             "no copy: the step can't be taken back, and this process ends so that it is replaced "
             "(docs/how-to/loops.md, State that is written before the update)"
         )
+        if self._raised:  # an error of the script's is on its way, and is to be seen
+            raise StateError(told)
         fail_stop(self._event, "state_lost", told)
 
     def _gradients_ready(self, _: do.LearnLayout) -> None:
@@ -753,6 +789,13 @@ class Driver:
         values = self._anomalies.take(at_least)
         if values and self._tells:
             self._event("values", values)
+
+    def _check_unchanged(self, _: do.CheckUnchanged) -> None:
+        try:
+            self._idle.body_ended(self._number, self._rank.base)
+        except UsageError:
+            self._unlike = True
+            raise
 
     def _on_pause(self, _: do.OnPause) -> None:
         if problem := self._pauses.stand(self._rank.number):

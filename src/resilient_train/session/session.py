@@ -308,8 +308,7 @@ class Session:
         driver, self._driver = self._driver, None
         if driver is not None:
             watch(on=False)
-            leaves = isinstance(error, SystemExit) and error.code in (None, 0)
-            (self._calls if isinstance(self._calls, Calls) else driver).close(finish=error is None, leaves=leaves)
+            (self._calls if isinstance(self._calls, Calls) else driver).close(error)
 
 
 def resilient(**registered: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:

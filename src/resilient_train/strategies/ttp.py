@@ -29,7 +29,8 @@ def begin(fault: Fault, job: Job) -> list[Command]:
     code, reason = (first.code, first.reason) if first else (fault.code, fault.reason)
     job.leaving = Leaving(code, reason, alone=True)
     job.leaving.gone = set(job.holders.absent)
-    return _survive(job, (fault.rank,) if fault.kind in (Kind.LOST, Kind.OWN) else (), fault.reason)
+    lost = (fault.rank,) if fault.rank in job.holders.absent else ()
+    return _survive(job, lost, fault.reason, culprit=fault.rank)
 
 
 def leave(job: Job, code: int, reason: str) -> list[Command]:
@@ -56,8 +57,8 @@ def hurry(job: Job) -> list[Command]:
     return _survive(job, (), f"{leaving.reason}, and rank {named} has not come in half of the time that there is")
 
 
-def _survive(job: Job, lost: tuple[int, ...], reason: str) -> list[Command]:
-    commands = job.begin(lost, reason, by=NAME, kind="leaving")
+def _survive(job: Job, lost: tuple[int, ...], reason: str, *, culprit: int = -1) -> list[Command]:
+    commands = job.begin(lost, reason, by=NAME, kind="leaving", culprit=culprit)
     job.stage = Stage.LEAVING
     return commands
 

@@ -21,6 +21,7 @@ from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.rank import Rank
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.protocol.replicas import ReplicaTable
+from resilient_train.protocol.savers import Leaving
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.strategies import tsp, ttp
 from resilient_train.testing import checks, values
@@ -91,6 +92,8 @@ class Faults(NamedTuple):
     """A rank's norm or loss can't be right."""
     deviations: int = 0
     """A rank that computes an update for the second time comes to something else."""
+    errors: int = 0
+    """The script fails by itself on a rank. What that rank holds is whole, as a rule, and is saved before it ends."""
 
 
 class DrivenParts(NamedTuple):
@@ -138,7 +141,7 @@ BUDGETS = {
     "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "scratch": "scratches",
     "loss": "heard", "fence": "fences", "hang": "hangs", "failure": "failures", "asked to end": "asked",
     "stop": "stops", "pause": "pauses", "withdrawal": "withdrawn", "anomaly": "anomalies",
-    "deviation": "deviations",
+    "deviation": "deviations", "error": "errors",
 }  # fmt: skip
 _POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
 _POLICY_OF_SAVERS = msgspec.structs.replace(_POLICY, replace=False)
@@ -178,6 +181,8 @@ class World:
         """(rank, incarnation) that the controller has had killed: it knows of these deaths before it sees them."""
         self.left: frozenset[tuple[int, int]] = frozenset()
         """(rank, incarnation) that have ended with an error of the script's."""
+        self.raised: frozenset[tuple[int, int]] = frozenset()
+        """(rank, incarnation) whose loop such an error has left, and which stay until what they hold is saved."""
         self.tail_calls: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
         self.tail_results: dict[tuple[int, int], int] = {}
         self.missing: frozenset[tuple[int, int]] = frozenset()
@@ -246,6 +251,8 @@ class World:
             found += [Move("fault", rank.rank, "anomaly") for rank in alive if rank.may_be_anomalous(self)]
         if self.budget.deviations:
             found += [Move("fault", rank.rank, "deviation") for rank in alive if rank.can_deviate(self)]
+        if self.budget.errors:
+            found += [Move("fault", rank.rank, "error") for rank in alive if rank.may_raise(self)]
         if self.budget.asked and runs:
             found.append(Move("fault", 0, "asked to end"))
         if self.budget.stops and runs:
@@ -305,6 +312,8 @@ class World:
             self.carry_out(self.controller.unpause())
         elif move.name == "anomaly":
             self.writable(move.about).finds_an_anomaly(self)
+        elif move.name == "error":
+            self.writable(move.about).raises(self)
         elif move.name == "deviation":
             self.writable(move.about).computes_otherwise(self)
         elif move.name in ("damage", "loss", "scratch"):
@@ -364,6 +373,8 @@ class World:
                 self.carry_out(controller.finish(rank, incarnation, generation))
             case m.Trouble():
                 self.troubles += (frame,)
+            case m.Raised(code=code):
+                self.carry_out(controller.raised(rank, incarnation, code, self.standings))
             case m.Damaged(generation=generation, detail=detail):
                 self.carry_out(controller.damaged(rank, incarnation, generation, detail, self.standings))
             case m.Anomaly():
@@ -579,7 +590,7 @@ class World:
         calls = frozenset((key, call) for key, call in self.collectives.items() if key[0] in live)
         parts = (
             self.budget, self.stop_generation, self.pause_at, tuple(self.standings), tuple(self.logs),
-            tuple(self.published), tuple(self.words), self.left,
+            tuple(self.published), tuple(self.words), self.left, self.raised,
             frozenset(each for each in self.handed_over if each[0] in live),
             tuple(rank.key() for rank in self.ranks),
             frozenset((k, tuple(map(frame_key, q))) for k, q in self.up.items()),
@@ -596,7 +607,7 @@ def frame_key(frame: Any) -> Any:
     if isinstance(frame, m.Plan):
         copies = tuple(sorted(frame.copies.items()))
         return ("Plan", frame.generation, frame.commits, copies, frame.finishers, frame.replaced, frame.last)
-    return (type(frame).__name__, *msgspec.structs.astuple(frame))
+    return (type(frame).__name__, *map(_hashable, msgspec.structs.astuple(frame)))
 
 
 _POLICY_ONLY = frozenset(("policy", "restarts", "retries"))
@@ -620,7 +631,7 @@ def _hashable(value: Any) -> Any:
             return tuple(value)
         case msgspec.Struct():
             return frame_key(value)
-        case Holders():
+        case Holders() | Leaving():
             return value.key()
         case _:
             return value

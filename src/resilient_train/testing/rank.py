@@ -94,7 +94,7 @@ forbids, and a script's own errors.
 
 VISIBLE = (
     *(fx.Record, fx.Publish, fx.Arrive, fx.ResetLog, fx.Offer, fx.SendStarted, fx.SendTrouble, fx.SendDamaged),
-    *(fx.SendAnomaly, fx.SendJoined, fx.SendDone, fx.SendReached, fx.SendFinish),
+    *(fx.SendAnomaly, fx.SendJoined, fx.SendDone, fx.SendReached, fx.SendFinish, fx.SendRaised),
 )
 """Effects that others can see. (Snapshots have a simulation of their own, ``tests/sim/test_kept.py``.)"""
 _FRAMES: dict[type[fx.Effect], tuple[type[Any], ...]] = {
@@ -136,7 +136,7 @@ class SimRank:
         *("copying", "cut", "entered", "grad", "grads", "incarnation", "laid", "layout", "listens", "machine", "mode"),
         *("model", "offer", "outside", "own", "pending", "pulled", "rank", "saved", "shown", "start", "step"),
         *("swallowed", "tail_index", "tails", "todo", "told_to_pause", "undo", "unseen", "untold", "wrong", "writer"),
-        *("deviated", "verified"),
+        *("deviated", "verified", "failed_tail", "told_failed"),
     )
 
     def __init__(self, rank: int, incarnation: int, machine: Rank) -> None:
@@ -191,6 +191,8 @@ class SimRank:
         """How often the window was begun again."""
         self.wrong = False
         """The script has failed by itself: where its code would go on, its process ends."""
+        self.failed_tail = self.told_failed = False
+        """The script has failed behind an update; people are told."""
         self.verified = -1
         """The update for which all compute a second time."""
         self.deviated = -1
@@ -215,7 +217,7 @@ class SimRank:
                 self.breaks, self.start, self.batches, self.grad, self.grads, tuple(self.calls.items()), self.saved,
                 self.tail_index, self.tails, self.writer, self.shown, self.busy, self.untold, self.unseen,
                 self.behind_cut, self.swallowed, self.outside, self.pulled, self.heard, self.called, self.told_to_pause,
-                self.verified, self.deviated,
+                self.verified, self.deviated, self.failed_tail, self.told_failed,
                 tuple(map(_effect_key, self.todo)), _effect_key(self.pending),
                 self.offer.source if self.offer else -1, self.machine.key(),
             ))  # fmt: skip
@@ -292,6 +294,13 @@ class SimRank:
         """Whether lost memory is heard of when the device comes to rest, and the step can be left."""
         waits = not self.todo and isinstance(self.pending, fx.Quiesce) and not self.pending.tail
         return waits and self.machine.intact and not self.heard
+
+    def may_raise(self, world: World) -> bool:
+        """Whether the script may fail here by itself, and a fault does not explain it."""
+        if not self.idle or self.wrong or self.swallowed:
+            return False
+        in_body = self.at in (At.BODY, At.REDUCED, At.END) and not (self.stopped(world) and self.armed)
+        return in_body or self.at is At.TAIL or (self.at is At.HEAD and not self.breaks)
 
     def _may_be_left(self, world: World) -> bool:
         """Whether the user's code that runs now is a body of which nothing has to stay."""
@@ -375,6 +384,26 @@ class SimRank:
         self.untold = False
         world.send(self, m.Damaged(self.machine.generation, effect.text))
 
+    def _send_raised(self, world: World, effect: fx.SendRaised) -> None:
+        world.send(self, m.Raised(effect.text, effect.code))
+
+    def _tell_tail_failed(self, world: World, _: fx.Effect) -> None:
+        """Who was cut in that tail and can end it is asked first."""
+        require(self.wrong, f"rank {self.rank} tells of a tail that has not failed")
+        self.told_failed = True
+        stands = Standing(self.machine.standing.commits, Phase.APPLIED)
+        others = [world.ranks[each] for each in world.table.peers(self.rank) if each != self.rank]
+        able = [
+            each.rank
+            for each in others
+            if each.alive
+            and not each.failed_tail
+            and each.machine.intact
+            and each.machine.standing == stands
+            and isinstance(each.pending, fx.AwaitEnd)
+        ]
+        require(not self.failed_tail or not able, f"rank {self.rank} saves a tail that has failed; {able} could end it")
+
     def _send_anomaly(self, world: World, effect: fx.SendAnomaly) -> None:
         generation, number, job = self.machine.generation, self.machine.number, world.controller.job
         known = ("norm", number) in job.anomalies
@@ -385,9 +414,11 @@ class SimRank:
             require(not told, f"rank {self.rank} has step {number} run again a second time for an anomaly")
         world.send(self, m.Anomaly(generation, number, "norm", 45.7, 44.0, effect.again, self.machine.skips))
 
-    def _send_joined(self, world: World, _: fx.Effect) -> None:
-        commits, phase = self.machine.standing
-        world.send(self, m.Joined(self.machine.generation, commits, phase, self.machine.intact, 0, ("world",)))
+    def _send_joined(self, world: World, effect: fx.SendJoined) -> None:
+        machine, (commits, phase), failed = self.machine, self.machine.standing, effect.tail_failed
+        world.send(
+            self, m.Joined(machine.generation, commits, phase, machine.intact, 0, ("world",), tail_failed=failed)
+        )
 
     def _send_done(self, world: World, effect: fx.SendDone) -> None:
         self._has_groups()
@@ -547,7 +578,7 @@ class SimRank:
         """The user's code goes on."""
         if self.wrong:
             require(not effect.value, f"rank {self.rank} is to run again what has failed by itself")
-            world.leave_with_error(self)
+            self._leaves_the_session(world)
             return
         program = world.program
         wanted = (_EXIT, _CALL) if effect.value else (_HOOK, _EXIT, _OTHER)
@@ -611,6 +642,15 @@ class SimRank:
     def _goes_on_behind_a_cut(self) -> None:
         self.at, self.behind_cut = At.HEAD, True
         require(self.mode is fx.Mode.LOOPBACK, f"rank {self.rank} goes on behind a cut body in mode {self.mode}")
+
+    def _leaves_the_session(self, world: World) -> None:
+        """The script's own exception has come as far. What this rank holds is saved before it goes on."""
+        if self.machine.whole:
+            world.raised |= {(self.rank, self.incarnation)}
+            self.called = _OTHER
+            self.feed(world, on.Raised("the script's"))
+        else:
+            world.leave_with_error(self)
 
     def _check_armed(self, world: World) -> None:
         if self.armed is not self._may_be_left(world):
@@ -782,6 +822,8 @@ class SimRank:
         commits = self.machine.standing.commits
         whole = self.model == world.chains.model[world.shard[self.rank]][commits]
         require(whole, f"rank {self.rank} saves a wrong state")
+        told = self.told_failed or not self.failed_tail
+        require(told, f"rank {self.rank} saves a tail that has failed, and tells nobody")
         over = self.machine.standing.phase is not Phase.APPLIED
         require(over, f"rank {self.rank} saves in the middle of a tail")
         published = [state for of, state in world.published[self.rank] if of == commits]
@@ -864,7 +906,7 @@ class SimRank:
         event = MISUSES[kind][2]
         self.wrong = isinstance(event, on.Exit) and event.how != "ok"
         self.feed(world, event)
-        require(not self.alive, f"rank {self.rank} {kind}, and nobody has told it")
+        require(not self.alive or self.wrong, f"rank {self.rank} {kind}, and nobody has told it")
 
     def _connect(self, world: World) -> None:
         self.at, self.connected, self.called = At.HEAD, True, _HEAD
@@ -972,12 +1014,23 @@ class SimRank:
 
     # -- faults
 
+    def raises(self, world: World) -> None:
+        """The script fails on this rank by itself: in a body, behind its update, or between two bodies."""
+        self.wrong = True
+        alone = isinstance(getattr(self.machine.state, "duty", None), m.SaveLast)
+        self.failed_tail = self.machine.standing.phase is Phase.APPLIED and not alone
+        if self.at is At.HEAD or self.outside:
+            self._leaves_the_session(world)
+        else:
+            self.called = _EXIT
+            self.feed(world, on.Exit("error", "the script's"))
+
     def fail(self, world: World) -> None:
         """A collective failed, the update was cut, or what the rank waits for."""
         if isinstance(self.pending, (fx.Build, fx.Fetch, fx.Serve, fx.AwaitStop)):
             self._receive(world, "fails")
         elif self._misled:
-            self.called = _EXIT
+            self.wrong, self.called = True, _EXIT
             self.feed(world, on.Exit("error", "this one is missing"))
         elif self.at is At.IN_TAIL:
             self._tail_cut(world)
@@ -1041,9 +1094,6 @@ class SimRank:
             self.pending, self.wrong, self.called = None, True, _OTHER
             self.feed(world, on.Exit("leaves" if self.rank % 2 else "error"))
 
-    def _nothing_but_told(self, _: World, __: fx.Effect) -> None:
-        """Somebody reads it."""
-
     def _nothing(self, world: World) -> None:
         pass
 
@@ -1055,7 +1105,8 @@ class SimRank:
         fx.SendStarted: _send_started,
         fx.SendTrouble: _send_trouble,
         fx.SendDamaged: _send_damaged,
-        fx.TellTailFailed: _nothing_but_told,
+        fx.SendRaised: _send_raised,
+        fx.TellTailFailed: _tell_tail_failed,
         fx.SendAnomaly: _send_anomaly,
         fx.SendJoined: _send_joined,
         fx.SendDone: _send_done,
@@ -1115,6 +1166,8 @@ class SimRank:
 def _effect_key(effect: fx.Effect | None) -> Any:
     if isinstance(effect, (fx.Build, fx.Fetch, fx.Exchange)):
         return (type(effect).__name__, effect.plan.generation)
+    if isinstance(effect, fx.Save):
+        return ("Save", effect.order and (effect.order.generation, effect.order.part))
     return effect
 
 

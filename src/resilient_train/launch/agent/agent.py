@@ -27,7 +27,7 @@ from resilient_train.launch.agent.console_text import end_of, line, newest_told,
 from resilient_train.launch.agent.credentials import Admission, RankConnection, new_token
 from resilient_train.launch.agent.hang_watch import LOOK_S, HangWatch
 from resilient_train.launch.agent.last_save import LastSave
-from resilient_train.launch.agent.last_words import how_it_failed
+from resilient_train.launch.agent.last_words import how_it_failed, how_it_fails
 from resilient_train.launch.agent.logs import Logs
 from resilient_train.launch.agent.operators import Operators
 from resilient_train.launch.agent.pauses import Pauses
@@ -109,6 +109,8 @@ class Agent:
         self._unborn: dict[int, Spawn] = {}
         """Ranks whose process is asked for, and not there yet."""
         self._fenced: dict[RankProcess, str] = {}
+        self._failed: set[RankProcess] = set()
+        """They end by an exception of the script's, when the state is saved."""
         reports = CollectiveReports(self._board, Path(spec.run_dir) / STACKS_FOLDER)
         self._hang_watch = HangWatch(self._board, self._job, self._processes, reports, spec.settings)
         self._straggler_watch = StragglerWatch(self._board, self._job, spec.settings)
@@ -407,6 +409,8 @@ class Agent:
                 self._carry_out(controller.reached(rank, incarnation, generation))
             case m.Trouble(generation=generation, detail=text):
                 self._on_trouble(generation, f"rank {rank}: {text}", time.monotonic() + _LEAVING_S)
+            case m.Raised():
+                self._on_raised(rank, incarnation, frame)
             case m.Unfinishable(generation=generation, reason=text):
                 self._carry_out(controller.unfinishable(generation, text))
             case m.Damaged(generation=generation, detail=text):
@@ -447,6 +451,13 @@ class Agent:
                 self._carry_out(controller.stop(2, text))
             case _:
                 self._note("foreign_frame", rank=rank, detail={"text": type(frame).__name__})
+
+    def _on_raised(self, rank: int, incarnation: int, frame: m.Raised) -> None:
+        process = self._processes.current[rank]
+        if process.incarnation == incarnation:
+            self._failed.add(process)
+        how = how_it_fails(frame.text, frame.code, self._log(process))
+        self._carry_out(self._controller.raised(rank, incarnation, frame.code, self._standings(), how))
 
     def _on_trouble(self, generation: int, detail: str, deadline: float) -> None:
         """A collective has failed. If a rank dies or leaves, that is why, and its end says more."""
@@ -643,12 +654,21 @@ class Agent:
         self._carry_out(self._controller.lost(process.rank, process.incarnation, reason, self._standings()))
 
     async def _stop_ranks(self) -> None:
-        """SIGTERM, time to go, SIGKILL."""
-        for process in self._processes.living():
+        """SIGTERM, time to go, SIGKILL. Who ends by an exception of its own has the first half of the time to do so."""
+        half_s = self._spec.shutdown_timeout_s / 2
+        self._terminate([process for process in self._processes.living() if process not in self._failed])
+        await self._none_lives(half_s)
+        self._terminate([process for process in self._processes.living() if process in self._failed])
+        await self._none_lives(half_s)
+
+    def _terminate(self, processes: Collection[RankProcess]) -> None:
+        for process in processes:
             self._board.set_asked(process.rank, signal.SIGTERM)  # a rank that would only write it down ends now
             process.signal_group(signal.SIGTERM)
             process.signal(signal.SIGCONT)
-        deadline = self._loop.time() + self._spec.shutdown_timeout_s
+
+    async def _none_lives(self, limit_s: float) -> None:
+        deadline = self._loop.time() + limit_s
         while any(True for _ in self._processes.living()) and self._loop.time() < deadline:  # noqa: ASYNC110 - nothing tells it
             await asyncio.sleep(0.01)
 

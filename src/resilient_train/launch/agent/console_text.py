@@ -40,8 +40,8 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         yield f"{detail['reason']}. The state is saved, then the job ends"
     elif kind == "save_last" and not detail["exact"]:
         yield (
-            "no survivor stands at the start of an update: one finishes the step in which it was cut, and collectives "
-            "that it calls there give it its own values"
+            "no survivor stands at the start of an update: what stands behind the update was cut or has failed, and is "
+            "saved as one rank has it; collectives that it called there without the others gave it its own values"
         )
     elif kind == "restart_all":
         yield f"{detail['reason']}. All ranks start again"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import sysconfig
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
+from resilient_train.exception_line import is_library, line_of
+
 _TAIL_BYTES = 1 << 16
-_LENGTH_MAX = 400
 _UNCAUGHT = 1
 """Python's exit code after an exception that nobody caught."""
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")
@@ -19,7 +18,6 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _NOT_THE_END = ("Exception ignored", "Error in atexit", "Error in sys.excepthook")
 """Lines behind which a traceback follows that did not end the process."""
 _IGNORED = "(that one)"
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[2]), "<")
 
 
 def how_it_failed(log: Path, code: int, others: Mapping[int, Path] | None = None) -> str:
@@ -28,9 +26,14 @@ def how_it_failed(log: Path, code: int, others: Mapping[int, Path] | None = None
     ``others``: logs of ranks whose processes still end. One whose error came first may be the last to go.
     """
     said = _exception(log) if code == _UNCAUGHT else ""
-    told = f": {said}; its traceback: {log}" if said else f" with exit code {code}; its log: {log}"
+    told = how_it_fails(said, code, log)
     before = {rank: _exception(path) for rank, path in (others or {}).items()} if said else {}
     return told + "".join(f"; rank {rank} ends with {text}" for rank, text in before.items() if text not in ("", said))
+
+
+def how_it_fails(said: str, code: int, log: Path) -> str:
+    """The same of a process that has told it, and has not written its traceback yet."""
+    return f": {said}; its traceback: {log}" if said else f" with exit code {code}; its log: {log}"
 
 
 def _exception(log: Path) -> str:
@@ -41,11 +44,11 @@ def _exception(log: Path) -> str:
         if line == _HEAD:
             place = _IGNORED if before.startswith(_NOT_THE_END) else ""
         elif frame is not None and place != _IGNORED:
-            if not place or not frame["file"].startswith(_LIBRARIES):
+            if not place or not is_library(frame["file"]):
                 place = f"{Path(frame['file']).name}:{frame['line']}"
         elif place and line and not line.startswith(" "):
             if place != _IGNORED:
-                found = f"{textwrap.shorten(line, _LENGTH_MAX, placeholder=' ...')} ({place})"
+                found = line_of(line, place)
             place = ""
         before = line
     return found

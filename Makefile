@@ -59,7 +59,7 @@ WORKERS ?= 2
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
-# All stories, with all parameters: to be run before an issue ends. Half an hour.
+# All stories, with all parameters: to be run before an issue ends. An hour and a half.
 test-full: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "long or not long" $(PYTEST_FLAGS)
 

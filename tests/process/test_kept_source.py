@@ -18,7 +18,7 @@ GRACE_S = 0.3
 
 def told(run_dir: Path, story: Callable[[Saves], Awaitable[None]]) -> None:
     async def tell() -> None:
-        saves = Saves(run_dir, 1, 2, lambda *_, **__: None, lambda _: None, lambda _: None)
+        saves = Saves(run_dir, 1, 2, lambda *_, **__: None, lambda _: None, lambda _: None, asyncio.create_task)
         assert not await saves.choose()
         assert saves.source == Source("memory", 7)
         await story(saves)

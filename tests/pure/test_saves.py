@@ -20,7 +20,7 @@ from resilient_train.protocol.messages import Captured, Source
 
 
 def saves(run_dir: Path) -> Saves:
-    return Saves(run_dir, 2, 2, lambda *_, **__: None, lambda _: None, lambda _: None)
+    return Saves(run_dir, 2, 2, lambda *_, **__: None, lambda _: None, lambda _: None, asyncio.create_task)
 
 
 def choose(each: Saves, *, needed: bool = False) -> str:
@@ -175,7 +175,7 @@ def test_storage_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(saves_module, "find_stored", never)
     monkeypatch.setattr(saves_module, "_SLOW_S", 0.05)
     monkeypatch.setattr(saves_module, "_SEE_S", 0.05)
-    slow = Saves(tmp_path, 2, 2, lambda *_, **__: None, told.append, lambda _: None)
+    slow = Saves(tmp_path, 2, 2, lambda *_, **__: None, told.append, lambda _: None, asyncio.create_task)
     assert not choose(slow)
     assert len(told) == 1
     assert "still being read" in told[0]

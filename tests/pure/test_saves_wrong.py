@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,18 @@ class Rig:
         self.settled: list[int] = []
         self.holder = Holder()
         note = lambda kind, *, detail: self.events.append((kind, detail))
-        self.saves = Saves(run_dir, 2, 2, note, self.told.append, self.settled.append)
+        self.saves = Saves(run_dir, 2, 2, note, self.told.append, self.settled.append, self.begin)
         self.saves._vault = self.holder  # type: ignore[assignment]
         monkeypatch.setattr(self.saves, "_let_go", lambda: None)
         monkeypatch.setattr(self.saves, "_held", lambda: Source("memory", 8))
         monkeypatch.setattr(self.saves, "_in_memory", lambda: Source("memory", 8))
         (run_dir / "holder-0.sock").touch()
+        self.begun: list[asyncio.Task[None]] = []
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """The agent's: it looks at the end of each, and a mistake of ours ends the job."""
+        self.begun.append(asyncio.create_task(work))
+        return self.begun[-1]
 
     def captured(self, step: int, sequence: int = 1) -> None:
         for rank in range(2):
@@ -119,6 +126,25 @@ def test_one_that_is_being_written_when_all_go_back(rig: Rig) -> None:
 
     asyncio.run(job())
     assert [detail["step"] for kind, detail in rig.events if kind == "saved"] == [16]
+
+
+def test_a_mistake_of_ours_there_is_seen(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent was never told, and the job went on without saving anything any more."""
+
+    async def broken(*_: object, **__: object) -> str:
+        raise LookupError("our own mistake")
+
+    async def job() -> None:
+        rig.captured(16)
+        rig.saves.distrust(13)
+        assert not await choose(rig)
+        monkeypatch.setattr(saves_module, "set_wrong_aside", broken)
+        rig.lands(16)
+        (task,) = rig.begun
+        with pytest.raises(LookupError):
+            await task
+
+    asyncio.run(job())
 
 
 def test_one_that_is_being_written_and_fails(rig: Rig) -> None:

@@ -106,6 +106,7 @@ class Agent:
         self._reaping: set[RankProcess] = set()
         self._set_ups: dict[int, bytes] = {}
         """What the ranks were given before their loops, for who takes their places."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._unborn: dict[int, Spawn] = {}
         """Ranks whose process is asked for, and not there yet."""
         self._fenced: dict[RankProcess, str] = {}
@@ -122,7 +123,9 @@ class Agent:
         operators = Operators(self._board, self._job, self._processes, self._waiting, self._pauses, slower, self._note)
         self._admission = Admission(token, self._job, self._processes, operators, self, self._note)
         keep = spec.settings.keep_checkpoints
-        self._saves = Saves(spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle)
+        self._saves = Saves(
+            spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle, self._begin_task
+        )
         if read_switches().tre:
             self._job.anomalies.update(abnormal.read(spec.run_dir))
         self._job.can_go_back = self._saves.can_go_back
@@ -134,7 +137,6 @@ class Agent:
         self._ended = asyncio.Event()
         self._choosing = False
         """All ranks are to be started, and it is not known yet from what."""
-        self._tasks: set[asyncio.Task[None]] = set()
         self._fault_ns = 0
 
     async def run(self) -> int:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, NamedTuple, Protocol
@@ -78,8 +78,11 @@ class Saves:
         note: Teller,
         say: Callable[[str], None],
         settle: Callable[[int], None],
+        begin_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        """``settle`` is told of an update when all checkpoints up to it are over and done with, written or not."""
+        """``settle`` is told of an update when all checkpoints up to it are over and done with, written or not.
+        ``begin_task``: what goes on in the background, with somebody to look at its end.
+        """
         self._run_dir = run_dir
         self._folder = run_dir / CHECKPOINTS
         self._world_size = world_size
@@ -87,6 +90,7 @@ class Saves:
         self._note = note
         self._say = say
         self._settle = settle
+        self._begin_task = begin_task
         self._newest_over = 0
         self.source: Source | None = None
         """What all ranks start from: the newest state that is whole. None: from the script's own."""
@@ -337,7 +341,7 @@ class Saves:
 
     def _begin_aside(self) -> None:
         if self._aside is None:
-            self._aside = asyncio.get_running_loop().create_task(self._set_aside())
+            self._aside = self._begin_task(self._set_aside())
 
     async def _set_aside(self) -> None:
         """What lies on storage from behind the wrong step gets a name that nobody goes on from."""

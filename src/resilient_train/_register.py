@@ -68,7 +68,7 @@ def _wrap_init(distributed: Any, c10d: Any) -> None:
 
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        ours = backend == _BACKEND or (_is_ours() and _is_for_gloo(backend, c10d))
+        ours = (backend or "").lower() == _BACKEND or (_is_ours() and _is_for_gloo(backend, c10d))
         if standby.stage is not None and ours and not config.init_barrier_wanted():
             given = len(args) >= _RANK_PLACE or kwargs.get("rank", -1) != -1
             if not given:
@@ -103,6 +103,7 @@ def _wrap_helper(c10d: Any) -> None:
 
 def _is_for_gloo(backend: str | None, c10d: Any) -> bool:
     """Whether a group that is asked for so uses gloo. Not asked ("undefined" is torch's), the accelerator decides."""
+    backend = backend and backend.lower()  # as torch does; ours is asked first
     if backend is None or backend == "undefined":
         import torch
 
@@ -110,7 +111,7 @@ def _is_for_gloo(backend: str | None, c10d: Any) -> bool:
         return bool(c10d.Backend.default_device_backend_map.get(device) == "gloo")
     if backend == "gloo":
         return True
-    return ":" in backend and all(part.rpartition(":")[2] == "gloo" for part in backend.lower().split(","))
+    return ":" in backend and all(part.rpartition(":")[2] == "gloo" for part in backend.split(","))
 
 
 def _is_ours() -> bool:

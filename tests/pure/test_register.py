@@ -1,0 +1,34 @@
+"""Which groups become ones that can be rebuilt."""
+
+import pytest
+
+from resilient_train import _register
+
+dist = pytest.importorskip("torch.distributed")
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_gloo"),
+    [
+        (None, True),
+        ("undefined", True),
+        ("gloo", True),
+        ("GLOO", True),
+        ("cpu:gloo", True),
+        ("CPU:Gloo", True),
+        ("nccl", False),
+        ("NCCL", False),
+        ("cuda:nccl", False),
+        ("cpu:gloo,cuda:nccl", False),
+        ("cuda:nccl,cpu:gloo", False),
+    ],
+)
+def test_what_asks_for_gloo(backend: str | None, is_gloo: bool) -> None:
+    """Torch lowers a backend's name, but not before it has asked ``init_process_group`` of ours."""
+    assert _register._is_for_gloo(backend, dist.distributed_c10d) == is_gloo
+
+
+def test_where_nothing_is_asked_for_the_accelerator_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._C._get_accelerator", lambda: dist.distributed_c10d.torch.device("cuda"))
+    for backend in (None, "undefined"):
+        assert not _register._is_for_gloo(backend, dist.distributed_c10d)

@@ -14,6 +14,7 @@ import importlib.machinery
 import inspect
 import sys
 from collections.abc import Sequence
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,8 @@ _BACKEND = "resilient"
 _RANK_PLACE = 4
 """Of the parameters of ``init_process_group`` behind its first, ``rank`` is this one."""
 _for_forks = False
+_connects_late: ContextVar[bool] = ContextVar("_connects_late", default=False)
+"""In an ``init_process_group`` that needs nothing of what is in torch's store."""
 
 
 def register_when_imported() -> None:
@@ -61,6 +64,7 @@ def wrap_for_forks() -> None:
 def _wrap(distributed: Any) -> None:
     _wrap_init(distributed, distributed.distributed_c10d)
     _wrap_helper(distributed.distributed_c10d)
+    _wrap_store(sys.modules["torch.distributed.rendezvous"])
 
 
 def _wrap_init(distributed: Any, c10d: Any) -> None:
@@ -73,10 +77,30 @@ def _wrap_init(distributed: Any, c10d: Any) -> None:
             given = len(args) >= _RANK_PLACE or kwargs.get("rank", -1) != -1
             if not given:
                 kwargs["rank"] = 0  # until it is known; a group of ours can learn it later
-        return original(backend, *args, **kwargs)
+        before = _connects_late.set(ours and _joins())
+        try:
+            return original(backend, *args, **kwargs)
+        finally:
+            _connects_late.reset(before)
 
     distributed.init_process_group = init_process_group
     c10d.init_process_group = init_process_group
+
+
+def _wrap_store(rendezvous: Any) -> None:
+    """The agent's store is connected to by one function of torch's."""
+    original = rendezvous._create_c10d_store  # noqa: SLF001 - torch is pinned, see tests/pure/test_torch_private.py
+
+    @functools.wraps(original)
+    def create_c10d_store(*args: Any, **kwargs: Any) -> Any:
+        connect = functools.partial(original, *args, **kwargs)
+        if not _connects_late.get() or not rendezvous._torchelastic_use_agent_store():  # noqa: SLF001 - likewise
+            return connect()
+        from resilient_train.frameworks.torch.late_store import LateStore
+
+        return LateStore(connect)
+
+    rendezvous._create_c10d_store = create_c10d_store  # noqa: SLF001 - likewise
 
 
 def _wrap_helper(c10d: Any) -> None:
@@ -88,12 +112,19 @@ def _wrap_helper(c10d: Any) -> None:
     def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         asked = given["backend"]
-        if not (_is_ours() and _is_for_gloo(asked, c10d)):
-            return original(**given)
-        group, store = original(**{**given, "backend": c10d.Backend(_BACKEND)})
-        if store is not None:
+        as_gloo = _is_ours() and _is_for_gloo(asked, c10d)
+        late = _late_store(given["store"])
+        if late is not None and not (as_gloo or asked == _BACKEND):
+            given["store"], late = late.connected(), None  # whoever makes this group looks for its members there
+        group, store = original(**{**given, "backend": c10d.Backend(_BACKEND) if as_gloo else asked})
+        if store is None:
+            return group, store
+        world = c10d._world  # noqa: SLF001 - likewise
+        if late is not None:  # torch's own PrefixStore of it would lack some verbs
+            store = late.prefixed(f"{given['group_name']}/")
+            world.pg_map[group] = asked, store
+        if as_gloo:
             group.show_as_gloo()
-            world = c10d._world  # noqa: SLF001 - likewise
             world.pg_map[group] = asked, store
             world.pg_backend_config[group] = "cpu:gloo"
         return group, store
@@ -112,6 +143,17 @@ def _is_for_gloo(backend: str | None, c10d: Any) -> bool:
     if backend == "gloo":
         return True
     return ":" in backend and all(part.rpartition(":")[2] == "gloo" for part in backend.split(","))
+
+
+def _joins() -> bool:
+    """Whether this process is to take a rank's place: others listen to it only when it says so to the agent."""
+    link = config.read_link() if standby.stage is None else None
+    return standby.stage is not None or (link is not None and link.joining)
+
+
+def _late_store(store: Any) -> Any:
+    module = sys.modules.get("resilient_train.frameworks.torch.late_store")
+    return module.behind(store) if module is not None else None
 
 
 def _is_ours() -> bool:

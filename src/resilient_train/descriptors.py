@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 
@@ -15,6 +16,9 @@ Limit = tuple[int, int]
 """Soft and hard, as in ``resource``."""
 _USERS_FILES = 64
 """That may be opened right behind a recovery."""
+_CLOSE_RANGE, _CLOSE_RANGE_UNSHARE = 436, 2
+"""Of Linux 5.9, with the same number on all machines; its flag."""
+_LAST = (1 << 32) - 1
 
 
 def raise_limit() -> Limit:
@@ -28,6 +32,22 @@ def raise_limit() -> Limit:
 def restore_limit(before: Limit) -> None:
     """For a new process, before it runs anything of the user's."""
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def keep_alone(descriptor: int) -> bool:
+    """This thread, and those that it makes, get descriptors of their own: copies of this one and the standard streams.
+    From then on nothing that it closes is closed for others. The process's limit counts for each by itself.
+
+    False: the kernel does not do it, and all are shared as before.
+    """
+    # Not `unshare`: containers forbid it as a rule.
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    behind = max(descriptor, 2) + 1
+    numbers = (ctypes.c_uint(behind), ctypes.c_uint(_LAST), ctypes.c_uint(_CLOSE_RANGE_UNSHARE))
+    if call(ctypes.c_long(_CLOSE_RANGE), *numbers) != 0:
+        return False
+    os.closerange(3, descriptor)
+    return True
 
 
 class RecoveryLimit:

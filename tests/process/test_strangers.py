@@ -13,19 +13,25 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+import saved_jobs
 import torch.distributed as dist
-from running import JOBS, LAUNCHER, read_events, start
-from saved_jobs import command, pid_of, wait_for, wait_for_step
+from identity import assert_identical
+from running import JOBS, LAUNCHER, Reference, Run, read_events, start
+from saved_jobs import STEPS, command, pid_of, wait_for, wait_for_step
+from test_descriptors import allowed
 from watched_jobs import end_holder
 
 from resilient_train.state.vault.client import socket_path
 
 STRANGER = 54321
 """Nobody has this number."""
+LISTENS = "0A"
+"""In ``/proc/net/tcp``."""
 RANKS = 2
 
 
@@ -87,12 +93,19 @@ def connect(path: Path) -> None:
 
 def listening(pids: list[int]) -> set[tuple[str, int]]:
     """Addresses on which these processes take TCP connections, from whatever interface."""
-    return {
-        (each.laddr.ip, each.laddr.port)
-        for pid in pids
-        for each in psutil.Process(pid).net_connections(kind="tcp")
-        if each.status == psutil.CONN_LISTEN
-    }
+    # Each thread may have descriptors of its own: the store's has.
+    opened = (each for pid in pids for each in Path(f"/proc/{pid}/task").glob("*/fd/*") if each.is_symlink())
+    held = {str(each.readlink()) for each in opened}
+    found = set()
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == LISTENS and f"socket:[{inode}]" in held:
+                address, _, port = local.partition(":")
+                words = bytes.fromhex(address)
+                turned = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                found.add((socket.inet_ntop(family, turned), int(port, 16)))
+    return found
 
 
 def family(launcher: int) -> list[int]:
@@ -218,3 +231,55 @@ def test_a_folder_in_which_others_may_write_is_told(tmp_path: Path) -> None:
     assert process.returncode == 0
     assert "others may write in" in err
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o775, "it is its owner's to say who may"
+
+
+def is_kept(client: socket.socket) -> bool:
+    """Whether who has connected is not hung up on."""
+    client.settimeout(0.05)
+    try:
+        return bool(client.recv(1))
+    except TimeoutError:
+        return True
+    except ConnectionResetError:
+        return False
+
+
+@contextmanager
+def hogged(address: tuple[str, int]) -> Iterator[threading.Event]:
+    """A stranger has all connections that there are there, also each one that comes free. The event: it has them."""
+    over, full = threading.Event(), threading.Event()
+
+    def take() -> None:
+        with ExitStack() as held:
+            while not over.is_set():
+                client = socket.create_connection(address, 5)
+                if is_kept(client):
+                    held.enter_context(client)
+                else:
+                    client.close()
+                    full.set()
+
+    stranger = threading.Thread(target=take)
+    stranger.start()
+    try:
+        yield full
+    finally:
+        over.set()
+        stranger.join()
+
+
+def test_who_holds_all_connections_of_the_store_stops_no_recovery(tmp_path: Path, undisturbed: Reference) -> None:
+    """A process that takes a rank's place needs none."""
+    run_dir = tmp_path / "run"
+    with start(command(run_dir, "--pace", str(run_dir / "enough"))) as process:
+        wait_for_step(run_dir, 2)
+        (address,) = listening([process.pid])
+        with allowed(process.pid, 20), hogged(address) as full:
+            assert full.wait(30)
+            for times, rank in enumerate((0, 2), 1):
+                os.kill(pid_of(run_dir, rank), signal.SIGKILL)
+                wait_for(run_dir, process, "resumed", times)
+        (run_dir / "enough").touch()
+        out, err = process.communicate(timeout=60)
+    run = Run(run_dir, process.returncode, out, err, read_events(run_dir))
+    assert_identical(run, undisturbed(ranks=saved_jobs.RANKS, steps=STEPS), ranks=saved_jobs.RANKS, recoveries=2)

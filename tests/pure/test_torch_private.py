@@ -73,6 +73,19 @@ def test_group_can_be_subclassed_with_all_verbs() -> None:
         assert hasattr(dist.ProcessGroup, verb), verb
 
 
+def test_the_store_of_a_group_is_made_by_one_function() -> None:
+    """What ``_register`` wraps, and ``late_store.behind`` undoes."""
+    from torch.distributed.rendezvous import _create_c10d_store, _env_rendezvous_handler, _torchelastic_use_agent_store
+
+    assert "_create_c10d_store(" in inspect.getsource(_env_rendezvous_handler)
+    assert "if _torchelastic_use_agent_store():" in inspect.getsource(_create_c10d_store)
+    assert callable(_torchelastic_use_agent_store)
+    source = inspect.getsource(dist.init_process_group)
+    assert 'store = PrefixStore("default_pg", store)' in source
+    helper = inspect.getsource(dist.distributed_c10d._new_process_group_helper)
+    assert 'prefix_store = PrefixStore(f"{group_name}/", store)' in helper
+
+
 def test_batch_norm_writes_its_statistics_silently() -> None:
     """Why ``rank_state`` counts BatchNorm's buffers as changed from the start."""
     layer = torch.nn.BatchNorm1d(3)

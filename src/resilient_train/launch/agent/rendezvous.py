@@ -1,16 +1,25 @@
-"""The store by which torch's process groups find one another: on this node's loopback interface, and nowhere else."""
+"""The store by which torch's process groups find one another: on this node's loopback interface, and nowhere else.
+
+Any process of the machine can connect to it, as often as there are descriptors. So it has descriptors of its own: who
+takes all of those leaves the agent's to the agent, which needs some for each recovery.
+"""
 
 from __future__ import annotations
 
+import gc
 import socket
+import threading
+from concurrent.futures import Future
 
 from torch._C._distributed_c10d import TCPStore
 
+from resilient_train.descriptors import keep_alone
 from resilient_train.errors import ConfigError
 
 
 def make_store(host: str, port: int) -> TCPStore:
-    """A store that listens on ``host`` (torch's own choice would be all interfaces). Port 0: any that is free.
+    """A store that listens on ``host`` (torch's own choice would be all interfaces), until this process ends. Port 0:
+    any that is free. Returns a connection to it. To be called before there are other threads.
 
     Raises ConfigError if that is not possible.
     """
@@ -21,8 +30,37 @@ def make_store(host: str, port: int) -> TCPStore:
         )  # a job that has just ended may have had the port
         listener.bind((host, port))
         listener.listen(2048)
-        bound = listener.getsockname()[1]
-        # The store closes the descriptor when it ends.
-        return TCPStore(host, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        bound = int(listener.getsockname()[1])
+        _serve(host, bound, listener)
+        return TCPStore(host, bound, is_master=False)
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"the store can't listen on {host}:{port}: {error}") from None
+
+
+def _serve(host: str, port: int, listener: socket.socket) -> None:
+    """The store itself, in a thread that does nothing else. Its own threads have the descriptors of their maker."""
+    begun: Future[bool] = Future()
+
+    def serve() -> None:
+        try:
+            alone = keep_alone(listener.fileno())
+            store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno())
+        except (OSError, RuntimeError) as error:
+            begun.set_exception(error)
+            return
+        begun.set_result(alone)
+        threading.Event().wait()
+        del store  # never: this thread alone could close what it holds
+
+    collects = gc.isenabled()
+    gc.disable()  # what it found would be closed in that thread: by number, and the numbers are others there
+    try:
+        threading.Thread(target=serve, name="rt-store", daemon=True).start()
+        alone = begun.result()
+    finally:
+        if collects:
+            gc.enable()
+    if alone:
+        listener.close()
+    else:
+        listener.detach()  # it is the store's

@@ -15,6 +15,7 @@ Start it with ``resilient-run --nproc-per-node 4 train.py``. Importing this pack
 
 from typing import TYPE_CHECKING, Any
 
+from resilient_train._imported import note_import
 from resilient_train._register import register_when_imported
 from resilient_train.errors import (
     CheckpointError,
@@ -75,3 +76,4 @@ def __getattr__(name: str) -> Any:
 
 
 register_when_imported()
+note_import()

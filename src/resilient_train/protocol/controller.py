@@ -50,7 +50,7 @@ class Controller:
         return [Spawn(rank, 0, joining=False, attempt=0) for rank in range(self.job.world_size)]
 
     def greeted(self, rank: int, incarnation: int) -> list[Command]:
-        """A rank said Hello: its script uses this library."""
+        """A rank said Hello, at its Session or when it imported this library: its script uses it."""
         if self.job.current(rank, incarnation):
             self.job.aware = True
         return []

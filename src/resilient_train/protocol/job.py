@@ -50,7 +50,7 @@ class Job:
         """How often all ranks were started again."""
         self.restarts = 0
         self.aware = False
-        """Some rank has said Hello: the script uses this library."""
+        """Some rank has said so: the script uses this library."""
         self.plain = False
         """Its Session is a plain loop."""
         self.can_go_back: Callable[[], bool] = lambda: False
@@ -60,7 +60,7 @@ class Job:
         self.newest_saved: Callable[[], int] = lambda: -1
         """From before which update the newest state is that is saved, its replicas being equal; -1: there is none."""
         self.uses_us: Callable[[], bool] = lambda: False
-        """Whether the script imports this library, as far as its text tells. Asked where no rank has said Hello yet."""
+        """Whether the script imports this library, as far as its text tells. Asked where no rank has said so yet."""
         self.incarnations = [0] * world_size
         self.replicas = ReplicaTable(world_size)
         self.holders = Holders(self.replicas.groups)

@@ -13,8 +13,8 @@ PROTOCOL_VERSION = 5
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """First frame on every connection. ``role`` is ``rank``, ``operator`` (a command line tool), or ``set-up``: a rank
-    that has no Session yet, and asks for its SetUp.
+    """First frame on every connection. ``role`` is ``rank``, ``operator`` (a command line tool), ``set-up``: a rank
+    that has no Session yet, and asks for its SetUp, or ``import``: its script imports this library. A Reply answers.
 
     ``token`` is a rank's: what its agent has given to its processes, and no other agent knows.
     """

@@ -324,6 +324,9 @@ class Agent:
         )
         self._carry_out(self._controller.greeted(rank, hello.incarnation))
 
+    def imports_us(self, rank: int, incarnation: int) -> None:
+        self._carry_out(self._controller.greeted(rank, incarnation))
+
     def set_up_of(self, rank: int) -> bytes:
         return self._set_ups.get(rank, b"")
 

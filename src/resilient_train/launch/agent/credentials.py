@@ -22,6 +22,7 @@ from resilient_train.transport import from_rank
 
 RankConnection = Connection[m.FromRank]
 _SET_UP = "set-up"
+_IMPORT = "import"
 
 
 def new_token() -> str:
@@ -34,6 +35,10 @@ class RankHearer(Protocol):
 
     def greet(self, rank: int, hello: m.Hello, connection: RankConnection) -> None:
         """The rank's process has come."""
+        ...
+
+    def imports_us(self, rank: int, incarnation: int) -> None:
+        """Its script does: a Session is to be expected."""
         ...
 
     def set_up_of(self, rank: int) -> bytes:
@@ -77,6 +82,8 @@ class Admission(Server[m.FromRank]):
         assert isinstance(hello, m.Hello)
         if frame is hello:
             self._admit(connection, hello)
+        elif hello.role == _IMPORT:
+            raise ProtocolError(f"{type(frame).__name__} where nothing but an import is told")
         elif hello.role == "operator":
             self._operators.answer(connection, frame)
         elif self._is_current(hello.rank, hello.incarnation):
@@ -101,6 +108,12 @@ class Admission(Server[m.FromRank]):
 
     def _admit(self, connection: RankConnection, hello: m.Hello) -> None:
         refusal = self._refusal(connection, hello)
+        if hello.role == _IMPORT:
+            # A refusal is no event here: what a rank starts has the rank's variables, and may import us as well.
+            if not refusal:
+                self._hearer.imports_us(hello.rank, hello.incarnation)
+            connection.send(m.Reply(error=refusal))
+            return
         if refusal:
             connection.send(m.Reply(error=refusal))
             raise ProtocolError(refusal)
@@ -127,7 +140,7 @@ class Admission(Server[m.FromRank]):
             )
         if hello.role == "operator":
             return ""
-        if hello.role not in ("rank", _SET_UP):
+        if hello.role not in ("rank", _SET_UP, _IMPORT):
             return f"nobody has the role {hello.role!r}"
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             return "this process was started by another launcher than the one that runs in this run directory"

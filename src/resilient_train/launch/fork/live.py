@@ -16,14 +16,15 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
+from resilient_train._imported import BOOT, watch
 from resilient_train.launch.fork.imports import Script, hidden, target_of
-
-BOOT = "from resilient_train.launch.fork.live import begin; begin()"
-"""What a new interpreter runs with ``python -u -c``; behind it stands what ``python -u`` would have been given."""
 
 
 def cold(command: Sequence[str]) -> tuple[str, ...]:
-    """The command that starts ``command``'s script in a new interpreter; the command itself where it is no script."""
+    """The command that starts ``command``'s script in a new interpreter; the command itself where it is no script.
+
+    Behind ``BOOT`` stands what ``python -u`` would have been given.
+    """
     if isinstance(target_of(command), str):
         return tuple(command)
     return (command[0], "-u", "-c", BOOT, *command[2:])
@@ -52,6 +53,7 @@ def live(command: Sequence[str], target: Script) -> None:
     if folder:
         sys.path.insert(0, folder)
     sys.argv[:] = [target.script or "-m", *target.arguments]
+    watch()
     try:
         if target.module:
             runpy._run_module_as_main(target.module)  # type: ignore[attr-defined] # noqa: SLF001 - what -m itself calls

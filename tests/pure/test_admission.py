@@ -156,17 +156,23 @@ def test_extra_state_that_nobody_can_put_back_is_refused(fake_world: None) -> No
         take(model)
 
 
-def test_sharded_models_are_refused(fake_world: None) -> None:
+def test_what_is_sharded_in_other_ways_is_refused(fake_world: None) -> None:
     with_parameter, with_buffer, wrapped = net(), net(), net()
     with_parameter[1].weight = nn.Parameter(sharded(1.0))
-    with pytest.raises(ConfigError, match=r"parameter '1.weight' is a DTensor.* can't be recovered yet"):
+    with pytest.raises(ConfigError, match=r"parameter '1.weight' is a DTensor.*parallelism can't be recovered"):
         take(with_parameter)
     with_buffer[0].register_buffer("table", sharded(1.0))
     with pytest.raises(ConfigError, match=r"buffer '0.table' is a DTensor"):
         take(with_buffer)
     fully_shard(wrapped[0], mesh=init_device_mesh("cpu", (4,)))
-    with pytest.raises(ConfigError, match="'0' is wrapped by FSDP"):
-        take(wrapped)
+    with pytest.raises(ConfigError, match=r"parameter '1.weight' is not sharded, and others"):
+        take(wrapped).state.replicas()
+
+
+def test_the_older_wrapper_is_refused(fake_world: None) -> None:
+    wrapper = type("FullyShardedDataParallel", (nn.Linear,), {"__module__": "torch.distributed.fsdp"})
+    with pytest.raises(ConfigError, match=r"is wrapped by FullyShardedDataParallel.*use fully_shard"):
+        take(wrapper(2, 2))
 
 
 def test_a_digest_is_of_the_memory_behind_a_sharded_tensor(fake_world: None) -> None:

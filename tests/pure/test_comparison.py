@@ -39,14 +39,15 @@ class Rank:
         self.told: list[Differs | Shared] = []
         self.extra: list[tuple[str, str]] = []
         self.found_at = -1
-        state: Any = SimpleNamespace(fingerprint=self._fingerprint, rows=self._rows, averages=lambda: True)
+        state: Any = SimpleNamespace(fingerprint=self._fingerprint, rows=self._rows)
+        gradients: Any = SimpleNamespace(averages=lambda: True)
         link: Any = SimpleNamespace(
             rank=rank,
             peers=Peers(board, rank, ARENA, nobody, nobody),
             channel=SimpleNamespace(send=self.told.append),
             wait_for_the_end=self._end,
         )
-        self.comparison = Comparison(link, state, groups, every)
+        self.comparison = Comparison(link, state, gradients, groups, every)
 
     def _fingerprint(self) -> Any:
         self.made += 1

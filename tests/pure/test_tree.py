@@ -25,7 +25,7 @@ class Dtype:
 
 KIND = TensorKind(
     is_tensor=lambda value: isinstance(value, Tensor),
-    describe=lambda value: ("float32", value.shape),
+    describe=lambda value: ("float32", value.shape, False),
     is_constant=lambda value: isinstance(value, Dtype),
     name_constant=lambda value: value.name,
     constant=Dtype,

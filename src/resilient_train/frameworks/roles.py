@@ -416,6 +416,13 @@ class State(Protocol):
         """Raises StateError if some of it can't be carried to another process."""
         ...
 
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """Where it is divided among ranks: the groups of ranks that hold the same parts. () where each rank holds all.
+
+        Raises ConfigError if it is divided in a way that can't be recovered.
+        """
+        ...
+
     def sources(self) -> Sources:
         """It, for a replacement to copy."""
         ...
@@ -467,10 +474,6 @@ class State(Protocol):
         """What ``fingerprint`` covers: (name, digest) of each tensor and each value. ``extra``: of the user's
         own objects instead.
         """
-        ...
-
-    def averages(self) -> bool:
-        """Whether the models that are trained are wrapped by what averages gradients among replicas."""
         ...
 
 
@@ -639,6 +642,10 @@ class Gradients(Protocol):
 
     Called by the driver, and only where that is on.
     """
+
+    def averages(self) -> bool:
+        """Whether the models that are trained are wrapped by what averages gradients among replicas."""
+        ...
 
     def watch(self, tell: Callable[[Any], None]) -> None:
         """Until ``close``, ``tell`` is given the norm that the loop computes when it clips gradients of the registered

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from resilient_train.frameworks.roles import State
+from resilient_train.frameworks.roles import Gradients, State
 from resilient_train.protocol.messages import Differs, Shared
 from resilient_train.protocol.replicas import alike
 from resilient_train.session.link import Link
@@ -33,10 +33,14 @@ class Comparison:
     number.
     """
 
-    def __init__(self, link: Link, state: State, groups: Sequence[Sequence[int]], every: int) -> None:
+    def __init__(
+        self, link: Link, state: State, gradients: Gradients, groups: Sequence[Sequence[int]], every: int
+    ) -> None:
         self._link = link
         self._state = state
+        self._gradients = gradients
         self._every = every
+        self._groups = groups
         self._replicas = next((group for group in groups if link.rank in group), (link.rank,))
         self._origin = 0
         self._written = -1
@@ -44,6 +48,8 @@ class Comparison:
         """What is written was read where nobody can have changed it."""
         self.doubtful = False
         """What was not sure, before the last barrier, was not the same."""
+        self.doubted = False
+        """Or was not in another replica group: a snapshot is one of all, so none takes an older one's place then."""
         self._left_out = -1
         """The update before which all would have compared, and a snapshot was to show it."""
         self.forget()
@@ -68,7 +74,7 @@ class Comparison:
         if seldom and not self.alone and (rows := self._state.rows(extra=True)):
             self._link.channel.send(Shared(commits, rows))
         self._left_out = commits if usual and shown else -1
-        if (usual and not shown) or self.doubtful:
+        if (usual and not shown) or self.doubted:
             self.write(commits)
         return usual and not self.alone
 
@@ -100,18 +106,21 @@ class Comparison:
         """What this rank holds is a copy: it says nothing that its source does not."""
         for commits in (0, 1):
             self._link.peers.set_fingerprint(commits, 0)
-        self._written, self.doubtful = -1, False
+        self._written, self.doubtful, self.doubted = -1, False, False
 
     def look(self) -> None:
         """Behind the barrier: compares, if anything was written before it. Does not return if replicas differ."""
         commits, self._written = self._written, -1
         if commits < 0:
             return
-        peers = self._link.peers
-        self.doubtful = not alike(peers.fingerprint(rank, commits) for rank in self._replicas)
+        self.doubtful = not self._same(self._replicas, commits)
+        self.doubted = self.doubtful or not all(self._same(group, commits) for group in self._groups)
         if self.doubtful and self._sure:
-            self._link.channel.send(Differs(commits, self._state.rows(), self._state.averages()))
+            self._link.channel.send(Differs(commits, self._state.rows(), self._gradients.averages()))
             self._link.wait_for_the_end()
+
+    def _same(self, group: Sequence[int], commits: int) -> bool:
+        return alike(self._link.peers.fingerprint(rank, commits) for rank in group)
 
 
 def fingerprint(digest: str) -> int:

@@ -115,7 +115,7 @@ class Driver:
         self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
         self._publication = Publication(self._link, engine.rank_state, engine.data, cursor)
         groups = replicas or (tuple(range(agent.world_size)),)
-        self._comparison = Comparison(self._link, engine.state, groups, settings.compare_every)
+        self._comparison = Comparison(self._link, engine.state, engine.gradients, groups, settings.compare_every)
         self.saving = Saving(
             self._link,
             engine.state,

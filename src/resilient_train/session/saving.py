@@ -126,7 +126,7 @@ class Saving:
                 self._room_for(self._connected(), *self._described(step))
             if due is Due.NOTHING or commits == self._newest:
                 return
-            if self._comparison.doubtful:
+            if self._comparison.doubted:
                 self._skip(commits, step, "the snapshot before differs between replicas: they compare first")
                 return
             off = self._names.left_off()
@@ -244,7 +244,8 @@ class Saving:
         if published is None:
             raise ProtocolError(f"it had published nothing from which update {commits} starts")
         own = {self._link.rank: self._packed(published)}
-        share = self._share()
+        everybody = [rank for group in self._groups for rank in group]
+        share = self._share(everybody.index(self._link.rank))
         if order is not None:
             own |= {rank: self._packed(other) for rank, other in order.others.items()}
             share = SaveShare(order.part, order.parts, order.shard, order.shards)
@@ -365,10 +366,11 @@ class Saving:
         self._newest = source.commits
         return published
 
-    def _share(self) -> SaveShare:
+    def _share(self, shard: int | None = None) -> SaveShare:
+        """``shard``: the number of this rank's; see ``state/vault/flush.Flush.savers``."""
         rank, world_size = self._link.rank, self._link.world_size
         mine = next(each for each in shares(self._groups) if each.holders[0] == rank)
-        return SaveShare(mine.part, mine.of, rank, world_size)
+        return SaveShare(mine.part, mine.of, rank if shard is None else shard, world_size)
 
     def _room_for(self, vault: Vault, image: Image, own: dict[int, bytes]) -> SlotPair:
         size = trailer.size_bytes(image.total_bytes, image.tree, image.names, own)

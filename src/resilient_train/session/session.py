@@ -40,6 +40,7 @@ from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
 from resilient_train.standby import standby_point
 
+Groups = tuple[tuple[int, ...], ...]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -115,7 +116,7 @@ class Session:
                     raise ConfigError(problem.text)  # noqa: TRY301 - likewise
                 off, link = problem.text, None
             if link is not None:
-                groups = tuple(map(tuple, replicas))
+                groups = _groups(engine.state.replicas(), tuple(map(tuple, replicas)))
                 self._driver = Driver(
                     link, engine, self._cursor, objects, groups, undo=undo, limits=limits, skips=skips
                 )
@@ -337,6 +338,25 @@ def _problem(engine: Engine, link: config.AgentLink) -> Problem | None:
     if found is None and (text := engine.collectives.set_up_problem()):
         found = Problem(text)
     return found
+
+
+def _groups(found: Groups, told: Groups) -> Groups:
+    """The replica groups: as the model says, where it is sharded; then what the user says is only compared."""
+    if found and told and {frozenset(group) for group in found} != {frozenset(group) for group in told}:
+        raise ConfigError(f"replicas={told}, but by the model's meshes the ranks that hold the same are {found}")
+    if found and config.is_first_rank():
+        say_aside(_told(found))
+    return found or told
+
+
+def _told(groups: Groups) -> str:
+    held = ", ".join(str(list(group)) for group in groups[:8]) + (", ..." if len(groups) > 8 else "")
+    if all(len(group) > 1 for group in groups):
+        return f"the model is in {len(groups)} parts; the ranks that hold the same: {held}"
+    return (
+        f"the model is in {len(groups)} parts, and some are held by one rank alone ({held}): when that one is lost, "
+        "all ranks go back to the newest state that session.save_every() has kept (docs/how-to/sharded.md)"
+    )
 
 
 def _skips(on_anomaly: str) -> bool:

@@ -19,18 +19,23 @@ Path = tuple[Any, ...]
 
 
 class Slot(NamedTuple):
-    """A tensor's place in a tree: the ``number``-th of the list, its dtype as the framework names it, its shape."""
+    """A tensor's place in a tree: the ``number``-th of the list, its dtype as the framework names it, its shape.
+
+    ``divided``: that is its global shape, and each rank holds a part of it.
+    """
 
     number: int
     dtype: str
     shape: tuple[int, ...]
+    divided: bool = False
 
 
 class TensorKind(NamedTuple):
     """What a framework tells this module about its tensors."""
 
     is_tensor: Callable[[Any], bool]
-    describe: Callable[[Any], tuple[str, tuple[int, ...]]]
+    describe: Callable[[Any], tuple[str, tuple[int, ...], bool]]
+    """Its dtype, shape, and whether it is divided."""
     is_constant: Callable[[Any], bool]
     """Other leaf values of the framework's own (a dtype, a device) ..."""
     name_constant: Callable[[Any], str]
@@ -49,9 +54,9 @@ def flatten(tree: Any, kind: TensorKind) -> tuple[bytes, dict[Path, Any]]:
 
     def encode(value: Any, path: Path) -> Any:
         if kind.is_tensor(value):
-            dtype, shape = kind.describe(value)
+            dtype, shape, divided = kind.describe(value)
             tensors[path] = value
-            return {"T": [len(tensors) - 1, dtype, list(shape)]}
+            return {"T": [len(tensors) - 1, dtype, list(shape), *([True] if divided else [])]}
         if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) not in _INT64:
             return {"I": hex(int(value))}
         if type(value) is str and not value.isascii() and any(map(_SURROGATES.__contains__, value)):
@@ -90,7 +95,8 @@ def unflatten(payload: bytes, kind: TensorKind, place: Callable[[Path, Slot], An
             return value
         ((tag, body),) = value.items()
         if tag == "T":
-            return place(path, Slot(body[0], body[1], tuple(body[2])))
+            number, dtype, shape, *divided = body
+            return place(path, Slot(number, dtype, tuple(shape), divided == [True]))
         if tag == "D":
             pairs = [(decode(key, path), item) for key, item in body]
             return {key: decode(item, (*path, key)) for key, item in pairs}
@@ -116,7 +122,7 @@ def unflatten(payload: bytes, kind: TensorKind, place: Callable[[Path, Slot], An
 
 NO_TENSORS = TensorKind(
     is_tensor=lambda _: False,
-    describe=lambda _: ("", ()),
+    describe=lambda _: ("", (), False),
     is_constant=lambda _: False,
     name_constant=str,
     constant=str,

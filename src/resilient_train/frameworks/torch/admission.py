@@ -16,12 +16,14 @@ from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.extra_state import with_extra_state
 from resilient_train.frameworks.torch.leaves import is_sharded
 from resilient_train.frameworks.torch.optimizer_groups import parameters_of
+from resilient_train.frameworks.torch.sharded import Sharding, is_fsdp
 
-_SHARDING = ("FullyShardedDataParallel", "FSDPModule")
+_SHARDING = ("FullyShardedDataParallel",)
 
 
 def check(objects: Objects) -> None:
     """Raises ConfigError for the first thing that can't be taken, and says why."""
+    Sharding(objects.models).reshard()  # a forward pass alone leaves whole tensors in the places of parameters
     for model in objects.models:
         _check_model(model)
     for optimizer in objects.optimizers:
@@ -58,10 +60,13 @@ def without_optimizer(objects: Objects) -> list[str]:
 def _check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model: {type(model).__qualname__} is no torch.nn.Module")
-    why = "sharded models can't be recovered yet: register a model that each rank holds whole (DistributedDataParallel)"
     for name, module in model.named_modules():
         if _is_a(module, _SHARDING):
-            raise ConfigError(f"model: {name or type(model).__qualname__!r} is wrapped by FSDP, and {why}")
+            raise ConfigError(
+                f"model: {name or type(model).__qualname__!r} is wrapped by FullyShardedDataParallel, whose parameters "
+                "are flattened and can't be recovered: use fully_shard (torch.distributed.fsdp) instead"
+            )
+    fsdp = any(map(is_fsdp, model.modules()))
     for name, module in with_extra_state(model):
         if type(module).set_extra_state is torch.nn.Module.set_extra_state:
             raise ConfigError(
@@ -70,8 +75,12 @@ def _check_model(model: Any) -> None:
             )
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
-            if is_sharded(tensor):
-                raise ConfigError(f"model: {kind} {name!r} is a DTensor, and {why}")
+            if is_sharded(tensor) and (kind == "buffer" or not fsdp):
+                raise ConfigError(
+                    f"model: {kind} {name!r} is a DTensor, and not one of fully_shard's: tensor parallelism can't be "
+                    "recovered yet; shard the model with fully_shard, or have each rank hold it whole "
+                    "(DistributedDataParallel)"
+                )
             if kind == "buffer" and tensor.layout is not torch.strided:
                 raise ConfigError(
                     f"model: buffer {name!r} is a sparse tensor, and nobody would see that it changes: register its "

@@ -15,8 +15,10 @@ from torch.nn.utils import clip_grad
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Objects
+from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
-from resilient_train.frameworks.torch.leaves import gradients_of
+from resilient_train.frameworks.torch.leaves import gradients_of, is_sharded
+from resilient_train.frameworks.torch.sharded import is_fsdp
 
 
 class Gradients:
@@ -48,6 +50,10 @@ class Gradients:
     def begin(self) -> None:
         self._dropping = False
 
+    def averages(self) -> bool:
+        trained = (model for model in self._objects.models if any(p.requires_grad for p in model.parameters()))
+        return all(wrappers_in((model,)) or any(map(is_fsdp, model.modules())) for model in trained)
+
     def digest(self) -> str:
         rows = [f"{name} {tensor_digest(gradient)}" for name, gradient in gradients_of(self._objects.models)]
         return xxhash.xxh3_128_hexdigest("\n".join(rows).encode())
@@ -69,7 +75,9 @@ class Gradients:
                     f"session.check() takes one real number, not a tensor of shape {tuple(value.shape)} "
                     f"({value.dtype}): give it the mean"
                 )
-            return value.detach().clone()
+            # Of a sharded model: each rank has the norm of its part. This is in the body, where a collective is
+            # repaired; to read the value in front of the update would be one as well.
+            return (value.full_tensor() if is_sharded(value) else value).detach().clone()
         try:
             return float(value)
         except (TypeError, ValueError):

@@ -12,7 +12,7 @@ import torch
 from resilient_train._native import Copier
 from resilient_train.frameworks.roles import Image, SaveShare
 from resilient_train.frameworks.torch.checkpoint import contents, memory_of, piece_of, skipped_bytes
-from resilient_train.frameworks.torch.leaves import is_sharded, local
+from resilient_train.frameworks.torch.leaves import is_sharded, local, version_of
 from resilient_train.frameworks.torch.staging import Staging, TensorPart, on_host
 from resilient_train.state.capture import Capture, HostCapture
 from resilient_train.state.image import ImagePlan, plan_image
@@ -47,11 +47,15 @@ class Images:
         """So many times the state's layout was another one than before."""
         self._layout: _Layout | None = None
 
-    def image(self, tree: Any, step: int, share: SaveShare, changed: str = "") -> Image:
-        """See ``frameworks/roles.State``; ``tree`` is the state. ``changed``: what is not any more as it is to be."""
+    def image(self, tree: Any, step: int, share: SaveShare, changed: str = "", *, group: int = -1) -> Image:
+        """See ``frameworks/roles.State``; ``tree`` is the state. ``changed``: what is not any more as it is to be.
+
+        ``group``: of several replica groups, which all hold tensors that are not divided, this rank's. Each saves its
+        own under names of its own.
+        """
         held = contents(tree)
-        tensors = held.tensors
-        if all(map(on_host, tensors.values())):
+        tensors = held.tensors if group < 0 else _named(held.tensors, f"@{group}")
+        if all(on_host(local(tensor)) for tensor in tensors.values()):
             layout = self._laid_out(share, tensors)
             plan = layout.plan
             begin = self._on_host(layout, plan.header(step), tensors)
@@ -108,29 +112,34 @@ class Images:
         return self._plan[2]
 
 
+def _named(tensors: Mapping[str, torch.Tensor], behind: str) -> dict[str, torch.Tensor]:
+    return {name if is_sharded(tensor) else name + behind: tensor for name, tensor in tensors.items()}
+
+
 def _versions(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
     """Torch counts how often a tensor was written in place. A buffer is copied at once, and may be written."""
     return [
-        (name, tensor, tensor._version)
+        (name, tensor, version_of(tensor))
         for name, tensor in tensors.items()
         if not name.startswith(_BUFFERS) and not tensor.is_inference()
     ]
 
 
 def _changed(before: list[tuple[str, torch.Tensor, int]], already: str) -> str:
-    return already or next((name for name, tensor, version in before if tensor._version != version), "")
+    return already or next((name for name, tensor, version in before if version_of(tensor) != version), "")
 
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What decides where a tensor's bytes lie. Another one that looks the same is copied the same."""
-    if is_sharded(tensor):  # asking it takes as long as to lay it out again
-        return (object(),)
+    if is_sharded(tensor):
+        held = local(tensor)
+        return tensor.dtype, tensor.shape, tensor.placements, held.data_ptr(), held.is_contiguous()
     return tensor.dtype, tensor.shape, tensor.data_ptr(), tensor.is_contiguous()
 
 
 def _is_still(name: str, tensor: torch.Tensor) -> bool:
     """Whether it can be copied where it lies until the next update."""
-    return tensor.is_contiguous() and not name.startswith(_BUFFERS)
+    return local(tensor).is_contiguous() and not name.startswith(_BUFFERS)
 
 
 def _still(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,8 @@ import torch
 
 from resilient_train.frameworks.roles import Objects, StateMark, WrittenEarly
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
-from resilient_train.frameworks.torch.leaves import is_sharded, state_of
+from resilient_train.frameworks.torch.leaves import is_sharded, local, state_of, version_of
+from resilient_train.frameworks.torch.sharded import placed_like
 from resilient_train.frameworks.torch.watched_state import (
     LOOKED_AT,
     WatchedState,
@@ -41,7 +42,6 @@ from resilient_train.frameworks.torch.watched_state import (
 LIVES_ON = "resilient_lives_on"
 """An attribute of state that a process which lives on brings up to date by itself: it is not put back there."""
 
-_VERSION, _ADDRESS = operator.attrgetter("_version"), torch.Tensor.data_ptr
 _TRAINING, _REQUIRES_GRAD, _GRADIENT = map(operator.attrgetter, ("training", "requires_grad", "grad"))
 
 Key = tuple[int, str]
@@ -141,13 +141,13 @@ class KeptState:
         if (
             len(there) == len(self._there)
             and all(map(operator.is_, there, self._there))
-            and [*map(_ADDRESS, self._tensors)] == [each.alias.data_ptr() for each in self._watched]
+            and [*map(_address, self._tensors)] == [each.alias.data_ptr() for each in self._watched]
         ):
             return
         self._there = [*there]
         pairs = zip(self._places, there, strict=True)
         found = [(place, each) for place, each in pairs if each is not None and _can_be_watched(each)]
-        self._watched = [_Watched(place, each, each.detach()) for place, each in found]
+        self._watched = [_Watched(place, each, local(each)) for place, each in found]
         self._tensors = [each.tensor for each in self._watched]
 
     def _present_modes(self) -> _Modes:
@@ -164,20 +164,20 @@ class KeptState:
             if not (whole or place.key in self._early):
                 continue
             copy = before.get(place.key)
-            if copy is not None and _are_alike(copy, tensor):
-                self._copies[place.key] = copy.copy_(tensor.detach())
+            if copy is not None and _are_alike(copy, held := local(tensor)):
+                self._copies[place.key] = copy.copy_(held)
             else:
-                _clone_into(self._copies, place.key, tensor)
+                _clone_into(self._copies, place.key, local(tensor))
 
     def _mark(self, *, digests: bool) -> None:
-        self._versions = [*map(_VERSION, self._tensors)]
+        self._versions = [*map(version_of, self._tensors)]
         self._digests = [_digest(each.alias) for each in self._watched] if digests else []
 
     def look(self) -> None:
         """The bodies have come to their end, or to where it matters what they have written."""
         if not self.open:
             return
-        versions = [*map(_VERSION, self._tensors)]
+        versions = [*map(version_of, self._tensors)]
         if self._digests or versions != self._versions:
             self._look_at(versions)
         if not self._cut:
@@ -310,12 +310,13 @@ class KeptState:
     def _put_back(self, place: _Place, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         if place.owner.get(place.name) is not tensor:
             place.owner[place.name] = tensor  # type: ignore[assignment] # a parameter: it was there
-        if not _are_alike(alias, tensor) or tensor.data_ptr() != alias.data_ptr():
-            tensor.data = alias
+        held = local(tensor)
+        if not _are_alike(alias, held) or held.data_ptr() != alias.data_ptr():
+            _whose_memory(tensor).data = alias
         copy = self._copies.get(place.key, self._behind.get(place.key))
         if copy is not None:
             with torch.no_grad():
-                tensor.copy_(copy)
+                local(tensor).copy_(copy)
 
     def forget(self) -> None:
         """The update is applied, or all is to be a copy of a replica's."""
@@ -346,7 +347,8 @@ class KeptState:
         """The same with what these held."""
         for (index, name), copy in self._copies.items():
             if name in models[index]:  # of one that is in two places there is one
-                models[index][name] = copy
+                there = models[index][name]
+                models[index][name] = placed_like(there, copy) if is_sharded(there) else copy
 
     def states(self) -> dict[str, Any]:
         """The user's states that are kept."""
@@ -398,12 +400,16 @@ def _told(key: Key) -> str:
 
 
 def _can_be_watched(tensor: torch.Tensor) -> bool:
-    return (
-        not torch.nn.parameter.is_lazy(tensor)
-        and tensor.layout is torch.strided
-        and not is_sharded(tensor)
-        and not tensor.is_inference()
-    )
+    return not torch.nn.parameter.is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_inference()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return _whose_memory(tensor).data_ptr()
+
+
+def _whose_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or that in which a DTensor has this rank's part."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def _are_alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from resilient_train.frameworks.torch.leaves import local
+
 _WORDS = 2
 """At each look, which is once a window: 2.5 us. An update changes nearly all words, and with other words each time one
 that changes few is found as well.
@@ -36,7 +38,7 @@ class Samples:
             (name, parameter)
             for model in models
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and parameter.numel() * parameter.element_size() >= _WORD_BYTES
+            if parameter.requires_grad and _size(parameter) >= _WORD_BYTES
         ]
         self._taken: list[_Sample] = []
         self._turn = 0
@@ -48,7 +50,7 @@ class Samples:
             self._turn += 1
             round_number, index = divmod(self._turn, len(self._parameters))
             name, parameter = self._parameters[index]
-            words = max(1, parameter.numel() * parameter.element_size() // _WORD_BYTES)
+            words = max(1, _size(parameter) // _WORD_BYTES)
             offset = round_number * _STRIDE % words * _WORD_BYTES
             value = _word(parameter, offset)
             if value is not None:
@@ -62,7 +64,13 @@ class Samples:
         return ""
 
 
+def _size(parameter: torch.nn.Parameter) -> int:
+    held = local(parameter)
+    return held.numel() * held.element_size()
+
+
 def _word(parameter: torch.nn.Parameter, offset: int) -> int | None:
-    if not parameter.is_cpu or not parameter.is_contiguous() or offset >= parameter.numel() * parameter.element_size():
+    held = local(parameter)
+    if not held.is_cpu or not held.is_contiguous() or offset + _WORD_BYTES > held.numel() * held.element_size():
         return None
-    return ctypes.c_uint32.from_address(parameter.data_ptr() + offset).value
+    return ctypes.c_uint32.from_address(held.data_ptr() + offset).value

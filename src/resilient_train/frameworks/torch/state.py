@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from resilient_train import _native, config
-from resilient_train.errors import ConfigError, TransferError
+from resilient_train.errors import ConfigError, LayoutError, StateError, TransferError
 from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.roles import Damage, Image, Objects, SaveShare, Sources, StateMark
 from resilient_train.frameworks.torch import fitting
-from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.checkpoint import piece_of
 from resilient_train.frameworks.torch.containers import copy_tree, dressed
 from resilient_train.frameworks.torch.damage import move
@@ -26,6 +26,7 @@ from resilient_train.frameworks.torch.leaves import (
     TENSORS,
     dense,
     dtype_of,
+    is_sharded,
     local,
     restore_object,
     span_of,
@@ -33,6 +34,7 @@ from resilient_train.frameworks.torch.leaves import (
 )
 from resilient_train.frameworks.torch.optimizer_groups import described, found, groups_of, places, regroup
 from resilient_train.frameworks.torch.rank_state import RankState
+from resilient_train.frameworks.torch.sharded import Replicas, Sharding, placed_like
 from resilient_train.frameworks.torch.staging import Staging, on_host
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.transfer import Span, view
@@ -77,6 +79,10 @@ class _Settings:
         )
 
 
+_Landing = tuple[torch.Tensor, torch.Tensor]
+"""A tensor of the state, and the host memory in which this rank's part of it arrives."""
+
+
 class State:
     """``rank_state``: what it says of buffers counts where both know of one."""
 
@@ -89,6 +95,9 @@ class State:
         self._staging = staging or Staging(config.read_settings().pinned_bytes)
         self._images = Images(self._staging)
         self.kept = KeptState(objects)
+        self.sharding = Sharding(objects.models)
+        self._group = -1
+        """This rank's replica group, where parameters are divided among several."""
         self._checked_plans = 0
         self._copier = _native.Copier()
         self._fingerprint: Fingerprint | None = None
@@ -129,7 +138,8 @@ class State:
         return tree
 
     def _parameters(self) -> list[dict[str, torch.nn.Parameter]]:
-        return [dict(model.named_parameters()) for model in self._objects.models]
+        named = [dict(model.named_parameters()) for model in self._objects.models]
+        return [*map(self.sharding.divided, named)] if self.sharding else named
 
     def small_tree(self) -> dict[str, Any]:
         """Schedulers, scaler and the optimizers' settings: a few numbers, cheap enough to keep for each window."""
@@ -160,11 +170,19 @@ class State:
             "parameters": [groups_of(optimizer) for optimizer in objects.optimizers],
         }
 
+    def replicas(self) -> Replicas:
+        """See ``frameworks/roles.State``."""
+        groups = self.sharding.replicas()
+        self._group = next((number for number, group in enumerate(groups) if dist.get_rank() in group), -1)
+        return groups
+
     def keep(self, *, whole: bool) -> None:
         """A window begins: what its redo goes back to, as far as bodies change it."""
+        self.sharding.reshard()
         self.kept.begin(self.small_copy(), whole=whole)
 
     def cut(self) -> None:
+        self.sharding.reset()
         self.kept.cut()
 
     def marks(self) -> dict[str, StateMark]:
@@ -172,6 +190,7 @@ class State:
 
     def put_back(self, *, intact: bool) -> str:
         """The inverse. Returns the name of something that can't be put back. ``intact``: see ``Step.rollback``."""
+        self.sharding.reset()
         self.kept.put_back(intact=intact)
         self.restore_small(self.kept.small)
         return self.kept.lost
@@ -191,10 +210,16 @@ class State:
                 group.update(copy_tree(settings))
 
     def check(self) -> None:
-        flatten(self.tree(), TENSORS)
+        for path, tensor in flatten(self.tree(), TENSORS)[1].items():
+            if is_sharded(tensor) and path[0] not in ("model", "optimizer"):
+                raise StateError(
+                    f"state at {'.'.join(map(str, path))!r} is a DTensor: of what is divided among ranks only "
+                    "parameters and the state of their optimizers can be carried yet"
+                )
         self._rank_state.packed()
 
     def sources(self) -> Sources:
+        self.sharding.reshard()
         payload, tensors = flatten(self.tree(), TENSORS)
         kept = [dense(tensor) for tensor in tensors.values()]
         spans = [span_of(tensor) for tensor in kept]
@@ -203,18 +228,15 @@ class State:
     def fingerprint(self, after: _native.Copier | None = None) -> Fingerprint:
         if self._fingerprint is not None:
             self._fingerprint.digest()
+        self.sharding.reshard()
         self._fingerprint = Fingerprint(self.tree(core=True, found=True), self._copier, after)
         return self._fingerprint
 
     def on_host(self) -> bool:
-        return all(on_host(parameter) for model in self._objects.models for parameter in model.parameters())
+        return all(on_host(local(each)) for model in self._objects.models for each in model.parameters())
 
     def rows(self, *, extra: bool = False) -> list[tuple[str, str]]:
         return self.kept.digests() if extra else rows_of(self.tree(core=True))
-
-    def averages(self) -> bool:
-        trained = (model for model in self._objects.models if any(p.requires_grad for p in model.parameters()))
-        return all(wrappers_in((model,)) for model in trained)
 
     def tensors(self) -> dict[Path, torch.Tensor]:
         """All tensors of the state by path."""
@@ -237,7 +259,7 @@ class State:
 
         def place(path: Path, slot: Slot) -> torch.Tensor:
             tensor = mine.get(path)
-            if tensor is None or tuple(tensor.shape) != slot.shape or not tensor.is_contiguous():
+            if tensor is None or tuple(tensor.shape) != slot.shape or not tensor.is_contiguous() or slot.divided:
                 raise TransferError(f"{'.'.join(map(str, path))} is not here as it is on the replica")
             if path in lost:
                 move(tensor)
@@ -258,7 +280,7 @@ class State:
         """Parameters and buffers are filled where they lie; DDP holds on to them."""
         self._make_usable()
         tree, landing, uploads = self._land(manifest)
-        spans = [span_of(tensor.detach()) for tensor in landing]
+        spans = [span_of(memory) for _, memory in landing]
         with torch.no_grad():
             fetch(spans)
         arrived = digest_of(manifest, spans)
@@ -269,8 +291,9 @@ class State:
         return sum(span.size for span in spans)
 
     def image(self, step: int, share: SaveShare) -> Image:
+        self.sharding.reshard()
         self.kept.look()
-        image = self._images.image(self.tree(found=True), step, share, self.kept.lost)
+        image = self._images.image(self.tree(found=True), step, share, self.kept.lost, group=self._group)
         if self._images.plans != self._checked_plans:
             fitting.check_unchanged(self._built, fitting.layout_of(self._objects.models))
             self._checked_plans = self._images.plans
@@ -278,6 +301,7 @@ class State:
 
     def outgrown(self) -> str:
         """See ``frameworks/roles.Step``."""
+        self.sharding.reshard()
         return fitting.difference(self._built, fitting.layout_of(self._objects.models))
 
     def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget]], object]) -> None:
@@ -286,37 +310,41 @@ class State:
         if len(names) != len(landing):
             raise TransferError(f"the saved state has {len(landing)} tensors, and names for {len(names)}")
         fill([
-            BlockTarget(piece_of(name, tensor), view(span_of(tensor.detach())))
-            for name, tensor in zip(names, landing, strict=True)
+            BlockTarget(piece_of(name, tensor), view(span_of(memory)))
+            for name, (tensor, memory) in zip(names, landing, strict=True)
         ])  # fmt: skip
         self._staging.upload(uploads)
         self._apply(self._dressed(loaded))
 
-    def _land(self, manifest: bytes) -> tuple[Any, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """The state's tree, of the model's own tensors and new ones; for each the host memory to be filled; and what
+    def _land(self, manifest: bytes) -> tuple[Any, list[_Landing], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The state's tree, of the model's own tensors and new ones; each with the host memory to be filled; and what
         ``upload`` then has to do. The optimizers have its groups then. Raises LayoutError.
         """
         told = unflatten(manifest, TENSORS, lambda _, slot: slot)
         fitting.check(told, self._objects)
         self._regroup(told)
         numbered = [[(p, group) for group in o.param_groups for p in group["params"]] for o in self._objects.optimizers]
-        own = {path: tensor for path, tensor in self._own_tensors().items() if tensor.is_contiguous()}
-        landing: list[torch.Tensor] = []
+        own = {path: tensor for path, tensor in self._own_tensors().items() if local(tensor).is_contiguous()}
+        landing: list[_Landing] = []
         uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def place(path: Path, slot: Slot) -> torch.Tensor:
             mine = own.get(path)
-            fits = mine is not None and tuple(mine.shape) == slot.shape and str(mine.dtype) == slot.dtype
-            if fits and mine is not None and on_host(mine):
-                landing.append(mine)
+            fits = (
+                mine is not None
+                and (tuple(mine.shape), str(mine.dtype), is_sharded(mine)) == (slot.shape, slot.dtype, slot.divided)
+            )  # fmt: skip
+            if fits and mine is not None and on_host(local(mine)):
+                landing.append((mine, local(mine)))
                 return mine
-            host = torch.empty(slot.shape, dtype=dtype_of(slot.dtype))
-            _native.prefer_huge_pages(*span_of(host))
-            landing.append(host)
             final = mine if fits else _beside_parameter(path, slot, numbered)
+            host = torch.empty(slot.shape if final is None else local(final).shape, dtype=dtype_of(slot.dtype))
+            _native.prefer_huge_pages(*span_of(host))
             if final is None:
+                landing.append((host, host))
                 return host
-            uploads.append((final, host))
+            landing.append((final, host))
+            uploads.append((local(final), host))
             return final
 
         return unflatten(manifest, TENSORS, place), landing, uploads
@@ -333,8 +361,8 @@ class State:
 
     def _own_tensors(self) -> dict[Path, torch.Tensor]:
         own: dict[Path, torch.Tensor] = {}
-        for index, model in enumerate(self._objects.models):
-            own.update({("model", index, name): p for name, p in model.named_parameters()})
+        for index, (model, parameters) in enumerate(zip(self._objects.models, self._parameters(), strict=True)):
+            own.update({("model", index, name): p for name, p in parameters.items()})
             own.update({("buffers", index, name): b for name, b in model.named_buffers()})
         return own
 
@@ -365,14 +393,21 @@ class State:
 def _beside_parameter(
     path: Path, slot: Slot, numbered: Sequence[Sequence[tuple[torch.nn.Parameter, dict[str, Any]]]]
 ) -> torch.Tensor | None:
-    """New memory of a device for an optimizer's tensor; None if its place is in the host's.
+    """New memory of a device for an optimizer's tensor, or for this rank's part of one; None if it is a whole tensor
+    in the host's memory. Raises LayoutError.
 
     ``numbered`` are, for each optimizer, its parameters and their groups.
     """
     kind, index, number = path[:3] if len(path) > 3 else ("", 0, "")
     if kind != "optimizer" or not isinstance(number, int):
+        if slot.divided:
+            raise LayoutError(f"{'.'.join(map(str, path))} is divided among ranks there, and not here")
         return None
     parameter, group = numbered[index][number]
+    if slot.divided:
+        if not is_sharded(parameter) or tuple(parameter.shape) != slot.shape:
+            raise LayoutError(f"{'.'.join(map(str, path))} is not divided as its parameter is here")
+        return placed_like(parameter, torch.empty_like(local(parameter), dtype=dtype_of(slot.dtype)))
     # As `Optimizer.load_state_dict` has it: step counts keep to the CPU, unless a kernel of the device reads them.
     if on_host(parameter) or (path[3] == "step" and not (group.get("fused") or group.get("capturable"))):
         return None

@@ -10,7 +10,7 @@ from resilient_train.errors import ConfigError, VaultError
 from resilient_train.state.checkpoint.segments import Segment, read_whole, segments_of
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.image import LENGTH, Header, header_length, parse_header
-from resilient_train.state.sharding import Block, Piece, uncovered
+from resilient_train.state.sharding import Block, Piece, overlap, uncovered
 from resilient_train.state.vault.slots import image_digest
 
 
@@ -41,18 +41,26 @@ def fill_from(images: Sequence[HeldImage], targets: Sequence[BlockTarget], copie
     pieces: dict[str, list[Piece]] = {}
     for place in (place for image in images for place in image.header.places):
         pieces.setdefault(place.piece.name, []).append(place.piece)
-    for name, parts in pieces.items():
-        why = uncovered(parts[0].global_shape, [Block(piece.offsets, piece.shape) for piece in parts])
-        if why:
-            raise VaultError(f"the snapshots do not hold tensor {name!r} whole: {why}")
-    held = {name: parts[0] for name, parts in pieces.items()}
     wanted: dict[str, list[BlockTarget]] = {}
-    for target in targets:
-        piece = held.get(target.piece.name)
-        if piece is None or (piece.dtype, piece.global_shape) != (target.piece.dtype, target.piece.global_shape):
-            raise ConfigError(f"the snapshots hold no {target.piece.name!r} of {target.piece.global_shape}")
-        wanted.setdefault(target.piece.name, []).append(target)
+    for target in (each for each in targets if each.piece.size_bytes):  # of a divided tensor a rank may have none
+        name, parts = target.piece.name, pieces.get(target.piece.name, [])
+        if not parts or (parts[0].dtype, parts[0].global_shape) != (target.piece.dtype, target.piece.global_shape):
+            raise ConfigError(f"the snapshots hold no {name!r} of {target.piece.global_shape}")
+        if why := _lacking(target.piece, parts):
+            raise VaultError(f"the snapshots do not hold tensor {name!r} whole: {why}")
+        wanted.setdefault(name, []).append(target)
     return sum(_copy(image, list(segments_of(image.header, wanted)), copier) for image in images)
+
+
+def _lacking(wanted: Piece, parts: Sequence[Piece]) -> str:
+    """Why the parts do not cover what is wanted of their tensor exactly once; empty if they do."""
+    block = Block(wanted.offsets, wanted.shape)
+    found = [common for part in parts if (common := overlap(block, Block(part.offsets, part.shape)))]
+    moved = [
+        Block(tuple(at - begin for at, begin in zip(each.offsets, block.offsets, strict=True)), each.shape)
+        for each in found
+    ]
+    return uncovered(wanted.shape, moved)
 
 
 def _copy(image: HeldImage, segments: Sequence[Segment], copier: Copier) -> int:

@@ -1,0 +1,189 @@
+"""A small model that ``fully_shard`` divides among ranks, each part held by two of them (HSDP).
+
+``--plain``: without a word of ours, for torchrun. At its end each rank writes the bytes that it holds, parameter by
+parameter, and its random numbers: who compares them needs nothing of ours either. ``--variant`` changes one thing, or
+several (``accumulate+mixed``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 33
+"""No multiple of two: the parts of ranks differ in size."""
+
+
+class Block(nn.Module):
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        self.recomputes = recomputes
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.recomputes:
+            return checkpoint(self.compute, inputs, use_reentrant=False)
+        return self.compute(inputs)
+
+    def compute(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.dropout(self.down(torch.relu(self.up(self.norm(inputs)))))
+
+
+class Net(nn.Module):
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, WIDTH)
+        self.blocks = nn.ModuleList([Block(recomputes=recomputes) for _ in range(3)])
+        self.last = nn.Linear(WIDTH, 5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = self.first(inputs)
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.last(inputs)
+
+
+class Job:
+    def __init__(self, variant: frozenset[str]) -> None:
+        self.variant = variant
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        self.model: Any = Net(recomputes="recompute" in variant)
+        shape, names = ((world,), ("shard",)) if "alone" in variant else ((world // 2, 2), ("replicate", "shard"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        flags: dict[str, Any] = {"mesh": mesh}
+        if "mixed" in variant:
+            flags["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if "kept" in variant:
+            flags["reshard_after_forward"] = False
+        for block in self.model.blocks:
+            fully_shard(block, **flags)
+        fully_shard(self.model, **flags)
+        if "async" in variant:
+            self.model._set_unshard_async_op(True)
+            for one, following in zip(self.model.blocks, self.model.blocks[1:], strict=False):
+                one.set_modules_to_forward_prefetch([following])
+        half = len(list(self.model.parameters())) // 2
+        parameters = list(self.model.parameters())
+        self.optimizers: list[Any] = [torch.optim.AdamW(parameters[:half] if "two" in variant else parameters, lr=1e-2)]
+        if "two" in variant:
+            self.optimizers.append(torch.optim.SGD(parameters[half:], lr=1e-2, momentum=0.9))
+        self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 50) for each in self.optimizers]
+        torch.manual_seed(1000 + self.rank)
+        self.losses: list[float] = []
+
+    def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(number * 100 + self.rank)
+        return torch.randn(8, 10, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+
+    def body(self, number: int, session: Any = None) -> None:
+        inputs, targets = self.batch(number)
+        last = "accumulate" not in self.variant or number % 2 == 1
+        self.model.set_requires_gradient_sync(last or "reduced" in self.variant)
+        loss = nn.functional.cross_entropy(self.model(inputs).float(), targets)
+        if session is not None and "checked" in self.variant:
+            session.check(loss)
+        loss.backward()
+        if not last:
+            return
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        if "evaluate" in self.variant:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """The outermost parameters stay whole behind it."""
+        self.model.eval()
+        with torch.no_grad():
+            self.model(torch.ones(2, 10))
+        self.model.train()
+
+    def train(self, session: Any, steps: int, pace: str) -> None:
+        if "call" in self.variant:
+            while not session.position.over and session.position.step < steps:
+                session.call(self.body, session.position.step, session)
+            return
+        for step in session.steps(steps):
+            with step:
+                self.body(step.number, session)
+            if "warm" in self.variant and step.done:
+                self.evaluate()
+            if pace and not Path(pace).exists():
+                time.sleep(0.1)
+
+    def write(self, folder: Path) -> None:
+        """The memory of this rank, in one order on all."""
+        self.model.reshard()  # behind an evaluation the outermost parameters are whole
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank{self.rank}.bin").open("wb") as file:
+            for parameter in self.model.parameters():
+                held = [parameter]
+                for optimizer in self.optimizers:
+                    held += [value for _, value in sorted(optimizer.state.get(parameter, {}).items())]
+                for tensor in held:
+                    file.write(getattr(tensor, "_local_tensor", tensor).detach().numpy().tobytes())
+            file.write(torch.get_rng_state().numpy().tobytes())
+            file.write(json.dumps([each.state_dict() for each in self.schedulers], sort_keys=True).encode())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--variant", default="base")
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--save", type=int, default=0)
+    parser.add_argument("--memory", type=int, default=0)
+    parser.add_argument("--pace", default="")
+    parser.add_argument("--replicas", type=json.loads, default=[])
+    asked = parser.parse_args()
+    dist.init_process_group("gloo")
+    job = Job(frozenset(asked.variant.split("+")))
+    if asked.plain:
+        for number in range(asked.steps):
+            job.body(number)
+            if "warm" in job.variant:
+                job.evaluate()
+    else:
+        import resilient_train as rt
+
+        with contextlib.ExitStack() as stack:
+            session = stack.enter_context(
+                rt.Session(
+                    model=job.model,
+                    optimizer=job.optimizers,
+                    scheduler=job.schedulers,
+                    undo="undo" in job.variant,
+                    replicas=asked.replicas,
+                )
+            )
+            if asked.save:
+                session.save_every(steps=asked.save, memory_steps=asked.memory or None)
+            job.train(session, asked.steps, asked.pace)
+    job.write(asked.out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

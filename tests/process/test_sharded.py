@@ -1,0 +1,190 @@
+"""Models that ``fully_shard`` divides among ranks: whatever is killed, each rank ends with the memory of a plain run.
+
+Compared are the bytes that the job's script has written, parameter by parameter; nothing of ours has a part in that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from running import JOBS, LAUNCHER, Run, launch, read_events, start
+from watched_jobs import end_holder
+
+from resilient_train.state.checkpoint.verify import newest_complete
+
+RANKS, STEPS = 4, 12
+PLACES = (
+    *("COMPUTE at=start", "COMPUTE at=forward", "COMPUTE at=backward", "READY at=before", "READY at=barrier"),
+    *("UPDATING at=start", "UPDATING at=end", "APPLIED at=start", "APPLIED at=end"),
+)
+KILLS = (
+    "kill rank=1 step=5 phase=COMPUTE at=backward; kill rank=2 step=7 phase=COMPUTE at=forward; "
+    "kill rank=0 step=9 phase=UPDATING at=start"
+)
+POISONED = "uce rank=2 step=6 phase=COMPUTE at=backward target=param"
+TORN = "uce rank=3 step=8 phase=UPDATING at=start target=optimizer"
+Memory = list[bytes]
+Reference = Callable[[str], Memory]
+
+
+def memory_of(folder: Path) -> Memory:
+    """What each rank had at its end."""
+    return [(folder / f"rank{rank}.bin").read_bytes() for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Of a run without a word of ours, by variant."""
+    known: dict[str, Memory] = {}
+
+    def reference(variant: str) -> Memory:
+        if variant not in known:
+            out = tmp_path_factory.mktemp("plain")
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
+            job = [str(JOBS / "hsdp.py"), "--plain", "--out", str(out), "--variant", variant]
+            done = subprocess.run([*command, *job], capture_output=True, text=True, timeout=240, check=False)
+            assert done.returncode == 0, done.stderr[-3000:]
+            known[variant] = memory_of(out)
+        return known[variant]
+
+    return reference
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path):
+    yield tmp_path / "run"
+    end_holder(tmp_path / "run")
+
+
+def train(run_dir: Path, faults: str, *more: str, variant: str = "base", **environ: str) -> Run:
+    flags = ("--faults", faults) if faults else ()
+    arguments = ("--out", str(run_dir.parent / "out"), "--variant", variant, *more)
+    return launch(run_dir, "hsdp.py", *arguments, ranks=RANKS, flags=flags, timeout_s=200, **environ)
+
+
+def ends_as(run: Run, expected: Memory) -> None:
+    assert run.code == 0, run.explain()
+    assert memory_of(run.run_dir.parent / "out") == expected, run.explain()
+
+
+def test_undisturbed(run_dir: Path, torchrun: Reference) -> None:
+    run = train(run_dir, "")
+    ends_as(run, torchrun("base"))
+    assert run.err.count("the model is in 2 parts; the ranks that hold the same: [0, 2], [1, 3]") == 1
+    held = memory_of(run.run_dir.parent / "out")
+    assert held[0] != held[1], "each has a part of its own"
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_kills_in_each_phase(run_dir: Path, torchrun: Reference, first: int) -> None:
+    """In one job: each rank dies once, each time somewhere else."""
+    plan = [f"kill rank={(n + first) % 4} step={2 + 2 * n} phase={PLACES[(first + 3 * n) % 9]}" for n in range(4)]
+    run = train(run_dir, "; ".join(plan))
+    ends_as(run, torchrun("base"))
+    assert run.recoveries() == 4, run.explain()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("variant", "plain"),
+    [
+        ("accumulate+mixed+two", "accumulate+mixed+two"),
+        ("async+recompute+evaluate+warm", "async+recompute+evaluate+warm"),
+        ("undo", "base"),
+        pytest.param("call", "base", marks=pytest.mark.long),
+        pytest.param("accumulate+reduced", "accumulate+reduced", marks=pytest.mark.long),
+        pytest.param("kept", "kept", marks=pytest.mark.long),
+        pytest.param("accumulate+undo", "accumulate", marks=pytest.mark.long),
+        pytest.param("two+kept+call", "two+kept", marks=pytest.mark.long),
+    ],
+)
+def test_loops(run_dir: Path, torchrun: Reference, variant: str, plain: str) -> None:
+    """Gradients that wait for their reduction, other dtypes, gathers ahead of time, evaluations, undo, calls."""
+    run = train(run_dir, KILLS, variant=variant)
+    ends_as(run, torchrun(plain))
+    assert run.recoveries() == 3, run.explain()
+
+
+@pytest.mark.parametrize(
+    ("plan", "recoveries"),
+    [
+        (f"{POISONED}; {TORN}; hcce rank=1 step=4 phase=COMPUTE at=backward", 3),
+        ("stop rank=2 step=9 phase=COMPUTE at=forward", 1),
+        ("kill rank=1 step=5 phase=COMPUTE at=backward; kill rank=2 step=5 phase=COMPUTE at=backward", None),
+    ],
+    ids=["no process dies", "a process hangs", "one of each pair"],
+)
+def test_other_faults(run_dir: Path, torchrun: Reference, plan: str, recoveries: int | None) -> None:
+    run = train(run_dir, plan)
+    ends_as(run, torchrun("base"))
+    assert recoveries in (None, run.recoveries()), run.explain()
+
+
+def test_norms_are_looked_at(run_dir: Path, torchrun: Reference) -> None:
+    """Each rank has the norm of its part; a value that can't be right has the step run again, on all."""
+    run = train(run_dir, "norm rank=1 step=6 value=nan", MS_ENABLE_TFT="{TRE:1,ARF:1,TTP:1,HCCE:1}")
+    ends_as(run, torchrun("base"))
+    assert len(run.of("anomaly")) == 1, run.explain()
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_both_holders_of_a_part_are_lost(run_dir: Path, torchrun: Reference, saved: bool) -> None:
+    plan = "; ".join(f"kill rank={rank} step=7 phase=COMPUTE at=backward" for rank in (0, 2))
+    run = train(run_dir, plan, *(("--save", "100", "--memory", "1") if saved else ()))
+    if not saved:
+        assert run.code == 75, run.explain()
+        assert "no living rank holds a replica of its state" in run.err
+        return
+    ends_as(run, torchrun("base"))
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
+
+
+def test_bits_that_flip_in_a_part(run_dir: Path, torchrun: Reference) -> None:
+    """Only who holds the same part can tell."""
+    faults = "flip rank=3 step=6 phase=UPDATING at=start target=param mask=0x400000"
+    run = train(run_dir, faults, "--save", "100", "--memory", "1", RESILIENT_COMPARE_EVERY="1")
+    ends_as(run, torchrun("base"))
+    assert run.of("replicas_differ")[0]["detail"]["ranks"] == [1, 3], run.explain()
+
+
+@pytest.mark.parametrize("variant", ["base", pytest.param("alone", marks=pytest.mark.long)])
+def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Reference, variant: str) -> None:
+    out = run_dir.parent / "out"
+    job = [str(JOBS / "hsdp.py"), "--out", str(out), "--variant", variant, "--pace", str(run_dir / "never")]
+    with start([*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *job]) as process:
+        deadline = time.monotonic() + 60
+        while not any(event["kind"] == "started" for event in read_events(run_dir)):
+            assert time.monotonic() < deadline, "it did not start"
+            time.sleep(0.01)
+        time.sleep(0.4)  # some updates: without one nothing is saved, and the test fails
+        os.kill(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert newest_complete(run_dir / "checkpoints").report is not None, err
+    end_holder(run_dir)
+    run = train(run_dir, "", variant=variant)
+    ends_as(run, torchrun(variant))
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
+
+
+def test_parts_that_one_rank_holds_alone(run_dir: Path, torchrun: Reference) -> None:
+    """What protects them is told at the start, and all go back to it."""
+    run = train(
+        run_dir, "kill rank=1 step=6 phase=COMPUTE at=backward", "--save", "100", "--memory", "1", variant="alone"
+    )
+    ends_as(run, torchrun("alone"))
+    assert "held by one rank alone ([0], [1], [2], [3]): when that one is lost, all ranks go back" in run.err
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
+
+
+def test_groups_that_are_not_the_meshs(run_dir: Path) -> None:
+    run = train(run_dir, "", "--replicas", "[[0, 1], [2, 3]]")
+    assert run.code == 2, run.explain()
+    assert "by the model's meshes the ranks that hold the same are ((0, 2), (1, 3))" in run.err

@@ -1,0 +1,170 @@
+"""What a rank holds of a model that ``fully_shard`` has divided, and what a cut pass leaves of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402 - only where torch is
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from resilient_train.errors import ConfigError, StateError  # noqa: E402
+from resilient_train.frameworks.accelerator import Host  # noqa: E402
+from resilient_train.frameworks.roles import Objects  # noqa: E402
+from resilient_train.frameworks.torch.leaves import TENSORS, local, pack, version_of  # noqa: E402
+from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
+from resilient_train.frameworks.torch.sharded import Sharding, placed_like  # noqa: E402
+from resilient_train.frameworks.torch.state import State  # noqa: E402
+from resilient_train.state.checkpoint.held import _lacking  # noqa: E402
+from resilient_train.state.sharding import Piece  # noqa: E402
+from resilient_train.state.tree import Slot, flatten, unflatten  # noqa: E402
+
+pytestmark = pytest.mark.torch
+NAMES = ("replicate", "shard")
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """As if this were the first of four; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def net(mesh: DeviceMesh, *, parts: bool = True) -> Any:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+    for part in model if parts else ():
+        fully_shard(part, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def are(found: Iterable[Any], expected: Iterable[Any]) -> bool:
+    """Whether these are the same objects."""
+    return [*map(id, found)] == [*map(id, expected)]
+
+
+def hsdp() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names", "expected"),
+    [
+        ([[0, 1], [2, 3]], NAMES, ((0, 2), (1, 3))),
+        ([[0, 2], [1, 3]], NAMES, ((0, 1), (2, 3))),
+        ([[0, 1, 2, 3]], NAMES, ((0,), (1,), (2,), (3,))),
+        ([0, 1, 2, 3], NAMES[1:], ((0,), (1,), (2,), (3,))),
+        ([[0], [1], [2], [3]], NAMES, ((0, 1, 2, 3),)),
+    ],
+)
+def test_the_mesh_says_who_holds_the_same(four_ranks: None, ranks: list[Any], names: Any, expected: Any) -> None:
+    model = net(DeviceMesh("cpu", ranks, mesh_dim_names=names))
+    assert Sharding((model,)).replicas() == expected
+
+
+def test_plain_models_have_none(four_ranks: None) -> None:
+    sharding = Sharding((nn.Linear(2, 2),))
+    assert not sharding
+    assert sharding.replicas() == ()
+    sharding.reset()
+
+
+def test_what_can_not_be_told_is_refused(four_ranks: None) -> None:
+    half = net(DeviceMesh("cpu", [0, 1], mesh_dim_names=NAMES[1:]))
+    with pytest.raises(ConfigError, match="a mesh that does not span all ranks"):
+        Sharding((half,)).replicas()
+    with pytest.raises(ConfigError, match="are sharded over different meshes"):
+        Sharding((net(hsdp()), net(init_device_mesh("cpu", (4,))))).replicas()
+    with pytest.raises(ConfigError, match=r"'0\.weight' is not sharded, and others"):
+        Sharding((net(hsdp()), nn.Sequential(nn.Linear(2, 2)))).replicas()
+
+
+def test_a_backward_pass_that_is_cut_leaves_nothing(four_ranks: None) -> None:
+    """``reset_iter_state`` leaves the gradients of whole tensors, to which the next pass would add."""
+    model = net(hsdp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = State(Objects((model,), (optimizer,)), RankState((model,), {}), Host())
+    parameters = [*model.parameters()]
+
+    def cut(*_: object) -> None:
+        raise KeyError("cut")
+
+    hook = model[1].register_forward_pre_hook(lambda _, inputs: inputs[0].register_hook(cut) and None)
+    with pytest.raises(KeyError):
+        model(torch.ones(3, 6)).sum().backward()
+    hook.remove()
+    whole = [each._unsharded_param for group in state.sharding._groups for each in group.fsdp_params]
+    whole[0].grad = torch.ones_like(whole[0])
+    assert are(state.tree()["model"][0].values(), parameters), "told as held, whatever lies in their places"
+    state.cut()
+    assert are(model.parameters(), parameters)
+    assert all(each.grad is None for each in whole)
+    model(torch.ones(3, 6)).sum().backward()
+    assert all(isinstance(each.grad, DTensor) for each in parameters)
+
+
+def test_behind_an_evaluation_the_parts_are_in_their_places(four_ranks: None) -> None:
+    model: Any = fully_shard(nn.Sequential(nn.Linear(6, 2)), mesh=hsdp())
+    sharding, parameters = Sharding((model,)), [*model.parameters()]
+    with torch.no_grad():
+        model(torch.ones(3, 6))
+    assert not are(model.parameters(), parameters)
+    assert are(sharding.divided(dict(model.named_parameters())).values(), parameters)
+    sharding.reshard()
+    assert are(model.parameters(), parameters)
+
+
+def test_a_tensor_beside_a_parameter(four_ranks: None) -> None:
+    weight = next(iter(net(hsdp()).parameters()))
+    memory = torch.full_like(local(weight), 7.0)
+    made = placed_like(weight, memory)
+    assert (tuple(made.shape), made.placements) == (tuple(weight.shape), weight.placements)
+    assert local(made).data_ptr() == memory.data_ptr()
+    before = version_of(made)
+    memory.add_(1)
+    assert version_of(made) > before
+
+
+def test_a_tree_tells_what_is_divided(four_ranks: None) -> None:
+    weight = next(iter(net(hsdp()).parameters()))
+    payload, _ = flatten({"w": weight, "step": torch.tensor(3)}, TENSORS)
+    slots: list[Slot] = []
+    unflatten(payload, TENSORS, lambda _, slot: slots.append(slot))
+    assert [(slot.shape, slot.divided) for slot in slots] == [((8, 6), True), ((), False)]
+    with pytest.raises(StateError, match="is a DTensor, which is no rank's own"):
+        pack({"w": weight})
+
+
+def test_divided_state_of_the_users_is_refused(four_ranks: None) -> None:
+    class Average:
+        def __init__(self, model: nn.Module) -> None:
+            self.held = [each.detach().clone() for each in model.parameters()]
+
+        def state_dict(self) -> dict[str, Any]:
+            return dict(enumerate(self.held))
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.held = [*state.values()]
+
+    model = net(hsdp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = State(Objects((model,), (optimizer,), extra={"ema": Average(model)}), RankState((model,), {}), Host())
+    with pytest.raises(StateError, match=r"'extra.ema.0' is a DTensor: .* only parameters"):
+        state.check()
+
+
+def test_images_need_hold_only_what_is_wanted() -> None:
+    """Of a divided tensor the images of a replica group hold its part."""
+    wanted = Piece("w", "F32", (3, 2), (9, 2), (3, 0))
+    parts = [Piece("w", "F32", (2, 2), (9, 2), (3, 0)), Piece("w", "F32", (1, 2), (9, 2), (5, 0))]
+    assert _lacking(wanted, parts) == ""
+    assert "cover" in _lacking(wanted, parts[:1]) or _lacking(wanted, parts[:1])
+    assert _lacking(wanted, [*parts, parts[1]])

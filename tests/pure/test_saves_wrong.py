@@ -15,7 +15,8 @@ from pure import checkpoint_rig
 from resilient_train.errors import HolderLostError, StorageError, VaultError
 from resilient_train.launch.agent import restore_points
 from resilient_train.launch.agent import saves as saves_module
-from resilient_train.launch.agent.saves import CHECKPOINTS, Saves
+from resilient_train.launch.agent.saves import Saves
+from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.protocol.messages import Captured, Source
 from resilient_train.state.vault.flush import Flushed
 from resilient_train.state.vault.slots import SlotPair, create

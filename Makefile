@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints.txt $(NATIVE_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt scikit-build-core nanobind cmake ninja torch==2.13.0
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt \
-	    --no-build-isolation -C cmake.define.RESILIENT_FAKES=ON -e '.[torch,metrics,data,test,lint]'
+	    --no-build-isolation -C cmake.define.RESILIENT_FAKES=ON -e '.[torch,data,test,lint]'
 	touch $@
 
 # What a user installs: no look-alikes. In a build directory of its own, or the development install would be rebuilt.

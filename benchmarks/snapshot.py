@@ -7,6 +7,7 @@ one after the other in the same process (``snapshot_job.py``). Needs about four 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 from common import HERE, BenchmarkError, Table, show, summary, write_json
 
 from resilient_train.child import clean_environ, sigterm_unwinds
-from resilient_train.state.vault.holder_process import ensure_holder
+from resilient_train.state.vault.holder_process import find_holder
 
 ROUNDS = 15
 FRESH = 10
@@ -47,7 +48,7 @@ def measure(gigabytes: float, rounds: int, fresh: int) -> dict[str, Any]:
     size_bytes = int(gigabytes * 1e9) // 4096 * 4096
     with tempfile.TemporaryDirectory(prefix="rt-snapshot-") as folder:
         run_dir = Path(folder)
-        vault, holder = ensure_holder(run_dir, grace_s=0)
+        vault, holder = asyncio.run(find_holder(run_dir, grace_s=0))
         assert holder is not None
         try:
             taken = job("take", run_dir, size_bytes, rounds)

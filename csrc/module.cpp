@@ -36,25 +36,6 @@ namespace {
 
 using namespace resilient;
 
-std::string wait_all(const PyBoard& self, std::uint32_t rank, std::uint64_t commits, std::uint32_t phase,
-                     std::uint32_t generation, std::int64_t timeout_ms) {
-  const std::shared_ptr<Board> board = self.use();
-  (void)board->record(rank);
-  const std::uint64_t target = make_standing(commits, phase);
-  const WaitResult result = wait_in_slices(
-      timeout_ms, [&](std::int64_t slice) { return board->wait_all(target, generation, slice); },
-      [](WaitResult each) { return each != WaitResult::timeout; });
-  switch (result) {
-    case WaitResult::passed:
-      return "passed";
-    case WaitResult::stopped:
-      return "stopped";
-    case WaitResult::timeout:
-      break;
-  }
-  return "timeout";
-}
-
 bool wait_stop(const PyBoard& self, std::uint32_t generation, std::int64_t timeout_ms) {
   const std::shared_ptr<Board> board = self.use();
   return wait_in_slices(
@@ -74,12 +55,6 @@ void bind_record(nb::class_<PyBoard>& board) {
   using Self = const PyBoard&;
   board
       .def(
-          "set_standing",
-          [](Self self, std::uint32_t rank, std::uint64_t commits, std::uint32_t phase, std::uint64_t step) {
-            self.use()->set_standing(rank, commits, phase, step);
-          },
-          "rank"_a, "commits"_a, "phase"_a, "step"_a)
-      .def(
           "standing",
           [](Self self, std::uint32_t rank) {
             const std::uint64_t standing = load(self.record(rank).standing);
@@ -88,9 +63,6 @@ void bind_record(nb::class_<PyBoard>& board) {
           "rank"_a)
       .def(
           "step", [](Self self, std::uint32_t rank) { return load(self.record(rank).step); }, "rank"_a)
-      .def(
-          "phase_time_ns", [](Self self, std::uint32_t rank) { return load(self.record(rank).phase_time_ns); },
-          "rank"_a)
       .def("set_identity", &set_identity, "rank"_a, "generation"_a, "incarnation"_a, "pid"_a)
       .def(
           "identity",
@@ -99,12 +71,6 @@ void bind_record(nb::class_<PyBoard>& board) {
             return std::make_tuple(load(record.generation), load(record.incarnation), load(record.pid));
           },
           "rank"_a)
-      .def(
-          "set_generation",
-          [](Self self, std::uint32_t rank, std::uint32_t generation) {
-            store(self.record(rank).generation, generation);
-          },
-          "rank"_a, "generation"_a)
       .def(
           "set_tail",
           [](Self self, std::uint32_t rank, std::uint64_t entered, std::uint64_t completed) {
@@ -228,13 +194,6 @@ void bind_board(nb::module_& module) {
       .def(
           "raise_stop", [](const PyBoard& self, std::uint32_t generation) { self.use()->raise_stop(generation); },
           "generation"_a)
-      .def(
-          "arrive",
-          [](const PyBoard& self, std::uint32_t rank, std::uint64_t commits, std::uint32_t phase, std::uint64_t step) {
-            return self.use()->arrive(rank, commits, phase, step);
-          },
-          "rank"_a, "commits"_a, "phase"_a, "step"_a)
-      .def("wait_all", &wait_all, "rank"_a, "commits"_a, "phase"_a, "generation"_a, "timeout_ms"_a)
       .def("wait_stop", &wait_stop, "generation"_a, "timeout_ms"_a);
   bind_record(board);
 }
@@ -304,13 +263,6 @@ void bind_findings(nb::module_& module) {
       .def_ro("reason", &ProbeStatus::reason)
       .def_ro("missing", &ProbeStatus::missing)
       .def_ro("polls", &ProbeStatus::polls);
-  module.def(
-      "classify_acl",
-      [](std::int32_t code) {
-        const std::optional<FindingKind> kind = classify_acl(code);
-        return std::string(kind ? name_of(*kind) : "");
-      },
-      "code"_a);
 }
 
 void bind_probes(nb::module_& module) {
@@ -334,10 +286,7 @@ void bind_probes(nb::module_& module) {
       .def("resume_comm", &Probes::resume_comm, "comm"_a, limit(), Unlocked())
       .def("destroy_comm", &Probes::destroy_comm, "comm"_a, limit(), Unlocked())
       .def("abort_comm", &Probes::abort_comm, "comm"_a, limit(), Unlocked())
-      .def("abort_tasks", &Probes::abort_tasks, "timeout_ms"_a, limit(), Unlocked())
-      .def("repair_memory", &Probes::repair_memory, "ranges"_a, limit(), Unlocked())
-      .def("repair_error", &Probes::repair_error, limit(), Unlocked())
-      .def("last_error", &Probes::last_error, Unlocked());
+      .def("repair_memory", &Probes::repair_memory, "ranges"_a, limit(), Unlocked());
 }
 
 void copy_spans(int pid, const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>& spans) {

@@ -163,7 +163,6 @@ void Board::set_standing(std::uint32_t rank, std::uint64_t commits, std::uint32_
   RankRecord& mine = record(rank);
   const std::uint64_t standing = make_standing(commits, phase);
   store(mine.step, step);
-  store(mine.phase_time_ns, realtime_ns());
   store(mine.standing, standing);
 }
 

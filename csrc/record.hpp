@@ -18,7 +18,7 @@ namespace resilient {
 
 constexpr std::size_t page_bytes = 4096;                      // of the layout, not of the machine
 constexpr std::uint64_t board_magic = 0x3130'4452'414F'4252;  // "RBOARD01", little endian
-constexpr std::uint32_t board_version = 9;
+constexpr std::uint32_t board_version = 10;
 constexpr std::uint32_t world_size_max = 65'536;
 constexpr std::uint64_t commits_max = (std::uint64_t{1} << 56) - 1;
 constexpr std::uint32_t phase_max = 255;
@@ -60,7 +60,7 @@ struct Computed {
 struct RankRecord {
   std::uint64_t standing;  // commits << 8 | phase: one 8-byte store is the commit
   std::uint64_t step;
-  std::uint64_t phase_time_ns;
+  std::uint64_t collectives;  // that span the job, entered since the window or the tail began
   std::uint32_t generation;
   std::uint32_t incarnation;
   std::uint32_t pid;
@@ -69,7 +69,6 @@ struct RankRecord {
   std::uint64_t tail_entered;
   std::uint64_t tail_completed;
   Life life;
-  std::uint64_t collectives;        // that span the job, entered since the window or the tail began
   std::uint32_t activity;           // what the rank says it is at: protocol/progress.py
   std::uint32_t alarms;             // bits: what the rank's probes have found, see probes/alarm.hpp
   std::uint32_t order;              // a fault that an operator wants here: protocol/orders.py
@@ -86,16 +85,16 @@ static_assert(offsetof(Header, stop_generation) == 16 && offsetof(Header, bell) 
 static_assert(offsetof(Header, saves) == 24 && offsetof(Header, settled) == 40);
 static_assert(offsetof(Header, pause) == 48 && offsetof(Header, report_asked) == 56);
 static_assert(offsetof(RankRecord, standing) == 0 && offsetof(RankRecord, step) == 8);
-static_assert(offsetof(RankRecord, phase_time_ns) == 16 && offsetof(RankRecord, generation) == 24);
+static_assert(offsetof(RankRecord, collectives) == 16 && offsetof(RankRecord, generation) == 24);
 static_assert(offsetof(RankRecord, incarnation) == 28 && offsetof(RankRecord, pid) == 32);
 static_assert(offsetof(RankRecord, stopped_generation) == 36 && offsetof(RankRecord, beats) == 40);
 static_assert(offsetof(RankRecord, tail_entered) == 48 && offsetof(RankRecord, tail_completed) == 56);
-static_assert(offsetof(RankRecord, collectives) == 80 && offsetof(RankRecord, activity) == 88);
-static_assert(offsetof(RankRecord, alarms) == 92 && offsetof(RankRecord, order) == 96);
-static_assert(offsetof(RankRecord, asked) == 100 && offsetof(RankRecord, kept) == 104);
-static_assert(offsetof(RankRecord, replica) == 120 && sizeof(Fingerprint) == 16);
-static_assert(offsetof(RankRecord, reported) == 152);
-static_assert(offsetof(RankRecord, computed) == 160 && sizeof(Computed) == 24);
+static_assert(offsetof(RankRecord, activity) == 80);
+static_assert(offsetof(RankRecord, alarms) == 84 && offsetof(RankRecord, order) == 88);
+static_assert(offsetof(RankRecord, asked) == 92 && offsetof(RankRecord, kept) == 96);
+static_assert(offsetof(RankRecord, replica) == 112 && sizeof(Fingerprint) == 16);
+static_assert(offsetof(RankRecord, reported) == 144);
+static_assert(offsetof(RankRecord, computed) == 152 && sizeof(Computed) == 24);
 static_assert(offsetof(RankRecord, life) == 64 && offsetof(Life, node) == 0 && offsetof(Life, word) == 8);
 static_assert(sizeof(Header) <= page_bytes && sizeof(RankRecord) <= page_bytes);
 static_assert(std::is_trivial_v<Header> && std::is_trivial_v<RankRecord>);

@@ -27,14 +27,7 @@ RESILIENT_FAKE_EXPORT Code aclrtPeekAtLastError(std::int32_t level) {
   return is_mine ? resilient::load(control()->last_error) : 0;
 }
 
-RESILIENT_FAKE_EXPORT Code aclrtDeviceTaskAbort(std::int32_t device, std::uint32_t timeout_ms) {
-  Code result = 0;
-  (void)enter(Function::aclrtDeviceTaskAbort, result, {static_cast<std::uint64_t>(device), timeout_ms});
-  return result;
-}
-
 RESILIENT_FAKE_TYPE(aclrtPeekAtLastError);
-RESILIENT_FAKE_TYPE(aclrtDeviceTaskAbort);
 
 #ifndef RESILIENT_FAKE_OLD
 
@@ -109,19 +102,8 @@ RESILIENT_FAKE_EXPORT Code aclrtGetErrorVerbose(std::int32_t device, ErrorInfo* 
   return result;
 }
 
-RESILIENT_FAKE_EXPORT Code aclrtRepairError(std::int32_t device, const ErrorInfo* info) {
-  Code result = 0;
-  const auto type = static_cast<std::uint64_t>(info->type);
-  (void)enter(Function::aclrtRepairError, result, {static_cast<std::uint64_t>(device), type, info->try_repair});
-  if (result != 0 || control() == nullptr) return result;
-  if (info->try_repair == 0) return wrong_argument;
-  clear_error();
-  return result;
-}
-
 RESILIENT_FAKE_TYPE(aclrtGetMemUceInfo);
 RESILIENT_FAKE_TYPE(aclrtMemUceRepair);
 RESILIENT_FAKE_TYPE(aclrtGetErrorVerbose);
-RESILIENT_FAKE_TYPE(aclrtRepairError);
 
 #endif

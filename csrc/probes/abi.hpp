@@ -64,9 +64,7 @@ static_assert(offsetof(ErrorInfo, ranges) == 16 && sizeof(ErrorInfo) == 16 + 20 
 using aclrtPeekAtLastError = Code(std::int32_t level);
 using aclrtGetMemUceInfo = Code(std::int32_t device, MemUceInfo* ranges, std::size_t size, std::size_t* count);
 using aclrtMemUceRepair = Code(std::int32_t device, MemUceInfo* ranges, std::size_t size);
-using aclrtDeviceTaskAbort = Code(std::int32_t device, std::uint32_t timeout_ms);
 using aclrtGetErrorVerbose = Code(std::int32_t device, ErrorInfo* info);
-using aclrtRepairError = Code(std::int32_t device, const ErrorInfo* info);
 
 // NCCL
 constexpr Code nccl_success = 0;

@@ -90,9 +90,7 @@ void AclProbe::resolve() {
   peek_ = library_.find<abi::aclrtPeekAtLastError>("aclrtPeekAtLastError");
   get_ranges_ = library_.find<abi::aclrtGetMemUceInfo>("aclrtGetMemUceInfo");
   repair_memory_ = library_.find<abi::aclrtMemUceRepair>("aclrtMemUceRepair");
-  abort_tasks_ = library_.find<abi::aclrtDeviceTaskAbort>("aclrtDeviceTaskAbort");
   get_verbose_ = library_.find<abi::aclrtGetErrorVerbose>("aclrtGetErrorVerbose");
-  repair_error_ = library_.find<abi::aclrtRepairError>("aclrtRepairError");
 }
 
 void AclProbe::forget() {
@@ -169,13 +167,6 @@ abi::Code AclProbe::repair_memory(const std::vector<Range>& ranges) {
     entries[index].bytes = ranges[index].second;
   }
   return repair(device_, entries.data(), entries.size());
-}
-
-abi::Code AclProbe::repair_error() {
-  abi::ErrorInfo info{};
-  const abi::Code result = need(get_verbose_, "aclrtGetErrorVerbose")(device_, &info);
-  if (result != abi::acl_success) return result;
-  return need(repair_error_, "aclrtRepairError")(device_, &info);
 }
 
 }  // namespace resilient

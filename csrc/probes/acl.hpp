@@ -20,15 +20,8 @@ class AclProbe final : public Probe {
   void poll(Calls& calls) override;
   void forget() override;
 
-  // The library's own result codes. std::runtime_error where it has no such function.
-  abi::Code abort_tasks(std::uint32_t timeout_ms) {
-    return need(abort_tasks_, "aclrtDeviceTaskAbort")(device_, timeout_ms);
-  }
+  // The library's own result code. std::runtime_error where it has no such function.
   abi::Code repair_memory(const std::vector<Range>& ranges);
-  // Asks for the details of the device's last error and hands them back for repair.
-  abi::Code repair_error();
-  // Of the calling thread: the runtime keeps one per thread.
-  abi::Code last_error() { return need(peek_, "aclrtPeekAtLastError")(abi::acl_thread_level); }
 
  private:
   void resolve() override;
@@ -43,9 +36,7 @@ class AclProbe final : public Probe {
   abi::aclrtPeekAtLastError* peek_ = nullptr;
   abi::aclrtGetMemUceInfo* get_ranges_ = nullptr;
   abi::aclrtMemUceRepair* repair_memory_ = nullptr;
-  abi::aclrtDeviceTaskAbort* abort_tasks_ = nullptr;
   abi::aclrtGetErrorVerbose* get_verbose_ = nullptr;
-  abi::aclrtRepairError* repair_error_ = nullptr;
 };
 
 }  // namespace resilient

@@ -65,19 +65,9 @@ std::int64_t Probes::abort_comm(Handle comm, std::int64_t limit_ms) {
   return run_bounded(limit_ms, [probe, comm] { return probe->abort(comm); });
 }
 
-std::int64_t Probes::abort_tasks(std::uint32_t timeout_ms, std::int64_t limit_ms) {
-  return run_bounded(limit_ms, [probe = use(acl_, "acl"), timeout_ms] { return probe->abort_tasks(timeout_ms); });
-}
-
 std::int64_t Probes::repair_memory(std::vector<Range> ranges, std::int64_t limit_ms) {
   return run_bounded(limit_ms,
                      [probe = use(acl_, "acl"), ranges = std::move(ranges)] { return probe->repair_memory(ranges); });
 }
-
-std::int64_t Probes::repair_error(std::int64_t limit_ms) {
-  return run_bounded(limit_ms, [probe = use(acl_, "acl")] { return probe->repair_error(); });
-}
-
-std::int64_t Probes::last_error() { return use(acl_, "acl")->last_error(); }
 
 }  // namespace resilient

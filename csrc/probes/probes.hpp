@@ -44,10 +44,7 @@ class Probes {
   std::int64_t resume_comm(Handle comm, std::int64_t limit_ms);
   std::int64_t destroy_comm(Handle comm, std::int64_t limit_ms);
   std::int64_t abort_comm(Handle comm, std::int64_t limit_ms);
-  std::int64_t abort_tasks(std::uint32_t timeout_ms, std::int64_t limit_ms);
   std::int64_t repair_memory(std::vector<Range> ranges, std::int64_t limit_ms);
-  std::int64_t repair_error(std::int64_t limit_ms);
-  std::int64_t last_error();
 
  private:
   CommTable& comms(const std::string& library) const;

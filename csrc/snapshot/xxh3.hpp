@@ -2,7 +2,9 @@
 //
 // XXH3, 128 bits, seed 0, default secret, as published (doc/xxhash_spec.md of github.com/Cyan4973/xxHash, "XXH3"). Our
 // own implementation because no header of that library may be relied on, and because the copier feeds it from inside a
-// copy, block by block, while the block is in the cache.
+// copy, block by block, while the block is in the cache. A copy that the xxhash package then reads again takes 1.51
+// times as long (quartiles 1.41 to 1.66; 512 MiB, one thread, 60 rounds in turn, two cores on which others worked; a
+// copy without any hash 0.87): python benchmarks/hashing.py 60
 #pragma once
 
 #include <array>

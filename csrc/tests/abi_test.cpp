@@ -40,9 +40,7 @@ SAME_CALL(HcclCommDestroy);
 SAME_CALL(aclrtPeekAtLastError);
 SAME_CALL(aclrtGetMemUceInfo);
 SAME_CALL(aclrtMemUceRepair);
-SAME_CALL(aclrtDeviceTaskAbort);
 SAME_CALL(aclrtGetErrorVerbose);
-SAME_CALL(aclrtRepairError);
 
 SAME_CODE(HCCL_SUCCESS, abi::hccl_success);
 SAME_CODE(HCCL_E_AGAIN, abi::hccl_again);

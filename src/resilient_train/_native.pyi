@@ -54,18 +54,13 @@ class Board:
         """How often `ask_report` was called."""
     def raise_stop(self, generation: int) -> None:
         """Announce a newer generation: wakes every watchdog and every waiter. ValueError unless it grows."""
-    def set_standing(self, rank: int, commits: int, phase: int, step: int) -> None:
-        """Publish where a rank stands; `commits` and `phase` (0..255) change together, in one store."""
     def standing(self, rank: int) -> tuple[int, int]:
-        """(commits, phase)."""
+        """(commits, phase): they change together, in one store."""
     def step(self, rank: int) -> int:
         """Loop number of the rank; for people, not for decisions."""
-    def phase_time_ns(self, rank: int) -> int:
-        """When the standing last changed, CLOCK_REALTIME."""
     def set_identity(self, rank: int, generation: int, incarnation: int, pid: int) -> None: ...
     def identity(self, rank: int) -> tuple[int, int, int]:
         """(generation, incarnation, pid). Three separate words: read it when the rank is quiet."""
-    def set_generation(self, rank: int, generation: int) -> None: ...
     def set_tail(self, rank: int, entered: int, completed: int) -> None:
         """Count what the user's body does after the update: parts entered and parts completed."""
     def tail(self, rank: int) -> tuple[int, int]:
@@ -107,28 +102,18 @@ class Board:
         """Newest stop for which the rank's watchdog is done with the older descriptors."""
     def beats(self, rank: int) -> int:
         """Heartbeats of the rank's watchdog thread; they go on while the GIL is held."""
-    def arrive(self, rank: int, commits: int, phase: int, step: int) -> bool:
-        """`set_standing`, then ring if all ranks are there. True if so: no need to wait."""
-    def wait_all(
-        self, rank: int, commits: int, phase: int, generation: int, timeout_ms: int
-    ) -> Literal["passed", "stopped", "timeout"]:
-        """Wait until every rank stands at (commits, phase) or beyond.
-
-        "passed" is looked at first, so it wins over "stopped" (a stop newer than `generation`). Without the
-        GIL; Python's signal handlers run meanwhile, and what they raise comes out of here.
-        """
     def wait_stop(self, generation: int, timeout_ms: int) -> bool:
         """Wait for a stop newer than `generation`; True if there is one. Without the GIL."""
 
 class Page:
     """Rank side: the rank's own page of a board, which it writes in each step; the memory stays mapped meanwhile.
 
-    Phases are those of `Board.set_standing`.
+    A phase is a number from 0 to 255.
     """
 
     def __init__(self, board: Board, rank: int) -> None: ...
     def write(self, commits: int, phase: int, step: int) -> None:
-        """`Board.set_standing`."""
+        """Publish where the rank stands. `commits` and `phase` change together, in one store."""
     def begin(self, commits: int, phase: int, step: int) -> None:
         """An update is applied, and a tail begins: publishes `Board.computed`, then `restart` and `write`."""
     def restart(self) -> None:
@@ -148,9 +133,13 @@ class Page:
     def pause_due(self, step: int) -> bool:
         """Whether all are to stop before this step, or were to before an earlier one (`Board.set_pause`)."""
     def arrive(self, commits: int, phase: int, step: int) -> bool:
-        """`Board.arrive`."""
+        """`write`, then ring if all ranks are there. True if so: no need to wait."""
     def cross(self, commits: int, phase: int, following: int, step: int, generation: int) -> bool:
-        """`wait_all` without a time limit, then write `following`; False, with nothing written: stopped."""
+        """Wait until every rank stands at (commits, phase) or beyond, then write `following`.
+
+        False, with nothing written: a stop newer than `generation` is raised, and not all are there. Without the GIL;
+        Python's signal handlers run meanwhile, and what they raise comes out of here.
+        """
 
 class DeathWatch:
     """Agent side: one native thread that sleeps on the life words of the ranks of a board.
@@ -304,14 +293,8 @@ class Probes:
         """Call HcclCommDestroy, after `remove_comm`; RuntimeError if the probe is stuck in it."""
     def abort_comm(self, comm: int, limit_ms: int = 5000) -> int:
         """Call ncclCommAbort, after `remove_comm`; RuntimeError if the probe is stuck in it. It also frees."""
-    def abort_tasks(self, timeout_ms: int, limit_ms: int = 5000) -> int:
-        """Call aclrtDeviceTaskAbort."""
     def repair_memory(self, ranges: Sequence[tuple[int, int]], limit_ms: int = 5000) -> int:
         """Call aclrtMemUceRepair with 1 to 128 ranges as they stood in a finding."""
-    def repair_error(self, limit_ms: int = 5000) -> int:
-        """Call aclrtGetErrorVerbose, and with its answer aclrtRepairError."""
-    def last_error(self) -> int:
-        """Call aclrtPeekAtLastError in the calling thread: the runtime keeps one per thread."""
 
 class Glance:
     """Spans of this process's memory as (address, bytes), and what they held when they were last looked at.
@@ -386,9 +369,6 @@ def populate(buffer: Buffer) -> None:
 
 def limit_instructions(name: str) -> bool:
     """Hash with "avx2", "sse2" or "portable" instructions from now on; False if this machine can't. For tests."""
-
-def classify_acl(code: int) -> str:
-    """Kind of a code of the ACL runtime, by number; empty if it is no fault of the device."""
 
 def death_watch_supported() -> bool:
     """Whether the kernel has futex_waitv."""

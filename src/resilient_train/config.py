@@ -267,7 +267,7 @@ def describe(settings: Settings, environ: Mapping[str, str] | None = None) -> tu
 
 _ASYNC_ERROR_HANDLING = ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
 """torch_npu's switch of its own watchdog, the newer name first: 0 is off, 1 to 3 are ways to be on."""
-_TRUE = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+_WANTED = {bool: ": write 1 or 0", int: " must be a whole number", float: " must be a number"}
 
 
 def read_settings(environ: Mapping[str, str] | None = None, **flags: Any) -> Settings:
@@ -297,14 +297,13 @@ def read_settings(environ: Mapping[str, str] | None = None, **flags: Any) -> Set
 
 
 def _typed(variable: str, text: str, kind: type) -> Any:
+    word = text if kind is str else text.strip().lower()
     if kind is bool:
-        if text.lower() not in _TRUE:
-            raise ConfigError(f"{variable}={text!r}: write 1 or 0")
-        return _TRUE[text.lower()]
+        word = {"on": "1", "off": "0"}.get(word, word)
     try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{variable}={text!r} must be {'a whole number' if kind is int else 'a number'}") from None
+        return msgspec.convert(word, kind, strict=False)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{variable}={text!r}{_WANTED[kind]}") from None
 
 
 _LINK_VARIABLES = (

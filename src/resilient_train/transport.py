@@ -54,11 +54,6 @@ def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Received]) -> Received:
         raise ProtocolError(f"not a frame of this protocol: {error}") from None
 
 
-def decode_from_rank(body: bytes) -> FromRank:
-    """Raises ProtocolError for anything that isn't a frame a rank may send."""
-    return decode(body, from_rank)
-
-
 class FrameBuffer:
     """Cuts a byte stream into frame bodies. A length over ``limit_bytes`` raises ProtocolError: the stream is not ours,
     or its sender not entitled to so much.

@@ -30,16 +30,16 @@ sys.stdin.readline()
 
 BARRIER = """
 import signal, sys
-from resilient_train._native import Board, die_with_parent
+from resilient_train._native import Board, Page, die_with_parent
 die_with_parent(signal.SIGKILL)
-board, rank = Board.attach(int(sys.argv[1])), int(sys.argv[2])
+board = Board.attach(int(sys.argv[1]))
+page = Page(board, int(sys.argv[2]))
 for commits in range(1, 301):
-    if not board.arrive(rank, commits, 1, commits):
-        result = board.wait_all(rank, commits, 1, 0, 20_000)
-        assert result == "passed", result
+    page.arrive(commits, 1, commits)
+    assert page.cross(commits, 1, 1, commits, 0), "stopped"
     assert all(board.standing(other) >= (commits, 1) for other in range(board.world_size))
 print("through", flush=True)
-print(board.wait_all(rank, 301, 1, 0, 20_000), flush=True)
+print("passed" if page.cross(301, 1, 1, 301, 0) else "stopped", flush=True)
 """
 
 MEMORY = """

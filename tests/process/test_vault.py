@@ -1,5 +1,6 @@
 """Snapshots in memory against the deaths of everybody who has to do with them."""
 
+import asyncio
 import contextlib
 import ctypes
 import json
@@ -20,7 +21,7 @@ from running import JOBS
 from resilient_train._native import Copier, die_with_parent
 from resilient_train.errors import HolderLostError, MemoryLimitError, ProtocolError, VaultError
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
-from resilient_train.state.vault.holder_process import ensure_holder
+from resilient_train.state.vault.holder_process import find_holder
 from resilient_train.state.vault.slots import SlotPair, image_digest
 
 IMAGE_BYTES = 300_000
@@ -38,7 +39,7 @@ class Rig:
         self.holders: list[subprocess.Popen[bytes]] = []
 
     def start(self, grace_s: float = 0.0) -> Vault:
-        vault, process = ensure_holder(self.run_dir, grace_s=grace_s, works=WORKS)
+        vault, process = asyncio.run(find_holder(self.run_dir, grace_s=grace_s, works=WORKS))
         self.vaults.append(vault)
         if process is not None:
             self.holders.append(process)
@@ -207,9 +208,9 @@ def test_a_foreign_descriptor_is_not_adopted(rig: Rig) -> None:
 
 def test_the_next_agent_of_the_run_finds_the_snapshots_of_the_one_before(rig: Rig) -> None:
     script = (
-        "import sys, signal; from pathlib import Path\n"
-        "from resilient_train.state.vault.holder_process import ensure_holder\n"
-        "vault, holder = ensure_holder(Path(sys.argv[1]), grace_s=60)\n"
+        "import asyncio, sys, signal; from pathlib import Path\n"
+        "from resilient_train.state.vault.holder_process import find_holder\n"
+        "vault, holder = asyncio.run(find_holder(Path(sys.argv[1]), grace_s=60))\n"
         "print(holder.pid, flush=True); signal.pause()\n"
     )
     agent = subprocess.Popen(

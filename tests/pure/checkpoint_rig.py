@@ -12,7 +12,7 @@ from resilient_train.state.checkpoint.manifest import FileEntry, Kind
 from resilient_train.state.checkpoint.restore import Checkpoint
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.image import ImagePlan, plan_image
-from resilient_train.state.sharding import Piece, whole
+from resilient_train.state.sharding import Piece, Shape
 
 NUMPY = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "u1", "BOOL": "?", "F16": "<f2"}
 CUT = {"model.0.weight": ("F32", (8, 6)), "optimizer.0.moment": ("F64", (7, 3))}
@@ -34,6 +34,11 @@ def value(name: str, step: int) -> np.ndarray:
 
 def rows(total: int, parts: int, part: int) -> slice:
     return slice(total * part // parts, total * (part + 1) // parts)
+
+
+def whole(name: str, dtype: str, shape: Shape) -> Piece:
+    """A tensor in one piece."""
+    return Piece(name, dtype, shape, shape, (0,) * len(shape))
 
 
 def pieces(shard: int, shards: int) -> list[Piece]:

@@ -176,10 +176,7 @@ def test_failures_shorten_the_interval_and_quiet_lengthens_it() -> None:
         advisor.step(1.0)
     advisor.save(0.5)
     begin = advisor.steps()
-    for _ in range(10):
-        advisor.failure(restart_s=30)
-    assert advisor.tier is not None
-    assert advisor.tier.restart_s == 30
+    advisor.earlier(failures=10, exposure_s=300)
     assert advisor.rate == FailureRate(10, 400)
     after_failures = advisor.steps()
     for _ in range(100_000):

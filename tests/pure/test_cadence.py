@@ -172,7 +172,7 @@ def test_a_save_costs_by_how_much_its_windows_are_longer() -> None:
     for window in range(40):
         meter.head(now_s, whole=True)
         if window == 34:
-            meter.settled(now_s, measured=True)
+            meter.ended(now_s, measured=True)
         if window == 20:
             meter.begun(20, now_s, stored=False)
         if window == 30:
@@ -206,5 +206,5 @@ def test_a_recovery_is_no_cost_of_a_save() -> None:
         meter.head(second, whole=True)
     meter.begun(3, 3.0, stored=True)
     meter.head(60.0, whole=False)
-    meter.settled(60.0, measured=False)
+    meter.ended(60.0, measured=False)
     assert learner.told == []

@@ -22,6 +22,7 @@ from pure.checkpoint_rig import (
     pieces,
     rows,
     value,
+    whole,
     write,
 )
 from resilient_train.errors import CheckpointError, ConfigError, StorageError
@@ -34,7 +35,7 @@ from resilient_train.state.checkpoint.restore import read_checkpoint
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.checkpoint.verify import verify
 from resilient_train.state.image import plan_image
-from resilient_train.state.sharding import Piece, whole
+from resilient_train.state.sharding import Piece
 
 
 def commit(draft: CheckpointDraft, shards: int = 2, **changes) -> Path:

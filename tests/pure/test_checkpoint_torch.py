@@ -4,6 +4,7 @@ import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,19 +19,21 @@ from resilient_train.errors import ConfigError  # noqa: E402
 from resilient_train.frameworks.torch.checkpoint import (  # noqa: E402
     contents,
     load_tensors,
-    load_tree,
     local,
     memory_of,
     names_of,
     piece_of,
 )
+from resilient_train.frameworks.torch.leaves import TENSORS, dtype_of  # noqa: E402
 from resilient_train.state import sharding  # noqa: E402
 from resilient_train.state.checkpoint.draft import CheckpointDraft  # noqa: E402
-from resilient_train.state.checkpoint.restore import read_checkpoint  # noqa: E402
+from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint  # noqa: E402
 from resilient_train.state.checkpoint.verify import verify  # noqa: E402
 from resilient_train.state.image import ImagePlan, plan_image  # noqa: E402
 from resilient_train.state.sharding import Piece, divide, unique  # noqa: E402
 from resilient_train.state.transfer import view  # noqa: E402
+from resilient_train.state.tree import Path as TreePath  # noqa: E402
+from resilient_train.state.tree import Slot, unflatten  # noqa: E402
 
 pytestmark = pytest.mark.torch
 STEP = 40
@@ -179,6 +182,18 @@ def test_plain_dcp(written: Path, size: int, dim: int) -> None:
             dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(written)), no_dist=True)
             assert all(same(local(found[name]), local(tensor)) for name, tensor in expected.items())
             assert isinstance(found["w"], DTensor)
+
+
+def load_tree(checkpoint: Checkpoint) -> Any:
+    file = checkpoint.tree(0)
+    made: dict[str, torch.Tensor] = {}
+
+    def place(_: TreePath, slot: Slot) -> torch.Tensor:
+        return made.setdefault(file.names[slot.number], torch.empty(slot.shape, dtype=dtype_of(slot.dtype)))
+
+    tree = unflatten(file.tree, TENSORS, place)
+    load_tensors(checkpoint, made)
+    return tree
 
 
 def test_a_tree_of_state(tmp_path: Path) -> None:

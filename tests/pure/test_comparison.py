@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from resilient_train._native import Board
+from resilient_train._native import Board, Page
 from resilient_train.protocol.disagreement import SharedObjects, alone, first_difference, sentence
 from resilient_train.protocol.messages import Differs, Shared
 from resilient_train.protocol.replicas import alike, disagreeing
@@ -33,7 +33,7 @@ class Rank:
     """A Comparison, with a model that is one number."""
 
     def __init__(self, board: Board, rank: int, groups: Sequence[Sequence[int]] = ((0, 1, 2),), every: int = 0) -> None:
-        self.board, self.rank = board, rank
+        self.board, self.rank, self.page = board, rank, Page(board, rank)
         self.model = 7
         self.made = 0
         self.told: list[Differs | Shared] = []
@@ -68,8 +68,8 @@ class Rank:
             yield
             self.comparison.head(commits, shown=False)
             yield
-            self.board.arrive(self.rank, commits, READY, commits)
-            while self.board.wait_all(self.rank, commits, READY, 0, 0) != "passed":
+            self.page.arrive(commits, READY, commits)
+            while any(self.board.standing(rank) < (commits, READY) for rank in range(self.board.world_size)):
                 yield
             yield
             try:
@@ -79,7 +79,7 @@ class Rank:
                 return
             yield
             self.model = self.model * 31 % 1_000_003 + (drift == (self.rank, commits))
-            self.board.set_standing(self.rank, commits + 1, COMPUTE, commits)
+            self.page.write(commits + 1, COMPUTE, commits)
 
 
 def run(seed: int, saved: frozenset[int], drift: tuple[int, int], updates: int = 24) -> list[Rank]:

@@ -119,8 +119,9 @@ def test_default_switches() -> None:
 def test_settings_and_where_they_come_from() -> None:
     environ = {
         "RESILIENT_BEAT_MS": "10",
-        "RESILIENT_WRAP_BACKEND": "off",
-        "RESILIENT_JOIN_TIMEOUT_S": "1.5",
+        "RESILIENT_WRAP_BACKEND": "Off",
+        "RESILIENT_JOIN_TIMEOUT_S": " 1.5",
+        "RESILIENT_NORM_THRESHOLD": "Inf",
         "PATH": "x",
     }
     settings = read_settings(environ, beat_ms=20, grace_ms=None)
@@ -160,6 +161,7 @@ def test_nothing_switched_on() -> None:
     [
         ("RESILIENT_BEET_MS", "1", "unknown variable RESILIENT_BEET_MS .*'RESILIENT_BEAT_MS'"),
         ("RESILIENT_BEAT_MS", "x", "RESILIENT_BEAT_MS='x' must be a whole number"),
+        ("RESILIENT_BEAT_MS", "1.5", "RESILIENT_BEAT_MS='1.5' must be a whole number"),
         ("RESILIENT_JOIN_TIMEOUT_S", "soon", "must be a number"),
         ("RESILIENT_BEAT_MS", "0", "RESILIENT_BEAT_MS must be above 0"),
         ("RESILIENT_KEEP_CHECKPOINTS", "0", "RESILIENT_KEEP_CHECKPOINTS must be 1 or more"),

@@ -28,7 +28,7 @@ from resilient_train.testing.fake_device import VARIABLE, FakeDevice
     [
         ({"library": "acll", "error": 1}, "did you mean 'acl'"),
         ({"library": "acl"}, "say what the library is to answer"),
-        ({"library": "acl", "call": "aclrtRepairError"}, "add --answer, --returns or --latency-ms"),
+        ({"library": "acl", "call": "aclrtMemUceRepair"}, "add --answer, --returns or --latency-ms"),
         ({"library": "acl", "call": "HcclCommResume", "answer": "hang"}, "is none of aclrtPeekAtLastError"),
         ({"library": "nccl", "call": "ncclCommAbrt", "returns": 3}, "did you mean 'ncclCommAbort'"),
         ({"library": "acl", "answer": "hung"}, "normal, hang, garbage, crash, overrun"),
@@ -51,7 +51,7 @@ def test_what_can_not_be_is_refused(options: dict[str, Any], words: str) -> None
 def test_every_library_has_its_usual_function() -> None:
     for name, library in LIBRARIES.items():
         assert library.usual in DeviceFault(library=name, heal=True).functions()
-    assert sum(len(DeviceFault(library=name, heal=True).functions()) for name in LIBRARIES) == 21
+    assert sum(len(DeviceFault(library=name, heal=True).functions()) for name in LIBRARIES) == 19
 
 
 def test_ranges() -> None:
@@ -150,11 +150,11 @@ def test_a_function_that_never_returns(make: Make, device: FakeDevice) -> None:
 def test_a_function_that_fails_and_one_that_takes_its_time(make: Make, device: FakeDevice) -> None:
     probes = make("acl")
     let_it_poll(probes)
-    DeviceFault(library="acl", call="aclrtRepairError", returns=3).apply(device, os.getpid())
-    DeviceFault(library="acl", call="aclrtDeviceTaskAbort", latency_ms=300).apply(device, os.getpid())
-    assert probes.repair_error(0) == 3
+    DeviceFault(library="acl", call="aclrtMemUceRepair", returns=3).apply(device, os.getpid())
+    assert probes.repair_memory([(64, 8)], 0) == 3
+    DeviceFault(library="acl", call="aclrtMemUceRepair", latency_ms=300).apply(device, os.getpid())
     with pytest.raises(TimeoutError):
-        probes.abort_tasks(1, limit_ms=20)
+        probes.repair_memory([(64, 8)], limit_ms=20)
 
 
 def test_ecc_errors(make: Make, device: FakeDevice) -> None:

@@ -105,17 +105,17 @@ def test_what_a_new_process_makes_in_its_first_step_is_no_difference(
 def test_what_differs_before_the_first_fault_is_not_compared(tmp_path: Path, comparison: DrillComparison) -> None:
     run = write(tmp_path / "run", {(0, 0, update): [python(0, update)] for update in range(6)})
     assert comparison.first_difference(run) == Difference(0, 0, ("generator.python",), began=True)
-    comparison.settle(run, before_step=4)
-    assert [list(names) for names in comparison.unsettled] == [["generator.python"], []]
+    comparison.leave_out(run, before_step=4)
+    assert [list(names) for names in comparison.left_out] == [["generator.python"], []]
     assert comparison.undetermined() is None
     assert comparison.first_difference(run) is None
 
 
 def test_a_script_that_trains_otherwise_each_time(tmp_path: Path, comparison: DrillComparison) -> None:
     late = write(tmp_path / "run", {(1, 0, 4): [weight(1, 4)]})
-    comparison.settle(late, before_step=8)
+    comparison.leave_out(late, before_step=8)
     assert comparison.undetermined() is None
-    comparison.settle(late)
+    comparison.leave_out(late)
     assert comparison.undetermined() == (1, "model.0.weight")
 
 

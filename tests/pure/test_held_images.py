@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from pure.checkpoint_rig import CUT, NAMES, NUMPY, WHOLE, image, pieces, value
+from pure.checkpoint_rig import CUT, NAMES, NUMPY, WHOLE, image, pieces, value, whole
 from resilient_train._native import Copier
 from resilient_train.errors import ConfigError, VaultError
 from resilient_train.state.checkpoint.held import HeldImage, fill_from
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.digest import chunk_digests
 from resilient_train.state.image import plan_image
-from resilient_train.state.sharding import whole
 from resilient_train.state.vault.slots import image_digest
 
 STEP = 5

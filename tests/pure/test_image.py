@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pure.checkpoint_rig import NUMPY, block, image, pieces, value
+from pure.checkpoint_rig import NUMPY, block, image, pieces, value, whole
 from resilient_train.errors import CheckpointError, StateError
 from resilient_train.state.image import (
     BLOCK_BYTES,
@@ -19,7 +19,7 @@ from resilient_train.state.image import (
     parse_header,
     plan_image,
 )
-from resilient_train.state.sharding import ITEM_BYTES, Piece, whole
+from resilient_train.state.sharding import ITEM_BYTES, Piece
 
 STEP = 120
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_train._native import Board
+from resilient_train._native import Board, Page
 from resilient_train.config import Settings
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
@@ -273,7 +273,7 @@ def test_a_second_order_waits_for_the_first(board: Board) -> None:
 
 def test_signals_are_sent_at_once_and_written_down(board: Board) -> None:
     desk = Desk(board)
-    board.set_standing(0, 5, 1, 6)
+    Page(board, 0).write(5, 1, 6)
     for kind in ("stop", "kill"):
         assert desk.ask(m.Inject(kind, 0)) == m.Reply(status={"pid": 4711, "incarnation": 3, "step": 6})
     assert desk.current[0].signals == [signal.SIGSTOP, signal.SIGKILL]

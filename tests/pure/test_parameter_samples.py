@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import UsageError  # noqa: E402
 from resilient_train.frameworks.torch.parameter_samples import Samples  # noqa: E402
-from resilient_train.session.idle import PATIENCE, Idle  # noqa: E402
+from resilient_train.session.bodies_without_update import PATIENCE, BodiesWithoutUpdate  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -78,19 +78,19 @@ class Told:
     def __init__(self, changed: str = "", untrained: tuple[str, ...] = (), *, tells: bool = True) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         engine: Any = SimpleNamespace(changed_unasked=lambda: changed, without_optimizer=lambda: list(untrained))
-        self.idle = Idle(engine, lambda *event: self.events.append(event), tells=tells)
+        self.bodies = BodiesWithoutUpdate(engine, lambda *event: self.events.append(event), tells=tells)
 
 
 def test_a_body_that_updates_by_hand_is_refused_with_its_number() -> None:
     with pytest.raises(UsageError, match=r"step 7 has changed parameter '0.weight' without a step\(\)"):
-        Told("0.weight").idle.body_ended(7, 5)
+        Told("0.weight").bodies.body_ended(7, 5)
 
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_long_time_without_an_update_is_told_once(capsys: pytest.CaptureFixture[str], *, tells: bool) -> None:
     told = Told(tells=tells)
     for step in range(3, 3 + 3 * PATIENCE):
-        told.idle.body_ended(step, 3)
+        told.bodies.body_ended(step, 3)
     assert told.events == [("no_update", {"steps": PATIENCE, "begun": 3})] * tells
     assert capsys.readouterr().err.count("no registered optimizer has stepped in 100 steps, since step 3") == tells
 
@@ -99,8 +99,8 @@ def test_a_long_time_without_an_update_is_told_once(capsys: pytest.CaptureFixtur
 def test_parameters_that_nobody_trains_are_told(
     capsys: pytest.CaptureFixture[str], names: tuple[str, ...], shown: str
 ) -> None:
-    Told(untrained=names, tells=False).idle.tell_untrained()
-    Told(untrained=()).idle.tell_untrained()
+    Told(untrained=names, tells=False).bodies.tell_untrained()
+    Told(untrained=()).bodies.tell_untrained()
     assert capsys.readouterr().err == ""
-    Told(untrained=names).idle.tell_untrained()
+    Told(untrained=names).bodies.tell_untrained()
     assert f"in no registered optimizer: {shown}; " in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pure.stories import at, beginning, one_kill
-from resilient_train._native import Board
+from resilient_train._native import Board, Page
 from resilient_train.launch.agent.console_text import told
 from resilient_train.launch.agent.pauses import Pauses
 from resilient_train.observe.history import read_history
@@ -195,7 +195,7 @@ class Asked:
 
 def test_what_an_operator_is_answered() -> None:
     asked = Asked(started())
-    asked.board.set_standing(1, 4, 1, 4)
+    Page(asked.board, 1).write(4, 1, 4)
     assert asked.error(m.Pause(4)) == "step 4 has begun already; the job is at step 4"
     assert asked.error(m.Pause(5)) == ""
     assert SetPause(5) in asked.done

@@ -15,7 +15,8 @@ from pure.silent_holder import silent_holder
 from resilient_train.launch.agent import restore_points
 from resilient_train.launch.agent import saves as saves_module
 from resilient_train.launch.agent.restore_points import Stored
-from resilient_train.launch.agent.saves import CHECKPOINTS, Saves
+from resilient_train.launch.agent.saves import Saves
+from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.protocol.messages import Captured, Source
 
 

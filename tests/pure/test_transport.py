@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from resilient_train import transport
 from resilient_train.errors import JobEnded, ProtocolError
 from resilient_train.protocol import messages as m
-from resilient_train.transport import MAX_FRAME_BYTES, Channel, FrameBuffer, decode_from_rank, encode, peer_of
+from resilient_train.transport import MAX_FRAME_BYTES, Channel, FrameBuffer, decode, encode, from_rank, peer_of
 
 FRAMES = [
     m.Hello("rank", 3, 1, 42),
@@ -39,6 +39,10 @@ FRAMES = [
     m.Inject("uce", 1, "gradient"),
     m.Query(),
 ]
+
+
+def decode_from_rank(body: bytes) -> m.FromRank:
+    return decode(body, from_rank)
 
 
 def bodies(data: bytes) -> list[bytes]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_train.errors import ProtocolError, StateError
-from resilient_train.state.tree import NO_TENSORS, Path, Slot, TensorKind, flatten, unflatten
+from resilient_train.state.tree import Path, Slot, TensorKind, flatten, unflatten
 
 
 class Tensor:
@@ -30,6 +30,9 @@ KIND = TensorKind(
     name_constant=lambda value: value.name,
     constant=Dtype,
 )
+
+
+NO_TENSORS = KIND._replace(is_tensor=lambda _: False, is_constant=lambda _: False)
 
 
 def no_tensor(path: Path, slot: Slot) -> Any:

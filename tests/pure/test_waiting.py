@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from resilient_train._native import Board
+from resilient_train._native import Board, Page
 from resilient_train.launch.agent import waiting as module
 from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.protocol.controller import Controller
@@ -60,7 +60,7 @@ class Rig:
         for rank in (0, 1):
             self.controller.greeted(rank, 0)
             self.controller.started(rank, 0, Started("digest", (), (), 0))
-            self.board.set_standing(rank, 5, 1, 7)
+            Page(self.board, rank).write(5, 1, 7)
         assert self.controller.job.stage is Stage.RUNNING
 
 

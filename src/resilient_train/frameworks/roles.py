@@ -567,7 +567,7 @@ class Step(Protocol):
     """A window (the steps up to and including one update): its updates are seen, and it can be taken back.
 
     Called by the driver, ``session/from_replica.py``, ``saving.py`` and ``from_saved.py`` (the layout that travels with
-    the state), ``idle.py`` (bodies without an update).
+    the state), ``bodies_without_update.py``.
     """
 
     def attach(self, updates: Updates) -> None:

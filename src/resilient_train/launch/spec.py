@@ -1,4 +1,4 @@
-"""What a job is: the command, the world, where it writes. Made from torchrun's own flags in ``run.py``."""
+"""What a job is: the command, the world, where it writes and listens. Made from torchrun's own flags in ``run.py``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import msgspec
 
 from resilient_train.config import Settings
 from resilient_train.protocol.policy import Policy
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints, in its run directory."""
+SOCKET = "agent-0.sock"
+"""Where its agent listens, in there as well."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):

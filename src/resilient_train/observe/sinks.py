@@ -69,13 +69,6 @@ def say_aside(text: str) -> None:
         print(f"resilient_train: {text}", file=sys.stderr, flush=True)
 
 
-class Discard:
-    """A sink for a Session without an agent: there is no run directory to write to."""
-
-    def write(self, event: Event) -> None:
-        """Drops the event."""
-
-
 def read_events(path: str | os.PathLike[str]) -> list[Event]:
     """The events of a file in the order of their times. Lines that are no Event (a torn last one) are left out.
 

@@ -174,6 +174,6 @@ class Cadence:
         # A rank that was lost may have taken its word that its part is complete along: nobody waits for that.
         left = [each for each in self._unsettled if each > settled] if whole else []
         if self._unsettled and not left:
-            meter.settled(now_s, measured=whole)
+            meter.ended(now_s, measured=whole)
             self._meanwhile = 0
         self._unsettled = left

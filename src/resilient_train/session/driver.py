@@ -39,6 +39,7 @@ from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.progress import Activity
 from resilient_train.session.anomalies import Anomalies, AnomalyLimits
+from resilient_train.session.bodies_without_update import BodiesWithoutUpdate
 from resilient_train.session.collective_report import CollectiveReport
 from resilient_train.session.comparison import Comparison
 from resilient_train.session.compute_clock import ComputeClock
@@ -47,7 +48,6 @@ from resilient_train.session.drill_records import DrillRecords
 from resilient_train.session.explain import Explainer
 from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.from_replica import FromReplica
-from resilient_train.session.idle import Idle
 from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.link import Link, leave
@@ -126,7 +126,7 @@ class Driver:
             self._event,
             self._comparison,
         )
-        self._idle = Idle(engine.step, self._event, tells=agent.rank == 0)
+        self._without_update = BodiesWithoutUpdate(engine.step, self._event, tells=agent.rank == 0)
         plan = parse_plan(settings.faults)
         self._tells = agent.rank == 0
         self._anomalies: Anomalies | None = None
@@ -310,7 +310,7 @@ class Driver:
                 raise
             self.saving.begin_at(commits)
             self._comparison.begin_at(commits)
-            self._idle.tell_untrained()
+            self._without_update.tell_untrained()
             self._link.channel.send(m.SetUp(record))
         step: Step | None = self._drive(on.Begin(total, start, commits))
         return step
@@ -792,7 +792,7 @@ class Driver:
 
     def _check_unchanged(self, _: do.CheckUnchanged) -> None:
         try:
-            self._idle.body_ended(self._number, self._rank.base)
+            self._without_update.body_ended(self._number, self._rank.base)
         except UsageError:
             self._unlike = True
             raise

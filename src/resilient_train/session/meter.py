@@ -84,8 +84,8 @@ class Meter:
         if newest is not None:
             newest.waited_s += duration_s
 
-    def settled(self, now_s: float, *, measured: bool) -> None:
-        """The save is on storage, or has failed. ``measured``: its time is that of a save."""
+    def ended(self, now_s: float, *, measured: bool) -> None:
+        """The save that goes to storage is there, or has failed. ``measured``: its time is that of a save."""
         save, self._storage = self._storage, None
         if save is None or not measured or not save.windows:
             return

@@ -53,7 +53,6 @@ class Advisor:
         self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._stalls: deque[float] = deque(maxlen=_SAVES_KEPT)
         self._latencies: deque[float] = deque(maxlen=_SAVES_KEPT)
-        self._restarts: deque[float] = deque(maxlen=_SAVES_KEPT)
         self._failures = failures
         self._exposure_s = exposure_s
         self._advice = FIRST_STEPS
@@ -70,12 +69,6 @@ class Advisor:
         """
         self._stalls.append(stall_s)
         self._latencies.append(latency_s)
-
-    def failure(self, restart_s: float = 0.0) -> None:
-        """A failure that needed this checkpoint, and the time until training went on from it."""
-        self._failures += 1
-        self._restarts.append(restart_s)
-        self._exposure_s += restart_s
 
     def earlier(self, failures: int, exposure_s: float) -> None:
         """What was seen in still earlier runs, where that is only known now."""
@@ -105,7 +98,6 @@ class Advisor:
         return Tier(
             stall_s=statistics.median_low(self._stalls),
             mtbf_s=self.rate.mtbf_s,
-            restart_s=statistics.median(self._restarts) if self._restarts else 0.0,
             latency_s=statistics.median_low(self._latencies),
             in_flight=self._in_flight,
             detection_s=self._detection_s,

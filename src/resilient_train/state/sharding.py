@@ -7,7 +7,7 @@ each writes its part and nothing is written twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,11 +39,6 @@ class Piece(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def whole(name: str, dtype: str, shape: Shape) -> Piece:
-    """A tensor in one piece."""
-    return Piece(name, dtype, shape, shape, (0,) * len(shape))
-
-
 class Share(NamedTuple):
     """A shard as a part of what a replica group holds, cut into ``of`` parts."""
 
@@ -61,27 +56,6 @@ def shares(replica_groups: Sequence[Sequence[int]]) -> tuple[Share, ...]:
         for number, group in enumerate(replica_groups)
         for part in range(len(group))
     )
-
-
-def writers(
-    holders: Sequence[Sequence[int]], alive: Collection[int], sizes_bytes: Sequence[int] | None = None
-) -> dict[int, int]:
-    """For each shard (its index in ``holders``) the living rank that writes it, the load spread evenly.
-
-    Of equally loaded holders the one that comes first writes. ``sizes_bytes`` weighs the shards, by default equally. A
-    shard that no living rank holds is missing from the result.
-    """
-    living = {shard: [rank for rank in ranks if rank in alive] for shard, ranks in enumerate(holders)}
-    weights = [1] * len(holders) if sizes_bytes is None else sizes_bytes
-    load: dict[int, int] = {}
-    chosen: dict[int, int] = {}
-    # Those with the fewest holders first: the others can make room for them. Then the large ones, for the same reason.
-    for shard in sorted(living, key=lambda each: (len(living[each]), -weights[each])):
-        if living[shard]:
-            writer = min(living[shard], key=lambda rank: load.get(rank, 0))
-            load[writer] = load.get(writer, 0) + weights[shard]
-            chosen[shard] = writer
-    return dict(sorted(chosen.items()))
 
 
 def unique(groups: Sequence[Sequence[Piece]]) -> list[list[Piece]]:

@@ -118,13 +118,3 @@ def unflatten(payload: bytes, kind: TensorKind, place: Callable[[Path, Slot], An
         return decode(msgspec.msgpack.decode(payload), ())
     except (msgspec.MsgspecError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"not a state tree: {error}") from None
-
-
-NO_TENSORS = TensorKind(
-    is_tensor=lambda _: False,
-    describe=lambda _: ("", (), False),
-    is_constant=lambda _: False,
-    name_constant=str,
-    constant=str,
-)
-"""For trees that hold no tensors."""

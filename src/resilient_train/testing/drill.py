@@ -173,7 +173,7 @@ class _Judge:
         problems = _problems(options, name, code, story, blows)
         difference, told = None, ""
         if code == 0:
-            self._comparison.settle(run_dir, before_step=clauses[0].step)
+            self._comparison.leave_out(run_dir, before_step=clauses[0].step)
             difference, told = self._compare(run_dir, clauses)
             problems += [told] if told else []
         if options.each:
@@ -193,7 +193,7 @@ class _Judge:
             code, _, _ = run_once(self._options, AGAIN, "", 3 * self._seconds + _PER_FAULT_S)
             if code != 0:
                 return None, f"the script ended well once; run undisturbed again, it did not (exit code {code})"
-            self._comparison.settle(self._options.run_dir / AGAIN)
+            self._comparison.leave_out(self._options.run_dir / AGAIN)
             if told := self._not_deterministic():
                 return None, told
             difference = self._comparison.first_difference(run_dir)
@@ -212,9 +212,9 @@ class _Judge:
 
     def not_compared(self) -> dict[str, tuple[int, ...]]:
         """What the script does differently each time, and on which ranks."""
-        unsettled = self._comparison.unsettled
-        names = sorted({name for theirs in unsettled for name in theirs})
-        return {name: tuple(rank for rank, theirs in enumerate(unsettled) if name in theirs) for name in names}
+        left_out = self._comparison.left_out
+        names = sorted({name for theirs in left_out for name in theirs})
+        return {name: tuple(rank for rank, theirs in enumerate(left_out) if name in theirs) for name in names}
 
 
 def explain(difference: Difference, clauses: Sequence[Injection]) -> str:

@@ -72,19 +72,19 @@ class DrillComparison:
 
     def __init__(self, expected_dir: Path, ranks: int) -> None:
         self._expected = [{each.step: each for each in read(expected_dir, rank)} for rank in range(ranks)]
-        self.unsettled: list[dict[str, None]] = [{} for _ in range(ranks)]
+        self.left_out: list[dict[str, None]] = [{} for _ in range(ranks)]
         """By rank, what differs between undisturbed runs."""
 
-    def settle(self, run_dir: Path, before_step: int = _EVER) -> None:
+    def leave_out(self, run_dir: Path, before_step: int = _EVER) -> None:
         """Nothing was done to this run before ``before_step``: what differs there is compared no more."""
         for rank, expected in enumerate(self._expected):
             for snapshot in read(run_dir, rank):
                 if snapshot.step < before_step and snapshot.step in expected:
-                    self.unsettled[rank].update(dict.fromkeys(_differing(expected[snapshot.step], snapshot, ())))
+                    self.left_out[rank].update(dict.fromkeys(_differing(expected[snapshot.step], snapshot, ())))
 
     def undetermined(self) -> tuple[int, str] | None:
         """A rank and a trained tensor of it that differs between undisturbed runs; None if there is none."""
-        for rank, names in enumerate(self.unsettled):
+        for rank, names in enumerate(self.left_out):
             for name in names:
                 if _kind(name) in _TRAINED:
                     return rank, name
@@ -122,7 +122,7 @@ class DrillComparison:
 
     def _pieces(self, rank: int, snapshot: NamedRecord) -> list[str]:
         expected = self._expected[rank].get(snapshot.step)
-        return _differing(expected, snapshot, self.unsettled[rank]) if expected is not None else []
+        return _differing(expected, snapshot, self.left_out[rank]) if expected is not None else []
 
     def _is_made_later(self, rank: int, snapshots: Sequence[NamedRecord], place: int) -> bool:
         """Whether a new process only lacks what its predecessor had made ahead, behind an update (``Carried.fetch``),

@@ -239,7 +239,7 @@ class Body:
             while board.stopped_generation(0) < generation:
                 time.sleep(0.0001)
             watchdog.acknowledge(generation)
-            board.set_generation(0, generation)
+            board.set_identity(0, generation, 0, os.getpid())
         else:
             assert error is None, "an interrupt without a stop"
         return error is not None

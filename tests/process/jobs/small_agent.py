@@ -63,6 +63,10 @@ class Little:
         """The root, the zygote, and a spare beside them."""
         return len(self.pool.processes()) == 3
 
+    def zygote(self) -> int:
+        """0: there is none."""
+        return next((each["pid"] for each in self.pool.describe() if each["depth"] == "zygote"), 0)
+
     def take(self, more: dict[str, str]):
         """What can become a rank; None: nothing; a future: soon."""
         given = asyncio.get_running_loop().create_future()
@@ -104,23 +108,33 @@ async def main(folder: Path, root) -> None:
     again = await little.run("again", "forked", CASES["tell"], RANK="3")
     await little.until(little.stocked)
     other = (await little.take({"OMP_NUM_THREADS": "7"})) is None
-    zygote = next(each["pid"] for each in little.pool.describe() if each["depth"] == "zygote")
-    os.kill(zygote, 9)
+    os.kill(little.zygote(), 9)
     await little.until(lambda: little.count("standby_lost") == 1)
     begun = time.monotonic()
     spare, _ = await little.start("spare", "forked", (SCRIPT, "sleep"), {})
     none = await little.take({})
     refused_s = time.monotonic() - begun
+    await little.until(lambda: little.zygote() != 0)
+    again_s = [time.monotonic() - begun]
+    os.kill(little.zygote(), 9)  # in the middle of its imports
+    await little.until(lambda: little.count("standby_lost") == 2)
+    begun = time.monotonic()
+    await little.until(lambda: little.zygote() != 0)
+    again_s.append(time.monotonic() - begun)
     await little.until(little.stocked)
     left = [spare.pid, *(each.child.pid for each in little.pool.processes())]
     result = {"told": told, "again": again, "other": other, "none": none is None}
-    print(json.dumps({**result, "refused_s": refused_s, "left": left, "events": little.events}), flush=True)
+    print(
+        json.dumps({**result, "refused_s": refused_s, "again_s": again_s, "left": left, "events": little.events}),
+        flush=True,
+    )
     await asyncio.sleep(600)
 
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     standby_pool._PAUSE_S = 0.05
+    standby_pool._AGAIN_S = (standby_pool._AGAIN_S[0], 1.5)
     first = start_root(place / "standby.log", environ_copy())
     if isinstance(first, Born):
         first.begin()

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from resilient_train.errors import ConfigError, StateError
-from resilient_train.frameworks.torch.leaves import TENSORS, dtype_of, is_sharded, local, span_of
+from resilient_train.errors import StateError
+from resilient_train.frameworks.torch.leaves import TENSORS, is_sharded, local, span_of
 from resilient_train.state.checkpoint.restore import Checkpoint
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.sharding import ITEM_BYTES, Piece, Shape
 from resilient_train.state.transfer import Span, view
-from resilient_train.state.tree import Path, Slot, flatten, unflatten
+from resilient_train.state.tree import Path, flatten
 
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
@@ -120,26 +120,3 @@ def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], *,
         for here, landing in landed:
             here.copy_(landing)
     return count
-
-
-def load_tree(checkpoint: Checkpoint, group: int = 0, *, digests: bool = True) -> Any:
-    """The tree of state of a replica group, with tensors of its own, whole: a sharded tensor is put together.
-
-    Raises CheckpointError, or ProtocolError if the tree is none.
-    """
-    file = checkpoint.tree(group)
-    made: dict[str, torch.Tensor] = {}
-
-    def place(_path: Path, slot: Slot) -> torch.Tensor:
-        if slot.number not in range(len(file.names)):
-            raise ConfigError(f"{checkpoint.path}: the tree of group {group} has a tensor without a name")
-        name = file.names[slot.number]
-        dtype = dtype_of(slot.dtype)
-        held = checkpoint.tensors[name].shape
-        shape = held if dtype in _NAMES else held[:-1]
-        made[name] = torch.empty(shape, dtype=dtype)
-        return made[name]
-
-    tree = unflatten(file.tree, TENSORS, place)
-    load_tensors(checkpoint, made, digests=digests)
-    return tree

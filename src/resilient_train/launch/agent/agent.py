@@ -39,7 +39,7 @@ from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.launch.fork.imports import target_of, uses_us
 from resilient_train.launch.fork.standby_pool import Pool
 from resilient_train.launch.fork.zygote import Root
-from resilient_train.launch.spec import JobSpec
+from resilient_train.launch.spec import SOCKET, JobSpec
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
@@ -99,7 +99,7 @@ class Agent:
         self._logs = Logs(spec)
         self._arenas = [Arena.create(DEFAULT_SLOT_BYTES, spec.settings.tail_log_bytes) for _ in range(spec.world_size)]
         self._store = make_store(spec.host, spec.port)
-        self._socket_path = spec.run_dir / "agent-0.sock"
+        self._socket_path = spec.run_dir / SOCKET
         self._pool = Pool(root, spec.command, spec.settings, self._on_standby)
         token = new_token()
         self._processes = Processes(spec, self._logs, self._pool, self._socket_path, self._store.port, token, limit)

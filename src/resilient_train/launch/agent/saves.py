@@ -20,6 +20,7 @@ import msgspec
 
 from resilient_train.errors import HolderLostError, VaultError
 from resilient_train.launch.agent.restore_points import Stored, find_stored, is_there, set_wrong_aside
+from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.protocol.messages import Captured, Skipped, Source
 from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.checkpoint.libraries import libraries_here
@@ -28,7 +29,6 @@ from resilient_train.state.vault.client import Vault, common_commits, socket_pat
 from resilient_train.state.vault.flush import PLACE, WORK, Flush, Flushed
 from resilient_train.state.vault.holder_process import find_holder
 
-CHECKPOINTS = "checkpoints"
 _REPLY_TIMEOUT_S = 2.0
 """The agent waits for the holder at the start of ranks only, and not for long: it has recoveries to carry out."""
 _SLOW_S = 30.0

@@ -12,12 +12,12 @@ import msgspec
 
 from resilient_train.errors import ConfigError, ProtocolError, ResilientError
 from resilient_train.events import Event, event_in, from_line
+from resilient_train.launch.spec import SOCKET
 from resilient_train.observe.sinks import EVENTS_FILE
 from resilient_train.protocol.messages import Hello, Inject, Pause, Query, Reply, Unpause
 from resilient_train.transport import Channel
 
 RUNS = Path("resilient_runs")
-SOCKET = "agent-0.sock"
 _REPLY_TIMEOUT_S = 10.0
 _LOOK_S = 0.02
 _BEGIN_S = 30.0

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.errors import ConfigError
+from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.observe.report import Line
 from resilient_train.state.checkpoint.libraries import differences
 from resilient_train.state.checkpoint.manifest import MANIFEST, parse_name
 from resilient_train.state.checkpoint.verify import Report, candidates, verify
-
-CHECKPOINTS = "checkpoints"
-"""Where a run keeps them."""
 
 
 def reports(path: Path) -> list[Report]:

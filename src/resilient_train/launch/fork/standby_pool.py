@@ -52,8 +52,10 @@ _ANSWER_S = 1.0
 _IMPORT_S = 60.0
 _PAUSE_S = 1.0
 _PAUSE_MAX_S = 600.0
-_LOSSES_MAX = 4
-"""Times that the zygote may end or hang before no other is made; each time after twice the pause."""
+_AGAIN_S = (0.0, 4.0, 8.0)
+"""How long after each loss of the zygote another is made: at once the first time, which may have been an accident.
+After one more loss than stand here none is made; what kills it would do so for ever.
+"""
 _FALLS_MAX = 3
 """Spares in a row that may end on their way through the script before the way itself is held to be bad."""
 _ADDED = frozenset(
@@ -372,10 +374,10 @@ class Pool:
         self._drop_zygote()
         self._losses += 1
         self._note("standby_lost", {"reason": reason})
-        if self._root is None or self._losses >= _LOSSES_MAX:
+        if self._root is None or self._losses > len(_AGAIN_S):
             self._give_up(f"it was lost {self._losses} times, at last because {reason}")
         else:
-            asyncio.get_running_loop().call_later(_PAUSE_S * 2**self._losses, self._make_zygote)
+            asyncio.get_running_loop().call_later(_AGAIN_S[self._losses - 1], self._make_zygote)
             self._refuse_all()
 
     def _drop_zygote(self) -> None:

@@ -22,19 +22,6 @@ _RETRY_MAX_S = 1.0
 Found = tuple[Vault, "subprocess.Popen[bytes] | None"]
 
 
-def ensure_holder(
-    run_dir: Path,
-    *,
-    node: int = 0,
-    grace_s: float = GRACE_S,
-    works: Mapping[str, str] | None = None,
-    reply_timeout_s: float = REPLY_TIMEOUT_S,
-) -> Found:
-    """``find_holder``, for a process that has no event loop."""
-    found = find_holder(run_dir, node=node, grace_s=grace_s, works=works, reply_timeout_s=reply_timeout_s)
-    return asyncio.run(found)
-
-
 async def find_holder(
     run_dir: Path,
     *,

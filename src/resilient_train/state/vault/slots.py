@@ -36,7 +36,6 @@ from resilient_train.state.vault.record import COMMIT_BYTES, RECORD_BYTES, SlotS
 SLOTS = 2
 PAGE_BYTES = 4096
 ALIGNMENT_BYTES = 64 << 10
-CAPACITY_MAX_BYTES = 1 << 44
 _PREFAULT_BYTES = 64 << 20
 _USE_OFFSET = 256  # on a cache line of its own, also where lines are 128 bytes
 _CONTROL_BYTES = (1 + SLOTS) * PAGE_BYTES

@@ -16,7 +16,7 @@ PATIENCE = 100
 """So many bodies in a row are told, once."""
 
 
-class Idle:
+class BodiesWithoutUpdate:
     """``event`` writes an event of this rank; ``tells``: it is the rank that speaks for all."""
 
     def __init__(self, step: Step, event: Callable[[str, dict[str, Any]], None], *, tells: bool) -> None:

@@ -248,4 +248,4 @@ def test_without_the_switch_nothing_is_looked_at(tmp_path: Path) -> None:
 def test_who_looks_at_nothing_is_told(tmp_path: Path) -> None:
     run = anomalous(tmp_path / "run", variant="scaler")
     assert run.code == 0, run.explain()
-    assert run.err.count("this step had neither a gradient norm nor a loss to look at") == 1, run.err
+    assert run.err.count("two steps had neither a gradient norm nor a loss to look at") == 1, run.err

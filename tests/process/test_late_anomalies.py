@@ -80,3 +80,63 @@ def test_a_step_that_has_not_begun(tmp_path: Path) -> None:
     run = late(tmp_path / "run", "--at", "13", "--look", "-3")
     assert run.code == 1, run.explain()
     assert "UsageError: session.anomaly(13): the newest step that has begun is" in run.err
+
+
+# -- a loss that is looked at behind the update
+
+SAVES = ("--save", "1000", "--memory", "4")
+
+
+def digests(run: Run) -> set[str]:
+    return {digest for digest, _ in run.digests().values()}
+
+
+def abnormal(run: Run) -> str:
+    return (run.run_dir / "abnormal_loss.json").read_text()
+
+
+@pytest.mark.parametrize("where", ["body", "between"])
+def test_a_loss_behind_its_update(tmp_path: Path, where: str) -> None:
+    plain = late(tmp_path / "plain", *SAVES, "--nan", where)
+    run = late(tmp_path / "run", *SAVES, "--at", "13", "--once", "--nan", where)
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert digests(run) == digests(plain)
+    (again,) = run.of("restart_all")
+    assert again["detail"]["reason"] == "the loss of step 13 is nan on rank 1, behind its update"
+    assert {event["detail"]["commits"] for event in run.of("restored")} <= {8, 12}
+    assert abnormal(run) == '{"13": [NaN]}\n'
+    assert "neither a gradient norm nor a loss" not in run.err
+
+
+def test_a_loss_behind_its_update_that_comes_again(tmp_path: Path) -> None:
+    """In the same job, and in one that is started again in its directory."""
+    plain = late(tmp_path / "plain", *SAVES, "--nan", "body")
+    run = late(tmp_path / "run", *SAVES, "--at", "13", "--nan", "body")
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert digests(run) == digests(plain)
+    assert len(run.of("restart_all")) == 1
+    told = "the loss of step 13 is nan on rank 1, behind its update; {}: it is written down, and training goes on"
+    assert run.err.count(told.format("all have gone back for that already")) == 1, run.err
+    assert abnormal(run) == '{"13": [NaN, NaN]}\n'
+    later = late(tmp_path / "run", "--at", "13", "--nan", "body")
+    assert later.code == 0, later.explain()
+    assert later.err.count(told.format("the step has been run again for that already")) == 1, later.err
+    assert not later.of("restart_all")
+    assert abnormal(later) == '{"13": [NaN, NaN, NaN]}\n'
+
+
+def test_a_loss_behind_its_update_where_nothing_is_saved(tmp_path: Path) -> None:
+    run = late(tmp_path / "run", "--at", "13", "--nan", "body")
+    assert run.code == 0, run.explain()
+    assert not run.of("restart_all")
+    assert run.err.count("; nothing of before is saved: it is written down, and training goes on") == 1, run.err
+    assert not (run.run_dir / "abnormal_loss.json").exists(), "a later run has not run it again"
+
+
+def test_an_update_is_left_out_when_all_have_gone_back(tmp_path: Path) -> None:
+    left_out = late(tmp_path / "left-out", *SAVES, "--leave-out", "13", "--nan", "body")
+    run = late(tmp_path / "run", *SAVES, "--at", "13", "--nan", "body", "--on-anomaly", "skip")
+    assert (left_out.code, run.code) == (0, 0), run.explain()
+    assert digests(run) == digests(left_out)
+    assert [event["step"] for event in run.of("update_left_out")] == [13, 13]
+    assert len(run.of("late_anomaly")) == 1, "of an update that is left out there is nothing to go back for"

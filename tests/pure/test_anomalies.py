@@ -100,8 +100,20 @@ def test_what_is_not_looked_at_is_told_once() -> None:
         found.look()
         found.late()
     assert len(said) == 2
-    assert "neither a gradient norm nor a loss" in said[0]
-    assert "undo=True" in said[1]
+    assert "undo=True" in said[0]
+    assert "neither a gradient norm nor a loss" in said[1]
+
+
+def test_a_value_behind_the_update_is_looked_at_too() -> None:
+    found, said = looking(loss=9)
+    for _ in range(3):
+        found.begin()
+        assert not found.look()
+        assert found.behind("loss", 8.9) is None
+    assert not said, "so this loop has not forgotten to"
+    assert found.behind("loss", 9) == FoundAnomaly("loss", 9.0, 9)
+    assert found.behind("norm", INF) == FoundAnomaly("norm", INF, INF)
+    assert looking(scaled=True)[0].behind("norm", INF) is None
 
 
 def test_nobody_waits_for_a_value_before_it_is_looked_at() -> None:
@@ -138,6 +150,15 @@ def seen(found: Anomalies, loss: float) -> bool:
 
 
 USUAL = [2.0, 2.1, 2.2, 2.3] * 8
+
+
+def test_a_spike_behind_the_update() -> None:
+    found, _ = looking()
+    assert [found.behind("loss", loss) for loss in USUAL] == [None] * len(USUAL)
+    limit = pytest.approx(2.2 + 10 * 1.4826 * 0.1)
+    assert found.behind("loss", 6.0) == FoundAnomaly("loss", 6.0, limit, 2.2)
+    assert found.take(1)["loss"] == [*USUAL, 6.0], "it is applied"
+    assert [found.behind("loss", 6.0) is None for _ in range(3)] == [False, False, True], "the third is a new level"
 
 
 def test_a_spike_is_seen_without_a_threshold() -> None:

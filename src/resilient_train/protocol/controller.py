@@ -219,28 +219,40 @@ class Controller:
         return [*commands, *self._fault(Fault(Kind.ANOMALY, tre.sentence(rank, message), rank))]
 
     def late(self, rank: int, incarnation: int, message: Late) -> list[Command]:
-        """The script says, on some rank, that all is wrong since a step: all go back to a state from before it.
+        """All is wrong since a step, as a rank has found out behind its update: all go back to a state from before it.
 
-        Once for each step: a script that finds the same again has made it itself, and the machine is not to blame.
+        Once for each step: what is found again was made by the script, and the machine is not to blame.
         """
         job, step = self.job, message.step
         if not job.current(rank, incarnation) or job.stage not in _RUNS:
             return []
-        why = f": {message.reason}" if message.reason else ""
-        text = f"rank {rank} says that what was trained since step {step} can't be right{why}"
+        text = tre.late_sentence(rank, message)
         fault = Fault(Kind.LATE_ANOMALY, text, rank, reason=text, code=2)
-        if step in job.gone_back_to:
-            why_not = f"{text}; all have gone back for that already"
-        elif not job.saved_before(step):
-            why_not = f"{text}; nothing of before is saved"
-        else:
-            why_not = rsc.refuses(fault, job)
+        why_not = self._stays(message, fault)
+        told_already = (job.attempt, step) in job.late_told
+        commands: list[Command] = []
+        if message.seen is not None and (not why_not or (message.seen.what, step) in job.anomalies):
+            commands += tre.keep(message.seen, job)
+        if why_not and told_already:
+            return commands
         detail: dict[str, object] = {"step": step, "reason": message.reason, "goes_back": not why_not}
-        note = Note("late_anomaly", rank=rank, detail={**detail, "told": why_not or text})
+        commands.append(Note("late_anomaly", rank=rank, detail={**detail, "told": why_not or text}))
         if why_not:
-            return [note]
+            job.late_told.add((job.attempt, step))
+            return commands
         job.gone_back_to.add(step)
-        return [note, *self._fault(fault)]
+        return [*commands, *self._fault(fault)]
+
+    def _stays(self, message: Late, fault: Fault) -> str:
+        """Why nobody goes back for that; empty if all do."""
+        job, step = self.job, message.step
+        if step in job.gone_back_to:
+            return f"{fault.detail}; all have gone back for that already"
+        if message.seen is not None and (message.seen.what, step) in job.anomalies:  # also in an earlier run of the job
+            return f"{fault.detail}; the step has been run again for that already"
+        if not job.saved_before(step):
+            return f"{fault.detail}; nothing of before is saved"
+        return rsc.refuses(fault, job)
 
     def computed(self, rank: int, incarnation: int, message: Computed) -> list[Command]:
         """A rank has computed a window that is computed twice. When all have: again, or what has come of it."""

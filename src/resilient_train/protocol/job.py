@@ -84,6 +84,8 @@ class Job:
         """Before which update replicas were found to differ last; -1: they never were."""
         self.gone_back_to: set[int] = set()
         """Steps since which the script has said that all is wrong: once each, all have gone back for that."""
+        self.late_told: set[tuple[int, int]] = set()
+        """Attempt and step, where people were told of it and nobody went back."""
         self.saved_before: Callable[[int], bool] = lambda _step: False
         """Whether a state from before that step, or an older one, is known to be saved."""
         self.pause_at: int | None = None

@@ -189,10 +189,13 @@ class Anomaly(msgspec.Struct, tag="anomaly", frozen=True):
 
 
 class Late(msgspec.Struct, tag="late", frozen=True):
-    """The script has found out that what was trained since ``step`` can't be right. Nothing is waited for."""
+    """What was trained since ``step`` can't be right: the script has found it out (``reason``), or a value that was
+    looked at behind the step's update shows it (``seen``). Nothing is waited for.
+    """
 
     step: Annotated[int, msgspec.Meta(ge=0)]
-    reason: str
+    reason: str = ""
+    seen: Anomaly | None = None
 
 
 class Computed(msgspec.Struct, tag="computed", frozen=True):

@@ -254,6 +254,11 @@ class Rank:
         return isinstance(self.state, Update)
 
     @property
+    def behind_update(self) -> bool:
+        """Whether the newest update is applied, and nothing of the next one has begun."""
+        return isinstance(self.state, Tail)
+
+    @property
     def leavable(self) -> bool:
         """Whether the loop may end here: no body is cut, and no update half done."""
         return isinstance(self.state, (Open, Tail)) and not self.written

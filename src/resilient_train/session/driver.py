@@ -38,7 +38,7 @@ from resilient_train.protocol import messages as m
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.progress import Activity
-from resilient_train.session.anomalies import Anomalies, AnomalyLimits
+from resilient_train.session.anomalies import Anomalies, AnomalyLimits, What
 from resilient_train.session.collective_report import CollectiveReport
 from resilient_train.session.comparison import Comparison
 from resilient_train.session.compute_clock import ComputeClock
@@ -416,17 +416,32 @@ class Driver:
 
     def check(self, loss: Any, norm: Any) -> None:
         """See ``Session.check``."""
-        if self._anomalies is None:
+        anomalies, rank = self._anomalies, self._rank
+        if anomalies is None:
             return
-        if not self._rank.redoable:
+        if not (rank.redoable or rank.behind_update):
             raise UsageError(
-                "session.check() was called outside the body of a step, or behind its update, which can't be taken "
-                "back: call it before optimizer.step()"
+                "session.check() was called outside the body of a step and not behind its update either (in front of a "
+                "body, between two optimizers, behind the loop): call it in the body, before optimizer.step()"
             )
-        if loss is not None:
-            self._anomalies.add("loss", self._engine.gradients.kept(loss))
-        if norm is not None:
-            self._anomalies.add("norm", self._engine.gradients.kept(norm))
+        given: tuple[tuple[What, Any], ...] = (("loss", loss), ("norm", norm))
+        for what, value in given:
+            if value is None:
+                continue
+            kept = self._engine.gradients.kept(value)
+            if rank.redoable:
+                anomalies.add(what, kept)
+            else:
+                self._check_behind(anomalies, what, kept)
+
+    def _check_behind(self, anomalies: Anomalies, what: What, value: Any) -> None:
+        """A value of the update that was applied last. Of one that was left out there is nothing to go back for."""
+        rank, step = self._rank, self._rank.number - 1
+        found = None if rank.skips and step in rank.tolerated else anomalies.behind(what, value)
+        if found is not None:
+            limit, usual = found.limit, found.usual
+            seen = m.Anomaly(rank.generation, step, what, found.value, limit, skips=rank.skips, usual=usual)
+            self._link.channel.send(m.Late(step, seen=seen))
 
     def anomaly(self, step: int, reason: str) -> None:
         """See ``Session.anomaly``."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from resilient_train.protocol.commands import Command, KeepAnomalies, Note
 from resilient_train.protocol.job import Job
-from resilient_train.protocol.messages import Anomaly, Computed
+from resilient_train.protocol.messages import Anomaly, Computed, Late
 from resilient_train.strategies.base import Fault, Kind
 
 NAME = "TRE"
@@ -33,16 +33,24 @@ def begin(fault: Fault, job: Job) -> list[Command]:
 
 def write_down(rank: int, message: Anomaly, job: Job) -> list[Command]:
     """One value for each time that the step ran: that of whoever tells it first."""
+    kept = keep(message, job)
+    if not kept:
+        return []
+    detail: dict[str, object] = {"step": message.step, "what": message.what, "again": message.again}
+    values = job.anomalies[message.what, message.step]
+    detail |= {"values": [*map(_in_json, values)], "reason": sentence(rank, message)}
+    return [*kept, Note("anomaly", rank=rank, detail=detail)]
+
+
+def keep(message: Anomaly, job: Job) -> list[Command]:
+    """The value, in the job and in the file. Nothing, if this run of the step has one."""
     key, now = (message.what, message.step), (job.attempt, message.generation)
     if job.anomalies_told.get(key) == now:
         return []
-    before = job.anomalies.get(key, ())
     job.anomalies_told[key] = now
-    job.anomalies[key] = (*before, message.value)
+    job.anomalies[key] = (*job.anomalies.get(key, ()), message.value)
     values = {step: each for (what, step), each in sorted(job.anomalies.items()) if what == message.what}
-    detail: dict[str, object] = {"step": message.step, "what": message.what, "again": message.again}
-    detail |= {"values": [*map(_in_json, job.anomalies[key])], "reason": sentence(rank, message)}
-    return [KeepAnomalies(message.what, values), Note("anomaly", rank=rank, detail=detail)]
+    return [KeepAnomalies(message.what, values)]
 
 
 def compute_again(message: Computed, job: Job) -> list[Command]:
@@ -86,8 +94,20 @@ def _limit(message: Anomaly) -> str:
 
 def sentence(rank: int, message: Anomaly) -> str:
     """What is told of it, and what is done."""
-    seen = f"the {_NAMES[message.what]} of step {message.step} is {message.value:g} on rank {rank}{_limit(message)}"
+    seen = _seen(rank, message)
     if message.again:
         counts = "its update is left out" if message.skips else "the step counts"
         return f"{seen}, and the step has been run again for that: it is written down, and {counts}"
     return f"{seen}: all run the step again, {'without its update' if message.skips else 'its update was not applied'}"
+
+
+def _seen(rank: int, message: Anomaly) -> str:
+    return f"the {_NAMES[message.what]} of step {message.step} is {message.value:g} on rank {rank}{_limit(message)}"
+
+
+def late_sentence(rank: int, message: Late) -> str:
+    """What is told of something that was noticed behind the update."""
+    if message.seen is not None:
+        return f"{_seen(rank, message.seen)}, behind its update"
+    why = f": {message.reason}" if message.reason else ""
+    return f"rank {rank} says that what was trained since step {message.step} can't be right{why}"

@@ -22,6 +22,7 @@ from resilient_train.protocol.messages import Anomaly, Joined, Plan, Resume, Sta
 from resilient_train.protocol.rank import Ask, At, Barrier, Body, Rank, Tail, Update
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.anomalies import Anomalies, AnomalyLimits, FoundAnomaly
+from resilient_train.session.explain import asks_for_redo
 from resilient_train.state import abnormal
 
 NAN, INF = math.nan, math.inf
@@ -412,6 +413,34 @@ def test_a_spike_says_what_was_usual() -> None:
     commands = sees(running(), 45.70, usual=2.5)
     fault = next(note for note in of(commands, Note) if note.kind == "fault")
     assert "is 45.7 on rank 0 (usual before it: 2.5; from 44 on it is a spike): all run the" in fault.detail["reason"]
+
+
+def test_an_error_that_asks_for_its_step_has_no_value() -> None:
+    """So the file is left alone, and the step is known all the same."""
+    controller, text = running(), "RuntimeError: TREError"
+    commands = sees(controller, NAN, what="raised", text=text)
+    assert of(commands, RaiseStop)
+    assert not of(commands, KeepAnomalies)
+    first, fault = of(commands, Note)
+    assert (first.kind, first.detail["values"], fault.kind) == ("anomaly", [], "fault")
+    asks = "rank 0 asks for step 2 once more (RuntimeError: TREError)"
+    assert fault.detail["reason"] == f"{asks}: all run the step again, its update was not applied"
+    assert {resume.tolerated for resume in recover(controller)} == {(2,)}
+    (again,) = of(sees(controller, NAN, what="raised", text=text, again=True), Note)
+    assert again.detail["reason"] == f"{asks}, and it has been run again already: this is the script's own error"
+
+
+@pytest.mark.parametrize(
+    ("error", "asks"),
+    [
+        (RuntimeError("TREError: norm"), True),
+        (NotImplementedError("[TREError]"), True),
+        (RuntimeError("norm"), False),
+        (ValueError("TREError"), False),
+    ],
+)
+def test_which_error_asks_for_its_step_once_more(error: Exception, asks: bool) -> None:
+    assert asks_for_redo(error) is asks
 
 
 def test_of_ranks_that_see_the_same_one_is_heard() -> None:

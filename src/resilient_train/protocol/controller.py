@@ -235,7 +235,8 @@ class Controller:
             commands += tre.keep(message.seen, job)
         if why_not and told_already:
             return commands
-        detail: dict[str, object] = {"step": step, "reason": message.reason, "goes_back": not why_not}
+        what = message.seen.what if message.seen is not None else ""
+        detail: dict[str, object] = {"step": step, "what": what, "reason": message.reason, "goes_back": not why_not}
         commands.append(Note("late_anomaly", rank=rank, detail={**detail, "told": why_not or text}))
         if why_not:
             job.late_told.add((job.attempt, step))

@@ -172,25 +172,28 @@ class Damaged(msgspec.Struct, tag="damaged", frozen=True):
 class Anomaly(msgspec.Struct, tag="anomaly", frozen=True):
     """The gradient norm, or the loss, of a step is not below ``limit``, or not finite; its update is not applied.
 
-    ``usual``: the median of the steps before, where it is they that set the limit, and not the user.
+    ``usual``: the median of the steps before, where it is they that set the limit, and not the user. ``raised``: there
+    is no value, the script has left the body by an error that asks for the step once more, ``text``.
 
-    The rank waits for a stop, unless the step has been run again for that already (``again``): then it goes on.
+    The rank waits for a stop, unless the step has been run again for that already (``again``): then it goes on, or the
+    error is its own.
     """
 
     generation: int
     step: Annotated[int, msgspec.Meta(ge=0)]
-    what: Literal["norm", "loss"]
+    what: Literal["norm", "loss", "raised"]
     value: float
     limit: float
     again: bool = False
     skips: bool = False
     """The step's update is left out when it runs again."""
     usual: float | None = None
+    text: str = ""
 
 
 class Late(msgspec.Struct, tag="late", frozen=True):
-    """What was trained since ``step`` can't be right: the script has found it out (``reason``), or a value that was
-    looked at behind the step's update shows it (``seen``). Nothing is waited for.
+    """What was trained since ``step`` can't be right: the script has found it out (``reason``), or it shows behind the
+    step's update (``seen``). Nothing is waited for.
     """
 
     step: Annotated[int, msgspec.Meta(ge=0)]

@@ -447,6 +447,9 @@ def _exit(rank: Rank, _: Body, event: on.Exit) -> Effects:
     if event.how in ("error", "leaves"):
         rank.state = _OPEN
         return (_DISARM, _RETURN)
+    if event.how == "anomalous":  # as in Verify: this rank has not come to the barrier
+        rank.state = Ask(At.EXIT)
+        return (_DISARM, do.SendAnomaly(again=False), _AWAIT_STOP)
     if event.how == "interrupted":
         return (_DISARM, *_cut(rank, At.EXIT, Drain(stopped=True)))
     return (_DISARM, *_told_damage(rank, event), *_cut(rank, At.EXIT, Drain(text=event.text)))

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from resilient_train.observe.usual import Usual
 
 What = Literal["norm", "loss"]
+_NO_VALUE = math.nan
 
 
 class AnomalyLimits(NamedTuple):
@@ -31,12 +32,15 @@ class AnomalyLimits(NamedTuple):
 
 
 class FoundAnomaly(NamedTuple):
-    """An anomaly. ``usual``: the median of the windows before, where it is they that set the limit."""
+    """An anomaly. ``usual``: the median of the windows before, where it is they that set the limit. ``raised``: the
+    script asks for the step once more, by the error that is its ``text``.
+    """
 
-    what: What
+    what: Literal["norm", "loss", "raised"]
     value: float
     limit: float
     usual: float | None = None
+    text: str = ""
 
 
 class Anomalies:
@@ -91,6 +95,11 @@ class Anomalies:
         found = self._look_at("norm") or self._look_at("loss")
         self.found = found or self.found
         return found is not None
+
+    def raised(self, text: str) -> FoundAnomaly:
+        """A body was left by an error that asks for the step once more."""
+        self.found = FoundAnomaly("raised", _NO_VALUE, _NO_VALUE, text=text)
+        return self.found
 
     def behind(self, what: What, value: Any) -> FoundAnomaly | None:
         """Looks at a value behind the update, which is applied. May wait until the device has computed it."""

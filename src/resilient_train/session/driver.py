@@ -38,13 +38,13 @@ from resilient_train.protocol import messages as m
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.progress import Activity
-from resilient_train.session.anomalies import Anomalies, AnomalyLimits, What
+from resilient_train.session.anomalies import Anomalies, AnomalyLimits, FoundAnomaly, What
 from resilient_train.session.collective_report import CollectiveReport
 from resilient_train.session.comparison import Comparison
 from resilient_train.session.compute_clock import ComputeClock
 from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
-from resilient_train.session.explain import Explainer
+from resilient_train.session.explain import Explainer, asks_for_redo
 from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.from_replica import FromReplica
 from resilient_train.session.idle import Idle
@@ -350,7 +350,7 @@ class Driver:
             return again
         self._error = error
         try:
-            event = self._explainer.exit(error, self._rank.standing, self._rank.generation)
+            event = self._explained(error)
         except DeviceError as failure:
             self._fail_stop(failure)
         if event.how in ("error", "leaves"):
@@ -363,6 +363,30 @@ class Driver:
         if again and self._rank.intact and not self.calling:  # behind a call that is repeated nothing runs
             self._engine.state.cut()
         return again
+
+    def _explained(self, error: BaseException) -> on.Exit:
+        """Why the body has ended. A step is run once more for an error that asks for it; the next one is the script's.
+        Behind the update all go back, if they do, when the script has been left by the error.
+        """
+        anomalies, rank = self._anomalies, self._rank
+        event = self._explainer.exit(error, rank.standing, rank.generation, redoes=anomalies is not None)
+        if event.how == "error":
+            self._tell_late(error)
+        if event.how != "anomalous":
+            return event
+        assert anomalies is not None
+        found = anomalies.raised(event.text)
+        if rank.number not in rank.tolerated:
+            return event
+        self._link.channel.send(self._anomaly_frame(rank.number, found, again=True))
+        return on.Exit("error", event.text)
+
+    def _tell_late(self, error: BaseException) -> None:
+        """What behind an update asks for its step once more is an anomaly that is noticed later."""
+        if self._anomalies is not None and self._rank.behind_update and asks_for_redo(error):
+            step = self._rank.number - 1
+            found = self._anomalies.raised(f"{type(error).__name__}: {error}")
+            self._link.channel.send(m.Late(step, seen=self._anomaly_frame(step, found)))
 
     def close(self, error: BaseException | None) -> None:
         """Leaves: after all ranks have come to their end, or for an exception, when what this rank holds is saved.
@@ -392,6 +416,7 @@ class Driver:
         if not self._begun or self._told_end or self._unlike or not self._rank.whole:
             return
         self._error, self._raised = error, True
+        self._tell_late(error)
         code = error.code if isinstance(error, SystemExit) else 1
         text = "" if isinstance(error, SystemExit) else describe(error)
         try:
@@ -439,9 +464,7 @@ class Driver:
         rank, step = self._rank, self._rank.number - 1
         found = None if rank.skips and step in rank.tolerated else anomalies.behind(what, value)
         if found is not None:
-            limit, usual = found.limit, found.usual
-            seen = m.Anomaly(rank.generation, step, what, found.value, limit, skips=rank.skips, usual=usual)
-            self._link.channel.send(m.Late(step, seen=seen))
+            self._link.channel.send(m.Late(step, seen=self._anomaly_frame(step, found)))
 
     def anomaly(self, step: int, reason: str) -> None:
         """See ``Session.anomaly``."""
@@ -619,11 +642,15 @@ class Driver:
 
     def _send_anomaly(self, effect: do.SendAnomaly) -> None:
         assert self._anomalies is not None
-        what, value, limit, usual = self._anomalies.found
-        number = self._rank.number
-        self._error = RuntimeError(f"the {what} of step {number} is {value:g}, and the agent has not answered to that")
-        rank = self._rank
-        self._link.channel.send(m.Anomaly(rank.generation, number, what, value, limit, effect.again, rank.skips, usual))
+        found, number = self._anomalies.found, self._rank.number
+        if found.what != "raised":
+            told = f"the {found.what} of step {number} is {found.value:g}, and the agent has not answered to that"
+            self._error = RuntimeError(told)
+        self._link.channel.send(self._anomaly_frame(number, found, again=effect.again))
+
+    def _anomaly_frame(self, step: int, found: FoundAnomaly, *, again: bool = False) -> m.Anomaly:
+        generation, skips, text = self._rank.generation, self._rank.skips, _short(found.text)
+        return m.Anomaly(generation, step, found.what, found.value, found.limit, again, skips, found.usual, text)
 
     def _send_joined(self, effect: do.SendJoined) -> None:
         rank, names = self._rank, self._engine.groups.names()

@@ -1,4 +1,5 @@
-"""TRE: the gradient norm or the loss of a step can't be right. All run the step again, its update not being applied.
+"""TRE: the gradient norm or the loss of a step can't be right, or the script asks for it once more. All run the step
+again, its update not being applied.
 
 Once for each step: what comes again is no mistake of the machine's, so it is written down, and the job goes on.
 
@@ -33,22 +34,25 @@ def begin(fault: Fault, job: Job) -> list[Command]:
 
 def write_down(rank: int, message: Anomaly, job: Job) -> list[Command]:
     """One value for each time that the step ran: that of whoever tells it first."""
-    kept = keep(message, job)
-    if not kept:
+    key = message.what, message.step
+    if job.anomalies_told.get(key) == (job.attempt, message.generation):
         return []
+    kept = keep(message, job)
     detail: dict[str, object] = {"step": message.step, "what": message.what, "again": message.again}
-    values = job.anomalies[message.what, message.step]
-    detail |= {"values": [*map(_in_json, values)], "reason": sentence(rank, message)}
+    values = [] if message.what == "raised" else [*map(_in_json, job.anomalies[key])]
+    detail |= {"values": values, "reason": sentence(rank, message)}
     return [*kept, Note("anomaly", rank=rank, detail=detail)]
 
 
 def keep(message: Anomaly, job: Job) -> list[Command]:
-    """The value, in the job and in the file. Nothing, if this run of the step has one."""
+    """In the job, and a value in the file, unless this run of the step has one."""
     key, now = (message.what, message.step), (job.attempt, message.generation)
     if job.anomalies_told.get(key) == now:
         return []
     job.anomalies_told[key] = now
     job.anomalies[key] = (*job.anomalies.get(key, ()), message.value)
+    if message.what == "raised":
+        return []
     values = {step: each for (what, step), each in sorted(job.anomalies.items()) if what == message.what}
     return [KeepAnomalies(message.what, values)]
 
@@ -95,6 +99,8 @@ def _limit(message: Anomaly) -> str:
 def sentence(rank: int, message: Anomaly) -> str:
     """What is told of it, and what is done."""
     seen = _seen(rank, message)
+    if message.again and message.what == "raised":
+        return f"{seen}, and it has been run again already: this is the script's own error"
     if message.again:
         counts = "its update is left out" if message.skips else "the step counts"
         return f"{seen}, and the step has been run again for that: it is written down, and {counts}"
@@ -102,6 +108,8 @@ def sentence(rank: int, message: Anomaly) -> str:
 
 
 def _seen(rank: int, message: Anomaly) -> str:
+    if message.what == "raised":
+        return f"rank {rank} asks for step {message.step} once more ({message.text})"
     return f"the {_NAMES[message.what]} of step {message.step} is {message.value:g} on rank {rank}{_limit(message)}"
 
 

@@ -117,6 +117,27 @@ def test_a_value_behind_the_update_is_looked_at_too() -> None:
     assert looking(scaled=True)[0].behind("norm", INF) is None
 
 
+@pytest.mark.parametrize(
+    ("second", "same", "told"),
+    [
+        (NAN, True, "is nan again: that is the data's doing"),
+        (2.5, False, "is 2.5, and was nan: a device has computed wrongly"),
+    ],
+)
+def test_what_a_second_run_says_of_the_first(second: float, same: bool, told: str) -> None:
+    found, _ = looking()
+    assert seen(found, NAN)
+    found.runs_again(7)
+    assert found.redone(6) is None, "a step before that"
+    assert seen(found, NAN)
+    found.runs_again(7)
+    assert seen(found, second) is same
+    again = found.redone(7)
+    assert again is not None
+    assert (again.same, told in again.told(7)) == (same, True)
+    assert found.redone(7) is None, "told once"
+
+
 def test_nobody_waits_for_a_value_before_it_is_looked_at() -> None:
     class Pending:
         asked = 0

@@ -278,13 +278,24 @@ class Controller:
         if not ranks:
             return commands
         text = tre.deviation(ranks, told)
-        commands.append(Note("deviates", rank=ranks[0], detail={**detail, "reason": text}))
+        detail |= {"reason": text, **tre.evidence(ranks, told)}
+        commands.append(Note("deviates", rank=ranks[0], detail=detail))
         if len(ranks) < job.world_size:
-            return [*commands, *self.fence(ranks, text)]
+            return [*commands, *self._give_up_deviants(ranks, told, text)]
         if job.deviated_at != message.commits:  # it may have been one machine all the same
             job.deviated_at = message.commits
             return [*commands, *tre.compute_again(message, job)]
         return [*commands, *self._all_back(text, message.commits)]
+
+    def _give_up_deviants(self, ranks: Sequence[int], told: Mapping[int, Computed], text: str) -> list[Command]:
+        """Their processes are replaced. Where a device has done so too often the job ends instead, its state saved."""
+        job = self.job
+        for rank in ranks:
+            job.count_deviation(rank, told[rank].device)
+        kept = job.holders.last(ranks) & job.condemned.keys()
+        if kept:  # who has the state can't be killed before it is saved
+            return self.leave(EXIT_UNRECOVERABLE, f"rank {min(kept)} {text}, and {job.condemned[min(kept)]}")
+        return self.fence(ranks, text)
 
     def unfinishable(self, generation: int, reason: str) -> list[Command]:
         """The tail that a fault has cut needs what only a dead rank knew."""

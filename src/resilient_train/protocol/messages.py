@@ -205,7 +205,9 @@ class Computed(msgspec.Struct, tag="computed", frozen=True):
     """The rank has computed a window that is computed twice (``session/verification.py``); not applied yet.
 
     ``differs_at``: the first thing of ``of`` in which this is not what it was before; -1: there is none, or no before.
-    Where there is one, and where the window is to be computed once more, the rank waits for a stop.
+    Where there is one, and where the window is to be computed once more, the rank waits for a stop. Where there is one
+    ``digests`` has what was there before and is now, ``batch`` a digest of the window's batches, and ``device`` says
+    on which device.
     """
 
     generation: int
@@ -213,6 +215,9 @@ class Computed(msgspec.Struct, tag="computed", frozen=True):
     step: Annotated[int, msgspec.Meta(ge=0)]
     differs_at: int = -1
     of: int = 0
+    digests: tuple[str, str] = ("", "")
+    batch: str = ""
+    device: str = ""
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):

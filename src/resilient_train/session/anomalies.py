@@ -17,6 +17,7 @@ from resilient_train.observe.usual import Usual
 
 What = Literal["norm", "loss"]
 _NO_VALUE = math.nan
+_NAMES = {"norm": "gradient norm", "loss": "loss"}
 
 
 class AnomalyLimits(NamedTuple):
@@ -43,6 +44,35 @@ class FoundAnomaly(NamedTuple):
     text: str = ""
 
 
+class Redone(NamedTuple):
+    """A step that was run again for a value, from the same inputs: the value then, and now."""
+
+    what: str
+    values: tuple[float, float]
+
+    @property
+    def same(self) -> bool:
+        """Whether it is the same number, or no number again."""
+        was, now = self.values
+        return was == now or (math.isnan(was) and math.isnan(now))
+
+    @property
+    def in_json(self) -> list[float | str]:
+        """Both values; as text what JSON has no number for."""
+        return [value if math.isfinite(value) else str(value) for value in self.values]
+
+    def told(self, step: int) -> str:
+        """The verdict."""
+        was, now = self.values
+        run = f"the {_NAMES[self.what]} of step {step}, run again from the same inputs, is {now:.9g}"
+        if self.same:
+            return f"{run} again: that is the data's doing, or the optimisation's, and no machine's"
+        return (
+            f"{run}, and was {was:.9g}: a device has computed wrongly, or the script does not compute the same each "
+            "time (`resilient-train drill` tells)"
+        )
+
+
 class Anomalies:
     """Of one rank. ``scaled``: a gradient scaler looks at the gradients, and refuses the update if they are not finite:
     that is its way to find a scale, and no anomaly. ``spikes``: what is far above the usual is one too. ``tell`` says
@@ -57,6 +87,8 @@ class Anomalies:
         """Of the window that was looked at last."""
         self._applied: dict[str, list[float]] = {"norm": [], "loss": []}
         self._told: set[str] = set()
+        self._again: tuple[int, FoundAnomaly] | None = None
+        """The step that is run again for the last one."""
         self._empty = False
         """The window before had no value, nor what was behind its update."""
         self.found = FoundAnomaly("norm", 0.0, 0.0)
@@ -100,6 +132,18 @@ class Anomalies:
         """A body was left by an error that asks for the step once more."""
         self.found = FoundAnomaly("raised", _NO_VALUE, _NO_VALUE, text=text)
         return self.found
+
+    def runs_again(self, step: int) -> None:
+        """The step is run again for the last one."""
+        self._again = step, self.found
+
+    def redone(self, step: int) -> Redone | None:
+        """What has come of the value for which ``step`` was run again, if this was that; told once."""
+        if self._again is None:
+            return None
+        (which, found), self._again = self._again, None
+        now = None if found.what == "raised" or which != step else self._worst.get(found.what)
+        return None if now is None else Redone(found.what, (found.value, now))
 
     def behind(self, what: What, value: Any) -> FoundAnomaly | None:
         """Looks at a value behind the update, which is applied. May wait until the device has computed it."""

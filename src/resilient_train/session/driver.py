@@ -9,11 +9,14 @@ A DeviceError anywhere means that the device does not do what a recovery needs: 
 from __future__ import annotations
 
 import atexit
+import socket
 import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
+
+from msgspec import structs
 
 from resilient_train import config
 from resilient_train._native import allow_readers
@@ -59,7 +62,7 @@ from resilient_train.session.rank_trace import RankTrace
 from resilient_train.session.rebuild import build_groups
 from resilient_train.session.saving import Saving
 from resilient_train.session.step import Step
-from resilient_train.session.verification import Verification
+from resilient_train.session.verification import Compared, Verification
 from resilient_train.session.watch import Watch
 
 _WATCHDOG_S = 5.0
@@ -646,6 +649,8 @@ class Driver:
         if found.what != "raised":
             told = f"the {found.what} of step {number} is {found.value:g}, and the agent has not answered to that"
             self._error = RuntimeError(told)
+        if not effect.again:
+            self._anomalies.runs_again(number)
         self._link.channel.send(self._anomaly_frame(number, found, again=effect.again))
 
     def _anomaly_frame(self, step: int, found: FoundAnomaly, *, again: bool = False) -> m.Anomaly:
@@ -859,9 +864,8 @@ class Driver:
 
     def _check_and_look(self, effect: do.CheckCollectives) -> on.Event:
         """With ``TRE``: also at what the bodies have computed, on a device that is at rest."""
-        assert self._anomalies is not None
         event = self._check_collectives(effect)
-        return on.Anomalous() if event == on.Ok() and self._anomalies.look() else event
+        return on.Anomalous() if event == on.Ok() and self._is_anomalous() else event
 
     def _check_and_compare(self, effect: do.CheckCollectives) -> on.Event:
         """Of a window that is computed twice the agent is told what has come of it, by all ranks: so before any of them
@@ -873,11 +877,30 @@ class Driver:
         ended, rank = self._verification.end(), self._rank
         if ended is not None:
             self._peers.excuse_window()
-            commits, (differs_at, places) = rank.standing.commits, ended
-            self._link.channel.send(m.Computed(rank.generation, commits, rank.number, differs_at, places))
-            if commits != self._verified or differs_at >= 0:
+            self._link.channel.send(self._computed(ended))
+            if rank.standing.commits != self._verified or ended.differs_at >= 0:
                 return on.Doubtful()
-        return on.Anomalous() if self._anomalies is not None and self._anomalies.look() else event
+        return on.Anomalous() if self._is_anomalous() else event
+
+    def _computed(self, ended: Compared) -> m.Computed:
+        rank = self._rank
+        frame = m.Computed(rank.generation, rank.standing.commits, rank.number, ended.differs_at, ended.of)
+        if ended.differs_at < 0:
+            return frame
+        batch = self._called or self._engine.data.look(self._batches.values())
+        device = f"{socket.gethostname()} {self._engine.device.name()}"
+        return structs.replace(frame, digests=(ended.was, ended.now), batch=batch.hex(), device=device)
+
+    def _is_anomalous(self) -> bool:
+        """Looks at the values of the window; and tells what has come of one that was run again for an anomaly."""
+        anomalies, number = self._anomalies, self._rank.number
+        if anomalies is None:
+            return False
+        found = anomalies.look()
+        if again := anomalies.redone(number):
+            self._event("redone", {"what": again.what, "values": again.in_json, "same": again.same})
+            say_aside(f"rank {self._link.rank}: {again.told(number)}")
+        return found
 
     def _mark_to_compare(self, effect: do.Mark) -> None:
         commits = self._rank.standing.commits

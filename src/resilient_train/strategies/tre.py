@@ -84,6 +84,15 @@ def deviation(ranks: Sequence[int], told: Mapping[int, Computed]) -> str:
     )
 
 
+def evidence(ranks: Sequence[int], told: Mapping[int, Computed]) -> dict[str, object]:
+    """For the event, by rank: the digests at the first place that differs, before and now; of the batch; and where."""
+    return {
+        "digests": {str(rank): list(told[rank].digests) for rank in ranks},
+        "batches": {str(rank): told[rank].batch for rank in ranks},
+        "devices": {str(rank): told[rank].device for rank in ranks},
+    }
+
+
 def _in_json(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 

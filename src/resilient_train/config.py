@@ -68,6 +68,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas compare their bits at least every so many updates; 0: before saves, after recoveries and at the end."""
     verify_every: int = 0
     """Every so many steps one is computed twice, and its update applied if both come to the same bits; 0: none."""
+    deviations: int = 0
+    """A job ends when a rank has come to other bits so often on one device (``verify_every``); 0: it never does."""
     exit_grace_s: float = 25.0
     """How long a job that was asked to end (SIGTERM, SIGUSR1, SIGHUP) may take to save its state."""
     last_save_timeout_s: float = 600.0
@@ -124,7 +126,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         check_thresholds(f"{PREFIX}NORM_THRESHOLD", self.norm_threshold, f"{PREFIX}LOSS_THRESHOLD", self.loss_threshold)
         if self.keep_checkpoints < 1:
             raise ConfigError(f"{PREFIX}KEEP_CHECKPOINTS must be 1 or more, not {self.keep_checkpoints}")
-        for name in ("standby", "compare_every", "verify_every"):
+        for name in ("standby", "compare_every", "verify_every", "deviations"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{PREFIX}{name.upper()} must be 0 or more, not {getattr(self, name)}")
         if self.standby_depth not in DEPTHS:

@@ -42,6 +42,9 @@ def test_the_example_of_mindspore(tmp_path: Path, undisturbed: Reference) -> Non
     assert [event["detail"]["strategy"] for event in run.of("fault")] == ["TRE"]
     assert [event["detail"]["redone"] for event in run.of("session_end")] == [1, 1], "one step, on each rank"
     assert len(run.of("spawned")) == 2, "nobody was to be replaced"
+    (again,) = run.of("redone")
+    assert (again["rank"], again["detail"]) == (0, {"what": "norm", "values": [45.7, 45.706], "same": False})
+    assert run.err.count("run again from the same inputs, is 45.706, and was 45.7: a device has computed wrongly") == 1
     for value, what in (("45.7", "all run the step again"), ("45.706", "it is written down, and the step counts")):
         assert run.err.count(f"the gradient norm of step 2 is {value} on rank 0 (threshold 44)") == 1, run.err
         assert run.err.count(what) == 1, run.err
@@ -124,6 +127,9 @@ def test_a_nan_that_passes(tmp_path: Path, undisturbed: Reference, variant: str)
     assert_identical(run, reference, ranks=3, recoveries=1, once=not undoes)
     named = {detail["step"] for event in run.of("anomaly") if (detail := event["detail"])}
     assert named == {int(VARIANTS[variant])}
+    verdicts = [event["detail"] for event in run.of("redone")]
+    assert verdicts
+    assert not any(verdict["same"] for verdict in verdicts), "it passed"
     assert len(run.of("anomaly")) <= 2, "of ranks that see the same, one is told; of norm and loss, each rank's worst"
 
 
@@ -248,4 +254,4 @@ def test_without_the_switch_nothing_is_looked_at(tmp_path: Path) -> None:
 def test_who_looks_at_nothing_is_told(tmp_path: Path) -> None:
     run = anomalous(tmp_path / "run", variant="scaler")
     assert run.code == 0, run.explain()
-    assert run.err.count("this step had neither a gradient norm nor a loss to look at") == 1, run.err
+    assert run.err.count("two steps had neither a gradient norm nor a loss to look at") == 1, run.err

@@ -1,5 +1,6 @@
 """Bits that are changed without a sign: what finds them, and what the job ends with."""
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,34 @@ def test_a_rank_that_computes_otherwise_once_is_replaced(tmp_path: Path, target:
     (told,) = run.of("deviates")
     assert (told["rank"], told["detail"]["step"], told["detail"]["ranks"]) == (1, 7, [1])
     assert "came to different bits, first in what it gives to collective" in told["detail"]["reason"]
+    assert_evidence(told["detail"], 1)
     assert [each["ranks"] for each in details(run, "verified")] == [[], [1], [], [], []]
     assert [event["detail"]["lost"] for event in run.of("fault")] == [[1]]
     assert len(run.of("spawned")) == 3
     story = read_run(read_events(run.run_dir / "events.jsonl"))
-    assert "rank 1 had other bits than it should once: computed in step 7" in [line.text for line in lines(story)]
+    named = f"rank 1 ({socket.gethostname()} cpu) had other bits than it should once: computed in step 7"
+    assert named in [line.text for line in lines(story)]
+
+
+def assert_evidence(told: dict[str, Any], rank: int) -> None:
+    was, now = told["digests"][str(rank)]
+    assert len(was) == len(now)
+    assert was != now
+    assert told["batches"][str(rank)]
+    assert told["devices"] == {str(rank): f"{socket.gethostname()} cpu"}
+
+
+def test_a_device_that_does_so_again_ends_the_job(tmp_path: Path) -> None:
+    """The job is started again in its directory in between."""
+    wrong = "flip rank=1 step={} index=701 mask={:#x} target=gradient"
+    environ = {"RESILIENT_VERIFY_EVERY": "4", "RESILIENT_DEVIATIONS": "2"}
+    for step in (7, 11):
+        flags = ("--faults", wrong.format(step, EXPONENT))
+        run = launch(tmp_path / "run", "train.py", "--steps", str(STEPS), ranks=2, flags=flags, **environ)
+        assert run.code == (75 if step == 11 else 0), run.explain()
+        assert len(run.of("deviates")) == 1
+    assert f"{socket.gethostname()} cpu has computed other bits for it 2 times (RESILIENT_DEVIATIONS=2)" in run.err
+    assert "its state from after 11 updates is saved" in run.err
 
 
 def test_a_flip_in_the_second_run_is_seen_as_well(tmp_path: Path, undisturbed: Reference) -> None:

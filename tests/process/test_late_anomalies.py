@@ -80,3 +80,132 @@ def test_a_step_that_has_not_begun(tmp_path: Path) -> None:
     run = late(tmp_path / "run", "--at", "13", "--look", "-3")
     assert run.code == 1, run.explain()
     assert "UsageError: session.anomaly(13): the newest step that has begun is" in run.err
+
+
+# -- a loss that is looked at behind the update
+
+SAVES = ("--save", "1000", "--memory", "4")
+
+
+def digests(run: Run) -> set[str]:
+    return {digest for digest, _ in run.digests().values()}
+
+
+def abnormal(run: Run) -> str:
+    return (run.run_dir / "abnormal_loss.json").read_text()
+
+
+@pytest.mark.parametrize("where", ["body", "between"])
+def test_a_loss_behind_its_update(tmp_path: Path, where: str) -> None:
+    plain = late(tmp_path / "plain", *SAVES, "--nan", where)
+    run = late(tmp_path / "run", *SAVES, "--at", "13", "--once", "--nan", where)
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert digests(run) == digests(plain)
+    (again,) = run.of("restart_all")
+    assert again["detail"]["reason"] == "the loss of step 13 is nan on rank 1, behind its update"
+    assert {event["detail"]["commits"] for event in run.of("restored")} <= {8, 12}
+    assert abnormal(run) == '{"13": [NaN]}\n'
+    assert "neither a gradient norm nor a loss" not in run.err
+
+
+def test_a_loss_behind_its_update_that_comes_again(tmp_path: Path) -> None:
+    """In the same job, and in one that is started again in its directory."""
+    plain = late(tmp_path / "plain", *SAVES, "--nan", "body")
+    run = late(tmp_path / "run", *SAVES, "--at", "13", "--nan", "body")
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert digests(run) == digests(plain)
+    assert len(run.of("restart_all")) == 1
+    told = "the loss of step 13 is nan on rank 1, behind its update; {}: it is written down, and training goes on"
+    assert run.err.count(told.format("all have gone back for that already")) == 1, run.err
+    assert abnormal(run) == '{"13": [NaN, NaN]}\n'
+    later = late(tmp_path / "run", "--at", "13", "--nan", "body")
+    assert later.code == 0, later.explain()
+    assert later.err.count(told.format("the step has been run again for that already")) == 1, later.err
+    assert not later.of("restart_all")
+    assert abnormal(later) == '{"13": [NaN, NaN, NaN]}\n'
+
+
+def test_a_loss_behind_its_update_where_nothing_is_saved(tmp_path: Path) -> None:
+    run = late(tmp_path / "run", "--at", "13", "--nan", "body")
+    assert run.code == 0, run.explain()
+    assert not run.of("restart_all")
+    assert run.err.count("; nothing of before is saved: it is written down, and training goes on") == 1, run.err
+    assert not (run.run_dir / "abnormal_loss.json").exists(), "a later run has not run it again"
+
+
+def test_an_update_is_left_out_when_all_have_gone_back(tmp_path: Path) -> None:
+    left_out = late(tmp_path / "left-out", *SAVES, "--leave-out", "13", "--nan", "body")
+    run = late(tmp_path / "run", *SAVES, "--at", "13", "--nan", "body", "--on-anomaly", "skip")
+    assert (left_out.code, run.code) == (0, 0), run.explain()
+    assert digests(run) == digests(left_out)
+    assert [event["step"] for event in run.of("update_left_out")] == [13, 13]
+    assert len(run.of("late_anomaly")) == 1, "of an update that is left out there is nothing to go back for"
+
+
+# -- MindSpore's way to ask for a step once more
+
+RAISED = "rank 1 asks for step 13 once more (RuntimeError: TREError: the global norm is 46.1)"
+TOLD_OWN = "this is the script's own error"
+
+
+def test_an_error_that_asks_for_its_step_once_more(tmp_path: Path) -> None:
+    plain = late(tmp_path / "plain")
+    run = late(tmp_path / "run", "--at", "13", "--once", "--raises", "before")
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert digests(run) == digests(plain)
+    assert run.err.count(f"{RAISED}: all run the step again, its update was not applied") == 1, run.err
+    assert [event["detail"]["strategy"] for event in run.of("fault")] == ["TRE"]
+    assert [event["detail"]["redone"] for event in run.of("session_end")] == [1, 1]
+    assert not list(run.run_dir.glob("abnormal_*")), "there is no value"
+    assert not run.of("restart_all")
+
+
+def test_an_error_that_asks_twice_is_the_script_s(tmp_path: Path) -> None:
+    run = late(tmp_path / "run", "--save", "4", "--at", "13", "--raises", "before")
+    assert run.code == 1, run.explain()
+    assert [event["detail"]["strategy"] for event in run.of("fault")] == ["TRE"]
+    assert run.err.count(f"{RAISED}, and it has been run again already: {TOLD_OWN}") == 1, run.err
+    assert "its state from after 13 updates is saved" in run.err
+    assert not run.of("restart_all")
+
+
+def test_without_tre_no_error_asks_for_anything(tmp_path: Path) -> None:
+    run = late(tmp_path / "run", "--at", "13", "--raises", "before", MS_ENABLE_TFT="{ARF:1}")
+    assert run.code == 1, run.explain()
+    assert not run.of("anomaly")
+    assert "once more" not in run.err
+
+
+@pytest.mark.parametrize("where", ["behind", "between"])
+def test_an_error_that_asks_behind_the_update(tmp_path: Path, where: str) -> None:
+    plain = late(tmp_path / "plain", *SAVES)
+    run = late(tmp_path / "run", *SAVES, "--at", "13", "--once", "--raises", where)
+    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert digests(run) == digests(plain)
+    (again,) = run.of("restart_all")
+    assert again["detail"]["reason"] == f"{RAISED}, behind its update"
+
+
+def test_an_error_that_asks_behind_the_update_twice(tmp_path: Path) -> None:
+    run = late(tmp_path / "run", *SAVES, "--at", "13", "--raises", "behind")
+    assert run.code == 1, run.explain()
+    assert len(run.of("restart_all")) == 1
+    told = f"{RAISED}, behind its update; all have gone back for that already: {TOLD_OWN}"
+    assert run.err.count(told) == 1, run.err
+
+
+def test_an_error_that_asks_where_nothing_is_saved(tmp_path: Path) -> None:
+    run = late(tmp_path / "run", "--at", "13", "--raises", "behind")
+    assert run.code == 1, run.explain()
+    assert run.err.count(f"{RAISED}, behind its update; nothing of before is saved: {TOLD_OWN}") == 1, run.err
+
+
+def test_an_update_is_left_out_behind_an_error_that_asks(tmp_path: Path) -> None:
+    """In front of the update or behind it: when the step comes again it has none."""
+    left_out = late(tmp_path / "left-out", "--leave-out", "13")
+    for where in ("before", "behind"):
+        asks = (*SAVES, "--at", "13", "--once", "--raises", where, "--on-anomaly", "skip")
+        run = late(tmp_path / where, *asks)
+        assert (left_out.code, run.code) == (0, 0), run.explain()
+        assert digests(run) == digests(left_out)
+        assert [event["step"] for event in run.of("update_left_out")] == [13, 13]

@@ -19,10 +19,10 @@ def test_an_update_that_the_session_does_not_see_is_refused(tmp_path: Path, mode
     assert f"UsageError: {words}" in run.err
 
 
-def test_a_loss_that_is_checked_too_late_is_refused(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "mistaken.py", "late", "5", ranks=2, MS_ENABLE_TFT="{ARF:1,TRE:1}")
+def test_a_loss_that_is_checked_in_front_of_a_body_is_refused(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "mistaken.py", "early", "5", ranks=2, MS_ENABLE_TFT="{ARF:1,TRE:1}")
     assert run.code == 1, run.explain()
-    assert "UsageError: session.check() was called outside the body of a step, or behind its update" in run.err
+    assert "UsageError: session.check() was called outside the body of a step and not behind its update" in run.err
 
 
 def test_a_loop_that_never_updates_is_told_once(tmp_path: Path) -> None:

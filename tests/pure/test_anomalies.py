@@ -22,6 +22,7 @@ from resilient_train.protocol.messages import Anomaly, Joined, Plan, Resume, Sta
 from resilient_train.protocol.rank import Ask, At, Barrier, Body, Rank, Tail, Update
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.anomalies import Anomalies, AnomalyLimits, FoundAnomaly
+from resilient_train.session.explain import asks_for_redo
 from resilient_train.state import abnormal
 
 NAN, INF = math.nan, math.inf
@@ -100,8 +101,41 @@ def test_what_is_not_looked_at_is_told_once() -> None:
         found.look()
         found.late()
     assert len(said) == 2
-    assert "neither a gradient norm nor a loss" in said[0]
-    assert "undo=True" in said[1]
+    assert "undo=True" in said[0]
+    assert "neither a gradient norm nor a loss" in said[1]
+
+
+def test_a_value_behind_the_update_is_looked_at_too() -> None:
+    found, said = looking(loss=9)
+    for _ in range(3):
+        found.begin()
+        assert not found.look()
+        assert found.behind("loss", 8.9) is None
+    assert not said, "so this loop has not forgotten to"
+    assert found.behind("loss", 9) == FoundAnomaly("loss", 9.0, 9)
+    assert found.behind("norm", INF) == FoundAnomaly("norm", INF, INF)
+    assert looking(scaled=True)[0].behind("norm", INF) is None
+
+
+@pytest.mark.parametrize(
+    ("second", "same", "told"),
+    [
+        (NAN, True, "is nan again: that is the data's doing"),
+        (2.5, False, "is 2.5, and was nan: a device has computed wrongly"),
+    ],
+)
+def test_what_a_second_run_says_of_the_first(second: float, same: bool, told: str) -> None:
+    found, _ = looking()
+    assert seen(found, NAN)
+    found.runs_again(7)
+    assert found.redone(6) is None, "a step before that"
+    assert seen(found, NAN)
+    found.runs_again(7)
+    assert seen(found, second) is same
+    again = found.redone(7)
+    assert again is not None
+    assert (again.same, told in again.told(7)) == (same, True)
+    assert found.redone(7) is None, "told once"
 
 
 def test_nobody_waits_for_a_value_before_it_is_looked_at() -> None:
@@ -138,6 +172,15 @@ def seen(found: Anomalies, loss: float) -> bool:
 
 
 USUAL = [2.0, 2.1, 2.2, 2.3] * 8
+
+
+def test_a_spike_behind_the_update() -> None:
+    found, _ = looking()
+    assert [found.behind("loss", loss) for loss in USUAL] == [None] * len(USUAL)
+    limit = pytest.approx(2.2 + 10 * 1.4826 * 0.1)
+    assert found.behind("loss", 6.0) == FoundAnomaly("loss", 6.0, limit, 2.2)
+    assert found.take(1)["loss"] == [*USUAL, 6.0], "it is applied"
+    assert [found.behind("loss", 6.0) is None for _ in range(3)] == [False, False, True], "the third is a new level"
 
 
 def test_a_spike_is_seen_without_a_threshold() -> None:
@@ -391,6 +434,34 @@ def test_a_spike_says_what_was_usual() -> None:
     commands = sees(running(), 45.70, usual=2.5)
     fault = next(note for note in of(commands, Note) if note.kind == "fault")
     assert "is 45.7 on rank 0 (usual before it: 2.5; from 44 on it is a spike): all run the" in fault.detail["reason"]
+
+
+def test_an_error_that_asks_for_its_step_has_no_value() -> None:
+    """So the file is left alone, and the step is known all the same."""
+    controller, text = running(), "RuntimeError: TREError"
+    commands = sees(controller, NAN, what="raised", text=text)
+    assert of(commands, RaiseStop)
+    assert not of(commands, KeepAnomalies)
+    first, fault = of(commands, Note)
+    assert (first.kind, first.detail["values"], fault.kind) == ("anomaly", [], "fault")
+    asks = "rank 0 asks for step 2 once more (RuntimeError: TREError)"
+    assert fault.detail["reason"] == f"{asks}: all run the step again, its update was not applied"
+    assert {resume.tolerated for resume in recover(controller)} == {(2,)}
+    (again,) = of(sees(controller, NAN, what="raised", text=text, again=True), Note)
+    assert again.detail["reason"] == f"{asks}, and it has been run again already: this is the script's own error"
+
+
+@pytest.mark.parametrize(
+    ("error", "asks"),
+    [
+        (RuntimeError("TREError: norm"), True),
+        (NotImplementedError("[TREError]"), True),
+        (RuntimeError("norm"), False),
+        (ValueError("TREError"), False),
+    ],
+)
+def test_which_error_asks_for_its_step_once_more(error: Exception, asks: bool) -> None:
+    assert asks_for_redo(error) is asks
 
 
 def test_of_ranks_that_see_the_same_one_is_heard() -> None:

@@ -1,11 +1,13 @@
 """The controller's decisions, one by one; their interleavings are explored in ``tests/sim``."""
 
+import math
+
 import pytest
 
-from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
+from resilient_train.protocol.commands import Command, EndJob, KeepAnomalies, Kill, Note, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
-from resilient_train.protocol.messages import Differs, Finished, Joined, Late, Plan, Resume, Started, Stop
+from resilient_train.protocol.messages import Anomaly, Differs, Finished, Joined, Late, Plan, Resume, Started, Stop
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.progress import Activity, Progress
 from resilient_train.protocol.standing import Phase, Standing
@@ -689,6 +691,7 @@ def test_what_a_script_finds_wrong_later_sends_all_back_once() -> None:
     job.aware = True
     (note,) = of(controller.late(1, 0, Late(9, "")), Note)
     assert not note.detail["goes_back"]
+    assert controller.late(0, 0, Late(9, "")) == [], "one line for each step"
     assert note.detail["told"].endswith("since step 9 can't be right; nothing of before is saved")
     commands = controller.late(1, 0, Late(12, "worse"))
     assert [spawn.rank for spawn in of(commands, Spawn)] == [0, 1, 2]
@@ -701,6 +704,32 @@ def test_what_a_script_finds_wrong_later_sends_all_back_once() -> None:
     (note,) = of(controller.late(0, 1, Late(12, "worse")), Note)
     assert note.detail["told"].endswith("all have gone back for that already")
     assert of(controller.late(0, 1, Late(13, "")), Spawn), "another step is another anomaly"
+
+
+def test_a_value_behind_its_update_sends_all_back_once() -> None:
+    """And is kept only where the step runs again for it: a later run reads which have."""
+    controller = running()
+    job = controller.job
+    job.can_go_back, job.saved_before = (lambda: True), (lambda step: step >= 10)
+    job.aware = True
+    told = "the loss of step {} is nan on rank 1, behind its update"
+    nothing_saved, goes_back, again = (
+        Late(step, seen=Anomaly(0, step, "loss", math.nan, math.inf)) for step in (9, 12, 12)
+    )
+    (note,) = controller.late(1, 0, nothing_saved)
+    assert isinstance(note, Note)
+    assert note.detail["told"] == told.format(9) + "; nothing of before is saved"
+    commands = controller.late(1, 0, goes_back)
+    assert [kept.values.keys() for kept in of(commands, KeepAnomalies)] == [{12}]
+    assert [note.detail["reason"] for note in of(commands, Note) if note.kind == "restart_all"] == [told.format(12)]
+    for rank in range(3):
+        commands = controller.started(rank, 1, Started("all", ("world",)))
+    assert {send.message for send in of(commands, Send)} == {Resume(0, tolerated=(12,))}
+    kept, note = controller.late(1, 1, again)
+    assert isinstance(kept, KeepAnomalies)
+    assert len(kept.values[12]) == 2
+    assert isinstance(note, Note)
+    assert note.detail["told"] == told.format(12) + "; all have gone back for that already"
 
 
 def test_where_all_may_not_start_again_training_goes_on() -> None:

@@ -7,6 +7,8 @@ import msgspec
 import pytest
 
 from pure.stories import HOSTILE, at, beginning, normal_end, ns, one_kill, whole_run
+from resilient_train.observe.deviations import count_deviations
+from resilient_train.observe.history import events_of
 from resilient_train.observe.report import as_dict, lines, show
 from resilient_train.observe.sinks import read_events
 from resilient_train.observe.timeline import PHASES, read_run
@@ -88,8 +90,25 @@ def test_who_had_other_bits_is_counted():
     assert "rank 2 had other bits than it should 3 times: first computed in step 7, last computed in step ?\n" in text
     told = as_dict(read_run(events))["deviations"]
     assert [each["rank"] for each in told] == [2, 2, 1, 2]
-    assert told[1] == {"rank": 2, "what": "held", "at": 12}
+    assert told[1] == {"rank": 2, "what": "held", "at": 12, "device": ""}
     assert "held after 12 updates" in text_of(events[: len(beginning()) + 3])
+
+
+def test_each_device_is_counted_by_itself(tmp_path):
+    """Over all runs in the directory."""
+    runs = {
+        "events-1.jsonl": [at(1000, "deviates", 1, detail={"step": 3, "ranks": [1], "devices": {"1": "a cuda:1"}})],
+        "events.jsonl": [
+            at(2000, "deviates", 1, detail={"step": 7, "ranks": [1], "devices": {"1": "a cuda:1"}}),
+            at(2100, "deviates", 1, detail={"step": 9, "ranks": [1], "devices": {"1": "b cuda:1", "x": "y"}}),
+            at(2200, "replicas_differ", ranks=[0, 1, 2], alone=[1], commits=12),
+        ],
+    }
+    for name, events in runs.items():
+        (tmp_path / name).write_bytes(b"\n".join(map(msgspec.json.encode, [*beginning(), *events])))
+    assert count_deviations(events_of(tmp_path)) == {(1, "a cuda:1"): 2, (1, "b cuda:1"): 1}
+    text = text_of([*beginning(), *runs["events.jsonl"]])
+    assert "rank 1 (a cuda:1) had other bits than it should once: computed in step 7\n" in text
 
 
 def test_the_dict_survives_json():

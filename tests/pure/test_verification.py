@@ -3,6 +3,7 @@
 Whole jobs are in ``tests/process/test_flips.py``, all interleavings in ``tests/sim``.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,13 @@ from resilient_train.frameworks.torch import fingerprint
 from resilient_train.frameworks.torch.collectives import _digest
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.launch.agent.console_text import told
-from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
+from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import Controller
+from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
 from resilient_train.protocol.messages import Computed, Joined, Resume
-from resilient_train.protocol.standing import Phase
-from resilient_train.session.verification import Verification
+from resilient_train.protocol.policy import Policy
+from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.session.verification import Compared, Verification
 
 
 class Computer:
@@ -41,7 +44,8 @@ class Computer:
         self.verification.begin(commits)
         if self.digests is not None:
             self.digests += given
-        return self.verification.end()
+        self.compared = self.verification.end()
+        return self.compared and self.compared[:2]
 
 
 def test_every_so_many_updates() -> None:
@@ -67,6 +71,18 @@ def test_where_a_run_is_not_what_it_was(given: str, gradients: str, found: int) 
     rank = Computer(4)
     assert rank.run(3, "abc") == (-1, 4)
     assert rank.run(3, given, gradients) == (found, len(given) + 1)
+
+
+def test_what_was_there_and_what_is_there_now() -> None:
+    rank = Computer(4)
+    rank.run(3, "abc")
+    assert rank.compared == Compared(-1, 4)
+    rank.run(3, "axx")
+    assert rank.compared == Compared(1, 4, "b", "x")
+    rank.run(3, "axy")
+    assert rank.compared == Compared(2, 4, "x", "y"), "beside the run that is most like it"
+    rank.run(3, "ab")
+    assert rank.compared == Compared(2, 3, "c", "g")
 
 
 def test_two_runs_that_are_the_same_are_enough() -> None:
@@ -135,11 +151,16 @@ def recover(controller: Controller, commits: int = 3) -> list[Resume]:
     return [each.message for each in commands if isinstance(each, Send) and isinstance(each.message, Resume)]
 
 
-def compute(controller: Controller, *differs_at: int, commits: int = 3) -> list[Command]:
+def compute(
+    controller: Controller, *differs_at: int, commits: int = 3, devices: Sequence[str] = ("here 0", "here 1", "here 2")
+) -> list[Command]:
     """All ranks tell where this run is not what it was."""
     job, commands = controller.job, []
     for rank, at in enumerate(differs_at):
-        message = Computed(job.generation, commits, commits * 2, at, 4)
+        found: dict[str, Any] = (
+            {"digests": ("a", "b"), "batch": f"ba{rank}", "device": devices[rank]} if at >= 0 else {}
+        )
+        message = Computed(job.generation, commits, commits * 2, at, 4, **found)
         commands += controller.computed(rank, job.incarnations[rank], message)
     return commands
 
@@ -177,7 +198,9 @@ def test_who_came_first_to_something_else_is_given_up() -> None:
     compute(controller, -1, -1, -1)
     recover(controller)
     commands = compute(controller, 3, 1, 2)
-    assert notes(commands)["deviates"]["ranks"] == [1]
+    told = notes(commands)["deviates"]
+    assert (told["ranks"], told["digests"]) == ([1], {"1": ["a", "b"]})
+    assert (told["batches"], told["devices"]) == ({"1": "ba1"}, {"1": "here 1"})
     assert [kill.rank for kill in of(commands, Kill)] == [1]
     assert (
         "step 6 twice and came to different bits, first in what it gives to collective 2 of 3"
@@ -194,6 +217,57 @@ def test_the_only_one_with_its_state_computes_once_more() -> None:
     assert not of(commands, Kill)
     assert {"spared", "fault"} <= notes(commands).keys()
     assert "first in the gradients before the update" in notes(commands)["spared"]["reason"]
+
+
+def deviating(rank: int, times: int, *, limit: int, **options: Any) -> tuple[Controller, list[Command]]:
+    """Rank ``rank`` does so in as many steps; nobody else does."""
+    controller = running(2, policy=Policy(max_deviations=limit), **options)
+    job = controller.job
+    for commits in range(times):
+        compute(controller, -1, -1, commits=commits)
+        recover(controller, commits)
+        job.retries.reached(commits + 1)
+        commands = compute(controller, *(0 if each == rank else -1 for each in (0, 1)), commits=commits)
+        if commits < times - 1:
+            controller.lost(rank, job.incarnations[rank], "killed", [Standing(commits, Phase.COMPUTE)] * 2)
+            recover(controller, commits)
+            compute(controller, -1, -1, commits=commits)
+    return controller, commands
+
+
+def test_a_device_that_does_so_too_often_ends_the_job() -> None:
+    controller, commands = deviating(1, 2, limit=2)
+    assert [kill.rank for kill in of(commands, Kill)] == [1]
+    commands = controller.lost(1, controller.job.incarnations[1], "computed", [Standing(1, Phase.COMPUTE)] * 2)
+    assert not of(commands, Spawn)
+    assert controller.job.stage is Stage.LEAVING, "the other saves"
+    reason = notes(commands)["leaving"]["reason"]
+    assert "here 1 has computed other bits for it 2 times (RESILIENT_DEVIATIONS=2)" in reason
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+def test_a_device_that_does_so_seldom_is_given_a_new_process(limit: int) -> None:
+    controller, _ = deviating(1, 2, limit=limit)
+    commands = controller.lost(1, controller.job.incarnations[1], "computed", [Standing(1, Phase.COMPUTE)] * 2)
+    assert [spawn.rank for spawn in of(commands, Spawn)] == [1]
+
+
+def test_another_device_begins_anew() -> None:
+    controller = running(2, policy=Policy(max_deviations=2))
+    job = controller.job
+    job.deviations.update({(1, "there 1"): 9, (0, "here 1"): 9})
+    job.count_deviation(1, "here 1")
+    assert not job.condemned
+    job.count_deviation(1, "here 1")
+    assert [*job.condemned] == [1]
+
+
+def test_who_alone_has_the_state_saves_it_before_the_end() -> None:
+    controller, commands = deviating(1, 1, limit=1, replicas=((0,), (1,)))
+    assert not of(commands, Kill)
+    assert controller.job.leaving is not None
+    assert controller.job.leaving.code == EXIT_UNRECOVERABLE
+    assert "here 1 has computed other bits for it 1 times" in notes(commands)["leaving"]["reason"]
 
 
 def test_where_all_come_to_something_else_the_script_is_suspected() -> None:

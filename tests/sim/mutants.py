@@ -97,13 +97,15 @@ JOBS: dict[str, tuple[Layout | None, Faults | None]] = {
     "errors of savers": (Layout(3, (2, 1), replaces=False), Faults(errors=2, kills=1, asked=1)),
     "scratches": (Layout(3, (1, 0), program=Program(optimizers=2)), Faults(kills=1, scratches=2)),
     "swallows": (Layout(2, (1, 0), program=Program(optimizers=2, swallows=True)), Faults(glitches=2, damages=2)),
+    "asks again": (Layout(2, (1, 0), program=Program(accumulate=2)), Faults(kills=1, asks=2, anomalies=1)),
+    "undone, asks again": (Layout(2, (0, 0), program=Program(optimizers=2, undo=True)), Faults(kills=1, asks=2)),
 }
 """Where the jobs that seeds draw come to something too seldom: others, whose schedules the seeds draw."""
 
 
 SELDOM = (
     *("left out", "undone and left out", "anomalies", "known anomalies", "undone and known", "computed twice"),
-    *("errors", "errors and damages", "errors of savers"),
+    *("errors", "errors and damages", "errors of savers", "asks again"),
 )
 
 

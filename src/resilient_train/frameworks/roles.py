@@ -382,6 +382,10 @@ class Device(Protocol):
         """Waits until the device has done all that it was given. Raises what an operation on it has failed with."""
         ...
 
+    def name(self) -> str:
+        """Which of its host's devices it is, for people; the same for each process of this rank."""
+        ...
+
     def notes(self) -> list[dict[str, Any]]:
         """What was found since the last call, for people."""
         ...

@@ -4,6 +4,7 @@ that is to be looked at.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
@@ -21,6 +22,8 @@ class Deviation(msgspec.Struct, frozen=True):
     """Other bits from the same inputs; or other ones than most of its replicas."""
     at: int | None
     """The step that was computed twice; the number of updates before which replicas were compared. None: not told."""
+    device: str = ""
+    """On which it was computed, and of which host."""
 
 
 def read_deviations(ordered: Iterable[Event]) -> tuple[Deviation, ...]:
@@ -35,7 +38,20 @@ def read_deviations(ordered: Iterable[Event]) -> tuple[Deviation, ...]:
         elif event.kind == "deviates":
             ranks = ranks_of(event, "ranks")
             if len(ranks) != world_size:
-                found += [Deviation(rank, "computed", number_of(event, "step")) for rank in ranks]
+                step, devices = number_of(event, "step"), _devices(event)
+                found += [Deviation(rank, "computed", step, devices.get(rank, "")) for rank in ranks]
         elif event.kind == "replicas_differ":
             found += [Deviation(rank, "held", number_of(event, "commits")) for rank in ranks_of(event, "alone")]
     return tuple(found)
+
+
+def _devices(event: Event) -> dict[int, str]:
+    told = event.detail.get("devices")
+    rows = told.items() if isinstance(told, dict) else ()
+    return {int(rank): device for rank, device in rows if rank.isdecimal() and isinstance(device, str)}
+
+
+def count_deviations(runs: Iterable[Iterable[Event]]) -> Counter[tuple[int, str]]:
+    """How often each rank has computed other bits on each device, in all these runs."""
+    found = [each for events in runs for each in read_deviations(events)]
+    return Counter((each.rank, each.device) for each in found if each.what == "computed")

@@ -120,13 +120,14 @@ def lines(run: Run) -> list[Line]:
 
 def deviation_lines(deviations: Iterable[Deviation]) -> list[Line]:
     """How often each rank came to other bits than it should, and where; nothing if none did."""
-    by_rank: dict[int, list[str]] = {}
+    by_rank: dict[tuple[int, str], list[str]] = {}
     for each in deviations:
         where = f"after {_updates(each.at)}" if each.what == "held" else f"in step {_known(each.at)}"
-        by_rank.setdefault(each.rank, []).append(f"{each.what} {where}")
+        by_rank.setdefault((each.rank, each.device), []).append(f"{each.what} {where}")
     return [
-        Line(f"rank {rank} had other bits than it should {_times(len(found))}: {_first_and_last(found)}", "red")
-        for rank, found in sorted(by_rank.items())
+        Line(f"rank {rank}{on} had other bits than it should {_times(len(found))}: {_first_and_last(found)}", "red")
+        for (rank, device), found in sorted(by_rank.items())
+        for on in [f" ({device})" if device else ""]
     ]
 
 

@@ -219,28 +219,41 @@ class Controller:
         return [*commands, *self._fault(Fault(Kind.ANOMALY, tre.sentence(rank, message), rank))]
 
     def late(self, rank: int, incarnation: int, message: Late) -> list[Command]:
-        """The script says, on some rank, that all is wrong since a step: all go back to a state from before it.
+        """All is wrong since a step, as a rank has found out behind its update: all go back to a state from before it.
 
-        Once for each step: a script that finds the same again has made it itself, and the machine is not to blame.
+        Once for each step: what is found again was made by the script, and the machine is not to blame.
         """
         job, step = self.job, message.step
         if not job.current(rank, incarnation) or job.stage not in _RUNS:
             return []
-        why = f": {message.reason}" if message.reason else ""
-        text = f"rank {rank} says that what was trained since step {step} can't be right{why}"
+        text = tre.late_sentence(rank, message)
         fault = Fault(Kind.LATE_ANOMALY, text, rank, reason=text, code=2)
-        if step in job.gone_back_to:
-            why_not = f"{text}; all have gone back for that already"
-        elif not job.saved_before(step):
-            why_not = f"{text}; nothing of before is saved"
-        else:
-            why_not = rsc.refuses(fault, job)
-        detail: dict[str, object] = {"step": step, "reason": message.reason, "goes_back": not why_not}
-        note = Note("late_anomaly", rank=rank, detail={**detail, "told": why_not or text})
+        why_not = self._stays(message, fault)
+        told_already = (job.attempt, step) in job.late_told
+        commands: list[Command] = []
+        if message.seen is not None and (not why_not or (message.seen.what, step) in job.anomalies):
+            commands += tre.keep(message.seen, job)
+        if why_not and told_already:
+            return commands
+        what = message.seen.what if message.seen is not None else ""
+        detail: dict[str, object] = {"step": step, "what": what, "reason": message.reason, "goes_back": not why_not}
+        commands.append(Note("late_anomaly", rank=rank, detail={**detail, "told": why_not or text}))
         if why_not:
-            return [note]
+            job.late_told.add((job.attempt, step))
+            return commands
         job.gone_back_to.add(step)
-        return [note, *self._fault(fault)]
+        return [*commands, *self._fault(fault)]
+
+    def _stays(self, message: Late, fault: Fault) -> str:
+        """Why nobody goes back for that; empty if all do."""
+        job, step = self.job, message.step
+        if step in job.gone_back_to:
+            return f"{fault.detail}; all have gone back for that already"
+        if message.seen is not None and (message.seen.what, step) in job.anomalies:  # also in an earlier run of the job
+            return f"{fault.detail}; the step has been run again for that already"
+        if not job.saved_before(step):
+            return f"{fault.detail}; nothing of before is saved"
+        return rsc.refuses(fault, job)
 
     def computed(self, rank: int, incarnation: int, message: Computed) -> list[Command]:
         """A rank has computed a window that is computed twice. When all have: again, or what has come of it."""
@@ -265,13 +278,24 @@ class Controller:
         if not ranks:
             return commands
         text = tre.deviation(ranks, told)
-        commands.append(Note("deviates", rank=ranks[0], detail={**detail, "reason": text}))
+        detail |= {"reason": text, **tre.evidence(ranks, told)}
+        commands.append(Note("deviates", rank=ranks[0], detail=detail))
         if len(ranks) < job.world_size:
-            return [*commands, *self.fence(ranks, text)]
+            return [*commands, *self._give_up_deviants(ranks, told, text)]
         if job.deviated_at != message.commits:  # it may have been one machine all the same
             job.deviated_at = message.commits
             return [*commands, *tre.compute_again(message, job)]
         return [*commands, *self._all_back(text, message.commits)]
+
+    def _give_up_deviants(self, ranks: Sequence[int], told: Mapping[int, Computed], text: str) -> list[Command]:
+        """Their processes are replaced. Where a device has done so too often the job ends instead, its state saved."""
+        job = self.job
+        for rank in ranks:
+            job.count_deviation(rank, told[rank].device)
+        kept = job.holders.last(ranks) & job.condemned.keys()
+        if kept:  # who has the state can't be killed before it is saved
+            return self.leave(EXIT_UNRECOVERABLE, f"rank {min(kept)} {text}, and {job.condemned[min(kept)]}")
+        return self.fence(ranks, text)
 
     def unfinishable(self, generation: int, reason: str) -> list[Command]:
         """The tail that a fault has cut needs what only a dead rank knew."""

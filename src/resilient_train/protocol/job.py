@@ -84,6 +84,8 @@ class Job:
         """Before which update replicas were found to differ last; -1: they never were."""
         self.gone_back_to: set[int] = set()
         """Steps since which the script has said that all is wrong: once each, all have gone back for that."""
+        self.late_told: set[tuple[int, int]] = set()
+        """Attempt and step, where people were told of it and nobody went back."""
         self.saved_before: Callable[[int], bool] = lambda _step: False
         """Whether a state from before that step, or an older one, is known to be saved."""
         self.pause_at: int | None = None
@@ -100,6 +102,10 @@ class Job:
         """The update before which that was asked for last; -1: it was not."""
         self.deviated_at = -1
         """The update for which all ranks came to other bits when they computed it again."""
+        self.deviations: dict[tuple[int, str], int] = {}
+        """How often a rank came to other bits on a device; also in the runs before this one in the same directory."""
+        self.condemned: dict[int, str] = {}
+        """Ranks whose device has done so too often, and what is told of it."""
         self.verifying = False
         """The newest recovery was begun for that, and for nothing else."""
         self.anomalies_told: dict[tuple[str, int], tuple[int, int]] = {}
@@ -167,7 +173,19 @@ class Job:
 
     def spent(self, rank: int) -> str:
         """Why the rank's process is not replaced once more; empty if it may be."""
+        if rank in self.condemned:
+            return self.condemned[rank]
         return why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=self.retries.deaths(rank))
+
+    def count_deviation(self, rank: int, device: str) -> None:
+        """The rank has come to other bits than before from the same inputs, on that device."""
+        count = self.deviations.get((rank, device), 0) + 1
+        self.deviations[rank, device] = count
+        if 0 < self.policy.max_deviations <= count:
+            self.condemned[rank] = (
+                f"{device} has computed other bits for it {count} times (RESILIENT_DEVIATIONS="
+                f"{self.policy.max_deviations}): take that device out of use"
+            )
 
     def left_out(self) -> set[int]:
         """The ranks without which the job ends."""

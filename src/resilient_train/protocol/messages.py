@@ -172,34 +172,42 @@ class Damaged(msgspec.Struct, tag="damaged", frozen=True):
 class Anomaly(msgspec.Struct, tag="anomaly", frozen=True):
     """The gradient norm, or the loss, of a step is not below ``limit``, or not finite; its update is not applied.
 
-    ``usual``: the median of the steps before, where it is they that set the limit, and not the user.
+    ``usual``: the median of the steps before, where it is they that set the limit, and not the user. ``raised``: there
+    is no value, the script has left the body by an error that asks for the step once more, ``text``.
 
-    The rank waits for a stop, unless the step has been run again for that already (``again``): then it goes on.
+    The rank waits for a stop, unless the step has been run again for that already (``again``): then it goes on, or the
+    error is its own.
     """
 
     generation: int
     step: Annotated[int, msgspec.Meta(ge=0)]
-    what: Literal["norm", "loss"]
+    what: Literal["norm", "loss", "raised"]
     value: float
     limit: float
     again: bool = False
     skips: bool = False
     """The step's update is left out when it runs again."""
     usual: float | None = None
+    text: str = ""
 
 
 class Late(msgspec.Struct, tag="late", frozen=True):
-    """The script has found out that what was trained since ``step`` can't be right. Nothing is waited for."""
+    """What was trained since ``step`` can't be right: the script has found it out (``reason``), or it shows behind the
+    step's update (``seen``). Nothing is waited for.
+    """
 
     step: Annotated[int, msgspec.Meta(ge=0)]
-    reason: str
+    reason: str = ""
+    seen: Anomaly | None = None
 
 
 class Computed(msgspec.Struct, tag="computed", frozen=True):
     """The rank has computed a window that is computed twice (``session/verification.py``); not applied yet.
 
     ``differs_at``: the first thing of ``of`` in which this is not what it was before; -1: there is none, or no before.
-    Where there is one, and where the window is to be computed once more, the rank waits for a stop.
+    Where there is one, and where the window is to be computed once more, the rank waits for a stop. Where there is one
+    ``digests`` has what was there before and is now, ``batch`` a digest of the window's batches, and ``device`` says
+    on which device.
     """
 
     generation: int
@@ -207,6 +215,9 @@ class Computed(msgspec.Struct, tag="computed", frozen=True):
     step: Annotated[int, msgspec.Meta(ge=0)]
     differs_at: int = -1
     of: int = 0
+    digests: tuple[str, str] = ("", "")
+    batch: str = ""
+    device: str = ""
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):

@@ -24,6 +24,8 @@ class Policy(msgspec.Struct, frozen=True):
     not cured by rebuilding: the rank that reports it is replaced, or, where that is nobody, the job ends.
     """
     repairs_window: int = 100
+    max_deviations: int = 0
+    """A rank whose device has computed other bits so often is not replaced: a new process would get the same one."""
     replace: bool = True
     """False when the ``ARF`` switch is off."""
     rebuild: bool = True

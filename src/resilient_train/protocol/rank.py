@@ -254,6 +254,11 @@ class Rank:
         return isinstance(self.state, Update)
 
     @property
+    def behind_update(self) -> bool:
+        """Whether the newest update is applied, and nothing of the next one has begun."""
+        return isinstance(self.state, Tail)
+
+    @property
     def leavable(self) -> bool:
         """Whether the loop may end here: no body is cut, and no update half done."""
         return isinstance(self.state, (Open, Tail)) and not self.written
@@ -442,6 +447,9 @@ def _exit(rank: Rank, _: Body, event: on.Exit) -> Effects:
     if event.how in ("error", "leaves"):
         rank.state = _OPEN
         return (_DISARM, _RETURN)
+    if event.how == "anomalous":  # as in Verify: this rank has not come to the barrier
+        rank.state = Ask(At.EXIT)
+        return (_DISARM, do.SendAnomaly(again=False), _AWAIT_STOP)
     if event.how == "interrupted":
         return (_DISARM, *_cut(rank, At.EXIT, Drain(stopped=True)))
     return (_DISARM, *_told_damage(rank, event), *_cut(rank, At.EXIT, Drain(text=event.text)))

@@ -76,7 +76,9 @@ class SendDamaged(Effect, frozen=True):
 
 
 class SendAnomaly(Effect, frozen=True):
-    """Tells the agent: the norm or the loss can't be right. ``again``: it was so before, and this rank goes on."""
+    """Tells the agent: the norm or the loss can't be right, or the script asks for its step once more. ``again``: it
+    was so before, and this rank goes on.
+    """
 
     again: bool
 

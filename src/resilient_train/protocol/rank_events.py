@@ -43,11 +43,11 @@ class Exit(Event, frozen=True):
     """The body of a step ended.
 
     ``fault``: with an error that a fault explains (``damaged``: memory of the device lost data; ``lost``: replicated
-    state was in it). ``error``: with one of the user's. ``leaves``: the process, or the loop, is on its way out
-    (SystemExit, KeyboardInterrupt).
+    state was in it). ``anomalous``: with one that asks for the step once more. ``error``: with another of the user's.
+    ``leaves``: the process, or the loop, is on its way out (SystemExit, KeyboardInterrupt).
     """
 
-    how: Literal["ok", "interrupted", "fault", "error", "leaves"] = "ok"
+    how: Literal["ok", "interrupted", "fault", "anomalous", "error", "leaves"] = "ok"
     text: str = ""
     damaged: bool = False
     lost: bool = False

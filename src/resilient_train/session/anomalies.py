@@ -3,6 +3,8 @@
 Values come as the engine has them, on a device that may be far from having computed them, and nobody waits. They are
 looked at once, in front of the barrier of the update, where the device has done all that it was given. The largest of
 a window is compared with a limit, if the user has set one, and with those of the windows before (``usual.py``).
+
+One that comes behind the update is looked at where it comes, which may have to wait for the device.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 from resilient_train.observe.usual import Usual
 
 What = Literal["norm", "loss"]
+_NO_VALUE = math.nan
+_NAMES = {"norm": "gradient norm", "loss": "loss"}
 
 
 class AnomalyLimits(NamedTuple):
@@ -29,12 +33,44 @@ class AnomalyLimits(NamedTuple):
 
 
 class FoundAnomaly(NamedTuple):
-    """An anomaly. ``usual``: the median of the windows before, where it is they that set the limit."""
+    """An anomaly. ``usual``: the median of the windows before, where it is they that set the limit. ``raised``: the
+    script asks for the step once more, by the error that is its ``text``.
+    """
 
-    what: What
+    what: Literal["norm", "loss", "raised"]
     value: float
     limit: float
     usual: float | None = None
+    text: str = ""
+
+
+class Redone(NamedTuple):
+    """A step that was run again for a value, from the same inputs: the value then, and now."""
+
+    what: str
+    values: tuple[float, float]
+
+    @property
+    def same(self) -> bool:
+        """Whether it is the same number, or no number again."""
+        was, now = self.values
+        return was == now or (math.isnan(was) and math.isnan(now))
+
+    @property
+    def in_json(self) -> list[float | str]:
+        """Both values; as text what JSON has no number for."""
+        return [value if math.isfinite(value) else str(value) for value in self.values]
+
+    def told(self, step: int) -> str:
+        """The verdict."""
+        was, now = self.values
+        run = f"the {_NAMES[self.what]} of step {step}, run again from the same inputs, is {now:.9g}"
+        if self.same:
+            return f"{run} again: that is the data's doing, or the optimisation's, and no machine's"
+        return (
+            f"{run}, and was {was:.9g}: a device has computed wrongly, or the script does not compute the same each "
+            "time (`resilient-train drill` tells)"
+        )
 
 
 class Anomalies:
@@ -51,6 +87,10 @@ class Anomalies:
         """Of the window that was looked at last."""
         self._applied: dict[str, list[float]] = {"norm": [], "loss": []}
         self._told: set[str] = set()
+        self._again: tuple[int, FoundAnomaly] | None = None
+        """The step that is run again for the last one."""
+        self._empty = False
+        """The window before had no value, nor what was behind its update."""
         self.found = FoundAnomaly("norm", 0.0, 0.0)
         """The last one."""
 
@@ -76,25 +116,47 @@ class Anomalies:
 
     def look(self) -> bool:
         """Whether there is an anomaly in the window. The device is at rest."""
-        if not any(self._values.values()):
+        empty = not any(self._values.values())
+        if empty and self._empty:
             self._tell_once(
-                "TRE is on, and this step had neither a gradient norm nor a loss to look at: clip its gradients "
+                "TRE is on, and two steps had neither a gradient norm nor a loss to look at: clip the gradients "
                 "(torch.nn.utils.clip_grad_norm_), or call session.check(loss) before optimizer.step()"
             )
+        self._empty = empty
         self._worst.clear()
-        norm = self._look_at("norm", self._limits.norm, infinite=not self._scaled)
-        loss = self._look_at("loss", self._limits.loss, infinite=True)
-        found = norm or loss
+        found = self._look_at("norm") or self._look_at("loss")
         self.found = found or self.found
         return found is not None
+
+    def raised(self, text: str) -> FoundAnomaly:
+        """A body was left by an error that asks for the step once more."""
+        self.found = FoundAnomaly("raised", _NO_VALUE, _NO_VALUE, text=text)
+        return self.found
+
+    def runs_again(self, step: int) -> None:
+        """The step is run again for the last one."""
+        self._again = step, self.found
+
+    def redone(self, step: int) -> Redone | None:
+        """What has come of the value for which ``step`` was run again, if this was that; told once."""
+        if self._again is None:
+            return None
+        (which, found), self._again = self._again, None
+        now = None if found.what == "raised" or which != step else self._worst.get(found.what)
+        return None if now is None else Redone(found.what, (found.value, now))
+
+    def behind(self, what: What, value: Any) -> FoundAnomaly | None:
+        """Looks at a value behind the update, which is applied. May wait until the device has computed it."""
+        self._empty = False
+        number = float(value)
+        found = self._judged(what, number) if self._counts(what, number) else None
+        self._add_applied(what, number)
+        return found
 
     def applied(self) -> None:
         """The update of the window that was looked at last is applied: so its values are among the usual ones."""
         for what, value in self._worst.items():
-            if math.isfinite(value):
-                self._applied[what].append(value)
-            if what in self._usual:
-                self._usual[what].add(value)
+            self._add_applied(what, value)
         self._worst.clear()
 
     def take(self, at_least: int) -> dict[str, list[float]]:
@@ -104,15 +166,28 @@ class Anomalies:
         taken, self._applied = self._applied, {"norm": [], "loss": []}
         return taken
 
-    def _look_at(self, what: What, limit: float, *, infinite: bool) -> FoundAnomaly | None:
-        values = [value for value in map(float, self._values[what]) if infinite or math.isfinite(value)]
+    def _look_at(self, what: What) -> FoundAnomaly | None:
+        values = [value for value in map(float, self._values[what]) if self._counts(what, value)]
         if not values:
             return None
         self._worst[what] = worst = _worst_of(values)
-        if not math.isfinite(worst) or worst >= limit:
-            return FoundAnomaly(what, worst, limit)
-        spike = self._usual[what].spike(worst) if self._usual else None
-        return FoundAnomaly(what, worst, spike.limit, spike.median) if spike is not None else None
+        return self._judged(what, worst)
+
+    def _counts(self, what: What, value: float) -> bool:
+        return what == "loss" or not self._scaled or math.isfinite(value)
+
+    def _judged(self, what: What, value: float) -> FoundAnomaly | None:
+        limit = self._limits.norm if what == "norm" else self._limits.loss
+        if not math.isfinite(value) or value >= limit:
+            return FoundAnomaly(what, value, limit)
+        spike = self._usual[what].spike(value) if self._usual else None
+        return FoundAnomaly(what, value, spike.limit, spike.median) if spike is not None else None
+
+    def _add_applied(self, what: What, value: float) -> None:
+        if math.isfinite(value):
+            self._applied[what].append(value)
+        if what in self._usual:
+            self._usual[what].add(value)
 
     def _tell_once(self, text: str) -> None:
         if text not in self._told:

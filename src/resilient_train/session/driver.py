@@ -9,11 +9,14 @@ A DeviceError anywhere means that the device does not do what a recovery needs: 
 from __future__ import annotations
 
 import atexit
+import socket
 import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
+
+from msgspec import structs
 
 from resilient_train import config
 from resilient_train._native import allow_readers
@@ -38,14 +41,14 @@ from resilient_train.protocol import messages as m
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.progress import Activity
-from resilient_train.session.anomalies import Anomalies, AnomalyLimits
+from resilient_train.session.anomalies import Anomalies, AnomalyLimits, FoundAnomaly, What
 from resilient_train.session.bodies_without_update import BodiesWithoutUpdate
 from resilient_train.session.collective_report import CollectiveReport
 from resilient_train.session.comparison import Comparison
 from resilient_train.session.compute_clock import ComputeClock
 from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
-from resilient_train.session.explain import Explainer
+from resilient_train.session.explain import Explainer, asks_for_redo
 from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.from_replica import FromReplica
 from resilient_train.session.injection import Injector
@@ -59,7 +62,7 @@ from resilient_train.session.rank_trace import RankTrace
 from resilient_train.session.rebuild import build_groups
 from resilient_train.session.saving import Saving
 from resilient_train.session.step import Step
-from resilient_train.session.verification import Verification
+from resilient_train.session.verification import Compared, Verification
 from resilient_train.session.watch import Watch
 
 _WATCHDOG_S = 5.0
@@ -350,7 +353,7 @@ class Driver:
             return again
         self._error = error
         try:
-            event = self._explainer.exit(error, self._rank.standing, self._rank.generation)
+            event = self._explained(error)
         except DeviceError as failure:
             self._fail_stop(failure)
         if event.how in ("error", "leaves"):
@@ -363,6 +366,30 @@ class Driver:
         if again and self._rank.intact and not self.calling:  # behind a call that is repeated nothing runs
             self._engine.state.cut()
         return again
+
+    def _explained(self, error: BaseException) -> on.Exit:
+        """Why the body has ended. A step is run once more for an error that asks for it; the next one is the script's.
+        Behind the update all go back, if they do, when the script has been left by the error.
+        """
+        anomalies, rank = self._anomalies, self._rank
+        event = self._explainer.exit(error, rank.standing, rank.generation, redoes=anomalies is not None)
+        if event.how == "error":
+            self._tell_late(error)
+        if event.how != "anomalous":
+            return event
+        assert anomalies is not None
+        found = anomalies.raised(event.text)
+        if rank.number not in rank.tolerated:
+            return event
+        self._link.channel.send(self._anomaly_frame(rank.number, found, again=True))
+        return on.Exit("error", event.text)
+
+    def _tell_late(self, error: BaseException) -> None:
+        """What behind an update asks for its step once more is an anomaly that is noticed later."""
+        if self._anomalies is not None and self._rank.behind_update and asks_for_redo(error):
+            step = self._rank.number - 1
+            found = self._anomalies.raised(f"{type(error).__name__}: {error}")
+            self._link.channel.send(m.Late(step, seen=self._anomaly_frame(step, found)))
 
     def close(self, error: BaseException | None) -> None:
         """Leaves: after all ranks have come to their end, or for an exception, when what this rank holds is saved.
@@ -392,6 +419,7 @@ class Driver:
         if not self._begun or self._told_end or self._unlike or not self._rank.whole:
             return
         self._error, self._raised = error, True
+        self._tell_late(error)
         code = error.code if isinstance(error, SystemExit) else 1
         text = "" if isinstance(error, SystemExit) else describe(error)
         try:
@@ -416,17 +444,30 @@ class Driver:
 
     def check(self, loss: Any, norm: Any) -> None:
         """See ``Session.check``."""
-        if self._anomalies is None:
+        anomalies, rank = self._anomalies, self._rank
+        if anomalies is None:
             return
-        if not self._rank.redoable:
+        if not (rank.redoable or rank.behind_update):
             raise UsageError(
-                "session.check() was called outside the body of a step, or behind its update, which can't be taken "
-                "back: call it before optimizer.step()"
+                "session.check() was called outside the body of a step and not behind its update either (in front of a "
+                "body, between two optimizers, behind the loop): call it in the body, before optimizer.step()"
             )
-        if loss is not None:
-            self._anomalies.add("loss", self._engine.gradients.kept(loss))
-        if norm is not None:
-            self._anomalies.add("norm", self._engine.gradients.kept(norm))
+        given: tuple[tuple[What, Any], ...] = (("loss", loss), ("norm", norm))
+        for what, value in given:
+            if value is None:
+                continue
+            kept = self._engine.gradients.kept(value)
+            if rank.redoable:
+                anomalies.add(what, kept)
+            else:
+                self._check_behind(anomalies, what, kept)
+
+    def _check_behind(self, anomalies: Anomalies, what: What, value: Any) -> None:
+        """A value of the update that was applied last. Of one that was left out there is nothing to go back for."""
+        rank, step = self._rank, self._rank.number - 1
+        found = None if rank.skips and step in rank.tolerated else anomalies.behind(what, value)
+        if found is not None:
+            self._link.channel.send(m.Late(step, seen=self._anomaly_frame(step, found)))
 
     def anomaly(self, step: int, reason: str) -> None:
         """See ``Session.anomaly``."""
@@ -604,11 +645,17 @@ class Driver:
 
     def _send_anomaly(self, effect: do.SendAnomaly) -> None:
         assert self._anomalies is not None
-        what, value, limit, usual = self._anomalies.found
-        number = self._rank.number
-        self._error = RuntimeError(f"the {what} of step {number} is {value:g}, and the agent has not answered to that")
-        rank = self._rank
-        self._link.channel.send(m.Anomaly(rank.generation, number, what, value, limit, effect.again, rank.skips, usual))
+        found, number = self._anomalies.found, self._rank.number
+        if found.what != "raised":
+            told = f"the {found.what} of step {number} is {found.value:g}, and the agent has not answered to that"
+            self._error = RuntimeError(told)
+        if not effect.again:
+            self._anomalies.runs_again(number)
+        self._link.channel.send(self._anomaly_frame(number, found, again=effect.again))
+
+    def _anomaly_frame(self, step: int, found: FoundAnomaly, *, again: bool = False) -> m.Anomaly:
+        generation, skips, text = self._rank.generation, self._rank.skips, _short(found.text)
+        return m.Anomaly(generation, step, found.what, found.value, found.limit, again, skips, found.usual, text)
 
     def _send_joined(self, effect: do.SendJoined) -> None:
         rank, names = self._rank, self._engine.groups.names()
@@ -817,9 +864,8 @@ class Driver:
 
     def _check_and_look(self, effect: do.CheckCollectives) -> on.Event:
         """With ``TRE``: also at what the bodies have computed, on a device that is at rest."""
-        assert self._anomalies is not None
         event = self._check_collectives(effect)
-        return on.Anomalous() if event == on.Ok() and self._anomalies.look() else event
+        return on.Anomalous() if event == on.Ok() and self._is_anomalous() else event
 
     def _check_and_compare(self, effect: do.CheckCollectives) -> on.Event:
         """Of a window that is computed twice the agent is told what has come of it, by all ranks: so before any of them
@@ -831,11 +877,30 @@ class Driver:
         ended, rank = self._verification.end(), self._rank
         if ended is not None:
             self._peers.excuse_window()
-            commits, (differs_at, places) = rank.standing.commits, ended
-            self._link.channel.send(m.Computed(rank.generation, commits, rank.number, differs_at, places))
-            if commits != self._verified or differs_at >= 0:
+            self._link.channel.send(self._computed(ended))
+            if rank.standing.commits != self._verified or ended.differs_at >= 0:
                 return on.Doubtful()
-        return on.Anomalous() if self._anomalies is not None and self._anomalies.look() else event
+        return on.Anomalous() if self._is_anomalous() else event
+
+    def _computed(self, ended: Compared) -> m.Computed:
+        rank = self._rank
+        frame = m.Computed(rank.generation, rank.standing.commits, rank.number, ended.differs_at, ended.of)
+        if ended.differs_at < 0:
+            return frame
+        batch = self._called or self._engine.data.look(self._batches.values())
+        device = f"{socket.gethostname()} {self._engine.device.name()}"
+        return structs.replace(frame, digests=(ended.was, ended.now), batch=batch.hex(), device=device)
+
+    def _is_anomalous(self) -> bool:
+        """Looks at the values of the window; and tells what has come of one that was run again for an anomaly."""
+        anomalies, number = self._anomalies, self._rank.number
+        if anomalies is None:
+            return False
+        found = anomalies.look()
+        if again := anomalies.redone(number):
+            self._event("redone", {"what": again.what, "values": again.in_json, "same": again.same})
+            say_aside(f"rank {self._link.rank}: {again.told(number)}")
+        return found
 
     def _mark_to_compare(self, effect: do.Mark) -> None:
         commits = self._rank.standing.commits

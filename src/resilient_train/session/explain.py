@@ -20,11 +20,11 @@ class Explainer:
         self._device = device
         self._from_replica = from_replica
 
-    def exit(self, error: BaseException, standing: Standing, generation: int) -> Exit:
+    def exit(self, error: BaseException, standing: Standing, generation: int, *, redoes: bool) -> Exit:
         """An ordinary exception is the user's, unless a recovery is under way, memory lost data, or a peer hung up.
 
         After the update it is: what a fault does to a collective there is repaired inside the call. Raises DeviceError
-        if memory lost data there.
+        if memory lost data there. ``redoes``: a step is run again for an error that asks for it.
         """
         if isinstance(error, TrainingInterrupted):
             return Exit("interrupted")
@@ -43,4 +43,11 @@ class Explainer:
             return Exit("fault", f"uncorrectable memory error ({names})", damaged=True, lost=damage.lost)
         if standing.phase is Phase.COMPUTE and self._groups.broken():
             return Exit("fault", text)
+        if standing.phase is Phase.COMPUTE and redoes and asks_for_redo(error):
+            return Exit("anomalous", text)
         return Exit("error", text)
+
+
+def asks_for_redo(error: BaseException) -> bool:
+    """As MindSpore has it: by a word in the text."""
+    return isinstance(error, RuntimeError) and "TREError" in str(error)

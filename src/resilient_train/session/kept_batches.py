@@ -7,7 +7,7 @@ ones too once a body was seen to write; until then it costs a look at the versio
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from resilient_train.frameworks.roles import Data, RankState, Remembered
 from resilient_train.protocol.progress import Activity
@@ -55,6 +55,10 @@ class KeptBatches:
 
     def __getitem__(self, place: int) -> Drawn:
         return self._drawn[place]
+
+    def values(self) -> list[Any]:
+        """The batches of the window, as they are now."""
+        return [drawn.batch.value for drawn in self._drawn]
 
     @property
     def first(self) -> bool:

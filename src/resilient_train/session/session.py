@@ -263,7 +263,9 @@ class Session:
 
         Each is one number, or a tensor of one, for which nobody waits here: it is looked at in front of the update.
         If it is at its threshold or not finite, on any rank, all ranks run the step again, once. To be called in the
-        body before ``optimizer.step()``; UsageError behind it. Without ``TRE:1`` nothing is done.
+        body before ``optimizer.step()``. Behind it the value is looked at in the call, which may wait for the device,
+        and an anomaly is one that is noticed later, as by ``anomaly(step)``: all ranks go back to a saved state.
+        UsageError elsewhere. Without ``TRE:1`` nothing is done.
         """
         if self._driver is not None:
             self._driver.check(loss, norm)

@@ -12,8 +12,20 @@ computed once already stands in the Resume behind its first run, so that a proce
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from resilient_train.frameworks.roles import Collectives, Gradients, State
+
+
+class Compared(NamedTuple):
+    """A run of a window, beside the earlier one that it is most like: the first place of ``of`` at which it is not what
+    that was (-1: there is none, or no earlier run), and the digests there.
+    """
+
+    differs_at: int
+    of: int
+    was: str = ""
+    now: str = ""
 
 
 class Verification:
@@ -44,20 +56,19 @@ class Verification:
             self._commits, self._runs = commits, []
         self._collectives.digest_into(self._given)
 
-    def end(self) -> tuple[int, int] | None:
-        """The bodies of the window are over, and their collectives have succeeded.
-
-        None: it is computed once. Else the first place at which this run is not what the run most like it was (-1: it
-        is the same as one of them, or there was none), and the number of places.
-        """
+    def end(self) -> Compared | None:
+        """The bodies of the window are over, and their collectives have succeeded. None: it is computed once."""
         if self._given is None:
             return None
         self._collectives.digest_into(None)
         last = self._state.fingerprint().digest() if self._undo else self._gradients.digest()
         run, self._given = [*self._given, last], None
-        found = [_first_difference(run, before) for before in self._runs]
+        found = {_first_difference(run, before): before for before in self._runs}
         self._runs.append(run)
-        return (-1 if -1 in found else max(found, default=-1)), len(run)
+        at = -1 if -1 in found else max(found, default=-1)
+        if at < 0:
+            return Compared(at, len(run))
+        return Compared(at, len(run), "".join(found[at][at : at + 1]), run[at])
 
 
 def _first_difference(run: Sequence[str], before: Sequence[str]) -> int:

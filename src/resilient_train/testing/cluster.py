@@ -90,6 +90,8 @@ class Faults(NamedTuple):
     """Who wanted it does not any more, before all stand."""
     anomalies: int = 0
     """A rank's norm or loss can't be right."""
+    asks: int = 0
+    """The script asks for its step once more, by an error in a body."""
     deviations: int = 0
     """A rank that computes an update for the second time comes to something else."""
     errors: int = 0
@@ -141,7 +143,7 @@ BUDGETS = {
     "kill": "kills", "cut": "cuts", "glitch": "glitches", "damage": "damages", "scratch": "scratches",
     "loss": "heard", "fence": "fences", "hang": "hangs", "failure": "failures", "asked to end": "asked",
     "stop": "stops", "pause": "pauses", "withdrawal": "withdrawn", "anomaly": "anomalies",
-    "deviation": "deviations", "error": "errors",
+    "deviation": "deviations", "error": "errors", "asks again": "asks",
 }  # fmt: skip
 _POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
 _POLICY_OF_SAVERS = msgspec.structs.replace(_POLICY, replace=False)
@@ -249,6 +251,8 @@ class World:
         runs = self.controller.job.stage in (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED)
         if self.budget.anomalies:
             found += [Move("fault", rank.rank, "anomaly") for rank in alive if rank.may_be_anomalous(self)]
+        if self.budget.asks:
+            found += [Move("fault", rank.rank, "asks again") for rank in alive if rank.may_ask_again(self)]
         if self.budget.deviations:
             found += [Move("fault", rank.rank, "deviation") for rank in alive if rank.can_deviate(self)]
         if self.budget.errors:
@@ -312,6 +316,8 @@ class World:
             self.carry_out(self.controller.unpause())
         elif move.name == "anomaly":
             self.writable(move.about).finds_an_anomaly(self)
+        elif move.name == "asks again":
+            self.writable(move.about).asks_again(self)
         elif move.name == "error":
             self.writable(move.about).raises(self)
         elif move.name == "deviation":

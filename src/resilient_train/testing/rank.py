@@ -302,6 +302,12 @@ class SimRank:
         in_body = self.at in (At.BODY, At.REDUCED, At.END) and not (self.stopped(world) and self.armed)
         return in_body or self.at is At.TAIL or (self.at is At.HEAD and not self.breaks)
 
+    def may_ask_again(self, world: World) -> bool:
+        """Whether the script may ask here for its step once more, and it has not been run again for that already."""
+        explained = self.stopped(world) and self.armed
+        in_body = self.idle and self.at in (At.BODY, At.REDUCED, At.END) and self._may_be_left(world)
+        return in_body and not (self.wrong or explained or self.machine.number in self.machine.tolerated)
+
     def _may_be_left(self, world: World) -> bool:
         """Whether the user's code that runs now is a body of which nothing has to stay."""
         in_body = self.at in (At.BODY, At.REDUCE, At.REDUCED, At.END) and not self.swallowed
@@ -1048,6 +1054,13 @@ class SimRank:
         self.feed(world, on.Anomalous())
         tells = any(isinstance(effect, fx.SendAnomaly) for effect in self.todo)
         require(tells, f"rank {self.rank} finds an anomaly, and tells nobody")
+
+    def asks_again(self, world: World) -> None:
+        """The script leaves its body by an error that asks for the step once more."""
+        self.cut, self.called = True, _EXIT
+        self.feed(world, on.Exit("anomalous", "once more"))
+        tells = any(isinstance(effect, fx.SendAnomaly) for effect in self.todo)
+        require(tells, f"rank {self.rank} is asked for its step once more, and tells nobody")
 
     def computes_otherwise(self, world: World) -> None:
         """All collectives have succeeded, and this rank comes to something else than before."""

@@ -2,6 +2,8 @@
 
 In step ``--at`` all ranks double their gradients, each time or (``--once``) the first time. ``--look`` steps later, or
 when a wrong checkpoint is written, rank 0 says so. Every ``--save`` updates there is a checkpoint, if storage is ready.
+With ``--nan`` the gradients are right, and rank 1 gives NaN for the loss of that step, behind its update; with
+``--raises`` it raises what asks for the step once more.
 """
 
 import argparse
@@ -25,6 +27,10 @@ parser.add_argument("--look", type=int, default=5)
 parser.add_argument("--once", action="store_true")
 parser.add_argument("--save", type=int, default=0)
 parser.add_argument("--memory", type=int)
+parser.add_argument("--nan", choices=("body", "between"), default="", help="where the loss is looked at")
+parser.add_argument("--raises", choices=("before", "behind", "between"), default="", help="before or behind the update")
+parser.add_argument("--on-anomaly", default="redo")
+parser.add_argument("--leave-out", type=int, default=-1, help="the update of this step is made without gradients")
 parser.add_argument("--killed", action="store_true", help="rank 1, in its second process, before its Session")
 asked = parser.parse_args()
 
@@ -35,7 +41,9 @@ model = DistributedDataParallel(core)
 optimizer = torch.optim.AdamW(core.parameters(), lr=1e-2)
 torch.manual_seed(1 + dist.get_rank())
 link = read_link()
-first = dist.get_rank() == 0 and (link is None or link.incarnation == 0 or not asked.once)
+wrong = link is None or link.incarnation == 0 or not asked.once
+looks = not (asked.nan or asked.raises)
+first = dist.get_rank() == 0 and wrong
 told = False
 if asked.killed and dist.get_rank() == 1 and link is not None and link.incarnation == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -46,18 +54,39 @@ def wrong_is_saved() -> bool:
     return asked.memory is not None or not asked.save or any(int(name[5:]) > asked.at for name in names)
 
 
-with rt.Session(model=model, optimizer=optimizer) as session:
+def looked_at(step: rt.Step, loss: torch.Tensor) -> None:
+    nan = dist.get_rank() == 1 and step.number == asked.at and wrong
+    session.check(loss * float("nan") if nan else loss)
+
+
+def may_raise(step: rt.Step, where: str) -> None:
+    here = asked.raises == where and dist.get_rank() == 1 and step.number == asked.at
+    if here and (step.attempt == 0 and wrong if asked.once else True):
+        raise RuntimeError("TREError: the global norm is 46.1")
+
+
+with rt.Session(model=model, optimizer=optimizer, on_anomaly=asked.on_anomaly) as session:
     if asked.save:
         session.save_every(steps=asked.save, memory_steps=asked.memory)
     for step in session.steps(asked.steps):
         with step:
             loss = (model(torch.randn(8, 6)) - torch.randn(8, 3)).pow(2).mean()
+            may_raise(step, "before")
             loss.backward()
-            if step.number == asked.at and (link is None or link.incarnation == 0 or not asked.once):
+            if step.number == asked.at and wrong and looks:
                 for parameter in core.parameters():
                     parameter.grad.mul_(2)
+            if step.number == asked.leave_out:
+                optimizer.zero_grad()
             optimizer.step()
             optimizer.zero_grad()
+            if asked.nan == "body":
+                looked_at(step, loss)
+            may_raise(step, "behind")
+        if asked.nan == "between":
+            looked_at(step, loss)
+        if step.done:
+            may_raise(step, "between")
         time.sleep(0.03)  # as a step of some size takes
         if (
             asked.at >= 0
@@ -65,6 +94,7 @@ with rt.Session(model=model, optimizer=optimizer) as session:
             and step.done
             and first
             and not told
+            and looks
             and wrong_is_saved()
         ):
             told = True

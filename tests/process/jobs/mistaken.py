@@ -2,7 +2,7 @@
 
 ``wrong-optimizer``: another one than the registered steps. ``by-hand``: no optimizer at all. ``never``: nothing steps.
 ``forgotten``: a parameter that no optimizer has. ``no-ddp``: nobody averages the gradients. ``drift``: in step ``--at``
-rank 1 changes a parameter by itself, after the update. ``late``: the loss is given to the check after the update.
+rank 1 changes a parameter by itself, after the update. ``early``: a loss is given to the check in front of the body.
 ``unsteady``: random numbers that no seed decides. ``own-mean``: a mean of this rank's own losses, where only
 what is alike belongs.
 """
@@ -70,6 +70,8 @@ with rt.Session(model=model, optimizer=registered, state=state) as session:
     if asked.save:
         session.save_every(steps=asked.save, memory_steps=asked.memory)
     for step in session.steps(asked.steps):
+        if mode == "early":
+            session.check(1.0)
         with step:
             loss = (model(torch.randn(8, 6)) - torch.randn(8, 3)).pow(2).mean()
             if mode == "unsteady":
@@ -83,8 +85,6 @@ with rt.Session(model=model, optimizer=registered, state=state) as session:
             optimizer.zero_grad()
             own.add(loss.item())
             common.add(1.0)
-            if mode == "late":
-                session.check(loss)
             if rank == 0 and step.number == asked.leave_at and step.attempt == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             if first and rank == 0 and step.number == asked.all_die_at:

@@ -74,6 +74,10 @@ class Device:
     def errors(self, *, wait: bool) -> list[Span]:
         return self._injected.take() or self._look(wait=wait)
 
+    def name(self) -> str:
+        number, uuid = _device()
+        return uuid or (f"npu:{number}" if _npu() is not None else "cpu")
+
     def notes(self) -> list[dict[str, Any]]:
         if self._probes is not None:
             self._keep(self._probes.take())

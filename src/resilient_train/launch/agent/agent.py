@@ -40,6 +40,8 @@ from resilient_train.launch.fork.imports import target_of, uses_us
 from resilient_train.launch.fork.standby_pool import Pool
 from resilient_train.launch.fork.zygote import Root
 from resilient_train.launch.spec import SOCKET, JobSpec
+from resilient_train.observe.deviations import count_deviations
+from resilient_train.observe.history import events_of
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
@@ -128,6 +130,8 @@ class Agent:
         )
         if read_switches().tre:
             self._job.anomalies.update(abnormal.read(spec.run_dir))
+        if spec.policy.max_deviations:
+            self._job.deviations.update(count_deviations(events_of(spec.run_dir)))
         self._job.can_go_back = self._saves.can_go_back
         self._job.newest_saved = lambda: self._saves.newest
         self._job.saved_before = self._saves.saved_before

@@ -31,7 +31,9 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
     elif kind == "anomaly" and detail["again"]:
         yield detail["reason"]
     elif kind == "late_anomaly" and not detail["goes_back"]:
-        yield f"{detail['told']}: it is written down, and training goes on"
+        raised = detail["what"] == "raised"
+        then = "this is the script's own error" if raised else "it is written down, and training goes on"
+        yield f"{detail['told']}: {then}"
     elif kind == "resumed" and "verifies" not in detail:
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
     elif kind == "assembled":

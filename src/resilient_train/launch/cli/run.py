@@ -124,6 +124,7 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
         policy=Policy(
             max_restarts=args.max_restarts if limited else DEFAULT_MAX_RESTARTS,
             restart_on_error=limited and args.max_restarts > 0,
+            max_deviations=settings.deviations,
             replace=switches.arf,
             rebuild=switches.hcce,
             mend=switches.uce,

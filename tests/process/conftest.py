@@ -1,11 +1,11 @@
-"""Undisturbed runs, made once per session: what every disturbed run must equal. All that ranks did is replayed."""
+"""Undisturbed runs, made once: what every disturbed run must equal. All that ranks did is replayed."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import traced
-from running import Reference, Run, launch
+from running import Reference, Run
+from shared import Undisturbed
 
 
 @pytest.fixture(autouse=True)
@@ -20,18 +20,19 @@ def machines(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """``undisturbed(ranks=3, variant="base", steps=20)``: a run without faults, cached."""
-    made: dict[tuple[object, ...], Run] = {}
+def undisturbed_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """``undisturbed_of("called.py", "--steps", "8", ranks=2)``: see ``shared.py``."""
+    folder = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):  # a worker of xdist: its folder lies in that of all of them
+        folder = folder.parent
+    return Undisturbed(folder / "undisturbed")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(undisturbed_of: Undisturbed) -> Reference:
+    """``undisturbed(ranks=3, variant="base", steps=20)``: of ``train.py``."""
 
     def reference(*, ranks: int, variant: str = "base", steps: int = 20, extra: tuple[str, ...] = ()) -> Run:
-        key = (ranks, variant, steps, extra)
-        if key not in made:
-            folder: Path = tmp_path_factory.mktemp(f"undisturbed-{ranks}-{variant}")
-            run = launch(folder / "run", "train.py", "--steps", str(steps), "--variant", variant, *extra, ranks=ranks)
-            assert run.code == 0, run.explain()
-            assert run.recoveries() == 0
-            made[key] = run
-        return made[key]
+        return undisturbed_of("train.py", "--steps", str(steps), "--variant", variant, *extra, ranks=ranks)
 
     return reference

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from identity import assert_identical
 from running import Reference, Run, launch
+from shared import Undisturbed
 
 STEPS = 8
 ALL_ON = "{TRE:1,ARF:1,HCCE:1,UCE:1}"
@@ -190,8 +191,8 @@ def test_a_checkpoint_is_under_way(tmp_path: Path, undisturbed: Reference) -> No
     assert run.of("saved"), run.explain()
 
 
-def test_a_loop_that_calls_its_bodies(tmp_path: Path) -> None:
-    reference = launch(tmp_path / "undisturbed", "called.py", "--steps", "8", ranks=2)
+def test_a_loop_that_calls_its_bodies(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    reference = undisturbed_of("called.py", "--steps", "8", ranks=2)
     plan = "norm rank=1 step=3 value=inf; kill rank=0 step=5"
     flags = ("--faults", plan)
     run = launch(tmp_path / "run", "called.py", "--steps", "8", ranks=2, flags=flags, MS_ENABLE_TFT=ALL_ON)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from identity import no_commit_lost
 from running import Run, launch
+from shared import Undisturbed
 
 EVERYWHERE = (
     "kill rank=1 step=5 phase=COMPUTE at=backward; kill rank=0 step=7 phase=UPDATING; "
@@ -42,10 +43,10 @@ def runs(run: Run, rank: int) -> list[tuple[int, str]]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("accumulate", "plan"), [(1, EVERYWHERE), (3, IN_WINDOWS)])
-def test_a_loop_that_calls_its_bodies(tmp_path: Path, accumulate: int, plan: str) -> None:
+def test_a_loop_that_calls_its_bodies(tmp_path: Path, undisturbed_of: Undisturbed, accumulate: int, plan: str) -> None:
     arguments = ("--steps", "18", "--accumulate", str(accumulate))
-    steps = run_of(tmp_path / "steps", "--way", "steps", *arguments)
-    quiet = run_of(tmp_path / "quiet", *arguments)
+    steps = undisturbed_of("called.py", "--way", "steps", *arguments, ranks=2)
+    quiet = undisturbed_of("called.py", *arguments, ranks=2)
     assert_same(quiet, steps, recoveries=0)
     run = run_of(tmp_path / "run", *arguments, plan=plan)
     assert len(run.of("injected")) == plan.count("rank="), run.explain()
@@ -67,23 +68,23 @@ def test_all_bodies_of_the_window_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_what_the_loop_draws_does_not_move_the_bodies(tmp_path: Path) -> None:
+def test_what_the_loop_draws_does_not_move_the_bodies(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """A rank is lost where only it knew what the loop had drawn."""
-    quiet = run_of(tmp_path / "quiet", "--draws")
+    quiet = undisturbed_of("called.py", "--draws", ranks=2)
     plan = "kill rank=1 step=4 phase=BETWEEN; kill rank=0 step=7 phase=APPLIED at=end; kill rank=1 step=9 incarnation=1"
     run = run_of(tmp_path / "run", "--draws", plan=plan)
     assert_same(run, quiet, recoveries=3)
 
 
 @pytest.mark.timeout(300)
-def test_undo(tmp_path: Path) -> None:
-    quiet = run_of(tmp_path / "quiet", "--undo")
+def test_undo(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    quiet = undisturbed_of("called.py", "--undo", ranks=2)
     plan = "kill rank=1 step=4 phase=COMPUTE at=backward; kill rank=0 step=7 phase=READY at=barrier"
     assert_same(run_of(tmp_path / "run", "--undo", plan=plan), quiet, recoveries=2)
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_whose_update_was_torn_is_replaced(tmp_path: Path) -> None:
+def test_a_rank_whose_update_was_torn_is_replaced(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """Memory that is lost before the update is fetched again, and the body is called again; in the update, the body can
     neither end nor run again."""
     plan = (
@@ -95,20 +96,20 @@ def test_a_rank_whose_update_was_torn_is_replaced(tmp_path: Path) -> None:
     assert lost["rank"] == 1
     assert len(run.of("spawned")) == 3, run.explain()
     assert "rank 1 begins at Position(step=7, over=False)" in run.out
-    assert_same(run, run_of(tmp_path / "quiet"), recoveries=2)
+    assert_same(run, undisturbed_of("called.py", ranks=2), recoveries=2)
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_is_lost_behind_the_last_call(tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_behind_the_last_call(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     plan = "kill rank=1 step=11 phase=APPLIED at=end; kill rank=0 step=11 phase=APPLIED at=end"
-    quiet = run_of(tmp_path / "quiet", ranks=3)
+    quiet = undisturbed_of("called.py", ranks=3)
     assert_same(run_of(tmp_path / "run", plan=plan, ranks=3), quiet, recoveries=1)
 
 
 @pytest.mark.timeout(300)
-def test_all_lost_and_started_again(tmp_path: Path) -> None:
+def test_all_lost_and_started_again(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """All ranks lost: all begin at the newest checkpoint. Started again, a job begins there too."""
-    quiet = run_of(tmp_path / "quiet", "--steps", "14")
+    quiet = undisturbed_of("called.py", "--steps", "14", ranks=2)
     plan = "kill rank=0 step=9; kill rank=1 step=9"
     run = run_of(tmp_path / "run", "--save", "4", plan=plan)
     assert run.code == 0, run.explain()
@@ -126,12 +127,12 @@ def test_all_lost_and_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ["steps", "call"])
-def test_behind_an_evaluation_no_buffers_are_shared(tmp_path: Path, way: str) -> None:
+def test_behind_an_evaluation_no_buffers_are_shared(tmp_path: Path, undisturbed_of: Undisturbed, way: str) -> None:
     """DDP leaves out the broadcast of a forward pass if the one before it had no gradients: a new process had none."""
     arguments = ("--way", way, "--evaluates")
     plan = "kill rank=1 step=3 phase=COMPUTE at=backward; kill rank=0 step=6 phase=COMPUTE at=start"
     run = run_of(tmp_path / "run", *arguments, plan=plan)
-    assert_same(run, run_of(tmp_path / "quiet", *arguments), recoveries=2)
+    assert_same(run, undisturbed_of("called.py", *arguments, ranks=2), recoveries=2)
 
 
 @pytest.mark.timeout(300)
@@ -161,13 +162,13 @@ def test_what_is_refused(tmp_path: Path, what: str, words: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_what_bodies_change_is_theirs_in_a_redo_too(tmp_path: Path) -> None:
+def test_what_bodies_change_is_theirs_in_a_redo_too(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """A second fault, in a body that runs again behind another one of its window: that one's end is not its begin."""
     again = "phase=COMPUTE at=backward"
     plan = f"kill rank=1 step=14 {again}; kill rank=1 step=13 {again} incarnation=1"
     changes = ("--accumulate", "3", "--steps", "18", "--counts-in-bodies")
     run = run_of(tmp_path / "run", *changes, plan=plan)
-    assert_same(run, run_of(tmp_path / "calm", *changes), recoveries=2)
+    assert_same(run, undisturbed_of("called.py", *changes, ranks=2), recoveries=2)
     assert not run.of("state_lost")
 
 
@@ -189,16 +190,16 @@ def test_what_changes_between_two_calls_is_not_left_out_of_a_redo(tmp_path: Path
 
 
 @pytest.mark.timeout(300)
-def test_an_exception_behind_the_update_is_the_users(tmp_path: Path) -> None:
+def test_an_exception_behind_the_update_is_the_users(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """It passes, and the loop may go on: the update counts."""
     plan = "kill rank=1 step=7 phase=COMPUTE at=backward"
-    quiet = run_of(tmp_path / "quiet", "--wrong", "tail")
+    quiet = undisturbed_of("called.py", "--wrong", "tail", ranks=2)
     assert_same(run_of(tmp_path / "run", "--wrong", "tail", plan=plan), quiet, recoveries=1)
     assert quiet.out.count("passed") == 2
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_takes_its_time_to_leave(tmp_path: Path) -> None:
+def test_a_rank_takes_its_time_to_leave(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """All have left the loop behind a collective of the tail, and one is long about it: it is not one that goes on."""
     run = run_of(tmp_path / "run", "--one-leaves-late")
-    assert_same(run, run_of(tmp_path / "quiet"), recoveries=0)
+    assert_same(run, undisturbed_of("called.py", ranks=2), recoveries=0)

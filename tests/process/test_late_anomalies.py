@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from running import Run, launch
+from shared import Undisturbed
 
 STEPS = 30
 ON = {"MS_ENABLE_TFT": "{TRE:1,ARF:1}"}
@@ -14,11 +15,13 @@ def late(run_dir: Path, *arguments: str, ranks: int = 2, **environ: str) -> Run:
 
 
 @pytest.mark.parametrize("kept", [("--save", "4"), ("--save", "1000", "--memory", "4")], ids=["storage", "memory"])
-def test_what_a_machine_has_made_wrong_is_trained_anew(tmp_path: Path, kept: tuple[str, ...]) -> None:
+def test_what_a_machine_has_made_wrong_is_trained_anew(
+    tmp_path: Path, undisturbed_of: Undisturbed, kept: tuple[str, ...]
+) -> None:
     look = "6" if kept[1] == "4" else "2"  # memory holds two snapshots
-    plain = late(tmp_path / "plain", *kept)
+    plain = undisturbed_of("late.py", str(STEPS), *kept, ranks=2, **ON)
     run = late(tmp_path / "run", *kept, "--at", "13", "--once", "--look", look)
-    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.code == 0, run.explain()
     assert {rank: digest for rank, (digest, _) in run.digests().items()} == {
         rank: digest for rank, (digest, _) in plain.digests().items()
     }
@@ -34,11 +37,11 @@ def test_what_a_machine_has_made_wrong_is_trained_anew(tmp_path: Path, kept: tup
     assert run.err.count("All ranks start again") == 1
 
 
-def test_a_rank_that_dies_before_all_have_gone_back(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_all_have_gone_back(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """What lies in memory from behind the wrong step is nobody's source then either."""
-    plain = late(tmp_path / "plain", "--save", "4")
+    plain = undisturbed_of("late.py", str(STEPS), "--save", "4", ranks=2, **ON)
     run = late(tmp_path / "run", "--save", "4", "--at", "13", "--once", "--look", "6", "--killed")
-    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.code == 0, run.explain()
     assert {digest for digest, _ in run.digests().values()} == {digest for digest, _ in plain.digests().values()}
     assert {event["detail"]["commits"] for event in run.of("restored")} <= {4, 8, 12}
     assert len(run.of("restart_all")) == 2

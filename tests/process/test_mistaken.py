@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from running import Run, launch
+from shared import Undisturbed
 
 
 @pytest.mark.parametrize(
@@ -86,15 +87,15 @@ def parameters(run: Run) -> dict[int, str]:
 
 @pytest.mark.parametrize("memory", [(), ("--memory", "1")])
 def test_a_replica_that_a_machine_has_spoilt_costs_the_steps_since_it_was_right(
-    tmp_path: Path, memory: tuple[str, ...]
+    tmp_path: Path, undisturbed_of: Undisturbed, memory: tuple[str, ...]
 ) -> None:
     """Once, between two checkpoints: all go back to the first one, and end as any other run. With snapshots of each
     step memory holds nothing but parts of replicas that differ.
     """
     arguments = ("40", "--save", "8", *memory)
-    plain = launch(tmp_path / "plain", "mistaken.py", "drift", *arguments, ranks=3)
+    plain = undisturbed_of("mistaken.py", "drift", "40", ranks=3)
     run = drift(tmp_path / "run", *arguments, "--once", str(tmp_path / "spoilt"))
-    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.code == 0, run.explain()
     assert parameters(run) == parameters(plain)
     (told,) = run.of("replicas_differ")
     assert "'model.0.module.2.bias' differs on rank 1: something has" in told["detail"]["reason"]
@@ -105,14 +106,14 @@ def test_a_replica_that_a_machine_has_spoilt_costs_the_steps_since_it_was_right(
     assert run.err.count("All ranks start again") == 1
 
 
-def test_snapshots_in_memory_find_out_soon(tmp_path: Path) -> None:
+def test_snapshots_in_memory_find_out_soon(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """Nothing goes to storage, and the next comparison would be at update 32: memory then holds no snapshot of before.
     But the snapshots at 24 differ, so replicas are compared at once.
     """
-    plain = launch(tmp_path / "plain", "mistaken.py", "drift", "40", ranks=3)
+    plain = undisturbed_of("mistaken.py", "drift", "40", ranks=3)
     arguments = ("40", "--save", "1000", "--memory", "8")
     run = drift(tmp_path / "run", *arguments, "--once", str(tmp_path / "spoilt"), "--pace")
-    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.code == 0, run.explain()
     assert parameters(run) == parameters(plain)
     (told,) = run.of("replicas_differ")
     assert "after update 25 " in told["detail"]["reason"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from identity import assert_identical
 from running import Reference, launch
+from shared import Undisturbed
 from test_kill_matrix import PLACES, kills
 
 WHAT = ("momentum", "assigned", "silent", "replaced", "counter", "array", "average", "behind", "decay", "rate")
@@ -19,31 +20,31 @@ FAULTS = (
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("what", WHAT)
-def test_what_is_written_before_the_update_is_put_back(tmp_path: Path, what: str) -> None:
-    plain = launch(tmp_path / "plain", "written_early.py", what, ranks=2)
+def test_what_is_written_before_the_update_is_put_back(tmp_path: Path, undisturbed_of: Undisturbed, what: str) -> None:
+    plain = undisturbed_of("written_early.py", what, ranks=2)
     run = launch(tmp_path / "run", "written_early.py", what, ranks=2, flags=("--faults", FAULTS))
-    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.code == 0, run.explain()
     assert run.recoveries() >= 4, run.explain()
     assert run.ends() == plain.ends(), run.explain()
 
 
 @pytest.mark.timeout(240)
-def test_what_a_loader_moves_on_within_a_window(tmp_path: Path) -> None:
+def test_what_a_loader_moves_on_within_a_window(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """A redo does not draw again."""
-    plain = launch(tmp_path / "plain", "written_early.py", "accumulate", ranks=2)
+    plain = undisturbed_of("written_early.py", "accumulate", ranks=2)
     plan = "hcce rank=1 step=5 phase=COMPUTE at=backward; kill rank=0 step=9 phase=READY at=before"
     run = launch(tmp_path / "run", "written_early.py", "accumulate", ranks=2, flags=("--faults", plan))
-    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.code == 0, run.explain()
     assert run.recoveries() == 2, run.explain()
     assert run.ends() == plain.ends(), run.explain()
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("what", ["momentum", "silent", "replaced", "counter", "average", "rate", "groups"])
-def test_a_snapshot_is_of_what_the_step_found(tmp_path: Path, what: str) -> None:
-    plain = launch(tmp_path / "plain", "written_early.py", what, ranks=2)
+def test_a_snapshot_is_of_what_the_step_found(tmp_path: Path, undisturbed_of: Undisturbed, what: str) -> None:
+    plain = undisturbed_of("written_early.py", what, ranks=2)
     run = launch(tmp_path / "run", "written_early.py", what, "--save", "3", "--all-die", "11", ranks=2)
-    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.code == 0, run.explain()
     assert {event["detail"]["commits"] for event in run.of("restored")} & {3, 6, 9}, run.explain()
     assert not [each for each in run.of("save_skipped") if "busy" not in each["detail"]["reason"]], run.explain()
     assert run.ends() == plain.ends(), run.explain()
@@ -54,10 +55,12 @@ RARE = "kill rank=1 step=9 phase=READY at=before"
 
 
 @pytest.mark.timeout(240)
-def test_what_is_written_for_the_first_time_is_taken_from_a_snapshot(tmp_path: Path) -> None:
-    plain = launch(tmp_path / "plain", "written_early.py", "rarely", ranks=2)
+def test_what_is_written_for_the_first_time_is_taken_from_a_snapshot(
+    tmp_path: Path, undisturbed_of: Undisturbed
+) -> None:
+    plain = undisturbed_of("written_early.py", "rarely", ranks=2)
     run = launch(tmp_path / "run", "written_early.py", "rarely", "--save", "3", ranks=2, flags=("--faults", RARE))
-    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.code == 0, run.explain()
     assert run.of("state_lost"), run.explain()
     assert len(run.of("restart_all")) == 1, run.explain()
     assert run.ends() == plain.ends(), run.explain()
@@ -90,11 +93,11 @@ def test_kill_before_a_replacement_has_seen_a_whole_step(tmp_path: Path, undistu
     assert_identical(run, reference, ranks=2, recoveries=2)
 
 
-def test_a_step_that_is_computed_twice_keeps_all(tmp_path: Path) -> None:
+def test_a_step_that_is_computed_twice_keeps_all(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """So that to look whether a device computes rightly takes nothing away from a job."""
-    plain = launch(tmp_path / "plain", "written_early.py", "rarely", ranks=2)
+    plain = undisturbed_of("written_early.py", "rarely", ranks=2)
     run = launch(tmp_path / "run", "written_early.py", "rarely", ranks=2, RESILIENT_VERIFY_EVERY="10")
-    assert (plain.code, run.code) == (0, 0), run.explain()
+    assert run.code == 0, run.explain()
     assert run.recoveries() == 1, run.explain()
     assert not run.of("state_lost"), run.explain()
     assert run.ends() == plain.ends(), run.explain()

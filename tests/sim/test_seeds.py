@@ -40,6 +40,25 @@ def test_a_seed_is_one_schedule(seed: int) -> None:
     assert len(first) > 20
 
 
+def moves(seeds: range) -> str:
+    told: list[str] = []
+    for seed in seeds:
+        simulate(seed, trace=told.append)
+    return "\n".join(told)
+
+
+def test_some_seeds_compute_updates_twice_and_some_ask_for_steps_again() -> None:
+    """All others have the schedules that they had before these were thought of: the draws have numbers of their own."""
+    told = moves(range(4, 400, 16))
+    assert all(f"twice={every}" in told for every in (1, 2, 3))
+    assert ": deviation" in told
+    assert ": asks again" in moves(range(11, 800, 64))
+    others = moves(range(5, 400, 16))
+    assert "twice=0" in others
+    assert "twice=1" not in others
+    assert ": deviation" not in others
+
+
 def test_failure_names_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sim, "MAX_TRANSITIONS", 10)
     with pytest.raises(SimulationError, match=r"python -m resilient_train\.testing\.sim --seed 5 --trace"):

@@ -130,6 +130,26 @@ def with_errors(seed: int, layout: Layout, faults: Faults) -> Faults:
     return faults._replace(errors=1 + turn % layout.world_size) if left == FAILING - 3 else faults
 
 
+TWICE = 16
+"""In one of so many seeds some updates are computed twice, and not always with the same result."""
+ASKING = 64
+"""In one of so many seeds the script asks for a step once more."""
+
+
+def with_verification(seed: int, layout: Layout, faults: Faults) -> tuple[Layout, Faults]:
+    """The job of ``seed``, with updates that are computed twice if it has some."""
+    turn, left = divmod(seed, TWICE)
+    if left != 4:
+        return layout, faults
+    return layout._replace(twice=1 + turn // 3 % 3), faults._replace(deviations=turn % 3)
+
+
+def with_asking(seed: int, faults: Faults) -> Faults:
+    """The faults of ``seed``, with steps that the script asks for once more if it does so."""
+    turn, left = divmod(seed, ASKING)
+    return faults._replace(asks=1 + turn % 2) if left == 11 else faults
+
+
 class _Scheduler:
     """Picks the next transition.
 
@@ -178,6 +198,8 @@ def simulate(
     drawn_faults = drawn_faults._replace(pauses=pauses.pauses, withdrawn=pauses.withdrawn)
     drawn, drawn_faults = with_anomalies(seed, drawn, drawn_faults)
     drawn_faults = with_errors(seed, drawn, drawn_faults)
+    drawn, drawn_faults = with_verification(seed, drawn, drawn_faults)
+    drawn_faults = with_asking(seed, drawn_faults)
     world = World(layout or drawn, faults or drawn_faults, driver)
     scheduler = _Scheduler(rng)
     if trace is not None:

@@ -15,7 +15,7 @@ import pytest
 from resilient_train.config import AgentLink, link_environ
 from resilient_train.launch.fork.live import cold
 from resilient_train.protocol.messages import FromRank, Hello, Reply
-from resilient_train.transport import FrameBuffer, decode_from_rank, encode
+from resilient_train.transport import FrameBuffer, decode, encode, from_rank
 
 LONG_S = 10.0
 SCRIPTS = {
@@ -45,7 +45,7 @@ class Agent:
                 said = connection.recv(1 << 16)
                 if not said:
                     return
-                self.heard += map(decode_from_rank, FrameBuffer().feed(said))
+                self.heard += map(lambda body: decode(body, from_rank), FrameBuffer().feed(said))
                 if self.answers:
                     connection.sendall(encode(Reply()))
                 connection.recv(1)  # until the other end has closed

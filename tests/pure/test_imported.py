@@ -45,7 +45,7 @@ class Agent:
                 said = connection.recv(1 << 16)
                 if not said:
                     return
-                self.heard += map(lambda body: decode(body, from_rank), FrameBuffer().feed(said))
+                self.heard += [decode(body, from_rank) for body in FrameBuffer().feed(said)]
                 if self.answers:
                     connection.sendall(encode(Reply()))
                 connection.recv(1)  # until the other end has closed

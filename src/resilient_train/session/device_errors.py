@@ -47,6 +47,11 @@ class DeviceErrors:
                 "after the update, where a step can't be left; this process ends so that it is replaced"
             )
 
+    def suspected(self) -> bool:
+        """Whether the device says that memory lost data, also where nobody is to mend it: then nothing here is whole."""
+        alarmed = any(kind == "UCE" for _, kind in self._peers.alarms())
+        return alarmed or bool(self._device.errors(wait=True))
+
     def confirmed(self, damage: Damage) -> Damage:
         """After the groups were closed: the damage, as far as the stopped device knows of more than ``damage``.
 

@@ -418,6 +418,8 @@ class Driver:
         """
         if not self._begun or self._told_end or self._unlike or not self._rank.whole:
             return
+        if self._device.suspected():
+            return  # of memory that has lost data nothing is to be saved
         self._error, self._raised = error, True
         self._tell_late(error)
         code = error.code if isinstance(error, SystemExit) else 1

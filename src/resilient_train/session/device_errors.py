@@ -48,7 +48,7 @@ class DeviceErrors:
             )
 
     def suspected(self) -> bool:
-        """Whether the device says that memory lost data, also where nobody is to mend it: then nothing here is whole."""
+        """Whether the device says that memory lost data, also where nobody is to mend it: nothing is whole then."""
         alarmed = any(kind == "UCE" for _, kind in self._peers.alarms())
         return alarmed or bool(self._device.errors(wait=True))
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,6 +42,7 @@ from resilient_train.frameworks.torch.watched_state import (
 LIVES_ON = "resilient_lives_on"
 """An attribute of state that a process which lives on brings up to date by itself: it is not put back there."""
 
+_VERSION = operator.attrgetter("_version")
 _TRAINING, _REQUIRES_GRAD, _GRADIENT = map(operator.attrgetter, ("training", "requires_grad", "grad"))
 
 Key = tuple[int, str]
@@ -97,6 +98,9 @@ class KeptState:
         self._watched: list[_Watched] = []
         self._tensors: list[torch.Tensor] = []
         """... what of it can be kept."""
+        self._version: Callable[[Any], int] = _VERSION
+        self._address: Callable[[Any], int] = torch.Tensor.data_ptr
+        """Of one of them; others where there are DTensors, whose memory is another tensor's."""
         self._versions: list[int] = []
         self._digests: list[str] = []
         self._early: set[Key] = set()
@@ -141,7 +145,7 @@ class KeptState:
         if (
             len(there) == len(self._there)
             and all(map(operator.is_, there, self._there))
-            and [*map(_address, self._tensors)] == [each.alias.data_ptr() for each in self._watched]
+            and [*map(self._address, self._tensors)] == [each.alias.data_ptr() for each in self._watched]
         ):
             return
         self._there = [*there]
@@ -149,6 +153,8 @@ class KeptState:
         found = [(place, each) for place, each in pairs if each is not None and _can_be_watched(each)]
         self._watched = [_Watched(place, each, local(each)) for place, each in found]
         self._tensors = [each.tensor for each in self._watched]
+        if any(map(is_sharded, self._tensors)):
+            self._version, self._address = version_of, _address
 
     def _present_modes(self) -> _Modes:
         return _Modes(
@@ -170,14 +176,14 @@ class KeptState:
                 _clone_into(self._copies, place.key, local(tensor))
 
     def _mark(self, *, digests: bool) -> None:
-        self._versions = [*map(version_of, self._tensors)]
+        self._versions = [*map(self._version, self._tensors)]
         self._digests = [_digest(each.alias) for each in self._watched] if digests else []
 
     def look(self) -> None:
         """The bodies have come to their end, or to where it matters what they have written."""
         if not self.open:
             return
-        versions = [*map(version_of, self._tensors)]
+        versions = [*map(self._version, self._tensors)]
         if self._digests or versions != self._versions:
             self._look_at(versions)
         if not self._cut:

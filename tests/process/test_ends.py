@@ -157,6 +157,14 @@ def test_a_job_of_which_no_process_is_left_is_not_over(tmp_path: Path, ranks: in
     assert [(run.run_dir / f"attempt_of_rank{rank}").read_text() for rank in range(ranks)] == ["1"] * ranks
 
 
+def test_a_process_that_was_ended_by_the_loss_of_another_is_forked_again(tmp_path: Path) -> None:
+    """It had done nothing wrong. It was started as a new interpreter, which takes seconds, since it had no Session."""
+    run = launch(tmp_path / "run", "restarted.py", "behind", ranks=3)
+    assert run.code == 0, run.explain()
+    assert len(run.of("restart_all")) == 1, run.explain()
+    assert {event["detail"]["start"] for event in run.of("spawned")} == {"forked"}, run.explain()
+
+
 def test_max_restarts_bounds_replacements(tmp_path: Path) -> None:
     plan = "kill rank=1 step=2 phase=COMPUTE; kill rank=0 step=4 phase=COMPUTE"
     flags = ("--max-restarts", "1", "--faults", plan)

@@ -578,20 +578,17 @@ class Agent:
         return {**detail, "commits": max(standing.commits for standing in self._standings())}
 
     def _kill_ranks_for_good(self) -> None:
-        """They will be started anew: nothing that they do or say counts any more."""
+        """They will be started anew."""
         self._unborn.clear()
         self._set_ups.clear()
-        for process in self._reaping:
-            process.reported = True
-            process.signal_group(signal.SIGKILL)
+        self._processes.supersede(self._reaping)
 
     def _spawn(self, command: Spawn) -> None:
         rank = command.rank
         self._deaths.remove(rank)
         old = self._processes.current.get(rank)
         if old is not None and old in self._reaping:
-            old.reported = True
-            old.signal_group(signal.SIGKILL)
+            self._processes.supersede([old])
         stale = self._admission.forget(rank)
         if stale is not None:
             self._listener.drop(stale)

@@ -65,6 +65,8 @@ class RankProcess:
         self._closed = False
         self.reported = False
         self.greeted = False
+        self.spotless = False
+        """Ended by us, and neither it nor another fork had done anything to deserve it: it may be forked again."""
         self._killed = False
 
     def exit_code(self) -> int | None:
@@ -114,6 +116,10 @@ class RankProcess:
         if not self._closed:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
+
+    def is_ungreeted_fork(self) -> bool:
+        """Whether it is a fork that no Session has greeted from: one that ended so may be a fork that can't work."""
+        return self.start != "cold" and not self.greeted and not self.spotless
 
     def signal(self, number: int) -> None:
         """Signals the process alone."""
@@ -189,7 +195,7 @@ class Processes:
                 started(process)
 
         before = self.current.get(rank)
-        if before is not None and before.start != "cold" and not before.greeted:
+        if before is not None and before.is_ungreeted_fork():
             begin(None)  # a fork that ended before its Session came about is not tried twice
         else:
             self._pool.take(environ, begin, wanted)
@@ -212,6 +218,16 @@ class Processes:
         except OSError:  # no descriptor for it: it must not run on unseen
             os.killpg(child.pid, signal.SIGKILL)
             raise
+
+    def supersede(self, processes: Collection[RankProcess]) -> None:
+        """Others take their places: ends them, and nothing that they do or say counts any more."""
+        # A script that no fork can run must not cost one restart of all for each rank: one that fell speaks for all.
+        forks = (process for process in self.current.values() if process.is_ungreeted_fork())
+        fell = any(fork.reported or fork.exit_code() is not None for fork in forks)
+        for process in processes:
+            process.spotless |= not fell and not process.reported
+            process.reported = True
+            process.signal_group(signal.SIGKILL)
 
     def train(self, attempt: int) -> None:
         """The ranks train."""

@@ -37,6 +37,30 @@ def test_what_a_machine_has_made_wrong_is_trained_anew(
     assert run.err.count("All ranks start again") == 1
 
 
+def test_what_a_script_does_for_good_at_some_step(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    """A process that was behind that step can't be brought back before it; a new one can (decision 50)."""
+    stage = ("--save", "4", "--stage", "16")
+    plain = undisturbed_of("late.py", str(STEPS), *stage, ranks=2, **ON)
+    faults = ("--faults", "kill rank=1 step=17 phase=COMPUTE at=forward")
+    run = launch(
+        tmp_path / "run",
+        "late.py",
+        str(STEPS),
+        *stage,
+        "--at",
+        "13",
+        "--once",
+        "--look",
+        "6",
+        ranks=2,
+        flags=faults,
+        **ON,
+    )
+    assert run.code == 0, run.explain()
+    assert len(run.of("restart_all")) == run.recoveries() == 1, run.explain()
+    assert {digest for digest, _ in run.digests().values()} == {digest for digest, _ in plain.digests().values()}
+
+
 def test_a_rank_that_dies_before_all_have_gone_back(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """What lies in memory from behind the wrong step is nobody's source then either."""
     plain = undisturbed_of("late.py", str(STEPS), "--save", "4", ranks=2, **ON)

@@ -184,6 +184,17 @@ def test_parts_that_one_rank_holds_alone(run_dir: Path, torchrun: Reference) -> 
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
 
 
+def test_who_alone_holds_a_part_and_hangs_is_given_up(run_dir: Path, torchrun: Reference) -> None:
+    """Nobody continues it, and the others' parts are worth nothing without it."""
+    plan = "stop rank=2 step=9 phase=COMPUTE at=forward"
+    flags = ("--save", "100", "--memory", "1")
+    run = train(run_dir, plan, *flags, variant="alone", RESILIENT_HANG_TIMEOUT_S="2")
+    ends_as(run, torchrun("alone"))
+    assert run.of("spared"), run.explain()
+    assert "rank 2 did not join the recovery within" in run.of("restart_all")[0]["detail"]["reason"]
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
+
+
 def test_groups_that_are_not_the_meshs(run_dir: Path) -> None:
     run = train(run_dir, "", "--replicas", "[[0, 1], [2, 3]]")
     assert run.code == 2, run.explain()

@@ -421,6 +421,36 @@ def test_the_last_one_that_has_the_state_is_never_killed() -> None:
     assert "[0] did not join the recovery within 9 s" in end.reason
 
 
+def test_a_last_one_is_waited_for_as_long_as_it_is_worth() -> None:
+    """Whether its process runs or not: somebody may continue it, or nobody."""
+    controller = saving(3)
+    assert controller.outwaited(0, 60) == [], "no recovery waits for it"
+    standings = [Standing(5, Phase.COMPUTE)] * 2
+    controller.lost(1, 0, "died", standings)
+    assert controller.outwaited(0, 60) == [], "of an earlier recovery"
+    (spared,) = of(controller.fence({0}, "hung", standings), Note)
+    assert (spared.kind, spared.detail["saved"]) == ("spared", 3)
+    commands = controller.outwaited(1, 60)
+    assert [each.rank for each in of(commands, Spawn)] == [0, 1]
+    (again,) = (note for note in of(commands, Note) if note.kind == "restart_all")
+    assert "rank 0 did not join the recovery within 60 s" in str(again.detail["reason"])
+    assert controller.outwaited(1, 60) == []
+
+
+@pytest.mark.parametrize("why", ["nothing is saved", "it has come", "no restart is left", "the job ends"])
+def test_a_last_one_is_waited_for_on(why: str) -> None:
+    controller = saving(-1 if why == "nothing is saved" else 3)
+    standings = [Standing(5, Phase.COMPUTE)] * 2
+    controller.lost(1, 0, "died", standings)
+    if why == "it has come":
+        join(controller, 0, commits=5)
+    if why == "no restart is left":
+        controller.job.policy = Policy(max_restarts=1)
+    if why == "the job ends":
+        controller.leave(143, "asked")
+    assert controller.outwaited(controller.job.generation, 60) == []
+
+
 def test_a_last_one_that_does_not_come_costs_what_was_not_saved() -> None:
     controller = running(2)
     controller.job.can_go_back = lambda: True

@@ -329,7 +329,10 @@ class Controller:
             return commands
         named = ", ".join(map(str, sorted(spared)))
         only = f"rank {named} {reason}; nobody else has its state"
-        commands.append(Note("spared", rank=min(spared), detail={"ranks": sorted(spared), "reason": reason}))
+        detail: dict[str, object] = {"ranks": sorted(spared), "reason": reason}
+        if (saved := job.newest_saved()) >= 0:
+            detail["saved"] = saved
+        commands.append(Note("spared", rank=min(spared), detail=detail))
         if job.stage in (Stage.RECOVERING, Stage.LEAVING) or len(spared) < len(set(ranks)):
             return commands  # others are lost, or a recovery is under way: it is asked there
         return [*commands, *self._fault(Fault(Kind.LATE, only, reason=only, again=self._fails_again(standings)))]
@@ -373,6 +376,23 @@ class Controller:
             return commands
         told = f"ranks {sorted(holding)} {late}; {NOBODY_LEFT}"
         return self._fault(Fault(Kind.STATE_GONE, late, min(holding), told))
+
+    def outwaited(self, generation: int, limit_s: float) -> list[Command]:
+        """Who alone has the state of its group was waited for as long as it takes to do again what is not saved of it.
+
+        Whoever comes now would come too late for it to have been worth it. Where nothing is saved, or not all may be
+        started again, it is waited for on.
+        """
+        job = self.job
+        if generation != job.generation or job.stage is not Stage.RECOVERING or job.newest_saved() < 0:
+            return []
+        holding = job.holders.last(job.awaited())
+        if not holding:
+            return []
+        late = f"did not join the recovery within {limit_s:.3g} s; what is not saved of its state is done again sooner"
+        told = f"rank {', '.join(map(str, sorted(holding)))} {late}"
+        fault = Fault(Kind.STATE_GONE, late, min(holding), told)
+        return [] if rsc.refuses(fault, job) else self._fault(fault)
 
     def _fails_again(self, standings: Sequence[Standing]) -> bool:
         self.job.retries.reached(max((standing.commits for standing in standings), default=0))

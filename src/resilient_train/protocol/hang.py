@@ -181,6 +181,10 @@ class HangDetector:
 
     # -- limits
 
+    def usual_ms(self) -> float:
+        """What a step takes, as a rule: the median; 0 where no step was timed."""
+        return self._percentile(0.5) if self._steps_ms else 0
+
     def leave_limit_ms(self) -> int:
         """How long a rank may go on with its step while a recovery waits for it: as in a step that nothing disturbs, or
         what all others wait for in each step (rank 0 evaluates) would cost it its life there. It is not longer where no

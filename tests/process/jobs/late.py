@@ -2,6 +2,7 @@
 
 In step ``--at`` all ranks double their gradients, each time or (``--once``) the first time. ``--look`` steps later, or
 when a wrong checkpoint is written, rank 0 says so. Every ``--save`` updates there is a checkpoint, if storage is ready.
+From step ``--stage`` on nothing is dropped out, which a new process does as well, and nobody takes back.
 With ``--nan`` the gradients are right, and rank 1 gives NaN for the loss of that step, behind its update; with
 ``--raises`` it raises what asks for the step once more.
 """
@@ -31,12 +32,14 @@ parser.add_argument("--nan", choices=("body", "between"), default="", help="wher
 parser.add_argument("--raises", choices=("before", "behind", "between"), default="", help="before or behind the update")
 parser.add_argument("--on-anomaly", default="redo")
 parser.add_argument("--leave-out", type=int, default=-1, help="the update of this step is made without gradients")
+parser.add_argument("--stage", type=int, default=-1)
 parser.add_argument("--killed", action="store_true", help="rank 1, in its second process, before its Session")
 asked = parser.parse_args()
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-core = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+dropout = nn.Dropout(0.3 if asked.stage >= 0 else 0.0)
+core = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), dropout, nn.Linear(8, 3))
 model = DistributedDataParallel(core)
 optimizer = torch.optim.AdamW(core.parameters(), lr=1e-2)
 torch.manual_seed(1 + dist.get_rank())
@@ -70,6 +73,8 @@ with rt.Session(model=model, optimizer=optimizer, on_anomaly=asked.on_anomaly) a
         session.save_every(steps=asked.save, memory_steps=asked.memory)
     for step in session.steps(asked.steps):
         with step:
+            if step.number >= asked.stage >= 0:
+                dropout.p = 0.0
             loss = (model(torch.randn(8, 6)) - torch.randn(8, 3)).pow(2).mean()
             may_raise(step, "before")
             loss.backward()

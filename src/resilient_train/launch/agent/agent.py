@@ -287,6 +287,9 @@ class Agent:
         standings = self._standings()
         self._carry_out(self._controller.expired(self._job.generation, standings, limit_s, stopped))
 
+    def outwait(self, limit_s: float) -> None:
+        self._carry_out(self._controller.outwaited(self._job.generation, limit_s))
+
     def tell_newest(self, newest: Newest) -> None:
         by_rank = {str(rank): told for rank, told in newest.told.items()}
         self._note("collectives", detail={"newest": by_rank, "silent": newest.silent})

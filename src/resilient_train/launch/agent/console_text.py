@@ -49,7 +49,10 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         yield f"{detail['reason']}. All ranks start again"
     elif kind == "spared":
         named = ", ".join(map(str, detail["ranks"]))
-        yield f"recovery {generation}: rank {named} {detail['reason']}; nobody else has its state, so it is not killed"
+        only = "nobody else has its state, so it is not killed"
+        if "saved" in detail:
+            only += f"; all go back to update {detail['saved']} if it does not come in the time that this would cost"
+        yield f"recovery {generation}: rank {named} {detail['reason']}; {only}"
     elif kind == "straggler":
         yield (
             f"rank {detail['rank']} computes {detail['ratio']:.2f} times slower since step {detail['since']} "

@@ -9,6 +9,7 @@ its phases.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -48,6 +49,10 @@ class Keeper(Protocol):
 
     def expire(self, limit_s: float, stopped: Collection[int]) -> None:
         """A phase of the recovery has lasted so long."""
+        ...
+
+    def outwait(self, limit_s: float) -> None:
+        """The recovery has waited for a survivor for so long: as long as to do again what is not saved."""
         ...
 
     def tell(self, finding: Stall, detail: dict[str, object]) -> None:
@@ -175,9 +180,18 @@ class HangWatch:
             if waited_ms > limit_ms:
                 reason = f"hung: it did not leave its step within {waited_ms} ms of a fault elsewhere"
                 self._fence(self._job.awaited(), reason, keeper)
+                if waited_ms > (back_ms := max(limit_ms, self._back_ms(ranks))):
+                    keeper.outwait(back_ms / 1000)
         if waited_ms > self._phase_limit_s * 1000:
             self._since_ns = self._clock.now_ns
             keeper.expire(self._phase_limit_s, [rank for rank, looks in self._stopped.items() if looks])
+
+    def _back_ms(self, ranks: list[Progress]) -> float:
+        """How long it would take to do again what is not saved. To wait as long for who alone has it, and to go back
+        then, takes twice as long at most as what would have been best, whenever it would have come.
+        """
+        saved, usual_ms = self._job.newest_saved(), self._detector.usual_ms()
+        return usual_ms * (max(rank.commits for rank in ranks) - saved) if saved >= 0 and usual_ms else math.inf
 
     def _fence(self, ranks: Collection[int], reason: str, keeper: Keeper) -> None:
         """Who may not be killed is named again after a while: others may have its state by then."""

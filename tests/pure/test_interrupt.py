@@ -50,6 +50,26 @@ def test_it_is_raised_in_plain_code_once(armed: Interrupt) -> None:
     strike()
 
 
+def test_what_is_made_at_the_first_use_is_made_whole(armed: Interrupt) -> None:
+    """FSDP's first forward pass says first that it was there: one that was cut in it was never made up for."""
+
+    class Lazy:
+        ready = False
+        made = False
+
+        def _lazy_init(self) -> None:
+            if not self.ready:
+                self.ready = True
+                strike()
+                self.made = True
+
+    lazy = Lazy()
+    lazy._lazy_init()
+    assert lazy.made
+    with pytest.raises(TrainingInterrupted):
+        strike()
+
+
 def test_a_second_signal_does_not_leave_a_lock_that_the_first_one_spared(
     armed: Interrupt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """Random faults on real jobs, one seed a job, until so many have hit; and what came of it, counted.
 
-    .venv/bin/python tests/soak/soak.py --faults 2000
+    .venv/bin/python tests/soak/soak.py --faults 2000 [--sharded]
 
 Each job must end with the bits of its undisturbed run, and its ranks' machines must have done what simulated ones
 do. It may end before that only if somebody asked it to, or its launcher was killed; then it is started again in
@@ -63,6 +63,11 @@ VARIANTS = (
     "short+stateful+workers+persistent",
     "short+workers+persistent+shuffle",
 )
+SHARDED = (
+    *("base", "accumulate", "mixed", "recompute", "two", "async", "kept", "undo"),
+    *("alone", "alone+accumulate", "alone+mixed+recompute", "alone+two"),
+)
+"""Four ranks, each part held by two of them or, ``alone``, by one."""
 ENDING = frozenset(("SIGTERM to the launcher", "SIGTERM to a rank", "SIGKILL to the launcher"))
 """The job may end of these, and goes on when it is started again."""
 
@@ -322,8 +327,9 @@ FAULTS: dict[str, tuple[int, Callable[[Job, random.Random], bool]]] = {
 class Soak:
     """``folder`` holds all runs; those of jobs that went well are taken away."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, sharded: bool = False) -> None:
         self.folder = folder
+        self.sharded = sharded
         self.references: dict[tuple[int, str], tuple[dict[int, str], set[tuple[int, str]]]] = {}
 
     def reference(self, ranks: int, variant: str) -> tuple[dict[int, str], set[tuple[int, str]]]:
@@ -365,13 +371,15 @@ class Soak:
 
     def command(self, job: Job, variant: str) -> list[str]:
         flags = ["--nproc-per-node", str(job.ranks), "--run-dir", str(job.run)]
+        if self.sharded:
+            return [*LAUNCHER, *flags, str(HERE / "sharded_job.py"), str(STEPS), variant, str(job.records)]
         script = [str(HERE / "job.py"), "--steps", str(STEPS), "--variant", variant, "--records", str(job.records)]
         return [*LAUNCHER, *flags, *script]
 
     def run(self, seed: int) -> tuple[list[str], str]:
         """One job. Returns by what it was hit, and what was wrong; empty if nothing was."""
         rng = random.Random(seed)
-        ranks, variant = rng.choice((2, 3, 4)), rng.choice(VARIANTS)
+        ranks, variant = (4, rng.choice(SHARDED)) if self.sharded else (rng.choice((2, 3, 4)), rng.choice(VARIANTS))
         hits: list[str] = []
         try:
             with self.disk(f"seed-{seed}") as folder:
@@ -484,9 +492,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=2000, help="as many seeds as this takes")
     parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--sharded", action="store_true", help="jobs whose model fully_shard divides")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/soak"))
     asked = parser.parse_args()
-    soak, total, wrong, loads = Soak(asked.folder), collections.Counter[str](), 0, []
+    soak, total, wrong, loads = Soak(asked.folder, sharded=asked.sharded), collections.Counter[str](), 0, []
     for seed in itertools.count(asked.first_seed):
         if total.total() >= asked.faults:
             break

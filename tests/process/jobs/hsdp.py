@@ -84,13 +84,13 @@ class Job:
             self.optimizers.append(torch.optim.SGD(parameters[half:], lr=1e-2, momentum=0.9))
         self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 50) for each in self.optimizers]
         torch.manual_seed(1000 + self.rank)
-        self.losses: list[float] = []
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(number * 100 + self.rank)
         return torch.randn(8, 10, generator=generator), torch.randint(0, 5, (8,), generator=generator)
 
-    def body(self, number: int, session: Any = None) -> None:
+    def body(self, number: int, session: Any = None) -> float:
+        """Returns this rank's loss."""
         inputs, targets = self.batch(number)
         last = "accumulate" not in self.variant or number % 2 == 1
         self.model.set_requires_gradient_sync(last or "reduced" in self.variant)
@@ -99,7 +99,7 @@ class Job:
             session.check(loss)
         loss.backward()
         if not last:
-            return
+            return loss.item()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -111,6 +111,7 @@ class Job:
         dist.all_reduce(mean)
         if "evaluate" in self.variant:
             self.evaluate()
+        return loss.item()
 
     def evaluate(self) -> None:
         """The outermost parameters stay whole behind it."""

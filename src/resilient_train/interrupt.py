@@ -10,8 +10,8 @@ case the watchdog signals again, until the stop is acknowledged:
 * It is not raised while a frame of the Session is on top: between ``__enter__`` arming and the body's first
   instruction, and between the body's last and ``__exit__`` disarming, there is nothing else.
 * It is not raised inside a finalizer, where Python would print and forget it; nor inside an ``__enter__`` or
-  ``__exit__``, which would leave a lock taken or ``torch.no_grad`` half entered; nor inside an import or a log call; nor
-  inside what torch makes at the first use: ``_lazy_init`` remembers first that it was there, and is not run again.
+  ``__exit__``, which would leave a lock taken or ``torch.no_grad`` half entered; nor inside an import or a log call;
+  nor inside what torch makes at the first use: ``_lazy_init`` says first that it was there, and is not run again.
 * It is not raised in the standard library's locks and queues but where they wait: a ``Condition`` cut elsewhere gives
   back a lock that it does not have, or leaves a waiter that swallows a wake-up.
 * It is not raised while another such signal is being looked at: it would leave in the place of that one's answer.

@@ -217,7 +217,8 @@ def test_the_block_that_reads_a_checkpoint_with_torch(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda example: example.name)
 def test_examples_pass_the_drill(tmp_path: Path, example: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--run-dir", str(tmp_path / "drill"), "--ranks", "2", "--faults", "4", "--kinds", "kill,hcce,uce"]
+    ranks = re.findall("--nproc-per-node ([0-9]+)", example.read_text())[0]
+    flags = ["--run-dir", str(tmp_path / "drill"), "--ranks", ranks, "--faults", "4", "--kinds", "kill,hcce,uce"]
     code = main(["drill", *flags, "--", str(example)])
     said = capsys.readouterr().out
     assert code == 0, said

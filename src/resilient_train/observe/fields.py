@@ -34,3 +34,10 @@ def ranks_of(event: Event, key: str) -> tuple[int, ...]:
     """The ranks under ``key``; () if there are none."""
     value = event.detail.get(key)
     return tuple(rank for rank in value if isinstance(rank, int)) if isinstance(value, list) else ()
+
+
+def groups_of(event: Event, key: str) -> tuple[tuple[int, ...], ...]:
+    """The lists of ranks under ``key``; () if there are none."""
+    value = event.detail.get(key)
+    groups = value if isinstance(value, list) else []
+    return tuple(tuple(rank for rank in group if isinstance(rank, int)) for group in groups if isinstance(group, list))

@@ -248,7 +248,9 @@ def _ending(run: Run) -> list[Line]:
     else:
         found.append(Line("the events do not say how the job ended: it may still be running", "yellow"))
     if run.digests:
-        text = f"parameters equal on all ranks, digest {run.digest}" if run.digest else _digests(run)
+        equal = f"parts equal on all ranks that hold the same, {len(run.replicas)} digests" if run.replicas else ""
+        equal = equal or "parameters equal on all ranks, digest"
+        text = f"{equal} {run.digest}" if run.digest else _digests(run)
         found.append(Line(text, "" if run.digest else "yellow"))
     return found
 

@@ -15,7 +15,7 @@ import msgspec
 from resilient_train.events import Event
 from resilient_train.faults import COST_NO_PROCESS
 from resilient_train.observe.deviations import Deviation, read_deviations
-from resilient_train.observe.fields import number_of, ranks_of, text_of
+from resilient_train.observe.fields import groups_of, number_of, ranks_of, text_of
 from resilient_train.observe.paused import Pause, read_pauses
 from resilient_train.observe.saved import Saved, read_saved
 from resilient_train.observe.slower import Straggler, read_paces, read_stragglers
@@ -130,6 +130,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Rank -> digest of its parameters at its normal end."""
     rank_digests: dict[int, str]
     """Rank -> digest of the state that is its own (random numbers, loader)."""
+    replicas: tuple[tuple[int, ...], ...] = ()
+    """The ranks that are to hold the same; () where that is all of them."""
 
     @property
     def steps_redone(self) -> int:
@@ -150,9 +152,14 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str | None:
-        """The digest of the parameters at the end; None unless all ranks reached the end with the same."""
-        complete = self.world_size is not None and set(self.digests) == set(range(self.world_size))
-        return next(iter(self.digests.values())) if complete and len(set(self.digests.values())) == 1 else None
+        """The digest of the parameters at the end; None unless all ranks reached the end with the same. Of a model in
+        parts: that of each part, by its first rank.
+        """
+        if self.world_size is None or set(self.digests) != set(range(self.world_size)):
+            return None
+        groups = self.replicas or (tuple(range(self.world_size)),)
+        found = [{self.digests[rank] for rank in group if rank in self.digests} for group in groups]
+        return " ".join(one for (one,) in found) if all(len(each) == 1 for each in found) else None
 
 
 def _all_left_well(ordered: Sequence[Event]) -> bool:
@@ -170,6 +177,7 @@ def read_run(events: Iterable[Event]) -> Run:
     starts = [event for event in ordered if event.kind == "run_start"]
     ends = [event for event in ordered if event.kind == "job_end"]
     sessions = [event for event in ordered if event.kind == "session_end"]
+    begun = [event for event in ordered if event.kind == "started"]
     return Run(
         world_size=number_of(starts[0], "world_size") if starts else None,
         recoveries=tuple(recoveries(ordered)),
@@ -185,6 +193,7 @@ def read_run(events: Iterable[Event]) -> Run:
         end_reason=text_of(ends[-1], "reason") if ends else None,
         digests={event.rank: text for event in sessions if (text := text_of(event, "params_digest"))},
         rank_digests={event.rank: text for event in sessions if (text := text_of(event, "rank_digest"))},
+        replicas=groups_of(begun[-1], "replicas") if begun else (),
     )
 
 

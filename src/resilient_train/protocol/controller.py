@@ -85,7 +85,10 @@ class Controller:
             return self.stop(2, str(error))
         job.holders = Holders(job.replicas.groups)
         job.step = message.step
-        note = Note("started", detail={"world_size": job.world_size, "step": message.step})
+        detail: dict[str, object] = {"world_size": job.world_size, "step": message.step}
+        if len(job.replicas.groups) > 1:
+            detail["replicas"] = [list(group) for group in job.replicas.groups]
+        note = Note("started", detail=detail)
         if tsp.due(job):
             return [note, *tsp.stand(job)]
         job.stage = Stage.RUNNING

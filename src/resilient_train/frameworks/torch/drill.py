@@ -77,15 +77,16 @@ class Drill:
         return list(zip(names_of(tensors), tensors.values(), strict=True))
 
     def call_in_forward(self, call: Callable[[], None]) -> None:
-        leaves = [m for model in self._objects.models for m in model.modules() if not any(m.children())]
-
         def hook(module: torch.nn.Module, _arguments: Any, output: Any) -> None:
             found = isinstance(output, torch.Tensor)
             self._call_with((f"output of {type(module).__name__}", output) if found else None, call)
 
-        self._hooks.append(leaves[len(leaves) // 2].register_forward_hook(hook))
+        self._hooks.append(self._middle_leaf().register_forward_hook(hook))
 
     def call_in_backward(self, call: Callable[[], None]) -> None:
+        if self._state.sharding:
+            self._call_behind_output(call)
+            return
         parameters = self._trained()
         middle = parameters[len(parameters) // 2]
 
@@ -94,6 +95,22 @@ class Drill:
             self._call_with(("middle parameter", gradient) if gradient is not None else None, call)
 
         self._hooks.append(middle.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call] # torch's
+
+    def _call_behind_output(self, call: Callable[[], None]) -> None:
+        """A parameter that is divided has no gradient where nothing is reduced (``set_requires_gradient_sync``)."""
+
+        def hook(module: torch.nn.Module, _arguments: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                name = f"gradient of the output of {type(module).__name__}"
+                output.register_hook(lambda gradient: self._call_with((name, gradient), call))  # type: ignore[no-untyped-call] # torch's
+
+        self._hooks.append(self._middle_leaf().register_forward_hook(hook))
+
+    def _middle_leaf(self) -> torch.nn.Module:
+        leaves: list[torch.nn.Module] = [
+            module for model in self._objects.models for module in model.modules() if not any(module.children())
+        ]
+        return leaves[len(leaves) // 2]
 
     def _call_with(self, computed: tuple[str, torch.Tensor] | None, call: Callable[[], None]) -> None:
         self._computed = computed

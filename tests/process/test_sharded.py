@@ -134,6 +134,20 @@ def test_norms_are_looked_at(run_dir: Path, torchrun: Reference) -> None:
     assert len(run.of("anomaly")) == 1, run.explain()
 
 
+@pytest.mark.long
+def test_compiled_blocks(run_dir: Path, torchrun: Reference) -> None:
+    """Hooks of ours are not called in what is compiled: the places are in front of it and behind it."""
+    places = (
+        "kill rank=2 step=4",
+        "hcce rank=0 step=6",
+        "kill rank=1 step=8 phase=UPDATING",
+        "kill rank=0 step=10 phase=READY",
+    )
+    run = train(run_dir, "; ".join(places), variant="compiled")
+    ends_as(run, torchrun("compiled"))
+    assert run.recoveries() == len(places), run.explain()
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_both_holders_of_a_part_are_lost(run_dir: Path, torchrun: Reference, saved: bool) -> None:
     plan = "; ".join(f"kill rank={rank} step=7 phase=COMPUTE at=backward" for rank in (0, 2))
@@ -188,10 +202,11 @@ def test_who_alone_holds_a_part_and_hangs_is_given_up(run_dir: Path, torchrun: R
     """Nobody continues it, and the others' parts are worth nothing without it."""
     plan = "stop rank=2 step=9 phase=COMPUTE at=forward"
     flags = ("--save", "100", "--memory", "1")
-    run = train(run_dir, plan, *flags, variant="alone", RESILIENT_HANG_TIMEOUT_S="2")
+    run = train(run_dir, plan, *flags, variant="alone", RESILIENT_HANG_TIMEOUT_S="5")
     ends_as(run, torchrun("alone"))
     assert run.of("spared"), run.explain()
-    assert "rank 2 did not join the recovery within" in run.of("restart_all")[0]["detail"]["reason"]
+    reasons = [event["detail"]["reason"] for event in run.of("restart_all")]
+    assert any("rank 2 did not join the recovery within" in reason for reason in reasons), run.explain()
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from pure.stories import at, beginning, whole_run
 from resilient_train.events import Event
-from resilient_train.observe.summary import summary
+from resilient_train.observe.summary import missed, summary
 
 
 def ends(*steps: int) -> list[Event]:
@@ -43,3 +43,15 @@ def ends(*steps: int) -> list[Event]:
 )
 def test_what_is_said(events: list[Event], code: int, expected: str) -> None:
     assert summary(events, code) == expected
+
+
+def test_planned_faults_that_did_not_happen() -> None:
+    """What an operator ordered was not in the plan."""
+    events = [
+        at(5, "injected", 1, 3, detail={"kind": "kill", "at": "start"}),
+        at(6, "injected", 1, 3, detail={"kind": "stop", "at": "operator"}),
+        at(7, "injected", 1, 3, detail={"kind": "hcce", "at": "start", "order": 1}),
+    ]
+    assert missed(events, 1) == missed([], 0) == ""
+    assert missed(events, 2).startswith("1 of 2 planned faults did not happen")
+    assert missed([], 1).startswith("1 of 1 planned fault did not happen")

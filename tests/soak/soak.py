@@ -64,7 +64,7 @@ VARIANTS = (
     "short+workers+persistent+shuffle",
 )
 SHARDED = (
-    *("base", "accumulate", "mixed", "recompute", "two", "async", "kept", "undo"),
+    *("base", "accumulate", "mixed", "recompute", "two", "async", "kept", "undo", "compiled"),
     *("alone", "alone+accumulate", "alone+mixed+recompute", "alone+two"),
 )
 """Four ranks, each part held by two of them or, ``alone``, by one."""

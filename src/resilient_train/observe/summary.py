@@ -21,6 +21,20 @@ def summary(events: Sequence[Event], code: int) -> str:
     return f"{end} after {seconds:.0f} s: {', '.join(parts)}"
 
 
+def missed(events: Sequence[Event], planned: int) -> str:
+    """Of the faults of a plan (``--faults``), how many did not happen; empty if all did."""
+    happened = [
+        e for e in events if e.kind == "injected" and "order" not in e.detail and e.detail.get("at") != "operator"
+    ]
+    short = planned - len(happened)
+    if short <= 0:
+        return ""
+    return (
+        f"{short} of {_count(planned, 'planned fault', 'planned faults')} did not happen: the job did not come to the "
+        "step, or that step not to the place (in what torch.compile has compiled there is none)"
+    )
+
+
 def _progress(events: Sequence[Event]) -> str:
     if not any(event.kind == "started" for event in events):
         plain = any(event.kind == "plain_loop" for event in events)

@@ -71,6 +71,8 @@ class Job:
         if "kept" in variant:
             flags["reshard_after_forward"] = False
         for block in self.model.blocks:
+            if "compiled" in variant:
+                block.compile(backend="aot_eager")
             fully_shard(block, **flags)
         fully_shard(self.model, **flags)
         if "async" in variant:

@@ -27,7 +27,7 @@ from resilient_train.launch.agent.console_text import line
 from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.spec import JobSpec
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
-from resilient_train.observe.summary import summary
+from resilient_train.observe.summary import missed, summary
 from resilient_train.protocol.policy import DEFAULT_MAX_RESTARTS, Policy
 
 EXIT_WRONG_INPUT = 2
@@ -364,6 +364,8 @@ def _sum_up(job: JobSpec, code: int, console: Console) -> None:
         events = read_events(job.run_dir / EVENTS_FILE)
         if code != EXIT_WRONG_INPUT or any(event.kind == "started" for event in events):
             told = f"{summary(events, code)}. Logs: {job.log_dir}; all of it: resilient-train report {job.run_dir}"
+            if short := missed(events, len(parse_plan(job.settings.faults))):
+                console.say(line(short))
             console.say(line(told))
         write_trace(events, job.run_dir / "trace.json")
     except Exception as error:

@@ -17,7 +17,7 @@ from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.group import ResilientGroup, works
-from resilient_train.frameworks.torch.groups import DRAIN_S, Groups
+from resilient_train.frameworks.torch.groups import Groups
 from resilient_train.frameworks.torch.storages import Memory, registered
 from resilient_train.frameworks.torch.tail import Tail
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, flat
@@ -28,6 +28,7 @@ from resilient_train.protocol.rank_effects import Mode
 
 _FOREIGN = threading._DummyThread  # what Python makes of a thread that is not its own
 _NO_PASS = -1
+_DROP_S = 0.25
 _pass_under_way = torch._C._current_graph_task_id
 
 
@@ -72,7 +73,7 @@ class Collectives:
         group_module.watch(None)
         if self._tail is not None:
             self._tail.close()
-        group_module.wait_for_droppers(DRAIN_S)
+        group_module.wait_for_droppers(_DROP_S)
 
     def set_mode(self, mode: Mode) -> None:
         self._mode = mode

@@ -9,7 +9,9 @@ without waiting for the others. In a standby that builds them ahead, the rank it
 from __future__ import annotations
 
 import contextlib
+import os
 import select
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -169,6 +171,22 @@ class ResilientGroup(dist.ProcessGroup):
                 return True
             poll.register(fd, select.POLLRDHUP)
         return bool(poll.poll(0)) if self.sockets else False
+
+    def shut(self) -> None:
+        """Has all that waits for a peer end with an error (decision 8). As a rule the watchdog has done so."""
+        for fd, inode in self.sockets:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                if gloo.inode(connection.fileno()) == inode:
+                    connection.shutdown(socket.SHUT_RD)
+
+    def over(self) -> bool:
+        """Whether nothing comes by any connection any more: each is closed, or shut at one of its ends."""
+        poll, left = select.poll(), 0
+        for fd, inode in self.sockets:
+            if gloo.inode(fd) == inode:
+                poll.register(fd, select.POLLRDHUP)
+                left += 1
+        return len(poll.poll(0)) == left
 
     def learn_rank(self, rank: int) -> None:
         """The process has become a rank, of a group that holds all ranks."""

@@ -13,10 +13,14 @@ from resilient_train.errors import UsageError
 from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.roles import Addresses, Problem
 from resilient_train.frameworks.supported import torch_problem
+from resilient_train.frameworks.torch.at_rest import AtRest
 from resilient_train.frameworks.torch.group import BuiltGroup, ResilientGroup, groups, works
 from resilient_train.state.transfer import Span, chunks, view
 
-DRAIN_S = 0.25
+_DRAIN_S = 1.0
+"""For a thread of gloo's that is kept from running: what it may still write must not meet what comes next. Once in some
+600 recoveries (``benchmarks/cuts.py``) one stays awake for longer, and nobody has seen why.
+"""
 _CHUNK_BYTES = 16 << 20
 _RECORDED_MAX = 20_000
 
@@ -69,7 +73,9 @@ class Groups:
     def close(self) -> None:
         if not any(group.solo for group in groups.values()):  # a process that joins has had no peer to wait for
             self._accelerator.stop()
-        works.drain(DRAIN_S)
+        for group in groups.values():
+            group.shut()
+        works.drain(_DRAIN_S, AtRest(lambda: all(group.over() for group in groups.values())))
         works.since_update.clear()
         for group in groups.values():
             group.close_inner("a recovery is under way")

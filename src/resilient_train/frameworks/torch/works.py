@@ -266,10 +266,12 @@ class Works:
         """Whether somebody has not waited long enough for one of them."""
         return any(isinstance(work, GuardedWork) and work.ran_out for work in self.since_update)
 
-    def drain(self, timeout_s: float) -> int:
-        """Waits until no work is under way: until then gloo may write into gradients. Returns how many were let go."""
+    def drain(self, timeout_s: float, at_rest: Callable[[], bool]) -> int:
+        """Waits until no work is under way, or none of them goes on: until then gloo may write into gradients. Returns
+        how many were let go.
+        """
         deadline = time.monotonic() + timeout_s
-        while self.live and time.monotonic() < deadline:
+        while self.live and not at_rest() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return self.release()
 

@@ -1,0 +1,64 @@
+"""Whether gloo's threads have come to rest: then none of them writes anything any more.
+
+A recovery leaves a collective when nothing of it can still write into gradients. Most end with an error as soon as the
+connections are shut. One that gloo has forgotten (``works.py``) never ends; one that is slow (it adds up what had come)
+ends later. What tells them apart is what the kernel says of the threads: the forgotten one sleeps, and nobody is left
+who would wake it. So two things together are enough, and both can be seen: nothing comes by any connection any more,
+and every thread of gloo's was found asleep for a while, and had not been awake in between.
+
+A time alone does not do: a second may be too short on a busy machine, and is long where nobody is awake.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_THREADS = frozenset(("gloo_tcp_loop", "pt_gloo_runloop"))
+"""Those that read from sockets, and those that compute; by the names that torch 2.13 gives them."""
+_LOOK_S = 0.004
+_STILL_S = 0.02
+"""A thread that waits for the GIL to hand its result on wakes up each 5 ms."""
+_UNKNOWN_S = 0.25
+"""Where no thread has such a name: another torch, or no gloo."""
+_KEPT = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+
+_Threads = dict[str, tuple[str, ...]]
+
+
+class AtRest:
+    """To be asked again and again. ``over``: whether nothing comes by any connection any more."""
+
+    def __init__(self, over: Callable[[], bool]) -> None:
+        self._over = over
+        self._threads: _Threads | None = None
+        self._since_s = self._looked_s = time.monotonic()
+
+    def __call__(self) -> bool:
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _LOOK_S:
+            return False
+        self._looked_s = now_s
+        threads = _asleep() if self._over() else None
+        if threads is None or threads != self._threads:
+            self._threads, self._since_s = threads, now_s
+            return False
+        return now_s - self._since_s >= (_STILL_S if threads else _UNKNOWN_S)
+
+
+def _asleep() -> _Threads | None:
+    """The threads of gloo in this process, and how often each was awake; None if one is awake, or has just ended."""
+    found: _Threads = {}
+    try:
+        for task in Path("/proc/self/task").iterdir():
+            if (task / "comm").read_text().rstrip("\n") not in _THREADS:
+                continue
+            lines = (line.partition(":") for line in (task / "status").read_text().splitlines())
+            told = {name: value.strip() for name, _, value in lines if name in _KEPT}
+            if not told.get("State", "").startswith("S"):
+                return None
+            found[task.name] = tuple(told.values())
+    except OSError:
+        return None
+    return found

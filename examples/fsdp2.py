@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import resilient_train as rt
 
-STEPS = 40  # micro-steps: 20 updates
+STEPS = 30  # micro-steps: 15 updates
 ACCUMULATE = 2
 TOKENS, LENGTH, WIDTH, HEADS = 64, 24, 48, 4
 

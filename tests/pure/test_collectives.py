@@ -60,6 +60,9 @@ class Group:
         self.ran.append(f"{verb} alone")
         return Work("")
 
+    def shut(self) -> None:
+        pass
+
     def close_inner(self, why: str) -> None:
         pass
 

@@ -251,7 +251,7 @@ def test_second_fault_after_the_restart(npu: RecordedNpu) -> None:
 def test_a_process_that_joins_stops_nothing(npu: RecordedNpu, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = trained_engine()
     npu.take()
-    solo = SimpleNamespace(solo=True, close_inner=lambda why: None, adopt=lambda built: None)
+    solo = SimpleNamespace(solo=True, shut=lambda: None, close_inner=lambda why: None, adopt=lambda built: None)
     monkeypatch.setattr(groups_module, "groups", {"world": solo})
     engine.groups.close()
     engine.device.confirm(UNDAMAGED)

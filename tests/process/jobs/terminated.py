@@ -6,6 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+
+def is_pending(pid: int, number: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    words = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return any(word >> (number - 1) & 1 for word in words)
+
 
 mode = sys.argv[1]
 libc = ctypes.CDLL(None)
@@ -49,6 +57,8 @@ if mode in ("shielded", "usr1-child"):
     os.read(told, 1)
     for name in ("USR1", "TERM") if mode == "shielded" else ("USR1",):
         subprocess.run(["sh", "-c", f"kill -{name} {child}"], check=True)
+    while is_pending(child, signal.SIGTERM):  # the next one would be taken for this one
+        time.sleep(0.001)
     print(os.waitpid(child, os.WNOHANG)[0], flush=True)
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""A small language model as large ones are trained: each block divided among ranks (FSDP2), and two copies of the whole.
+"""A small language model as large ones are trained: each block divided among ranks (FSDP2), two copies of the whole.
 
 bfloat16 with sums in float32, blocks that are computed twice to save memory, two backward passes per update, clipped
 gradients, a cosine schedule. Four ranks: two copies of two parts. What a rank holds, another one holds as well::

@@ -3,8 +3,11 @@
 A recovery leaves a collective when nothing of it can still write into gradients. Most end with an error as soon as the
 connections are shut. One that gloo has forgotten (``works.py``) never ends; one that is slow (it adds up what had come)
 ends later. What tells them apart is what the kernel says of the threads: the forgotten one sleeps, and nobody is left
-who would wake it. So two things together are enough, and both can be seen: nothing comes by any connection any more,
-and every thread of gloo's was found asleep for a while, and had not been awake in between.
+who would wake it. So three things together are enough, and each can be seen:
+
+* nothing comes by any connection any more, and all that had come is read;
+* the threads that read sleep. They wake up each 10 ms to see whether they are to end, and find nothing then;
+* the threads that compute sleep, and have not been awake for a while.
 
 A time alone does not do: a second may be too short on a busy machine, and is long where nobody is awake.
 """
@@ -15,20 +18,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_THREADS = frozenset(("gloo_tcp_loop", "pt_gloo_runloop"))
-"""Those that read from sockets, and those that compute; by the names that torch 2.13 gives them."""
+_READS, _COMPUTES = "gloo_tcp_loop", "pt_gloo_runloop"
+"""As torch 2.13 names the threads."""
 _LOOK_S = 0.004
 _STILL_S = 0.02
 """A thread that waits for the GIL to hand its result on wakes up each 5 ms."""
 _UNKNOWN_S = 0.25
 """Where no thread has such a name: another torch, or no gloo."""
-_KEPT = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
-
 _Threads = dict[str, tuple[str, ...]]
 
 
 class AtRest:
-    """To be asked again and again. ``over``: whether nothing comes by any connection any more."""
+    """To be asked again and again. ``over``: whether nothing comes by any connection any more, nor is left to read."""
 
     def __init__(self, over: Callable[[], bool]) -> None:
         self._over = over
@@ -48,17 +49,20 @@ class AtRest:
 
 
 def _asleep() -> _Threads | None:
-    """The threads of gloo in this process, and how often each was awake; None if one is awake, or has just ended."""
+    """The threads of gloo in this process, and how often each was awake that computes; None if one is awake, or has
+    just ended.
+    """
     found: _Threads = {}
     try:
         for task in Path("/proc/self/task").iterdir():
-            if (task / "comm").read_text().rstrip("\n") not in _THREADS:
+            name = (task / "comm").read_text().rstrip("\n")
+            if name not in (_READS, _COMPUTES):
                 continue
-            lines = (line.partition(":") for line in (task / "status").read_text().splitlines())
-            told = {name: value.strip() for name, _, value in lines if name in _KEPT}
-            if not told.get("State", "").startswith("S"):
+            told = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+            if not told["State"].strip().startswith("S"):
                 return None
-            found[task.name] = tuple(told.values())
+            awake = (told["voluntary_ctxt_switches"], told["nonvoluntary_ctxt_switches"])
+            found[task.name] = awake if name == _COMPUTES else ()
     except OSError:
         return None
     return found

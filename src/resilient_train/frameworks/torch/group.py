@@ -180,13 +180,15 @@ class ResilientGroup(dist.ProcessGroup):
                     connection.shutdown(socket.SHUT_RD)
 
     def over(self) -> bool:
-        """Whether nothing comes by any connection any more: each is closed, or shut at one of its ends."""
-        poll, left = select.poll(), 0
+        """Whether nothing comes by any connection any more, and all that had come is read. gloo closes one behind that,
+        as a rule.
+        """
+        poll, left = select.poll(), []
         for fd, inode in self.sockets:
             if gloo.inode(fd) == inode:
                 poll.register(fd, select.POLLRDHUP)
-                left += 1
-        return len(poll.poll(0)) == left
+                left.append(fd)
+        return len(poll.poll(0)) == len(left) and not any(map(gloo.unread, left))
 
     def learn_rank(self, rank: int) -> None:
         """The process has become a rank, of a group that holds all ranks."""

@@ -18,9 +18,7 @@ from resilient_train.frameworks.torch.group import BuiltGroup, ResilientGroup, g
 from resilient_train.state.transfer import Span, chunks, view
 
 _DRAIN_S = 1.0
-"""For a thread of gloo's that is kept from running: what it may still write must not meet what comes next. Once in some
-600 recoveries (``benchmarks/cuts.py``) one stays awake for longer, and nobody has seen why.
-"""
+"""For a thread of gloo's that is kept from running: what it may still write must not meet what comes next."""
 _CHUNK_BYTES = 16 << 20
 _RECORDED_MAX = 20_000
 

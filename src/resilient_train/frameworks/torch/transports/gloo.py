@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import socket
 import sys
+import termios
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -115,6 +117,16 @@ def inode(descriptor: int) -> int:
         return os.fstat(descriptor).st_ino
     except OSError:
         return -1
+
+
+def unread(descriptor: int) -> int:
+    """How many bytes have come by a connection, and are not read; 0 if it was closed meanwhile."""
+    count = bytearray(4)
+    try:
+        fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    except OSError:
+        return 0
+    return int.from_bytes(count, sys.byteorder)
 
 
 def sockets() -> set[Socket]:

@@ -248,8 +248,9 @@ def _ending(run: Run) -> list[Line]:
     else:
         found.append(Line("the events do not say how the job ended: it may still be running", "yellow"))
     if run.digests:
-        equal = f"parts equal on all ranks that hold the same, {len(run.replicas)} digests" if run.replicas else ""
-        equal = equal or "parameters equal on all ranks, digest"
+        equal = "parameters equal on all ranks, digest"
+        if run.replicas:
+            equal = f"parts equal on all ranks that hold the same, {len(run.replicas)} digests"
         text = f"{equal} {run.digest}" if run.digest else _digests(run)
         found.append(Line(text, "" if run.digest else "yellow"))
     return found

@@ -392,7 +392,7 @@ class Controller:
         holding = job.holders.last(job.awaited())
         if not holding:
             return []
-        late = f"did not join the recovery within {limit_s:.3g} s; what is not saved of its state is done again sooner"
+        late = f"did not join the recovery within {limit_s:.0f} s; what is not saved of its state is done again sooner"
         told = f"rank {', '.join(map(str, sorted(holding)))} {late}"
         fault = Fault(Kind.STATE_GONE, late, min(holding), told)
         return [] if rsc.refuses(fault, job) else self._fault(fault)

@@ -165,12 +165,16 @@ class ResilientGroup(dist.ProcessGroup):
 
     def broken(self) -> bool:
         """Whether a peer has closed, or lost, its end of one of the connections."""
+        left, shut = self._connections()
+        return shut > 0 or len(left) < len(self.sockets)
+
+    def _connections(self) -> tuple[list[int], int]:
+        """Those that gloo has not closed, and how many of them are shut at one of their ends."""
         poll = select.poll()
-        for fd, inode in self.sockets:
-            if gloo.inode(fd) != inode:
-                return True
+        left = [fd for fd, inode in self.sockets if gloo.inode(fd) == inode]
+        for fd in left:
             poll.register(fd, select.POLLRDHUP)
-        return bool(poll.poll(0)) if self.sockets else False
+        return left, len(poll.poll(0))
 
     def shut(self) -> None:
         """Has all that waits for a peer end with an error (decision 8). As a rule the watchdog has done so."""
@@ -183,12 +187,8 @@ class ResilientGroup(dist.ProcessGroup):
         """Whether nothing comes by any connection any more, and all that had come is read. gloo closes one behind that,
         as a rule.
         """
-        poll, left = select.poll(), []
-        for fd, inode in self.sockets:
-            if gloo.inode(fd) == inode:
-                poll.register(fd, select.POLLRDHUP)
-                left.append(fd)
-        return len(poll.poll(0)) == len(left) and not any(map(gloo.unread, left))
+        left, shut = self._connections()
+        return shut == len(left) and not any(map(gloo.unread, left))
 
     def learn_rank(self, rank: int) -> None:
         """The process has become a rank, of a group that holds all ranks."""

@@ -92,6 +92,7 @@ class HangWatch:
         self._stopped: dict[int, int] = {}
         self._named_ns: dict[int, int] = {}
         self._pause_told_ns = 0
+        self._outwaited_ns = -_AGAIN_NS
 
     def look(self, keeper: Keeper) -> None:
         """One look. Cheap while the job moves: a few loads per rank."""
@@ -180,11 +181,17 @@ class HangWatch:
             if waited_ms > limit_ms:
                 reason = f"hung: it did not leave its step within {waited_ms} ms of a fault elsewhere"
                 self._fence(self._job.awaited(), reason, keeper)
-                if waited_ms > (back_ms := max(limit_ms, self._back_ms(ranks))):
-                    keeper.outwait(back_ms / 1000)
+                self._outwait(waited_ms, max(limit_ms, self._back_ms(ranks)), keeper)
         if waited_ms > self._phase_limit_s * 1000:
             self._since_ns = self._clock.now_ns
             keeper.expire(self._phase_limit_s, [rank for rank, looks in self._stopped.items() if looks])
+
+    def _outwait(self, waited_ms: int, back_ms: float, keeper: Keeper) -> None:
+        """Not at each look: where all may not go back, whether they may is asked of the snapshots' holder."""
+        now_ns = self._clock.now_ns
+        if waited_ms > back_ms and now_ns - self._outwaited_ns >= _AGAIN_NS:
+            self._outwaited_ns = now_ns
+            keeper.outwait(back_ms / 1000)
 
     def _back_ms(self, ranks: list[Progress]) -> float:
         """How long it would take to do again what is not saved. To wait as long for who alone has it, and to go back

@@ -1,25 +1,20 @@
-"""Models that ``fully_shard`` divides among ranks: whatever is killed, each rank ends with the memory of a plain run.
-
-Compared are the bytes that the job's script has written, parameter by parameter; nothing of ours has a part in that.
-"""
+"""Models that are divided among ranks: whatever is killed, each rank ends with the memory of a plain run."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+import memories
 import pytest
-from running import JOBS, LAUNCHER, Run, launch, read_events, start
+from memories import RANKS, Torchrun, ends_as, memory_of
+from running import JOBS, LAUNCHER, Run, read_events, start
 from watched_jobs import end_holder
 
 from resilient_train.state.checkpoint.verify import newest_complete
 
-RANKS, STEPS = 4, 12
 PLACES = (
     *("COMPUTE at=start", "COMPUTE at=forward", "COMPUTE at=backward", "READY at=before", "READY at=barrier"),
     *("UPDATING at=start", "UPDATING at=end", "APPLIED at=start", "APPLIED at=end"),
@@ -30,31 +25,12 @@ KILLS = (
 )
 POISONED = "uce rank=2 step=6 phase=COMPUTE at=backward target=param"
 TORN = "uce rank=3 step=8 phase=UPDATING at=start target=optimizer"
-Memory = list[bytes]
-Reference = Callable[[str], Memory]
-
-
-def memory_of(folder: Path) -> Memory:
-    """What each rank had at its end."""
-    return [(folder / f"rank{rank}.bin").read_bytes() for rank in range(RANKS)]
 
 
 @pytest.fixture(scope="module")
-def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
     """Of a run without a word of ours, by variant."""
-    known: dict[str, Memory] = {}
-
-    def reference(variant: str) -> Memory:
-        if variant not in known:
-            out = tmp_path_factory.mktemp("plain")
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
-            job = [str(JOBS / "hsdp.py"), "--plain", "--out", str(out), "--variant", variant]
-            done = subprocess.run([*command, *job], capture_output=True, text=True, timeout=240, check=False)
-            assert done.returncode == 0, done.stderr[-3000:]
-            known[variant] = memory_of(out)
-        return known[variant]
-
-    return reference
+    return Torchrun("hsdp.py", tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture
@@ -64,17 +40,10 @@ def run_dir(tmp_path: Path):
 
 
 def train(run_dir: Path, faults: str, *more: str, variant: str = "base", **environ: str) -> Run:
-    flags = ("--faults", faults) if faults else ()
-    arguments = ("--out", str(run_dir.parent / "out"), "--variant", variant, *more)
-    return launch(run_dir, "hsdp.py", *arguments, ranks=RANKS, flags=flags, timeout_s=200, **environ)
+    return memories.train("hsdp.py", run_dir, faults, *more, variant=variant, **environ)
 
 
-def ends_as(run: Run, expected: Memory) -> None:
-    assert run.code == 0, run.explain()
-    assert memory_of(run.run_dir.parent / "out") == expected, run.explain()
-
-
-def test_undisturbed(run_dir: Path, torchrun: Reference) -> None:
+def test_undisturbed(run_dir: Path, torchrun: Torchrun) -> None:
     run = train(run_dir, "")
     ends_as(run, torchrun("base"))
     assert run.err.count("the model is in 2 parts; the ranks that hold the same: [0, 2], [1, 3]") == 1
@@ -83,7 +52,7 @@ def test_undisturbed(run_dir: Path, torchrun: Reference) -> None:
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
-def test_kills_in_each_phase(run_dir: Path, torchrun: Reference, first: int) -> None:
+def test_kills_in_each_phase(run_dir: Path, torchrun: Torchrun, first: int) -> None:
     """In one job: each rank dies once, each time somewhere else."""
     plan = [f"kill rank={(n + first) % 4} step={2 + 2 * n} phase={PLACES[(first + 3 * n) % 9]}" for n in range(4)]
     run = train(run_dir, "; ".join(plan))
@@ -105,7 +74,7 @@ def test_kills_in_each_phase(run_dir: Path, torchrun: Reference, first: int) -> 
         pytest.param("two+kept+call", "two+kept", marks=pytest.mark.long),
     ],
 )
-def test_loops(run_dir: Path, torchrun: Reference, variant: str, plain: str) -> None:
+def test_loops(run_dir: Path, torchrun: Torchrun, variant: str, plain: str) -> None:
     """Gradients that wait for their reduction, other dtypes, gathers ahead of time, evaluations, undo, calls."""
     run = train(run_dir, KILLS, variant=variant)
     ends_as(run, torchrun(plain))
@@ -121,13 +90,13 @@ def test_loops(run_dir: Path, torchrun: Reference, variant: str, plain: str) -> 
     ],
     ids=["no process dies", "a process hangs", "one of each pair"],
 )
-def test_other_faults(run_dir: Path, torchrun: Reference, plan: str, recoveries: int | None) -> None:
+def test_other_faults(run_dir: Path, torchrun: Torchrun, plan: str, recoveries: int | None) -> None:
     run = train(run_dir, plan)
     ends_as(run, torchrun("base"))
     assert recoveries in (None, run.recoveries()), run.explain()
 
 
-def test_norms_are_looked_at(run_dir: Path, torchrun: Reference) -> None:
+def test_norms_are_looked_at(run_dir: Path, torchrun: Torchrun) -> None:
     """Each rank has the norm of its part; a value that can't be right has the step run again, on all."""
     run = train(run_dir, "norm rank=1 step=6 value=nan", MS_ENABLE_TFT="{TRE:1,ARF:1,TTP:1,HCCE:1}")
     ends_as(run, torchrun("base"))
@@ -135,7 +104,7 @@ def test_norms_are_looked_at(run_dir: Path, torchrun: Reference) -> None:
 
 
 @pytest.mark.long
-def test_compiled_blocks(run_dir: Path, torchrun: Reference) -> None:
+def test_compiled_blocks(run_dir: Path, torchrun: Torchrun) -> None:
     """Hooks of ours are not called in what is compiled: the places are in front of it and behind it."""
     places = (
         "kill rank=2 step=4",
@@ -148,8 +117,29 @@ def test_compiled_blocks(run_dir: Path, torchrun: Reference) -> None:
     assert run.recoveries() == len(places), run.explain()
 
 
+@pytest.mark.parametrize(
+    "variant", ["tp+copied+recompute", pytest.param("tp+copied+accumulate", marks=pytest.mark.long)]
+)
+def test_two_ranks_that_compute_a_block_together(run_dir: Path, torchrun: Torchrun, variant: str) -> None:
+    """Tensor parallelism: each rank has half of a block, which one of the other pair holds too."""
+    places = ("COMPUTE at=forward", "COMPUTE at=backward", "UPDATING at=start", "APPLIED at=end")
+    plan = [f"kill rank={n} step={3 + 2 * n} phase={place}" for n, place in enumerate(places)]
+    run = train(run_dir, "; ".join([*plan, "hcce rank=2 step=1 phase=COMPUTE at=backward"]), variant=variant)
+    ends_as(run, torchrun(variant))
+    assert run.recoveries() == 5, run.explain()
+    assert "the model is in 2 parts; the ranks that hold the same: [0, 2], [1, 3]" in run.err
+
+
+def test_pairs_divide_their_halves_once_more(run_dir: Path, torchrun: Torchrun) -> None:
+    """``parallelize_module``, then ``fully_shard``: no rank holds what another does."""
+    plan = "kill rank=2 step=6 phase=COMPUTE at=forward; hcce rank=0 step=8 phase=COMPUTE at=backward"
+    run = train(run_dir, plan, "--save", "100", "--memory", "1", variant="tp")
+    ends_as(run, torchrun("tp"))
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
+
+
 @pytest.mark.parametrize("saved", [True, False])
-def test_both_holders_of_a_part_are_lost(run_dir: Path, torchrun: Reference, saved: bool) -> None:
+def test_both_holders_of_a_part_are_lost(run_dir: Path, torchrun: Torchrun, saved: bool) -> None:
     # An update is not interrupted: who has begun it comes to the place, whoever has died before.
     plan = "; ".join(f"kill rank={rank} step=7 phase=UPDATING" for rank in (0, 2))
     run = train(run_dir, plan, *(("--save", "100", "--memory", "1") if saved else ()))
@@ -161,7 +151,7 @@ def test_both_holders_of_a_part_are_lost(run_dir: Path, torchrun: Reference, sav
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
 
 
-def test_bits_that_flip_in_a_part(run_dir: Path, torchrun: Reference) -> None:
+def test_bits_that_flip_in_a_part(run_dir: Path, torchrun: Torchrun) -> None:
     """Only who holds the same part can tell."""
     faults = "flip rank=3 step=6 phase=UPDATING at=start target=param mask=0x400000"
     run = train(run_dir, faults, "--save", "100", "--memory", "1", RESILIENT_COMPARE_EVERY="1")
@@ -169,8 +159,10 @@ def test_bits_that_flip_in_a_part(run_dir: Path, torchrun: Reference) -> None:
     assert run.of("replicas_differ")[0]["detail"]["ranks"] == [1, 3], run.explain()
 
 
-@pytest.mark.parametrize("variant", ["base", pytest.param("alone", marks=pytest.mark.long)])
-def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Reference, variant: str) -> None:
+@pytest.mark.parametrize(
+    "variant", ["base", *(pytest.param(each, marks=pytest.mark.long) for each in ("alone", "tp", "tp+copied"))]
+)
+def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Torchrun, variant: str) -> None:
     out = run_dir.parent / "out"
     job = [str(JOBS / "hsdp.py"), "--out", str(out), "--variant", variant, "--pace", str(run_dir / "never")]
     with start([*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *job]) as process:
@@ -189,7 +181,7 @@ def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Reference
     assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
 
 
-def test_parts_that_one_rank_holds_alone(run_dir: Path, torchrun: Reference) -> None:
+def test_parts_that_one_rank_holds_alone(run_dir: Path, torchrun: Torchrun) -> None:
     """What protects them is told at the start, and all go back to it."""
     run = train(
         run_dir, "kill rank=1 step=6 phase=COMPUTE at=backward", "--save", "100", "--memory", "1", variant="alone"
@@ -199,7 +191,7 @@ def test_parts_that_one_rank_holds_alone(run_dir: Path, torchrun: Reference) -> 
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
 
 
-def test_who_alone_holds_a_part_and_hangs_is_given_up(run_dir: Path, torchrun: Reference) -> None:
+def test_who_alone_holds_a_part_and_hangs_is_given_up(run_dir: Path, torchrun: Torchrun) -> None:
     """Nobody continues it, and the others' parts are worth nothing without it."""
     plan = "stop rank=2 step=9 phase=COMPUTE at=forward"
     flags = ("--save", "100", "--memory", "1")

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # noqa: E402
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from resilient_train.errors import ConfigError, StateError  # noqa: E402
@@ -157,10 +159,12 @@ def test_extra_state_that_nobody_can_put_back_is_refused(fake_world: None) -> No
 
 
 def test_what_is_sharded_in_other_ways_is_refused(fake_world: None) -> None:
-    with_parameter, with_buffer, wrapped = net(), net(), net()
-    with_parameter[1].weight = nn.Parameter(sharded(1.0))
-    with pytest.raises(ConfigError, match=r"parameter '1.weight' is a DTensor.*parallelism can't be recovered"):
-        take(with_parameter)
+    with_buffer, wrapped, localized = net(), net(), net()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(localized, mesh["tp"], {"0": ColwiseParallel()})
+    _pre_dp_module_transform(localized)  # as DistributedDataParallel does
+    with pytest.raises(ConfigError, match=r"'0.weight' is this rank's part of a DTensor, which Distri.* use fully_sh"):
+        take(localized)
     with_buffer[0].register_buffer("table", sharded(1.0))
     with pytest.raises(ConfigError, match=r"buffer '0.table' is a DTensor"):
         take(with_buffer)

@@ -11,14 +11,16 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402 - only where torch is
 from torch import nn  # noqa: E402
+from torch.distributed._composable.replicate_with_fsdp import replicate  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from resilient_train.errors import ConfigError, StateError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
-from resilient_train.frameworks.roles import Objects  # noqa: E402
+from resilient_train.frameworks.roles import Objects, SaveShare  # noqa: E402
 from resilient_train.frameworks.torch.leaves import TENSORS, local, pack, version_of  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
 from resilient_train.frameworks.torch.sharded import Sharding, placed_like  # noqa: E402
@@ -79,12 +81,51 @@ def test_plain_models_have_none(four_ranks: None) -> None:
 
 def test_what_can_not_be_told_is_refused(four_ranks: None) -> None:
     half = net(DeviceMesh("cpu", [0, 1], mesh_dim_names=NAMES[1:]))
-    with pytest.raises(ConfigError, match="a mesh that does not span all ranks"):
+    with pytest.raises(ConfigError, match="a mesh that is not made for all ranks"):
         Sharding((half,)).replicas()
-    with pytest.raises(ConfigError, match="are sharded over different meshes"):
-        Sharding((net(hsdp()), net(init_device_mesh("cpu", (4,))))).replicas()
     with pytest.raises(ConfigError, match=r"'0\.weight' is not sharded, and others"):
         Sharding((net(hsdp()), nn.Sequential(nn.Linear(2, 2)))).replicas()
+
+
+def test_who_holds_the_same_of_everything(four_ranks: None) -> None:
+    """Of tensors that are divided in different ways; a dimension that is not in a mesh is no reason to be alike."""
+    whole = hsdp()
+    names = whole.mesh_dim_names
+    assert names is not None
+    across, along = whole[names[0]], whole[names[1]]
+    assert Sharding((net(whole), net(init_device_mesh("cpu", (4,))))).replicas() == ((0,), (1,), (2,), (3,))
+    assert Sharding((net(across),)).replicas() == ((0,), (1,), (2,), (3,))
+    assert Sharding((replicate(nn.Linear(6, 4), mesh=across),)).replicas() == ((0, 2), (1, 3))
+    blocks = parallelize_module(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), along, {"0": ColwiseParallel()})
+    assert Sharding((blocks,)).replicas() == ((0,), (1,), (2,), (3,)), "nobody says who averages their gradients"
+    assert Sharding((replicate(blocks, mesh=across),)).replicas() == ((0, 2), (1, 3))
+
+
+def test_a_part_is_saved_once_under_its_own_name(four_ranks: None) -> None:
+    """What other groups hold too they save beside it."""
+    whole = hsdp()
+    names = whole.mesh_dim_names
+    assert names is not None
+    model: Any = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = replicate(parallelize_module(model, whole[names[1]], plan), mesh=whole[names[0]])
+    state = State(Objects((model,), ()), RankState((model,), {}), Host())
+    assert state.replicas() == ((0, 2), (1, 3))
+
+    def saved(groups: tuple[tuple[int, ...], ...]) -> list[str]:
+        state.belong(groups)
+        share = SaveShare(0, 1, 0, 4)
+        return [name.partition("model.0.")[2] for name in state.image(0, share).names if name.startswith("model")]
+
+    assert saved(((0, 2), (1, 3))) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert saved(((1, 3), (0, 2))) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert saved(((2, 3), (0, 1))) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    plain = nn.Linear(2, 2)
+    beside = State(Objects((plain,), ()), RankState((plain,), {}), Host())
+    beside.belong(((1, 2), (0, 3)))
+    assert beside.image(0, SaveShare(0, 1, 0, 4)).names == ("model.0.weight@1", "model.0.bias@1")
+    beside.belong(())
+    assert beside.image(0, SaveShare(0, 1, 0, 4)).names == ("model.0.weight", "model.0.bias")
 
 
 def test_a_backward_pass_that_is_cut_leaves_nothing(four_ranks: None) -> None:

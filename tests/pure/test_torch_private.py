@@ -113,6 +113,29 @@ def test_sharded_tensors_tell_their_blocks() -> None:
     assert not hasattr(torch.Tensor, "__create_chunk_list__")
 
 
+def test_meshes_tell_their_slices() -> None:
+    """What ``frameworks/torch/sharded._held`` asks a mesh; the mesh itself shows that of this process only."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    source = inspect.getsource(DeviceMesh.mesh.fget)
+    assert "self._layout.remap_to_tensor(self._rank_map)" in source
+
+
+def test_schedules_of_pipelines_say_whether_they_have_begun() -> None:
+    """What ``frameworks/torch/pipelines.py`` asks of them, and sets."""
+    from torch.distributed.pipelining import schedules, stage
+
+    single, multi = (inspect.getsource(getattr(schedules, f"PipelineSchedule{each}")) for each in ("Single", "Multi"))
+    assert "self._stage = stage" in single
+    assert "self._stages = stages" in multi
+    for way in ("forward", "backward"):
+        assert f"self._stage_{way}_initialized = False" in single
+        assert f"self._stages_{way}_initialized = False" in multi
+    assert "self._internal_losses: list[torch.Tensor] = []" in inspect.getsource(schedules._PipelineSchedule)
+    assert "self._user_meta = _StageMeta(" in inspect.getsource(stage.PipelineStage)
+    assert "needs_dynamic(self._user_meta, has_backward)" in inspect.getsource(stage.PipelineStage._warmup_forward_vote)
+
+
 def test_loaders_that_keep_their_workers_say_so() -> None:
     """What ``frameworks/torch/data.workers`` reads: the first pass draws a seed for the workers, the others do not."""
     from torch.utils.data import DataLoader

@@ -427,6 +427,10 @@ class State(Protocol):
         """
         ...
 
+    def belong(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        """The replica groups of the job, () for one of all ranks: each saves its own."""
+        ...
+
     def sources(self) -> Sources:
         """It, for a replacement to copy."""
         ...

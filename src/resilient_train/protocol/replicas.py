@@ -77,6 +77,7 @@ def agreed(started: Mapping[int, Started]) -> ReplicaTable:
         if len(digests) > 1:
             raise ConfigError(
                 f"ranks {list(group)} are replicas of one another, but their model or optimizer state differs at the "
-                "start: wrap the model in DistributedDataParallel, or broadcast it, before the first step"
+                "start: wrap the model in DistributedDataParallel, or broadcast it, before the first step; where each "
+                "has a part of its own (stages of a pipeline), say which ranks hold the same: Session(replicas=[...])"
             )
     return table

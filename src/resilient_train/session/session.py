@@ -117,6 +117,7 @@ class Session:
                 off, link = problem.text, None
             if link is not None:
                 groups = _groups(engine.state.replicas(), tuple(map(tuple, replicas)))
+                engine.state.belong(groups)
                 self._driver = Driver(
                     link, engine, self._cursor, objects, groups, undo=undo, limits=limits, skips=skips
                 )

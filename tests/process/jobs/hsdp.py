@@ -1,5 +1,8 @@
 """A small model that ``fully_shard`` divides among ranks, each part held by two of them (HSDP).
 
+``alone``: each part is held by one rank (FSDP). ``tp``: two ranks compute each block together, and the two pairs divide
+the parameters of theirs once more, or are replicas (``tp+copied``).
+
 ``--plain``: without a word of ours, for torchrun. At its end each rank writes the bytes that it holds, parameter by
 parameter, and its random numbers: who compares them needs nothing of ours either. ``--variant`` changes one thing, or
 several (``accumulate+mixed``).
@@ -11,14 +14,17 @@ import argparse
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 33
@@ -65,6 +71,13 @@ class Job:
         self.model: Any = Net(recomputes="recompute" in variant)
         shape, names = ((world,), ("shard",)) if "alone" in variant else ((world // 2, 2), ("replicate", "shard"))
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        divide: Callable[..., Any] = fully_shard
+        if "tp" in variant:
+            for block in self.model.blocks:
+                parallelize_module(block, mesh["shard"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            mesh = mesh["replicate"]
+        if "copied" in variant:
+            divide = replicate
         flags: dict[str, Any] = {"mesh": mesh}
         if "mixed" in variant:
             flags["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -73,8 +86,8 @@ class Job:
         for block in self.model.blocks:
             if "compiled" in variant:
                 block.compile(backend="aot_eager")
-            fully_shard(block, **flags)
-        fully_shard(self.model, **flags)
+            divide(block, **flags)
+        divide(self.model, **flags)
         if "async" in variant:
             self.model._set_unshard_async_op(True)
             for one, following in zip(self.model.blocks, self.model.blocks[1:], strict=False):
@@ -102,7 +115,11 @@ class Job:
         loss.backward()
         if not last:
             return loss.item()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        meshes: dict[Any, list[Any]] = {}  # torch clips what lies on one mesh
+        for parameter in self.model.parameters():
+            meshes.setdefault(parameter.device_mesh, []).append(parameter)
+        for parameters in meshes.values():
+            nn.utils.clip_grad_norm_(parameters, 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:

@@ -16,7 +16,7 @@ from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.extra_state import with_extra_state
 from resilient_train.frameworks.torch.leaves import is_sharded
 from resilient_train.frameworks.torch.optimizer_groups import parameters_of
-from resilient_train.frameworks.torch.sharded import Sharding, is_fsdp
+from resilient_train.frameworks.torch.sharded import Sharding
 
 _SHARDING = ("FullyShardedDataParallel",)
 
@@ -66,7 +66,6 @@ def _check_model(model: Any) -> None:
                 f"model: {name or type(model).__qualname__!r} is wrapped by FullyShardedDataParallel, whose parameters "
                 "are flattened and can't be recovered: use fully_shard (torch.distributed.fsdp) instead"
             )
-    fsdp = any(map(is_fsdp, model.modules()))
     for name, module in with_extra_state(model):
         if type(module).set_extra_state is torch.nn.Module.set_extra_state:
             raise ConfigError(
@@ -75,11 +74,16 @@ def _check_model(model: Any) -> None:
             )
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
-            if is_sharded(tensor) and (kind == "buffer" or not fsdp):
+            if kind == "buffer" and is_sharded(tensor):
                 raise ConfigError(
-                    f"model: {kind} {name!r} is a DTensor, and not one of fully_shard's: tensor parallelism can't be "
-                    "recovered yet; shard the model with fully_shard, or have each rank hold it whole "
-                    "(DistributedDataParallel)"
+                    f"model: buffer {name!r} is a DTensor, which can't be recovered: keep it as a plain tensor"
+                )
+            if hasattr(tensor, "_st_info"):
+                raise ConfigError(
+                    f"model: parameter {name!r} is this rank's part of a DTensor, which DistributedDataParallel has "
+                    "taken out of its tensor and puts back in each forward pass; that can't be recovered: use "
+                    "fully_shard or replicate (torch.distributed._composable.replicate_with_fsdp) beside "
+                    "parallelize_module"
                 )
             if kind == "buffer" and tensor.layout is not torch.strided:
                 raise ConfigError(

@@ -13,6 +13,7 @@ from resilient_train.errors import UsageError
 from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.roles import Addresses, Problem
 from resilient_train.frameworks.supported import torch_problem
+from resilient_train.frameworks.torch import pipelines
 from resilient_train.frameworks.torch.at_rest import AtRest
 from resilient_train.frameworks.torch.group import BuiltGroup, ResilientGroup, groups, works
 from resilient_train.state.transfer import Span, chunks, view
@@ -47,6 +48,8 @@ class Groups:
                 f"a process group of this process has the backend {strange!r}, which can't be rebuilt after a fault: "
                 "make it with gloo, after resilient_train is imported"
             )
+        if problem := pipelines.problem():
+            return Problem(problem)
         return None
 
     def sockets(self) -> list[tuple[int, int]]:
@@ -94,6 +97,7 @@ class Groups:
         works.since_update.clear()
         for group in groups.values():
             group.forget_messages()
+        pipelines.begin_anew()
 
     def send(self, spans: list[Span], target: int) -> None:
         for piece in chunks(spans, _CHUNK_BYTES):

@@ -18,6 +18,7 @@ from resilient_train.state.capture import Capture, HostCapture
 from resilient_train.state.image import ImagePlan, plan_image
 from resilient_train.state.sharding import Piece, divide
 
+_Called = Callable[[str, torch.Tensor], str]
 _Begin = Callable[[memoryview, Copier], Capture]
 _Place = tuple[int, int, int]
 """Address, bytes, offset in the image."""
@@ -47,14 +48,17 @@ class Images:
         """So many times the state's layout was another one than before."""
         self._layout: _Layout | None = None
 
-    def image(self, tree: Any, step: int, share: SaveShare, changed: str = "", *, group: int = -1) -> Image:
+    def image(
+        self, tree: Any, step: int, share: SaveShare, changed: str = "", *, called: _Called | None = None
+    ) -> Image:
         """See ``frameworks/roles.State``; ``tree`` is the state. ``changed``: what is not any more as it is to be.
 
-        ``group``: of several replica groups, which all hold tensors that are not divided, this rank's. Each saves its
-        own under names of its own.
+        ``called``: under which name a tensor is saved, where there are several replica groups.
         """
         held = contents(tree)
-        tensors = held.tensors if group < 0 else _named(held.tensors, f"@{group}")
+        tensors = held.tensors
+        if called is not None:
+            tensors = {called(name, tensor): tensor for name, tensor in tensors.items()}
         if all(on_host(local(tensor)) for tensor in tensors.values()):
             layout = self._laid_out(share, tensors)
             plan = layout.plan
@@ -110,10 +114,6 @@ class Images:
             self.plans += 1
             self._plan = share, pieces, plan_image(pieces, share.shard, share.shards)
         return self._plan[2]
-
-
-def _named(tensors: Mapping[str, torch.Tensor], behind: str) -> dict[str, torch.Tensor]:
-    return {name if is_sharded(tensor) else name + behind: tensor for name, tensor in tensors.items()}
 
 
 def _versions(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:

@@ -1,11 +1,12 @@
-"""Models that ``fully_shard`` has divided among ranks (FSDP2, HSDP).
+"""Models that are divided among ranks: by ``fully_shard`` (FSDP2, HSDP), by ``parallelize_module`` (TP), or by both.
 
 Each of their parameters is a DTensor: it has a global shape, a mesh of ranks and a placement on each dimension of that,
 and this rank's part of it is a tensor of its own, which is what is copied, compared and saved. The ranks that hold the
-same part of everything are replicas; the mesh says which these are, so every rank knows them without a word to another.
+same part of *everything* are replicas; the meshes say which these are, so every rank knows them without a word to
+another (decision 51).
 
-While a module computes its parameters are whole tensors, and the DTensors are not in their places. What a fault has
-cut there is put back by ``reset``, before anybody looks at the state.
+While a module of FSDP's computes its parameters are whole tensors, and the DTensors are not in their places. What a
+fault has cut there is put back by ``reset``, before anybody looks at the state.
 """
 
 from __future__ import annotations
@@ -18,9 +19,17 @@ import torch
 import torch.distributed as dist
 
 from resilient_train.errors import ConfigError
+from resilient_train.frameworks.torch.leaves import is_sharded
 
 _FSDP = "FSDPModule"
+_SHARDS = ("Shard", "_StridedShard")
+"""The second one: a dimension that both ``parallelize_module`` and ``fully_shard`` divide."""
 Replicas = tuple[tuple[int, ...], ...]
+_Part = tuple[int, ...]
+Held = dict[int, _Part]
+"""By rank."""
+_Placed = tuple[int, tuple[Any, ...]]
+"""A mesh, by its id, and the placement on each of its dimensions."""
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
@@ -37,32 +46,41 @@ class Sharding:
         self._models = models
         self._modules: list[Any] = [module for model in models for module in model.modules() if is_fsdp(module)]
         self._groups = [group for module in self._modules for group in _groups_of(module)]
+        self._first_holders: dict[_Placed, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._modules)
 
     def replicas(self) -> Replicas:
-        """The groups of ranks that hold the same parts; () if nothing is sharded. Raises ConfigError for what is
-        sharded in a way that is not known here.
+        """The groups of ranks that hold the same parts; () if nothing is divided. Raises ConfigError for what is
+        divided in a way that is not known here.
+
+        Plain parameters (beside those of ``parallelize_module``) say nothing: that replicas have the same is compared.
         """
-        if not self:
-            return ()
         managed = {id(parameter.sharded_param) for group in self._groups for parameter in group.fsdp_params}
-        found = dict[Replicas, str]()
+        seen = dict[_Placed, Held]()
         for name, parameter in (each for model in self._models for each in model.named_parameters()):
-            if id(parameter) not in managed:
+            if managed and id(parameter) not in managed:
                 raise ConfigError(
                     f"model: parameter {name!r} is not sharded, and others of the registered models are: call "
                     "fully_shard on the whole model, without ignored_params, and register nothing beside it"
                 )
-            found.setdefault(_replicas_of(name, parameter), name)
-        if len(found) > 1:
-            one, other = itertools.islice(found.values(), 2)
-            raise ConfigError(
-                f"model: {one!r} and {other!r} are sharded over different meshes, which has not been tried"
-            )
-        (replicas,) = found
-        return replicas
+            if is_sharded(parameter) and (placed := _placed(parameter)) not in seen:
+                seen[placed] = _held(name, parameter)
+        if not seen:
+            return ()
+        alike: dict[tuple[_Part, ...], list[int]] = {}
+        for rank in range(dist.get_world_size()):
+            alike.setdefault(tuple(held[rank] for held in seen.values()), []).append(rank)
+        return tuple(sorted(map(tuple, alike.values())))
+
+    def first_holder(self, tensor: torch.Tensor) -> int:
+        """The lowest of the ranks that hold the same part of this DTensor."""
+        placed = _placed(tensor)
+        if placed not in self._first_holders:
+            held = _held("", tensor)
+            self._first_holders[placed] = min(rank for rank in held if held[rank] == held[dist.get_rank()])
+        return self._first_holders[placed]
 
     def divided(self, named: dict[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
         """The parameters as they are held between two passes, whatever is in their places now."""
@@ -126,21 +144,32 @@ def _forget_gradient(parameter: Any) -> None:
         whole.grad = None
 
 
-def _replicas_of(name: str, parameter: Any) -> Replicas:
+def _placed(parameter: Any) -> _Placed:
+    return id(parameter.device_mesh), parameter.placements
+
+
+def _held(name: str, parameter: Any) -> Held:
+    """Which part of it each rank of the job holds.
+
+    A mesh may be one of several slices of another one (``mesh["tp"]``), and each rank has its own; whether those of
+    two slices are the same tensor (replicas) or not (stages of a pipeline) is not known, so they count as different.
+    """
     mesh, placements = parameter.device_mesh, parameter.placements
-    ranks = mesh.mesh
-    if sorted(ranks.flatten().tolist()) != list(range(dist.get_world_size())):
+    slices = mesh._layout.remap_to_tensor(mesh._rank_map)
+    if sorted(slices.flatten().tolist()) != list(range(dist.get_world_size())):
         raise ConfigError(
-            f"model: {name!r} is sharded over a mesh that does not span all ranks, which can't be recovered"
+            f"model: {name!r} is divided over a mesh that is not made for all ranks, which can't be recovered: make "
+            "one mesh of all ranks (init_device_mesh), and take its dimensions"
         )
-    if any(not (each.is_replicate() or type(each).__name__ == "Shard") for each in placements):
+    if any(not (each.is_replicate() or type(each).__name__ in _SHARDS) for each in placements):
         raise ConfigError(
             f"model: {name!r} is placed as {placements}, which can't be recovered: only Shard and Replicate can"
         )
     if len(parameter.__create_chunk_list__()) > 1:
         raise ConfigError(f"model: {name!r} lies in several blocks on this rank, which can't be recovered")
-    held: dict[tuple[int, ...], list[int]] = {}
-    for place in itertools.product(*map(range, ranks.shape)):
-        part = tuple(at for at, placement in zip(place, placements, strict=True) if not placement.is_replicate())
-        held.setdefault(part, []).append(int(ranks[place]))
-    return tuple(sorted(tuple(sorted(group)) for group in held.values()))
+    held = dict[int, _Part]()
+    for place in itertools.product(*map(range, slices.shape)):
+        at = place[1:]
+        divided = (here for here, placement in zip(at, placements, strict=True) if not placement.is_replicate())
+        held[int(slices[place])] = (place[0], *divided)
+    return held

@@ -96,8 +96,8 @@ class State:
         self._images = Images(self._staging)
         self.kept = KeptState(objects)
         self.sharding = Sharding(objects.models)
-        self._group = -1
-        """This rank's replica group, where parameters are divided among several."""
+        self._group: tuple[int, tuple[int, ...]] | None = None
+        """This rank's replica group and its number, where there are several."""
         self._checked_plans = 0
         self._copier = _native.Copier()
         self._fingerprint: Fingerprint | None = None
@@ -172,9 +172,23 @@ class State:
 
     def replicas(self) -> Replicas:
         """See ``frameworks/roles.State``."""
-        groups = self.sharding.replicas()
-        self._group = next((number for number, group in enumerate(groups) if dist.get_rank() in group), -1)
-        return groups
+        return self.sharding.replicas()
+
+    def belong(self, groups: Replicas) -> None:
+        """See ``frameworks/roles.State``."""
+        numbered = enumerate(groups) if len(groups) > 1 else ()
+        self._group = next((each for each in numbered if dist.get_rank() in each[1]), None)
+
+    def _called(self, name: str, tensor: torch.Tensor) -> str:
+        """Under which name a rank of one of several groups saves a tensor: a checkpoint has each part of a tensor once
+        under the tensor's own. What others have too (a plain tensor, a DTensor that is replicated) they save as well,
+        so that each group has in its own files whatever it needs.
+        """
+        assert self._group is not None
+        number, members = self._group
+        if is_sharded(tensor) and self.sharding.first_holder(tensor) in members:
+            return name
+        return f"{name}@{number}"
 
     def keep(self, *, whole: bool) -> None:
         """A window begins: what its redo goes back to, as far as bodies change it."""
@@ -293,7 +307,8 @@ class State:
     def image(self, step: int, share: SaveShare) -> Image:
         self.sharding.reshard()
         self.kept.look()
-        image = self._images.image(self.tree(found=True), step, share, self.kept.lost, group=self._group)
+        called = self._called if self._group is not None else None
+        image = self._images.image(self.tree(found=True), step, share, self.kept.lost, called=called)
         if self._images.plans != self._checked_plans:
             fitting.check_unchanged(self._built, fitting.layout_of(self._objects.models))
             self._checked_plans = self._images.plans

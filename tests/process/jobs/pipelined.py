@@ -1,0 +1,163 @@
+"""A small model in two stages of a pipeline, each of them on two ranks, which average their gradients (PP x DP).
+
+``--variant``: how they do so (``replicate``, ``shard``, ``ddp``, and ``own`` for an all-reduce of the script's), and
+``onef`` for another order of the passes, ``two`` for two stages on each rank;
+``untold``: stages do not know their shapes; ``late``: the schedule is made in the first step.
+``--plain``: without a word of ours, for torchrun. At its end each rank writes the bytes that it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+WIDTH, BATCH, PARTS = 16, 16, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.dropout(self.down(torch.relu(self.up(inputs))))
+
+
+class Net(nn.Module):
+    """A stage has some of the blocks, under the names of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(number): Block() for number in range(4)})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks.values():
+            inputs = block(inputs)
+        return inputs
+
+
+class Job:
+    def __init__(self, variant: frozenset[str]) -> None:
+        self.variant = variant
+        self.rank = dist.get_rank()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        self.stage_number = mesh["pp"].get_local_rank()
+        self.data_rank = mesh["dp"].get_local_rank()
+        self.group = mesh["dp"].get_group()
+        torch.manual_seed(0)
+        self.model: Any = Net()
+        for number in range(4):
+            if (number % 2 if "two" in variant else number // 2) != self.stage_number:
+                del self.model.blocks[str(number)]
+        if "two" in variant:
+            for block in self.model.blocks.values():
+                replicate(block, mesh=mesh["dp"])
+        elif "replicate" in variant:
+            replicate(self.model, mesh=mesh["dp"])
+        elif "shard" in variant:
+            for block in self.model.blocks.values():
+                fully_shard(block, mesh=mesh["dp"])
+            fully_shard(self.model, mesh=mesh["dp"])
+        elif "ddp" in variant:
+            self.model = DistributedDataParallel(self.model, process_group=self.group)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        shapes: dict[str, Any] = {}
+        if "untold" not in variant:
+            given, made = (torch.empty(BATCH // PARTS, WIDTH, device="meta") for _ in range(2))
+            shapes = {"input_args": given.requires_grad_(self.stage_number > 0), "output_args": made.requires_grad_()}
+        group = mesh["pp"].get_group()
+
+        def schedule() -> Any:
+            where = torch.device("cpu")
+            if "two" in variant:  # each rank has two of four stages
+                stages = [
+                    PipelineStage(block, self.stage_number + 2 * number, 4, where, group=group, **shapes)
+                    for number, block in enumerate(self.model.blocks.values())
+                ]
+                return ScheduleInterleaved1F1B(stages, PARTS, loss_fn=nn.functional.mse_loss)
+            stage = PipelineStage(self.model, self.stage_number, 2, where, group=group, **shapes)
+            one = Schedule1F1B if "onef" in variant else ScheduleGPipe
+            return one(stage, PARTS, loss_fn=nn.functional.mse_loss)
+
+        self._make_schedule = schedule
+        self._schedule = None if "late" in variant else schedule()
+        torch.manual_seed(1000 + self.rank)
+
+    @property
+    def schedule(self) -> Any:
+        self._schedule = self._schedule or self._make_schedule()
+        return self._schedule
+
+    def body(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(number * 100 + self.data_rank)
+        inputs = torch.randn(BATCH, WIDTH, generator=generator)
+        losses: list[torch.Tensor] = []
+        if self.stage_number == 0:
+            self.schedule.step(inputs)
+        else:
+            self.schedule.step(target=inputs.roll(1, 1), losses=losses)
+            assert len(losses) == PARTS
+        if "own" in self.variant:
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad, group=self.group)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank{self.rank}.bin").open("wb") as file:
+            for parameter in self.model.parameters():
+                for tensor in (parameter, *(value for _, value in sorted(self.optimizer.state[parameter].items()))):
+                    file.write(getattr(tensor, "_local_tensor", tensor).detach().numpy().tobytes())
+            file.write(torch.get_rng_state().numpy().tobytes())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--variant", default="replicate")
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--save", type=int, default=0)
+    parser.add_argument("--memory", type=int, default=0)
+    parser.add_argument("--pace", action="store_true")
+    parser.add_argument("--replicas", type=json.loads, default=[])
+    asked = parser.parse_args()
+    dist.init_process_group("gloo")
+    job = Job(frozenset(asked.variant.split("+")))
+    if asked.plain:
+        for number in range(asked.steps):
+            job.body(number)
+    else:
+        import resilient_train as rt
+
+        with contextlib.ExitStack() as stack:
+            session = rt.Session(model=job.model, optimizer=job.optimizer, replicas=asked.replicas)
+            stack.enter_context(session)
+            if asked.save:
+                session.save_every(steps=asked.save, memory_steps=asked.memory or None)
+            for step in session.steps(asked.steps):
+                with step:
+                    job.body(step.number)
+                if asked.pace:
+                    time.sleep(0.1)
+    job.write(asked.out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Pipelines (PP x DP): whatever is killed, each rank ends with the memory of a plain run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import memories
+import pytest
+from memories import RANKS, Torchrun, ends_as
+from running import JOBS, LAUNCHER, Run, read_events, start
+from watched_jobs import end_holder
+
+PLAN = (
+    "hcce rank=3 step=1 phase=COMPUTE at=backward; kill rank=1 step=3 phase=COMPUTE at=backward; "
+    "kill rank=2 step=5 phase=COMPUTE at=forward; kill rank=0 step=7 phase=UPDATING at=start; "
+    "kill rank=3 step=9 phase=APPLIED at=end"
+)
+OWN = ("--replicas", "[[0, 1], [2, 3]]")
+
+
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
+    return Torchrun("pipelined.py", tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path):
+    yield tmp_path / "run"
+    end_holder(tmp_path / "run")
+
+
+def train(run_dir: Path, faults: str, *more: str, variant: str, **environ: str) -> Run:
+    return memories.train("pipelined.py", run_dir, faults, *more, variant=variant, **environ)
+
+
+@pytest.mark.parametrize(
+    ("variant", "more"),
+    [("replicate", ()), ("own+onef", OWN), *(pytest.param(*each, marks=pytest.mark.long) for each in (
+        ("replicate+onef", ()), ("replicate+two", ()), ("own", OWN)
+    ))],
+)  # fmt: skip
+def test_kills(run_dir: Path, torchrun: Torchrun, variant: str, more: tuple[str, ...]) -> None:
+    """In a schedule's first step its stages tell each other what they send; a new process waits for that."""
+    run = train(run_dir, PLAN, *more, variant=variant)
+    ends_as(run, torchrun(variant))
+    assert run.recoveries() == 5, run.explain()
+
+
+def test_a_fault_in_the_first_step(run_dir: Path, torchrun: Torchrun) -> None:
+    run = train(run_dir, "kill rank=2 step=0 phase=COMPUTE at=backward", variant="replicate")
+    ends_as(run, torchrun("replicate"))
+
+
+def test_stages_that_are_divided(run_dir: Path, torchrun: Torchrun) -> None:
+    run = train(
+        run_dir, "kill rank=2 step=6 phase=COMPUTE at=forward", "--save", "100", "--memory", "1", variant="shard+onef"
+    )
+    ends_as(run, torchrun("shard+onef"))
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
+
+
+@pytest.mark.parametrize(
+    ("variant", "told"),
+    [
+        ("replicate+untold", "was not told its shapes"),
+        ("ddp", "is wrapped by DistributedDataParallel"),
+        ("own", "say which ranks hold the same: Session(replicas=[...])"),
+    ],
+)
+def test_refused_at_the_start(run_dir: Path, variant: str, told: str) -> None:
+    run = train(run_dir, "", variant=variant)
+    assert run.code == 2, run.explain()
+    assert told in run.err
+
+
+def test_a_schedule_that_is_made_later(run_dir: Path) -> None:
+    """It can be refused only where it matters."""
+    run = train(run_dir, "kill rank=2 step=4 phase=COMPUTE at=forward", variant="replicate+untold+late")
+    assert run.code == 1, run.explain()
+    assert "was not told its shapes" in run.err
+    assert not list((run_dir.parent / "out").glob("*")), "nobody has come to the end"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("variant", "more"), [("replicate", ()), ("own", OWN)])
+def test_asked_to_end_it_goes_on_from_storage(
+    run_dir: Path, torchrun: Torchrun, variant: str, more: tuple[str, ...]
+) -> None:
+    out = run_dir.parent / "out"
+    job = [str(JOBS / "pipelined.py"), "--out", str(out), "--variant", variant, *more, "--pace"]
+    with start([*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *job]) as process:
+        deadline = time.monotonic() + 60
+        while not any(event["kind"] == "started" for event in read_events(run_dir)):
+            assert time.monotonic() < deadline, "it did not start"
+            time.sleep(0.01)
+        time.sleep(0.4)  # some updates: without one nothing is saved, and the test fails
+        os.kill(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    end_holder(run_dir)
+    run = train(run_dir, "", *more, variant=variant)
+    ends_as(run, torchrun(variant))
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()

@@ -5,11 +5,17 @@ Compared are the bytes that the job's script has written, parameter by parameter
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from running import JOBS, Run, launch
+from running import JOBS, LAUNCHER, Run, launch, start
+from watched_jobs import end_holder
+
+from resilient_train.state.checkpoint.verify import newest_complete
 
 RANKS = 4
 Memory = list[bytes]
@@ -43,6 +49,22 @@ def train(job: str, run_dir: Path, faults: str, *more: str, variant: str, **envi
     flags = ("--faults", faults) if faults else ()
     arguments = ("--out", str(run_dir.parent / "out"), "--variant", variant, *more)
     return launch(run_dir, job, *arguments, ranks=RANKS, flags=flags, timeout_s=200, **environ)
+
+
+def ended_by_the_scheduler(job: str, run_dir: Path, *more: str, variant: str) -> None:
+    """Trains for some steps, until SIGTERM; the state is saved then."""
+    told = run_dir.parent / "told"
+    command = [str(JOBS / job), "--out", str(run_dir.parent / "out"), "--variant", variant, *more, "--tell", str(told)]
+    with start([*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *command]) as process:
+        deadline = time.monotonic() + 60
+        while not told.exists() or not told.read_text() or int(told.read_text()) < 2:
+            assert time.monotonic() < deadline, "it did not come to its third step"
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert newest_complete(run_dir / "checkpoints").report is not None, err
+    end_holder(run_dir)
 
 
 def ends_as(run: Run, expected: Memory) -> None:

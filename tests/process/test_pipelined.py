@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 
 import memories
 import pytest
-from memories import RANKS, Torchrun, ends_as
-from running import JOBS, LAUNCHER, Run, read_events, start
+from memories import Torchrun, ended_by_the_scheduler, ends_as
+from running import Run
 from watched_jobs import end_holder
 
 PLAN = (
@@ -89,18 +86,7 @@ def test_a_schedule_that_is_made_later(run_dir: Path) -> None:
 def test_asked_to_end_it_goes_on_from_storage(
     run_dir: Path, torchrun: Torchrun, variant: str, more: tuple[str, ...]
 ) -> None:
-    out = run_dir.parent / "out"
-    job = [str(JOBS / "pipelined.py"), "--out", str(out), "--variant", variant, *more, "--pace"]
-    with start([*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *job]) as process:
-        deadline = time.monotonic() + 60
-        while not any(event["kind"] == "started" for event in read_events(run_dir)):
-            assert time.monotonic() < deadline, "it did not start"
-            time.sleep(0.01)
-        time.sleep(0.4)  # some updates: without one nothing is saved, and the test fails
-        os.kill(process.pid, signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 143, err
-    end_holder(run_dir)
+    ended_by_the_scheduler("pipelined.py", run_dir, *more, variant=variant)
     run = train(run_dir, "", *more, variant=variant)
     ends_as(run, torchrun(variant))
     assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
+import importlib.util
 from pathlib import Path
 
 import memories
 import pytest
-from memories import RANKS, Torchrun, ends_as, memory_of
-from running import JOBS, LAUNCHER, Run, read_events, start
+import torch
+import torch.distributed.checkpoint as dcp
+from memories import Torchrun, ended_by_the_scheduler, ends_as, memory_of
+from running import JOBS, Run, launch
 from watched_jobs import end_holder
-
-from resilient_train.state.checkpoint.verify import newest_complete
 
 PLACES = (
     *("COMPUTE at=start", "COMPUTE at=forward", "COMPUTE at=backward", "READY at=before", "READY at=barrier"),
@@ -163,22 +161,66 @@ def test_bits_that_flip_in_a_part(run_dir: Path, torchrun: Torchrun) -> None:
     "variant", ["base", *(pytest.param(each, marks=pytest.mark.long) for each in ("alone", "tp", "tp+copied"))]
 )
 def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Torchrun, variant: str) -> None:
-    out = run_dir.parent / "out"
-    job = [str(JOBS / "hsdp.py"), "--out", str(out), "--variant", variant, "--pace", str(run_dir / "never")]
-    with start([*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *job]) as process:
-        deadline = time.monotonic() + 60
-        while not any(event["kind"] == "started" for event in read_events(run_dir)):
-            assert time.monotonic() < deadline, "it did not start"
-            time.sleep(0.01)
-        time.sleep(0.4)  # some updates: without one nothing is saved, and the test fails
-        os.kill(process.pid, signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 143, err
-    assert newest_complete(run_dir / "checkpoints").report is not None, err
-    end_holder(run_dir)
+    ended_by_the_scheduler("hsdp.py", run_dir, variant=variant)
     run = train(run_dir, "", variant=variant)
     ends_as(run, torchrun(variant))
     assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [("base", 4), ("alone", 4), ("alone", 2), ("alone", 1)],
+        pytest.param([("alone", 4), ("tp+copied", 4), ("base", 4), ("tp", 4)], marks=pytest.mark.long),
+    ],
+    ids=lambda ways: " ".join(f"{variant}-{ranks}" for variant, ranks in ways),
+)
+def test_it_goes_on_divided_in_another_way(run_dir: Path, ways: list[tuple[str, int]]) -> None:
+    """Each from what the first one has saved, without a step more: put together by torch it is the same model."""
+
+    def go(variant: str, ranks: int, run_dir: Path, steps: int, *more: str) -> tuple[Run, set[bytes]]:
+        out = run_dir.parent / "out"
+        arguments = ("--out", str(out), "--variant", variant, "--steps", str(steps), *more)
+        run = launch(run_dir, "hsdp.py", *arguments, ranks=ranks)
+        assert run.code == 0, run.explain()
+        return run, {(out / f"whole{rank}.bin").read_bytes() for rank in range(ranks)}
+
+    (first, ranks), *others = ways
+    _, expected = go(first, ranks, run_dir.with_name("undisturbed"), 6)
+    assert len(expected) == 1
+    go(first, ranks, run_dir, 7, "--save", "6")
+    for variant, ranks in others:
+        run, found = go(variant, ranks, run_dir, 6)
+        assert len(run.of("restored")) == ranks, run.explain()
+        assert found == expected, run.explain()
+    assert read_by_torch(run_dir / "checkpoints" / "step_6") == expected
+
+
+def read_by_torch(checkpoint: Path) -> set[bytes]:
+    """The model and its moments, as they lie in the files, by torch's own reader in a process that has no group."""
+    spec = importlib.util.spec_from_file_location("job", JOBS / "hsdp.py")
+    assert spec is not None
+    assert spec.loader is not None
+    job = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(job)
+    named: dict[str, torch.Tensor] = {}
+    for number, (name, parameter) in enumerate(job.Net(recomputes=False).named_parameters()):
+        named[f"model.0.{name}"] = parameter.detach()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            named[f"optimizer.0.{number}.{moment}"] = torch.zeros_like(parameter)
+        named[f"optimizer.0.{number}.step@0"] = torch.zeros(())
+    dcp.load(named, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint)), no_dist=True)
+    return {b"".join(tensor.numpy().tobytes() for tensor in named.values())}
+
+
+def test_what_is_not_the_same_in_all_parts_can_not_be_divided_anew(run_dir: Path) -> None:
+    out = str(run_dir.parent / "out")
+    more = ("--out", out, "--steps", "7", "--save", "6")
+    assert launch(run_dir, "hsdp.py", *more, "--variant", "base+average", ranks=4).code == 0
+    run = launch(run_dir, "hsdp.py", *more, "--variant", "alone+average", ranks=4)
+    assert run.code == 2, run.explain()
+    assert "ranks that held other parts of the model, and 'extra.average.of@0' was not the same on all" in run.err
 
 
 def test_parts_that_one_rank_holds_alone(run_dir: Path, torchrun: Torchrun) -> None:

@@ -170,7 +170,7 @@ def test_what_is_sharded_in_other_ways_is_refused(fake_world: None) -> None:
         take(with_buffer)
     fully_shard(wrapped[0], mesh=init_device_mesh("cpu", (4,)))
     with pytest.raises(ConfigError, match=r"parameter '1.weight' is not sharded, and others"):
-        take(wrapped).state.replicas()
+        take(wrapped).state.replicas(())
 
 
 def test_the_older_wrapper_is_refused(fake_world: None) -> None:

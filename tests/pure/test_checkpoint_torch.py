@@ -18,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from resilient_train.errors import ConfigError  # noqa: E402
 from resilient_train.frameworks.torch.checkpoint import (  # noqa: E402
     contents,
-    load_tensors,
     local,
     memory_of,
     names_of,
@@ -28,9 +27,10 @@ from resilient_train.frameworks.torch.leaves import TENSORS, dtype_of  # noqa: E
 from resilient_train.state import sharding  # noqa: E402
 from resilient_train.state.checkpoint.draft import CheckpointDraft  # noqa: E402
 from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint  # noqa: E402
+from resilient_train.state.checkpoint.target import BlockTarget  # noqa: E402
 from resilient_train.state.checkpoint.verify import verify  # noqa: E402
 from resilient_train.state.image import ImagePlan, plan_image  # noqa: E402
-from resilient_train.state.sharding import Piece, divide, unique  # noqa: E402
+from resilient_train.state.sharding import Piece, divide  # noqa: E402
 from resilient_train.state.transfer import view  # noqa: E402
 from resilient_train.state.tree import Path as TreePath  # noqa: E402
 from resilient_train.state.tree import Slot, unflatten  # noqa: E402
@@ -122,7 +122,10 @@ def save_sharded(folder: Path, state: Mapping[str, torch.Tensor], size: int, dim
     for rank in range(size):
         with world(rank, size):
             pieces.append([piece_of(name, tensor) for name, tensor in sharded(state, size, dim).items()])
-    for rank, mine in enumerate(unique(pieces)):
+    seen: set[Piece] = set()
+    for rank, held in enumerate(pieces):
+        mine = [piece for piece in held if piece not in seen]
+        seen.update(held)
         with world(rank, size):
             slots.append(fill(mine, rank, size, sharded(state, size, dim)))
     return save(folder, slots, [[rank] for rank in range(size)])
@@ -182,6 +185,24 @@ def test_plain_dcp(written: Path, size: int, dim: int) -> None:
             dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(written)), no_dist=True)
             assert all(same(local(found[name]), local(tensor)) for name, tensor in expected.items())
             assert isinstance(found["w"], DTensor)
+
+
+def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], *, digests: bool = True) -> int:
+    """Fills tensors (plain ones whole, DTensors this rank's block) from a checkpoint of any layout, in place."""
+    targets: list[BlockTarget] = []
+    landed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, tensor in tensors.items():
+        here = local(tensor)
+        landing = here
+        if here.device.type != "cpu" or not here.is_contiguous():
+            landing = torch.empty(here.shape, dtype=here.dtype)
+            landed.append((here, landing))
+        targets.append(BlockTarget(piece_of(name, tensor), view(span_of(landing))))
+    count = checkpoint.load(targets, digests=digests)
+    with torch.no_grad():
+        for here, landing in landed:
+            here.copy_(landing)
+    return count
 
 
 def load_tree(checkpoint: Checkpoint) -> Any:

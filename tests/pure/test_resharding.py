@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pure import checkpoint_rig
 from pure.checkpoint_rig import write
 from resilient_train.frameworks.roles import Strides
 from resilient_train.protocol.messages import Refused, Source
 from resilient_train.session.from_saved import FromSaved
+from resilient_train.session.from_saved import Own as FromSavedOwn
 from resilient_train.session.loader import Cursor
 from resilient_train.session.published import Published, read
 from resilient_train.session.resharding import reshard
@@ -174,7 +176,9 @@ def test_the_strides_of_loaders() -> None:
     assert strides(DataLoader(data, 4, sampler=Other(data, 2, 0))) is None
 
 
-def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
+def test_parts_that_are_not_alike_are_not_divided_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = msgspec.msgpack.encode(FromSavedOwn(b"published", b"layout", "of parts"))
+    monkeypatch.setattr(checkpoint_rig, "own", lambda *_: held)
     path = write(tmp_path, 8, shards=3)
     sent: list[Any] = []
 
@@ -182,10 +186,11 @@ def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
         raise SystemExit(2)
 
     link = SimpleNamespace(rank=0, world_size=4, channel=SimpleNamespace(send=sent.append), wait_for_the_end=end)
-    restoring = FromSaved(link, None, None, None, tmp_path, ((0, 1), (2, 3)), lambda *_: None)
+    state: Any = SimpleNamespace(load=lambda _tree, _names, fill: fill([]))
+    restoring = FromSaved(link, state, None, None, tmp_path, ((0, 1), (2, 3)), lambda *_: None)
     with pytest.raises(SystemExit):
         restoring.restore(Source("storage", 8, str(path)))
     (refused,) = sent
     assert isinstance(refused, Refused)
-    assert "was written by 3 replica groups, this job has 2" in refused.text
+    assert "and the state beside the tensors was not the same on all of them (3 replica groups, here 2)" in refused.text
     assert "--run-dir" in refused.text

@@ -19,7 +19,6 @@ from resilient_train.state.sharding import (
     run_in,
     shares,
     uncovered,
-    unique,
 )
 
 shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
@@ -127,11 +126,6 @@ def test_a_block_is_divided_within_its_tensor() -> None:
     assert (first[0].offsets, first[0].shape) == ((rows, 0), (rows // 2, 2))
     assert (second[0].offsets, second[0].shape) == ((rows + rows // 2, 0), (rows // 2, 2))
     assert first[0].global_shape == piece.global_shape
-
-
-def test_what_two_groups_hold_is_written_once() -> None:
-    step, mine, yours = whole("step", "F32", ()), whole("mine", "F32", (3,)), whole("yours", "F32", (3,))
-    assert unique([[step, mine], [step, yours]]) == [[step, mine], [yours]]
 
 
 def test_shares() -> None:

@@ -31,6 +31,7 @@ from resilient_train.state.tree import Slot, flatten, unflatten  # noqa: E402
 
 pytestmark = pytest.mark.torch
 NAMES = ("replicate", "shard")
+KINDS = ("weight", "bias")
 
 
 @pytest.fixture
@@ -110,22 +111,17 @@ def test_a_part_is_saved_once_under_its_own_name(four_ranks: None) -> None:
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     model = replicate(parallelize_module(model, whole[names[1]], plan), mesh=whole[names[0]])
     state = State(Objects((model,), ()), RankState((model,), {}), Host())
-    assert state.replicas() == ((0, 2), (1, 3))
-
-    def saved(groups: tuple[tuple[int, ...], ...]) -> list[str]:
-        state.belong(groups)
-        share = SaveShare(0, 1, 0, 4)
-        return [name.partition("model.0.")[2] for name in state.image(0, share).names if name.startswith("model")]
-
-    assert saved(((0, 2), (1, 3))) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert saved(((1, 3), (0, 2))) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert saved(((2, 3), (0, 1))) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert state.replicas(()) == ((0, 2), (1, 3))
+    with pytest.raises(ConfigError, match=r"replicas=\(\(0, 1\), \(2, 3\)\), but by the model's meshes"):
+        state.replicas(((0, 1), (2, 3)))
+    share = SaveShare(0, 1, 0, 4)
+    assert state.image(0, share).names[:4] == tuple(f"model.0.{at}.{what}" for at in (0, 1) for what in KINDS)
     plain = nn.Linear(2, 2)
     beside = State(Objects((plain,), ()), RankState((plain,), {}), Host())
-    beside.belong(((1, 2), (0, 3)))
-    assert beside.image(0, SaveShare(0, 1, 0, 4)).names == ("model.0.weight@1", "model.0.bias@1")
-    beside.belong(())
-    assert beside.image(0, SaveShare(0, 1, 0, 4)).names == ("model.0.weight", "model.0.bias")
+    assert beside.replicas(((1, 2), (0, 3))) == ((1, 2), (0, 3))
+    assert beside.image(0, share).names == ("model.0.weight@1", "model.0.bias@1")
+    assert beside.replicas(()) == ()
+    assert beside.image(0, share).names == ("model.0.weight", "model.0.bias")
 
 
 def test_a_backward_pass_that_is_cut_leaves_nothing(four_ranks: None) -> None:

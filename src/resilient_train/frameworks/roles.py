@@ -146,6 +146,8 @@ class Image(NamedTuple):
     """... and what these are called in the shards, in the order of their numbers in ``tree``."""
     changed: Callable[[], str] = lambda: ""
     """The name of a tensor that was written since the image was described, though it may be only now; empty: none."""
+    division: str = ""
+    """Of what the rank holds, see ``state/sharding.division``."""
 
 
 class WrittenEarly(NamedTuple):
@@ -420,15 +422,13 @@ class State(Protocol):
         """Raises StateError if some of it can't be carried to another process."""
         ...
 
-    def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Where it is divided among ranks: the groups of ranks that hold the same parts. () where each rank holds all.
+    def replicas(self, told: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that hold the same, each of which saves its own; () where each rank holds all.
 
-        Raises ConfigError if it is divided in a way that can't be recovered.
+        Where the state is divided among ranks, it says which they are, and ``told`` (the user's) is compared; else
+        it is what is told. Raises ConfigError if these differ, and for what is divided in a way that can't be
+        recovered.
         """
-        ...
-
-    def belong(self, groups: tuple[tuple[int, ...], ...]) -> None:
-        """The replica groups of the job, () for one of all ranks: each saves its own."""
         ...
 
     def sources(self) -> Sources:
@@ -465,7 +465,10 @@ class State(Protocol):
         ...
 
     def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget]], object]) -> None:
-        """Takes up a saved state: ``fill`` fills the tensors. Raises LayoutError if the state isn't this model's."""
+        """Takes up a saved state: ``fill`` fills the tensors, divided among ranks as they are here, however they were.
+
+        Raises LayoutError if the state isn't this model's.
+        """
         ...
 
     def fingerprint(self, after: Copier | None = None) -> Fingerprint:

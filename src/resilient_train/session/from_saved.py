@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
 from resilient_train.state.checkpoint.held import HeldImage, fill_from
 from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint
+from resilient_train.state.checkpoint.target import BlockTarget
+from resilient_train.state.sharding import division
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.client import Vault
 
@@ -33,10 +35,12 @@ class Own(msgspec.Struct, frozen=True, array_like=True):
     """What a rank needs besides the tensors: its publication, and what decided the layout of DDP's buckets.
 
     Without the latter, DDP reduces the first step in another order, and with three or more ranks the bits differ.
+    ``division``: of the tensors, as ``state/sharding.division`` has it.
     """
 
     published: bytes
     layout: bytes
+    division: str = ""
 
 
 class FromSaved:
@@ -83,31 +87,39 @@ class FromSaved:
 
     def _from_storage(self, source: Source) -> Own:
         with read_checkpoint(Path(source.path)) as checkpoint:
-            if len(checkpoint.manifest.replica_groups) != len(self._groups):
-                raise ConfigError(
-                    f"{source.path} was written by {len(checkpoint.manifest.replica_groups)} replica groups, this job "
-                    f"has {len(self._groups)}: their number can't change (that of the ranks in them can)"
-                )
-            tree = checkpoint.tree(self._group())
-            self._state.load(tree.tree, tree.names, checkpoint.load)
-            own = checkpoint.rank_state(self._link.rank)
-            if checkpoint.manifest.replica_groups != self._groups or own is None:  # it may have died with the rank
-                return self._from_another_world(checkpoint)
-        return _unpacked(own)
+            old = checkpoint.manifest.replica_groups
+            group = self._group() if len(old) == len(self._groups) else 0
+            held = {rank: _unpacked(own) for rank in old[group] if (own := checkpoint.rank_state(rank)) is not None}
+            if not held:
+                raise CheckpointError(str(checkpoint.path), f"lacks the own state of all ranks of group {group}")
+            first = next(iter(held.values()))
+            alike = len(old) == len(self._groups)
 
-    def _from_another_world(self, checkpoint: Checkpoint) -> Own:
-        """The part of a rank's own state, see ``resharding``. Raises CheckpointError."""
-        group, old = self._group(), checkpoint.manifest.replica_groups
-        place = self._groups[group].index(self._link.rank)
-        held = [(rank, own) for rank in old[group] if (own := checkpoint.rank_state(rank)) is not None]
-        if not held:
-            raise CheckpointError(str(checkpoint.path), f"lacks the own state of all ranks of group {group}")
-        mine = old[group][place] if place < len(old[group]) else -1
-        own = dict(held).get(mine)
-        first = _unpacked(held[0][1])
-        published, found = self._publication.elsewhere(own and _unpacked(own).published, first.published)
+            def fill(targets: Sequence[BlockTarget]) -> None:
+                nonlocal alike
+                alike = alike and first.division in ("", division([each.piece for each in targets]))
+                if not alike and (odd := checkpoint.differing()):
+                    raise ConfigError(
+                        f"{checkpoint.path} was written by ranks that held other parts of the model, and {odd} was not "
+                        f"the same on all of them ({len(old)} replica groups, here {len(self._groups)}): it can't be "
+                        "divided anew"
+                    )
+                checkpoint.load(targets)
+
+            tree = checkpoint.tree(group)
+            self._state.load(tree.tree, tree.names, fill)
+            if alike and old == self._groups and self._link.rank in held:  # it may have died with the rank
+                return held[self._link.rank]
+            place = self._groups[group].index(self._link.rank) if alike else len(old[group])
+            return self._from_another_world(checkpoint, held, first, *old[group][place : place + 1])
+
+    def _from_another_world(self, checkpoint: Checkpoint, held: dict[int, Own], first: Own, mine: int = -1) -> Own:
+        """The part of a rank's own state, see ``resharding``. ``mine``: the old rank whose place this one has, if any;
+        none where the parts are others: who computes what together may have changed.
+        """
+        published, found = self._publication.elsewhere(held[mine].published if mine in held else None, first.published)
         worlds = {"old_world_size": checkpoint.manifest.world_size, "world_size": self._link.world_size}
-        self._event("resharded", {**worlds, "own_state_of": mine if own else -1, **found})
+        self._event("resharded", {**worlds, "own_state_of": mine if mine in held else -1, **found})
         return Own(published, first.layout)
 
     def _from_memory(self, source: Source) -> Own:

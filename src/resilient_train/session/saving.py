@@ -243,13 +243,13 @@ class Saving:
         published = self._link.peers.published(commits)
         if published is None:
             raise ProtocolError(f"it had published nothing from which update {commits} starts")
-        own = {self._link.rank: self._packed(published)}
         everybody = [rank for group in self._groups for rank in group]
         share = self._share(everybody.index(self._link.rank))
         if order is not None:
-            own |= {rank: self._packed(other) for rank, other in order.others.items()}
             share = SaveShare(order.part, order.parts, order.shard, order.shards)
         image = self._state.image(step, share)
+        others = order.others if order is not None else {}
+        own = {rank: self._packed(each, image) for rank, each in {self._link.rank: published, **others}.items()}
         pair = self._room_for(self._connected(), image, own)
         while (draft := self._names.begin(pair)) is None:
             # Storage still reads the snapshot before last. The agent ends this process when the time is over.
@@ -258,10 +258,11 @@ class Saving:
         self._complete(self._copy(draft, image, commits, step, own, store=True, last=generation))
 
     def _described(self, step: int) -> tuple[Image, dict[int, bytes]]:
-        return self._state.image(step, self._share()), {self._link.rank: self._packed(self._publication.latest)}
+        image = self._state.image(step, self._share())
+        return image, {self._link.rank: self._packed(self._publication.latest, image)}
 
-    def _packed(self, published: bytes) -> bytes:
-        return msgspec.msgpack.encode(Own(published, self._layout()))
+    def _packed(self, published: bytes, image: Image) -> bytes:
+        return msgspec.msgpack.encode(Own(published, self._layout(), image.division))
 
     def _copy(
         self,

@@ -116,8 +116,9 @@ class Session:
                     raise ConfigError(problem.text)  # noqa: TRY301 - likewise
                 off, link = problem.text, None
             if link is not None:
-                groups = _groups(engine.state.replicas(), tuple(map(tuple, replicas)))
-                engine.state.belong(groups)
+                groups = engine.state.replicas(tuple(map(tuple, replicas)))
+                if len(groups) > 1 and config.is_first_rank():
+                    say_aside(_told(groups))
                 self._driver = Driver(
                     link, engine, self._cursor, objects, groups, undo=undo, limits=limits, skips=skips
                 )
@@ -341,15 +342,6 @@ def _problem(engine: Engine, link: config.AgentLink) -> Problem | None:
     if found is None and (text := engine.collectives.set_up_problem()):
         found = Problem(text)
     return found
-
-
-def _groups(found: Groups, told: Groups) -> Groups:
-    """The replica groups: as the model says, where it is sharded; then what the user says is only compared."""
-    if found and told and {frozenset(group) for group in found} != {frozenset(group) for group in told}:
-        raise ConfigError(f"replicas={told}, but by the model's meshes the ranks that hold the same are {found}")
-    if found and config.is_first_rank():
-        say_aside(_told(found))
-    return found or told
 
 
 def _told(groups: Groups) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import xxhash
+
 Shape = tuple[int, ...]
 
 ITEM_BYTES = {
@@ -58,19 +60,6 @@ def shares(replica_groups: Sequence[Sequence[int]]) -> tuple[Share, ...]:
     )
 
 
-def unique(groups: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
-    """The pieces of each replica group without those that an earlier group holds too: a checkpoint has each byte once.
-
-    Sharded jobs have them: an optimizer's step counts are plain tensors, equal on all ranks.
-    """
-    seen: set[Piece] = set()
-    result = []
-    for pieces in groups:
-        result.append([piece for piece in pieces if piece not in seen])
-        seen.update(pieces)
-    return result
-
-
 def divide(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
     """The same bytes in ``parts`` parts of nearly equal size, in the same order; any two ranks come to the same result.
 
@@ -97,6 +86,12 @@ def divide(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
             result[owner].append(piece if (low, high) == (0, rows) else _slab(piece, low, high))
         begin = end
     return result
+
+
+def division(pieces: Sequence[Piece]) -> str:
+    """Which part of each tensor a rank holds, as a digest: the same where it is the same."""
+    told = "\n".join(f"{each.name} {each.global_shape} {each.offsets} {each.shape}" for each in pieces)
+    return xxhash.xxh3_64_hexdigest(told.encode())
 
 
 def _rows(piece: Piece) -> tuple[int, int]:

@@ -63,6 +63,26 @@ class Net(nn.Module):
         return self.last(inputs)
 
 
+def tell(told: Path, number: int) -> None:
+    """For who waits until so many steps are made. The last ones are not made before he has done something about it."""
+    if dist.get_rank() == 0:
+        told.write_text(str(number))
+    time.sleep(0.1 if number < 2 else 5)
+
+
+class Average:
+    """Of a few numbers that this rank has of the first parameter, as a plain tensor."""
+
+    def __init__(self, model: Any) -> None:
+        self.of = next(iter(model.parameters()))._local_tensor.detach().flatten()[:8].clone()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"of": self.of}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.of.copy_(state["of"])
+
+
 class Job:
     def __init__(self, variant: frozenset[str]) -> None:
         self.variant = variant
@@ -139,7 +159,7 @@ class Job:
             self.model(torch.ones(2, 10))
         self.model.train()
 
-    def train(self, session: Any, steps: int, pace: str) -> None:
+    def train(self, session: Any, steps: int, told: Path | None) -> None:
         if "call" in self.variant:
             while not session.position.over and session.position.step < steps:
                 session.call(self.body, session.position.step, session)
@@ -149,8 +169,18 @@ class Job:
                 self.body(step.number, session)
             if "warm" in self.variant and step.done:
                 self.evaluate()
-            if pace and not Path(pace).exists():
-                time.sleep(0.1)
+            if told is not None:
+                tell(told, step.number)
+
+    def write_whole(self, folder: Path) -> None:
+        """All of the model, put together by torch."""
+        self.model.reshard()
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"whole{self.rank}.bin").open("wb") as file:
+            for parameter in self.model.parameters():
+                for tensor in (parameter, *(value for _, value in sorted(self.optimizers[0].state[parameter].items()))):
+                    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                    file.write(whole.detach().numpy().tobytes())
 
     def write(self, folder: Path) -> None:
         """The memory of this rank, in one order on all."""
@@ -175,7 +205,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--save", type=int, default=0)
     parser.add_argument("--memory", type=int, default=0)
-    parser.add_argument("--pace", default="")
+    parser.add_argument("--tell", type=Path)
     parser.add_argument("--replicas", type=json.loads, default=[])
     asked = parser.parse_args()
     dist.init_process_group("gloo")
@@ -196,12 +226,14 @@ def main() -> None:
                     scheduler=job.schedulers,
                     undo="undo" in job.variant,
                     replicas=asked.replicas,
+                    state={"average": Average(job.model)} if "average" in job.variant else {},
                 )
             )
             if asked.save:
                 session.save_every(steps=asked.save, memory_steps=asked.memory or None)
-            job.train(session, asked.steps, asked.pace)
+            job.train(session, asked.steps, asked.tell)
     job.write(asked.out)
+    job.write_whole(asked.out)
     dist.destroy_process_group()
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from hsdp import tell
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--save", type=int, default=0)
     parser.add_argument("--memory", type=int, default=0)
-    parser.add_argument("--pace", action="store_true")
+    parser.add_argument("--tell", type=Path)
     parser.add_argument("--replicas", type=json.loads, default=[])
     asked = parser.parse_args()
     dist.init_process_group("gloo")
@@ -153,8 +153,8 @@ def main() -> None:
             for step in session.steps(asked.steps):
                 with step:
                     job.body(step.number)
-                if asked.pace:
-                    time.sleep(0.1)
+                if asked.tell is not None:
+                    tell(asked.tell, step.number)
     job.write(asked.out)
     dist.destroy_process_group()
 

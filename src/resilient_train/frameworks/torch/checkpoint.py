@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from resilient_train.errors import StateError
 from resilient_train.frameworks.torch.leaves import TENSORS, is_sharded, local, span_of
-from resilient_train.state.checkpoint.restore import Checkpoint
-from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.sharding import ITEM_BYTES, Piece, Shape
-from resilient_train.state.transfer import Span, view
+from resilient_train.state.transfer import Span
 from resilient_train.state.tree import Path, flatten
 
 _NAMES = {
@@ -98,25 +96,3 @@ def skipped_bytes(piece: Piece, tensor: torch.Tensor) -> int:
         skipped += (piece.offsets[axis] - held.offsets[axis]) * stride
         stride *= held.shape[axis]
     return skipped
-
-
-def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], *, digests: bool = True) -> int:
-    """Fills tensors (plain ones whole, DTensors this rank's block) from a checkpoint of any layout, in place.
-
-    Returns the bytes read. Raises ConfigError if a tensor is not there with this dtype and global shape,
-    CheckpointError if a file is damaged; the tensors hold rubbish then.
-    """
-    targets: list[BlockTarget] = []
-    landed: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for name, tensor in tensors.items():
-        here = local(tensor)
-        landing = here
-        if here.device.type != "cpu" or not here.is_contiguous():
-            landing = torch.empty(here.shape, dtype=here.dtype)
-            landed.append((here, landing))
-        targets.append(BlockTarget(piece_of(name, tensor), view(span_of(landing))))
-    count = checkpoint.load(targets, digests=digests)
-    with torch.no_grad():
-        for here, landing in landed:
-            here.copy_(landing)
-    return count

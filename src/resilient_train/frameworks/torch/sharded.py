@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,17 @@ _FSDP = "FSDPModule"
 _SHARDS = ("Shard", "_StridedShard")
 """The second one: a dimension that both ``parallelize_module`` and ``fully_shard`` divide."""
 Replicas = tuple[tuple[int, ...], ...]
-_Part = tuple[int, ...]
-Held = dict[int, _Part]
-"""By rank."""
+
 _Placed = tuple[int, tuple[Any, ...]]
 """A mesh, by its id, and the placement on each of its dimensions."""
+
+
+class _Part(NamedTuple):
+    """What a rank holds of a tensor: its place along the dimensions of the mesh that divide it, and the others."""
+
+    slice: int
+    divided: tuple[int, ...]
+    copied: tuple[int, ...]
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
@@ -46,7 +52,7 @@ class Sharding:
         self._models = models
         self._modules: list[Any] = [module for model in models for module in model.modules() if is_fsdp(module)]
         self._groups = [group for module in self._modules for group in _groups_of(module)]
-        self._first_holders: dict[_Placed, int] = {}
+        self._copies: dict[tuple[_Placed, tuple[int, ...]], int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._modules)
@@ -58,7 +64,7 @@ class Sharding:
         Plain parameters (beside those of ``parallelize_module``) say nothing: that replicas have the same is compared.
         """
         managed = {id(parameter.sharded_param) for group in self._groups for parameter in group.fsdp_params}
-        seen = dict[_Placed, Held]()
+        seen = dict[_Placed, dict[int, _Part]]()
         for name, parameter in (each for model in self._models for each in model.named_parameters()):
             if managed and id(parameter) not in managed:
                 raise ConfigError(
@@ -69,18 +75,21 @@ class Sharding:
                 seen[placed] = _held(name, parameter)
         if not seen:
             return ()
-        alike: dict[tuple[_Part, ...], list[int]] = {}
+        alike: dict[Any, list[int]] = {}
         for rank in range(dist.get_world_size()):
-            alike.setdefault(tuple(held[rank] for held in seen.values()), []).append(rank)
+            alike.setdefault(tuple(held[rank][:2] for held in seen.values()), []).append(rank)
         return tuple(sorted(map(tuple, alike.values())))
 
-    def first_holder(self, tensor: torch.Tensor) -> int:
-        """The lowest of the ranks that hold the same part of this DTensor."""
+    def copy_of(self, tensor: torch.Tensor, group: tuple[int, ...]) -> int:
+        """Which copy of this DTensor the ranks of a replica group hold a part of. The parts of one copy are a whole.
+
+        There are several where ranks hold the same part without being replicas, and in the slices of a mesh.
+        """
         placed = _placed(tensor)
-        if placed not in self._first_holders:
-            held = _held("", tensor)
-            self._first_holders[placed] = min(rank for rank in held if held[rank] == held[dist.get_rank()])
-        return self._first_holders[placed]
+        if (placed, group) not in self._copies:
+            copies = {rank: (part.slice, part.copied) for rank, part in _held("", tensor).items()}
+            self._copies[placed, group] = sorted({*copies.values()}).index(min(copies[rank] for rank in group))
+        return self._copies[placed, group]
 
     def divided(self, named: dict[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
         """The parameters as they are held between two passes, whatever is in their places now."""
@@ -148,7 +157,7 @@ def _placed(parameter: Any) -> _Placed:
     return id(parameter.device_mesh), parameter.placements
 
 
-def _held(name: str, parameter: Any) -> Held:
+def _held(name: str, parameter: Any) -> dict[int, _Part]:
     """Which part of it each rank of the job holds.
 
     A mesh may be one of several slices of another one (``mesh["tp"]``), and each rank has its own; whether those of
@@ -169,7 +178,8 @@ def _held(name: str, parameter: Any) -> Held:
         raise ConfigError(f"model: {name!r} lies in several blocks on this rank, which can't be recovered")
     held = dict[int, _Part]()
     for place in itertools.product(*map(range, slices.shape)):
-        at = place[1:]
-        divided = (here for here, placement in zip(at, placements, strict=True) if not placement.is_replicate())
-        held[int(slices[place])] = (place[0], *divided)
+        along: tuple[list[int], list[int]] = [], []
+        for at, placement in zip(place[1:], placements, strict=True):
+            along[placement.is_replicate()].append(at)
+        held[int(slices[place])] = _Part(place[0], *map(tuple, along))
     return held

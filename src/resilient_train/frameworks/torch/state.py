@@ -79,6 +79,7 @@ class _Settings:
         )
 
 
+_Numbered = Sequence[Sequence[tuple[torch.nn.Parameter, dict[str, Any]]]]
 _Landing = tuple[torch.Tensor, torch.Tensor]
 """A tensor of the state, and the host memory in which this rank's part of it arrives."""
 
@@ -170,24 +171,26 @@ class State:
             "parameters": [groups_of(optimizer) for optimizer in objects.optimizers],
         }
 
-    def replicas(self) -> Replicas:
+    def replicas(self, told: Replicas) -> Replicas:
         """See ``frameworks/roles.State``."""
-        return self.sharding.replicas()
-
-    def belong(self, groups: Replicas) -> None:
-        """See ``frameworks/roles.State``."""
+        found = self.sharding.replicas()
+        if found and told and {frozenset(group) for group in found} != {frozenset(group) for group in told}:
+            raise ConfigError(f"replicas={told}, but by the model's meshes the ranks that hold the same are {found}")
+        groups = found or told
         numbered = enumerate(groups) if len(groups) > 1 else ()
         self._group = next((each for each in numbered if dist.get_rank() in each[1]), None)
+        return groups
 
     def _called(self, name: str, tensor: torch.Tensor) -> str:
-        """Under which name a rank of one of several groups saves a tensor: a checkpoint has each part of a tensor once
-        under the tensor's own. What others have too (a plain tensor, a DTensor that is replicated) they save as well,
-        so that each group has in its own files whatever it needs.
+        """Under which name a rank of one of several groups saves a tensor. Each of them has in its own files whatever
+        it needs: of a plain tensor a copy of its own, and its part of one copy of a DTensor (there are several of one
+        that is replicated beside others that are divided; and stages of a pipeline call different tensors alike).
         """
         assert self._group is not None
         number, members = self._group
-        if is_sharded(tensor) and self.sharding.first_holder(tensor) in members:
-            return name
+        if is_sharded(tensor):
+            copy = self.sharding.copy_of(tensor, members)
+            return f"{name}@{copy}" if copy else name
         return f"{name}@{number}"
 
     def keep(self, *, whole: bool) -> None:
@@ -321,7 +324,7 @@ class State:
 
     def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget]], object]) -> None:
         """What lies on an accelerator is written to when all has come whole, and not before."""
-        loaded, landing, uploads = self._land(tree)
+        loaded, landing, uploads = self._land(tree, anew=True)
         if len(names) != len(landing):
             raise TransferError(f"the saved state has {len(landing)} tensors, and names for {len(names)}")
         fill([
@@ -331,9 +334,12 @@ class State:
         self._staging.upload(uploads)
         self._apply(self._dressed(loaded))
 
-    def _land(self, manifest: bytes) -> tuple[Any, list[_Landing], list[tuple[torch.Tensor, torch.Tensor]]]:
+    def _land(
+        self, manifest: bytes, *, anew: bool = False
+    ) -> tuple[Any, list[_Landing], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The state's tree, of the model's own tensors and new ones; each with the host memory to be filled; and what
-        ``upload`` then has to do. The optimizers have its groups then. Raises LayoutError.
+        ``upload`` then has to do. The optimizers have its groups then. Raises LayoutError. ``anew``: it may have been
+        divided in another way.
         """
         told = unflatten(manifest, TENSORS, lambda _, slot: slot)
         fitting.check(told, self._objects)
@@ -345,6 +351,8 @@ class State:
 
         def place(path: Path, slot: Slot) -> torch.Tensor:
             mine = own.get(path)
+            if anew:
+                slot = _divided_as_here(path, slot, mine, numbered)
             fits = (
                 mine is not None
                 and (tuple(mine.shape), str(mine.dtype), is_sharded(mine)) == (slot.shape, slot.dtype, slot.divided)
@@ -405,9 +413,15 @@ class State:
             restore_object(thing, tree["extra"][name])
 
 
-def _beside_parameter(
-    path: Path, slot: Slot, numbered: Sequence[Sequence[tuple[torch.nn.Parameter, dict[str, Any]]]]
-) -> torch.Tensor | None:
+def _divided_as_here(path: Path, slot: Slot, mine: torch.Tensor | None, numbered: _Numbered) -> Slot:
+    """A parameter, or what an optimizer keeps of the same shape beside one, is divided as the parameter is here."""
+    if mine is None and len(path) > 3 and path[0] == "optimizer" and isinstance(path[2], int):
+        parameter, _ = numbered[path[1]][path[2]]
+        mine = parameter if tuple(parameter.shape) == slot.shape else None
+    return slot if mine is None else slot._replace(divided=is_sharded(mine))
+
+
+def _beside_parameter(path: Path, slot: Slot, numbered: _Numbered) -> torch.Tensor | None:
     """New memory of a device for an optimizer's tensor, or for this rank's part of one; None if it is a whole tensor
     in the host's memory. Raises LayoutError.
 

@@ -42,6 +42,26 @@ class Checkpoint:
         """The state of a replica group without its tensors. Raises CheckpointError."""
         return self._folder.tree(self._parts.trees[group], self.manifest, group)
 
+    def differing(self) -> str:
+        """What is not the same in all replica groups, so that none of them could go on from another's; empty if all is.
+
+        Each of them has saved its own of what is not divided among them. Raises CheckpointError.
+        """
+        trees = [self.tree(group) for group in range(len(self.manifest.replica_groups))]
+        if len({(each.tree, len(each.names)) for each in trees}) > 1:
+            return "the state beside the tensors"
+        for names in zip(*(each.names for each in trees), strict=True):
+            copies = dict.fromkeys(names)
+            if len(copies) > 1 and len({self._whole(name) for name in copies}) > 1:
+                return repr(names[0])
+        return ""
+
+    def _whole(self, name: str) -> bytes:
+        piece = self.tensors[name]
+        memory = bytearray(piece.size_bytes)
+        self.load([BlockTarget(piece, memoryview(memory))], digests=False)
+        return bytes(memory)
+
     def rank_state(self, rank: int) -> bytes | None:
         """What only this rank of the old world had; None if it was lost with the rank. Raises CheckpointError."""
         entry = self._parts.ranks.get(rank)

@@ -23,7 +23,7 @@ from resilient_train.frameworks.torch.checkpoint import (  # noqa: E402
     names_of,
     piece_of,
 )
-from resilient_train.frameworks.torch.leaves import TENSORS, dtype_of  # noqa: E402
+from resilient_train.frameworks.torch.leaves import TENSORS, dtype_of, span_of  # noqa: E402
 from resilient_train.state import sharding  # noqa: E402
 from resilient_train.state.checkpoint.draft import CheckpointDraft  # noqa: E402
 from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint  # noqa: E402

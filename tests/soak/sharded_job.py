@@ -9,14 +9,16 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "process" / "jobs"))
 
-from hsdp import Job
+import hsdp
+import pipelined
 
 import resilient_train as rt
 
 if __name__ == "__main__":
     steps, variant, records = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     dist.init_process_group("gloo")
-    job = Job(frozenset(variant.split("+")))
+    names = frozenset(variant.split("+"))
+    job = (pipelined if "pp" in names else hsdp).Job(names)
     rank = dist.get_rank()
     parts = {"model": job.model, "optimizer": job.optimizers, "scheduler": job.schedulers}
     with (

@@ -66,6 +66,8 @@ VARIANTS = (
 SHARDED = (
     *("base", "accumulate", "mixed", "recompute", "two", "async", "kept", "undo", "compiled"),
     *("alone", "alone+accumulate", "alone+mixed+recompute", "alone+two"),
+    *("tp", "tp+copied", "tp+copied+accumulate+recompute", "tp+copied+undo"),
+    *("pp+replicate", "pp+replicate+onef", "pp+replicate+two", "pp+shard"),
 )
 """Four ranks, each part held by two of them or, ``alone``, by one."""
 ENDING = frozenset(("SIGTERM to the launcher", "SIGTERM to a rank", "SIGKILL to the launcher"))
@@ -327,9 +329,10 @@ FAULTS: dict[str, tuple[int, Callable[[Job, random.Random], bool]]] = {
 class Soak:
     """``folder`` holds all runs; those of jobs that went well are taken away."""
 
-    def __init__(self, folder: Path, *, sharded: bool = False) -> None:
+    def __init__(self, folder: Path, *, sharded: bool = False, only: str = "") -> None:
         self.folder = folder
         self.sharded = sharded
+        self.variants = [each for each in (SHARDED if sharded else VARIANTS) if only in each]
         self.references: dict[tuple[int, str], tuple[dict[int, str], set[tuple[int, str]]]] = {}
 
     def reference(self, ranks: int, variant: str) -> tuple[dict[int, str], set[tuple[int, str]]]:
@@ -379,7 +382,7 @@ class Soak:
     def run(self, seed: int) -> tuple[list[str], str]:
         """One job. Returns by what it was hit, and what was wrong; empty if nothing was."""
         rng = random.Random(seed)
-        ranks, variant = (4, rng.choice(SHARDED)) if self.sharded else (rng.choice((2, 3, 4)), rng.choice(VARIANTS))
+        ranks, variant = 4 if self.sharded else rng.choice((2, 3, 4)), rng.choice(self.variants)
         hits: list[str] = []
         try:
             with self.disk(f"seed-{seed}") as folder:
@@ -492,10 +495,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=2000, help="as many seeds as this takes")
     parser.add_argument("--first-seed", type=int, default=1)
-    parser.add_argument("--sharded", action="store_true", help="jobs whose model fully_shard divides")
+    parser.add_argument("--sharded", action="store_true", help="jobs whose model is divided among ranks")
+    parser.add_argument("--only", default="", help="variants of the job that have this in their name")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/soak"))
     asked = parser.parse_args()
-    soak, total, wrong, loads = Soak(asked.folder, sharded=asked.sharded), collections.Counter[str](), 0, []
+    soak = Soak(asked.folder, sharded=asked.sharded, only=asked.only)
+    total, wrong, loads = collections.Counter[str](), 0, []
     for seed in itertools.count(asked.first_seed):
         if total.total() >= asked.faults:
             break

@@ -74,7 +74,8 @@ class Job:
             fully_shard(self.model, mesh=mesh["dp"])
         elif "ddp" in variant:
             self.model = DistributedDataParallel(self.model, process_group=self.group)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=1e-2)]
+        self.schedulers: list[Any] = []
         shapes: dict[str, Any] = {}
         if "untold" not in variant:
             given, made = (torch.empty(BATCH // PARTS, WIDTH, device="meta") for _ in range(2))
@@ -102,7 +103,8 @@ class Job:
         self._schedule = self._schedule or self._make_schedule()
         return self._schedule
 
-    def body(self, number: int) -> None:
+    def body(self, number: int) -> float:
+        """Returns this rank's loss, if it has one."""
         generator = torch.Generator().manual_seed(number * 100 + self.data_rank)
         inputs = torch.randn(BATCH, WIDTH, generator=generator)
         losses: list[torch.Tensor] = []
@@ -114,14 +116,16 @@ class Job:
         if "own" in self.variant:
             for parameter in self.model.parameters():
                 dist.all_reduce(parameter.grad, group=self.group)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        (optimizer,) = self.optimizers
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(sum(losses))
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"rank{self.rank}.bin").open("wb") as file:
             for parameter in self.model.parameters():
-                for tensor in (parameter, *(value for _, value in sorted(self.optimizer.state[parameter].items()))):
+                for tensor in (parameter, *(value for _, value in sorted(self.optimizers[0].state[parameter].items()))):
                     file.write(getattr(tensor, "_local_tensor", tensor).detach().numpy().tobytes())
             file.write(torch.get_rng_state().numpy().tobytes())
 
@@ -146,7 +150,7 @@ def main() -> None:
         import resilient_train as rt
 
         with contextlib.ExitStack() as stack:
-            session = rt.Session(model=job.model, optimizer=job.optimizer, replicas=asked.replicas)
+            session = rt.Session(model=job.model, optimizer=job.optimizers, replicas=asked.replicas)
             stack.enter_context(session)
             if asked.save:
                 session.save_every(steps=asked.save, memory_steps=asked.memory or None)

@@ -42,6 +42,7 @@ def assert_named(run: Run) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.shows("DDP", "hangs", "in place")
 def test_stopped_process(tmp_path: Path, undisturbed: Reference, ranks: int) -> None:
     plan, steps = plan_of("stop", STOPS, ranks)
     run = launch(tmp_path / "run", "train.py", "--steps", str(steps), ranks=ranks, flags=("--faults", plan))
@@ -152,6 +153,7 @@ HCCE_PLACES = (
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.shows("DDP", "connections cut", "in place")
 def test_broken_collectives_are_rebuilt_in_process(tmp_path: Path, undisturbed: Reference, ranks: int) -> None:
     """HCCE: nobody is replaced, nothing is copied."""
     clauses = [f"hcce rank={i % ranks} step={2 + 2 * i} {place}" for i, place in enumerate(HCCE_PLACES)]

@@ -48,6 +48,7 @@ def kills(ranks: int, places: tuple[str, ...], first_rank: int, start: int = 2, 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("ranks", "first_rank"), WORLDS)
+@pytest.mark.shows("DDP", "killed", "in place")
 def test_kill_at_every_phase(tmp_path: Path, undisturbed: Reference, ranks: int, first_rank: int) -> None:
     plan, steps = kills(ranks, PLACES, first_rank)
     reference = undisturbed(ranks=ranks, steps=steps)

@@ -13,7 +13,8 @@ from watched_jobs import end_holder
 PLAN = (
     "hcce rank=3 step=1 phase=COMPUTE at=backward; kill rank=1 step=3 phase=COMPUTE at=backward; "
     "kill rank=2 step=5 phase=COMPUTE at=forward; kill rank=0 step=7 phase=UPDATING at=start; "
-    "kill rank=3 step=9 phase=APPLIED at=end"
+    "kill rank=3 step=9 phase=APPLIED at=end; stop rank=1 step=10 phase=COMPUTE at=forward; "
+    "uce rank=0 step=2 phase=COMPUTE at=backward target=param"
 )
 OWN = ("--replicas", "[[0, 1], [2, 3]]")
 
@@ -33,17 +34,26 @@ def train(run_dir: Path, faults: str, *more: str, variant: str, **environ: str) 
     return memories.train("pipelined.py", run_dir, faults, *more, variant=variant, **environ)
 
 
+def shows(layout: str) -> list[pytest.MarkDecorator]:
+    faults = ("killed", "connections cut", "hangs", "memory damaged")
+    return [pytest.mark.shows(layout, fault, "in place") for fault in faults]
+
+
 @pytest.mark.parametrize(
     ("variant", "more"),
-    [("replicate", ()), ("own+onef", OWN), *(pytest.param(*each, marks=pytest.mark.long) for each in (
-        ("replicate+onef", ()), ("replicate+two", ()), ("own", OWN)
-    ))],
-)  # fmt: skip
+    [
+        pytest.param("replicate", (), marks=shows("PP, replicated")),
+        pytest.param("own+onef", OWN, marks=shows("PP, plain stages")),
+        pytest.param("replicate+onef", (), marks=pytest.mark.long),
+        pytest.param("replicate+two", (), marks=pytest.mark.long),
+        pytest.param("own", OWN, marks=pytest.mark.long),
+    ],
+)
 def test_kills(run_dir: Path, torchrun: Torchrun, variant: str, more: tuple[str, ...]) -> None:
     """In a schedule's first step its stages tell each other what they send; a new process waits for that."""
     run = train(run_dir, PLAN, *more, variant=variant)
     ends_as(run, torchrun(variant))
-    assert run.recoveries() == 5, run.explain()
+    assert run.recoveries() == 7, run.explain()
 
 
 def test_a_fault_in_the_first_step(run_dir: Path, torchrun: Torchrun) -> None:
@@ -51,6 +61,7 @@ def test_a_fault_in_the_first_step(run_dir: Path, torchrun: Torchrun) -> None:
     ends_as(run, torchrun("replicate"))
 
 
+@pytest.mark.shows("PP, sharded", "killed", "back")
 def test_stages_that_are_divided(run_dir: Path, torchrun: Torchrun) -> None:
     run = train(
         run_dir, "kill rank=2 step=6 phase=COMPUTE at=forward", "--save", "100", "--memory", "1", variant="shard+onef"
@@ -63,7 +74,10 @@ def test_stages_that_are_divided(run_dir: Path, torchrun: Torchrun) -> None:
     ("variant", "told"),
     [
         ("replicate+untold", "was not told its shapes"),
-        ("ddp", "is wrapped by DistributedDataParallel"),
+        pytest.param(
+            *("ddp", "is wrapped by DistributedDataParallel"),
+            marks=pytest.mark.shows("PP, stages of DDP", "all", "refused"),
+        ),
         ("own", "say which ranks hold the same: Session(replicas=[...])"),
     ],
 )
@@ -82,7 +96,13 @@ def test_a_schedule_that_is_made_later(run_dir: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("variant", "more"), [("replicate", ()), ("own", OWN)])
+@pytest.mark.parametrize(
+    ("variant", "more"),
+    [
+        pytest.param("replicate", (), marks=pytest.mark.shows("PP, replicated", "started again", "goes on")),
+        pytest.param("own", OWN, marks=pytest.mark.shows("PP, plain stages", "started again", "goes on")),
+    ],
+)
 def test_asked_to_end_it_goes_on_from_storage(
     run_dir: Path, torchrun: Torchrun, variant: str, more: tuple[str, ...]
 ) -> None:

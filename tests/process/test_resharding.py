@@ -77,6 +77,7 @@ MORE_TO_FEW_TO_MORE = [Part(4, 4), Part(2, 6), Part(3, 8)]
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("parts", [FEW_TO_MORE, MORE_TO_FEW_TO_MORE])
+@pytest.mark.shows("DDP", "divided anew", "goes on")
 def test_an_epoch_in_worlds_of_several_sizes(tmp_path: Path, parts: list[Part]) -> None:
     run_dir = tmp_path / "run"
     again = saved_at = old = 0

@@ -59,6 +59,7 @@ def test_one_rank_without_memory_for_snapshots(run_dir: Path, undisturbed: Refer
     assert not run.of("saved") + run.of("save_skipped"), run.explain()
 
 
+@pytest.mark.shows("DDP", "no holder left", "back")
 def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Reference) -> None:
     pace = run_dir / "fast"
     with start(command(run_dir, *SAVING, "--pace", str(pace))) as process:
@@ -86,6 +87,7 @@ def test_another_launcher_goes_on_from_memory(run_dir: Path, undisturbed: Refere
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
 
 
+@pytest.mark.shows("DDP", "started again", "goes on")
 def test_everything_lost_goes_on_from_storage(run_dir: Path, undisturbed: Reference) -> None:
     cut(run_dir)
     end_holder(run_dir)

@@ -49,6 +49,7 @@ def test_undisturbed(run_dir: Path, torchrun: Torchrun) -> None:
     assert held[0] != held[1], "each has a part of its own"
 
 
+@pytest.mark.shows("HSDP", "killed", "in place")
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_kills_in_each_phase(run_dir: Path, torchrun: Torchrun, first: int) -> None:
     """In one job: each rank dies once, each time somewhere else."""
@@ -63,7 +64,10 @@ def test_kills_in_each_phase(run_dir: Path, torchrun: Torchrun, first: int) -> N
     ("variant", "plain"),
     [
         ("accumulate+mixed+two", "accumulate+mixed+two"),
-        ("async+recompute+evaluate+warm", "async+recompute+evaluate+warm"),
+        pytest.param(
+            *("async+recompute+evaluate+warm", "async+recompute+evaluate+warm"),
+            marks=pytest.mark.shows("HSDP, blocks computed twice", "killed", "in place"),
+        ),
         ("undo", "base"),
         pytest.param("call", "base", marks=pytest.mark.long),
         pytest.param("accumulate+reduced", "accumulate+reduced", marks=pytest.mark.long),
@@ -79,6 +83,9 @@ def test_loops(run_dir: Path, torchrun: Torchrun, variant: str, plain: str) -> N
     assert run.recoveries() == 3, run.explain()
 
 
+@pytest.mark.shows("HSDP", "memory damaged", "in place")
+@pytest.mark.shows("HSDP", "connections cut", "in place")
+@pytest.mark.shows("HSDP", "hangs", "in place")
 @pytest.mark.parametrize(
     ("plan", "recoveries"),
     [
@@ -102,6 +109,8 @@ def test_norms_are_looked_at(run_dir: Path, torchrun: Torchrun) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.shows("HSDP, blocks compiled", "killed", "in place")
+@pytest.mark.shows("HSDP, blocks compiled", "connections cut", "in place")
 def test_compiled_blocks(run_dir: Path, torchrun: Torchrun) -> None:
     """Hooks of ours are not called in what is compiled: the places are in front of it and behind it."""
     places = (
@@ -115,6 +124,10 @@ def test_compiled_blocks(run_dir: Path, torchrun: Torchrun) -> None:
     assert run.recoveries() == len(places), run.explain()
 
 
+@pytest.mark.shows("TP, replicated", "killed", "in place")
+@pytest.mark.shows("TP, replicated", "connections cut", "in place")
+@pytest.mark.shows("TP, replicated", "memory damaged", "in place")
+@pytest.mark.shows("TP, replicated", "hangs", "in place")
 @pytest.mark.parametrize(
     "variant", ["tp+copied+recompute", pytest.param("tp+copied+accumulate", marks=pytest.mark.long)]
 )
@@ -122,12 +135,15 @@ def test_two_ranks_that_compute_a_block_together(run_dir: Path, torchrun: Torchr
     """Tensor parallelism: each rank has half of a block, which one of the other pair holds too."""
     places = ("COMPUTE at=forward", "COMPUTE at=backward", "UPDATING at=start", "APPLIED at=end")
     plan = [f"kill rank={n} step={3 + 2 * n} phase={place}" for n, place in enumerate(places)]
-    run = train(run_dir, "; ".join([*plan, "hcce rank=2 step=1 phase=COMPUTE at=backward"]), variant=variant)
+    plan += ["hcce rank=2 step=1 phase=COMPUTE at=backward", POISONED, "stop rank=1 step=10 phase=COMPUTE at=forward"]
+    run = train(run_dir, "; ".join(plan), variant=variant)
     ends_as(run, torchrun(variant))
-    assert run.recoveries() == 5, run.explain()
+    assert run.recoveries() == 7, run.explain()
     assert "the model is in 2 parts; the ranks that hold the same: [0, 2], [1, 3]" in run.err
 
 
+@pytest.mark.shows("TP, sharded", "killed", "back")
+@pytest.mark.shows("TP, sharded", "connections cut", "in place")
 def test_pairs_divide_their_halves_once_more(run_dir: Path, torchrun: Torchrun) -> None:
     """``parallelize_module``, then ``fully_shard``: no rank holds what another does."""
     plan = "kill rank=2 step=6 phase=COMPUTE at=forward; hcce rank=0 step=8 phase=COMPUTE at=backward"
@@ -136,6 +152,7 @@ def test_pairs_divide_their_halves_once_more(run_dir: Path, torchrun: Torchrun) 
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
 
 
+@pytest.mark.shows("HSDP", "no holder left", "back")
 @pytest.mark.parametrize("saved", [True, False])
 def test_both_holders_of_a_part_are_lost(run_dir: Path, torchrun: Torchrun, saved: bool) -> None:
     # An update is not interrupted: who has begun it comes to the place, whoever has died before.
@@ -158,7 +175,14 @@ def test_bits_that_flip_in_a_part(run_dir: Path, torchrun: Torchrun) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", ["base", *(pytest.param(each, marks=pytest.mark.long) for each in ("alone", "tp", "tp+copied"))]
+    "variant",
+    [
+        pytest.param("base", marks=pytest.mark.shows("HSDP", "started again", "goes on")),
+        *(
+            pytest.param(each, marks=[pytest.mark.long, pytest.mark.shows(layout, "started again", "goes on")])
+            for each, layout in (("alone", "FSDP"), ("tp", "TP, sharded"), ("tp+copied", "TP, replicated"))
+        ),
+    ],
 )
 def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Torchrun, variant: str) -> None:
     ended_by_the_scheduler("hsdp.py", run_dir, variant=variant)
@@ -168,6 +192,10 @@ def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Torchrun,
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.shows("HSDP", "divided anew", "goes on")
+@pytest.mark.shows("FSDP", "divided anew", "goes on")
+@pytest.mark.shows("TP, replicated", "divided anew", "goes on")
+@pytest.mark.shows("TP, sharded", "divided anew", "goes on")
 @pytest.mark.parametrize(
     "ways",
     [
@@ -223,6 +251,8 @@ def test_what_is_not_the_same_in_all_parts_can_not_be_divided_anew(run_dir: Path
     assert "ranks that held other parts of the model, and 'extra.average.of@0' was not the same on all" in run.err
 
 
+@pytest.mark.shows("FSDP", "killed", "back")
+@pytest.mark.shows("FSDP", "no holder left", "back")
 def test_parts_that_one_rank_holds_alone(run_dir: Path, torchrun: Torchrun) -> None:
     """What protects them is told at the start, and all go back to it."""
     run = train(
@@ -233,6 +263,17 @@ def test_parts_that_one_rank_holds_alone(run_dir: Path, torchrun: Torchrun) -> N
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
 
 
+@pytest.mark.shows("FSDP", "connections cut", "in place")
+@pytest.mark.shows("FSDP", "memory damaged", "back")
+def test_a_part_without_a_copy_is_damaged(run_dir: Path, torchrun: Torchrun) -> None:
+    plan = f"hcce rank=1 step=4 phase=COMPUTE at=backward; {POISONED}"
+    run = train(run_dir, plan, "--save", "100", "--memory", "1", variant="alone")
+    ends_as(run, torchrun("alone"))
+    assert run.recoveries() == 1, run.explain()
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
+
+
+@pytest.mark.shows("FSDP", "hangs", "back")
 def test_who_alone_holds_a_part_and_hangs_is_given_up(run_dir: Path, torchrun: Torchrun) -> None:
     """Nobody continues it, and the others' parts are worth nothing without it."""
     plan = "stop rank=2 step=9 phase=COMPUTE at=forward"

@@ -24,6 +24,7 @@ def plan_of(ranks: int) -> tuple[str, int, int]:
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.shows("DDP", "memory damaged", "in place")
 def test_every_kind_of_tensor(tmp_path: Path, undisturbed: Reference, ranks: int) -> None:
     plan, faults, steps = plan_of(ranks)
     run = launch(tmp_path / "run", "train.py", "--steps", str(steps), ranks=ranks, flags=("--faults", plan))

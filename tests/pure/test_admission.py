@@ -127,6 +127,7 @@ class MyZero(ZeroRedundancyOptimizer):
     pass
 
 
+@pytest.mark.shows("ZeRO-1", "all", "refused")
 @pytest.mark.parametrize("kind", [ZeroRedundancyOptimizer, MyZero])
 def test_sharded_optimizers_are_refused_by_their_type(fake_world: None, kind: type) -> None:
     model = net()
@@ -158,6 +159,7 @@ def test_extra_state_that_nobody_can_put_back_is_refused(fake_world: None) -> No
         take(model)
 
 
+@pytest.mark.shows("TP within DDP", "all", "refused")
 def test_what_is_sharded_in_other_ways_is_refused(fake_world: None) -> None:
     with_buffer, wrapped, localized = net(), net(), net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -173,6 +175,7 @@ def test_what_is_sharded_in_other_ways_is_refused(fake_world: None) -> None:
         take(wrapped).state.replicas(())
 
 
+@pytest.mark.shows("FSDP1", "all", "refused")
 def test_the_older_wrapper_is_refused(fake_world: None) -> None:
     wrapper = type("FullyShardedDataParallel", (nn.Linear,), {"__module__": "torch.distributed.fsdp"})
     with pytest.raises(ConfigError, match=r"is wrapped by FullyShardedDataParallel.*use fully_shard"):

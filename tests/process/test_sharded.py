@@ -22,6 +22,15 @@ KILLS = (
     "kill rank=0 step=9 phase=UPDATING at=start"
 )
 POISONED = "uce rank=2 step=6 phase=COMPUTE at=backward target=param"
+TOGETHER = "; ".join([
+    "hcce rank=2 step=1 phase=COMPUTE at=backward",
+    "uce rank=0 step=2 phase=COMPUTE at=forward target=param",
+    "stop rank=3 step=3 phase=COMPUTE at=forward",
+    "kill rank=0 step=4 phase=COMPUTE at=forward",
+    "kill rank=1 step=5 phase=COMPUTE at=backward",
+    "kill rank=2 step=7 phase=UPDATING at=start",
+    "kill rank=3 step=9 phase=APPLIED at=end incarnation=1",
+])  # fmt: skip
 TORN = "uce rank=3 step=8 phase=UPDATING at=start target=optimizer"
 
 
@@ -133,10 +142,7 @@ def test_compiled_blocks(run_dir: Path, torchrun: Torchrun) -> None:
 )
 def test_two_ranks_that_compute_a_block_together(run_dir: Path, torchrun: Torchrun, variant: str) -> None:
     """Tensor parallelism: each rank has half of a block, which one of the other pair holds too."""
-    places = ("COMPUTE at=forward", "COMPUTE at=backward", "UPDATING at=start", "APPLIED at=end")
-    plan = [f"kill rank={n} step={3 + 2 * n} phase={place}" for n, place in enumerate(places)]
-    plan += ["hcce rank=2 step=1 phase=COMPUTE at=backward", POISONED, "stop rank=1 step=10 phase=COMPUTE at=forward"]
-    run = train(run_dir, "; ".join(plan), variant=variant)
+    run = train(run_dir, TOGETHER, variant=variant)
     ends_as(run, torchrun(variant))
     assert run.recoveries() == 7, run.explain()
     assert "the model is in 2 parts; the ranks that hold the same: [0, 2], [1, 3]" in run.err
@@ -266,7 +272,7 @@ def test_parts_that_one_rank_holds_alone(run_dir: Path, torchrun: Torchrun) -> N
 @pytest.mark.shows("FSDP", "connections cut", "in place")
 @pytest.mark.shows("FSDP", "memory damaged", "back")
 def test_a_part_without_a_copy_is_damaged(run_dir: Path, torchrun: Torchrun) -> None:
-    plan = f"hcce rank=1 step=4 phase=COMPUTE at=backward; {POISONED}"
+    plan = f"hcce rank=1 step=4 phase=COMPUTE at=backward; {TORN}"
     run = train(run_dir, plan, "--save", "100", "--memory", "1", variant="alone")
     ends_as(run, torchrun("alone"))
     assert run.recoveries() == 1, run.explain()

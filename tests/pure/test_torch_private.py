@@ -125,6 +125,8 @@ def test_schedules_of_pipelines_say_whether_they_have_begun() -> None:
     """What ``frameworks/torch/pipelines.py`` asks of them, and sets."""
     from torch.distributed.pipelining import schedules, stage
 
+    from resilient_train.frameworks.torch import pipelines
+
     single, multi = (inspect.getsource(getattr(schedules, f"PipelineSchedule{each}")) for each in ("Single", "Multi"))
     assert "self._stage = stage" in single
     assert "self._stages = stages" in multi
@@ -132,6 +134,9 @@ def test_schedules_of_pipelines_say_whether_they_have_begun() -> None:
         assert f"self._stage_{way}_initialized = False" in single
         assert f"self._stages_{way}_initialized = False" in multi
     assert "self._internal_losses: list[torch.Tensor] = []" in inspect.getsource(schedules._PipelineSchedule)
+    gathered = inspect.getsource(schedules._PipelineScheduleRuntime.__init__)
+    for name in pipelines._OF_SEVERAL_STAGES:
+        assert f"self.{name}" in gathered
     assert "self._user_meta = _StageMeta(" in inspect.getsource(stage.PipelineStage)
     assert "needs_dynamic(self._user_meta, has_backward)" in inspect.getsource(stage.PipelineStage._warmup_forward_vote)
 

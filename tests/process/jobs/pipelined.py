@@ -76,23 +76,22 @@ class Job:
             self.model = DistributedDataParallel(self.model, process_group=self.group)
         self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=1e-2)]
         self.schedulers: list[Any] = []
-        shapes: dict[str, Any] = {}
-        if "untold" not in variant:
-            given, made = (torch.empty(BATCH // PARTS, WIDTH, device="meta") for _ in range(2))
-            shapes = {"input_args": given.requires_grad_(self.stage_number > 0), "output_args": made.requires_grad_()}
         group = mesh["pp"].get_group()
 
+        def stage_of(module: Any, number: int, count: int) -> PipelineStage:
+            shapes: dict[str, Any] = {}
+            if "untold" not in variant:
+                given, made = (torch.empty(BATCH // PARTS, WIDTH, device="meta") for _ in range(2))
+                shapes = {"input_args": given.requires_grad_(number > 0), "output_args": made.requires_grad_()}
+            return PipelineStage(module, number, count, torch.device("cpu"), group=group, **shapes)
+
         def schedule() -> Any:
-            where = torch.device("cpu")
-            if "two" in variant:  # each rank has two of four stages
-                stages = [
-                    PipelineStage(block, self.stage_number + 2 * number, 4, where, group=group, **shapes)
-                    for number, block in enumerate(self.model.blocks.values())
-                ]
+            if "two" in variant:
+                blocks = self.model.blocks.values()
+                stages = [stage_of(block, self.stage_number + 2 * at, 4) for at, block in enumerate(blocks)]
                 return ScheduleInterleaved1F1B(stages, PARTS, loss_fn=nn.functional.mse_loss)
-            stage = PipelineStage(self.model, self.stage_number, 2, where, group=group, **shapes)
             one = Schedule1F1B if "onef" in variant else ScheduleGPipe
-            return one(stage, PARTS, loss_fn=nn.functional.mse_loss)
+            return one(stage_of(self.model, self.stage_number, 2), PARTS, loss_fn=nn.functional.mse_loss)
 
         self._make_schedule = schedule
         self._schedule = None if "late" in variant else schedule()
@@ -119,7 +118,7 @@ class Job:
         (optimizer,) = self.optimizers
         optimizer.step()
         optimizer.zero_grad()
-        return float(sum(losses))
+        return sum(loss.item() for loss in losses)
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.errors import UsageError
 
+_OF_SEVERAL_STAGES = ("backward_counter", "fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages")
+_OF_A_STEP = ("_internal_losses", *_OF_SEVERAL_STAGES)
+"""Of a schedule: what it gathers while it makes a step. All but the first: where a rank has several stages."""
+_NOTHING: set[Any] = set()
 _MODULE = "torch.distributed.pipelining.schedules"
 
 
@@ -39,8 +43,9 @@ def begin_anew() -> None:
             name = f"_stage{several}_{way}_initialized"
             assert hasattr(schedule, name)
             setattr(schedule, name, False)
-        # Of a step that was cut. With them the next one would have too many.
-        schedule._internal_losses.clear()
+        # Of a step that was cut; the next one would take it for its own, or have too many.
+        for name in _OF_A_STEP:
+            getattr(schedule, name, _NOTHING).clear()
 
 
 def _schedules() -> Iterator[Any]:

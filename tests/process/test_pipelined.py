@@ -10,15 +10,15 @@ from memories import Torchrun, ended_by_the_scheduler, ends_as
 from running import Run
 from watched_jobs import end_holder
 
-PLAN = "; ".join([
-    "hcce rank=3 step=1 phase=COMPUTE at=backward",
-    "uce rank=0 step=2 phase=COMPUTE at=backward target=param",
-    "stop rank=1 step=3 phase=COMPUTE at=forward",
-    "kill rank=1 step=5 phase=COMPUTE at=backward incarnation=1",
-    "kill rank=2 step=6 phase=COMPUTE at=forward",
-    "kill rank=0 step=7 phase=UPDATING at=start",
-    "kill rank=3 step=9 phase=APPLIED at=end",
-])  # fmt: skip
+PLAN = (
+    "hcce rank=3 step=1 phase=COMPUTE at=backward; "
+    "uce rank=0 step=2 phase=COMPUTE at=backward target=param; "
+    "stop rank=1 step=3 phase=COMPUTE at=forward; "
+    "kill rank=1 step=5 phase=COMPUTE at=backward incarnation=1; "
+    "kill rank=2 step=6 phase=COMPUTE at=forward; "
+    "kill rank=0 step=7 phase=UPDATING at=start; "
+    "kill rank=3 step=9 phase=APPLIED at=end"
+)
 OWN = ("--replicas", "[[0, 1], [2, 3]]")
 
 

@@ -22,15 +22,15 @@ KILLS = (
     "kill rank=0 step=9 phase=UPDATING at=start"
 )
 POISONED = "uce rank=2 step=6 phase=COMPUTE at=backward target=param"
-TOGETHER = "; ".join([
-    "hcce rank=2 step=1 phase=COMPUTE at=backward",
-    "uce rank=0 step=2 phase=COMPUTE at=forward target=param",
-    "stop rank=3 step=3 phase=COMPUTE at=forward",
-    "kill rank=0 step=4 phase=COMPUTE at=forward",
-    "kill rank=1 step=5 phase=COMPUTE at=backward",
-    "kill rank=2 step=7 phase=UPDATING at=start",
-    "kill rank=3 step=9 phase=APPLIED at=end incarnation=1",
-])  # fmt: skip
+TOGETHER = (
+    "hcce rank=2 step=1 phase=COMPUTE at=backward; "
+    "uce rank=0 step=2 phase=COMPUTE at=forward target=param; "
+    "stop rank=3 step=3 phase=COMPUTE at=forward; "
+    "kill rank=0 step=4 phase=COMPUTE at=forward; "
+    "kill rank=1 step=5 phase=COMPUTE at=backward; "
+    "kill rank=2 step=7 phase=UPDATING at=start; "
+    "kill rank=3 step=9 phase=APPLIED at=end incarnation=1"
+)
 TORN = "uce rank=3 step=8 phase=UPDATING at=start target=optimizer"
 
 

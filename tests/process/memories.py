@@ -56,15 +56,20 @@ def ended_by_the_scheduler(job: str, run_dir: Path, *more: str, variant: str) ->
     told = run_dir.parent / "told"
     command = [str(JOBS / job), "--out", str(run_dir.parent / "out"), "--variant", variant, *more, "--tell", str(told)]
     with start([*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *command]) as process:
-        deadline = time.monotonic() + 60
-        while not told.exists() or not told.read_text() or int(told.read_text()) < 2:
-            assert time.monotonic() < deadline, "it did not come to its third step"
-            time.sleep(0.01)
+        wait_for_step(told, 2)
         os.kill(process.pid, signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
     assert newest_complete(run_dir / "checkpoints").report is not None, err
     end_holder(run_dir)
+
+
+def wait_for_step(told: Path, step: int) -> None:
+    """``told`` is what the job writes its steps to."""
+    deadline = time.monotonic() + 60
+    while not told.exists() or not told.read_text() or int(told.read_text()) < step:
+        assert time.monotonic() < deadline, f"it did not come to step {step}"
+        time.sleep(0.01)
 
 
 def ends_as(run: Run, expected: Memory) -> None:

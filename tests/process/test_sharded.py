@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 from pathlib import Path
 
 import memories
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from memories import Torchrun, ended_by_the_scheduler, ends_as, memory_of
-from running import JOBS, Run, launch
+from memories import RANKS, Torchrun, ended_by_the_scheduler, ends_as, memory_of, wait_for_step
+from running import JOBS, LAUNCHER, Run, launch, start
 from watched_jobs import end_holder
 
 PLACES = (
@@ -246,6 +248,25 @@ def read_by_torch(checkpoint: Path) -> set[bytes]:
         named[f"optimizer.0.{number}.step@0"] = torch.zeros(())
     dcp.load(named, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint)), no_dist=True)
     return {b"".join(tensor.numpy().tobytes() for tensor in named.values())}
+
+
+def test_what_is_in_memory_is_of_other_parts(run_dir: Path, torchrun: Torchrun) -> None:
+    """A launcher died; nothing is on storage. Who has changed the script at the next start has one sentence to read,
+    and nothing is lost.
+    """
+    told = run_dir.parent / "told"
+    saves = ("--save", "100", "--memory", "1")
+    job = [str(JOBS / "hsdp.py"), "--out", str(run_dir.parent / "out"), *saves, "--tell", str(told)]
+    with start([*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *job]) as process:
+        wait_for_step(told, 2)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=60)
+    run = train(run_dir, "", *saves, variant="tp+copied")
+    assert run.code == 2, run.explain()
+    assert "is of other parts of the model, and nothing of it is on storage: start the job as it was" in run.err
+    run = train(run_dir, "", *saves)
+    ends_as(run, torchrun("base"))
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
 
 
 def test_what_is_not_the_same_in_all_parts_can_not_be_divided_anew(run_dir: Path) -> None:

@@ -82,10 +82,14 @@ class Unsaved(msgspec.Struct, tag="unsaved", frozen=True):
 
 
 class Unrestorable(msgspec.Struct, tag="unrestorable", frozen=True):
-    """The source named in Welcome did not do, and why. The rank ends; all start again from the next one."""
+    """The source named in Welcome did not do, and why. The rank ends; all start again from the next one.
+
+    ``whole``: it is not damaged, but of a model that was divided in another way. Without a next one the job ends.
+    """
 
     source: Source
     reason: str
+    whole: bool = False
 
 
 class Reserve(msgspec.Struct, tag="reserve", frozen=True):

@@ -42,6 +42,14 @@ class Own(msgspec.Struct, frozen=True, array_like=True):
     layout: bytes
     division: str = ""
 
+    def lies_as(self, targets: Sequence[BlockTarget]) -> bool:
+        """Whether the rank held the parts that are wanted here."""
+        return self.division in ("", division([each.piece for each in targets]))
+
+
+class _OtherPartsError(VaultError):
+    """A snapshot in memory has what this rank held; storage has it all, and divides it anew."""
+
 
 class FromSaved:
     """Takes up what ``Saving`` has saved. ``groups`` are the replica groups, ``event`` writes an event of this rank."""
@@ -78,7 +86,8 @@ class FromSaved:
             self._link.channel.send(Refused(told))
             self._link.wait_for_the_end()
         except (CheckpointError, ProtocolError, TransferError, VaultError, OSError) as error:
-            self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}"))
+            whole = isinstance(error, _OtherPartsError)
+            self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}", whole))
             self._link.wait_for_the_end()
         # A job that people start again may have another script, which freezes other layers.
         self._step.rebuild_reducer(own.layout, source.commits, modes=self._link.attempt > 0)
@@ -97,7 +106,7 @@ class FromSaved:
 
             def fill(targets: Sequence[BlockTarget]) -> None:
                 nonlocal alike
-                alike = alike and first.division in ("", division([each.piece for each in targets]))
+                alike = alike and first.lies_as(targets)
                 if not alike and (odd := checkpoint.differing()):
                     raise ConfigError(
                         f"{checkpoint.path} was written by ranks that held other parts of the model, and {odd} was not "
@@ -135,8 +144,15 @@ class FromSaved:
                 )
             images = [image for image, _ in held.values()]
             mine = held[self._link.rank][1]
-            self._state.load(mine.tree, mine.names, lambda targets: fill_from(images, targets, Copier()))
-        return _unpacked(mine.own[self._link.rank])
+            own = _unpacked(mine.own[self._link.rank])
+
+            def fill(targets: Sequence[BlockTarget]) -> None:
+                if not own.lies_as(targets):  # another launcher's job, whose script has changed
+                    raise _OtherPartsError("its snapshot is of other parts of the model")
+                fill_from(images, targets, Copier())
+
+            self._state.load(mine.tree, mine.names, fill)
+        return own
 
     @contextlib.contextmanager
     def _held(self, vault: Vault, rank: int, commits: int) -> Iterator[tuple[HeldImage, trailer.Trailer]]:

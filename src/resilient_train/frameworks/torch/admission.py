@@ -16,9 +16,7 @@ from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.extra_state import with_extra_state
 from resilient_train.frameworks.torch.leaves import is_sharded
 from resilient_train.frameworks.torch.optimizer_groups import parameters_of
-from resilient_train.frameworks.torch.sharded import Sharding
-
-_SHARDING = ("FullyShardedDataParallel",)
+from resilient_train.frameworks.torch.sharded import Sharding, is_a
 
 
 def check(objects: Objects) -> None:
@@ -61,7 +59,7 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model: {type(model).__qualname__} is no torch.nn.Module")
     for name, module in model.named_modules():
-        if _is_a(module, _SHARDING):
+        if is_a(module, "FullyShardedDataParallel"):
             raise ConfigError(
                 f"model: {name or type(model).__qualname__!r} is wrapped by FullyShardedDataParallel, whose parameters "
                 "are flattened and can't be recovered: use fully_shard (torch.distributed.fsdp) instead"
@@ -95,7 +93,7 @@ def _check_model(model: Any) -> None:
 def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {type(optimizer).__qualname__} is no torch.optim.Optimizer")
-    if _is_a(optimizer, ("ZeroRedundancyOptimizer",)):
+    if is_a(optimizer, "ZeroRedundancyOptimizer"):
         raise ConfigError(
             "optimizer: ZeroRedundancyOptimizer keeps on each rank a part of the state that no other rank holds, so a "
             "lost rank's part can't be had from a replica: use the optimizer that it was made of, on all parameters"
@@ -125,13 +123,6 @@ def _held_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.O
         for item in items:
             if isinstance(item, torch.optim.Optimizer) and item is not optimizer:
                 yield item
-
-
-def _is_a(thing: object, names: tuple[str, ...]) -> bool:
-    """By name: importing these classes to ask takes longer than all the rest of a Session's constructor."""
-    return any(
-        base.__name__ in names and base.__module__.startswith("torch.distributed") for base in type(thing).__mro__
-    )
 
 
 def _name(thing: object) -> str:

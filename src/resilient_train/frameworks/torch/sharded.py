@@ -21,7 +21,6 @@ import torch.distributed as dist
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.torch.leaves import is_sharded
 
-_FSDP = "FSDPModule"
 _SHARDS = ("Shard", "_StridedShard")
 """The second one: a dimension that both ``parallelize_module`` and ``fully_shard`` divide."""
 Replicas = tuple[tuple[int, ...], ...]
@@ -39,9 +38,14 @@ class _Part(NamedTuple):
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on it. By name: importing the class takes a second."""
+    """Whether ``fully_shard`` was called on it."""
+    return is_a(module, "FSDPModule")
+
+
+def is_a(thing: object, name: str) -> bool:
+    """Whether it is an instance of that class of ``torch.distributed``. By name: importing these takes a second."""
     return any(
-        base.__name__ == _FSDP and base.__module__.startswith("torch.distributed") for base in type(module).__mro__
+        base.__name__ == name and base.__module__.startswith("torch.distributed") for base in type(thing).__mro__
     )
 
 

@@ -450,8 +450,8 @@ class Agent:
                 self._saves.captured(rank, frame, self._job.replicas.groups)
             case m.Skipped():
                 self._saves.skipped(rank, frame, self._job.replicas.groups)
-            case m.Unrestorable(source=source, reason=text):
-                self._saves.refuse(source)
+            case m.Unrestorable(source=source, reason=text, whole=whole):
+                self._saves.refuse(source, whole=whole)
                 self._carry_out(controller.start_again(rank, incarnation, text))
             case m.SetUp(record=record):
                 self._set_ups[rank] = record
@@ -555,7 +555,7 @@ class Agent:
         if self._ending is not None:
             return
         if blind and again is not None:  # they must not begin anew beside what may be saved
-            code = 2 if self._saves.doubted else EXIT_UNRECOVERABLE
+            code = 2 if self._saves.doubted or self._saves.others else EXIT_UNRECOVERABLE
             self._carry_out(self._controller.stop(code, f"{again.detail['reason']}, and {blind}"))
             return
         if blind:

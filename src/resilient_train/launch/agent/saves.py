@@ -132,6 +132,8 @@ class Saves:
         self._stored_steps: deque[int] = deque(maxlen=keep)
         """Of the newest checkpoints that this run has written, or begun with."""
         self._refused: set[Source] = set()
+        self.others = False
+        """What is in memory is of ranks that held other parts of the model."""
         self._told: set[str] = set()
         self._troubles: set[str] = set()
         """Kinds of trouble that the console was told of: it hears the first of each, until saving is well again."""
@@ -206,6 +208,11 @@ class Saves:
         wrong = self._wrong_since
         if self.source is not None and (name := parse_name(Path(self.source.path).name)):
             self._stored_steps.append(name.step)
+        if self.source is None and self.others:
+            return (
+                "nothing of it is on storage: start the job as it was and end it by SIGTERM, which saves it there, or "
+                "choose another --run-dir"
+            )
         if self.source is None and self.doubted:
             return "no saved state is left in which they were equal"
         if self.source is None and wrong is not None:
@@ -260,9 +267,10 @@ class Saves:
                 return (await find_stored(self._folder, bytes_too=False, wrong_since=self._wrong_stored)).source
         return None
 
-    def refuse(self, source: Source) -> None:
-        """A rank could not take this source up."""
+    def refuse(self, source: Source, *, whole: bool = False) -> None:
+        """A rank could not take this source up. ``whole``: it could, if the model were divided as it was."""
         self._refused.add(source)
+        self.others = self.others or whole
 
     def doubt(self) -> None:
         """Replicas were found to differ, nobody knows since when."""
@@ -529,7 +537,7 @@ class Saves:
             if not clean and (failed or self._unsaved):
                 self._say(f"what is in memory is given up: what is wrong there since step {self._wrong_since} stays")
             try:
-                if not (clean and (self._unsaved or (failed and await self._memory_is_newest()))):
+                if not (clean and (self._unsaved or (failed and (self.others or await self._memory_is_newest())))):
                     self._vault.finish()
             except VaultError:
                 return  # it is gone already

@@ -186,7 +186,7 @@ def test_parts_that_are_not_alike_are_not_divided_anew(tmp_path: Path, monkeypat
         raise SystemExit(2)
 
     link = SimpleNamespace(rank=0, world_size=4, channel=SimpleNamespace(send=sent.append), wait_for_the_end=end)
-    state: Any = SimpleNamespace(load=lambda _tree, _names, fill: fill([]))
+    state: Any = SimpleNamespace(load=lambda _tree, _names, fill: fill([], ""))
     restoring = FromSaved(link, state, None, None, tmp_path, ((0, 1), (2, 3)), lambda *_: None)
     with pytest.raises(SystemExit):
         restoring.restore(Source("storage", 8, str(path)))

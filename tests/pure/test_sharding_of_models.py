@@ -124,6 +124,25 @@ def test_a_part_is_saved_once_under_its_own_name(four_ranks: None) -> None:
     assert beside.image(0, share).names == ("model.0.weight", "model.0.bias")
 
 
+def test_how_it_is_divided_is_one_word_for_all_ranks(four_ranks: None) -> None:
+    """Replicas more or less change nothing of it."""
+    names = hsdp().mesh_dim_names
+    assert names is not None
+
+    def of(*models: Any) -> str:
+        return Sharding(models).division()
+
+    shard = hsdp()[names[1]]
+    tp = parallelize_module(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)), shard, {"1": RowwiseParallel()})
+    assert of(nn.Linear(2, 2)) == of(replicate(nn.Linear(2, 2), mesh=hsdp()[names[0]])) == ""
+    divided = of(net(hsdp()))
+    assert divided == of(net(shard)) != ""
+    assert (
+        len({divided, of(net(init_device_mesh("cpu", (4,)))), of(tp), of(net(DeviceMesh("cpu", [[0, 2], [1, 3]])))})
+        == 4
+    )
+
+
 def test_a_backward_pass_that_is_cut_leaves_nothing(four_ranks: None) -> None:
     """``reset_iter_state`` leaves the gradients of whole tensors, to which the next pass would add."""
     model = net(hsdp())

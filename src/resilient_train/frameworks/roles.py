@@ -147,7 +147,7 @@ class Image(NamedTuple):
     changed: Callable[[], str] = lambda: ""
     """The name of a tensor that was written since the image was described, though it may be only now; empty: none."""
     division: str = ""
-    """Of what the rank holds, see ``state/sharding.division``."""
+    """How the model is divided among ranks, as a digest; empty: not at all."""
 
 
 class WrittenEarly(NamedTuple):
@@ -464,8 +464,9 @@ class State(Protocol):
         """
         ...
 
-    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget]], object]) -> None:
+    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget], str], object]) -> None:
         """Takes up a saved state: ``fill`` fills the tensors, divided among ranks as they are here, however they were.
+        It is given the ``division`` of here.
 
         Raises LayoutError if the state isn't this model's.
         """

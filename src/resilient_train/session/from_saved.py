@@ -26,7 +26,6 @@ from resilient_train.session.publication import Publication
 from resilient_train.state.checkpoint.held import HeldImage, fill_from
 from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint
 from resilient_train.state.checkpoint.target import BlockTarget
-from resilient_train.state.sharding import division
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.client import Vault
 
@@ -35,16 +34,12 @@ class Own(msgspec.Struct, frozen=True, array_like=True):
     """What a rank needs besides the tensors: its publication, and what decided the layout of DDP's buckets.
 
     Without the latter, DDP reduces the first step in another order, and with three or more ranks the bits differ.
-    ``division``: of the tensors, as ``state/sharding.division`` has it.
+    ``division``: how the model was divided among ranks, see ``roles.Image``.
     """
 
     published: bytes
     layout: bytes
     division: str = ""
-
-    def lies_as(self, targets: Sequence[BlockTarget]) -> bool:
-        """Whether the rank held the parts that are wanted here."""
-        return self.division in ("", division([each.piece for each in targets]))
 
 
 class _OtherPartsError(VaultError):
@@ -104,9 +99,9 @@ class FromSaved:
             first = next(iter(held.values()))
             alike = len(old) == len(self._groups)
 
-            def fill(targets: Sequence[BlockTarget]) -> None:
+            def fill(targets: Sequence[BlockTarget], division: str) -> None:
                 nonlocal alike
-                alike = alike and first.lies_as(targets)
+                alike = alike and first.division == division  # the same on all ranks
                 if not alike and (odd := checkpoint.differing()):
                     raise ConfigError(
                         f"{checkpoint.path} was written by ranks that held other parts of the model, and {odd} was not "
@@ -146,8 +141,8 @@ class FromSaved:
             mine = held[self._link.rank][1]
             own = _unpacked(mine.own[self._link.rank])
 
-            def fill(targets: Sequence[BlockTarget]) -> None:
-                if not own.lies_as(targets):  # another launcher's job, whose script has changed
+            def fill(targets: Sequence[BlockTarget], division: str) -> None:
+                if own.division != division:  # another launcher's job, whose script has changed
                     raise _OtherPartsError("its snapshot is of other parts of the model")
                 fill_from(images, targets, Copier())
 

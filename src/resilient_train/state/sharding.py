@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import xxhash
-
 Shape = tuple[int, ...]
 
 ITEM_BYTES = {
@@ -86,12 +84,6 @@ def divide(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
             result[owner].append(piece if (low, high) == (0, rows) else _slab(piece, low, high))
         begin = end
     return result
-
-
-def division(pieces: Sequence[Piece]) -> str:
-    """Which part of each tensor a rank holds, as a digest: the same where it is the same."""
-    told = "\n".join(f"{each.name} {each.global_shape} {each.offsets} {each.shape}" for each in pieces)
-    return xxhash.xxh3_64_hexdigest(told.encode())
 
 
 def _rows(piece: Piece) -> tuple[int, int]:

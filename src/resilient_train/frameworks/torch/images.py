@@ -16,7 +16,7 @@ from resilient_train.frameworks.torch.leaves import is_sharded, local, version_o
 from resilient_train.frameworks.torch.staging import Staging, TensorPart, on_host
 from resilient_train.state.capture import Capture, HostCapture
 from resilient_train.state.image import ImagePlan, plan_image
-from resilient_train.state.sharding import Piece, divide, division
+from resilient_train.state.sharding import Piece, divide
 
 _Called = Callable[[str, torch.Tensor], str]
 _Begin = Callable[[memoryview, Copier], Capture]
@@ -32,7 +32,6 @@ class _Layout(NamedTuple):
     looks: list[tuple[Any, ...]]
     share: SaveShare
     plan: ImagePlan
-    division: str
     places: list[_Place]
     """Of the tensors that are copied where they lie, by offset; of the others something, at ..."""
     others: list[tuple[int, Piece]]
@@ -62,13 +61,13 @@ class Images:
             tensors = {called(name, tensor): tensor for name, tensor in tensors.items()}
         if all(on_host(local(tensor)) for tensor in tensors.values()):
             layout = self._laid_out(share, tensors)
-            plan, held_here = layout.plan, layout.division
+            plan = layout.plan
             begin = self._on_host(layout, plan.header(step), tensors)
         else:
-            plan, held_here = self._planned(share, tensors)
+            plan = self._planned(share, tensors)
             begin = self._on_device(plan, plan.header(step), tensors)
         spoilt = partial(_changed, _versions(tensors), changed)
-        return Image(plan.total_bytes, begin, held.payload, tuple(tensors), spoilt, held_here)
+        return Image(plan.total_bytes, begin, held.payload, tuple(tensors), spoilt)
 
     def _on_host(self, layout: _Layout, header: bytes, tensors: Mapping[str, torch.Tensor]) -> _Begin:
         first = np.frombuffer(bytearray(header), dtype=np.uint8)
@@ -93,7 +92,7 @@ class Images:
         known = self._layout
         if known is not None and (known.looks, known.share) == (looks, share):
             return known
-        plan, held_here = self._planned(share, tensors)
+        plan = self._planned(share, tensors)
         places: list[_Place] = []
         others: list[tuple[int, Piece]] = []
         for piece, start in plan.places:
@@ -105,16 +104,15 @@ class Images:
             else:
                 others.append((len(places), piece))
                 places.append((0, 0, start))
-        self._layout = _Layout(looks, share, plan, held_here, places, others)
+        self._layout = _Layout(looks, share, plan, places, others)
         return self._layout
 
-    def _planned(self, share: SaveShare, tensors: Mapping[str, torch.Tensor]) -> tuple[ImagePlan, str]:
-        held = [piece_of(name, tensor) for name, tensor in tensors.items()]
-        pieces = divide(held, share.parts)[share.part]
+    def _planned(self, share: SaveShare, tensors: Mapping[str, torch.Tensor]) -> ImagePlan:
+        pieces = divide([piece_of(name, tensor) for name, tensor in tensors.items()], share.parts)[share.part]
         if self._plan is None or self._plan[:2] != (share, pieces):
             self.plans += 1
             self._plan = share, pieces, plan_image(pieces, share.shard, share.shards)
-        return self._plan[2], division(held)
+        return self._plan[2]
 
 
 def _versions(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.torch.leaves import is_sharded
@@ -57,6 +58,7 @@ class Sharding:
         self._modules: list[Any] = [module for model in models for module in model.modules() if is_fsdp(module)]
         self._groups = [group for module in self._modules for group in _groups_of(module)]
         self._copies: dict[tuple[_Placed, tuple[int, ...]], int] = {}
+        self._known: dict[_Placed, str] = {}
 
     def __bool__(self) -> bool:
         return bool(self._modules)
@@ -94,6 +96,25 @@ class Sharding:
             copies = {rank: (part.slice, part.copied) for rank, part in _held("", tensor).items()}
             self._copies[placed, group] = sorted({*copies.values()}).index(min(copies[rank] for rank in group))
         return self._copies[placed, group]
+
+    def division(self) -> str:
+        """How the parameters are divided among ranks, as a digest: the same on all of them; empty: not at all."""
+        named = (each for model in self._models for each in self.divided(dict(model.named_parameters())).items())
+        told = [f"{name} {along}" for name, each in named if is_sharded(each) and (along := self._along(each))]
+        return xxhash.xxh3_64_hexdigest("\n".join(told).encode()) if told else ""
+
+    def _along(self, parameter: Any) -> str:
+        """The dimensions of the mesh that divide it: how, among how many, and how far these are from one another."""
+        placed = _placed(parameter)
+        if placed not in self._known:
+            slices = _slices_of(parameter.device_mesh)[0]
+            told = [
+                f"{placement} {size} {int(slices.select(at, 1).flatten()[0] - slices.flatten()[0])}"
+                for at, (placement, size) in enumerate(zip(placed[1], slices.shape, strict=True))
+                if size > 1 and not placement.is_replicate()
+            ]
+            self._known[placed] = ", ".join(told)
+        return self._known[placed]
 
     def divided(self, named: dict[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
         """The parameters as they are held between two passes, whatever is in their places now."""
@@ -161,6 +182,12 @@ def _placed(parameter: Any) -> _Placed:
     return id(parameter.device_mesh), parameter.placements
 
 
+def _slices_of(mesh: Any) -> torch.Tensor:
+    """Ranks, in the shape of the mesh behind a first dimension of slices; ``mesh.mesh`` is this rank's slice."""
+    slices: torch.Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
+    return slices
+
+
 def _held(name: str, parameter: Any) -> dict[int, _Part]:
     """Which part of it each rank of the job holds.
 
@@ -168,7 +195,7 @@ def _held(name: str, parameter: Any) -> dict[int, _Part]:
     two slices are the same tensor (replicas) or not (stages of a pipeline) is not known, so they count as different.
     """
     mesh, placements = parameter.device_mesh, parameter.placements
-    slices = mesh._layout.remap_to_tensor(mesh._rank_map)
+    slices = _slices_of(mesh)
     if sorted(slices.flatten().tolist()) != list(range(dist.get_world_size())):
         raise ConfigError(
             f"model: {name!r} is divided over a mesh that is not made for all ranks, which can't be recovered: make "

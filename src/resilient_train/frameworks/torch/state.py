@@ -315,22 +315,23 @@ class State:
         if self._images.plans != self._checked_plans:
             fitting.check_unchanged(self._built, fitting.layout_of(self._objects.models))
             self._checked_plans = self._images.plans
-        return image
+        return image._replace(division=self.sharding.division())
 
     def outgrown(self) -> str:
         """See ``frameworks/roles.Step``."""
         self.sharding.reshard()
         return fitting.difference(self._built, fitting.layout_of(self._objects.models))
 
-    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget]], object]) -> None:
+    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget], str], object]) -> None:
         """What lies on an accelerator is written to when all has come whole, and not before."""
         loaded, landing, uploads = self._land(tree, anew=True)
         if len(names) != len(landing):
             raise TransferError(f"the saved state has {len(landing)} tensors, and names for {len(names)}")
-        fill([
+        targets = [
             BlockTarget(piece_of(name, tensor), view(span_of(memory)))
             for name, (tensor, memory) in zip(names, landing, strict=True)
-        ])  # fmt: skip
+        ]
+        fill(targets, self.sharding.division())
         self._staging.upload(uploads)
         self._apply(self._dressed(loaded))
 

@@ -137,10 +137,8 @@ def test_how_it_is_divided_is_one_word_for_all_ranks(four_ranks: None) -> None:
     assert of(nn.Linear(2, 2)) == of(replicate(nn.Linear(2, 2), mesh=hsdp()[names[0]])) == ""
     divided = of(net(hsdp()))
     assert divided == of(net(shard)) != ""
-    assert (
-        len({divided, of(net(init_device_mesh("cpu", (4,)))), of(tp), of(net(DeviceMesh("cpu", [[0, 2], [1, 3]])))})
-        == 4
-    )
+    turned = of(net(DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=NAMES)))
+    assert len({divided, of(net(init_device_mesh("cpu", (4,)))), of(tp), turned}) == 4
 
 
 def test_a_backward_pass_that_is_cut_leaves_nothing(four_ranks: None) -> None:

@@ -46,7 +46,7 @@ def shows(layout: str) -> list[pytest.MarkDecorator]:
     ("variant", "more"),
     [
         pytest.param("replicate", (), marks=shows("PP, replicated")),
-        pytest.param("own+onef", OWN, marks=shows("PP, plain stages")),
+        pytest.param("own+onef", OWN, marks=[*shows("PP, plain stages"), pytest.mark.long]),
         pytest.param("replicate+onef", (), marks=pytest.mark.long),
         pytest.param("replicate+two", (), marks=pytest.mark.long),
         pytest.param("own", OWN, marks=pytest.mark.long),
@@ -64,6 +64,7 @@ def test_a_fault_in_the_first_step(run_dir: Path, torchrun: Torchrun) -> None:
     ends_as(run, torchrun("replicate"))
 
 
+@pytest.mark.long
 @pytest.mark.shows("PP, sharded", "killed", "back")
 def test_stages_that_are_divided(run_dir: Path, torchrun: Torchrun) -> None:
     run = train(

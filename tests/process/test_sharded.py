@@ -150,6 +150,7 @@ def test_two_ranks_that_compute_a_block_together(run_dir: Path, torchrun: Torchr
     assert "the model is in 2 parts; the ranks that hold the same: [0, 2], [1, 3]" in run.err
 
 
+@pytest.mark.long
 @pytest.mark.shows("TP, sharded", "killed", "back")
 @pytest.mark.shows("TP, sharded", "connections cut", "in place")
 def test_pairs_divide_their_halves_once_more(run_dir: Path, torchrun: Torchrun) -> None:
@@ -290,6 +291,7 @@ def test_parts_that_one_rank_holds_alone(run_dir: Path, torchrun: Torchrun) -> N
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
 
 
+@pytest.mark.long
 @pytest.mark.shows("FSDP", "connections cut", "in place")
 @pytest.mark.shows("FSDP", "memory damaged", "back")
 def test_a_part_without_a_copy_is_damaged(run_dir: Path, torchrun: Torchrun) -> None:

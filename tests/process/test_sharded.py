@@ -218,7 +218,7 @@ def test_it_goes_on_divided_in_another_way(run_dir: Path, ways: list[tuple[str, 
 
     def go(variant: str, ranks: int, run_dir: Path, steps: int, *more: str) -> tuple[Run, set[bytes]]:
         out = run_dir.parent / "out"
-        arguments = ("--out", str(out), "--variant", variant, "--steps", str(steps), *more)
+        arguments = ("--out", str(out), "--variant", variant, "--steps", str(steps), "--whole", *more)
         run = launch(run_dir, "hsdp.py", *arguments, ranks=ranks)
         assert run.code == 0, run.explain()
         return run, {(out / f"whole{rank}.bin").read_bytes() for rank in range(ranks)}

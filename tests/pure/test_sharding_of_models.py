@@ -130,7 +130,7 @@ def test_how_it_is_divided_is_one_word_for_all_ranks(four_ranks: None) -> None:
     assert names is not None
 
     def of(*models: Any) -> str:
-        return Sharding(models).division()
+        return Sharding(models).division
 
     shard = hsdp()[names[1]]
     tp = parallelize_module(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)), shard, {"1": RowwiseParallel()})

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -184,7 +184,8 @@ class Job:
 
     def write(self, folder: Path) -> None:
         """The memory of this rank, in one order on all."""
-        self.model.reshard()  # behind an evaluation the outermost parameters are whole
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # behind an evaluation the outermost parameters are whole
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"rank{self.rank}.bin").open("wb") as file:
             for parameter in self.model.parameters():
@@ -197,11 +198,12 @@ class Job:
             file.write(json.dumps([each.state_dict() for each in self.schedulers], sort_keys=True).encode())
 
 
-def main() -> None:
+def main(kind: type[Job]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--variant", default="base")
+    parser.add_argument("--whole", action="store_true")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--save", type=int, default=0)
     parser.add_argument("--memory", type=int, default=0)
@@ -209,7 +211,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=json.loads, default=[])
     asked = parser.parse_args()
     dist.init_process_group("gloo")
-    job = Job(frozenset(asked.variant.split("+")))
+    job = kind(frozenset(asked.variant.split("+")))
     if asked.plain:
         for number in range(asked.steps):
             job.body(number)
@@ -233,9 +235,10 @@ def main() -> None:
                 session.save_every(steps=asked.save, memory_steps=asked.memory or None)
             job.train(session, asked.steps, asked.tell)
     job.write(asked.out)
-    job.write_whole(asked.out)
+    if asked.whole:
+        job.write_whole(asked.out)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(Job)

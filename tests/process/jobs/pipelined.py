@@ -8,15 +8,11 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-from pathlib import Path
 from typing import Any
 
+import hsdp
 import torch
 import torch.distributed as dist
-from hsdp import tell
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,7 +46,7 @@ class Net(nn.Module):
         return inputs
 
 
-class Job:
+class Job(hsdp.Job):
     def __init__(self, variant: frozenset[str]) -> None:
         self.variant = variant
         self.rank = dist.get_rank()
@@ -102,7 +98,7 @@ class Job:
         self._schedule = self._schedule or self._make_schedule()
         return self._schedule
 
-    def body(self, number: int) -> float:
+    def body(self, number: int, session: Any = None) -> float:
         """Returns this rank's loss, if it has one."""
         generator = torch.Generator().manual_seed(number * 100 + self.data_rank)
         inputs = torch.randn(BATCH, WIDTH, generator=generator)
@@ -120,47 +116,6 @@ class Job:
         optimizer.zero_grad()
         return sum(loss.item() for loss in losses)
 
-    def write(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"rank{self.rank}.bin").open("wb") as file:
-            for parameter in self.model.parameters():
-                for tensor in (parameter, *(value for _, value in sorted(self.optimizers[0].state[parameter].items()))):
-                    file.write(getattr(tensor, "_local_tensor", tensor).detach().numpy().tobytes())
-            file.write(torch.get_rng_state().numpy().tobytes())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--variant", default="replicate")
-    parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--save", type=int, default=0)
-    parser.add_argument("--memory", type=int, default=0)
-    parser.add_argument("--tell", type=Path)
-    parser.add_argument("--replicas", type=json.loads, default=[])
-    asked = parser.parse_args()
-    dist.init_process_group("gloo")
-    job = Job(frozenset(asked.variant.split("+")))
-    if asked.plain:
-        for number in range(asked.steps):
-            job.body(number)
-    else:
-        import resilient_train as rt
-
-        with contextlib.ExitStack() as stack:
-            session = rt.Session(model=job.model, optimizer=job.optimizers, replicas=asked.replicas)
-            stack.enter_context(session)
-            if asked.save:
-                session.save_every(steps=asked.save, memory_steps=asked.memory or None)
-            for step in session.steps(asked.steps):
-                with step:
-                    job.body(step.number)
-                if asked.tell is not None:
-                    tell(asked.tell, step.number)
-    job.write(asked.out)
-    dist.destroy_process_group()
-
 
 if __name__ == "__main__":
-    main()
+    hsdp.main(Job)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,6 @@ class Sharding:
         self._modules: list[Any] = [module for model in models for module in model.modules() if is_fsdp(module)]
         self._groups = [group for module in self._modules for group in _groups_of(module)]
         self._copies: dict[tuple[_Placed, tuple[int, ...]], int] = {}
-        self._known: dict[_Placed, str] = {}
 
     def __bool__(self) -> bool:
         return bool(self._modules)
@@ -97,24 +97,12 @@ class Sharding:
             self._copies[placed, group] = sorted({*copies.values()}).index(min(copies[rank] for rank in group))
         return self._copies[placed, group]
 
+    @cached_property
     def division(self) -> str:
         """How the parameters are divided among ranks, as a digest: the same on all of them; empty: not at all."""
         named = (each for model in self._models for each in self.divided(dict(model.named_parameters())).items())
-        told = [f"{name} {along}" for name, each in named if is_sharded(each) and (along := self._along(each))]
+        told = [f"{name} {along}" for name, each in named if is_sharded(each) and (along := _along(each))]
         return xxhash.xxh3_64_hexdigest("\n".join(told).encode()) if told else ""
-
-    def _along(self, parameter: Any) -> str:
-        """The dimensions of the mesh that divide it: how, among how many, and how far these are from one another."""
-        placed = _placed(parameter)
-        if placed not in self._known:
-            slices = _slices_of(parameter.device_mesh)[0]
-            told = [
-                f"{placement} {size} {int(slices.select(at, 1).flatten()[0] - slices.flatten()[0])}"
-                for at, (placement, size) in enumerate(zip(placed[1], slices.shape, strict=True))
-                if size > 1 and not placement.is_replicate()
-            ]
-            self._known[placed] = ", ".join(told)
-        return self._known[placed]
 
     def divided(self, named: dict[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
         """The parameters as they are held between two passes, whatever is in their places now."""
@@ -180,6 +168,17 @@ def _forget_gradient(parameter: Any) -> None:
 
 def _placed(parameter: Any) -> _Placed:
     return id(parameter.device_mesh), parameter.placements
+
+
+def _along(parameter: Any) -> str:
+    """The dimensions of the mesh that divide it: how, among how many, and how far these are from one another."""
+    ranks = _slices_of(parameter.device_mesh)[0]
+    told = [
+        f"{placement} {size} {int(ranks.select(at, 1).flatten()[0] - ranks.flatten()[0])}"
+        for at, (placement, size) in enumerate(zip(parameter.placements, ranks.shape, strict=True))
+        if size > 1 and not placement.is_replicate()
+    ]
+    return ", ".join(told)
 
 
 def _slices_of(mesh: Any) -> torch.Tensor:

@@ -315,7 +315,7 @@ class State:
         if self._images.plans != self._checked_plans:
             fitting.check_unchanged(self._built, fitting.layout_of(self._objects.models))
             self._checked_plans = self._images.plans
-        return image._replace(division=self.sharding.division())
+        return image._replace(division=self.sharding.division)
 
     def outgrown(self) -> str:
         """See ``frameworks/roles.Step``."""
@@ -331,7 +331,7 @@ class State:
             BlockTarget(piece_of(name, tensor), view(span_of(memory)))
             for name, (tensor, memory) in zip(names, landing, strict=True)
         ]
-        fill(targets, self.sharding.division())
+        fill(targets, self.sharding.division)
         self._staging.upload(uploads)
         self._apply(self._dressed(loaded))
 

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from torch.distributed._composable.replicate_with_fsdp import replicate  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
@@ -122,6 +122,30 @@ def test_a_part_is_saved_once_under_its_own_name(four_ranks: None) -> None:
     assert beside.image(0, share).names == ("model.0.weight@1", "model.0.bias@1")
     assert beside.replicas(()) == ()
     assert beside.image(0, share).names == ("model.0.weight", "model.0.bias")
+
+
+def test_what_is_beside_a_parameter_of_one_number_stays_what_it_was(four_ranks: None) -> None:
+    """A count of steps has its shape."""
+    names = hsdp().mesh_dim_names
+    assert names is not None
+    mesh = hsdp()[names[1]]
+    model = nn.Module()
+    model.scale = nn.Parameter(DTensor.from_local(torch.tensor(2.0), mesh, (Replicate(),), run_check=False))
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 3), mesh, (Shard(0),), run_check=False))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = State(Objects((model,), (optimizer,)), RankState((model,), {}), Host())
+    image = state.image(1, SaveShare(0, 1, 0, 4))
+    state.load(image.tree, image.names, lambda _targets, _division: None)
+    for parameter in model.parameters():
+        held = optimizer.state[parameter]
+        assert {name: isinstance(each, DTensor) for name, each in held.items()} == {
+            "step": False,
+            "exp_avg": True,
+            "exp_avg_sq": True,
+        }
 
 
 def test_how_it_is_divided_is_one_word_for_all_ranks(four_ranks: None) -> None:

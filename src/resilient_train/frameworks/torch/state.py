@@ -346,14 +346,16 @@ class State:
         fitting.check(told, self._objects)
         self._regroup(told)
         numbered = [[(p, group) for group in o.param_groups for p in group["params"]] for o in self._objects.optimizers]
-        own = {path: tensor for path, tensor in self._own_tensors().items() if local(tensor).is_contiguous()}
+        here = self._own_tensors()
+        own = {path: tensor for path, tensor in here.items() if local(tensor).is_contiguous()}
+        was = {id(each): told["model"][path[1]][path[2]].divided for path, each in here.items() if path[0] == "model"}
         landing: list[_Landing] = []
         uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def place(path: Path, slot: Slot) -> torch.Tensor:
             mine = own.get(path)
             if anew:
-                slot = _divided_as_here(path, slot, mine, numbered)
+                slot = _divided_as_here(path, slot, here, numbered, was)
             fits = (
                 mine is not None
                 and (tuple(mine.shape), str(mine.dtype), is_sharded(mine)) == (slot.shape, slot.dtype, slot.divided)
@@ -414,12 +416,22 @@ class State:
             restore_object(thing, tree["extra"][name])
 
 
-def _divided_as_here(path: Path, slot: Slot, mine: torch.Tensor | None, numbered: _Numbered) -> Slot:
-    """A parameter, or what an optimizer keeps of the same shape beside one, is divided as the parameter is here."""
-    if mine is None and len(path) > 3 and path[0] == "optimizer" and isinstance(path[2], int):
+def _divided_as_here(
+    path: Path, slot: Slot, here: Mapping[Path, torch.Tensor], numbered: _Numbered, was: Mapping[int, bool]
+) -> Slot:
+    """A tensor's slot, with ``divided`` as it is here. ``was``: whether a parameter (by its id) was divided there.
+
+    What an optimizer keeps beside a parameter is what it was, unless the parameter is not: then what has its shape goes
+    with it. A count of steps has no shape, nor has a parameter that is one number.
+    """
+    if path in here:
+        return slot._replace(divided=is_sharded(here[path]))
+    if len(path) > 3 and path[0] == "optimizer" and isinstance(path[2], int):
         parameter, _ = numbered[path[1]][path[2]]
-        mine = parameter if tuple(parameter.shape) == slot.shape else None
-    return slot if mine is None else slot._replace(divided=is_sharded(mine))
+        divided = is_sharded(parameter)
+        if was[id(parameter)] is not divided and tuple(parameter.shape) == slot.shape and path[3] != "step":
+            return slot._replace(divided=divided)
+    return slot
 
 
 def _beside_parameter(path: Path, slot: Slot, numbered: _Numbered) -> torch.Tensor | None:

@@ -52,7 +52,18 @@ def _schedules() -> Iterator[Any]:
     module = sys.modules.get(_MODULE)
     if module is not None:
         # By the type: `isinstance` would ask the object, which may be a proxy of the user's.
-        yield from [each for each in gc.get_objects() if issubclass(type(each), module._PipelineSchedule)]
+        yield from [each for each in _objects() if issubclass(type(each), module._PipelineSchedule)]
+
+
+def _objects() -> list[Any]:
+    """What a script has frozen (``gc.freeze()``) is not listed, so it is thawed for a moment."""
+    frozen = gc.get_freeze_count() > 0
+    if frozen:
+        gc.unfreeze()
+    found = gc.get_objects()
+    if frozen:
+        gc.freeze()
+    return found
 
 
 def _problem_of(schedule: Any) -> str:

@@ -314,8 +314,10 @@ def test_where_one_session_is_a_plain_loop_and_another_is_not(tmp_path: Path) ->
     assert "the Session of some ranks is a plain loop, and that of others is not" in run.err
 
 
-def test_environment_is_torchruns(tmp_path: Path) -> None:
+def test_environment_is_torchruns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The variables that torchrun gives its workers, with the same values."""
+    # What a test has compiled in this process leaves its folder in the environment, which the launcher would respect.
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     ours = launch(tmp_path / "run", "environment.py", ranks=2, flags=("--role", "worker"))
     command = [
         sys.executable,

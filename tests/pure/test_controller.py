@@ -589,6 +589,20 @@ def test_progress_resets_the_count() -> None:
         finish_recovery(controller)
 
 
+@pytest.mark.parametrize("by_its_exit", [True, False])
+def test_a_death_that_ends_the_job_has_one_exit_code_whoever_saw_it_first(by_its_exit: bool) -> None:
+    """A scheduler puts a job with code 75 into its queue again. Its process's end and its futex may tell in any order."""
+    controller, standings = running(policy=Policy(max_restarts=0)), [Standing(6, Phase.APPLIED)] * 3
+    if by_its_exit:
+        controller.exited(1, 0, -9, standings)
+    else:
+        controller.lost(1, 0, "was killed by signal 9", standings)
+    for rank in (0, 2):
+        join(controller, rank, commits=6)
+    (end,) = of(controller.saved_last("saved"), EndJob)
+    assert end.code == EXIT_UNRECOVERABLE
+
+
 def test_stop_ends_once() -> None:
     controller = running()
     assert of(controller.stop(143, "SIGTERM"), EndJob) == [EndJob(143, "SIGTERM")]

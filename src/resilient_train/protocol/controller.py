@@ -114,22 +114,21 @@ class Controller:
         self, rank: int, incarnation: int, reason: str, standings: Sequence[Standing], *, code: int = EXIT_UNRECOVERABLE
     ) -> list[Command]:
         """A rank's process died. ``standings`` are all ranks' step records at that moment; ``code`` is the job's exit
-        code if it ends by that.
+        code if it ends by that before its first step. Behind that it is the same, whoever saw the death first.
         """
         job = self.job
         if not job.current(rank, incarnation) or job.stage in (Stage.ENDED, Stage.FINISHED):
             return []
         if job.stage is Stage.LEAVING:
             return ttp.lose(job, rank)
-        fault = Fault(Kind.LOST, reason, rank, code=code)
         if job.stage is Stage.STARTING:
             when = "" if job.plain else " before the first step"
-            return self._fault(fault._replace(kind=Kind.AT_START, reason=f"rank {rank} {reason}{when}"))
+            return self._fault(Fault(Kind.AT_START, reason, rank, f"rank {rank} {reason}{when}", code))
         job.evidence[rank] = standings[rank]
         job.retries.reached(max(standing.commits for standing in standings))
         job.retries.died(rank)
         job.holders.lost(rank)
-        return self._fault(fault)
+        return self._fault(Fault(Kind.LOST, reason, rank))
 
     def exited(
         self, rank: int, incarnation: int, code: int, standings: Sequence[Standing], how: str = ""

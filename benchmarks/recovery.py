@@ -2,7 +2,8 @@
 
 ``python benchmarks/recovery.py [--quick] [--json FILE]``: one job per case (ranks, model, start); ranks are killed in
 turn, each at a random moment of a step, from outside. The phases are those of ``resilient-train report``; a new
-process's own start is split by the marks that the job writes.
+process's own start is split by the marks that the job writes. ``--early``: a job for each kill instead, at a random
+moment of its first second behind the first step.
 """
 
 from __future__ import annotations
@@ -173,18 +174,45 @@ def strike(watch: Watch, rank: int, kind: str, sink: JsonLines) -> Hit:
     return hit
 
 
-def run_case(case: Case, start: str, kills: int, limit_s: int, folder: Path) -> dict[str, Any]:
-    """Runs one job, kills its ranks in turn, and measures what came of it."""
+def command_of(case: Case, start: str, kills: int, limit_s: int, folder: Path) -> list[str]:
+    """A job of the case in ``folder``, which is made."""
     run_dir = folder / "run"
     run_dir.mkdir(parents=True)
     command = [*launcher("resilient-run", case.ranks, run_dir), f"--max-restarts={kills + 10}"]
     command.append(f"--standby={int(start != 'cold')}")
     if start != "cold":
         command.append(f"--standby-depth={start}")
-    command += [str(HERE / "recovery_job.py"), case.model, str(folder), str(limit_s)]
+    return [*command, str(HERE / "recovery_job.py"), case.model, str(folder), str(limit_s)]
+
+
+def run_early(case: Case, start: str, kills: int, limit_s: int, home: Path) -> dict[str, Any]:
+    """One job per kill, in the first second behind the first step of all ranks."""
+    moments = random.Random(kills)
+    found, steps_ms = [], []
+    for number in range(kills):
+        folder = home / str(number)
+        with started(command_of(case, start, 1, limit_s, folder), folder / "job.log") as process:
+            watch = Watch(folder / "run", process, case.ranks, time.monotonic() + limit_s)
+            watch.wait_for_steps(1, 0)
+            time.sleep(moments.random())
+            watch.update()
+            sink = JsonLines(folder / "run" / EVENTS_FILE)
+            hit = strike(watch, number % case.ranks, "kill", sink)
+            sink.close()
+            watch.wait_for_steps(3 * STEPS_BETWEEN, hit.time_ns)
+        events = read_events(folder / "run" / EVENTS_FILE)
+        story = recoveries(events)
+        found.append(measured(hit, story, events, watch))
+        steps_ms += undisturbed_steps_ms(watch.commits, story)
+    return {**case._asdict(), "start": start, "step_ms": summary(steps_ms), "recoveries": found}
+
+
+def run_case(case: Case, start: str, kills: int, limit_s: int, folder: Path) -> dict[str, Any]:
+    """Runs one job, kills its ranks in turn, and measures what came of it."""
+    run_dir = folder / "run"
     moments = random.Random(kills)
     hits: list[Hit] = []
-    with started(command, folder / "job.log") as process:
+    with started(command_of(case, start, kills, limit_s, folder), folder / "job.log") as process:
         watch = Watch(run_dir, process, case.ranks, time.monotonic() + limit_s)
         watch.wait_for_steps(3 * STEPS_BETWEEN, 0)
         sink = JsonLines(run_dir / EVENTS_FILE)
@@ -308,6 +336,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(USUAL_MODELS))
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=["cold", "forked"])
     parser.add_argument("--kills", type=int, help="recoveries of a case (default 12; 2 with --quick)")
+    parser.add_argument("--early", action="store_true", help="each kill in the first second of a job of its own")
     parser.add_argument("--limit-s", type=int, default=600, help="longest time for a case")
     parser.add_argument("--quick", action="store_true", help="a smoke run: few kills, numbers of no worth")
     parser.add_argument("--json", metavar="FILE")
@@ -320,7 +349,8 @@ def main() -> None:
             print(f"{case.describe()}, {start}: {kills} kills ...", flush=True)
             try:
                 home = Path(folder) / f"{case.model}-{case.ranks}-{start}"
-                result = run_case(case, start, kills, arguments.limit_s, home)
+                run = run_early if arguments.early else run_case
+                result = run(case, start, kills, arguments.limit_s, home)
             except BenchmarkError as error:
                 raise SystemExit(f"{case.describe()}: {error}") from None
             results.append({**result, "summary": digest_of(result)})

@@ -7,7 +7,7 @@ import pytest
 import traced
 from running import launch
 
-from resilient_train.testing.replay import DifferenceError, replay, traces
+from resilient_train.testing.replay import ReplayError, replay, traces
 
 KILL = ("--faults", "kill rank=1 step=2 phase=UPDATING")
 
@@ -30,7 +30,7 @@ def test_each_process_of_a_job_is_replayed(tmp_path: Path) -> None:
     path.write_bytes(b"\n".join([*lines[:number], msgspec.json.encode(line), *lines[number + 1 :]]))
     (wrong,) = traced.look(run_dir, set())
     assert f"rank 1, incarnation 1, line {number + 1}: Ok(value=" in wrong
-    with pytest.raises(DifferenceError, match="RebuildReducer"):
+    with pytest.raises(ReplayError, match="RebuildReducer"):
         list(replay(path))
     path.write_bytes(b"\n".join(lines))  # it is looked at once more, behind this test
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from resilient_train.testing.replay import DifferenceError, replay, traces
+from resilient_train.testing.replay import ReplayError, replay, traces
 
 ANSWERS = Path(__file__).parents[1] / "sim" / "answers.txt"
 RUNS: list[Path] = []
@@ -35,7 +35,7 @@ def look(run_dir: Path, seen: set[str]) -> list[str]:
                 if turn.answer not in seen and turn.answer not in listed():
                     wrong.append(f"{path}: no simulated job comes to this: {turn.answer}")
                 seen.add(turn.answer)
-        except DifferenceError as error:
+        except ReplayError as error:
             wrong.append(f"{path}: {error}")
     return wrong
 

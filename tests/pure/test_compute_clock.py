@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402 - likewise
 
 from resilient_train.frameworks.torch import group as group_module  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.group import ResilientGroup  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.waits import Waits, waits  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.waits import CollectiveWaits, waits  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.works import GuardedWork  # noqa: E402 - likewise
 
 MS = 1_000_000
@@ -136,7 +136,7 @@ def test_what_overlaps_is_no_wait(late: Any) -> None:
 
 
 def test_a_wait_in_a_thread_of_the_user_is_nobodys() -> None:
-    own = Waits()
+    own = CollectiveWaits()
     thread = threading.Thread(target=own.until, args=(lambda: time.sleep(0.02),))
     thread.start()
     thread.join()

@@ -591,7 +591,7 @@ def test_progress_resets_the_count() -> None:
 
 @pytest.mark.parametrize("by_its_exit", [True, False])
 def test_a_death_that_ends_the_job_has_one_exit_code_whoever_saw_it_first(by_its_exit: bool) -> None:
-    """A scheduler puts a job with code 75 into its queue again. Its process's end and its futex may tell in any order."""
+    """A scheduler starts a job with code 75 again. The end of a process and its futex may tell in any order."""
     controller, standings = running(policy=Policy(max_restarts=0)), [Standing(6, Phase.APPLIED)] * 3
     if by_its_exit:
         controller.exited(1, 0, -9, standings)

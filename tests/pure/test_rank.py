@@ -422,8 +422,12 @@ def test_the_driver_looks_at_no_state() -> None:
     taken = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == machine.__name__]
     assert not taken, "its Rank is made by rank_trace.py"
     read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and name_of(node.value) == "rank"}
-    assert "standing" in read, "the test sees what is read"
+    assert {"standing", "commits"} <= read, "the test sees what is read"
     assert "state" not in read
+    looked_into = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and name_of(node.value) == "standing"
+    ]
+    assert not looked_into, "it is handed on as it is"
 
 
 def name_of(node: ast.expr) -> str:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.group import BuiltGroup, ResilientGroup
 from resilient_train.protocol.messages import Address
-from resilient_train.session.rebuild import Exchange, build_groups
+from resilient_train.session.rebuild import AddressExchange, build_groups
 
 RANKS = 3
 
@@ -38,7 +38,7 @@ def wakes() -> Iterator[int]:
 
 
 def test_what_is_told_is_taken_once_and_heard_by_who_waits(wakes: int) -> None:
-    exchange = Exchange(4, os.dup(wakes))
+    exchange = AddressExchange(4, os.dup(wakes))
     exchange.tell("group/0", b"here", [0, 2])
     assert os.eventfd_read(wakes) == 1
     told = [Address(4, "group/0", b"here", (0, 2))]
@@ -57,7 +57,7 @@ def test_what_is_told_is_taken_once_and_heard_by_who_waits(wakes: int) -> None:
 
 
 def test_a_build_that_is_given_up_waits_for_nobody(wakes: int) -> None:
-    exchange = Exchange(1, os.dup(wakes))
+    exchange = AddressExchange(1, os.dup(wakes))
     errors: list[str] = []
 
     def wait() -> None:
@@ -91,7 +91,7 @@ def test_what_is_told_while_another_word_is_sent_is_sent_too() -> None:
             assert frames == []
 
     class Groups:
-        def build(self, generation: int, addresses: Exchange) -> str:
+        def build(self, generation: int, addresses: AddressExchange) -> str:
             close = addresses.close
 
             def close_and_say() -> None:
@@ -111,7 +111,7 @@ def test_what_is_told_while_another_word_is_sent_is_sent_too() -> None:
 
 def test_a_group_is_built_without_a_word_in_the_store(wakes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "groups", {})
-    exchanges = [Exchange(2, os.dup(wakes)) for _ in range(RANKS)]
+    exchanges = [AddressExchange(2, os.dup(wakes)) for _ in range(RANKS)]
     built: list[BuiltGroup | None] = [None] * RANKS
 
     def build(rank: int) -> None:

@@ -17,7 +17,7 @@ from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.messages import Finished, Plan, Pull, Resume, SaveLast
 from resilient_train.protocol.rank import Rank
 from resilient_train.session.rank_trace import RankTrace, path_of
-from resilient_train.testing.replay import DifferenceError, main, replay, traces
+from resilient_train.testing.replay import ReplayError, main, replay, traces
 
 STEP = (on.Enter(), on.UpdateBegins(), on.Ok(), on.Ok(), on.UpdateEnds(), on.Exit(), on.Next(2))
 STARTED = (on.Begin(2, 0), Resume(0))
@@ -71,7 +71,7 @@ def changed(path: Path, number: int, change: Callable[[dict[str, Any]], Any]) ->
 def test_an_effect_is_missing(tmp_path: Path) -> None:
     path = write(tmp_path, *WHOLE)
     changed(path, 7, lambda line: line["effects"].pop(2))
-    with pytest.raises(DifferenceError, match=r"rank 0, incarnation 3, line 7: Ok\(value=1\) in Verify") as caught:
+    with pytest.raises(ReplayError, match=r"rank 0, incarnation 3, line 7: Ok\(value=1\) in Verify") as caught:
         answers(path)
     machine, rank = str(caught.value).splitlines()[1:]
     assert "LearnLayout() Publish(ahead=True) Arrive() Cross()" in machine
@@ -81,14 +81,14 @@ def test_an_effect_is_missing(tmp_path: Path) -> None:
 def test_two_effects_are_swapped(tmp_path: Path) -> None:
     path = write(tmp_path, *WHOLE)
     changed(path, 7, lambda line: line["effects"].insert(2, line["effects"].pop(3)))
-    with pytest.raises(DifferenceError, match="Arrive\\(\\) Publish\\(ahead=True\\) Cross"):
+    with pytest.raises(ReplayError, match="Arrive\\(\\) Publish\\(ahead=True\\) Cross"):
         answers(path)
 
 
 def test_an_effect_says_something_else(tmp_path: Path) -> None:
     path = write(tmp_path, *RECOVERED)
     changed(path, 7, lambda line: line["effects"][0].update(text="another one"))
-    with pytest.raises(DifferenceError, match="another one"):
+    with pytest.raises(ReplayError, match="another one"):
         answers(path)
 
 
@@ -96,14 +96,14 @@ def test_an_event_is_missing(tmp_path: Path) -> None:
     path = write(tmp_path, *WHOLE)
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join(lines[:6] + lines[7:]))
-    with pytest.raises(DifferenceError, match="line 7"):
+    with pytest.raises(ReplayError, match="line 7"):
         answers(path)
 
 
 def test_the_machine_was_made_otherwise(tmp_path: Path) -> None:
     path = write(tmp_path, *WHOLE)
     changed(path, 2, lambda line: line["options"].update(undo=True))
-    with pytest.raises(DifferenceError, match="SaveUndo"):
+    with pytest.raises(ReplayError, match="SaveUndo"):
         answers(path)
 
 
@@ -123,7 +123,7 @@ def test_the_last_line_of_a_process_may_be_cut(tmp_path: Path) -> None:
     text = path.read_bytes().splitlines()
     text[4] = text[4][:-3]
     path.write_bytes(b"\n".join(text))
-    with pytest.raises(DifferenceError, match="the same process wrote on"):
+    with pytest.raises(ReplayError, match="the same process wrote on"):
         answers(path)
 
 
@@ -134,7 +134,7 @@ def test_what_is_no_event_is_told_and_nobody_falls_over_it(
     path = write(tmp_path, *STARTED, on.Ok(object()), on.Enter())  # type: ignore[arg-type]
     assert "can't be written" in capsys.readouterr().err
     monkeypatch.undo()
-    with pytest.raises(DifferenceError):
+    with pytest.raises(ReplayError):
         answers(path)
     assert b'"torn"' in path.read_bytes().splitlines()[-1]
 

@@ -26,7 +26,7 @@ class PauseOutcome(enum.StrEnum):
     UNFINISHED = "unfinished"
 
 
-class Pause(msgspec.Struct, kw_only=True):
+class PauseRecord(msgspec.Struct, kw_only=True):
     """One wish, and what came of it. Times in nanoseconds; None: it did not come to that."""
 
     by: str
@@ -64,7 +64,7 @@ class Pause(msgspec.Struct, kw_only=True):
         return self.length_ns / _NS_PER_S
 
 
-def read_pauses(ordered: Sequence[Event]) -> tuple[Pause, ...]:
+def read_pauses(ordered: Sequence[Event]) -> tuple[PauseRecord, ...]:
     """From a run's events, sorted by time."""
     reader = _Reader()
     for event in ordered:
@@ -78,7 +78,7 @@ class _Reader:
     """``found``: the last one is under way if ``_open``. A repaired fault changes nothing: the ranks still stand."""
 
     def __init__(self) -> None:
-        self.found: list[Pause] = []
+        self.found: list[PauseRecord] = []
         self._open = False
         self._since_ns: int | None = None
 
@@ -103,7 +103,7 @@ class _Reader:
                 self._inside(event)
 
     @property
-    def _pause(self) -> Pause:
+    def _pause(self) -> PauseRecord:
         return self.found[-1]
 
     def _asked(self, event: Event) -> None:
@@ -111,12 +111,12 @@ class _Reader:
         if self._open:
             self._close(event, PauseOutcome.WITHDRAWN)
         by, step = text_of(event, "by") or "somebody", number_of(event, "at_step")
-        self.found.append(Pause(by=by, at_step=step, asked_ns=event.time_ns))
+        self.found.append(PauseRecord(by=by, at_step=step, asked_ns=event.time_ns))
         self._open = True
 
     def _stands(self, event: Event) -> None:
         if not self._open:  # the wish is in none of the events: the file is torn
-            self.found.append(Pause(by="somebody", at_step=None, asked_ns=event.time_ns))
+            self.found.append(PauseRecord(by="somebody", at_step=None, asked_ns=event.time_ns))
             self._open = True
         if self._pause.stood_ns is None:
             self._pause.stood_ns = event.time_ns

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 import msgspec
 
 from resilient_train.observe.deviations import Deviation
-from resilient_train.observe.paused import Pause, PauseOutcome
+from resilient_train.observe.paused import PauseOutcome, PauseRecord
 from resilient_train.observe.saved import NotSaved, Origin, Saved
 from resilient_train.observe.slower import Straggler
 from resilient_train.observe.timeline import Copy, PhaseSpan, Recovery, RecoveryOutcome, Run
@@ -91,7 +91,7 @@ def recovery_as_dict(recovery: Recovery) -> dict[str, Any]:
     }
 
 
-def pause_as_dict(pause: Pause) -> dict[str, Any]:
+def pause_as_dict(pause: PauseRecord) -> dict[str, Any]:
     """One pause as a JSON-able object; times in seconds, unknown values None."""
     return {
         "by": pause.by,
@@ -196,7 +196,7 @@ def recovery_lines(recovery: Recovery) -> list[Line]:
     return found
 
 
-def pause_lines(pause: Pause) -> list[Line]:
+def pause_lines(pause: PauseRecord) -> list[Line]:
     """One pause: who asked, where all stood, how soon and for how long, and what happened meanwhile."""
     if pause.stood_ns is None:
         where = f"before step {pause.at_step}" if pause.at_step else "before the next step"
@@ -209,7 +209,7 @@ def pause_lines(pause: Pause) -> list[Line]:
     return found + [Line(f"  meanwhile: {each}") for each in pause.inside]
 
 
-def _asker(pause: Pause) -> str:
+def _asker(pause: PauseRecord) -> str:
     return "an operator" if pause.by == "operator" else pause.by
 
 

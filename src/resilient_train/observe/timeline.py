@@ -16,7 +16,7 @@ from resilient_train.events import Event
 from resilient_train.faults import COST_NO_PROCESS
 from resilient_train.observe.deviations import Deviation, read_deviations
 from resilient_train.observe.fields import groups_of, number_of, ranks_of, text_of
-from resilient_train.observe.paused import Pause, read_pauses
+from resilient_train.observe.paused import PauseRecord, read_pauses
 from resilient_train.observe.saved import Saved, read_saved
 from resilient_train.observe.slower import Straggler, read_paces, read_stragglers
 from resilient_train.protocol.stragglers import Pace
@@ -117,7 +117,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     replacements: int
     """Processes that were started in the place of one that was lost."""
     saved: Saved
-    pauses: tuple[Pause, ...]
+    pauses: tuple[PauseRecord, ...]
     """In none of the times of ``recoveries``: what stands because somebody wants it loses nothing."""
     deviations: tuple[Deviation, ...]
     stragglers: tuple[Straggler, ...]

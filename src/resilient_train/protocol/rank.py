@@ -273,6 +273,11 @@ class Rank:
         """The number of the step that runs or comes next."""
         return self.base + self.place
 
+    @property
+    def commits(self) -> int:
+        """How many updates this rank has applied."""
+        return self.standing.commits
+
     def on(self, event: Any) -> Effects:
         """What to do about it. Raises ProtocolError for what can't happen here."""
         row = TABLE.get((type(self.state), type(event)))

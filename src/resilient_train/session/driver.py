@@ -335,7 +335,7 @@ class Driver:
         """The body begins."""
         self._entered = True
         try:
-            self.saving.body_begins(self._rank.standing.commits)
+            self.saving.body_begins(self._rank.commits)
         except DeviceError as failure:
             self._fail_stop(failure)
         self._injector.listen(step.number)
@@ -571,7 +571,7 @@ class Driver:
             do.SendReached: lambda _: self._link.channel.send(m.Reached(self._rank.generation)),
             do.SendFinish: self._send_finish,
             do.Offer: self._offer,
-            do.SnapshotBegin: lambda _: self.saving.head(self._rank.standing.commits, self._rank.number),
+            do.SnapshotBegin: lambda _: self.saving.head(self._rank.commits, self._rank.number),
             do.SnapshotFence: lambda _: self.saving.fence(),
             do.ShowState: self._show_state,
             do.Compare: self._compare,
@@ -618,7 +618,7 @@ class Driver:
 
     def _publish(self, effect: do.Publish) -> None:
         rank, ahead = self._rank, effect.ahead
-        self._publication.publish(rank.standing.commits + ahead, rank.number + ahead, b"" if ahead else self._called)
+        self._publication.publish(rank.commits + ahead, rank.number + ahead, b"" if ahead else self._called)
 
     def _arrive(self, _: do.Arrive) -> None:
         self._peers.arrive(self._rank.standing, self._number)
@@ -627,7 +627,7 @@ class Driver:
         self._from_replica.offer(self._rank.generation, effect.targets, within=self._step is not None)
 
     def _reset_log(self, _: do.ResetLog) -> None:
-        self._peers.reset_log(self._rank.standing.commits)
+        self._peers.reset_log(self._rank.commits)
 
     def _send_started(self, _: do.SendStarted) -> None:
         digest, groups = self._engine.state.fingerprint().digest(), self._engine.groups
@@ -661,11 +661,9 @@ class Driver:
 
     def _send_joined(self, effect: do.SendJoined) -> None:
         rank, names = self._rank, self._engine.groups.names()
-        commits, phase = rank.standing
         joined = m.Joined(
             rank.generation,
-            commits,
-            phase,
+            *rank.standing,
             rank.intact,
             self._peers.completed_of(rank.me),
             names,
@@ -685,7 +683,7 @@ class Driver:
         self._link.channel.send(m.Finish(self._rank.generation, self._left_at, self._exits))
 
     def _show_state(self, effect: do.ShowState) -> None:
-        commits, comparison = self._rank.standing.commits, self._comparison
+        commits, comparison = self._rank.commits, self._comparison
         match effect.where:
             case "head":
                 if comparison.head(commits, shown=self.saving.will_show):
@@ -714,7 +712,7 @@ class Driver:
 
     def _compare(self, effect: do.Compare) -> None:
         if effect.resumed:
-            self._comparison.begin_at(self._rank.standing.commits)
+            self._comparison.begin_at(self._rank.commits)
         self._comparison.look()
 
     # -- what nobody else sees
@@ -733,7 +731,7 @@ class Driver:
         looks = self._batches.first and not again
         before = self._steady() if looks else {}
         with self._engine.collectives.loading():
-            same = self._batches.draw(place, whole=self._verification.due(self._rank.standing.commits))
+            same = self._batches.draw(place, whole=self._verification.due(self._rank.commits))
         if not same:
             self._lose(f"the batch of step {self._rank.number}, or state that its loader moves on,", self._rank.number)
         if looks:
@@ -793,7 +791,7 @@ class Driver:
         fail_stop(self._event, "state_lost", told)
 
     def _gradients_ready(self, _: do.LearnLayout) -> None:
-        self._tell_written(self._engine.step.gradients_ready(self._rank.standing.commits))
+        self._tell_written(self._engine.step.gradients_ready(self._rank.commits))
 
     def _save_undo(self, _: do.SaveUndo) -> None:
         self._tell_written(self._engine.step.save_undo())
@@ -824,7 +822,7 @@ class Driver:
     def _committed(self, _: do.Committed) -> None:
         self._batches.forget()
         self._engine.step.forget()
-        self._engine.collectives.begin_tail(self._rank.standing.commits)
+        self._engine.collectives.begin_tail(self._rank.commits)
 
     def _committed_and_usual(self, effect: do.Committed) -> None:
         assert self._anomalies is not None
@@ -853,7 +851,7 @@ class Driver:
 
     def _rebuild_reducer(self, effect: do.RebuildReducer) -> None:
         layout = self._from_replica.take_layout() if effect.copied else None
-        self._engine.step.rebuild_reducer(layout, self._rank.standing.commits)
+        self._engine.step.rebuild_reducer(layout, self._rank.commits)
 
     # -- what the rank waits for
 
@@ -880,13 +878,13 @@ class Driver:
         if ended is not None:
             self._peers.excuse_window()
             self._link.channel.send(self._computed(ended))
-            if rank.standing.commits != self._verified or ended.differs_at >= 0:
+            if rank.commits != self._verified or ended.differs_at >= 0:
                 return on.Doubtful()
         return on.Anomalous() if self._is_anomalous() else event
 
     def _computed(self, ended: Compared) -> m.Computed:
         rank = self._rank
-        frame = m.Computed(rank.generation, rank.standing.commits, rank.number, ended.differs_at, ended.of)
+        frame = m.Computed(rank.generation, rank.commits, rank.number, ended.differs_at, ended.of)
         if ended.differs_at < 0:
             return frame
         batch = self._called or self._engine.data.look(self._batches.values())
@@ -905,7 +903,7 @@ class Driver:
         return found
 
     def _mark_to_compare(self, effect: do.Mark) -> None:
-        commits = self._rank.standing.commits
+        commits = self._rank.commits
         self._verification.begin(commits)
         self._mark_to_look(effect, whole=self._verification.due(commits))
 
@@ -1063,7 +1061,7 @@ class Driver:
 
     def _save(self, effect: do.Save) -> on.Event:
         rank = self._rank
-        self.saving.last(rank.generation, rank.standing.commits, rank.base, effect.order)
+        self.saving.last(rank.generation, rank.commits, rank.base, effect.order)
         event: on.Event = self._await()
         return event
 
@@ -1122,7 +1120,7 @@ class Driver:
             self._write_values(1)
         params, own = self._digests
         detail = {"params_digest": params, "rank_digest": own, "steps": self._rank.number}
-        self._event("session_end", {**detail, "commits": self._rank.standing.commits, "redone": self._redone})
+        self._event("session_end", {**detail, "commits": self._rank.commits, "redone": self._redone})
 
     def _release(self, *, for_another: bool = False) -> None:
         """Gives back all that this Session holds of the process. Idempotent: also called when the interpreter ends.

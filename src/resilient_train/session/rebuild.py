@@ -16,7 +16,7 @@ def build_groups(link: Link, groups: Groups, generation: int) -> Any:
     """The groups, built but not adopted; the error that ended the building; or None: a newer stop came."""
     # Not a pipe: who writes to one that nobody reads any more is killed, where a script has SIGPIPE at its default.
     wakes = os.eventfd(0, os.EFD_CLOEXEC)
-    addresses = Exchange(generation, os.dup(wakes))
+    addresses = AddressExchange(generation, os.dup(wakes))
     outcome: list[Any] = []
 
     def build() -> None:
@@ -37,7 +37,7 @@ def build_groups(link: Link, groups: Groups, generation: int) -> Any:
     return outcome[0]
 
 
-def _built_before_stop(link: Link, wakes: int, addresses: Exchange) -> bool:
+def _built_before_stop(link: Link, wakes: int, addresses: AddressExchange) -> bool:
     # A source may be ready with its offer before this rank has noticed that it is built.
     early: list[FromAgent] = []
     try:
@@ -59,7 +59,7 @@ def _built_before_stop(link: Link, wakes: int, addresses: Exchange) -> bool:
         link.channel.put_back(early)
 
 
-class Exchange:
+class AddressExchange:
     """See ``roles.Addresses``. The training thread, which has the channel, carries what the building one tells."""
 
     def __init__(self, generation: int, wake: int) -> None:

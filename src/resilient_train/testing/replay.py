@@ -29,7 +29,7 @@ _EFFECTS: Any = tuple[functools.reduce(operator.or_, do.Effect.__subclasses__())
 _LINE = msgspec.json.Decoder(Made | Turn | Torn)
 
 
-class DifferenceError(AssertionError):
+class ReplayError(AssertionError):
     """A machine does something else than the rank's did, or the file is not what a rank writes; the text says where."""
 
 
@@ -52,18 +52,18 @@ def _process(path: Path) -> tuple[str, str]:
 
 
 def replay(path: Path, rank: type[Rank] = Rank) -> Iterator[Replayed]:
-    """Gives each event of the file to a new machine. Raises DifferenceError at the first difference."""
+    """Gives each event of the file to a new machine. Raises ReplayError at the first difference."""
     who, incarnation = _process(path)
     machine: Rank | None = None
     for number, line in _lines(path):
         where = f"rank {who}, incarnation {incarnation}, line {number}"
         if isinstance(line, Torn):
-            raise DifferenceError(f"{where}: the rank could not write on: {line.why}")
+            raise ReplayError(f"{where}: the rank could not write on: {line.why}")
         if isinstance(line, Made):
             machine = rank(line.me, **line.options)
             continue
         if machine is None:
-            raise DifferenceError(f"{where}: an event, and no machine was made")
+            raise ReplayError(f"{where}: an event, and no machine was made")
         yield _turn(machine, line, where)
 
 
@@ -79,7 +79,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Made | Turn | Torn]]:
             cut = cut or f"{path}, line {number}: {error}"
             continue
         if cut and not isinstance(read, Made):
-            raise DifferenceError(f"{cut}, and the same process wrote on")
+            raise ReplayError(f"{cut}, and the same process wrote on")
         cut = ""
         yield number, read
 
@@ -89,7 +89,7 @@ def _turn(machine: Rank, line: Turn, where: str) -> Replayed:
         event = msgspec.convert(line.event, _EVENT, str_keys=True)
         effects = msgspec.convert(line.effects, _EFFECTS, str_keys=True)
     except msgspec.ValidationError as error:
-        raise DifferenceError(f"{where}: no event and effects of this version: {error}") from None
+        raise ReplayError(f"{where}: no event and effects of this version: {error}") from None
     before, refused = machine.state, ""
     expected: tuple[do.Effect, ...] = ()
     try:
@@ -97,7 +97,7 @@ def _turn(machine: Rank, line: Turn, where: str) -> Replayed:
     except ProtocolError as error:
         refused = str(error)
     if (expected, refused) != (effects, line.refused):
-        raise DifferenceError(
+        raise ReplayError(
             f"{where}: {event} in {before}\n  a machine:  {_told(expected, refused)}\n"
             f"  the rank's: {_told(effects, line.refused)}"
         )
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for turn in replay(path):
                 at = datetime.fromtimestamp(turn.time_ns / 1e9, UTC).strftime("%H:%M:%S.%f")
                 print(at, turn.answer)
-        except DifferenceError as error:
+        except ReplayError as error:
             print(error, file=sys.stderr)
             return 1
     return 0

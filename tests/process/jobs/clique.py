@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from resilient_train.frameworks.roles import LoggedCall
 from resilient_train.frameworks.torch.group import ResilientGroup, wait_for_droppers
-from resilient_train.frameworks.torch.tail import Tail
+from resilient_train.frameworks.torch.tail import LoggedTail
 from resilient_train.frameworks.torch.transports.gloo import stock_group
 from resilient_train.protocol.rank_effects import Mode
 
@@ -287,7 +287,7 @@ def run_from_logs(size: int, *, everything: bool) -> list[dict[str, str]]:
 
     def finish(member: int) -> None:
         group = ResilientGroup(dist.HashStore(), member, size, "world", list(range(size)), TIMEOUT)
-        tail = Tail(conductor, logs.of(member))
+        tail = LoggedTail(conductor, logs.of(member))
         tail.begin_exchange(range(size))
         tail.mode = Mode.EXCHANGE
         try:

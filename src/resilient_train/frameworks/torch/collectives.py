@@ -19,7 +19,7 @@ from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.group import ResilientGroup, works
 from resilient_train.frameworks.torch.groups import Groups
 from resilient_train.frameworks.torch.storages import Memory, registered
-from resilient_train.frameworks.torch.tail import Tail
+from resilient_train.frameworks.torch.tail import LoggedTail
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, flat
 from resilient_train.frameworks.torch.waits import waits
 from resilient_train.frameworks.torch.works import GuardedWork
@@ -41,7 +41,7 @@ class Collectives:
         self._check = check
         self._mode = Mode.DIRECT
         self._tails: Tails | None = None
-        self._tail: Tail | None = None
+        self._tail: LoggedTail | None = None
         self._digests: list[str] | None = None
         self._conductor: Conductor | None = None
         self._loading = False
@@ -66,7 +66,7 @@ class Collectives:
 
     def attach(self, conductor: Conductor, tails: Tails) -> None:
         self._tails, self._conductor, self._thread = tails, conductor, threading.get_ident()
-        self._tail = Tail(conductor, tails)
+        self._tail = LoggedTail(conductor, tails)
         group_module.watch(self)
 
     def detach(self) -> None:

@@ -53,7 +53,7 @@ class _Asked(NamedTuple):
     header: bytes
 
 
-class Tail:
+class LoggedTail:
     """The tail of one rank."""
 
     def __init__(self, conductor: Conductor, peers: Tails) -> None:
@@ -320,7 +320,7 @@ class Message(dist.Work):
     """One message of a tail."""
 
     def __init__(
-        self, tail: Tail, group: ResilientGroup, verb: str, args: tuple[Any, ...], key: tuple[str, int]
+        self, tail: LoggedTail, group: ResilientGroup, verb: str, args: tuple[Any, ...], key: tuple[str, int]
     ) -> None:
         super().__init__()
         self.group, self.verb, self.args, self.key = group, verb, args, key

@@ -21,7 +21,7 @@ _NO_PASS = -1
 _pass_under_way = torch._C._current_graph_task_id
 
 
-class Waits:
+class CollectiveWaits:
     """Of all groups of this process; told by whatever begins, ends and waits for works."""
 
     def __init__(self) -> None:
@@ -68,4 +68,4 @@ class Waits:
             self._pass = _NO_PASS
 
 
-waits = Waits()
+waits = CollectiveWaits()

@@ -264,7 +264,7 @@ class Agent:
     def _standings(self) -> list[Standing]:
         return [standing_of(self._board.standing(rank)) for rank in range(self._spec.world_size)]
 
-    # -- the hang watch's Keeper
+    # -- the HangKeeper and StragglerKeeper
 
     def _look_out(self) -> None:
         self._alarms.look(self)

@@ -32,7 +32,7 @@ _AGAIN_NS = 10_000_000_000
 """Between two lines of the same kind, and between two tries to have the same rank given up."""
 
 
-class Keeper(Protocol):
+class HangKeeper(Protocol):
     """What the hang watch may do: implemented by the agent."""
 
     def fence(self, ranks: Collection[int], reason: str) -> None:
@@ -94,7 +94,7 @@ class HangWatch:
         self._pause_told_ns = 0
         self._outwaited_ns = -_AGAIN_NS
 
-    def look(self, keeper: Keeper) -> None:
+    def look(self, keeper: HangKeeper) -> None:
         """One look. Cheap while the job moves: a few loads per rank."""
         job = self._job
         newest = self._reports.look()
@@ -116,7 +116,7 @@ class HangWatch:
             if finding is not None:
                 self._act(finding, ranks, keeper)
 
-    def _look_at_start(self, keeper: Keeper) -> None:
+    def _look_at_start(self, keeper: HangKeeper) -> None:
         """All wait for one that is stopped. Where all are, nobody is to blame."""
         job = self._job
         if not (self._finds_hangs and job.uses_a_session()):
@@ -128,7 +128,7 @@ class HangWatch:
         if due := [rank for rank, looks in self._stopped.items() if looks % _STOPPED_LOOKS == 0]:
             keeper.fence(due, "hung: its process was stopped (SIGSTOP)")
 
-    def _tick(self, ranks: list[Progress], keeper: Keeper) -> None:
+    def _tick(self, ranks: list[Progress], keeper: HangKeeper) -> None:
         paused_before = self._clock.paused_ns
         beats = tuple(map(self._board.beats, range(self._board.world_size)))
         self._clock.tick(time.monotonic_ns(), (beats, *ranks), self._state)
@@ -159,7 +159,7 @@ class HangWatch:
         process = self._processes.current.get(rank)
         return process.state() if process is not None else RunState.RUNNING
 
-    def _look_at_recovery(self, ranks: list[Progress], keeper: Keeper) -> None:
+    def _look_at_recovery(self, ranks: list[Progress], keeper: HangKeeper) -> None:
         """It waits for all ranks, and one that is stopped, or does not leave its step, will never come."""
         waited_for = self._job.awaited() if self._job.plan is None else range(len(ranks))
         if any(ranks[rank].activity is Activity.SLOW or self._state(rank) is RunState.TRACED for rank in waited_for):
@@ -186,7 +186,7 @@ class HangWatch:
             self._since_ns = self._clock.now_ns
             keeper.expire(self._phase_limit_s, [rank for rank, looks in self._stopped.items() if looks])
 
-    def _outwait(self, waited_ms: int, back_ms: float, keeper: Keeper) -> None:
+    def _outwait(self, waited_ms: int, back_ms: float, keeper: HangKeeper) -> None:
         """Not at each look: where all may not go back, whether they may is asked of the snapshots' holder."""
         now_ns = self._clock.now_ns
         if waited_ms > back_ms and now_ns - self._outwaited_ns >= _AGAIN_NS:
@@ -200,7 +200,7 @@ class HangWatch:
         saved, usual_ms = self._job.newest_saved(), self._detector.usual_ms()
         return usual_ms * (max(rank.commits for rank in ranks) - saved) if saved >= 0 and usual_ms else math.inf
 
-    def _fence(self, ranks: Collection[int], reason: str, keeper: Keeper) -> None:
+    def _fence(self, ranks: Collection[int], reason: str, keeper: HangKeeper) -> None:
         """Who may not be killed is named again after a while: others may have its state by then."""
         now_ns = self._clock.now_ns
         due = [rank for rank in ranks if now_ns - self._named_ns.get(rank, -_AGAIN_NS) >= _AGAIN_NS]
@@ -208,7 +208,7 @@ class HangWatch:
             self._named_ns.update(dict.fromkeys(ranks, now_ns))
             keeper.fence(ranks, reason)
 
-    def _act(self, finding: Stall, ranks: list[Progress], keeper: Keeper) -> None:
+    def _act(self, finding: Stall, ranks: list[Progress], keeper: HangKeeper) -> None:
         detail: dict[str, object] = {
             "ranks": list(finding.ranks),
             "why": finding.why,

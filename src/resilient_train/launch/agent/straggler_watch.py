@@ -22,7 +22,7 @@ _WORTH_S = 2.0
 """A replacement costs the job a second or so; what has not lasted for longer may be over before."""
 
 
-class Keeper(Protocol):
+class StragglerKeeper(Protocol):
     """What the straggler watch may do: implemented by the agent."""
 
     def fence(self, ranks: Collection[int], reason: str) -> None:
@@ -49,7 +49,7 @@ class StragglerWatch:
         """(rank, incarnation) -> when it was first told."""
         self._replaced: set[int] = set()
 
-    def look(self, keeper: Keeper) -> None:
+    def look(self, keeper: StragglerKeeper) -> None:
         """One look. Cheap: a few loads per rank, and some microseconds for each window."""
         job, board = self._job, self._board
         if job.stage is not Stage.RUNNING or board.world_size < 2:
@@ -63,7 +63,7 @@ class StragglerWatch:
         if self._replaces:
             self._replace(keeper)
 
-    def _observe(self, until: int, keeper: Keeper) -> None:
+    def _observe(self, until: int, keeper: StragglerKeeper) -> None:
         windows: dict[int, list[int]] = {}
         steps: dict[int, int] = {}
         for rank in range(self._board.world_size):
@@ -77,7 +77,7 @@ class StragglerWatch:
                 for found in self._stragglers.observe(steps[commits], windows[commits]):
                     self._tell(found, steps[commits], keeper)
 
-    def _tell(self, found: Slower | AsBefore, step: int, keeper: Keeper) -> None:
+    def _tell(self, found: Slower | AsBefore, step: int, keeper: StragglerKeeper) -> None:
         if isinstance(found, Slower):
             self._told_s.setdefault((found.rank, self._job.incarnations[found.rank]), time.monotonic())
             detail = {**described(found), "before_ms": round(found.before_ms, 3)}
@@ -87,7 +87,7 @@ class StragglerWatch:
             detail = {"since": found.since, "ratio": round(found.slower.ratio, 2), "slower_since": found.slower.since}
             keeper.tell_slower("straggler_over", found.rank, step, detail)
 
-    def _replace(self, keeper: Keeper) -> None:
+    def _replace(self, keeper: StragglerKeeper) -> None:
         """Once for each rank: a new process on the same device may be as slow."""
         for (rank, incarnation), told_s in self._told_s.items():
             if rank in self._replaced or time.monotonic() - told_s < _WORTH_S or self._job.finished:

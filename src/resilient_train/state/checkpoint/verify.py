@@ -16,7 +16,7 @@ _IMAGES = ".safetensors"
 _T = TypeVar("_T")
 
 
-class Problem(NamedTuple):
+class FileProblem(NamedTuple):
     """What is wrong, and with which file ("." for the directory itself)."""
 
     file: str
@@ -31,7 +31,7 @@ class Report(NamedTuple):
     """None if it can't be believed."""
     headers: tuple[Header, ...]
     """Of the shards in their order; empty if one can't be believed."""
-    problems: tuple[Problem, ...]
+    problems: tuple[FileProblem, ...]
 
     @property
     def ok(self) -> bool:
@@ -55,13 +55,13 @@ def verify(path: Path, *, digests: bool = True, uncommitted: bool = False) -> Re
 
     ``digests``: reads every byte; without, a flipped bit in a tensor is not found. ``uncommitted``: it is a draft yet.
     """
-    problems: list[Problem] = []
+    problems: list[FileProblem] = []
 
     def attempt(check: Callable[..., _T], *arguments: object) -> _T | None:
         try:
             return check(*arguments)
         except CheckpointError as error:
-            problems.append(Problem(error.file, error.reason))
+            problems.append(FileProblem(error.file, error.reason))
             return None
 
     folder = attempt(Folder, path)

@@ -12,7 +12,7 @@ SANITIZERS := plain address thread
 # ThreadSanitizer of older compilers cannot place its memory under full address randomisation.
 FIXED_ADDRESSES := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
-.PHONY: setup wheel newcomer demo test test-full test-integrations test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx \
+.PHONY: setup wheel newcomer demo test test-full test-integrations test-torch test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx \
     format clean
 .DELETE_ON_ERROR:
 
@@ -62,6 +62,18 @@ test: setup
 # All stories, with all parameters: to be run before an issue ends. An hour and a half.
 test-full: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "long or not long" $(PYTEST_FLAGS)
+
+# Another torch, in an environment of its own (5 GB where PyPI has CUDA builds only; they run on the CPU as well).
+# `make test-torch TORCH=2.14.1`, with PYTEST_FLAGS for a part of the tests.
+TORCH ?= 2.15.0
+OTHER_TORCH = build/torch-$(TORCH)
+test-torch:
+	test -x $(OTHER_TORCH)/bin/python || $(PYTHON) -m venv $(OTHER_TORCH)
+	$(OTHER_TORCH)/bin/python -m pip install -q $(PIP_FLAGS) torch==$(TORCH) scikit-build-core nanobind \
+	    cmake ninja
+	PATH="$(CURDIR)/$(OTHER_TORCH)/bin:$$PATH" $(OTHER_TORCH)/bin/python -m pip install -q $(PIP_FLAGS) \
+	    --no-build-isolation -C build-dir=$(OTHER_TORCH)/native -C cmake.define.RESILIENT_FAKES=ON -e '.[data,test]'
+	$(OTHER_TORCH)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 test-native: setup $(SANITIZERS:%=test-native-%)
 

@@ -22,10 +22,11 @@ LAUNCHER = "resilient_train.launch.cli.run"
 
 def import_all() -> None:
     _register.wrap_for_forks()
-    from resilient_train.launch.fork.zygote import ALWAYS
+    from resilient_train.launch.fork.zygote import ALWAYS, is_of_another_torch
 
     for name in (LAUNCHER, "resilient_train.launch.agent.agent", "torch.distributed.run", "asyncio", *ALWAYS):
-        importlib.import_module(name)
+        if not is_of_another_torch(name):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
 

@@ -13,9 +13,11 @@ A fork is the agent's child: the process between it and its parent has ended by 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
+import importlib.util
 import io
 import os
 import signal
@@ -52,7 +54,9 @@ ALWAYS = (
     *(f"resilient_train.frameworks.torch.{name}" for name in ("engine", "group")),
     *("resilient_train.session.session", "resilient_train.observe.sinks"),
 )
-"""What a rank has imported when its first step is committed (measured), and its script need not name."""
+"""What a rank has imported when its first step is committed (measured), and its script need not name. Some torch lack
+some of it.
+"""
 _HARMLESS = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/dev/pts/", "/dev/tty", "/dev/shm/")  # noqa: S108 - not written to
 
 
@@ -67,6 +71,8 @@ class Born(NamedTuple):
 
     def begin(self) -> None:
         """Runs the script."""
+        if "triton" in sys.modules:  # which tells people, aloud, that all was leaked that its end does not collect
+            atexit.register(gc.unfreeze)
         if self.gate is None:
             live(self.command, self.target)
             return
@@ -180,7 +186,7 @@ def _import(gate: Gate, order: Import) -> Ready | Unfit:
     failed: dict[str, str] = {}
     # The script's own come first: so they are imported in its order, as far as there is one.
     for each in [*plan.imports, *map(Wanted, ALWAYS)]:
-        if each.module in order.skip or foreign_to_forks(each.module):
+        if each.module in order.skip or foreign_to_forks(each.module) or is_of_another_torch(each.module):
             continue
         gate.send(Importing(each.module))
         culprit = each.module if each.module not in ALWAYS else ""
@@ -206,6 +212,11 @@ def _import(gate: Gate, order: Import) -> Ready | Unfit:
     gc.collect()
     gc.freeze()  # what a fork's collector does not look at it need not copy
     return Ready(len(sys.modules), failed, time.process_time(), _rss_bytes())
+
+
+def is_of_another_torch(module: str) -> bool:
+    """One of ``ALWAYS`` that is not there. Its package is imported."""
+    return module in ALWAYS and importlib.util.find_spec(module) is None
 
 
 def _unfit_for_forks() -> str:

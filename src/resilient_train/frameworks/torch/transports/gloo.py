@@ -37,7 +37,8 @@ def stock_group(
     backend = ProcessGroupGloo(store, rank, size, timeout=timeout)
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
-    backend._set_sequence_number_for_group()
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.14":  # from then on a group numbers by itself
+        backend._set_sequence_number_for_group()
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_group_name(GroupName(name))

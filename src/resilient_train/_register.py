@@ -110,7 +110,7 @@ def _wrap_store(rendezvous: Any) -> None:
 
 
 def _wrap_recorder(c10d: Any) -> None:
-    """From 2.15 on torch hooks its recorder into a group whose backend has none. Ours has no backend; gloo in it records."""
+    """From 2.15 on torch hooks its recorder into groups without one. Ours shows none; gloo in it has one."""
     original = getattr(c10d, "_maybe_attach_flight_recorder", None)
     if original is None:
         return

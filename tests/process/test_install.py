@@ -17,7 +17,7 @@ from pure import checkpoint_rig
 from pure.stories import whole_run, write
 
 ROOT = Path(__file__).parents[2]
-NO_TORCH = "torch is not installed: pip install torch==2.13.0"
+NO_TORCH = "torch is not installed: pip install torch==2.15.0"
 
 
 def run(command: list[str | Path], cwd: Path, *, code: int) -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,8 @@ def run(command: list[str | Path], cwd: Path, *, code: int) -> subprocess.Comple
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The ``bin`` of an environment with the wheel and what it depends on."""
     folder = tmp_path_factory.mktemp("installed")
-    run(["make", "-s", "-o", "setup", "wheel", f"WHEEL={folder}"], ROOT, code=0)
+    tools = os.path.relpath(Path(sys.executable).parent, ROOT)
+    run(["make", "-s", "-o", "setup", "wheel", f"WHEEL={folder}", f"BIN={tools}"], ROOT, code=0)
     (wheel,) = folder.glob("*.whl")
     run([sys.executable, "-m", "venv", folder / "venv"], folder, code=0)
     run([folder / "venv/bin/pip", "install", "-q", "--disable-pip-version-check", wheel], folder, code=0)
@@ -68,7 +69,8 @@ def test_with_another_torch(installed: Path, tmp_path: Path) -> None:
     (packages / "torch/__init__.py").write_text("__version__ = '2.12.1'\n")
     (packages / "torch-2.12.1.dist-info").mkdir()
     (packages / "torch-2.12.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.12.1\n")
-    told = "torch 2.12.1 is installed, and recoveries need 2.13, whose internals they use: pip install torch==2.13.0"
+    needed = "2.13, 2.14 or 2.15"
+    told = f"torch 2.12.1 is installed, and recoveries need {needed}, whose internals they use: pip install torch==2.15.0"
     assert told in run([installed / "resilient-train", "doctor"], tmp_path, code=1).stdout
     refused = run([installed / "resilient-run", "train.py"], tmp_path, code=2).stderr
     assert refused.startswith(f"resilient-run: {told}")

@@ -157,10 +157,11 @@ def _is_for_gloo(backend: str | None, c10d: Any) -> bool:
     """Whether a group that is asked for so uses gloo. Not asked ("undefined" is torch's), the accelerator decides."""
     backend = backend and backend.lower()  # as torch does; ours is asked first
     if backend is None or backend == "undefined":
-        import torch
-
-        device = torch._C._get_accelerator().type  # noqa: SLF001 - what torch itself asks, in BackendConfig
-        return bool(c10d.Backend.default_device_backend_map.get(device) == "gloo")
+        try:
+            chosen = c10d.BackendConfig(c10d.Backend("undefined")).get_device_backend_map()
+        except ValueError:  # an accelerator for which torch knows no backend; it says so itself
+            return False
+        return set(chosen.values()) == {"gloo"}
     if backend == "gloo":
         return True
     return ":" in backend and all(part.rpartition(":")[2] == "gloo" for part in backend.split(","))

@@ -29,6 +29,8 @@ def test_what_asks_for_gloo(backend: str | None, is_gloo: bool) -> None:
 
 
 def test_where_nothing_is_asked_for_the_accelerator_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._C._get_accelerator", lambda: dist.distributed_c10d.torch.device("cuda"))
+    device = dist.distributed_c10d.torch.device("cuda")
+    monkeypatch.setattr("torch._C._get_accelerator", lambda: device)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: device)  # what torch 2.14 asks
     for backend in (None, "undefined"):
         assert not _register._is_for_gloo(backend, dist.distributed_c10d)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-TORCH = "2.13"
-"""A recovery uses internals of DDP and of process groups, which change from one minor version to the next."""
+TORCH = ("2.13", "2.14")
+"""A recovery uses internals of DDP and of process groups, which change from one minor version to the next. The tests were
+run with each of these (``make test-torch``).
+"""
+_INSTALL = f"pip install torch=={TORCH[0]}.0"
 
 
 def torch_installed() -> str | None:
@@ -20,11 +23,11 @@ def torch_installed() -> str | None:
 def torch_problem(version: str | None) -> str:
     """Why nothing can be recovered with this torch; empty if it can."""
     if version is None:
-        return f"torch is not installed: pip install torch=={TORCH}.0"
-    if not version.startswith(f"{TORCH}."):
+        return f"torch is not installed: {_INSTALL}"
+    if not version.startswith(tuple(f"{each}." for each in TORCH)):
         return (
-            f"torch {version} is installed, and recoveries need {TORCH}, whose internals they use: "
-            f"pip install torch=={TORCH}.0, or start the script with torchrun (a Session is a plain loop there)"
+            f"torch {version} is installed, and recoveries need {' or '.join(TORCH)}, whose internals they use: "
+            f"{_INSTALL}, or start the script with torchrun (a Session is a plain loop there)"
         )
     return ""
 

@@ -26,6 +26,7 @@ parser.add_argument("--plain", action="store_true", help="rank 0 switches its wa
 asked = parser.parse_args()
 device = torch.device(asked.device)
 torch._C._get_accelerator = lambda: device
+torch.accelerator.current_accelerator = lambda check_available=False: None if device.type == "cpu" else device
 
 
 def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

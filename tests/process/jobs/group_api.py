@@ -261,6 +261,39 @@ HERE: dict[str, Callable[[], Any]] = {
 }
 
 
+LATER: dict[str, Callable[[], Any]] = (
+    {
+        "gather_single, of torch.distributed": lambda: [
+            dist.gather_single(given(2), x := torch.zeros(4) if RANK == 0 else None, dst=0),
+            x,
+        ],
+        "gather_into_tensor, of torch.distributed": lambda: [
+            dist.gather_into_tensor(given(2), x := torch.zeros(4) if RANK == 0 else None, dst=0),
+            x,
+        ],
+        "gather_single, of the group": lambda: done(
+            WORLD.gather_single(x := torch.zeros(4), given(2), with_root(dist.GatherOptions(), rootRank=0)),
+            x[RANK * 4 :],
+        ),
+        "gather_into_tensor, of the group": lambda: done(
+            WORLD.gather_into_tensor(x := torch.zeros(4), given(2), with_root(dist.GatherOptions(), rootRank=0)),
+            x[RANK * 4 :],
+        ),
+        "backend itself, by its new name": lambda: type(WORLD.get_backend(CPU)).__name__,
+        "backend itself, of torch.distributed": lambda: type(dist.get_backend_impl(WORLD, CPU)).__name__,
+        "time-out, set": lambda: dist.set_timeout(dt.timedelta(seconds=35), made["gloo"]),
+        "supports what is newer": lambda: [WORLD.supports_window, WORLD.supports_reconfigure],
+        "window": lambda: type(WORLD.new_window(given(2))).__name__,
+        "pre hook": lambda: [WORLD.register_pre_hook(7, print), WORLD.unregister_pre_hook(7)],
+        "post hook": lambda: [WORLD.register_post_hook(8, print), WORLD.unregister_post_hook(8)],
+        "abort hook": lambda: [WORLD.register_abort_hook(9, print), WORLD.unregister_abort_hook(9)],
+        "reconfigure handle": WORLD.get_reconfigure_handle,
+        "reconfigure": lambda: WORLD.reconfigure(c10d.ReconfigureOptions()),
+    }
+    if hasattr(dist, "gather_single")
+    else {}
+)
+"""What came with torch 2.14."""
 QUESTIONS: dict[str, Callable[[], Any]] = {
     "backend": lambda: [dist.get_backend(), dist.get_backend_config(), WORLD.name(), WORLD._get_backend_name()],
     "backends": lambda: {name: [dist.get_backend(each), dist.get_backend_config(each)] for name, each in made.items()},
@@ -322,6 +355,7 @@ QUESTIONS: dict[str, Callable[[], Any]] = {
     **{f"{name}, of torch.distributed": ask for name, ask in VERBS.items()},
     **{f"{name}, of the group": ask for name, ask in GROUPS_OWN.items()},
     **HERE,
+    **LATER,
     "destroyed": lambda: dist.destroy_process_group(made["map"]),
     "split_group": lambda: dist.split_group(split_ranks=[[0], [1]]),
     "split": lambda: WORLD.split_group([0]).size(),

@@ -34,7 +34,8 @@ OPTIONS = {
 _OTHERS = (
     {"allreduce": ("AllreduceOptions", 1), "allreduce_coalesced": ("AllreduceCoalescedOptions", 1)}
     | {"reduce": ("ReduceOptions", 1), "broadcast": ("BroadcastOptions", 1), "barrier": ("BarrierOptions", 0)}
-    | {"gather": ("GatherOptions", 2), "scatter": ("ScatterOptions", 2), "alltoall": ("AllToAllOptions", 2)}
+    | dict.fromkeys(("gather", "gather_single", "gather_into_tensor"), ("GatherOptions", 2))
+    | {"scatter": ("ScatterOptions", 2), "alltoall": ("AllToAllOptions", 2)}
     | dict.fromkeys(("alltoall_base", "all_to_all_single"), ("AllToAllOptions", 4))
     | dict.fromkeys(("send", "recv"), ("", 3))
     | {"recv_anysource": ("", 2)}

@@ -242,6 +242,9 @@ class ResilientGroup(dist.ProcessGroup):
         """That of gloo, of the present generation."""
         return self._running("_get_backend")._get_backend(device)
 
+    get_backend = _get_backend
+    """As torch 2.14 calls it."""
+
     def _running(self, asked: str) -> Any:
         if self.inner is None:
             why = "it has not joined the others yet" if self.solo else self._closed_why
@@ -284,6 +287,24 @@ class ResilientGroup(dist.ProcessGroup):
 
     def merge_remote_group(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError("a group that is merged from two can't be rebuilt after a fault: use dist.new_group(ranks)")
+
+    supports_window = supports_reconfigure = False
+    """A window's memory is registered with connections, which a fault takes away."""
+
+    def new_window(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError("a window of a group can't be rebuilt after a fault")
+
+    def _hooked(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError("a hook of a group that is rebuilt after a fault would be lost with the connections")
+
+    register_pre_hook = unregister_pre_hook = register_post_hook = unregister_post_hook = _hooked
+    register_abort_hook = unregister_abort_hook = _hooked
+
+    def get_reconfigure_handle(self) -> NoReturn:
+        raise UsageError("this group is rebuilt after a fault by itself: it can't be reconfigured by others")
+
+    def reconfigure(self, *_: Any, **__: Any) -> NoReturn:
+        self.get_reconfigure_handle()
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """After an update it is a plain barrier, which is finished from the logs."""

@@ -163,6 +163,11 @@ def _gather(me: int, size: int, args: Args, of: Of) -> None:
         _allgather(me, size, args, of)
 
 
+def _gather_into(me: int, size: int, args: Args, of: Of) -> None:
+    if me == root_of(args):
+        _allgather_into(me, size, args, of)
+
+
 def _scatter(me: int, _size: int, args: Args, of: Of) -> None:
     theirs = of(root_of(args))
     for output, parts in zip(args[0], theirs[1] if theirs is not None else [], strict=False):
@@ -235,7 +240,8 @@ _SCATTERED = Verb(_second_flat, filled=_first, alone=_own_part)
 _SCATTERED_CHUNKS = Verb(_second, filled=_first, alone=_own_chunk)
 _GATHERED_INTO = Verb(_second, _allgather_into, filled=_first)
 _EXCHANGED_INTO = Verb(_second, _alltoall_into, filled=_first)
-VERBS: dict[str, Verb] = {
+_GATHERED_INTO_ONE = Verb(_second, _gather_into, filled=_first)
+_ALL: dict[str, Verb] = {
     "allreduce": _REDUCE,
     "allreduce_coalesced": _REDUCE,
     "reduce": _REDUCE,
@@ -252,10 +258,13 @@ VERBS: dict[str, Verb] = {
     "allgather_into_tensor_coalesced": _GATHERED_INTO,
     "all_gather_single_coalesced": _GATHERED_INTO,
     "gather": Verb(_second, _gather, filled=_first_flat),
+    "gather_single": _GATHERED_INTO_ONE,
+    "gather_into_tensor": _GATHERED_INTO_ONE,
     "scatter": Verb(_given_to_scatter, _scatter, filled=_first),
     "alltoall": Verb(_second, _alltoall, filled=_first),
     "alltoall_base": _EXCHANGED_INTO,
     "all_to_all_single": _EXCHANGED_INTO,
     "barrier": Verb(lambda _args, _me: [], _wait_for_all),
 }
-"""By the name of ``ProcessGroup``'s method; its arguments stand as torch passes them."""
+VERBS = {name: verb for name, verb in _ALL.items() if hasattr(dist.ProcessGroup, name)}
+"""By the name of ``ProcessGroup``'s method; its arguments stand as torch passes them. Those that this torch has."""

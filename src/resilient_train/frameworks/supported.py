@@ -6,8 +6,8 @@ import platform
 from importlib import metadata
 
 TORCH = ("2.13", "2.14")
-"""A recovery uses internals of DDP and of process groups, which change from one minor version to the next. The tests were
-run with each of these (``make test-torch``).
+"""A recovery uses internals of DDP and of process groups, which change from one minor version to the next: the tests
+were run with each of these (``make test-torch``).
 """
 _INSTALL = f"pip install torch=={TORCH[0]}.0"
 

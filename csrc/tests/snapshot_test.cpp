@@ -266,7 +266,9 @@ void test_forks() {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
       check_throws<std::logic_error>([&] { (void)copier->wait(0); });
       copier->abort();
-#if !defined(__SANITIZE_THREAD__)  // which can't follow new threads in the fork of a process that has some
+// The sanitizers' own locks know no fork: ThreadSanitizer can't follow new threads in the fork of a process that has
+// some, and AddressSanitizer of gcc 12 may leave a lock held that a thread of the parent had as it began.
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
       copier->start(job_into(other));
       finish(*copier);
       CHECK(copier->digests() == digests_of(source));
@@ -277,7 +279,7 @@ void test_forks() {
     finish(*copier);
     int status = 0;
     CHECK(::waitpid(child, &status, 0) == child && status == 0);
-#if !defined(__SANITIZE_THREAD__)
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
     CHECK(std::memcmp(other.memory, source.data(), source.size()) == 0);
 #endif
   }

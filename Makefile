@@ -64,9 +64,8 @@ test-full: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "long or not long" $(PYTEST_FLAGS)
 
 # Another torch, in an environment of its own (5 GB where PyPI has CUDA builds only; they run on the CPU as well).
-# `make test-torch TORCH=2.14.1`, with PYTEST_FLAGS for a part of the tests. One that `frameworks/supported.py` does not
-# name is refused there, so name it first.
-TORCH ?= 2.15.0
+# PYTEST_FLAGS for a part of the tests. To try a TORCH that is refused, name it in `frameworks/supported.py` first.
+TORCH ?= 2.14.1
 OTHER_TORCH = build/torch-$(TORCH)
 test-torch:
 	test -x $(OTHER_TORCH)/bin/python || $(PYTHON) -m venv $(OTHER_TORCH)

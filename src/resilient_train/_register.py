@@ -47,7 +47,6 @@ def _register(distributed: Any) -> None:
 
         return create_group(options, backend_options)
 
-    _wrap_recorder(distributed.distributed_c10d)
     distributed.Backend.register_backend(_BACKEND, create, extended_api=True, devices=["cpu"])
     if _for_forks or config.read_link() is not None:
         _wrap(distributed)
@@ -92,36 +91,18 @@ def _wrap_store(rendezvous: Any) -> None:
     """The agent's store is connected to by one function of torch's."""
     original = rendezvous._create_c10d_store  # noqa: SLF001 - torch is pinned, see tests/pure/test_torch_private.py
     # From 2.14 on the agent's store is only what listens where the agent says; before, what is anywhere.
-    is_the_agents = getattr(rendezvous, "_agent_store_serves", None)
+    serves = getattr(rendezvous, "_agent_store_serves", lambda *_: rendezvous._torchelastic_use_agent_store())  # noqa: SLF001 - likewise
 
     @functools.wraps(original)
     def create_c10d_store(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
         connect = functools.partial(original, hostname, port, *args, **kwargs)
-        uses_agents = rendezvous._torchelastic_use_agent_store()  # noqa: SLF001 - likewise
-        if is_the_agents is not None:
-            uses_agents = is_the_agents(hostname, port)
-        if not _connects_late.get() or not uses_agents:
+        if not _connects_late.get() or not serves(hostname, port):
             return connect()
         from resilient_train.frameworks.torch.late_store import LateStore
 
         return LateStore(connect)
 
     rendezvous._create_c10d_store = create_c10d_store  # noqa: SLF001 - likewise
-
-
-def _wrap_recorder(c10d: Any) -> None:
-    """From 2.15 on torch hooks its recorder into groups without one. Ours shows none; gloo in it has one."""
-    original = getattr(c10d, "_maybe_attach_flight_recorder", None)
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def maybe_attach_flight_recorder(group: Any, *args: Any, **kwargs: Any) -> None:
-        module = sys.modules.get("resilient_train.frameworks.torch.group")
-        if module is None or not isinstance(group, module.ResilientGroup):
-            original(group, *args, **kwargs)
-
-    c10d._maybe_attach_flight_recorder = maybe_attach_flight_recorder  # noqa: SLF001 - likewise
 
 
 def _wrap_helper(c10d: Any) -> None:

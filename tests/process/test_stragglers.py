@@ -79,6 +79,7 @@ def test_it_is_replaced(tmp_path: Path) -> None:
     assert run.recoveries() == len(run.of("fenced")), run.explain()
     over = next(each for each in details(run, "straggler_over") if each["rank"] == 1)
     assert over["slower_since"] == named["since"], "the new process is as fast as the first was"
+    assert details(undisturbed) == []
 
 
 def test_without_arf_nobody_is_replaced(tmp_path: Path) -> None:

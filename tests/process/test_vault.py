@@ -139,8 +139,8 @@ def kills(rig: Rig, kind: str, count: int) -> dict[str, int]:
 @pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.long)])
 def test_writers_killed_at_random_instants_tear_and_lose_nothing(rig: Rig, count: int) -> None:
     found = kills(rig, "right", count)
-    assert found.keys() <= {"good", "none yet"}, "the first writers may die before they have acknowledged anything"
-    assert found["good"] >= count * 3 // 4
+    assert found.keys() <= {"good", "none yet"}, "the first writer may die before it has acknowledged anything"
+    assert found["good"] >= count - 1
 
 
 @pytest.mark.parametrize(("kind", "damage"), [("single", "lost"), ("early", "torn")])

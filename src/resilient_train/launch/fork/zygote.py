@@ -13,7 +13,6 @@ A fork is the agent's child: the process between it and its parent has ended by 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -71,8 +70,6 @@ class Born(NamedTuple):
 
     def begin(self) -> None:
         """Runs the script."""
-        if "triton" in sys.modules:  # which tells people, aloud, that all was leaked that its end does not collect
-            atexit.register(gc.unfreeze)
         if self.gate is None:
             live(self.command, self.target)
             return

@@ -219,9 +219,9 @@ class Job:
     def copy(self) -> Job:
         """An independent one in the same state."""
         new = object.__new__(type(self))
-        new.__dict__.update((name, _copied(value)) for name, value in self.__dict__.items())
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = value.copy() if type(value) in _MUTABLE else value
         return new
 
 
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, (list, dict, set, RetryBudget, Holders, Leaving)) else value
+_MUTABLE = frozenset((list, dict, set, RetryBudget, Holders, Leaving))

@@ -195,6 +195,7 @@ class World:
         self.high_water = 0
         self.resumed_generation = 0
         self.ended: EndJob | None = None
+        self._controller_key: tuple[Any, ...] | None = None
         self.carry_out(self.controller.launch())
 
     def _chains(self) -> Chains:
@@ -281,8 +282,7 @@ class World:
             elif move.actor == "agent":
                 self._agent(move)
             elif move.actor == "operator":
-                self.controller = self.controller.copy()
-                self.carry_out(self.controller.unpause())
+                self.carry_out(self._own_controller().unpause())
             else:
                 self._fault(move)
         except (ProtocolError, AssertionError) as error:
@@ -295,25 +295,20 @@ class World:
         if move.name == "kill":
             self.kill(move.about)
         elif move.name == "fence":
-            self.controller = self.controller.copy()
+            self._own_controller()
             everybody = range(self.layout.world_size)
             self.carry_out(self.controller.expired(self.controller.job.generation, self.standings, 1.0, everybody))
         elif move.name == "hang":
-            self.controller = self.controller.copy()
             named = [rank for rank in range(self.layout.world_size) if move.about >> rank & 1]
-            self.carry_out(self.controller.fence(named, "hung", self.standings))
+            self.carry_out(self._own_controller().fence(named, "hung", self.standings))
         elif move.name == "asked to end":
-            self.controller = self.controller.copy()
-            self.carry_out(self.controller.leave(143, "asked"))
+            self.carry_out(self._own_controller().leave(143, "asked"))
         elif move.name == "stop":
-            self.controller = self.controller.copy()
-            self.carry_out(self.controller.stop(143, "stopped"))
+            self.carry_out(self._own_controller().stop(143, "stopped"))
         elif move.name == "pause":
-            self.controller = self.controller.copy()
-            self.carry_out(self.controller.pause(move.about, "asked"))
+            self.carry_out(self._own_controller().pause(move.about, "asked"))
         elif move.name == "withdrawal":
-            self.controller = self.controller.copy()
-            self.carry_out(self.controller.unpause())
+            self.carry_out(self._own_controller().unpause())
         elif move.name == "anomaly":
             self.writable(move.about).finds_an_anomaly(self)
         elif move.name == "asks again":
@@ -341,7 +336,7 @@ class World:
     # -- the agent
 
     def _agent(self, move: Move) -> None:
-        self.controller = self.controller.copy()
+        self._own_controller()
         rank, incarnation = move.about, move.incarnation
         if move.name == "sees the death":
             self.unseen = tuple(pair for pair in self.unseen if pair != (rank, incarnation))
@@ -451,7 +446,7 @@ class World:
     def greet(self, sender: SimRank) -> None:
         """The agent gets a Hello; it answers at once, so that this is one transition."""
         if not self.controller.job.aware:
-            self.controller = self.controller.copy()
+            self._own_controller()
         self.carry_out(self.controller.greeted(sender.rank, sender.incarnation))
 
     def send(self, sender: SimRank, *frames: m.FromRank) -> None:
@@ -582,6 +577,11 @@ class World:
 
     # -- branching
 
+    def _own_controller(self) -> Controller:
+        """The controller, as this world's own copy."""
+        self.controller, self._controller_key = self.controller.copy(), None
+        return self.controller
+
     def copy(self) -> World:
         """An independent world in the same state."""
         new = object.__new__(World)
@@ -592,6 +592,8 @@ class World:
 
     def key(self) -> int:
         """Equal for two worlds exactly if the same can happen in them (up to collisions of 64-bit hashes)."""
+        if self._controller_key is None:
+            self._controller_key = controller_key(self.controller)
         live = {rank.machine.generation for rank in self.ranks if rank.alive}
         calls = frozenset((key, call) for key, call in self.collectives.items() if key[0] in live)
         parts = (
@@ -603,7 +605,7 @@ class World:
             tuple(tuple(map(frame_key, queue)) for queue in self.down),
             calls, frozenset((key, call) for key, call in self.tail_calls.items() if key[0] in live), self.missing,
             self.captured, self.troubles, frozenset(self.unseen), frozenset(self.unreaped), self.high_water,
-            self.resumed_generation, self.ended is None, controller_key(self.controller),
+            self.resumed_generation, self.ended is None, self._controller_key,
         )  # fmt: skip
         return hash(parts)
 
@@ -628,16 +630,18 @@ def controller_key(controller: Controller) -> tuple[Any, ...]:
 
 
 def _hashable(value: Any) -> Any:
-    match value:
-        case dict():
-            return frozenset((key, _hashable(item)) for key, item in value.items())
-        case set():
-            return frozenset(value)
-        case list():
-            return tuple(value)
-        case msgspec.Struct():
-            return frame_key(value)
-        case Holders() | Leaving():
-            return value.key()
-        case _:
-            return value
+    kind = type(value)
+    if kind in _PLAIN:  # first, and for speed: most are
+        return value
+    if kind is dict:
+        return frozenset((key, _hashable(item)) for key, item in value.items())
+    if kind is set:
+        return frozenset(value)
+    if kind is list:
+        return tuple(value)
+    if isinstance(value, msgspec.Struct):
+        return frame_key(value)
+    return value.key() if kind in (Holders, Leaving) else value
+
+
+_PLAIN = frozenset((int, str, bool, tuple, type(None)))

@@ -130,15 +130,6 @@ _NOTHING, _COPIED, _SILENT = -1, -2, -3
 class SimRank:
     """The process of one rank, from its start to its death."""
 
-    __slots__ = (
-        *("_key", "alive", "armed", "at", "base", "batches", "behind_cut", "breaks", "built", "busy", "calls"),
-        *("called", "connected", "heard", "tries"),
-        *("copying", "cut", "entered", "grad", "grads", "incarnation", "laid", "layout", "listens", "machine", "mode"),
-        *("model", "offer", "outside", "own", "pending", "pulled", "rank", "saved", "shown", "start", "step"),
-        *("swallowed", "tail_index", "tails", "todo", "told_to_pause", "undo", "unseen", "untold", "wrong", "writer"),
-        *("deviated", "verified", "failed_tail", "told_failed"),
-    )
-
     def __init__(self, rank: int, incarnation: int, machine: Rank) -> None:
         self.rank, self.incarnation, self.machine = rank, incarnation, machine
         self.at = At.BOOT
@@ -202,8 +193,7 @@ class SimRank:
     def copy(self) -> SimRank:
         """An independent rank in the same state."""
         new = object.__new__(type(self))
-        for name in SimRank.__slots__:
-            setattr(new, name, getattr(self, name))
+        new.__dict__.update(self.__dict__)
         new.machine = self.machine.copy()
         new._key = None
         return new

@@ -20,6 +20,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "glance.hpp"
+#include "kin.hpp"
 #include "module.hpp"
 #include "probes/alarm.hpp"
 #include "probes/probes.hpp"
@@ -299,6 +300,24 @@ void copy_spans(int pid, const std::vector<std::tuple<std::uint64_t, std::uint64
   read_process_memory(pid, copies);
 }
 
+// What Python itself does around a fork of its own.
+pid_t fork_python() {
+  PyOS_BeforeFork();
+  pid_t pid = -1;
+  try {
+    pid = fork_orphan();
+  } catch (...) {
+    PyOS_AfterFork_Parent();
+    throw;
+  }
+  if (pid == 0) {
+    PyOS_AfterFork_Child();
+  } else {
+    PyOS_AfterFork_Parent();
+  }
+  return pid;
+}
+
 void translate_errno(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
@@ -334,5 +353,6 @@ NB_MODULE(_native, module) {
   module.def("allow_readers", &allow_readers);
   module.def("die_with_parent", &die_with_parent, "signal_number"_a);
   module.def("adopt_orphans", &adopt_orphans);
+  module.def("fork_orphan", &fork_python);
   module.attr("BOARD_VERSION") = nb::int_(board_version);
 }

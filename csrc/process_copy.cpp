@@ -139,16 +139,4 @@ void allow_readers() {
   }
 }
 
-void die_with_parent(int signal_number) {
-  if (::prctl(PR_SET_PDEATHSIG, static_cast<unsigned long>(signal_number), 0, 0, 0) != 0) {
-    throw std::system_error(errno, std::generic_category(), "prctl(PR_SET_PDEATHSIG)");
-  }
-}
-
-void adopt_orphans() {
-  if (::prctl(PR_SET_CHILD_SUBREAPER, 1UL, 0, 0, 0) != 0) {
-    throw std::system_error(errno, std::generic_category(), "prctl(PR_SET_CHILD_SUBREAPER)");
-  }
-}
-
 }  // namespace resilient

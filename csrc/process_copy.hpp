@@ -21,7 +21,5 @@ void read_process_memory(pid_t pid, const std::vector<Span>& spans);
 // fast as in small ones.
 void prefer_huge_pages(std::uint64_t address, std::uint64_t bytes);
 void allow_readers();
-void die_with_parent(int signal_number);
-void adopt_orphans();
 
 }  // namespace resilient

@@ -414,3 +414,6 @@ def die_with_parent(signal_number: int) -> None:
 
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends; whoever does so has to reap them."""
+
+def fork_orphan() -> int:
+    """As ``os.fork``; the fork leads a session of its own, and is the child of whoever adopts our orphans. OSError."""

@@ -5,6 +5,7 @@ a new ``python -m resilient_train.launch.cli.run`` has, but for the seconds that
 socket is closed, and takes what it has started along.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -13,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 from resilient_train import _native, _register
@@ -73,16 +75,20 @@ def launch(request: dict) -> None:
     try:
         module.main()
     except SystemExit as end:
-        if os.getpid() != own:
+        if os.getpid() != own and not isinstance(end.code, int | None):
             raise
         code = end.code
         if isinstance(code, str):
             print(code, file=sys.stderr)
             code = 1
-    if os.getpid() == own:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code or 0)  # what an interpreter does at its end takes half a second
+    if os.getpid() != own and os.environ["RANK"] == "0":
+        sys.exit(code)
+    if os.getpid() != own:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)  # to take down all that was imported is half of what a small job costs
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ the first ones and each replacement; where something is wrong with the zygote, t
 None of them has a second thread, or calls an operation of torch: what is forked from a process with threads may wait
 for one that is not there. None knows a rank. Each ends when its gate closes.
 
-A fork is the agent's child: the process between it and its parent has ended by then, and the agent adopts its orphans
-(PR_SET_CHILD_SUBREAPER). So the agent reaps it, and it dies with the agent, not with its parent.
+A fork is the agent's child, which adopts its orphans: so the agent reaps it, and it dies with the agent, not with the
+process that it was forked from.
 """
 
 from __future__ import annotations
@@ -253,25 +253,11 @@ def _rss_bytes() -> int:
 
 
 def _fork() -> int | None:
-    """The pid of a fork that nobody but the agent will be the parent of; 0: there is none. None in the fork."""
-    ours, theirs = os.pipe()
-    between = os.fork()
-    if between == 0:
-        try:
-            if os.fork() == 0:
-                os.setsid()
-                os.write(theirs, str(os.getpid()).encode())
-                os.close(ours)
-                os.close(theirs)
-                return None
-        except OSError:
-            os._exit(1)
-        os._exit(0)
-    os.close(theirs)
-    os.waitpid(between, 0)
-    told = os.read(ours, 32)
-    os.close(ours)
-    return int(told or 0)
+    """The pid of a fork whose parent is the agent; 0: there is none. None in the fork."""
+    try:
+        return _native.fork_orphan() or None
+    except OSError:
+        return 0
 
 
 def _draw_anew() -> None:

@@ -1,11 +1,15 @@
 """Undisturbed runs, made once: what every disturbed run must equal. All that ranks did is replayed."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 import traced
 from running import Reference, Run
 from shared import Undisturbed
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` of a shell: the jobs would ignore it as well
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -55,6 +55,7 @@ BAD = [
     run("--faults", "kill rank=0 step=1 phase=COMPUT", "SCRIPT", says="did you mean 'COMPUTE'"),
     run("SCRIPT", says="did you mean 'ARF'", MS_ENABLE_TFT="{ARG:1}"),
     run("SCRIPT", says="ARF:2", MS_ENABLE_TFT="{ARF:2}"),
+    run("SCRIPT", says="'TTP：1' (FULLWIDTH COLON) is wrong; write TTP:1", MS_ENABLE_TFT="{TTP：1}"),
     run("SCRIPT", says="did you mean 'RESILIENT_BEAT_MS'", RESILIENT_BEAT="5"),
     run("SCRIPT", says="RESILIENT_BEAT_MS='soon'", RESILIENT_BEAT_MS="soon"),
     run("SCRIPT", says="RESILIENT_JOIN_TIMEOUT_S must be above 0", RESILIENT_JOIN_TIMEOUT_S="0"),

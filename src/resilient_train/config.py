@@ -6,7 +6,6 @@ Flags beat variables beat defaults; ``describe`` tells where each value came fro
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
@@ -14,6 +13,7 @@ import msgspec
 
 from resilient_train.errors import ConfigError
 from resilient_train.faults import ANOMALIES, nearest, parse_plan
+from resilient_train.switches import DEFAULT_SWITCHES, SWITCHES, Switches, auto_save, normal_form, parse_switches
 
 PREFIX = "RESILIENT_"
 DEPTHS = ("forked", "built")
@@ -143,77 +143,12 @@ def check_thresholds(norm_name: str, norm: float, loss_name: str, loss: float) -
         raise ConfigError(f"{loss_name} must be a number, not {loss}")
 
 
-SWITCHES = ("TTP", "UCE", "HCCE", "ARF", "TRE", "TSP", "RSC")
-_OTHER_KEYS = ("TRE_SNAPSHOT_STEPS", "ATO", "ATO_PATH", "ATO_THRESHOLD")
-
-
-class Switches(msgspec.Struct, frozen=True):
-    """Which recoveries are on. ``tre`` is 0, 1 or 2 (2: from the memory snapshot)."""
-
-    ttp: bool = False
-    uce: bool = False
-    hcce: bool = False
-    arf: bool = False
-    tre: int = 0
-    tsp: bool = False
-    rsc: bool = False
-    other: dict[str, str] = {}
-
-
-DEFAULT_SWITCHES = Switches(ttp=True, uce=True, hcce=True, arf=True, tsp=True)
-"""What ``resilient-run`` turns on when ``MS_ENABLE_TFT`` is not set."""
-
-
-def parse_switches(text: str) -> Switches:
-    """Parses ``MS_ENABLE_TFT``, e.g. ``{TTP:1,UCE:1,ARF:1}``; braces, quotes and spaces are optional.
-
-    Raises ConfigError for an unknown key or value. ``UCE`` and ``ARF`` imply ``TTP``, as in MindSpore.
-    """
-    found: dict[str, str] = {}
-    for item in re.split(r"[,\s]+", re.sub(r"\s*:\s*", ":", text.strip("{}'\" \t\r\n"))):
-        if not item:
-            continue
-        key, colon, value = item.partition(":")
-        key, value = key.strip("'\""), value.strip("'\"")
-        if key not in (*SWITCHES, *_OTHER_KEYS):
-            raise ConfigError(f"MS_ENABLE_TFT: unknown key {key!r}{nearest(key, (*SWITCHES, *_OTHER_KEYS))}")
-        if not colon or not value:
-            raise ConfigError(f"MS_ENABLE_TFT: {item!r} has no value; write {key}:1 or {key}:0")
-        if key in found:
-            raise ConfigError(f"MS_ENABLE_TFT: {key!r} stands twice")
-        allowed = ("0", "1", "2") if key == "TRE" else ("0", "1")
-        if key in (*SWITCHES, "ATO") and value not in allowed:
-            raise ConfigError(f"MS_ENABLE_TFT: {key}:{value} is not one of {', '.join(allowed)}")
-        if key in ("TRE_SNAPSHOT_STEPS", "ATO_THRESHOLD") and not (value.isdecimal() and int(value) > 0):
-            raise ConfigError(f"MS_ENABLE_TFT: {key}:{value} must be a whole number above 0")
-        found[key] = value
-    on = {key.lower(): found.get(key, "0") == "1" for key in SWITCHES if key != "TRE"}
-    on["ttp"] = on["ttp"] or on["uce"] or on["arf"]
-    other = {key: value for key, value in found.items() if key in _OTHER_KEYS}
-    return Switches(tre=int(found.get("TRE", "0")), other=other, **on)
-
-
-class AutoSave(msgspec.Struct, frozen=True):
-    """What ``ATO:1`` asks for: saves at the best interval. The defaults are MindSpore's."""
-
-    path: str = "./ato_info.json"
-    """Failures and steps of earlier runs, see ``state.failures.parse_ato_info``."""
-    threshold: int = 10
-    """From so many failures on only what was seen counts, see ``state.failures.FailureRate.seen``."""
-
-
-def auto_save(switches: Switches) -> AutoSave | None:
-    """How ``ATO`` is set; None where it isn't on. It may stand beside the other switches, which MindSpore refuses."""
-    if switches.other.get("ATO") != "1":
-        return None
-    usual = AutoSave()
-    threshold = int(switches.other.get("ATO_THRESHOLD", usual.threshold))
-    return AutoSave(switches.other.get("ATO_PATH", usual.path), threshold)
+_SWITCHES = "MS_ENABLE_TFT"
 
 
 def read_switches(environ: Mapping[str, str] | None = None) -> Switches:
     """The switches of this process: ``MS_ENABLE_TFT``, or the default where it isn't set."""
-    text = (os.environ if environ is None else environ).get("MS_ENABLE_TFT")
+    text = given_switches(environ)
     return DEFAULT_SWITCHES if text is None else parse_switches(text)
 
 
@@ -238,9 +173,19 @@ def why_off(settings: Settings, switches: Switches) -> str:
     return ""
 
 
-def switches_are_set(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the user chose the switches."""
-    return "MS_ENABLE_TFT" in (os.environ if environ is None else environ)
+def given_switches(environ: Mapping[str, str] | None = None) -> str | None:
+    """``MS_ENABLE_TFT`` as the user wrote it; None where he did not."""
+    return (os.environ if environ is None else environ).get(_SWITCHES)
+
+
+def hand_on_switches() -> None:
+    """``MS_ENABLE_TFT`` becomes its normal form, in this process and in the ranks, which get its environment.
+
+    All of MindSpore's parsers read that alike. Raises ConfigError for a text that is wrong.
+    """
+    text = given_switches()
+    if text is not None:
+        os.environ[_SWITCHES] = normal_form(text)
 
 
 DEFAULT = "default"

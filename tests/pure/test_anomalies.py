@@ -24,6 +24,7 @@ from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.anomalies import Anomalies, AnomalyLimits, FoundAnomaly
 from resilient_train.session.explain import asks_for_redo
 from resilient_train.state import abnormal
+from resilient_train.switches import Switches
 
 NAN, INF = math.nan, math.inf
 
@@ -636,7 +637,7 @@ def test_a_wrong_plan(text: str, named: str) -> None:
 
 def test_a_plan_that_nobody_would_see() -> None:
     settings = config.Settings(faults="norm rank=0 step=2 value=45")
-    config.check_plan(settings, config.Switches(tre=1))
+    config.check_plan(settings, Switches(tre=1))
     with pytest.raises(ConfigError, match="MS_ENABLE_TFT has no TRE:1"):
         config.check_plan(settings, config.DEFAULT_SWITCHES)
 

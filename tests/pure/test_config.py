@@ -1,114 +1,19 @@
 """Switches and settings: what is accepted, and errors that name the variable and the nearest right one."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from resilient_train.config import (
-    DEFAULT_SWITCHES,
-    SWITCHES,
     AgentLink,
-    AutoSave,
     Settings,
-    Switches,
-    auto_save,
     describe,
     link_environ,
-    parse_switches,
     read_link,
     read_settings,
     read_switches,
     why_off,
 )
 from resilient_train.errors import ConfigError
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{TTP:1,UCE:1,ARF:1}",
-        "TTP:1,UCE:1,ARF:1",
-        "{ TTP : 1 , UCE : 1, ARF:1 }",
-        '{"TTP":"1","UCE":"1","ARF":"1"}',
-        "'{TTP:1,UCE:1,ARF:1}'",
-        '"{TTP:1,UCE:1,ARF:1}"',
-        "{'TTP': 1, 'UCE': 1, 'ARF': 1,}",
-    ],
-)
-def test_braces_quotes_and_spaces_are_optional(text: str) -> None:
-    assert parse_switches(text) == Switches(ttp=True, uce=True, arf=True)
-
-
-@pytest.mark.parametrize("text", ["", "{}", "  ", "{ }"])
-def test_nothing_is_on(text: str) -> None:
-    assert parse_switches(text) == Switches()
-
-
-@pytest.mark.parametrize("key", ["UCE", "ARF"])
-def test_implied(key: str) -> None:
-    assert parse_switches(f"{{{key}:1}}").ttp
-    assert parse_switches(f"{{TTP:0,{key}:1}}").ttp
-
-
-def test_tre_has_two_ways() -> None:
-    assert [parse_switches(f"TRE:{value}").tre for value in (0, 1, 2)] == [0, 1, 2]
-
-
-def test_other_keys() -> None:
-    other = parse_switches("{TRE:2,TRE_SNAPSHOT_STEPS:10,ATO:1,ATO_PATH:/tmp/a:b,ATO_THRESHOLD:3}").other
-    assert other == {"TRE_SNAPSHOT_STEPS": "10", "ATO": "1", "ATO_PATH": "/tmp/a:b", "ATO_THRESHOLD": "3"}
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("{TTP:1}", None),
-        ("{ATO:0,ATO_PATH:/x.json}", None),
-        ("{ATO_PATH:/x.json}", None),
-        ("{ATO:1}", AutoSave("./ato_info.json", 10)),
-        ("{ATO:1,ARF:1,ATO_PATH:/x.json,ATO_THRESHOLD:25}", AutoSave("/x.json", 25)),
-    ],
-)
-def test_ato(text: str, expected: AutoSave | None) -> None:
-    assert auto_save(parse_switches(text)) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("{TTPP:1}", "unknown key 'TTPP' .*'TTP'"),
-        ("{AFR:1}", "unknown key 'AFR' .*'ARF'"),
-        ("{ttp:1}", "unknown key 'ttp'"),
-        ("{TTP}", "'TTP' has no value"),
-        ("{TTP:}", "has no value"),
-        ("{TTP:2}", "TTP:2 is not one of 0, 1"),
-        ("{TRE:3}", "TRE:3 is not one of 0, 1, 2"),
-        ("{TTP:1,TTP:0}", "'TTP' stands twice"),
-        ("{TRE_SNAPSHOT_STEPS:0}", "above 0"),
-        ("{TRE_SNAPSHOT_STEPS:x}", "above 0"),
-        ("{ATO:2}", "ATO:2 is not one of 0, 1"),
-        ("{ATO_THRESHOLD:0}", "above 0"),
-    ],
-)
-def test_errors_name_the_key(text: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=f"MS_ENABLE_TFT: .*{named}"):
-        parse_switches(text)
-
-
-@given(st.sets(st.sampled_from(SWITCHES)))
-def test_each_switch_is_itself(on: set[str]) -> None:
-    found = parse_switches("{" + ",".join(f"{key}:1" for key in sorted(on)) + "}")
-    for key in SWITCHES:
-        implied = key == "TTP" and bool(on & {"UCE", "ARF"})
-        assert bool(getattr(found, key.lower())) == (key in on or implied)
-
-
-@given(st.text())
-def test_any_text_gives_switches_or_a_config_error(text: str) -> None:
-    try:
-        parse_switches(text)
-    except ConfigError:
-        pass
+from resilient_train.switches import DEFAULT_SWITCHES, Switches
 
 
 def test_default_switches() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from resilient_train.config import DEFAULT_SWITCHES, Described, Settings, Switches, describe, read_settings
+from resilient_train.config import Described, Settings, describe, read_settings
+from resilient_train.errors import ConfigError
 from resilient_train.launch.cli.doctor import Facts, Grade, Probe, StandingBy, as_dict, as_lines, gather, judge
+from resilient_train.switches import DEFAULT_SWITCHES, Switches
 
 HEALTHY = Facts(
     system="Linux",
@@ -21,7 +23,7 @@ HEALTHY = Facts(
     run_dir_writable=True,
     devices=(),
     switches=DEFAULT_SWITCHES,
-    switches_set=False,
+    switches_given=None,
     settings=(),
 )
 
@@ -44,14 +46,19 @@ def test_a_healthy_machine() -> None:
         ({"descriptors": 1024}, Grade.NOTE, "1024"),
         ({"run_dir_writable": False}, Grade.PROBLEM, "can't be written"),
         ({"devices": ("NVIDIA GPU",)}, Grade.NOTE, "a Session repairs nothing"),
-        ({"switches": Switches(hcce=True), "switches_set": True}, Grade.PROBLEM, "on: a rank that died"),
-        ({"switches": Switches(arf=True), "switches_set": True}, Grade.NOTE, "on: process groups"),
-        ({"switches": Switches(arf=True, tre=1), "switches_set": True}, Grade.OK, "is redone before its update"),
+        ({"switches": Switches(hcce=True), "switches_given": ""}, Grade.PROBLEM, "on: a rank that died"),
+        ({"switches": Switches(arf=True), "switches_given": ""}, Grade.NOTE, "on: process groups"),
+        ({"switches": Switches(arf=True, tre=1), "switches_given": ""}, Grade.OK, "is redone before its update"),
         (
-            {"switches": Switches(arf=True, hcce=True, uce=True, rsc=True), "switches_set": True},
+            {"switches": Switches(arf=True, hcce=True, uce=True, rsc=True), "switches_given": ""},
             Grade.NOTE,
             "RSC do nothing",
         ),
+        ({"switches_given": "{TTP:1,ARF:1}"}, Grade.OK, "{TTP:1,ARF:1}"),
+        ({"switches_given": "{TTP:1, ARF:1}"}, Grade.OK, "means {TTP:1,ARF:1}, which resilient-run gives the ranks"),
+        ({"switches_given": "{ TRE : 1 }"}, Grade.NOTE, "Python code would switch on nothing, its C++ code TRE"),
+        ({"switches_given": "{'ARF':1, }"}, Grade.NOTE, "as it stands, MindSpore would switch on nothing"),
+        ({"switches_given": "{TTP:1, ,ARF:1}"}, Grade.NOTE, "MindSpore could not be imported with this: ' ' has"),
         ({"off": "the watchdog is off"}, Grade.PROBLEM, "a Session is a plain loop"),
         ({"probes": (Probe("nvml", "absent", "", ()),)}, Grade.OK, "not asked: NVML"),
         ({"probes": (Probe("nvml", "polling", "", ("XID events",)),)}, Grade.OK, "not XID events"),
@@ -69,6 +76,12 @@ def test_what_is_wrong_is_said(change: dict[str, object], grade: Grade, words: s
     assert told.grade is grade
     assert as_dict(facts, findings)["ok"] is (grade is not Grade.PROBLEM)
     assert any(words in line.text for line in as_lines(findings))
+
+
+def test_what_is_refused_is_told_with_what_mindspore_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", "TTP=1")
+    with pytest.raises(ConfigError, match=r"write TTP:1 \(MindSpore could not be imported with this: 'TTP=1' has no"):
+        gather()
 
 
 def test_this_machine_can_be_looked_at() -> None:

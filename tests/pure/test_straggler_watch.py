@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from resilient_train._native import Board, Page
-from resilient_train.config import Settings, Switches, check_straggler
+from resilient_train.config import Settings, check_straggler
 from resilient_train.errors import ConfigError
 from resilient_train.launch.agent import straggler_watch
 from resilient_train.launch.agent.straggler_watch import StragglerWatch
@@ -16,6 +16,7 @@ from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import Stage
 from resilient_train.protocol.policy import Policy
+from resilient_train.switches import Switches
 
 RANKS = 2
 SLOW_AT = 100

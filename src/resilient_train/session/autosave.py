@@ -16,6 +16,7 @@ from resilient_train.session.meter import Meter
 from resilient_train.state.advisor import Advisor
 from resilient_train.state.failures import MEMORY_SHARE, TRUSTED_FAILURES, AtoInfo, guess, parse_ato_info
 from resilient_train.state.planner import Planner, SavePlan
+from resilient_train.switches import AutoSave, auto_save
 
 
 class ByAdvice:
@@ -92,7 +93,7 @@ def planner_of(run_dir: Path, world_size: int) -> tuple[Planner, AtoInfo | None]
 
     Raises ConfigError for a file of ATO's that is none, OSError for events that can't be read.
     """
-    switched = config.auto_save(config.read_switches())
+    switched = auto_save(config.read_switches())
     trusted = switched.threshold if switched else TRUSTED_FAILURES
     history = history_of(run_dir)
     memory = _advisor(world_size, MEMORY_SHARE, trusted, history.by_memory, history)
@@ -105,7 +106,7 @@ def _advisor(world_size: int, share: float, trusted: int, failures: int, history
     return Advisor(expected, trusted=trusted, failures=failures, exposure_s=history.trained_s)
 
 
-def _earlier(switched: config.AutoSave | None) -> AtoInfo | None:
+def _earlier(switched: AutoSave | None) -> AtoInfo | None:
     path = Path(switched.path) if switched else None
     if path is None or not path.exists():  # MindSpore writes it at the first failure
         return None

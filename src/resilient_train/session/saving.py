@@ -46,6 +46,7 @@ from resilient_train.state.vault import trailer
 from resilient_train.state.vault.backing import Backing
 from resilient_train.state.vault.client import Vault
 from resilient_train.state.vault.slots import SlotPair, SnapshotDraft
+from resilient_train.switches import auto_save
 
 _REPLY_TIMEOUT_S = 2.0
 """The training waits meanwhile: if the holder does not answer, this snapshot is not taken."""
@@ -95,7 +96,7 @@ class Saving:
 
     def open(self) -> None:
         """The loop begins."""
-        auto = config.auto_save(config.read_switches())
+        auto = auto_save(config.read_switches())
         self._wish = self._wish or (Wish(auto=True) if auto else None)
 
     def begin_at(self, commits: int) -> None:

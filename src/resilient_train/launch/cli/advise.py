@@ -20,6 +20,7 @@ from resilient_train.state.advisor import behind
 from resilient_train.state.failures import DEVICE_MTBF_S, TRUSTED_FAILURES, FailureRate, guess, parse_ato_info
 from resilient_train.state.interval import Tier, best_steps, fewest_steps, overhead
 from resilient_train.state.nested import Nested, nested_overhead, nested_steps
+from resilient_train.switches import auto_save
 
 _HOUR_S = 3600.0
 _DAY_S = 86_400.0
@@ -207,7 +208,7 @@ def _seen(options: AdviseOptions, told: History, step_s: float) -> tuple[int, fl
 
 def _ato(options: AdviseOptions) -> tuple[Path | None, int]:
     """The file of ATO, if there is one, and its threshold: a flag's, or that of ``MS_ENABLE_TFT``."""
-    switched = config.auto_save(config.read_switches())
+    switched = auto_save(config.read_switches())
     trusted = switched.threshold if switched else TRUSTED_FAILURES
     if options.ato_path or switched is None:
         return options.ato_path, trusted

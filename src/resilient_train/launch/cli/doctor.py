@@ -18,12 +18,14 @@ import msgspec
 
 from resilient_train import config
 from resilient_train._native import Probes, ProbeStatus, death_watch_supported
-from resilient_train.errors import ResilientError
+from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.frameworks.supported import torch_installed, torch_problem
 from resilient_train.launch.agent import caches
 from resilient_train.launch.cli import asking
+from resilient_train.launch.cli.mindspore_view import differs
 from resilient_train.observe.report import Line
 from resilient_train.protocol.messages import Query
+from resilient_train.switches import Switches, normal_form
 
 _DESCRIPTORS_MIN = 4096
 _DEVICES = {"NVIDIA GPU": "/dev/nvidia0", "Ascend NPU": "/dev/davinci0"}
@@ -101,8 +103,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     run_dir_writable: bool
     devices: tuple[str, ...]
     probes: tuple[Probe, ...] = ()
-    switches: config.Switches
-    switches_set: bool
+    switches: Switches
+    switches_given: str | None
+    """``MS_ENABLE_TFT``, as the user wrote it."""
     off: str = ""
     """See ``config.why_off``."""
     settings: tuple[config.Described, ...]
@@ -117,7 +120,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 def gather() -> Facts:
     """Looks at this machine and this environment. Raises ConfigError for switches or settings that are wrong."""
-    settings, switches, environ = config.read_settings(), config.read_switches(), config.environ_copy()
+    settings, switches, environ = config.read_settings(), _read_switches(), config.environ_copy()
     parent = Path(settings.run_dir or "resilient_runs").absolute()
     while not parent.exists():
         parent = parent.parent
@@ -135,7 +138,7 @@ def gather() -> Facts:
         devices=tuple(name for name, path in _DEVICES.items() if Path(path).exists()),
         probes=_try_probes(settings),
         switches=switches,
-        switches_set=config.switches_are_set(),
+        switches_given=config.given_switches(),
         off=config.why_off(settings, switches),
         settings=config.describe(settings),
         standby=settings.standby,
@@ -144,6 +147,14 @@ def gather() -> Facts:
         caches=caches.look(Path(settings.run_dir or "resilient_runs/<id>"), environ),
         cache_switches={name: environ[name] for name in caches.SWITCHES if name in environ},
     )
+
+
+def _read_switches() -> Switches:
+    try:
+        return config.read_switches()
+    except ConfigError as error:
+        # Not every job is started by us.
+        raise ConfigError(f"{error} ({differs(config.given_switches() or '')})") from None
 
 
 def _standing_by() -> tuple[StandingBy, ...]:
@@ -254,6 +265,8 @@ def _caches(facts: Facts) -> Iterator[Finding]:
 
 
 def _choices(facts: Facts) -> Iterator[Finding]:
+    if facts.switches_given is not None:
+        yield _given(facts.switches_given)
     if facts.off:
         yield Finding(Grade.PROBLEM, "sessions", f"{facts.off}: a Session is a plain loop, a lost rank ends the job")
     else:
@@ -263,12 +276,22 @@ def _choices(facts: Facts) -> Iterator[Finding]:
             yield Finding(Grade.OK, setting.variable, f"{setting.value} ({setting.source})")
 
 
+def _given(text: str) -> Finding:
+    """What the text means, and what becomes of it where it is not us who read it."""
+    normal = normal_form(text)
+    means = f"{text!r} means {normal}, which resilient-run gives the ranks" if normal != text else normal or "empty"
+    other = differs(text)
+    if not other:
+        return Finding(Grade.OK, "MS_ENABLE_TFT", means)
+    return Finding(Grade.NOTE, "MS_ENABLE_TFT", f"{means}; as it stands, {other}")
+
+
 def _switches(facts: Facts) -> Iterator[Finding]:
-    source = "MS_ENABLE_TFT" if facts.switches_set else "the default, MS_ENABLE_TFT is not set"
+    source = "MS_ENABLE_TFT" if facts.switches_given is not None else "the default, MS_ENABLE_TFT is not set"
     for name, text in _WORKS.items():
         if getattr(facts.switches, name):
             yield Finding(Grade.OK, name.upper(), f"on ({source}): {text}")
-        elif name != "tre" or facts.switches_set:  # it is off unless somebody asks for it
+        elif name != "tre" or facts.switches_given is not None:  # it is off unless somebody asks for it
             yield Finding(Grade.PROBLEM if name == "arf" else Grade.NOTE, name.upper(), f"off ({source}); on: {text}")
     if facts.switches.arf and facts.standby:
         text = f"{_DEPTHS[facts.depth]}; events.jsonl says where a script does not allow it"
@@ -281,7 +304,7 @@ def _switches(facts: Facts) -> Iterator[Finding]:
         text = "off (RESILIENT_STANDBY): every process starts Python and imports torch first, some 2 s"
         yield Finding(Grade.NOTE, "standby", text)
     idle = [name.upper() for name in _WITHOUT_EFFECT if getattr(facts.switches, name)]
-    if idle and facts.switches_set:
+    if idle and facts.switches_given is not None:
         yield Finding(Grade.NOTE, "switches", f"{', '.join(idle)} do nothing in this version")
 
 

@@ -24,6 +24,8 @@ from resilient_train.frameworks.supported import torch_problem, version_line
 from resilient_train.launch.agent.claim import Claim
 from resilient_train.launch.agent.console import Console
 from resilient_train.launch.agent.console_text import line
+from resilient_train.launch.cli.mindspore_view import differs
+from resilient_train.launch.fork.imports import target_of, uses
 from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.spec import JobSpec
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
@@ -211,6 +213,7 @@ def main(argv: list[str] | None = None) -> None:
     except ConfigError as error:
         print(f"resilient-run: {error}", file=sys.stderr)
         sys.exit(EXIT_WRONG_INPUT)
+    _hand_on_switches(job)
     if isinstance(job, argparse.Namespace):
         from torch.distributed import run as torchrun
 
@@ -228,6 +231,19 @@ def main(argv: list[str] | None = None) -> None:
     code = run_job(job, argv, root)
     claim.close()
     sys.exit(code)
+
+
+def _hand_on_switches(job: JobSpec | argparse.Namespace) -> None:
+    """``MS_ENABLE_TFT`` in its normal form, for us and the ranks.
+
+    Told where MindSpore had made something else of it, and the script uses MindSpore: to others it makes no difference.
+    """
+    told = differs(config.given_switches() or "")
+    config.hand_on_switches()
+    if told and isinstance(job, JobSpec) and uses(target_of(job.command), "mindspore"):
+        handed_on = config.given_switches() or ""
+        cure = "" if differs(handed_on) == told else f"; the ranks get {handed_on}"
+        print(f"resilient-run: MS_ENABLE_TFT: as it stands, {told}{cure}", file=sys.stderr)
 
 
 def _open_streams() -> None:

@@ -139,7 +139,12 @@ def _calls(node: ast.AST) -> bool:
 
 
 def uses_us(target: Script | str) -> bool:
-    """Whether the script, or a module of the user's that it imports, imports this library: at the top or elsewhere.
+    """Whether the script imports this library, see ``uses``."""
+    return uses(target, "resilient_train")
+
+
+def uses(target: Script | str, package: str) -> bool:
+    """Whether the script, or a module of the user's that it imports, imports this package: at the top or elsewhere.
 
     What is imported in other ways than by a statement is not seen; nor is a command that runs no script (a text).
     """
@@ -147,7 +152,7 @@ def uses_us(target: Script | str) -> bool:
         return False
     folder = target.folder()
     return any(
-        each.module.partition(".")[0] == "resilient_train"
+        each.module.partition(".")[0] == package
         for path, tree in _sources(target, folder, _all_imports)
         for each in _all_imports(path, tree)
     )

@@ -53,6 +53,34 @@ print(ctypes.addressof(buffer), len(data), flush=True)
 sys.stdin.readline()
 """
 
+ORPHAN = """
+import ctypes, os, signal, sys
+from resilient_train._native import adopt_orphans, die_with_parent, fork_orphan
+die_with_parent(signal.SIGKILL)
+adopt_orphans()
+mine, its = [], ctypes.create_string_buffer(8)
+readable, writable = os.pipe()
+between = os.fork()
+if between == 0:
+    mine.append("between")
+    os.register_at_fork(after_in_child=lambda: mine.append("hook"))
+    pid = fork_orphan()
+    if pid == 0:
+        mine.append("orphan")
+        ctypes.memset(its, 1, 8)
+        sys.stdin.readline()
+        said = [os.getsid(0) == os.getpgid(0) == os.getpid(), os.getppid(), mine, its.raw == bytes(8)]
+        print(*said, flush=True)
+        os._exit(7)
+    os.write(writable, f"{pid} {mine} {its.raw == bytes(8)}".encode())
+    signal.pause()
+print(os.getpid(), os.read(readable, 99).decode(), flush=True)
+pid, status = os.wait()
+print(pid, os.waitstatus_to_exitcode(status), flush=True)
+os.kill(between, signal.SIGKILL)
+os.wait()
+"""
+
 
 class Children:
     def __init__(self) -> None:
@@ -122,6 +150,17 @@ def start_rank(children: Children, board: Board, rank: int, generation: int = 0)
     child = children.start(RANK, board, rank, generation)
     assert read_line(child) == "alive"
     return child
+
+
+def test_an_orphan_is_born_to_who_adopts(children: Children) -> None:
+    """It has memory of its own, leads a session, and who has forked it is not its parent, though it lives."""
+    child = children.start(ORPHAN, None)
+    parent, pid, rest = read_line(child).split(" ", 2)
+    assert rest == "['between'] True", "what runs between is not seen by its parent"
+    tell(child)
+    assert read_line(child) == f"True {parent} ['between', 'hook', 'orphan'] False"
+    assert read_line(child) == f"{pid} 7"
+    assert child.wait(TIMEOUT_S) == 0
 
 
 def test_barrier_and_stop_between_processes(children: Children, board: Board) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import platform
 import resource
@@ -22,6 +21,8 @@ from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.frameworks.supported import torch_installed, torch_problem
 from resilient_train.launch.agent import caches
 from resilient_train.launch.cli import asking
+from resilient_train.launch.cli.findings import Finding, Grade
+from resilient_train.launch.cli.mindspore_environ import look
 from resilient_train.launch.cli.mindspore_view import differs
 from resilient_train.observe.report import Line
 from resilient_train.protocol.messages import Query
@@ -52,22 +53,6 @@ _DEPTHS = {
     "forked": f"{_ZYGOTE} (some 2 MB)",
     "built": f"{_ZYGOTE}, which has the model, and what else the script holds at standby_point (from 26 MB on)",
 }
-
-
-class Grade(enum.StrEnum):
-    """``PROBLEM``: jobs will not be recovered, or not start. ``NOTE``: they will, less well than they could."""
-
-    OK = "ok"
-    NOTE = "note"
-    PROBLEM = "problem"
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at."""
-
-    grade: Grade
-    what: str
-    text: str
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -106,6 +91,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     switches: Switches
     switches_given: str | None
     """``MS_ENABLE_TFT``, as the user wrote it."""
+    mindspore: tuple[Finding, ...] = ()
+    """Of MindSpore's other variables, see ``mindspore_environ``."""
     off: str = ""
     """See ``config.why_off``."""
     settings: tuple[config.Described, ...]
@@ -139,6 +126,7 @@ def gather() -> Facts:
         probes=_try_probes(settings),
         switches=switches,
         switches_given=config.given_switches(),
+        mindspore=tuple(look(environ)),
         off=config.why_off(settings, switches),
         settings=config.describe(settings),
         standby=settings.standby,
@@ -267,6 +255,7 @@ def _caches(facts: Facts) -> Iterator[Finding]:
 def _choices(facts: Facts) -> Iterator[Finding]:
     if facts.switches_given is not None:
         yield _given(facts.switches_given)
+    yield from facts.mindspore
     if facts.off:
         yield Finding(Grade.PROBLEM, "sessions", f"{facts.off}: a Session is a plain loop, a lost rank ends the job")
     else:

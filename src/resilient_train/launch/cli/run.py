@@ -24,6 +24,8 @@ from resilient_train.frameworks.supported import torch_problem, version_line
 from resilient_train.launch.agent.claim import Claim
 from resilient_train.launch.agent.console import Console
 from resilient_train.launch.agent.console_text import line
+from resilient_train.launch.cli.findings import Grade
+from resilient_train.launch.cli.mindspore_environ import RANK_TABLE, look
 from resilient_train.launch.cli.mindspore_view import differs
 from resilient_train.launch.fork.imports import target_of, uses
 from resilient_train.launch.fork.zygote import Born, Root, start_root
@@ -210,6 +212,7 @@ def main(argv: list[str] | None = None) -> None:
         job = make_job(argv)
         if guessed and isinstance(job, JobSpec) and job.world_size == 1:
             config.unset_threads()
+        _look_at_mindspore(job)
     except ConfigError as error:
         print(f"resilient-run: {error}", file=sys.stderr)
         sys.exit(EXIT_WRONG_INPUT)
@@ -244,6 +247,20 @@ def _hand_on_switches(job: JobSpec | argparse.Namespace) -> None:
         handed_on = config.given_switches() or ""
         cure = "" if differs(handed_on) == told else f"; the ranks get {handed_on}"
         print(f"resilient-run: MS_ENABLE_TFT: as it stands, {told}{cure}", file=sys.stderr)
+
+
+def _look_at_mindspore(job: JobSpec | argparse.Namespace) -> None:
+    """What would end MindSpore's import or start is told before it, where the script uses MindSpore.
+
+    Raises ConfigError for a rank table that is wrong: a job whose ranks can't find each other need not start.
+    """
+    told = [each for each in look(config.environ_copy(), starts=True) if each.grade is Grade.PROBLEM]
+    if not told or not isinstance(job, JobSpec) or not uses(target_of(job.command), "mindspore"):
+        return
+    for each in told:
+        if each.what == RANK_TABLE:
+            raise ConfigError(f"{each.what}: {each.text}")
+        print(f"resilient-run: {each.what}: {each.text}", file=sys.stderr)
 
 
 def _open_streams() -> None:

@@ -99,6 +99,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A gradient norm from this on is an anomaly (``TRE``), as one that is not finite always is."""
     loss_threshold: float = float("inf")
     """The same for the loss."""
+    tft_secret_file: str = ""
+    """What the controller of ``mindio_ttp`` and its ranks prove to each other, in a file that only its owner may read;
+    needed where the controller listens to other hosts."""
     trace: bool = False
     """Each rank writes every event of its machine, and what that wants done, see ``session/rank_trace.py``."""
     transfer: str = "auto"

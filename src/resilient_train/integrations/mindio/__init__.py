@@ -1,0 +1,3 @@
+"""An independent provider of ``mindio_ttp``: what MindSpore's ``TrainFaultTolerance`` and its like call, on any
+device.
+"""

@@ -1,0 +1,601 @@
+"""The controller of ``mindio_ttp``: what is done about a fault, as events in and orders out. No I/O, no clock.
+
+A job goes through stages. In each but the first two the controller has given orders and waits for the answers; when the
+last is there, the next stage follows:
+
+    STARTING     all ranks are to say Hello
+    TRAINING     nobody reports anything
+    LOCKING      all come to the end of the same update, and begin none behind it
+    STOPPING     training threads raise, and wait
+    CLEANING     devices are made ready; who lost memory says whether state was in it
+    JOINING      lost ranks come back (ARF)
+    REBUILDING   groups are made with them, and they come to their first step
+    REPAIRING    state goes from those who hold it to those who don't
+    ROLLING_BACK what is not state follows
+    TRAINING     again, from behind that update
+
+    SAVING       one complete set of ranks writes an end-of-life checkpoint
+    RENAMING     one of them gives it its name
+    OVER         all are told to end
+
+A fault in any of them begins a new *round* at LOCKING: MindIO gives up there. What an older round is answered counts
+for nothing. ``step`` is the number of updates that a rank's state has behind it; whether it is *whole* is all that
+decides who gives state and who gets it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from resilient_train.integrations.mindio.frames import (
+    NOT_WHOLE,
+    AnyOrder,
+    Clean,
+    Did,
+    Exit,
+    Go,
+    Lock,
+    Part,
+    Rebuild,
+    Rename,
+    Repair,
+    RepairType,
+    ReplicaGroup,
+    ReportState,
+    Rollback,
+    Save,
+    Stop,
+    Welcome,
+)
+
+
+class Stage(enum.Enum):
+    """See above."""
+
+    STARTING = enum.auto()
+    TRAINING = enum.auto()
+    LOCKING = enum.auto()
+    STOPPING = enum.auto()
+    CLEANING = enum.auto()
+    JOINING = enum.auto()
+    REBUILDING = enum.auto()
+    REPAIRING = enum.auto()
+    ROLLING_BACK = enum.auto()
+    SAVING = enum.auto()
+    RENAMING = enum.auto()
+    OVER = enum.auto()
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """Which recoveries are on: without any a fault is the job's end, behind a checkpoint."""
+
+    uce: bool = True
+    hcce: bool = True
+    arf: bool = True
+
+
+class To(NamedTuple):
+    """Send this to that rank."""
+
+    rank: int
+    frame: AnyOrder | Welcome
+
+
+class Timer(NamedTuple):
+    """Call ``expired(round, stage)`` if the job is still there when that stage's time is over."""
+
+    round: int
+    stage: Stage
+
+
+class Note(NamedTuple):
+    """Something to tell people."""
+
+    kind: str
+    rank: int
+    text: str
+
+
+class Ended(NamedTuple):
+    """The job is over; ``saved``: the step of its checkpoint, -1: there is none."""
+
+    saved: int
+    reason: str
+
+
+Effect = To | Timer | Note | Ended
+
+
+class Seat:
+    """What is known of one rank."""
+
+    def __init__(self) -> None:
+        self.present = False
+        """A process is connected."""
+        self.reborn = False
+        """It came in the place of a lost one, and has not trained yet."""
+        self.left = False
+        """It has come to its end."""
+        self.prepared = False
+        """Such a process stands at its first step."""
+        self.step = 0
+        self.updating = False
+        self.whole = True
+        """Its memory holds the state behind ``step`` updates."""
+        self.reported: ReportState | None = None
+        """Its training thread waits for what is done about this."""
+        self.damaged = False
+        """Its device has lost memory, and it is not known yet whether state was in it."""
+
+    def copy(self) -> Seat:
+        """An independent one in the same state."""
+        new = object.__new__(Seat)
+        new.__dict__.update(self.__dict__)
+        return new
+
+
+class Controller:
+    """One job of ``world_size`` ranks."""
+
+    def __init__(self, world_size: int, policy: Policy | None = None) -> None:
+        self.policy = policy or Policy()
+        self.seats = [Seat() for _ in range(world_size)]
+        self.company: list[list[tuple[int, ...]]] = []
+        """For each kind of optimizer the sets of ranks whose members hold the same; empty: every rank holds all."""
+        self.stage = Stage.STARTING
+        self.round = 0
+        self.target = 0
+        """The update behind which the job goes on, or is saved."""
+        self.pending: frozenset[int] = frozenset()
+        """Who has not answered yet."""
+        self.lost: frozenset[int] = frozenset()
+        """Ranks whose process is gone, in this recovery."""
+        self.faulty: frozenset[int] = frozenset()
+        """All that a fault was told of, in this recovery."""
+        self.hopeless = ""
+        """Why this recovery can only be the job's end."""
+        self.low: frozenset[int] = frozenset()
+        """Who has lost memory in which no state was."""
+        self.savers: tuple[tuple[int, ...], ...] = ()
+
+    # -- events
+
+    def hello(self, rank: int) -> list[Effect]:
+        """A process has connected."""
+        seat = self.seats[rank]
+        reborn = self.stage is not Stage.STARTING
+        self.seats[rank] = Seat()
+        self.seats[rank].present = True
+        if not reborn:
+            if all(each.present for each in self.seats):
+                self.stage = Stage.TRAINING
+            return [To(rank, Welcome(reborn=False))]
+        told: list[Effect] = []
+        if seat.present:  # its connection, or its end, was not heard of yet
+            told += self.gone(rank)
+        self.seats[rank].reborn, self.seats[rank].whole = True, False
+        self.seats[rank].present = True
+        return [*told, To(rank, Welcome(reborn=True))]
+
+    def status(self, rank: int, step: int, *, updating: bool) -> list[Effect]:
+        """A rank tells how far it is."""
+        seat = self.seats[rank]
+        seat.step, seat.updating = step, updating
+        return []
+
+    def replicas(self, rank: int, groups: Sequence[ReplicaGroup]) -> list[Effect]:
+        """A rank tells in whose company it holds its state: one group for each kind of optimizer."""
+        if not self.company:
+            self.company = [[] for _ in groups]
+        if wrong := self._wrong_groups(rank, groups):
+            return self._end(f"rank {rank}: {wrong}")
+        for kind, group in enumerate(groups):
+            for members in alike(group):
+                if members not in self.company[kind]:
+                    self.company[kind].append(members)
+        return []
+
+    def _wrong_groups(self, rank: int, groups: Sequence[ReplicaGroup]) -> str:
+        """Why these can't be right; empty if they can."""
+        if len(groups) != len(self.company):
+            return f"it has {len(groups)} kinds of optimizer, and others have {len(self.company)}"
+        for kind, group in enumerate(groups):
+            if rank not in group.ranks or len(set(group.ranks)) < len(group.ranks):
+                return f"its group {list(group.ranks)} is none that it is in, or names a rank twice"
+            if not all(0 <= each < len(self.seats) for each in group.ranks):
+                return f"its group {list(group.ranks)} has ranks that the job has not"
+            if group.copies < 1 or len(group.ranks) % group.copies:
+                return f"{len(group.ranks)} ranks can't hold {group.copies} copies"
+            if group.shift:
+                return f"replica_shift is {group.shift}, which is not understood here"
+            mine = {each for members in alike(group) for each in members}
+            for other in self.company[kind]:
+                if mine & set(other) and tuple(other) not in alike(group):
+                    return f"its group {list(group.ranks)} contradicts {list(other)} of another rank's"
+        return ""
+
+    def reported(self, rank: int, state: ReportState, code: str = "") -> list[Effect]:
+        """A training thread has left its loop, or has come back to it, and waits."""
+        seat = self.seats[rank]
+        match state:
+            case ReportState.RS_INIT_FINISH:
+                return self._came(rank)
+            case ReportState.RS_PREREPAIR_FINISH:
+                seat.prepared = seat.reborn
+                seat.reported = state
+                return self._answered_all() if self.stage is Stage.REBUILDING else []
+            case ReportState.RS_NORMAL | ReportState.RS_STEP_FINISH:
+                seat.reported = state
+                if self.stage is Stage.STOPPING:
+                    return self._answered_all()
+                return self._fault(rank, "left its loop, and nobody had stopped it") if self._trains else []
+        seat.reported = state
+        if state in (ReportState.RS_UCE, ReportState.RS_UCE_CORRUPTED):
+            seat.damaged = True
+            seat.whole = False
+        if state is ReportState.RS_UNKNOWN:
+            self.hopeless = self.hopeless or f"rank {rank} has failed by itself"
+        elif state is ReportState.RS_RETRY:
+            self.hopeless = self.hopeless or f"rank {rank} wants to load a checkpoint, which nobody has registered"
+        return self._fault(rank, f"{state.name} {code}".strip())
+
+    def gone(self, rank: int) -> list[Effect]:
+        """A process has ended, or is not heard any more."""
+        seat = self.seats[rank]
+        if not seat.present or self.stage is Stage.OVER:
+            return []
+        self.seats[rank] = Seat()
+        self.seats[rank].whole = False
+        if self.stage is Stage.STARTING:
+            return []
+        self.lost |= {rank}
+        return self._fault(rank, "its process is gone")
+
+    def bye(self, rank: int) -> list[Effect]:
+        """A rank's training is over: nobody who is lost from here on can train on, this one would not take part."""
+        self.seats[rank].present, self.seats[rank].left = False, True
+        if self.stage in (Stage.TRAINING, Stage.STARTING, Stage.OVER):
+            return []
+        return self._fault(rank, "has come to its end in the middle of a recovery")
+
+    def did(self, rank: int, answer: Did) -> list[Effect]:
+        """An order is carried out."""
+        if answer.round != self.round or rank not in self.pending or answer.order != _ORDER.get(self.stage):
+            return []
+        if failure := self._took(rank, answer):
+            return self._fault(rank, failure)
+        self.pending -= {rank}
+        return self._answered_all()
+
+    def expired(self, number: int, stage: Stage) -> list[Effect]:
+        """A stage has taken too long."""
+        if (number, stage) != (self.round, self.stage) or stage in (Stage.STARTING, Stage.TRAINING, Stage.OVER):
+            return []
+        late = sorted(self.pending or self.lost)
+        if stage in (Stage.SAVING, Stage.RENAMING):
+            return self._end(f"ranks {late} did not save in time")
+        self.hopeless = self.hopeless or f"ranks {late} did not come through {stage.name}"
+        if stage is Stage.LOCKING:
+            # Who does not stand still may be writing: nothing that it holds is counted on.
+            for rank in late:
+                self.seats[rank].whole = False
+            self.pending = frozenset()
+        return self._leave()
+
+    # -- rounds
+
+    @property
+    def _trains(self) -> bool:
+        return self.stage is Stage.TRAINING
+
+    def _fault(self, rank: int, what: str) -> list[Effect]:
+        """A round begins: where nobody can be helped, so does the end."""
+        if self.stage is Stage.OVER:
+            return []
+        if self.stage is Stage.STARTING:
+            return self._end(f"rank {rank}: {what}, before all were there")
+        told: list[Effect] = [Note("fault", rank, what)]
+        self.faulty |= {rank}
+        self.round += 1
+        if self.stage in (Stage.SAVING, Stage.RENAMING):
+            return [*told, *self._save()]
+        self.stage = Stage.LOCKING
+        told += [To(each, Exit(round=self.round)) for each in self._half_reborn()]
+        self.lost -= set(self._steady())  # who came back in an earlier round is there as all others are
+        self.pending = frozenset(self._steady())
+        limit = max((self._reaches(each) for each in self._steady()), default=0)
+        told += [To(each, Lock(round=self.round, limit=limit)) for each in sorted(self.pending)]
+        return [*told, Timer(self.round, self.stage), *self._answered_all()]
+
+    def _steady(self) -> list[int]:
+        """Ranks whose process was there before this recovery, or has come to its first step since."""
+        return [rank for rank, seat in enumerate(self.seats) if seat.present and (seat.prepared or not seat.reborn)]
+
+    def _half_reborn(self) -> list[int]:
+        """Processes on their way to a first step with groups that will not be: they are started once more."""
+        started = self.stage in (Stage.REBUILDING, Stage.REPAIRING, Stage.ROLLING_BACK)
+        return [
+            r for r, seat in enumerate(self.seats) if started and seat.present and seat.reborn and not seat.prepared
+        ]
+
+    def _reaches(self, rank: int) -> int:
+        seat = self.seats[rank]
+        return seat.step + seat.updating
+
+    def _took(self, rank: int, answer: Did) -> str:
+        """Notes what an answer says. Returns what has failed, if anything."""
+        seat = self.seats[rank]
+        if self.stage is Stage.LOCKING:
+            seat.step, seat.updating, seat.whole = answer.step, False, not answer.code  # it knows best
+            return ""
+        if self.stage is Stage.CLEANING and seat.damaged and answer.code in (0, 2):
+            seat.damaged = False
+            seat.whole = answer.code == 2
+            self.low |= {rank} if answer.code == 2 else frozenset()
+            return ""
+        if answer.code == NOT_WHOLE:
+            seat.whole = False
+            return f"has lost its state before it could {answer.order}"
+        if answer.code:
+            seat.whole = seat.whole and self.stage is not Stage.SAVING
+            self.hopeless = self.hopeless or f"rank {rank} failed to {answer.order} (code {answer.code})"
+            return f"could not {answer.order} (code {answer.code})"
+        return ""
+
+    def _answered_all(self) -> list[Effect]:
+        """Goes on if nothing is waited for."""
+        if self.pending or not self._stands():
+            return []
+        return self._next()
+
+    def _next(self) -> list[Effect]:
+        match self.stage:
+            case Stage.LOCKING:
+                return self._locked()
+            case Stage.STOPPING:
+                return self._stopped()
+            case Stage.CLEANING:
+                return self._cleaned()
+            case Stage.REBUILDING:
+                return self._repair()
+            case Stage.REPAIRING:
+                return self._repaired()
+            case Stage.ROLLING_BACK:
+                return self._goes_on()
+            case Stage.SAVING:
+                return self._saved()
+            case Stage.RENAMING:
+                return self._renamed()
+        raise AssertionError(f"nothing is waited for in {self.stage.name}")
+
+    def _stands(self) -> bool:
+        if self.stage is Stage.STOPPING:
+            return all(self.seats[rank].reported is not None for rank in self._steady())
+        if self.stage is Stage.REBUILDING:
+            return all(seat.prepared for seat in self.seats if seat.reborn)
+        return True
+
+    def _give(self, stage: Stage, orders: dict[int, AnyOrder]) -> list[Effect]:
+        """The next stage, and its orders."""
+        self.stage, self.pending = stage, frozenset(orders)
+        told: list[Effect] = [To(rank, order) for rank, order in sorted(orders.items())]
+        return [*told, Timer(self.round, stage), *self._answered_all()]
+
+    # -- from stage to stage
+
+    def _locked(self) -> list[Effect]:
+        steady = self._steady()
+        self.target = self._held_by_all_sets()
+        if self.hopeless or self._no_way():
+            return self._leave()
+        repair = "recover" if self.lost else "retry"
+        return self._give(Stage.STOPPING, {rank: Stop(round=self.round, repair=repair) for rank in steady})
+
+    def _no_way(self) -> str:
+        """Why training can't go on in place."""
+        left = [rank for rank, seat in enumerate(self.seats) if seat.left]
+        if self.target == 0:
+            self.hopeless = "there is no update behind which every part of the state is held"
+        elif left:
+            self.hopeless = f"ranks {left} have come to their end, and would not train on"
+        elif self.lost and not self.policy.arf:
+            self.hopeless = f"ranks {sorted(self.lost)} are lost, and are not replaced (no ARF)"
+        elif any(seat.damaged for seat in self.seats) and not self.policy.uce:
+            self.hopeless = "memory has lost data, and is not repaired (no UCE)"
+        elif not (self.lost or self.policy.hcce or self.policy.uce):
+            self.hopeless = "groups are not repaired (no HCCE)"
+        return self.hopeless
+
+    def _stopped(self) -> list[Effect]:
+        orders = {rank: Clean(round=self.round, uce=self.seats[rank].damaged) for rank in self._steady()}
+        return self._give(Stage.CLEANING, dict(orders))
+
+    def _cleaned(self) -> list[Effect]:
+        if self._sources() is None:
+            self.hopeless = "nobody holds some part of the state any more"
+            return self._leave()
+        if not self.lost:
+            return self._repair()
+        self.stage, self.pending = Stage.JOINING, frozenset()
+        return [Timer(self.round, self.stage), *self._joined()]
+
+    def _came(self, rank: int) -> list[Effect]:
+        seat = self.seats[rank]
+        seat.reported = ReportState.RS_INIT_FINISH
+        return self._joined() if self.stage is Stage.JOINING else []
+
+    def _joined(self) -> list[Effect]:
+        reborn = [rank for rank in sorted(self.lost) if self.seats[rank].reported is ReportState.RS_INIT_FINISH]
+        if len(reborn) < len(self.lost):
+            return []
+        begun: list[Effect] = []
+        for rank in reborn:
+            self.seats[rank].reported = None
+            begun.append(To(rank, Go(round=self.round, step=self.target)))
+        lost = tuple(sorted(self.lost))
+        return [
+            *begun,
+            *self._give(Stage.REBUILDING, {r: Rebuild(round=self.round, lost=lost) for r in self._steady()}),
+        ]
+
+    def _repair(self) -> list[Effect]:
+        sources = self._sources()
+        assert sources is not None, "was looked at when all were clean"
+        for _, target in sources:
+            self.seats[target].whole = False  # until it has all of what comes
+        parts = self._parts(sources)
+        faulty, rebuilt = tuple(sorted(self.faulty)), bool(self.lost)
+        return self._give(
+            Stage.REPAIRING,
+            {
+                rank: Repair(round=self.round, step=self.target, rebuilt=rebuilt, faulty=faulty, parts=tuple(own))
+                for rank, own in parts.items()
+            },
+        )
+
+    def _parts(self, sources: dict[tuple[int, int], int]) -> dict[int, list[Part]]:
+        """Who sends to whom, and how each gets it."""
+        parts: dict[int, list[Part]] = {}
+        for kind in sorted({kind for kind, _ in sources}):
+            pairs = [(source, target) for (each, target), source in sorted(sources.items()) if each == kind]
+            for donor in sorted({source for source, _ in pairs}):
+                targets = tuple(target for source, target in pairs if source == donor)
+                send = RepairType.RT_SEND.value
+                parts.setdefault(donor, []).append(Part(kind, send, (donor,) * len(targets), targets))
+            for source, target in pairs:
+                seat = self.seats[target]
+                how = (
+                    RepairType.RT_RECV_REPAIR
+                    if seat.reborn or not self._had_uce(target)
+                    else RepairType.RT_UCE_HIGHLEVEL
+                )
+                parts.setdefault(target, []).append(Part(kind, how.value, (source,), (target,)))
+        for rank in sorted(self.low):
+            parts.setdefault(rank, []).append(Part(0, RepairType.RT_UCE_LOWLEVEL.value, (), ()))
+        return parts
+
+    def _had_uce(self, rank: int) -> bool:
+        return self.seats[rank].reported in (ReportState.RS_UCE, ReportState.RS_UCE_CORRUPTED)
+
+    def _repaired(self) -> list[Effect]:
+        for seat in self.seats:
+            seat.whole, seat.step = True, self.target
+        return self._give(
+            Stage.ROLLING_BACK,
+            {rank: Rollback(round=self.round, step=self.target) for rank in range(len(self.seats))},
+        )
+
+    def _goes_on(self) -> list[Effect]:
+        self.stage, self.pending, self.lost, self.faulty = Stage.TRAINING, frozenset(), frozenset(), frozenset()
+        self.low = frozenset()
+        for seat in self.seats:
+            seat.reported, seat.reborn, seat.prepared = None, False, False
+        ranks = range(len(self.seats))
+        told: list[Effect] = [To(rank, Go(round=self.round, step=self.target)) for rank in ranks]
+        return [*told, Note("resumed", -1, f"all go on behind update {self.target}")]
+
+    # -- state
+
+    def _holders(self) -> list[list[tuple[int, ...]]]:
+        """For each kind of optimizer the sets of ranks whose members hold the same."""
+        return self.company or [[tuple(range(len(self.seats)))]]
+
+    def _holds(self, rank: int) -> bool:
+        """The state that all go on from."""
+        seat = self.seats[rank]
+        return seat.present and seat.whole and seat.step == self.target
+
+    def _held_by_all_sets(self) -> int:
+        """The newest update behind which some rank holds each part; 0: there is none.
+
+        Ranks that are further, or not so far, get what these hold. What a lost rank alone had applied is computed
+        again.
+        """
+        steps = {seat.step for seat in self.seats if seat.whole and seat.present}
+        for step in sorted(steps, reverse=True):
+            able = {rank for rank, seat in enumerate(self.seats) if seat.whole and seat.present and seat.step == step}
+            if all(able & set(members) for sets in self._holders() for members in sets):
+                return step
+        return 0
+
+    def _sources(self) -> dict[tuple[int, int], int] | None:
+        """(kind, rank without state) -> rank that gives it; None where nobody can."""
+        found: dict[tuple[int, int], int] = {}
+        load: dict[int, int] = {}
+        for kind, sets in enumerate(self._holders()):
+            for members in sets:
+                whole = [rank for rank in members if self._holds(rank)]
+                needy = [rank for rank in members if not self._holds(rank)]
+                if needy and not whole:
+                    return None
+                for rank in needy:
+                    source = min(whole, key=lambda each: (load.get(each, 0), each))
+                    load[source] = load.get(source, 0) + 1
+                    found[kind, rank] = source
+        return found
+
+    def _complete_set(self) -> tuple[tuple[int, ...], ...] | None:
+        """For each kind one rank of each set, all whole and there; None: some part is nowhere."""
+        chosen = []
+        for sets in self._holders():
+            able = [next(filter(self._holds, members), None) for members in sets]
+            if None in able:
+                return None
+            chosen.append(tuple(rank for rank in able if rank is not None))
+        return tuple(chosen)
+
+    # -- the end
+
+    def _leave(self) -> list[Effect]:
+        self.round += 1
+        return [Note("leaving", -1, self.hopeless), *self._save()]
+
+    def _save(self) -> list[Effect]:
+        self.target = self._held_by_all_sets()
+        chosen = self._complete_set()
+        if chosen is None or self.target == 0:
+            return self._end(f"{self.hopeless}; no ranks hold a complete state, nothing is saved")
+        self.savers = chosen
+        order = Save(round=self.round, step=self.target, savers=chosen)
+        return self._give(Stage.SAVING, {rank: order for ranks in chosen for rank in ranks})
+
+    def _saved(self) -> list[Effect]:
+        return self._give(Stage.RENAMING, {self.savers[0][0]: Rename(round=self.round, step=self.target)})
+
+    def _renamed(self) -> list[Effect]:
+        return self._end(self.hopeless, self.target)
+
+    def _end(self, reason: str, saved: int = -1) -> list[Effect]:
+        self.stage, self.pending = Stage.OVER, frozenset()
+        exits: list[Effect] = [To(r, Exit(round=self.round)) for r, seat in enumerate(self.seats) if seat.present]
+        return [*exits, Ended(saved, reason)]
+
+    def copy(self) -> Controller:
+        """An independent one in the same state."""
+        new = object.__new__(Controller)
+        new.__dict__.update(self.__dict__)
+        new.seats = [seat.copy() for seat in self.seats]
+        new.company = [list(sets) for sets in self.company]
+        return new
+
+
+def alike(group: ReplicaGroup) -> list[tuple[int, ...]]:
+    """The sets of ranks whose members hold the same part."""
+    parts = len(group.ranks) // group.copies
+    return [group.ranks[part::parts] for part in range(parts)]
+
+
+_ORDER = {
+    Stage.LOCKING: Lock.name,
+    Stage.STOPPING: Stop.name,
+    Stage.CLEANING: Clean.name,
+    Stage.REBUILDING: Rebuild.name,
+    Stage.REPAIRING: Repair.name,
+    Stage.ROLLING_BACK: Rollback.name,
+    Stage.SAVING: Save.name,
+    Stage.RENAMING: Rename.name,
+}

@@ -1,0 +1,353 @@
+"""A rank's side of ``mindio_ttp``: what its training thread says and waits for, and the handlers that orders call.
+
+Three kinds of threads. The *training thread* says how far it is (``start_updating``, ``end_updating``), reports errors
+and waits. A *reader* takes the controller's orders. Each order is carried out by a thread of its own, since a handler
+may hang for ever (it copies from a device that is gone): handlers run one after the other, but a stop and an exit come
+at once, so that a stop can cut what hangs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from resilient_train.errors import ProtocolError, ResilientError
+from resilient_train.integrations.mindio import wire
+from resilient_train.integrations.mindio.frames import (
+    NOT_WHOLE,
+    Action,
+    AnyOrder,
+    Bye,
+    Clean,
+    Did,
+    Exit,
+    FromProcessor,
+    Go,
+    Hello,
+    Lock,
+    Part,
+    Rebuild,
+    Rename,
+    Repair,
+    RepairType,
+    ReplicaGroup,
+    Replicas,
+    Reported,
+    ReportState,
+    Rollback,
+    Save,
+    Status,
+    Stop,
+    Welcome,
+)
+from resilient_train.transport import FrameBuffer, decode, encode
+
+log = logging.getLogger("resilient_train.mindio")
+
+FORCE_STOP = "FORCE STOP. ForceStopError: the controller has stopped the training of this step"
+"""PyTorch's adaptors look for the first words, MindSpore for the second."""
+_SETTLE_S = 3.0
+"""A rank behind the others may come to where they are; when nothing moves for so long, it stands."""
+_EXIT_CODE = 2
+_RETRY_S = 1.0
+_AT_ONCE = (Lock, Stop, Exit, Go)
+
+Handler = Callable[..., Any]
+End = Callable[[int], object]
+"""Ends the process."""
+
+
+class ControllerLostError(ResilientError):
+    """There is no controller (any more)."""
+
+
+class Processor:
+    """One rank. Made once in a process."""
+
+    def __init__(
+        self, rank: int, world_size: int, secret: bytes = b"", *, settle_s: float = _SETTLE_S, end: End = os._exit
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.args: Any = None
+        """What the script has given for its handlers."""
+        self.handlers: dict[str, tuple[Handler, Any]] = {}
+        """By name: the handler, and the context it was registered with."""
+        self.reborn = False
+        self.repair_type = "unknow"  # MindIO's spelling
+        self.repair_step = 0
+        self._secret, self._settle_s, self._end = secret, settle_s, end
+        self._changed = threading.Condition()
+        self._handling = threading.Lock()
+        self._round = 0
+        self._step = 0
+        self._whole = True
+        """Its memory holds the state behind ``_step`` updates."""
+        self._updating = False
+        self._moved_s = 0.0
+        self._limit: int | None = None
+        self._stopped = False
+        self._waits = False
+        """The training thread has reported, and is out of its loop."""
+        self._action: Action | None = None
+        self._over = False
+        self._socket: socket.socket | None = None
+        self._sending = threading.Lock()
+
+    # -- beginning and end
+
+    def start(self, address: str, port: int, retries: int = 10) -> None:
+        """Connects. Raises ControllerLostError when nobody answers, or this rank is not let in."""
+        for attempt in range(retries):
+            try:
+                self._socket = socket.create_connection((address, port), timeout=10)
+                break
+            except OSError as error:
+                if attempt + 1 == retries:
+                    raise ControllerLostError(f"no controller answers at {address}:{port}: {error}") from None
+                time.sleep(_RETRY_S)
+        assert self._socket is not None
+        wire.notice_silence(self._socket)
+        frames = self._frames(self._socket)
+        challenge = next(frames, None)
+        if isinstance(challenge, wire.Challenge):
+            proof = wire.proof(self._secret, challenge.number, self.rank, self.world_size)
+            self._send(Hello(self.rank, self.world_size, proof))
+        welcome = next(frames, None)
+        if not isinstance(welcome, Welcome):
+            raise ControllerLostError(f"the controller at {address}:{port} does not let rank {self.rank} in")
+        self.reborn = welcome.reborn
+        self._whole = not self.reborn
+        self._socket.settimeout(None)
+        threading.Thread(target=self._read, args=(frames,), name="rt-mindio", daemon=True).start()
+
+    def close(self) -> None:
+        """The training is over: nobody is told, nothing is handled any more."""
+        self._over = True
+        if self._socket is not None:
+            self._send(Bye())
+            self._socket.close()
+
+    # -- the training thread
+
+    def start_updating(self) -> None:
+        """An update is about to be written. Raises RuntimeError where it must not."""
+        with self._changed:
+            if self._limit is not None and self._step >= self._limit:
+                raise RuntimeError(FORCE_STOP)
+            self._updating = True
+            self._tell()
+
+    def end_updating(self, step: int) -> None:
+        """Update ``step`` is over. Waits while the ranks are to stand behind it; RuntimeError when they are stopped."""
+        with self._changed:
+            self._step, self._updating = step, False
+            self._tell()
+            self._changed.wait_for(lambda: self._limit is None or step < self._limit or self._stopped or self._over)
+            if self._stopped:
+                raise RuntimeError(FORCE_STOP)
+
+    def set_replicas(self, groups: tuple[ReplicaGroup, ...]) -> None:
+        """In whose company this rank holds its state."""
+        self._send(Replicas(groups))
+
+    def report(self, state: ReportState, code: str = "", limit_s: float = 180.0) -> None:
+        """Says why the training thread has left its loop. Behind RS_UNKNOWN only the end comes: it is waited for."""
+        with self._changed:
+            if state is not ReportState.RS_INIT_FINISH:
+                self._waits = True
+            if state in (ReportState.RS_UCE, ReportState.RS_UCE_CORRUPTED):
+                self._whole = False
+            self._changed.notify_all()
+        self._send(Reported(state, code))
+        if state is ReportState.RS_UNKNOWN:
+            with self._changed:
+                self._changed.wait_for(lambda: self._action is Action.EXIT or self._over, limit_s)
+
+    def wait_next_action(self) -> Action:
+        """Waits for what becomes of what was reported."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._action is not None)
+            action, self._action = self._action, None
+            assert action is not None
+            self._waits = False
+            return action
+
+    def reset_limit(self) -> None:
+        """The training thread may update again."""
+        with self._changed:
+            self._limit = None
+            self._changed.notify_all()
+
+    def _tell(self) -> None:
+        self._moved_s = time.monotonic()
+        self._changed.notify_all()
+        self._send(Status(self._step, self._updating))
+
+    # -- orders
+
+    def _read(self, frames: Any) -> None:
+        try:
+            for frame in frames:
+                assert not isinstance(frame, wire.Challenge | Welcome)
+                threading.Thread(
+                    target=self._carry_out, args=(frame,), name=f"rt-mindio-{frame.name}", daemon=True
+                ).start()
+        except (OSError, ProtocolError) as error:
+            log.warning("rank %d loses its controller: %s", self.rank, error)
+        if not self._over:
+            self._lose_controller()
+
+    def _frames(self, endpoint: socket.socket) -> Any:
+        buffer = FrameBuffer(wire.FRAME_BYTES)
+        while data := endpoint.recv(1 << 16):
+            for body in buffer.feed(data):
+                yield decode(body, wire.from_controller)
+
+    def _lose_controller(self) -> None:
+        """Nobody would repair anything any more. The training goes on; who waits for an answer is let go with EXIT."""
+        log.error("rank %d has lost the controller: a fault ends the job from here on", self.rank)
+        with self._changed:
+            self._limit, self._action = None, Action.EXIT
+            self._changed.notify_all()
+
+    def _carry_out(self, order: AnyOrder) -> None:
+        with self._changed:
+            if order.round < self._round:
+                return
+            self._round = order.round
+        if isinstance(order, _AT_ONCE):
+            code = self._do(order)
+        else:
+            with self._handling:
+                code = self._do(order) if order.round == self._round else -1
+        if not isinstance(order, Go | Exit):
+            self._send(Did(order.round, order.name, code, self._step))
+
+    def _do(self, order: AnyOrder) -> int:
+        """What the order says. Returns 0, or the handler's code."""
+        try:
+            return self._DO[type(order)](self, order) or 0
+        except Exception:
+            log.exception("rank %d can't %s", self.rank, order.name)
+            return 1
+
+    def _lock(self, order: Lock) -> int:
+        with self._changed:
+            self._limit = order.limit
+            while order.round == self._round and (self._updating or not self._stands(order.limit)):
+                self._changed.wait(0.05)
+            # Where it stands now it stays: the controller may have its state overwritten.
+            self._limit = self._step
+            return 0 if self._whole else 1
+
+    def _stands(self, limit: int) -> bool:
+        if time.monotonic() - self._moved_s > self._settle_s:
+            return True
+        return not self._handling.locked() and (self._step >= limit or self._waits)
+
+    def _stop(self, order: Stop) -> Any:
+        self.repair_type = order.repair
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        return self._call("stop", self.args)
+
+    def _clean(self, order: Clean) -> Any:
+        code = self._call("clean", order.uce, self.args)
+        self._whole = self._whole or code == 2
+        return code
+
+    def _rebuild(self, order: Rebuild) -> Any:
+        return self._call("rebuild_group", list(order.lost), self.args)
+
+    def _repair(self, order: Repair) -> int:
+        sends = any(part.how == RepairType.RT_SEND.value for part in order.parts)
+        if sends and not self._whole:
+            return NOT_WHOLE
+        gets = any(part.sources and part.how != RepairType.RT_SEND.value for part in order.parts)
+        with self._changed:
+            self._moved_s = time.monotonic()
+            self._whole = self._whole and not gets
+        for part in order.parts:
+            told = _repair_info(part)
+            self._call("repair", order.step, order.rebuilt, list(order.faulty), told, self.args)
+        with self._changed:
+            self._step, self._whole = order.step, True
+        return 0
+
+    def _rollback(self, order: Rollback) -> Any:
+        return self._call("rollback", order.step, self.args) if "rollback" in self.handlers else 0
+
+    def _go(self, order: Go) -> None:
+        with self._changed:
+            self.repair_step = order.step
+            if self._waits:  # else it is new, and has no state yet
+                self._step, self._whole = order.step, True
+            self._limit, self._stopped, self._action = None, False, Action.RETRY
+            self._changed.notify_all()
+
+    def _save(self, order: Save) -> Any:
+        self.repair_type = "dump"
+        if not self._whole:
+            return NOT_WHOLE
+        told = [{"type": kind, "ranks": list(ranks)} for kind, ranks in enumerate(order.savers)]
+        return self._call("save_ckpt", order.step, told, self.args)
+
+    def _rename(self, order: Rename) -> Any:
+        _, context = self.handlers.get("rename", (None, None))
+        handler = self.handlers["rename"][0]
+        # MindSpore's takes its context here, the others' the arguments of the step.
+        return handler(order.step, self.args if context is None else context)
+
+    def _exit(self, _: Exit) -> None:
+        with self._changed:
+            self._action = Action.EXIT
+            self._changed.notify_all()
+        if "exit" in self.handlers:
+            handler, context = self.handlers["exit"]
+            handler(context)
+        self._end(_EXIT_CODE)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if name not in self.handlers:
+            raise LookupError(f"no {name} handler is registered")
+        handler, context = self.handlers[name]
+        return handler(*arguments, context)
+
+    def _send(self, frame: FromProcessor) -> None:
+        assert self._socket is not None, "start comes first"
+        try:
+            with self._sending:
+                self._socket.sendall(encode(frame))
+        except OSError:
+            log.debug("rank %d has no controller to tell", self.rank, exc_info=True)
+
+    _DO: ClassVar[dict[type[AnyOrder], Callable[[Any, Any], Any]]] = {
+        Lock: _lock,
+        Stop: _stop,
+        Clean: _clean,
+        Rebuild: _rebuild,
+        Repair: _repair,
+        Rollback: _rollback,
+        Go: _go,
+        Save: _save,
+        Rename: _rename,
+        Exit: _exit,
+    }
+
+
+def _repair_info(part: Part) -> dict[str, Any]:
+    """As a repair handler gets it."""
+    ranks = sorted({*part.sources, *part.targets})
+    return {
+        "type": part.kind,
+        "repair_type": RepairType(part.how).value,
+        "src": list(part.sources),
+        "dst": list(part.targets),
+        "rank_list": ranks,
+    }

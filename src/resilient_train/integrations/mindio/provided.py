@@ -1,0 +1,200 @@
+"""The functions of ``mindio_ttp``, with MindIO's names, arguments and answers, over one controller and one processor.
+
+``finder.py`` gives them to a script under the names of MindIO's modules. Arguments that belong to what we have not
+(TLS, local copies, elastic scaling) are taken, and refused where they would be counted on.
+"""
+
+# ruff: noqa: ARG001 - the arguments are MindIO's
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from resilient_train import config
+from resilient_train.errors import ConfigError
+from resilient_train.integrations.mindio import wire
+from resilient_train.integrations.mindio.controller import Policy
+from resilient_train.integrations.mindio.frames import Action, OptimizerType, RepairType, ReplicaGroup, ReportState
+from resilient_train.integrations.mindio.hub import Hub
+from resilient_train.integrations.mindio.processor import Handler, Processor
+
+__all__ = ["Action", "OptimizerType", "RepairType", "ReportState"]
+
+_WANTED: dict[str, Any] = {}
+"""What ``tft_init_controller`` was given, for ``tft_start_controller``."""
+_hub: Hub | None = None
+_processor: Processor | None = None
+
+
+def _own() -> Processor:
+    if _processor is None:
+        raise RuntimeError("tft_init_processor and tft_start_processor come first")
+    return _processor
+
+
+def _refuse(name: str, value: object) -> None:
+    if value:
+        raise ConfigError(f"mindio_ttp: {name}={value!r} is not understood by resilient_train; leave it out")
+
+
+def tft_init_controller(
+    rank: int, world_size: int, enable_local_copy: bool, enable_arf: bool = False, enable_zit: bool = False
+) -> None:
+    """Says what the controller of this job is to do. Raises ConfigError."""
+    _refuse("enable_local_copy", enable_local_copy)
+    _refuse("enable_zit", enable_zit)
+    if not -1 <= rank < world_size:
+        raise ConfigError(f"mindio_ttp: rank {rank} of {world_size}")
+    switches = config.read_switches()
+    _WANTED.update(world_size=world_size, policy=Policy(uce=switches.uce, hcce=switches.hcce, arf=bool(enable_arf)))
+
+
+def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
+    """Listens. Raises ConfigError where it can't, or strangers could come."""
+    global _hub
+    _refuse("tls_info", tls_info if enable_tls else "")
+    _hub = Hub(bind_ip, int(port), _WANTED["world_size"], _WANTED["policy"], _secret())
+
+
+def tft_destroy_controller() -> None:
+    """The training is over."""
+    global _hub
+    if _hub is not None:
+        _hub.close()
+    _hub = None
+
+
+def tft_init_processor(
+    rank: int,
+    world_size: int,
+    enable_local_copy: bool,
+    enable_tls: bool = True,
+    tls_info: str = "",
+    enable_uce: bool = True,
+    enable_arf: bool = False,
+    enable_zit: bool = False,
+) -> None:
+    """Says which rank this process is."""
+    global _processor
+    _refuse("enable_local_copy", enable_local_copy)
+    _refuse("enable_zit", enable_zit)
+    _refuse("tls_info", tls_info if enable_tls else "")
+    _processor = Processor(rank, world_size, _secret())
+
+
+def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
+    """Connects to the controller. Raises ControllerLostError."""
+    _own().start(master_ip, int(port))
+
+
+def tft_destroy_processor() -> None:
+    """The training is over."""
+    _own().close()
+
+
+def tft_is_reboot_node() -> bool:
+    """Whether this process came in the place of a lost one."""
+    return _own().reborn
+
+
+def tft_get_reboot_type() -> str:
+    """How it came."""
+    return "arf" if _own().reborn else ""
+
+
+def tft_set_step_args(args: Any) -> None:
+    """What handlers get as ``args``."""
+    _own().args = args
+
+
+def tft_set_optimizer_replica(rank: int, replica_info: Sequence[Mapping[str, Any]]) -> None:
+    """The ranks that hold what this one holds: one entry for each kind of optimizer."""
+    groups = tuple(
+        ReplicaGroup(tuple(each["rank_list"]), int(each["replica_cnt"]), int(each.get("replica_shift", 0)))
+        for each in replica_info
+    )
+    _own().set_replicas(groups)
+
+
+def tft_set_dp_group_info(rank: int, dp_rank_list: Sequence[int]) -> None:
+    """MindIO groups ranks by it where a checkpoint is written; ours goes by the replicas."""
+
+
+def tft_start_updating_os(backup_step: int = -1) -> None:
+    """An update begins. RuntimeError where it must not."""
+    _own().start_updating()
+
+
+def tft_end_updating_os(step: int) -> None:
+    """Update ``step`` is over. Waits while the ranks are to stand behind it."""
+    if step < 1:
+        raise ValueError(f"step {step}: the first update is 1")
+    _own().end_updating(step)
+
+
+def tft_report_error(error_type: int, error_code: str = "") -> None:
+    """Says why the training thread has left its loop."""
+    _own().report(ReportState(error_type), error_code)
+
+
+def tft_wait_next_action() -> int:
+    """Waits for what becomes of it: ``Action.RETRY.value`` or ``Action.EXIT.value``."""
+    return int(_own().wait_next_action().value)
+
+
+def tft_get_repair_step() -> int:
+    """Behind which update the training goes on; 0: none."""
+    return _own().repair_step
+
+
+def tft_get_repair_type() -> str:
+    """What is being done: dump, retry, recover, or "unknow"."""
+    return _own().repair_type
+
+
+def tft_reset_limit_step() -> None:
+    """The training thread may update again."""
+    _own().reset_limit()
+
+
+def tft_pause_train(cur_step: int) -> None:
+    """Waits where a pause is wanted before the next step. Nothing wants one yet."""
+
+
+def tft_can_do_uce_repair(hbm_error_time: int, start_time: int | None = None, end_time: int | None = None) -> bool:
+    """Whether memory that was found damaged then was not written to by an update in the meantime."""
+    if not start_time or not end_time:
+        return False
+    return max(start_time, end_time) < hbm_error_time or start_time < hbm_error_time < end_time
+
+
+def _registering(name: str) -> Callable[..., None]:
+    def register(func: Handler, ctx: Any = None) -> None:
+        if not callable(func):
+            raise TypeError(f"{register.__name__}: {func!r} can't be called")
+        _own().handlers[name] = (func, ctx)
+
+    register.__name__ = register.__qualname__ = f"tft_register_{name}_handler"
+    register.__doc__ = "``func`` is called, with ``ctx`` as its last argument, where the controller wants it."
+    return register
+
+
+tft_register_save_ckpt_handler = _registering("save_ckpt")
+tft_register_rename_handler = _registering("rename")
+tft_register_exit_handler = _registering("exit")
+tft_register_stop_handler = _registering("stop")
+tft_register_clean_handler = _registering("clean")
+tft_register_rebuild_group_handler = _registering("rebuild_group")
+tft_register_repair_handler = _registering("repair")
+tft_register_rollback_handler = _registering("rollback")
+tft_register_stream_sync_handler = _registering("stream_sync")
+tft_register_zit_upgrade_rollback_handler = _registering("zit_upgrade_rollback")
+tft_register_zit_upgrade_repair_handler = _registering("zit_upgrade_repair")
+tft_register_zit_upgrade_rebuild_handler = _registering("zit_upgrade_rebuild")
+tft_register_zit_downgrade_rebuild_handler = _registering("zit_downgrade_rebuild")
+tft_register_decrypt_handler = _registering("decrypt")
+
+
+def _secret() -> bytes:
+    return wire.read_secret(config.read_settings().tft_secret_file)

@@ -1,0 +1,222 @@
+"""A training loop with MindIO's functions, as MindSpore's callback and model use them: ``mindio_loop.py RANK WORLD PORT
+FOLDER STEPS PLAN``; rank -1 is the controller alone.
+
+The "device" is a dictionary; collectives go through files in FOLDER, and can be aborted: what hangs in one raises.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from resilient_train.integrations.mindio import finder
+
+finder.install()
+
+from mindio_ttp import controller_ttp  # noqa: E402
+from mindio_ttp import framework_ttp as tft  # noqa: E402
+
+RANK, WORLD, PORT, FOLDER, STEPS = (
+    int(sys.argv[1]),
+    int(sys.argv[2]),
+    int(sys.argv[3]),
+    Path(sys.argv[4]),
+    int(sys.argv[5]),
+)
+PLAN = [each.replace("@", ":").split(":") for each in sys.argv[6].split()] if len(sys.argv) > 6 else []
+PLAN = [(kind, int(rank), int(step)) for kind, rank, step in PLAN]
+logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{RANK}] %(message)s")
+log = logging.getLogger()
+
+
+def write(path: Path, value: list) -> None:
+    """Whole, or not at all."""
+    draft = Path(f"{path}.by{RANK}")
+    draft.write_text(json.dumps(value))
+    draft.rename(path)
+
+
+class Device:
+    def __init__(self) -> None:
+        self.model = [float(index) for index in range(8)]
+        self.moments = [0.0] * 8
+        self.step = 0
+        self.aborted = threading.Event()
+
+    def reduce(self, name: str, value: list[float]) -> list[float]:
+        """The sum over all ranks, the same whenever it is asked for. Raises RuntimeError where it is aborted."""
+        own = FOLDER / f"{name}.{RANK}"
+        write(own, value)
+        found = []
+        for rank in range(WORLD):
+            path = FOLDER / f"{name}.{rank}"
+            while not path.exists():
+                if self.aborted.wait(0.002):
+                    raise RuntimeError("ForceStopError: aborted")
+            found.append(json.loads(path.read_text()))
+        return [sum(column) for column in zip(*found, strict=True)]
+
+
+device = Device()
+
+
+def due(kind: str, step: int) -> bool:
+    """A fault of the plan, once."""
+    if (kind, RANK, step) not in PLAN:
+        return False
+    mark = FOLDER / f"done.{kind}.{RANK}.{step}"
+    if mark.exists():
+        return False
+    mark.touch()
+    return True
+
+
+def die() -> None:
+    log.info("dies")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(args, ctx) -> None:
+    if due("kills", 1):
+        die()
+    device.aborted.set()
+
+
+def clean(is_uce, args, ctx) -> int:
+    return 2 if is_uce and ctx["low"] else 0
+
+
+def rebuild(fault_ranks, args, ctx) -> None:
+    log.info("rebuilds without %s", fault_ranks)
+
+
+def repair(step, need_rebuild, error_ranks, info, args, ctx) -> None:
+    log.info("repairs %s for step %d", info, step)
+    if info["repair_type"] == tft.RepairType.RT_UCE_LOWLEVEL.value:
+        return
+    if info["repair_type"] == tft.RepairType.RT_SEND.value:
+        if due("killr", 1):
+            die()
+        for target in info["dst"]:
+            path = FOLDER / f"state.{target}.{step}"
+            write(path, [device.model, device.moments, device.step])
+        return
+    path = FOLDER / f"state.{RANK}.{step}"
+    deadline = time.monotonic() + 5
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("nothing is sent")
+        time.sleep(0.002)
+    device.model, device.moments, device.step = json.loads(path.read_text())
+    path.unlink()
+
+
+def rollback(step, args, ctx) -> None:
+    device.step = step
+
+
+def save(step, info, args, ctx) -> None:
+    assert device.step == step
+    folder = FOLDER / f"ckpt-{step}_tmp"
+    folder.mkdir(exist_ok=True)
+    (folder / f"rank_{RANK}").write_text(json.dumps({"step": device.step, "model": device.model, "info": info}))
+
+
+def rename(step, ctx) -> None:
+    (FOLDER / f"ckpt-{step}_tmp").rename(FOLDER / f"ckpt-{step}")
+
+
+def leave(ctx) -> None:
+    os._exit(1)
+
+
+CONTEXT = {"low": False}
+
+
+def one_step() -> None:
+    step = device.step + 1
+    if due("kill", step):
+        die()
+    for kind in ("hcce", "uce", "low", "raise"):
+        if due(kind, step):
+            CONTEXT["low"] = kind == "low"
+            if kind == "uce":
+                device.model = [float("nan")] * 8
+            text = {"hcce": "HCCEError occurs", "raise": "out of the script"}.get(kind, "UCEError occurs")
+            raise RuntimeError(text)
+    gradient = device.reduce(f"grad{step}", [value * (RANK + 1) / 8 + step for value in device.model])
+    tft.tft_start_updating_os(-1)
+    for index, value in enumerate(gradient):
+        device.moments[index] = device.moments[index] * 0.9 + value
+        device.model[index] -= device.moments[index] / 100
+        if index == 3 and due("killu", step):
+            die()
+    device.step = step
+    tft.tft_end_updating_os(step)
+
+
+def train() -> None:
+    arf = tft.tft_is_reboot_node()
+    if arf:
+        if due("killb", 1):
+            die()
+        tft.tft_report_error(tft.ReportState.RS_INIT_FINISH.value)
+        assert tft.tft_get_reboot_type() == "arf"
+        assert tft.tft_wait_next_action() == tft.Action.RETRY.value
+    tft.tft_set_step_args({"device": device})
+    tft.tft_set_optimizer_replica(
+        RANK, [{"type": 1, "rank_list": list(range(WORLD)), "replica_cnt": WORLD, "replica_shift": 0}]
+    )
+    while device.step < STEPS:
+        try:
+            if arf:
+                arf = False
+                raise RuntimeError("ARF FINISH")
+            one_step()
+        except RuntimeError as error:
+            text = str(error)
+            log.info("raises %s", text)
+            states = {
+                "UCEError": "RS_UCE",
+                "HCCEError": "RS_HCCL_FAILED",
+                "ForceStopError": "RS_NORMAL",
+                "ARF FINISH": "RS_PREREPAIR_FINISH",
+            }
+            state = next((state for words, state in states.items() if words in text), "RS_UNKNOWN")
+            tft.tft_report_error(tft.ReportState[state].value)
+            if state == "RS_UNKNOWN":
+                raise
+            if tft.tft_wait_next_action() == tft.Action.EXIT.value:
+                raise
+            assert tft.tft_get_repair_step() == device.step
+            device.aborted.clear()
+            (FOLDER / "resumed").touch()
+
+
+if RANK == -1:
+    controller_ttp.tft_init_controller(-1, WORLD, False, enable_arf=True)
+    controller_ttp.tft_start_controller("127.0.0.1", PORT, False, "")
+    print("listens", flush=True)
+    time.sleep(600)
+tft.tft_init_processor(RANK, WORLD, False, False, "", enable_arf=True)
+tft.tft_start_processor("127.0.0.1", PORT)
+for name, handler in {
+    "save_ckpt": save,
+    "rename": rename,
+    "exit": leave,
+    "stop": stop,
+    "clean": clean,
+    "rebuild_group": rebuild,
+    "repair": repair,
+    "rollback": rollback,
+}.items():
+    getattr(tft, f"tft_register_{name}_handler")(handler, CONTEXT)
+train()
+tft.tft_destroy_processor()
+state = json.dumps([device.model, device.moments, device.step])
+(FOLDER / f"end{RANK}").write_text(hashlib.sha256(state.encode()).hexdigest())

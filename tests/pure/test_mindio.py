@@ -1,0 +1,175 @@
+"""``mindio_ttp``: who finds it, who may talk to its controller, and what its functions refuse."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from resilient_train.errors import ConfigError
+from resilient_train.integrations.mindio import wire
+from resilient_train.integrations.mindio.controller import Controller, Ended, Policy, Stage, alike
+from resilient_train.integrations.mindio.frames import Hello, ReplicaGroup, Reported, ReportState, Status
+from resilient_train.integrations.mindio.hub import Hub
+from resilient_train.integrations.mindio.processor import ControllerLostError, Processor
+from resilient_train.transport import encode
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    made = Hub("127.0.0.1", 0, 2, Policy(), SECRET)
+    yield made
+    made.close()
+
+
+def script(text: str, *, path: str = "") -> str:
+    code = f"from resilient_train.integrations.mindio import finder; finder.install()\n{text}"
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_it_is_found_where_mindio_is_not() -> None:
+    text = "from mindio_ttp import framework_ttp as t; print(t.ReportState.RS_UCE.value, t.tft_is_reboot_node.__name__)"
+    assert script(text) == "2 tft_is_reboot_node"
+    names = "tft_init_controller, tft_start_controller, tft_destroy_controller"
+    assert script(f"from mindio_ttp.controller_ttp import {names}; print('ok')") == "ok"
+
+
+def test_mindios_own_is_never_hidden(tmp_path: Path) -> None:
+    (tmp_path / "mindio_ttp").mkdir()
+    (tmp_path / "mindio_ttp/__init__.py").write_text("mine = True")
+    (tmp_path / "mindio_ttp/framework_ttp.py").write_text("")
+    assert script("import mindio_ttp; print(mindio_ttp.mine)", path=str(tmp_path)) == "True"
+    text = "from mindio_ttp import framework_ttp as t; print(hasattr(t, 'tft_report_error'))"
+    assert script(text, path=str(tmp_path)) == "False"
+
+
+def processor(hub: Hub, rank: int, *, world_size: int = 2, secret: bytes = SECRET) -> Processor:
+    made = Processor(rank, world_size, secret, end=lambda code: None)
+    made.handlers["stop"] = (lambda args, ctx: None, None)
+    made.start("127.0.0.1", hub.port, retries=1)
+    return made
+
+
+def until(hub: Hub, stage: Stage) -> None:
+    deadline = time.monotonic() + 20
+    while hub.stage is not stage:
+        assert time.monotonic() < deadline, hub.stage
+        time.sleep(0.005)
+
+
+def test_strangers_are_not_let_in(hub: Hub) -> None:
+    for rank, world_size, secret in ((0, 2, b"t" * 32), (0, 2, b""), (2, 2, SECRET), (-1, 2, SECRET), (0, 3, SECRET)):
+        with pytest.raises(ControllerLostError, match=f"does not let rank {rank} in"):
+            processor(hub, rank, world_size=world_size, secret=secret)
+    first, second = processor(hub, 0), processor(hub, 1)
+    until(hub, Stage.TRAINING)
+    first.close()
+    second.close()
+
+
+def test_a_recorded_hello_counts_for_nothing(hub: Hub) -> None:
+    with socket.create_connection(("127.0.0.1", hub.port)) as recorded:
+        number = challenge(recorded)
+        hello = encode(Hello(0, 2, wire.proof(SECRET, number, 0, 2)))
+    with socket.create_connection(("127.0.0.1", hub.port)) as again:
+        assert challenge(again) != number
+        again.sendall(hello)
+        assert again.recv(1 << 10) == b""
+
+
+def challenge(connection: socket.socket) -> bytes:
+    frame = wire.from_controller.decode(connection.recv(1 << 10)[4:])
+    assert isinstance(frame, wire.Challenge)
+    return frame.number
+
+
+def test_hostile_frames_have_no_effect(hub: Hub) -> None:
+    """Garbage, frames that claim too much, ranks' frames without a Hello, cut ones: from many connections at once."""
+    chance = random.Random(1)
+    ranks = [processor(hub, 0), processor(hub, 1)]
+    until(hub, Stage.TRAINING)
+    said = (Status(7, updating=True), Reported(ReportState.RS_UNKNOWN), Hello(0, 2, b"x" * 32))
+    whole = [encode(each) for each in said]
+
+    def attack(times: int) -> None:
+        for _ in range(times):
+            with socket.create_connection(("127.0.0.1", hub.port)) as connection:
+                text = chance.choice([chance.randbytes(64), b"\xff\xff\xff\xff" + b"x" * 99, *whole, whole[0][:9]])
+                try:
+                    for _ in range(50):
+                        connection.sendall(text)
+                except OSError:
+                    pass  # it was shut out
+
+    threads = [threading.Thread(target=attack, args=(60,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert hub.stage is Stage.TRAINING
+    for each in ranks:
+        each.end_updating(1)
+    ranks[0].report(ReportState.RS_HCCL_FAILED)
+    until(hub, Stage.STOPPING)
+    for each in ranks:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "says"),
+    [("x" * 32, 0o644, "others may read it"), ("short", 0o600, "has 5 bytes"), (None, 0, "No such file")],
+)
+def test_a_secret_is_a_secret(tmp_path: Path, content: str | None, mode: int, says: str) -> None:
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_text(content)
+        path.chmod(mode)
+    with pytest.raises(ConfigError, match=says):
+        wire.read_secret(str(path))
+
+
+def test_where_others_come_a_secret_is_needed() -> None:
+    with pytest.raises(ConfigError, match="name one address of this host"):
+        wire.check_bind("0.0.0.0", SECRET)
+    with pytest.raises(ConfigError, match="RESILIENT_TFT_SECRET_FILE"):
+        wire.check_bind("192.0.2.1", b"")
+    wire.check_bind("192.0.2.1", SECRET)
+    wire.check_bind("127.0.0.1", b"")
+
+
+def test_who_holds_the_same() -> None:
+    assert alike(ReplicaGroup((0, 1, 2, 3), 4)) == [(0, 1, 2, 3)]
+    assert alike(ReplicaGroup((4, 5, 6, 7), 2)) == [(4, 6), (5, 7)]
+    assert alike(ReplicaGroup((0, 1), 1)) == [(0,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (ReplicaGroup((0, 1), 2), ReplicaGroup((0,), 1), "names a rank twice"),
+        (ReplicaGroup((0, 1), 2), ReplicaGroup((0, 1), 1), "contradicts"),
+        (ReplicaGroup((0, 1), 2), ReplicaGroup((1, 2), 2), "that the job has not"),
+        (ReplicaGroup((0, 1), 2), ReplicaGroup((0, 1), 3), "can't hold 3 copies"),
+        (ReplicaGroup((0, 1), 2), ReplicaGroup((0, 1), 2, shift=1), "replica_shift is 1"),
+    ],
+)
+def test_replica_groups_that_can_not_be_right_end_the_job(first: ReplicaGroup, second: ReplicaGroup, says: str) -> None:
+    job = Controller(2)
+    job.hello(0)
+    job.hello(1)
+    assert job.replicas(0, (first,)) == []
+    (ended,) = [each for each in job.replicas(1, (second,)) if isinstance(each, Ended)]
+    assert says in ended.reason
+    assert job.stage is Stage.OVER

@@ -1,0 +1,365 @@
+"""A small job with MindIO's functions, for the exploration of ``integrations/mindio/controller.py``.
+
+A rank is what ``processor.py`` makes of it: a training thread that updates behind a collective, and orders that it
+carries out. A state is the number of updates it has behind it, TORN, or None in a new process. Every message is a
+transition of its own, so that a fault can come before and behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from resilient_train.integrations.mindio.controller import Controller, Effect, Ended, Policy, To
+from resilient_train.integrations.mindio.frames import (
+    NOT_WHOLE,
+    Clean,
+    Did,
+    Exit,
+    Go,
+    Lock,
+    Rebuild,
+    Rename,
+    Repair,
+    RepairType,
+    ReportState,
+    Rollback,
+    Save,
+    Stop,
+    Welcome,
+)
+
+TORN = -1
+SENDS = RepairType.RT_SEND.value
+
+
+class Faults(NamedTuple):
+    kills: int = 0
+    uces: int = 0
+    hcces: int = 0
+    errors: int = 0
+
+
+class ViolationError(AssertionError):
+    pass
+
+
+def require(condition: bool, text: str) -> None:
+    if not condition:
+        raise ViolationError(text)
+
+
+class SimRank:
+    def __init__(self) -> None:
+        self.alive, self.connected = True, True
+        self.state: int | None = 0
+        self.step = 0
+        self.main = "trains"
+        """trains, enters (a collective), updates, blocked (at the limit), out (it has reported), booting, waits (to
+        build its model), done
+        """
+        self.limit: int | None = None
+        self.stopped = False
+        self.locking: Lock | None = None
+        self.hangs: Repair | None = None
+        """It waits for state from a rank that has not sent it."""
+        self.down: tuple[Any, ...] = ()
+        self.up: tuple[Any, ...] = ()
+        self.round = 0
+        self.rebuilt = -1
+
+    def copy(self) -> SimRank:
+        new = object.__new__(SimRank)
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def key(self) -> Any:
+        return tuple(self.__dict__.values())
+
+
+class World:
+    def __init__(self, ranks: int, updates: int, faults: Faults, policy: Policy | None = None) -> None:
+        self.updates, self.budget = updates, faults
+        self.controller = Controller(ranks, policy)
+        for rank in range(ranks):
+            self.controller.hello(rank)
+        self.ranks = [SimRank() for _ in range(ranks)]
+        self.sent: frozenset[tuple[int, int, int, Any]] = frozenset()
+        """(round, source, target, state)"""
+        self.ended: Ended | None = None
+        self.saved: frozenset[tuple[int, int]] = frozenset()
+        self.named = False
+
+    # -- transitions
+
+    @property
+    def final(self) -> bool:
+        return self.ended is not None or all(rank.main == "done" for rank in self.ranks)
+
+    def moves(self) -> list[tuple[str, int]]:
+        if self.final:
+            return []
+        found = [(name, index) for index, rank in enumerate(self.ranks) for name in self._moves_of(index, rank)]
+        alive = [index for index, rank in enumerate(self.ranks) if rank.alive]
+        alive = [index for index in alive if self.ranks[index].main != "done"]
+        found += [("kill", index) for index in alive if self.budget.kills]
+        trains = [index for index in alive if self.ranks[index].main in ("trains", "enters")]
+        found += [("uce", index) for index in trains if self.budget.uces]
+        found += [("hcce", index) for index in trains if self.budget.hcces and self.ranks[index].main == "enters"]
+        found += [("error", index) for index in trains if self.budget.errors]
+        return found
+
+    def _moves_of(self, index: int, rank: SimRank) -> list[str]:
+        if rank.up:
+            said = ["says"]
+        elif not rank.alive:
+            said = ["is missed"] if rank.connected else ["comes back"]
+        else:
+            said = []
+        if not rank.alive:
+            return said
+        if rank.main == "done":
+            return said
+        if rank.down:
+            said.append("hears")
+        if rank.locking is not None and rank.main != "updates":
+            said.append("stands")
+        if rank.hangs is not None and self._given(index, rank.hangs) is not None:
+            said.append("gets state")
+        if rank.main in ("trains", "enters", "blocked") and rank.stopped:
+            return [*said, "raises"]
+        if rank.main == "trains":
+            said.append("enters" if rank.step < self.updates else "is done")
+        if rank.main == "enters" and all(self._took_part(each, rank.step) for each in self.ranks):
+            said.append("updates")
+        if rank.main == "updates":
+            said.append("has updated")
+        if rank.main == "builds" and self._all_rebuilt(rank.round):
+            said.append("comes to its first step")
+        return said
+
+    def _took_part(self, rank: SimRank, step: int) -> bool:
+        """In the collective behind that many updates."""
+        return rank.step > step or (rank.alive and rank.step == step and rank.main in ("enters", "updates"))
+
+    def _all_rebuilt(self, number: int) -> bool:
+        return all(each.rebuilt == number for each in self.ranks if each.main not in ("builds", "boots", "waits"))
+
+    def _given(self, index: int, order: Repair) -> Any:
+        sources = {part.sources[0] for part in order.parts if part.how != SENDS and part.sources}
+        found = [s for n, source, to, s in self.sent if (n, to) == (order.round, index) and source in sources]
+        return found[0] if found else None
+
+    def step(self, move: tuple[str, int]) -> None:
+        name, index = move
+        rank = self.ranks[index] = self.ranks[index].copy()
+        self.controller = self.controller.copy()
+        getattr(self, "_" + name.replace(" ", "_"))(index, rank)
+        self._check()
+
+    def _check(self) -> None:
+        for index, rank in enumerate(self.ranks):
+            if rank.alive and rank.main in ("enters", "updates"):
+                torn = rank.main == "updates" and rank.state == TORN
+                require(torn or rank.state == rank.step, f"rank {index} trains at {rank.step} with {rank.state}")
+
+    # -- the training thread
+
+    def _enters(self, _: int, rank: SimRank) -> None:
+        rank.main = "enters"
+
+    def _updates(self, _: int, rank: SimRank) -> None:
+        if rank.limit is not None and rank.step >= rank.limit:
+            self._out(rank, ReportState.RS_NORMAL)
+            return
+        rank.main, rank.state = "updates", TORN
+        rank.up += (("status", rank.step, True),)
+
+    def _has_updated(self, _: int, rank: SimRank) -> None:
+        rank.step += 1
+        rank.state = rank.step
+        rank.up += (("status", rank.step, False),)
+        rank.main = "blocked" if rank.limit is not None and rank.step >= rank.limit else "trains"
+
+    def _is_done(self, _: int, rank: SimRank) -> None:
+        rank.main = "done"
+        rank.up += (("bye",),)
+
+    def _raises(self, _: int, rank: SimRank) -> None:
+        self._out(rank, ReportState.RS_NORMAL)
+
+    def _out(self, rank: SimRank, state: ReportState) -> None:
+        rank.main = "out"
+        rank.up += (("reported", state),)
+
+    def _comes_to_its_first_step(self, _: int, rank: SimRank) -> None:
+        rank.rebuilt = rank.round
+        self._out(rank, ReportState.RS_PREREPAIR_FINISH)
+
+    # -- faults
+
+    def _spend(self, name: str) -> None:
+        self.budget = self.budget._replace(**{name: getattr(self.budget, name) - 1})
+
+    def _kill(self, _: int, rank: SimRank) -> None:
+        self._spend("kills")
+        self._dies(rank)
+
+    def _dies(self, rank: SimRank) -> None:
+        rank.alive, rank.state, rank.main, rank.down = False, None, "dead", ()
+        rank.locking = rank.hangs = None
+
+    def _uce(self, _: int, rank: SimRank) -> None:
+        self._spend("uces")
+        rank.state = None
+        self._out(rank, ReportState.RS_UCE)
+
+    def _hcce(self, _: int, rank: SimRank) -> None:
+        self._spend("hcces")
+        self._out(rank, ReportState.RS_HCCL_FAILED)
+
+    def _error(self, _: int, rank: SimRank) -> None:
+        self._spend("errors")
+        self._out(rank, ReportState.RS_UNKNOWN)
+
+    # -- messages
+
+    def _says(self, index: int, rank: SimRank) -> None:
+        frame, rank.up = rank.up[0], rank.up[1:]
+        match frame:
+            case ("status", step, updating):
+                self._carry_out(self.controller.status(index, step, updating=updating))
+            case ("reported", state):
+                self._carry_out(self.controller.reported(index, state))
+            case ("bye",):
+                self._carry_out(self.controller.bye(index))
+            case Did():
+                self._carry_out(self.controller.did(index, frame))
+
+    def _is_missed(self, index: int, rank: SimRank) -> None:
+        rank.connected = False
+        self._carry_out(self.controller.gone(index))
+
+    def _comes_back(self, index: int, _: SimRank) -> None:
+        new = self.ranks[index] = SimRank()
+        new.main, new.state = "boots", None
+        self._carry_out(self.controller.hello(index))
+
+    def _hears(self, index: int, rank: SimRank) -> None:
+        order, rank.down = rank.down[0], rank.down[1:]
+        if isinstance(order, Welcome):
+            require(order.reborn, "the job began long ago")
+            rank.main = "waits"
+            rank.up += (("reported", ReportState.RS_INIT_FINISH),)
+            return
+        if order.round < rank.round:
+            return
+        rank.round = order.round
+        match order:
+            case Lock(limit=limit):
+                rank.limit, rank.locking = limit, order
+            case Stop():
+                rank.stopped, rank.hangs = True, None
+                self._did(rank, order)
+            case Clean(uce=uce):
+                require(rank.main == "out", f"rank {index} is cleaned while its training thread {rank.main}")
+                require(uce == (rank.state is None) or not uce, f"rank {index} lost no memory")
+                self._did(rank, order)
+            case Rebuild():
+                rank.rebuilt = order.round
+                self._did(rank, order)
+            case Repair():
+                self._repairs(index, rank, order)
+            case Rollback(step=step):
+                require(rank.state == step, f"rank {index} is rolled back to {step} with {rank.state}")
+                self._did(rank, order)
+            case Go(step=step):
+                self._goes(index, rank, step)
+            case Save(step=step):
+                if rank.state is None:
+                    self._did(rank, order, NOT_WHOLE)
+                    return
+                require(rank.state == step, f"rank {index} saves {rank.state} as {step}")
+                self.saved |= {(order.round, index)}
+                self._did(rank, order)
+            case Rename():
+                self.named = True
+                self._did(rank, order)
+            case Exit():
+                self._dies(rank)
+
+    def _did(self, rank: SimRank, order: Any, code: int = 0) -> None:
+        rank.up += (Did(order.round, order.name, code, rank.step),)
+
+    def _stands(self, _: int, rank: SimRank) -> None:
+        """As soon as nothing is written: it may have waited too long for more."""
+        assert rank.locking is not None
+        rank.limit = rank.step
+        rank.hangs = None  # whatever still comes counts for nothing
+        if rank.locking.round == rank.round:
+            self._did(rank, rank.locking, int(rank.state is None))
+        rank.locking = None
+
+    def _repairs(self, index: int, rank: SimRank, order: Repair) -> None:
+        sends = [target for part in order.parts if part.how == SENDS for target in part.targets]
+        gets = [part for part in order.parts if part.how != SENDS and part.sources]
+        require(not (sends and gets), f"rank {index} sends, and is to get")
+        if sends and rank.state is None:
+            self._did(rank, order, NOT_WHOLE)
+            return
+        for target in sends:
+            require(rank.state == order.step, f"rank {index} sends {rank.state} as {order.step}")
+            self.sent |= {(order.round, index, target, rank.state)}
+        if gets:
+            rank.hangs = order
+        else:
+            rank.step = order.step
+            self._did(rank, order)
+
+    def _gets_state(self, index: int, rank: SimRank) -> None:
+        assert rank.hangs is not None
+        require(rank.main == "out", f"rank {index} is written to while its training thread {rank.main}")
+        rank.state = self._given(index, rank.hangs)
+        rank.step = rank.hangs.step
+        self._did(rank, rank.hangs)
+        rank.hangs = None
+
+    def _goes(self, index: int, rank: SimRank, step: int) -> None:
+        if rank.main == "waits":
+            rank.main = "builds"
+            return
+        require(rank.main == "out", f"rank {index} is let go, and {rank.main}")
+        require(rank.state == step, f"rank {index} goes on behind {step} with {rank.state}")
+        rank.main, rank.step, rank.limit, rank.stopped = "trains", step, None, False
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, To):
+                target = self.ranks[effect.rank] = self.ranks[effect.rank].copy()
+                if target.alive:
+                    target.down += (effect.frame,)
+            elif isinstance(effect, Ended):
+                self.ended = effect
+                self._check_end(effect)
+
+    def _check_end(self, end: Ended) -> None:
+        if end.saved >= 0:
+            require(self.named, "a checkpoint is told of that has no name")
+        else:
+            there = [r for r in self.ranks if r.alive and r.main != "done"]
+            whole = [r for r in there if r.state is not None and r.state >= 1 and r.main != "updates"]
+            require(not whole, f"nothing is saved, and {len(whole)} ranks hold it: {end}")
+
+    # -- branching
+
+    def copy(self) -> World:
+        new = object.__new__(World)
+        new.__dict__.update(self.__dict__)
+        new.ranks = list(self.ranks)
+        return new
+
+    def key(self) -> int:
+        job = self.controller
+        seats = tuple(tuple(seat.__dict__.values()) for seat in job.seats)
+        named = (job.stage, job.round, job.target, job.pending, job.lost, job.faulty, bool(job.hopeless), job.low)
+        return hash((seats, named, job.savers, self.budget, self.sent, self.ended is None, self.named, self.saved,
+                     tuple(rank.key() for rank in self.ranks)))  # fmt: skip

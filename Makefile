@@ -12,7 +12,7 @@ SANITIZERS := plain address thread
 # ThreadSanitizer of older compilers cannot place its memory under full address randomisation.
 FIXED_ADDRESSES := $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
-.PHONY: setup wheel newcomer demo test test-full test-integrations test-torch test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx \
+.PHONY: setup wheel newcomer demo test test-full test-integrations test-mindspore test-torch test-native lint lint-ruff lint-format lint-types lint-layers lint-cxx \
     format clean
 .DELETE_ON_ERROR:
 
@@ -62,6 +62,14 @@ test: setup
 # All stories, with all parameters: to be run before an issue ends. An hour and a half.
 test-full: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "long or not long" $(PYTEST_FLAGS)
+
+# MindSpore's own callback over our mindio_ttp, in an environment of its own (3 GB: it needs numpy 1).
+MINDSPORE := build/mindspore
+test-mindspore: wheel
+	test -x $(MINDSPORE)/bin/python || $(PYTHON) -m venv $(MINDSPORE)
+	$(MINDSPORE)/bin/python -m pip install -q $(PIP_FLAGS) -r tests/on_mindspore/requirements.txt
+	$(MINDSPORE)/bin/python -m pip install -q $(PIP_FLAGS) --no-deps --force-reinstall $(WHEEL)/*.whl
+	$(MINDSPORE)/bin/python -m pytest tests/on_mindspore $(PYTEST_FLAGS)
 
 # Another torch, in an environment of its own (5 GB where PyPI has CUDA builds only; they run on the CPU as well).
 # PYTEST_FLAGS for a part of the tests. To try a TORCH that is refused, name it in `frameworks/supported.py` first.

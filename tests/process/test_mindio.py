@@ -67,13 +67,12 @@ class Job:
             process.wait()
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator:
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     made: list[Job] = []
 
     def make(plan: str = "", ranks: int = RANKS) -> Job:
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
+        folder = tmp_path_factory.mktemp("job")
         made.append(Job(folder, plan, ranks))
         return made[-1]
 
@@ -82,7 +81,7 @@ def job(tmp_path: Path) -> Iterator:
         each.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def undisturbed(job) -> list[str]:
     run = job()
     assert run.wait(replace=False) == dict.fromkeys(range(RANKS), 0), run.explain()

@@ -54,8 +54,8 @@ class SimRank:
         self.state: int | None = 0
         self.step = 0
         self.main = "trains"
-        """trains, enters (a collective), updates, blocked (at the limit), out (it has reported), booting, waits (to
-        build its model), done
+        """trains, enters (a collective), updates, out (it has reported), boots, waits (to be let go), builds (a model),
+        done, dead
         """
         self.limit: int | None = None
         self.stopped = False
@@ -125,7 +125,7 @@ class World:
             said.append("stands")
         if rank.hangs is not None and self._given(index, rank.hangs) is not None:
             said.append("gets state")
-        if rank.main in ("trains", "enters", "blocked") and rank.stopped:
+        if rank.main in ("trains", "enters") and rank.stopped:
             return [*said, "raises"]
         if rank.main == "trains":
             said.append("enters" if rank.step < self.updates else "is done")
@@ -178,7 +178,7 @@ class World:
         rank.step += 1
         rank.state = rank.step
         rank.up += (("status", rank.step, False),)
-        rank.main = "blocked" if rank.limit is not None and rank.step >= rank.limit else "trains"
+        rank.main = "trains"
 
     def _is_done(self, _: int, rank: SimRank) -> None:
         rank.main = "done"

@@ -74,5 +74,13 @@ def test_every_interleaving_is_safe_and_ends(ranks: int, updates: int, faults: F
     assert states > 300
 
 
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("faults", [Faults(kills=1, uces=1), Faults(kills=2), Faults(kills=1, hcces=1)], ids=str)
+def test_every_interleaving_of_three_ranks_and_two_faults(faults: Faults) -> None:
+    explore(World(3, 1, faults), 10_000_000)
+
+
 def test_without_arf_a_loss_is_the_end_behind_a_checkpoint() -> None:
     explore(World(2, 2, Faults(kills=1), Policy(arf=False)))

@@ -120,6 +120,8 @@ class Seat:
         """It came in the place of a lost one, and has not trained yet."""
         self.left = False
         """It has come to its end."""
+        self.builds = False
+        """It was let go to its first step."""
         self.prepared = False
         """Such a process stands at its first step."""
         self.step = 0
@@ -300,9 +302,16 @@ class Controller:
             return self._end(f"rank {rank}: {what}, before all were there")
         told: list[Effect] = [Note("fault", rank, what)]
         self.faulty |= {rank}
-        self.round += 1
         if self.stage in (Stage.SAVING, Stage.RENAMING):
+            # Where a script fails, it fails on all ranks, one after the other: those who save hold what they hold.
+            if all(self._holds(each) for ranks in self.savers for each in ranks):
+                return told
+            self.round += 1
             return [*told, *self._save()]
+        if self.stage is Stage.LOCKING:
+            self.pending &= frozenset(self._steady())
+            return [*told, *self._answered_all()]
+        self.round += 1
         self.stage = Stage.LOCKING
         told += [To(each, Exit(round=self.round)) for each in self._half_reborn()]
         self.lost -= set(self._steady())  # who came back in an earlier round is there as all others are
@@ -317,10 +326,7 @@ class Controller:
 
     def _half_reborn(self) -> list[int]:
         """Processes on their way to a first step with groups that will not be: they are started once more."""
-        started = self.stage in (Stage.REBUILDING, Stage.REPAIRING, Stage.ROLLING_BACK)
-        return [
-            r for r, seat in enumerate(self.seats) if started and seat.present and seat.reborn and not seat.prepared
-        ]
+        return [rank for rank, seat in enumerate(self.seats) if seat.builds and not seat.prepared]
 
     def _reaches(self, rank: int) -> int:
         seat = self.seats[rank]
@@ -399,7 +405,7 @@ class Controller:
         """Why training can't go on in place."""
         left = [rank for rank, seat in enumerate(self.seats) if seat.left]
         if self.target == 0:
-            self.hopeless = "there is no update behind which every part of the state is held"
+            self.hopeless = "there is no update behind which somebody holds every part of the state"
         elif left:
             self.hopeless = f"ranks {left} have come to their end, and would not train on"
         elif self.lost and not self.policy.arf:
@@ -434,7 +440,7 @@ class Controller:
             return []
         begun: list[Effect] = []
         for rank in reborn:
-            self.seats[rank].reported = None
+            self.seats[rank].reported, self.seats[rank].builds = None, True
             begun.append(To(rank, Go(round=self.round, step=self.target)))
         lost = tuple(sorted(self.lost))
         return [
@@ -493,7 +499,7 @@ class Controller:
         self.stage, self.pending, self.lost, self.faulty = Stage.TRAINING, frozenset(), frozenset(), frozenset()
         self.low = frozenset()
         for seat in self.seats:
-            seat.reported, seat.reborn, seat.prepared = None, False, False
+            seat.reported, seat.reborn, seat.builds, seat.prepared = None, False, False, False
         ranks = range(len(self.seats))
         told: list[Effect] = [To(rank, Go(round=self.round, step=self.target)) for rank in ranks]
         return [*told, Note("resumed", -1, f"all go on behind update {self.target}")]

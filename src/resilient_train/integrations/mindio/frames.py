@@ -121,6 +121,10 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     reborn: bool
 
 
+class Over(msgspec.Struct, tag="over", frozen=True):
+    """The controller's own training is over, and so is it."""
+
+
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Something to do, and to answer with Did."""
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from resilient_train.errors import ConfigError, ProtocolError
 from resilient_train.integrations.mindio import wire
 from resilient_train.integrations.mindio.controller import Controller, Effect, Ended, Note, Policy, Stage, Timer, To
-from resilient_train.integrations.mindio.frames import Bye, Did, FromProcessor, Hello, Replicas, Reported, Status
+from resilient_train.integrations.mindio.frames import Bye, Did, FromProcessor, Hello, Over, Replicas, Reported, Status
 from resilient_train.transport import FrameBuffer, decode, encode
 
 log = logging.getLogger("resilient_train.mindio")
@@ -66,9 +66,14 @@ class Hub:
         return self._controller.stage
 
     def close(self) -> None:
-        """Ends the thread and all connections."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Ends the thread and all connections; ranks are told."""
+        self._loop.call_soon_threadsafe(self._leave)
         self._thread.join()
+
+    def _leave(self) -> None:
+        for each in self._seated.values():
+            each.send(Over())
+        self._loop.stop()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -79,9 +84,10 @@ class Hub:
             server.close()
             for each in list(self._visitors):
                 each.writer.close()
-            for task in asyncio.all_tasks(self._loop):
+            serving = asyncio.all_tasks(self._loop)
+            for task in serving:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.run_until_complete(asyncio.gather(*serving, return_exceptions=True))
             self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -92,6 +98,8 @@ class Hub:
         self._visitors.add(visitor)
         try:
             await self._listen(visitor, reader)
+        except asyncio.CancelledError:
+            return  # the hub is closed
         except (ProtocolError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             log.warning("a connection to the controller ends: %s", error or type(error).__name__)
         finally:

@@ -30,6 +30,7 @@ from resilient_train.integrations.mindio.frames import (
     Go,
     Hello,
     Lock,
+    Over,
     Part,
     Rebuild,
     Rename,
@@ -53,6 +54,7 @@ FORCE_STOP = "FORCE STOP. ForceStopError: the controller has stopped the trainin
 """PyTorch's adaptors look for the first words, MindSpore for the second."""
 _SETTLE_S = 3.0
 """A rank behind the others may come to where they are; when nothing moves for so long, it stands."""
+_POLL_S = 0.05
 _EXIT_CODE = 2
 _RETRY_S = 1.0
 _AT_ONCE = (Lock, Stop, Exit, Go)
@@ -143,13 +145,41 @@ class Processor:
             self._tell()
 
     def end_updating(self, step: int) -> None:
-        """Update ``step`` is over. Waits while the ranks are to stand behind it; RuntimeError when they are stopped."""
+        """Update ``step`` is over. RuntimeError for a number that was there already: a later repair would go on from a
+        wrong step.
+
+        MindIO waits here where ranks are to stand behind the update. MindSpore's callback marks its parameters as
+        consistent when this has returned, and refuses to be stopped before: so it is ``pause`` that waits, and
+        ``start_updating`` that lets nobody through.
+        """
         with self._changed:
+            if step <= self._step:
+                raise RuntimeError(
+                    f"rank {self.rank}: the loop says that update {step} is over, behind update {self._step}: it "
+                    f"counts anew, and would be repaired to a wrong step. Count updates from the job's beginning"
+                )
+            if step > self._step + 1:
+                log.warning("rank %d: update %d follows %d; none between was told of", self.rank, step, self._step)
             self._step, self._updating = step, False
             self._tell()
+
+    def pause(self, step: int) -> None:
+        """Waits while the ranks are to stand behind that update. RuntimeError when they are stopped."""
+        with self._changed:
             self._changed.wait_for(lambda: self._limit is None or step < self._limit or self._stopped or self._over)
             if self._stopped:
                 raise RuntimeError(FORCE_STOP)
+
+    def set_args(self, args: Any) -> None:
+        """What handlers get as ``args``: the loop is about to begin, or to go on.
+
+        Without dataset sinking MindSpore 2.10 counts the steps of a loop that goes on from the epoch's beginning, and
+        its callback would tell those numbers. So ``cur_step_num`` is set to where the loop is.
+        """
+        self.args = args
+        counted = getattr(args, "cur_step_num", None)
+        if isinstance(counted, int) and counted < self.repair_step:
+            args.cur_step_num = self.repair_step
 
     def set_replicas(self, groups: tuple[ReplicaGroup, ...]) -> None:
         """In whose company this rank holds its state."""
@@ -193,6 +223,9 @@ class Processor:
     def _read(self, frames: Any) -> None:
         try:
             for frame in frames:
+                if isinstance(frame, Over):
+                    self._let_go()
+                    return
                 assert not isinstance(frame, wire.Challenge | Welcome)
                 threading.Thread(
                     target=self._carry_out, args=(frame,), name=f"rt-mindio-{frame.name}", daemon=True
@@ -211,6 +244,9 @@ class Processor:
     def _lose_controller(self) -> None:
         """Nobody would repair anything any more. The training goes on; who waits for an answer is let go with EXIT."""
         log.error("rank %d has lost the controller: a fault ends the job from here on", self.rank)
+        self._let_go()
+
+    def _let_go(self) -> None:
         with self._changed:
             self._limit, self._action = None, Action.EXIT
             self._changed.notify_all()
@@ -240,7 +276,7 @@ class Processor:
         with self._changed:
             self._limit = order.limit
             while order.round == self._round and (self._updating or not self._stands(order.limit)):
-                self._changed.wait(0.05)
+                self._changed.wait(_POLL_S)
             # Where it stands now it stays: the controller may have its state overwritten.
             self._limit = self._step
             return 0 if self._whole else 1
@@ -255,7 +291,15 @@ class Processor:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        return self._call("stop", self.args)
+        # MindSpore's handler refuses while an update's mark stands; its callback takes it off right behind the report.
+        deadline_s = time.monotonic() + _SETTLE_S
+        while True:
+            try:
+                return self._call("stop", self.args)
+            except RuntimeError:
+                if time.monotonic() > deadline_s:
+                    raise
+            time.sleep(_POLL_S)
 
     def _clean(self, order: Clean) -> Any:
         code = self._call("clean", order.uce, self.args)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from resilient_train.integrations.mindio.controller import Policy
 from resilient_train.integrations.mindio.frames import Action, OptimizerType, RepairType, ReplicaGroup, ReportState
 from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.integrations.mindio.processor import Handler, Processor
+
+log = logging.getLogger("resilient_train.mindio")
 
 __all__ = ["Action", "OptimizerType", "RepairType", "ReportState"]
 
@@ -105,7 +108,7 @@ def tft_get_reboot_type() -> str:
 
 def tft_set_step_args(args: Any) -> None:
     """What handlers get as ``args``."""
-    _own().args = args
+    _own().set_args(args)
 
 
 def tft_set_optimizer_replica(rank: int, replica_info: Sequence[Mapping[str, Any]]) -> None:
@@ -127,7 +130,7 @@ def tft_start_updating_os(backup_step: int = -1) -> None:
 
 
 def tft_end_updating_os(step: int) -> None:
-    """Update ``step`` is over. Waits while the ranks are to stand behind it."""
+    """Update ``step`` is over. RuntimeError for a number that was there already."""
     if step < 1:
         raise ValueError(f"step {step}: the first update is 1")
     _own().end_updating(step)
@@ -159,7 +162,8 @@ def tft_reset_limit_step() -> None:
 
 
 def tft_pause_train(cur_step: int) -> None:
-    """Waits where a pause is wanted before the next step. Nothing wants one yet."""
+    """Waits while the ranks are to stand behind that step. RuntimeError when they are stopped."""
+    _own().pause(cur_step)
 
 
 def tft_can_do_uce_repair(hbm_error_time: int, start_time: int | None = None, end_time: int | None = None) -> bool:
@@ -194,6 +198,24 @@ tft_register_zit_upgrade_repair_handler = _registering("zit_upgrade_repair")
 tft_register_zit_upgrade_rebuild_handler = _registering("zit_upgrade_rebuild")
 tft_register_zit_downgrade_rebuild_handler = _registering("zit_downgrade_rebuild")
 tft_register_decrypt_handler = _registering("decrypt")
+
+
+def tft_register_mindx_callback(action: str, func: Callable[..., Any]) -> int:
+    """Takes it, and never calls it: the controller decides by itself, as MindSpore's own stand-in for MindX does."""
+    log.info("mindio_ttp: MindX's callback %s is not called: the controller decides by itself", action)
+    return 0
+
+
+def _without_mindx(*_: object, **__: object) -> int:
+    log.error("mindio_ttp: MindX can't give orders to this controller")
+    return 1
+
+
+tft_notify_controller_stop_train = _without_mindx
+tft_notify_controller_on_global_rank = _without_mindx
+tft_notify_controller_prepare_action = _without_mindx
+tft_notify_controller_change_strategy = _without_mindx
+tft_notify_controller_dump = _without_mindx
 
 
 def _secret() -> bytes:

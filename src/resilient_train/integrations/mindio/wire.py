@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from resilient_train.errors import ConfigError
-from resilient_train.integrations.mindio.frames import AnyOrder, FromProcessor, Hello, Welcome
+from resilient_train.integrations.mindio.frames import AnyOrder, FromProcessor, Hello, Over, Welcome
 
 VARIABLE = "RESILIENT_TFT_SECRET_FILE"
 GREETING_BYTES = 4 << 10
@@ -33,7 +33,7 @@ class Challenge(msgspec.Struct, tag="challenge", frozen=True):
     number: bytes
 
 
-FromController = Challenge | Welcome | AnyOrder
+FromController = Challenge | Welcome | Over | AnyOrder
 from_processor: msgspec.msgpack.Decoder[FromProcessor] = msgspec.msgpack.Decoder(FromProcessor)
 from_controller: msgspec.msgpack.Decoder[FromController] = msgspec.msgpack.Decoder(FromController)
 

@@ -1,0 +1,123 @@
+"""What of MindSpore is bound to Ascend, replaced for the CPU; all else is stock, ``TrainFaultTolerance`` above all.
+
+``replace(comm)`` takes the job's own collectives (``collectives.py``). Each double does what the name says on a device:
+
+    context, get_rank, get_group_size      it is an Ascend device, and the job is data parallel
+    ops.AllReduce, TensorReport            the sum of ``tft_g_one_flag``; the mark that an update begins
+    _stop_device                           what hangs in a collective raises ForceStopError
+    _repair_device, _get_uce_*             memory that lost data; whether state was in it
+    send_recv, reset_params                parameters from one rank to another, by ``copy_`` (``set_data`` would leave
+                                           the compiled optimizer on old buffers)
+    direct_copy_to_host                    a parameter's value
+    the rest                               nothing: queues, semaphores and groups that the CPU has not
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from collectives import Collectives
+from mindspore import Tensor, context, ops
+from mindspore.graph.api import jit_class
+from mindspore.train import model as train_model
+from mindspore.train.callback import _train_fault_tolerance as stock
+from mindspore.utils import utils as stock_handler
+
+
+class _Context:
+    """``mindspore.context`` of an Ascend device, data parallel."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(context, name)
+
+    def get_context(self, name: str) -> Any:
+        return "Ascend" if name == "device_target" else 0 if name == "device_id" else context.get_context(name)
+
+    def get_auto_parallel_context(self, name: str) -> Any:
+        return "data_parallel" if name == "parallel_mode" else context.get_auto_parallel_context(name)
+
+
+class _Ops:
+    def __init__(self, comm: Collectives) -> None:
+        self.AllReduce = lambda: _all_reduce(comm)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ops, name)
+
+
+def _all_reduce(comm: Collectives) -> ops.Custom:
+    """In graphs as well: the stock optimizer wrapper is compiled with the optimizer."""
+
+    def total(value: np.ndarray) -> np.ndarray:
+        return comm.sum("flag", [value])[0].astype(np.int32)
+
+    return ops.Custom(total, lambda shape: shape, lambda dtype: dtype, func_type="pyfunc")
+
+
+@jit_class
+class _TensorReport:
+    """The first of the two in an optimizer says that an update begins. As C code does: its answer is not looked at."""
+
+    def __init__(self) -> None:
+        self.mark = ops.Custom(_begins, lambda shape: shape, lambda dtype: dtype, func_type="pyfunc")
+        self.ends = False
+
+    def add_prim_attr(self, name: str, _: object) -> None:
+        self.ends = self.ends or name == "optimizer_end"
+
+    def __call__(self, _: str, value: Tensor) -> Tensor:
+        return value if self.ends else self.mark(value)
+
+
+def _begins(value: np.ndarray) -> np.ndarray:
+    from mindio_ttp import framework_ttp
+
+    with contextlib.suppress(RuntimeError):
+        framework_ttp.tft_start_updating_os(-1)
+    return value
+
+
+def replace(comm: Collectives) -> None:
+    """From here on a script's callback works on this machine."""
+
+    def nothing(*_: object) -> None:
+        pass
+
+    def send_recv(parameters: list, source: int, target: int) -> int:
+        if comm.rank == source:
+            comm.send(target, [each.asnumpy() for each in parameters])
+        else:
+            for parameter, value in zip(parameters, comm.receive(source), strict=True):
+                parameter.copy_(Tensor(value))
+        return 0
+
+    def reset_params(parameters: list) -> int:
+        for each in parameters:
+            each.copy_(ops.zeros_like(each))
+        return 0
+
+    for module in (stock, stock_handler):
+        module.context = _Context()
+    stock.get_rank, stock.get_group_size = lambda: comm.rank, lambda: comm.world_size
+    stock.ops, stock.TensorReport = _Ops(comm), _TensorReport
+    stock._stop_device = lambda _: comm.abort()
+    stock._get_uce_process_strategy = lambda: comm.uce
+    stock.send_recv, stock.reset_params = send_recv, reset_params
+    stock.direct_copy_to_host = lambda parameter: parameter.asnumpy().reshape(-1)[0]
+    manager = SimpleNamespace(resume_hccl_comm=nothing)
+    stock.CollectiveManager = SimpleNamespace(get_instance=lambda: manager)
+    idle = ("_repair_device", "_tft_sem_enable", "_tft_sem_post", "clean_tdt_channel", "_get_uce_mem_info")
+    idle += (
+        "_reset_opt_event_info",
+        "_finalize_comm",
+        "_rebuild_group",
+        "_pre_launch_send_recv",
+        "_reset_snapshot_state",
+    )
+    for name in idle:
+        setattr(stock, name, nothing)
+    for name in ("clean_tdt_channel", "_reset_error_state"):
+        setattr(train_model, name, nothing)

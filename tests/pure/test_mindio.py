@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from resilient_train.errors import ConfigError
-from resilient_train.integrations.mindio import wire
+from resilient_train.integrations.mindio import provided, wire
 from resilient_train.integrations.mindio.controller import Controller, Ended, Policy, Stage, alike
 from resilient_train.integrations.mindio.frames import Hello, ReplicaGroup, Reported, ReportState, Status
 from resilient_train.integrations.mindio.hub import Hub
@@ -147,6 +147,28 @@ def test_where_others_come_a_secret_is_needed() -> None:
         wire.check_bind("192.0.2.1", b"")
     wire.check_bind("192.0.2.1", SECRET)
     wire.check_bind("127.0.0.1", b"")
+
+
+@pytest.mark.parametrize(("address", "info"), [("127.0.0.1", "certificates"), ("192.0.2.1", "")])
+def test_tls_is_refused_where_it_would_be_counted_on(address: str, info: str) -> None:
+    provided.tft_init_controller(0, 2, enable_local_copy=False)
+    with pytest.raises(ConfigError, match="there is no TLS here"):
+        provided.tft_start_controller(address, 0, enable_tls=True, tls_info=info)
+
+
+@pytest.mark.parametrize("name", ["enable_local_copy", "enable_zit"])
+def test_what_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=True"):
+        provided.tft_init_controller(0, 2, **{"enable_local_copy": False, name: True})
+
+
+def test_a_loop_that_counts_anew_is_told(hub: Hub) -> None:
+    rank = processor(hub, 0)
+    rank.end_updating(1)
+    rank.end_updating(3)
+    with pytest.raises(RuntimeError, match="update 2 is over, behind update 3"):
+        rank.end_updating(2)
+    rank.close()
 
 
 def test_who_holds_the_same() -> None:

@@ -24,8 +24,8 @@ log = logging.getLogger("resilient_train.mindio")
 
 __all__ = ["Action", "OptimizerType", "RepairType", "ReportState"]
 
-_WANTED: dict[str, Any] = {}
-"""What ``tft_init_controller`` was given, for ``tft_start_controller``."""
+_wanted: tuple[int, Policy] | None = None
+"""Of how many ranks the controller is to be, and what it may do."""
 _hub: Hub | None = None
 _processor: Processor | None = None
 
@@ -45,19 +45,25 @@ def tft_init_controller(
     rank: int, world_size: int, enable_local_copy: bool, enable_arf: bool = False, enable_zit: bool = False
 ) -> None:
     """Says what the controller of this job is to do. Raises ConfigError."""
+    global _wanted
     _refuse("enable_local_copy", enable_local_copy)
     _refuse("enable_zit", enable_zit)
     if not -1 <= rank < world_size:
         raise ConfigError(f"mindio_ttp: rank {rank} of {world_size}")
     switches = config.read_switches()
-    _WANTED.update(world_size=world_size, policy=Policy(uce=switches.uce, hcce=switches.hcce, arf=bool(enable_arf)))
+    _wanted = world_size, Policy(uce=switches.uce, hcce=switches.hcce, arf=bool(enable_arf))
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
     """Listens. Raises ConfigError where it can't, or strangers could come."""
     global _hub
-    _refuse("tls_info", tls_info if enable_tls else "")
-    _hub = Hub(bind_ip, int(port), _WANTED["world_size"], _WANTED["policy"], _secret())
+    if _wanted is None:
+        raise RuntimeError("tft_init_controller comes first")
+    if enable_tls and (tls_info or not wire.is_loopback(bind_ip)):
+        raise ConfigError(
+            f"mindio_ttp: there is no TLS here; give enable_tls=False, {wire.VARIABLE}, and a network that nobody reads"
+        )
+    _hub = Hub(bind_ip, int(port), *_wanted, _secret())
 
 
 def tft_destroy_controller() -> None:
@@ -82,7 +88,6 @@ def tft_init_processor(
     global _processor
     _refuse("enable_local_copy", enable_local_copy)
     _refuse("enable_zit", enable_zit)
-    _refuse("tls_info", tls_info if enable_tls else "")
     _processor = Processor(rank, world_size, _secret())
 
 

@@ -78,6 +78,11 @@ def check_bind(address: str, secret: bytes) -> None:
         raise ConfigError(f"the controller is to listen at {address}, where other hosts reach it; give {VARIABLE}")
 
 
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches it."""
+    return ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
+
+
 def notice_silence(endpoint: socket.socket) -> None:
     """A host that is gone without a word ends the connection within seconds."""
     endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -577,7 +577,9 @@ class Controller:
 
     def _end(self, reason: str, saved: int = -1) -> list[Effect]:
         self.stage, self.pending = Stage.OVER, frozenset()
-        exits: list[Effect] = [To(r, Exit(round=self.round)) for r, seat in enumerate(self.seats) if seat.present]
+        # From the last to the first: the controller runs in the process of rank 0 as a rule, and ends with it.
+        present = [rank for rank, seat in enumerate(self.seats) if seat.present]
+        exits: list[Effect] = [To(rank, Exit(round=self.round)) for rank in reversed(present)]
         return [*exits, Ended(saved, reason)]
 
     def copy(self) -> Controller:

@@ -56,6 +56,7 @@ class Hub:
             raise ConfigError(f"the controller can't listen at {address}:{port}: {error.strerror}") from None
         self.port: int = self._listening.getsockname()[1]
         self.ended: Ended | None = None
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="rt-mindio-hub", daemon=True)
         self._thread.start()
@@ -71,6 +72,7 @@ class Hub:
         self._thread.join()
 
     def _leave(self) -> None:
+        self._closed = True
         for each in self._seated.values():
             each.send(Over())
         self._loop.stop()
@@ -105,7 +107,7 @@ class Hub:
         finally:
             self._visitors.discard(visitor)
             writer.close()
-            if visitor.rank >= 0 and self._seated.get(visitor.rank) is visitor:
+            if not self._closed and self._seated.get(visitor.rank) is visitor:
                 del self._seated[visitor.rank]
                 self._carry_out(self._controller.gone(visitor.rank))
 

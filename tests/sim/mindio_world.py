@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from resilient_train.integrations.mindio.controller import Controller, Effect, Ended, Policy, To
+from resilient_train.integrations.mindio.controller import Controller, Effect, Ended, Policy, Stage, To
 from resilient_train.integrations.mindio.frames import (
     NOT_WHOLE,
     Clean,
@@ -37,6 +37,8 @@ class Faults(NamedTuple):
     uces: int = 0
     hcces: int = 0
     errors: int = 0
+    lates: int = 0
+    """A stage takes too long. Whoever is waited for may only be slow."""
 
 
 class ViolationError(AssertionError):
@@ -88,6 +90,7 @@ class World:
         self.ended: Ended | None = None
         self.saved: frozenset[tuple[int, int]] = frozenset()
         self.named = False
+        self.was_late = False
 
     # -- transitions
 
@@ -106,6 +109,8 @@ class World:
         found += [("uce", index) for index in trains if self.budget.uces]
         found += [("hcce", index) for index in trains if self.budget.hcces and self.ranks[index].main == "enters"]
         found += [("error", index) for index in trains if self.budget.errors]
+        if self.budget.lates and self.controller.stage not in (Stage.TRAINING, Stage.OVER):
+            found.append(("expires", 0))
         return found
 
     def _moves_of(self, index: int, rank: SimRank) -> list[str]:
@@ -216,6 +221,11 @@ class World:
     def _hcce(self, _: int, rank: SimRank) -> None:
         self._spend("hcces")
         self._out(rank, ReportState.RS_HCCL_FAILED)
+
+    def _expires(self, _: int, __: SimRank) -> None:
+        self._spend("lates")
+        self.was_late = True
+        self._carry_out(self.controller.expired(self.controller.round, self.controller.stage))
 
     def _error(self, _: int, rank: SimRank) -> None:
         self._spend("errors")
@@ -347,7 +357,7 @@ class World:
         else:
             there = [r for r in self.ranks if r.alive and r.main != "done"]
             whole = [r for r in there if r.state is not None and r.state >= 1 and r.main != "updates"]
-            require(not whole, f"nothing is saved, and {len(whole)} ranks hold it: {end}")
+            require(not whole or self.was_late, f"nothing is saved, and {len(whole)} ranks hold it: {end}")
 
     # -- branching
 

@@ -7,6 +7,8 @@ from mindio_world import Faults, ViolationError, World
 
 from resilient_train.integrations.mindio.controller import Policy
 
+FAULTS = ("kill", "uce", "hcce", "error", "expires")
+
 
 def explore(world: World, limit: int = 3_000_000) -> tuple[int, int]:
     """Returns how many states and ends there are. Raises ViolationError with a shortest way to it."""
@@ -27,7 +29,7 @@ def explore(world: World, limit: int = 3_000_000) -> tuple[int, int]:
         moves = world.moves()
         if world.final:
             ends.append(key)
-        elif all(name in ("kill", "uce", "hcce", "error") for name, _ in moves):
+        elif all(name in FAULTS for name, _ in moves):
             raise ViolationError(f"deadlock in {world.controller.stage.name}\n{path(key)}")
         for move in moves:
             new = world.copy()
@@ -36,7 +38,7 @@ def explore(world: World, limit: int = 3_000_000) -> tuple[int, int]:
             except AssertionError as error:
                 raise ViolationError(f"{error}\n{path(key, move)}") from error
             following = new.key()
-            if move[0] not in ("kill", "uce", "hcce", "error"):
+            if move[0] not in FAULTS:
                 before.setdefault(following, []).append(key)
             if following not in parents:
                 parents[following] = (key, move)
@@ -65,6 +67,8 @@ def explore(world: World, limit: int = 3_000_000) -> tuple[int, int]:
         (2, 2, Faults(kills=1, uces=1)),
         (2, 2, Faults(errors=1, kills=1)),
         (3, 1, Faults(kills=1)),
+        (2, 2, Faults(kills=1, lates=1)),
+        (2, 2, Faults(uces=1, lates=1)),
     ],
     ids=str,
 )

@@ -47,7 +47,7 @@ def test_a_script_with_mindspore_is_told_where_it_had_meant_something_else(
     assert run.code == 0, run.explain()
     assert "given {TTP:1,HCCE:1,ARF:1}" in run.out
     assert told in run.err
-    assert run.err.count("MindSpore") == bool(told), run.explain()
+    assert run.err.count("MS_ENABLE_TFT: as it stands") == bool(told), run.explain()
 
 
 def test_what_is_not_set_stays_so(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from resilient_train.errors import ConfigError
 from resilient_train.integrations.mindio import provided, wire
-from resilient_train.integrations.mindio.controller import Controller, Ended, Policy, Stage, alike
-from resilient_train.integrations.mindio.frames import Hello, ReplicaGroup, Reported, ReportState, Status
+from resilient_train.integrations.mindio.controller import Controller, Ended, Policy, Stage, To, alike
+from resilient_train.integrations.mindio.frames import Did, Exit, Hello, ReplicaGroup, Reported, ReportState, Status
 from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.integrations.mindio.processor import ControllerLostError, Processor
 from resilient_train.transport import encode
@@ -120,6 +120,7 @@ def test_hostile_frames_have_no_effect(hub: Hub) -> None:
         thread.join()
     assert hub.stage is Stage.TRAINING
     for each in ranks:
+        each.set_replicas((ReplicaGroup((0, 1), 2),))
         each.end_updating(1)
     ranks[0].report(ReportState.RS_HCCL_FAILED)
     until(hub, Stage.STOPPING)
@@ -175,6 +176,30 @@ def test_who_holds_the_same() -> None:
     assert alike(ReplicaGroup((0, 1, 2, 3), 4)) == [(0, 1, 2, 3)]
     assert alike(ReplicaGroup((4, 5, 6, 7), 2)) == [(4, 6), (5, 7)]
     assert alike(ReplicaGroup((0, 1), 1)) == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("told", [(), (0,)], ids=["nobody", "one of two groups"])
+def test_of_what_nobody_has_told_nothing_is_made_up(told: tuple[int, ...]) -> None:
+    """Else a rank would get, or save, a part that is not its own, with exit code 0."""
+    job = Controller(2)
+    for rank in range(2):
+        job.hello(rank)
+        job.status(rank, 3, updating=False)
+    for rank in told:
+        job.replicas(rank, (ReplicaGroup((rank,), 1),))
+    effects = [*job.reported(0, ReportState.RS_HCCL_FAILED)]
+    effects += [each for rank in range(2) for each in job.did(rank, Did(job.round, "lock", 0, 3))]
+    (ended,) = [each for each in effects if isinstance(each, Ended)]
+    assert ended.saved < 0
+    assert "tft_set_optimizer_replica" in ended.reason
+
+
+def test_who_comes_when_all_is_over_is_sent_away() -> None:
+    job = Controller(1)
+    job.hello(0)
+    job.gone(0)
+    assert job.stage is Stage.OVER
+    assert job.hello(0) == [To(0, Exit(round=job.round))]
 
 
 @pytest.mark.parametrize(

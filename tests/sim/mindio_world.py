@@ -21,6 +21,7 @@ from resilient_train.integrations.mindio.frames import (
     Rename,
     Repair,
     RepairType,
+    ReplicaGroup,
     ReportState,
     Rollback,
     Save,
@@ -84,6 +85,7 @@ class World:
         self.controller = Controller(ranks, policy)
         for rank in range(ranks):
             self.controller.hello(rank)
+            self.controller.replicas(rank, (ReplicaGroup(tuple(range(ranks)), ranks),))
         self.ranks = [SimRank() for _ in range(ranks)]
         self.sent: frozenset[tuple[int, int, int, Any]] = frozenset()
         """(round, source, target, state)"""

@@ -147,7 +147,7 @@ class Controller:
         self.policy = policy or Policy()
         self.seats = [Seat() for _ in range(world_size)]
         self.company: list[list[tuple[int, ...]]] = []
-        """For each kind of optimizer the sets of ranks whose members hold the same; empty: every rank holds all."""
+        """For each kind of optimizer the sets of ranks whose members hold the same, as far as ranks have told."""
         self.stage = Stage.STARTING
         self.round = 0
         self.target = 0
@@ -168,6 +168,8 @@ class Controller:
 
     def hello(self, rank: int) -> list[Effect]:
         """A process has connected."""
+        if self.stage is Stage.OVER:
+            return [To(rank, Exit(round=self.round))]
         seat = self.seats[rank]
         reborn = self.stage is not Stage.STARTING
         self.seats[rank] = Seat()
@@ -405,7 +407,10 @@ class Controller:
         """Why training can't go on in place."""
         left = [rank for rank, seat in enumerate(self.seats) if seat.left]
         if self.target == 0:
-            self.hopeless = "there is no update behind which somebody holds every part of the state"
+            self.hopeless = (
+                "there is no update behind which somebody holds every part of the state, as far as ranks have told "
+                "(tft_set_optimizer_replica)"
+            )
         elif left:
             self.hopeless = f"ranks {left} have come to their end, and would not train on"
         elif self.lost and not self.policy.arf:
@@ -506,10 +511,6 @@ class Controller:
 
     # -- state
 
-    def _holders(self) -> list[list[tuple[int, ...]]]:
-        """For each kind of optimizer the sets of ranks whose members hold the same."""
-        return self.company or [[tuple(range(len(self.seats)))]]
-
     def _holds(self, rank: int) -> bool:
         """The state that all go on from."""
         seat = self.seats[rank]
@@ -521,10 +522,13 @@ class Controller:
         Ranks that are further, or not so far, get what these hold. What a lost rank alone had applied is computed
         again.
         """
+        told = {rank for sets in self.company for members in sets for rank in members}
+        if len(told) < len(self.seats):
+            return 0  # what the others hold may be in nobody's hands, or be taken for what it is not
         steps = {seat.step for seat in self.seats if seat.whole and seat.present}
         for step in sorted(steps, reverse=True):
             able = {rank for rank, seat in enumerate(self.seats) if seat.whole and seat.present and seat.step == step}
-            if all(able & set(members) for sets in self._holders() for members in sets):
+            if all(able & set(members) for sets in self.company for members in sets):
                 return step
         return 0
 
@@ -532,7 +536,7 @@ class Controller:
         """(kind, rank without state) -> rank that gives it; None where nobody can."""
         found: dict[tuple[int, int], int] = {}
         load: dict[int, int] = {}
-        for kind, sets in enumerate(self._holders()):
+        for kind, sets in enumerate(self.company):
             for members in sets:
                 whole = [rank for rank in members if self._holds(rank)]
                 needy = [rank for rank in members if not self._holds(rank)]
@@ -547,7 +551,7 @@ class Controller:
     def _complete_set(self) -> tuple[tuple[int, ...], ...] | None:
         """For each kind one rank of each set, all whole and there; None: some part is nowhere."""
         chosen = []
-        for sets in self._holders():
+        for sets in self.company:
             able = [next(filter(self._holds, members), None) for members in sets]
             if None in able:
                 return None

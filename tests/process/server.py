@@ -64,26 +64,26 @@ def serve(channel: socket.socket) -> dict | None:
 
 
 def launch(request: dict) -> None:
-    """In the fork: what ``python -m`` would do. Returns, or raises, in the ranks only."""
+    """In the fork: what ``python -m`` would do. It ends the process; rank 0, and an error, end as they do elsewhere."""
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
     module = sys.modules[LAUNCHER]
     sys.path[0] = request["cwd"]
     sys.argv[:] = [module.__file__, *request["arguments"]]
-    own, code = os.getpid(), 0
+    launcher, code = os.getpid(), 0
     try:
         module.main()
     except SystemExit as end:
-        if os.getpid() != own and not isinstance(end.code, int | None):
+        if os.getpid() != launcher and not isinstance(end.code, int | None):
             raise
         code = end.code
         if isinstance(code, str):
             print(code, file=sys.stderr)
             code = 1
-    if os.getpid() != own and os.environ["RANK"] == "0":
-        sys.exit(code)
-    if os.getpid() != own:
+    if os.getpid() != launcher:
+        if os.environ["RANK"] == "0":
+            sys.exit(code)  # wholly: a crash in an interpreter's end would not be seen else
         threading._shutdown()
         atexit._run_exitfuncs()
     sys.stdout.flush()

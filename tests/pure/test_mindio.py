@@ -16,7 +16,7 @@ import pytest
 
 from resilient_train.errors import ConfigError
 from resilient_train.integrations.mindio import provided, wire
-from resilient_train.integrations.mindio.controller import Controller, Ended, Policy, Stage, To, alike
+from resilient_train.integrations.mindio.controller import Controller, Ended, Policy, Stage, To, replica_sets
 from resilient_train.integrations.mindio.frames import Did, Exit, Hello, ReplicaGroup, Reported, ReportState, Status
 from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.integrations.mindio.processor import ControllerLostError, Processor
@@ -146,6 +146,8 @@ def test_where_others_come_a_secret_is_needed() -> None:
         wire.check_bind("0.0.0.0", SECRET)
     with pytest.raises(ConfigError, match="RESILIENT_TFT_SECRET_FILE"):
         wire.check_bind("192.0.2.1", b"")
+    with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid: "):
+        wire.check_bind("no.such.host.invalid", SECRET)
     wire.check_bind("192.0.2.1", SECRET)
     wire.check_bind("127.0.0.1", b"")
 
@@ -173,9 +175,9 @@ def test_a_loop_that_counts_anew_is_told(hub: Hub) -> None:
 
 
 def test_who_holds_the_same() -> None:
-    assert alike(ReplicaGroup((0, 1, 2, 3), 4)) == [(0, 1, 2, 3)]
-    assert alike(ReplicaGroup((4, 5, 6, 7), 2)) == [(4, 6), (5, 7)]
-    assert alike(ReplicaGroup((0, 1), 1)) == [(0,), (1,)]
+    assert replica_sets(ReplicaGroup((0, 1, 2, 3), 4)) == [(0, 1, 2, 3)]
+    assert replica_sets(ReplicaGroup((4, 5, 6, 7), 2)) == [(4, 6), (5, 7)]
+    assert replica_sets(ReplicaGroup((0, 1), 1)) == [(0,), (1,)]
 
 
 @pytest.mark.parametrize("told", [(), (0,)], ids=["nobody", "one of two groups"])

@@ -300,7 +300,7 @@ class World:
                 self._dies(rank)
 
     def _did(self, rank: SimRank, order: Any, code: int = 0) -> None:
-        rank.up += (Did(order.round, order.name, code, rank.step),)
+        rank.up += (Did(order.round, order.name(), code, rank.step),)
 
     def _stands(self, _: int, rank: SimRank) -> None:
         """As soon as nothing is written: it may have waited too long for more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.messages import Started
@@ -38,16 +38,22 @@ class ReplicaTable:
 
         A rank whose shard no holder has is missing from the result.
         """
-        held = set(holders)
-        load: dict[int, int] = {}
-        sources: dict[int, int] = {}
-        for rank in sorted(empty):
-            candidates = [peer for peer in self.peers(rank) if peer in held]
-            if candidates:
-                source = min(candidates, key=lambda peer: (load.get(peer, 0), peer))
-                load[source] = load.get(source, 0) + 1
-                sources[rank] = source
-        return sources
+        return assign_sources(self.groups, empty, set(holders), {})
+
+
+def assign_sources(
+    groups: Collection[Sequence[int]], empty: Iterable[int], holders: Collection[int], load: dict[int, int]
+) -> dict[int, int]:
+    """See ReplicaTable. ``load``: how many each holder gives to already; it is counted on."""
+    sources: dict[int, int] = {}
+    for rank in sorted(empty):
+        peers = next(group for group in groups if rank in group)
+        candidates = [peer for peer in peers if peer in holders]
+        if candidates:
+            source = min(candidates, key=lambda peer: (load.get(peer, 0), peer))
+            load[source] = load.get(source, 0) + 1
+            sources[rank] = source
+    return sources
 
 
 def alike(fingerprints: Iterable[int]) -> bool:

@@ -39,6 +39,7 @@ from resilient_train.integrations.mindio.frames import (
     Exit,
     Go,
     Lock,
+    Order,
     Part,
     Rebuild,
     Rename,
@@ -51,6 +52,7 @@ from resilient_train.integrations.mindio.frames import (
     Stop,
     Welcome,
 )
+from resilient_train.protocol.replicas import assign_sources
 
 
 class Stage(enum.Enum):
@@ -198,7 +200,7 @@ class Controller:
         if wrong := self._wrong_groups(rank, groups):
             return self._end(f"rank {rank}: {wrong}")
         for kind, group in enumerate(groups):
-            for members in alike(group):
+            for members in replica_sets(group):
                 if members not in self.company[kind]:
                     self.company[kind].append(members)
         return []
@@ -216,9 +218,9 @@ class Controller:
                 return f"{len(group.ranks)} ranks can't hold {group.copies} copies"
             if group.shift:
                 return f"replica_shift is {group.shift}, which is not understood here"
-            mine = {each for members in alike(group) for each in members}
+            mine = {each for members in replica_sets(group) for each in members}
             for other in self.company[kind]:
-                if mine & set(other) and tuple(other) not in alike(group):
+                if mine & set(other) and tuple(other) not in replica_sets(group):
                     return f"its group {list(group.ranks)} contradicts {list(other)} of another rank's"
         return ""
 
@@ -236,7 +238,9 @@ class Controller:
                 seat.reported = state
                 if self.stage is Stage.STOPPING:
                     return self._answered_all()
-                return self._fault(rank, "left its loop, and nobody had stopped it") if self._trains else []
+                if self.stage is Stage.TRAINING:
+                    return self._fault(rank, "left its loop, and nobody had stopped it")
+                return []
         seat.reported = state
         if state in (ReportState.RS_UCE, ReportState.RS_UCE_CORRUPTED):
             seat.damaged = True
@@ -268,12 +272,16 @@ class Controller:
 
     def did(self, rank: int, answer: Did) -> list[Effect]:
         """An order is carried out."""
-        if answer.round != self.round or rank not in self.pending or answer.order != _ORDER.get(self.stage):
+        if rank not in self.pending or not self._awaits(answer):
             return []
         if failure := self._took(rank, answer):
             return self._fault(rank, failure)
         self.pending -= {rank}
         return self._answered_all()
+
+    def _awaits(self, answer: Did) -> bool:
+        order = _ORDER.get(self.stage)
+        return order is not None and (answer.round, answer.order) == (self.round, order.name())
 
     def expired(self, number: int, stage: Stage) -> list[Effect]:
         """A stage has taken too long."""
@@ -291,10 +299,6 @@ class Controller:
         return self._leave()
 
     # -- rounds
-
-    @property
-    def _trains(self) -> bool:
-        return self.stage is Stage.TRAINING
 
     def _fault(self, rank: int, what: str) -> list[Effect]:
         """A round begins: where nobody can be helped, so does the end."""
@@ -537,15 +541,12 @@ class Controller:
         found: dict[tuple[int, int], int] = {}
         load: dict[int, int] = {}
         for kind, sets in enumerate(self.company):
-            for members in sets:
-                whole = [rank for rank in members if self._holds(rank)]
-                needy = [rank for rank in members if not self._holds(rank)]
-                if needy and not whole:
-                    return None
-                for rank in needy:
-                    source = min(whole, key=lambda each: (load.get(each, 0), each))
-                    load[source] = load.get(source, 0) + 1
-                    found[kind, rank] = source
+            members = {rank for each in sets for rank in each}
+            holders = set(filter(self._holds, members))
+            sources = assign_sources(sets, members - holders, holders, load)
+            if len(sources) < len(members - holders):
+                return None
+            found |= {(kind, rank): source for rank, source in sources.items()}
         return found
 
     def _complete_set(self) -> tuple[tuple[int, ...], ...] | None:
@@ -595,19 +596,19 @@ class Controller:
         return new
 
 
-def alike(group: ReplicaGroup) -> list[tuple[int, ...]]:
+def replica_sets(group: ReplicaGroup) -> list[tuple[int, ...]]:
     """The sets of ranks whose members hold the same part."""
     parts = len(group.ranks) // group.copies
     return [group.ranks[part::parts] for part in range(parts)]
 
 
-_ORDER = {
-    Stage.LOCKING: Lock.name,
-    Stage.STOPPING: Stop.name,
-    Stage.CLEANING: Clean.name,
-    Stage.REBUILDING: Rebuild.name,
-    Stage.REPAIRING: Repair.name,
-    Stage.ROLLING_BACK: Rollback.name,
-    Stage.SAVING: Save.name,
-    Stage.RENAMING: Rename.name,
+_ORDER: dict[Stage, type[Order]] = {
+    Stage.LOCKING: Lock,
+    Stage.STOPPING: Stop,
+    Stage.CLEANING: Clean,
+    Stage.REBUILDING: Rebuild,
+    Stage.REPAIRING: Repair,
+    Stage.ROLLING_BACK: Rollback,
+    Stage.SAVING: Save,
+    Stage.RENAMING: Rename,
 }

@@ -7,7 +7,6 @@ a new one, and an answer to an older one counts for nothing.
 from __future__ import annotations
 
 import enum
-from typing import ClassVar
 
 import msgspec
 
@@ -68,7 +67,7 @@ NOT_WHOLE = 3
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """The first frame. ``proof``: see ``hub.py``."""
+    """The first frame. ``proof``: see ``wire.py``."""
 
     rank: int
     world_size: int
@@ -125,38 +124,38 @@ class Over(msgspec.Struct, tag="over", frozen=True):
     """The controller's own training is over, and so is it."""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class Order(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower):
     """Something to do, and to answer with Did."""
 
-    name: ClassVar[str] = ""
     round: int
 
+    @classmethod
+    def name(cls) -> str:
+        """As it stands in frames."""
+        return str(cls.__struct_config__.tag)
 
-class Lock(Order, tag="lock", frozen=True, kw_only=True):
+
+class Lock(Order, frozen=True, kw_only=True):
     """Go on to the end of update ``limit``, and begin none behind it. Answered when the state stands still."""
 
-    name: ClassVar[str] = "lock"
     limit: int
 
 
-class Stop(Order, tag="stop", frozen=True, kw_only=True):
+class Stop(Order, frozen=True, kw_only=True):
     """The training thread is to raise out of whatever it does. ``repair``: what comes of it (retry, recover, dump)."""
 
-    name: ClassVar[str] = "stop"
     repair: str
 
 
-class Clean(Order, tag="clean", frozen=True, kw_only=True):
+class Clean(Order, frozen=True, kw_only=True):
     """The device is made ready for more."""
 
-    name: ClassVar[str] = "clean"
     uce: bool
 
 
-class Rebuild(Order, tag="rebuild", frozen=True, kw_only=True):
+class Rebuild(Order, frozen=True, kw_only=True):
     """Groups are made with those who came back."""
 
-    name: ClassVar[str] = "rebuild"
     lost: tuple[int, ...]
 
 
@@ -169,49 +168,42 @@ class Part(msgspec.Struct, frozen=True):
     targets: tuple[int, ...]
 
 
-class Repair(Order, tag="repair", frozen=True, kw_only=True):
+class Repair(Order, frozen=True, kw_only=True):
     """State is sent or taken."""
 
-    name: ClassVar[str] = "repair"
     step: int
     rebuilt: bool
     faulty: tuple[int, ...]
     parts: tuple[Part, ...]
 
 
-class Rollback(Order, tag="rollback", frozen=True, kw_only=True):
+class Rollback(Order, frozen=True, kw_only=True):
     """What is not state (a place in the data) goes to that step."""
 
-    name: ClassVar[str] = "rollback"
     step: int
 
 
-class Go(Order, tag="go", frozen=True, kw_only=True):
+class Go(Order, frozen=True, kw_only=True):
     """The training thread goes on, from behind ``step`` updates. Not answered."""
 
-    name: ClassVar[str] = "go"
     step: int
 
 
-class Save(Order, tag="save", frozen=True, kw_only=True):
+class Save(Order, frozen=True, kw_only=True):
     """An end-of-life checkpoint; ``savers``: for each kind of optimizer the ranks that write it."""
 
-    name: ClassVar[str] = "save"
     step: int
     savers: tuple[tuple[int, ...], ...]
 
 
-class Rename(Order, tag="rename", frozen=True, kw_only=True):
+class Rename(Order, frozen=True, kw_only=True):
     """All have written."""
 
-    name: ClassVar[str] = "rename"
     step: int
 
 
-class Exit(Order, tag="exit", frozen=True, kw_only=True):
+class Exit(Order, frozen=True, kw_only=True):
     """The process is to end. Not answered."""
-
-    name: ClassVar[str] = "exit"
 
 
 FromProcessor = Hello | Replicas | Status | Reported | Did | Bye

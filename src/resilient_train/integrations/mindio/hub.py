@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from resilient_train.errors import ConfigError, ProtocolError
 from resilient_train.integrations.mindio import wire
@@ -18,15 +18,15 @@ from resilient_train.transport import FrameBuffer, decode, encode
 log = logging.getLogger("resilient_train.mindio")
 
 _MINUTE_S = 60.0
-ACTION_S = 180.0
+_ACTION_S = 180.0
 """MindIO's TTP_NORMAL_ACTION_TIME_LIMIT."""
-LIMITS_S = {
+_LIMITS_S = {
     Stage.LOCKING: 30.0,
     Stage.JOINING: 10 * _MINUTE_S,
     Stage.REBUILDING: 10 * _MINUTE_S,
     Stage.SAVING: 30 * _MINUTE_S,
 }
-"""How long each stage may take, as MindIO has it; the others ACTION_S."""
+"""How long each stage may take, as MindIO has it; the others _ACTION_S."""
 _GREETING_S = 10.0
 _STRANGERS_MAX = 64
 
@@ -34,19 +34,10 @@ _STRANGERS_MAX = 64
 class Hub:
     """Listens from when it is made until ``close``."""
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        world_size: int,
-        policy: Policy,
-        secret: bytes = b"",
-        limits_s: Mapping[Stage, float] | None = None,
-    ) -> None:
+    def __init__(self, address: str, port: int, world_size: int, policy: Policy, secret: bytes = b"") -> None:
         """Raises ConfigError for an address that can't be listened at."""
         wire.check_bind(address, secret)
         self._secret, self._world_size = secret, world_size
-        self._limits_s = LIMITS_S if limits_s is None else limits_s
         self._controller = Controller(world_size, policy)
         self._seated: dict[int, _Visitor] = {}
         self._visitors: set[_Visitor] = set()
@@ -55,7 +46,6 @@ class Hub:
         except OSError as error:
             raise ConfigError(f"the controller can't listen at {address}:{port}: {error.strerror}") from None
         self.port: int = self._listening.getsockname()[1]
-        self.ended: Ended | None = None
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="rt-mindio-hub", daemon=True)
@@ -163,12 +153,11 @@ class Hub:
                     if (visitor := self._seated.get(rank)) is not None:
                         visitor.send(frame)
                 case Timer(round=number, stage=stage):
-                    limit_s = self._limits_s.get(stage, ACTION_S)
+                    limit_s = _LIMITS_S.get(stage, _ACTION_S)
                     self._loop.call_later(limit_s, self._expire, number, stage)
                 case Note(kind=kind, rank=rank, text=text):
                     log.warning("%s%s: %s", kind, f", rank {rank}" if rank >= 0 else "", text)
                 case Ended(saved=saved, reason=reason):
-                    self.ended = effect
                     log.warning("the job ends: %s; %s", reason, f"saved at step {saved}" if saved >= 0 else "not saved")
 
     def _expire(self, number: int, stage: Stage) -> None:

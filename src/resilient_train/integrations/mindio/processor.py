@@ -71,9 +71,7 @@ class ControllerLostError(ResilientError):
 class Processor:
     """One rank. Made once in a process."""
 
-    def __init__(
-        self, rank: int, world_size: int, secret: bytes = b"", *, settle_s: float = _SETTLE_S, end: End = os._exit
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, secret: bytes = b"", *, end: End = os._exit) -> None:
         self.rank, self.world_size = rank, world_size
         self.args: Any = None
         """What the script has given for its handlers."""
@@ -82,7 +80,7 @@ class Processor:
         self.reborn = False
         self.repair_type = "unknow"  # MindIO's spelling
         self.repair_step = 0
-        self._secret, self._settle_s, self._end = secret, settle_s, end
+        self._secret, self._end = secret, end
         self._changed = threading.Condition()
         self._handling = threading.Lock()
         self._round = 0
@@ -228,7 +226,7 @@ class Processor:
                     return
                 assert not isinstance(frame, wire.Challenge | Welcome)
                 threading.Thread(
-                    target=self._carry_out, args=(frame,), name=f"rt-mindio-{frame.name}", daemon=True
+                    target=self._carry_out, args=(frame,), name=f"rt-mindio-{frame.name()}", daemon=True
                 ).start()
         except (OSError, ProtocolError) as error:
             log.warning("rank %d loses its controller: %s", self.rank, error)
@@ -262,14 +260,14 @@ class Processor:
             with self._handling:
                 code = self._do(order) if order.round == self._round else -1
         if not isinstance(order, Go | Exit):
-            self._send(Did(order.round, order.name, code, self._step))
+            self._send(Did(order.round, order.name(), code, self._step))
 
     def _do(self, order: AnyOrder) -> int:
         """What the order says. Returns 0, or the handler's code."""
         try:
             return self._DO[type(order)](self, order) or 0
         except Exception:
-            log.exception("rank %d can't %s", self.rank, order.name)
+            log.exception("rank %d can't %s", self.rank, order.name())
             return 1
 
     def _lock(self, order: Lock) -> int:
@@ -282,7 +280,7 @@ class Processor:
             return 0 if self._whole else 1
 
     def _stands(self, limit: int) -> bool:
-        if time.monotonic() - self._moved_s > self._settle_s:
+        if time.monotonic() - self._moved_s > _SETTLE_S:
             return True
         return not self._handling.locked() and (self._step >= limit or self._waits)
 
@@ -343,8 +341,7 @@ class Processor:
         return self._call("save_ckpt", order.step, told, self.args)
 
     def _rename(self, order: Rename) -> Any:
-        _, context = self.handlers.get("rename", (None, None))
-        handler = self.handlers["rename"][0]
+        handler, context = self._handler("rename")
         # MindSpore's takes its context here, the others' the arguments of the step.
         return handler(order.step, self.args if context is None else context)
 
@@ -353,15 +350,17 @@ class Processor:
             self._action = Action.EXIT
             self._changed.notify_all()
         if "exit" in self.handlers:
-            handler, context = self.handlers["exit"]
-            handler(context)
+            self._call("exit")
         self._end(_EXIT_CODE)
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        handler, context = self._handler(name)
+        return handler(*arguments, context)
+
+    def _handler(self, name: str) -> tuple[Handler, Any]:
         if name not in self.handlers:
             raise LookupError(f"no {name} handler is registered")
-        handler, context = self.handlers[name]
-        return handler(*arguments, context)
+        return self.handlers[name]
 
     def _send(self, frame: FromProcessor) -> None:
         assert self._socket is not None, "start comes first"

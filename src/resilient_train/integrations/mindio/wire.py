@@ -69,7 +69,7 @@ def read_secret(path: str) -> bytes:
 
 def check_bind(address: str, secret: bytes) -> None:
     """Raises ConfigError where strangers could reach the port, and nothing tells them from ranks."""
-    ip = ipaddress.ip_address(socket.gethostbyname(address))
+    ip = _ip(address)
     if ip.is_unspecified:
         raise ConfigError(
             f"the controller is to listen at {address}: name one address of this host (MindIO wants it too)"
@@ -79,8 +79,15 @@ def check_bind(address: str, secret: bytes) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches it."""
-    return ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
+    """Whether only this host reaches it. Raises ConfigError for an address that is none."""
+    return _ip(address).is_loopback
+
+
+def _ip(address: str) -> ipaddress.IPv4Address:
+    try:
+        return ipaddress.IPv4Address(socket.gethostbyname(address))
+    except OSError as error:
+        raise ConfigError(f"the controller is to listen at {address}: {error.strerror}") from None
 
 
 def notice_silence(endpoint: socket.socket) -> None:

@@ -19,6 +19,7 @@ from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.faults import nearest
 from resilient_train.launch.cli.findings import Finding, Grade
+from resilient_train.launch.cli.mindspore_view import split_at_import
 from resilient_train.launch.cli.rank_table import read_rank_table
 
 RANK_TABLE = "RANK_TABLE_FILE"
@@ -166,9 +167,7 @@ def _monitoring(text: str, *, arf: bool) -> Iterator[Finding]:
 def _as_imported(text: str) -> dict[str, str]:
     """What ``import mindspore`` makes of it and of the file that it names. ConfigError where that ends the import."""
     found: dict[str, str] = {}
-    for item in text.replace("{", "").replace("}", "").strip().split(","):
-        if not item:
-            continue
+    for item in split_at_import(text):
         key, colon, rest = item.partition(":")
         if not colon:
             raise ConfigError(f"{item!r} has no colon, and ends MindSpore's import in an IndexError; {_cure(item)}")

@@ -46,8 +46,12 @@ def _names(keys: Collection[str]) -> str:
 
 def _breaks_import(text: str) -> str | None:
     """The item by which ``import mindspore`` ends in an IndexError."""
-    items = text.strip().replace("{", "").replace("}", "").strip().split(",")
-    return next((item for item in items if item and ":" not in item), None)
+    return next((item for item in split_at_import(text) if ":" not in item), None)
+
+
+def split_at_import(text: str) -> list[str]:
+    """The items that ``import mindspore`` sees in ``MS_ENABLE_TFT``, and in ``MS_ENABLE_THM``."""
+    return [item for item in text.strip().replace("{", "").replace("}", "").strip().split(",") if item]
 
 
 def _by_words(text: str) -> set[str]:

@@ -284,6 +284,27 @@ def test_where_all_come_to_something_else_the_script_is_suspected() -> None:
     assert "`resilient-train drill` tells" in end.reason
 
 
+def test_where_one_after_the_other_comes_to_something_else_the_script_is_suspected() -> None:
+    """Who has been replaced has computed the window once, and can't be found to differ: the others would be, in turns,
+    until one has died too often.
+    """
+    controller = running()
+    compute(controller, -1, -1, -1)
+    recover(controller)
+    for _ in range(2):
+        commands = compute(controller, 0, -1, -1)
+        assert [kill.rank for kill in of(commands, Kill)] == [0], "one machine, also twice"
+        controller.lost(0, controller.job.incarnations[0], "killed", [Standing(3, Phase.COMPUTE)] * 2)
+        recover(controller)
+    commands = compute(controller, -1, 0, -1)
+    assert not of(commands, (Kill, EndJob)), "it may be a second machine: the next run decides"
+    assert "verifying" in notes(commands)
+    recover(controller)
+    (end,) = of(compute(controller, -1, 0, -1), EndJob)
+    assert end.code == 2
+    assert "`resilient-train drill` tells" in end.reason
+
+
 def test_what_is_redone_after_a_fault_is_verified_by_who_was_there() -> None:
     controller = running()
     compute(controller, -1, -1, -1)

@@ -282,9 +282,12 @@ class Controller:
         text = tre.deviation(ranks, told)
         detail |= {"reason": text, **tre.evidence(ranks, told)}
         commands.append(Note("deviates", rank=ranks[0], detail=detail))
-        if len(ranks) < job.world_size:
+        if len(ranks) < job.world_size and set(ranks) <= set(job.given_up_at.get(message.commits, ranks)):
+            job.given_up_at = {message.commits: ranks}
             return [*commands, *self._give_up_deviants(ranks, told, text)]
-        if job.deviated_at != message.commits:  # it may have been one machine all the same
+        # All of them, or one after the other: less likely machines than a script that does not compute the same, where
+        # some came to the same once by chance. Who is new has one run only, so the others would be replaced in turns.
+        if job.deviated_at != message.commits:  # it may have been machines all the same: the next run decides
             job.deviated_at = message.commits
             return [*commands, *tre.compute_again(message, job)]
         return [*commands, *self._all_back(text, message.commits)]

@@ -101,6 +101,8 @@ class Job:
         """The update before which that was asked for last; -1: it was not."""
         self.deviated_at = -1
         """The update for which all ranks came to other bits when they computed it again."""
+        self.given_up_at: dict[int, list[int]] = {}
+        """By that update, for the newest one only: the ranks that alone came to other bits, and were replaced."""
         self.deviations: dict[tuple[int, str], int] = {}
         """How often a rank came to other bits on a device; also in the runs before this one in the same directory."""
         self.condemned: dict[int, str] = {}

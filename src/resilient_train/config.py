@@ -262,6 +262,7 @@ _LINK_VARIABLES = (
     PREFIX + "INCARNATION",
     PREFIX + "JOINING",
     PREFIX + "TOKEN",
+    PREFIX + "TFT_HOSTED",
 )
 
 
@@ -299,6 +300,17 @@ def read_link(environ: Mapping[str, str] | None = None) -> AgentLink | None:
         raise ConfigError(
             f"{PREFIX}AGENT is set, but {error} is missing or no number: was it exported by hand?"
         ) from None
+
+
+def hosted_environ(address: str, port: int, secret_file: str) -> dict[str, str]:
+    """The variables by which ``resilient-run`` tells a MindSpore rank where it has the controller of ``mindio_ttp``."""
+    where = {"MS_TFT_IP": address, "MS_TFT_PORT": str(port)}
+    return {**where, PREFIX + "TFT_SECRET_FILE": secret_file, PREFIX + "TFT_HOSTED": "1"}
+
+
+def is_hosted() -> bool:
+    """Whether it did so."""
+    return os.environ.get(PREFIX + "TFT_HOSTED") == "1"
 
 
 def is_first_rank() -> bool:

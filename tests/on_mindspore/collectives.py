@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ class Collectives:
         self.folder, self.rank, self.world_size = folder, rank, world_size
         self.step = 0
         self.uce = "RS_UCE_HIGHLEVEL"
+        self.before_sending: Callable[[], None] = lambda: None
         self._aborted = threading.Event()
+        self._aborts = 0
 
     def abort(self) -> None:
+        self._aborts += 1
         self._aborted.set()
 
     def resume(self) -> None:
@@ -35,14 +39,14 @@ class Collectives:
         return [sum(column[1:], start=column[0]) for column in zip(*given, strict=True)]
 
     def send(self, target: int, arrays: list[np.ndarray]) -> None:
+        self.before_sending()
         self._write(self.folder / f"state.{self.rank}.{target}", arrays)
 
     def receive(self, source: int) -> Any:
-        path = self.folder / f"state.{source}.{self.rank}"
-        deadline = time.monotonic() + 30
+        path, before = self.folder / f"state.{source}.{self.rank}", self._aborts
         while not path.exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError(path)
+            if self._aborts > before:
+                raise RuntimeError("ForceStopError error occurs: nobody sends any more")
             time.sleep(0.002)
         found = pickle.loads(path.read_bytes())
         path.unlink()

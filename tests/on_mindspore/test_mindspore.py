@@ -1,112 +1,161 @@
-"""MindSpore's own ``TrainFaultTolerance``, unmodified, over our ``mindio_ttp``: real processes, real kills, two faults.
+"""MindSpore's own ``TrainFaultTolerance``, unmodified, under ``resilient-run``: real processes, real kills, two faults.
 
 Needs MindSpore (`make test-mindspore`). What is bound to Ascend is replaced, see ``doubles.py``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("mindspore")
 
-HERE = Path(__file__).parent
-RANKS, STEPS = 2, 12
+JOB = str(Path(__file__).parent / "job.py")
+LAUNCHER = str(Path(sys.executable).parent / "resilient-run")
+STEPS = 12
+SWITCHES = "{TTP:1,UCE:1,HCCE:1,ARF:1}"
+pytestmark = pytest.mark.timeout(300)
 
 
-class Job:
-    def __init__(self, folder: Path, plan: str, switches: str) -> None:
-        self.folder, self.plan, self.switches = folder, plan, switches
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.port = server.getsockname()[1]
-        self.processes = {rank: self.start(rank) for rank in range(RANKS)}
-        self.pids = {rank: process.pid for rank, process in self.processes.items()}
+class Ended(NamedTuple):
+    code: int
+    told: str
+    ends: list[str]
+    """By rank, of parameters and optimizer state."""
+    events: list[dict[str, Any]]
 
-    def start(self, rank: int) -> subprocess.Popen[bytes]:
-        own = {"MS_ENABLE_TFT": self.switches, "MS_TFT_IP": "127.0.0.1", "MS_TFT_PORT": str(self.port), "GLOG_v": "3"}
-        command = [sys.executable, str(HERE / "job.py"), str(rank), str(RANKS), str(self.folder), str(STEPS), self.plan]
-        with (self.folder / f"rank{rank}.log").open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, env={**os.environ, **own})
-
-    def wait(self) -> list[int]:
-        """Until all have ended; who is killed is started again. Returns exit codes."""
-        deadline = time.monotonic() + 120
-        while any(each.poll() is None for each in self.processes.values()):
-            assert time.monotonic() < deadline, self.explain()
-            for rank, process in self.processes.items():
-                if process.poll() == -signal.SIGKILL:
-                    self.processes[rank] = self.start(rank)
-            time.sleep(0.02)
-        return [process.returncode for process in self.processes.values()]
-
-    def explain(self) -> str:
-        return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
-
-    def ends(self) -> list[str]:
-        return [(self.folder / f"end{rank}").read_text() for rank in range(RANKS)]
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Job]]:
-    made: list[Job] = []
-
-    def make(plan: str = "", switches: str = "{TTP:1,UCE:1,HCCE:1,ARF:1}") -> Job:
-        made.append(Job(tmp_path_factory.mktemp("job"), plan, switches))
-        return made[-1]
-
-    yield make
-    for process in (process for each in made for process in each.processes.values()):
+@contextmanager
+def started(folder: Path, plan: str, ranks: int, switches: str) -> Iterator[subprocess.Popen[str]]:
+    """Its processes die with it."""
+    command = [
+        LAUNCHER,
+        "--worker_num",
+        str(ranks),
+        "--run_dir",
+        str(folder / "run"),
+        JOB,
+        str(folder),
+        str(STEPS),
+        plan,
+    ]
+    environ = {**os.environ, "MS_ENABLE_TFT": switches, "GLOG_v": "3"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, cwd=folder, env=environ, text=True)
+    try:
+        yield process
+    finally:
         process.kill()
         process.wait()
 
 
+def run(folder: Path, plan: str = "", ranks: int = 2, switches: str = SWITCHES) -> Ended:
+    with started(folder, plan, ranks, switches) as process:
+        _, told = process.communicate(timeout=200)
+    ends = [path.read_text() for path in sorted(folder.glob("end*"))]
+    events = [json.loads(line) for line in (folder / "run/events.jsonl").read_text().splitlines()]
+    return Ended(process.returncode, told, ends, events)
+
+
 @pytest.fixture(scope="module")
-def undisturbed(job: Callable[..., Job]) -> list[str]:
-    run = job()
-    assert run.wait() == [0] * RANKS, run.explain()
-    first, second = run.ends()
-    assert first == second
-    return [first, second]
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+    """By number of ranks."""
+    found = {}
+    for ranks in (2, 4):
+        job = run(tmp_path_factory.mktemp("undisturbed"), ranks=ranks)
+        assert job.code == 0, job.told
+        assert len(job.ends) == ranks
+        assert len(set(job.ends)) == 1
+        found[ranks] = job.ends
+    return found
 
 
 PLANS = {
-    "HCCE": "hcce:1:5",
-    "UCE, state lost": "uce:1:5",
-    "UCE, no state lost": "low:0:6",
-    "ARF": "kill:1:5",
-    "ARF in the second step": "kill:1:2",
-    "UCE of the controller's rank": "uce:0:5",
-    "one after the other": "kill:1:4 hcce:0:6 uce:1:9",
-    "in the first step of the second epoch": "kill:1:7 hcce:0:8",
-    "both at once": "hcce:0:5 uce:1:5",
+    "HCCE, UCE with and without loss of state": (2, "hcce:1:3 uce:1:6 low:0:9"),
+    "UCE of rank 0, in the first step of an epoch": (2, "uce:0:7"),
+    "ARF of each rank": (2, "kill:1:4 kill:0:9"),
+    "ARF in the second step": (2, "kill:1:2"),
+    "one after the other": (2, "kill:1:4 hcce:0:6 uce:1:9"),
+    "in the first step of the second epoch": (2, "kill:1:7 hcce:0:8"),
+    "both at once": (2, "hcce:0:5 uce:1:5"),
+    "who gives its state is killed in it": (4, "kill:1:5 gives:0:5 uce:2:9"),
+    "two at once": (4, "kill:0:5 kill:3:5 hcce:1:9"),
 }
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_the_end_is_the_undisturbed_one(job: Callable[..., Job], undisturbed: list[str], plan: str) -> None:
+@pytest.mark.parametrize(("ranks", "plan"), PLANS.values(), ids=PLANS)
+def test_the_end_is_the_undisturbed_one(
+    tmp_path: Path, undisturbed: dict[int, list[str]], ranks: int, plan: str
+) -> None:
     """Parameters and optimizer state, bit for bit; who was not killed keeps its process."""
-    run = job(plan)
-    assert run.wait() == [0] * RANKS, run.explain()
-    assert run.ends() == undisturbed, run.explain()
-    assert len(list(run.folder.glob("done.*"))) == len(plan.split()), "not all faults were there"
-    killed = {int(each.split(":")[1]) for each in plan.split() if each.startswith("kill")}
-    assert {rank for rank in range(RANKS) if run.processes[rank].pid != run.pids[rank]} == killed
+    job = run(tmp_path, plan, ranks)
+    assert job.code == 0, job.told
+    assert job.ends == undisturbed[ranks], job.told
+    assert len(list(tmp_path.glob("done.*"))) == len(plan.split()), f"not all faults were there: {job.told}"
+    killed = [int(each.split(":")[1]) for each in plan.split() if each.startswith(("kill", "gives"))]
+    assert sorted(event["rank"] for event in job.of("spawned")) == sorted([*range(ranks), *killed])
 
 
-@pytest.mark.timeout(300)
-def test_an_error_of_the_scripts_ends_the_job_behind_a_checkpoint(job: Callable[..., Job]) -> None:
-    run = job("raise:1:5", "{TTP:1}")
-    assert run.wait() == [1] * RANKS, run.explain()
-    (saved,) = run.folder.glob("ttp_saved_checkpoints*")
-    assert saved.name == "ttp_saved_checkpoints-step_4"
-    (file,) = saved.glob("rank_*/ttp_rank_*-1_4.ckpt")
+def saved(folder: Path) -> int:
+    """The step of the only end-of-life checkpoint; one rank has written it."""
+    (found,) = folder.glob("ttp_saved_checkpoints*")
+    step = int(found.name.removeprefix("ttp_saved_checkpoints-step_"))
+    (file,) = found.glob("rank_*/ttp_rank_*.ckpt")
     assert file.stat().st_size > 1000
+    return step
+
+
+def test_an_error_of_the_scripts_ends_the_job_behind_a_checkpoint(tmp_path: Path) -> None:
+    job = run(tmp_path, "raise:1:5", switches="{TTP:1}")
+    assert job.code == 1, job.told
+    assert saved(tmp_path) == 4
+    assert "its state from after 4 updates is saved" in job.told
+
+
+def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path) -> None:
+    with started(tmp_path, "pace:0:0", 2, SWITCHES) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "3.gradients.0").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=100)
+    assert process.returncode == 143, told
+    assert 3 <= saved(tmp_path) < STEPS
+
+
+def test_a_controller_in_rank_0(tmp_path: Path, undisturbed: dict[int, list[str]]) -> None:
+    """As MindSpore starts it where nobody else has."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    code = "from resilient_train.integrations.mindio import finder; finder.install(); import runpy, sys; "
+    code += "del sys.argv[0]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    environ = {**os.environ, "MS_ENABLE_TFT": SWITCHES, "MS_TFT_IP": "127.0.0.1", "MS_TFT_PORT": str(port)}
+    environ |= {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "GLOG_v": "3"}
+    command = [sys.executable, "-c", code, JOB, str(tmp_path), str(STEPS), "hcce:0:5 uce:1:8"]
+    ranks = [
+        subprocess.Popen(command, env={**environ, "MS_NODE_ID": str(rank)}, cwd=tmp_path, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=100)[1].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    assert [(tmp_path / f"end{rank}").read_text() for rank in range(2)] == undisturbed[2]

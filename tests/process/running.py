@@ -122,6 +122,11 @@ def launch(
     """Runs a script of ``jobs/`` under resilient-run to its end. Fails if that takes longer than ``timeout_s``."""
     path = JOBS / script
     command = [*LAUNCHER, "--nproc-per-node", str(ranks), "--run-dir", str(run_dir), *flags, str(path), *arguments]
+    return finish(command, run_dir, timeout_s, **environ)
+
+
+def finish(command: list[str], run_dir: Path, timeout_s: float = 120, **environ: str) -> Run:
+    """Runs the command, a job that writes to ``run_dir``, to its end. Fails if that takes longer."""
     with start(command, **environ) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)

@@ -7,85 +7,44 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import JOBS
+from running import JOBS, Run, finish, read_events, start
+from served import LAUNCHER
+
+from resilient_train.observe.report import lines
+from resilient_train.observe.sinks import read_events as read
+from resilient_train.observe.timeline import read_run
 
 RANKS = 3
 STEPS = 12
+SWITCHES = "{TTP:1,UCE:1,HCCE:1,ARF:1}"
+LOOP = str(JOBS / "mindio_loop.py")
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def run(folder: Path, plan: str = "", **environ: str) -> Run:
+    """A job of the loop under ``resilient-run``; what it leaves lies in the folder."""
+    return finish(command(folder, plan), folder / "run", 60, **{"MS_ENABLE_TFT": SWITCHES, **environ})
 
 
-class Job:
-    def __init__(self, folder: Path, plan: str, ranks: int = RANKS) -> None:
-        self.folder, self.plan, self.ranks = folder, plan, ranks
-        self.port = free_port()
-        self.hub = self._start("hub", "-1")
-        assert self.hub.stdout is not None
-        assert self.hub.stdout.readline() == b"listens\n"
-        self.processes = {rank: self.start(rank) for rank in range(ranks)}
+def command(folder: Path, plan: str) -> list[str]:
+    flags = ("--worker_num", str(RANKS), "--run_dir", str(folder / "run"))
+    return [*LAUNCHER, *flags, LOOP, str(folder), str(STEPS), plan]
 
-    def start(self, rank: int) -> subprocess.Popen[bytes]:
-        return self._start(f"rank{rank}", str(rank))
 
-    def _start(self, name: str, rank: str) -> subprocess.Popen[bytes]:
-        log = (self.folder / f"{name}.log").open("ab")
-        command = [sys.executable, str(JOBS / "mindio_loop.py"), rank, str(self.ranks), str(self.port)]
-        return subprocess.Popen(
-            [*command, str(self.folder), str(STEPS), self.plan],
-            stdout=subprocess.PIPE if rank == "-1" else log,
-            stderr=log,
-            env={**os.environ, "MS_ENABLE_TFT": "{TTP:1,UCE:1,HCCE:1,ARF:1}"},
-        )
-
-    def wait(self, *, replace: bool) -> dict[int, int]:
-        """Until all have ended; who is killed is started again. Returns exit codes."""
-        deadline = time.monotonic() + 25
-        while any(each.poll() is None for each in self.processes.values()):
-            assert time.monotonic() < deadline, self.explain()
-            for rank, process in list(self.processes.items()):
-                if replace and process.poll() == -signal.SIGKILL:
-                    self.processes[rank] = self.start(rank)
-            time.sleep(0.02)
-        return {rank: process.returncode for rank, process in self.processes.items()}
-
-    def explain(self) -> str:
-        return "\n".join(f"{path.name}:\n{path.read_text()[-2500:]}" for path in sorted(self.folder.glob("*.log")))
-
-    def ends(self) -> list[str]:
-        return [(self.folder / f"end{rank}").read_text() for rank in range(self.ranks)]
-
-    def close(self) -> None:
-        for process in (self.hub, *self.processes.values()):
-            process.kill()
-            process.wait()
+def ends(folder: Path) -> list[str]:
+    return [(folder / f"end{rank}").read_text() for rank in range(RANKS)]
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    made: list[Job] = []
-
-    def make(plan: str = "", ranks: int = RANKS) -> Job:
-        folder = tmp_path_factory.mktemp("job")
-        made.append(Job(folder, plan, ranks))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(job) -> list[str]:
-    run = job()
-    assert run.wait(replace=False) == dict.fromkeys(range(RANKS), 0), run.explain()
-    return run.ends()
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = run(folder)
+    assert job.code == 0, job.explain()
+    assert "done after" in job.err
+    assert f"{STEPS} updates, 0 recoveries" in job.err
+    return ends(folder)
 
 
 PLANS = {
@@ -106,19 +65,120 @@ PLANS = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_the_end_is_the_undisturbed_one(job, undisturbed: list[str], plan: str) -> None:
-    run = job(plan)
-    assert run.wait(replace=True) == dict.fromkeys(range(RANKS), 0), run.explain()
-    assert run.ends() == undisturbed, run.explain()
-    assert (run.folder / "resumed").exists(), "no fault was there"
+def test_the_end_is_the_undisturbed_one(tmp_path: Path, undisturbed: list[str], plan: str) -> None:
+    job = run(tmp_path, plan)
+    assert job.code == 0, job.explain()
+    assert ends(tmp_path) == undisturbed, job.explain()
+    assert (tmp_path / "resumed").exists(), "no fault was there"
+    killed = sorted(int(each.split(":")[0].split("@")[1]) for each in plan.split() if each.startswith("kill"))
+    assert sorted(event["rank"] for event in job.of("spawned")) == sorted([*range(RANKS), *killed])
+    story = [line.text for line in lines(read_run(read(job.run_dir / "events.jsonl")))]
+    assert "the job finished" in story
 
 
 @pytest.mark.process
-def test_an_error_of_the_scripts_ends_the_job_behind_a_checkpoint(job) -> None:
-    run = job("raise@1:5")
-    codes = run.wait(replace=False)
-    assert set(codes.values()) == {1}, run.explain()
-    (saved,) = run.folder.glob("ckpt-*")
-    assert saved.name == "ckpt-4", "renamed once"
-    assert len(list(saved.iterdir())) == 1, "one of three replicas writes"
-    assert json.loads(next(saved.iterdir()).read_text())["step"] == 4
+def test_an_error_of_the_scripts_ends_the_job_behind_a_checkpoint(tmp_path: Path) -> None:
+    job = run(tmp_path, "raise@1:5")
+    assert job.code == 1, job.explain()
+    assert saved(tmp_path) == 4
+    assert "its state from after 4 updates is saved" in job.err
+
+
+def saved(folder: Path) -> int:
+    """The step of the only checkpoint; it has one file, which holds that step."""
+    (found,) = folder.glob("ckpt-*")
+    (file,) = found.iterdir()
+    step = int(json.loads(file.read_text())["step"])
+    assert found.name == f"ckpt-{step}"
+    return step
+
+
+@pytest.mark.process
+def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path) -> None:
+    with start(command(tmp_path, "pace@0:0"), MS_ENABLE_TFT=SWITCHES) as job:
+        wait_for(tmp_path / "grad3.0")
+        job.send_signal(signal.SIGTERM)
+        _, err = job.communicate(timeout=60)
+    assert job.returncode == 143, err
+    assert 3 <= saved(tmp_path) < STEPS
+    assert "resilient-run got SIGTERM; its state from after" in err
+
+
+@pytest.mark.process
+def test_a_signal_for_all_processes_is_one_request(tmp_path: Path) -> None:
+    """As schedulers send it. The ranks leave it to the launcher."""
+    with start(command(tmp_path, "pace@0:0"), MS_ENABLE_TFT=SWITCHES) as job:
+        wait_for(tmp_path / "grad3.0")
+        for event in read_events(tmp_path / "run"):
+            if event["kind"] == "spawned":
+                os.kill(event["detail"]["pid"], signal.SIGTERM)
+        job.send_signal(signal.SIGTERM)
+        _, err = job.communicate(timeout=60)
+    assert job.returncode == 143, err
+    assert 3 <= saved(tmp_path) < STEPS
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("plan", "switches", "code", "told"),
+    [
+        ("die@1:5", SWITCHES, 75, "killed by signal 9, and it died 5 times in a row without one committed"),
+        (
+            "kill@1:5",
+            "{TTP:1,UCE:1,HCCE:1}",
+            75,
+            "killed by signal 9, and replacing lost ranks is switched off",
+        ),
+        ("leave@1:5", SWITCHES, 1, "rank 1 exited with code 0 before its training was over"),
+    ],
+)
+def test_a_rank_that_is_not_replaced_ends_the_job_behind_a_checkpoint(
+    tmp_path: Path, plan: str, switches: str, code: int, told: str
+) -> None:
+    job = run(tmp_path, plan, MS_ENABLE_TFT=switches)
+    assert job.code == code, job.explain()
+    assert told in job.err
+    assert saved(tmp_path) == 4
+
+
+@pytest.mark.process
+def test_who_dies_before_all_have_come_ends_the_job_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "early.py"
+    script.write_text("import os, time\nos.kill(os.getpid(), 9) if os.environ['RANK_ID'] == '1' else time.sleep(60)")
+    job = finish([*LAUNCHER, "--worker_num=2", f"--run_dir={tmp_path / 'run'}", str(script)], tmp_path / "run", 30)
+    assert job.code == 137, job.explain()
+    assert "rank 1 was killed by signal 9 before all ranks had come to their training" in job.err
+
+
+@pytest.mark.process
+def test_a_controller_in_rank_0(tmp_path: Path, undisturbed: list[str]) -> None:
+    """Without ``resilient-run``, as MindSpore starts it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    code = "from resilient_train.integrations.mindio import finder; finder.install(); import runpy, sys; "
+    code += "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    environ = {**os.environ, "MS_ENABLE_TFT": SWITCHES, "MS_TFT_IP": "127.0.0.1", "MS_TFT_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, LOOP, str(tmp_path), str(STEPS), "hcce@1:5 uce@2:7"],
+            env={**environ, "MS_NODE_ID": str(rank), "MS_WORKER_NUM": str(RANKS)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        told = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(told)
+    assert ends(tmp_path) == undisturbed
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)

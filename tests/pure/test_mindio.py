@@ -18,7 +18,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.integrations.mindio import provided, wire
 from resilient_train.integrations.mindio.controller import Controller, Ended, Policy, Stage, To, replica_sets
 from resilient_train.integrations.mindio.frames import Did, Exit, Hello, ReplicaGroup, Reported, ReportState, Status
-from resilient_train.integrations.mindio.hub import Hub
+from resilient_train.integrations.mindio.hub import Hub, HubThread
 from resilient_train.integrations.mindio.processor import ControllerLostError, Processor
 from resilient_train.transport import encode
 
@@ -28,8 +28,9 @@ SECRET = b"s" * 32
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     made = Hub("127.0.0.1", 0, 2, Policy(), SECRET)
+    thread = HubThread(made)
     yield made
-    made.close()
+    thread.close()
 
 
 def script(text: str, *, path: str = "") -> str:
@@ -64,8 +65,8 @@ def processor(hub: Hub, rank: int, *, world_size: int = 2, secret: bytes = SECRE
 
 def until(hub: Hub, stage: Stage) -> None:
     deadline = time.monotonic() + 20
-    while hub.stage is not stage:
-        assert time.monotonic() < deadline, hub.stage
+    while hub.controller.stage is not stage:
+        assert time.monotonic() < deadline, hub.controller.stage
         time.sleep(0.005)
 
 
@@ -118,7 +119,7 @@ def test_hostile_frames_have_no_effect(hub: Hub) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert hub.stage is Stage.TRAINING
+    assert hub.controller.stage is Stage.TRAINING
     for each in ranks:
         each.set_replicas((ReplicaGroup((0, 1), 2),))
         each.end_updating(1)

@@ -16,6 +16,7 @@ from resilient_train.integrations.mindio.frames import (
     Did,
     Exit,
     Go,
+    Halt,
     Lock,
     Rebuild,
     Rename,
@@ -40,6 +41,8 @@ class Faults(NamedTuple):
     errors: int = 0
     lates: int = 0
     """A stage takes too long. Whoever is waited for may only be slow."""
+    leaves: int = 0
+    """Somebody wants the job to end."""
 
 
 class ViolationError(AssertionError):
@@ -62,7 +65,7 @@ class SimRank:
         """
         self.limit: int | None = None
         self.stopped = False
-        self.locking: Lock | None = None
+        self.locking: Lock | Halt | None = None
         self.hangs: Repair | None = None
         """It waits for state from a rank that has not sent it."""
         self.down: tuple[Any, ...] = ()
@@ -111,6 +114,8 @@ class World:
         found += [("uce", index) for index in trains if self.budget.uces]
         found += [("hcce", index) for index in trains if self.budget.hcces and self.ranks[index].main == "enters"]
         found += [("error", index) for index in trains if self.budget.errors]
+        if self.budget.leaves:
+            found.append(("leaves", 0))
         if self.budget.lates and self.controller.stage not in (Stage.TRAINING, Stage.OVER):
             found.append(("expires", 0))
         return found
@@ -129,7 +134,9 @@ class World:
         if rank.down:
             said.append("hears")
         if rank.locking is not None and rank.main != "updates":
-            said.append("stands")
+            waits = rank.main not in ("trains", "enters")
+            if isinstance(rank.locking, Lock) or waits or rank.step >= rank.locking.limit:
+                said.append("stands")
         if rank.hangs is not None and self._given(index, rank.hangs) is not None:
             said.append("gets state")
         if rank.main in ("trains", "enters") and rank.stopped:
@@ -229,6 +236,10 @@ class World:
         self.was_late = True
         self._carry_out(self.controller.expired(self.controller.round, self.controller.stage))
 
+    def _leaves(self, _: int, __: SimRank) -> None:
+        self._spend("leaves")
+        self._carry_out(self.controller.leave("somebody wants it to end"))
+
     def _error(self, _: int, rank: SimRank) -> None:
         self._spend("errors")
         self._out(rank, ReportState.RS_UNKNOWN)
@@ -267,7 +278,7 @@ class World:
             return
         rank.round = order.round
         match order:
-            case Lock(limit=limit):
+            case Lock(limit=limit) | Halt(limit=limit):
                 rank.limit, rank.locking = limit, order
             case Stop():
                 rank.stopped, rank.hangs = True, None

@@ -7,7 +7,7 @@ from mindio_world import Faults, ViolationError, World
 
 from resilient_train.integrations.mindio.controller import Policy
 
-FAULTS = ("kill", "uce", "hcce", "error", "expires")
+FAULTS = ("kill", "uce", "hcce", "error", "expires", "leaves")
 
 
 def explore(world: World, limit: int = 3_000_000) -> tuple[int, int]:
@@ -69,6 +69,9 @@ def explore(world: World, limit: int = 3_000_000) -> tuple[int, int]:
         (3, 1, Faults(kills=1)),
         (2, 2, Faults(kills=1, lates=1)),
         (2, 2, Faults(uces=1, lates=1)),
+        (2, 2, Faults(leaves=1)),
+        (2, 2, Faults(leaves=1, kills=1)),
+        (2, 2, Faults(leaves=1, hcces=1)),
     ],
     ids=str,
 )

@@ -42,7 +42,8 @@ def _progress(events: Sequence[Event]) -> str:
     steps = [number for e in events if e.kind == "session_end" and (number := number_of(e, "steps")) is not None]
     if steps:
         return f"{max(steps)} steps"
-    furthest = [number for e in events if e.kind == "job_end" and (number := number_of(e, "commits")) is not None]
+    ends = [event for event in events if event.kind in ("job_end", "finished")]
+    furthest = [number for event in ends if (number := number_of(event, "commits")) is not None]
     return f"{max(furthest)} updates" if furthest else "the number of steps is not known"
 
 

@@ -1,5 +1,5 @@
-"""A training loop with MindIO's functions, as MindSpore's callback and model use them: ``mindio_loop.py RANK WORLD PORT
-FOLDER STEPS PLAN``; rank -1 is the controller alone.
+"""A training loop with MindIO's functions, as MindSpore's callback and model use them: ``mindio_loop.py FOLDER STEPS
+PLAN``. Rank 0 starts the controller, as MindSpore's does, where ``resilient-run`` has none.
 
 The "device" is a dictionary; collectives go through files in FOLDER, and can be aborted: what hangs in one raises.
 """
@@ -14,21 +14,16 @@ import threading
 import time
 from pathlib import Path
 
-from resilient_train.integrations.mindio import finder
+if os.environ.get("MS_ROLE") == "MS_SCHED":
+    sys.exit(0)
 
-finder.install()
+from mindio_ttp import controller_ttp
+from mindio_ttp import framework_ttp as tft
 
-from mindio_ttp import controller_ttp  # noqa: E402
-from mindio_ttp import framework_ttp as tft  # noqa: E402
-
-RANK, WORLD, PORT, FOLDER, STEPS = (
-    int(sys.argv[1]),
-    int(sys.argv[2]),
-    int(sys.argv[3]),
-    Path(sys.argv[4]),
-    int(sys.argv[5]),
-)
-PLAN = [each.replace("@", ":").split(":") for each in sys.argv[6].split()] if len(sys.argv) > 6 else []
+RANK, WORLD = int(os.environ["MS_NODE_ID"]), int(os.environ["MS_WORKER_NUM"])
+WHERE = os.environ["MS_TFT_IP"], int(os.environ["MS_TFT_PORT"])
+FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
+PLAN = [each.replace("@", ":").split(":") for each in sys.argv[3].split()] if len(sys.argv) > 3 else []
 PLAN = [(kind, int(rank), int(step)) for kind, rank, step in PLAN]
 logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{RANK}] %(message)s")
 log = logging.getLogger()
@@ -140,7 +135,11 @@ CONTEXT = {"low": False}
 
 def one_step() -> None:
     step = device.step + 1
-    if due("kill", step):
+    if ("pace", 0, 0) in PLAN:
+        time.sleep(0.02)
+    if due("leave", step):
+        sys.exit(0)
+    if due("kill", step) or ("die", RANK, step) in PLAN:
         die()
     for kind in ("hcce", "uce", "low", "raise"):
         if due(kind, step):
@@ -158,6 +157,7 @@ def one_step() -> None:
             die()
     device.step = step
     tft.tft_end_updating_os(step)
+    tft.tft_pause_train(step)
 
 
 def train() -> None:
@@ -198,13 +198,11 @@ def train() -> None:
             (FOLDER / "resumed").touch()
 
 
-if RANK == -1:
-    controller_ttp.tft_init_controller(-1, WORLD, False, enable_arf=True)
-    controller_ttp.tft_start_controller("127.0.0.1", PORT, False, "")
-    print("listens", flush=True)
-    time.sleep(600)
+if RANK == 0:
+    controller_ttp.tft_init_controller(RANK, WORLD, False, enable_arf=True)
+    controller_ttp.tft_start_controller(*WHERE, False, "")
 tft.tft_init_processor(RANK, WORLD, False, False, "", enable_arf=True)
-tft.tft_start_processor("127.0.0.1", PORT)
+tft.tft_start_processor(*WHERE)
 for name, handler in {
     "save_ckpt": save,
     "rename": rename,

@@ -6,6 +6,7 @@ last is there, the next stage follows:
     STARTING     all ranks are to say Hello
     TRAINING     nobody reports anything
     LOCKING      all come to the end of the same update, and begin none behind it
+    HALTING      the same, where nothing is wrong: all make one more update. The end follows
     STOPPING     training threads raise, and wait
     CLEANING     devices are made ready; who lost memory says whether state was in it
     JOINING      lost ranks come back (ARF)
@@ -26,7 +27,8 @@ decides who gives state and who gets it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -38,6 +40,7 @@ from resilient_train.integrations.mindio.frames import (
     Did,
     Exit,
     Go,
+    Halt,
     Lock,
     Order,
     Part,
@@ -61,6 +64,7 @@ class Stage(enum.Enum):
     STARTING = enum.auto()
     TRAINING = enum.auto()
     LOCKING = enum.auto()
+    HALTING = enum.auto()
     STOPPING = enum.auto()
     CLEANING = enum.auto()
     JOINING = enum.auto()
@@ -95,18 +99,22 @@ class Timer(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Something to tell people."""
+    """Something to tell people. ``detail``: more of it, for the event."""
 
     kind: str
     rank: int
     text: str
+    detail: Mapping[str, object] = MappingProxyType({})
 
 
 class Ended(NamedTuple):
-    """The job is over; ``saved``: the step of its checkpoint, -1: there is none."""
+    """The job is over; ``saved``: the step of its checkpoint, -1: there is none; ``failed``: the rank whose script has,
+    -1: none.
+    """
 
     saved: int
     reason: str
+    failed: int = -1
 
 
 Effect = To | Timer | Note | Ended
@@ -162,6 +170,8 @@ class Controller:
         """All that a fault was told of, in this recovery."""
         self.hopeless = ""
         """Why this recovery can only be the job's end."""
+        self.failed = -1
+        """Who has failed by itself, first."""
         self.low: frozenset[int] = frozenset()
         """Who has lost memory in which no state was."""
         self.savers: tuple[tuple[int, ...], ...] = ()
@@ -177,15 +187,31 @@ class Controller:
         self.seats[rank] = Seat()
         self.seats[rank].present = True
         if not reborn:
+            told: list[Effect] = [To(rank, Welcome(reborn=False))]
             if all(each.present for each in self.seats):
                 self.stage = Stage.TRAINING
-            return [To(rank, Welcome(reborn=False))]
-        told: list[Effect] = []
+                told.append(Note("started", -1, "all ranks are there"))
+            return told
+        told = []
         if seat.present:  # its connection, or its end, was not heard of yet
             told += self.gone(rank)
         self.seats[rank].reborn, self.seats[rank].whole = True, False
         self.seats[rank].present = True
         return [*told, To(rank, Welcome(reborn=True))]
+
+    def leave(self, reason: str) -> list[Effect]:
+        """Somebody wants the job to end, behind a checkpoint."""
+        if self.stage in (Stage.HALTING, Stage.SAVING, Stage.RENAMING, Stage.OVER):
+            return []
+        self.hopeless = self.hopeless or reason
+        if self.stage is Stage.STARTING:
+            return self._end(reason)
+        if self.stage is not Stage.TRAINING:
+            return self._begin_round()
+        # Who is on the way to an update can't save before it is over: MindSpore's flag stands from the collective on.
+        self.round += 1
+        limit = 1 + max(map(self._reaches, self._steady()), default=0)
+        return self._give(Stage.HALTING, {rank: Halt(round=self.round, limit=limit) for rank in self._steady()})
 
     def status(self, rank: int, step: int, *, updating: bool) -> list[Effect]:
         """A rank tells how far it is."""
@@ -247,6 +273,7 @@ class Controller:
             seat.whole = False
         if state is ReportState.RS_UNKNOWN:
             self.hopeless = self.hopeless or f"rank {rank} has failed by itself"
+            self.failed = rank if self.failed < 0 else self.failed
         elif state is ReportState.RS_RETRY:
             self.hopeless = self.hopeless or f"rank {rank} wants to load a checkpoint, which nobody has registered"
         return self._fault(rank, f"{state.name} {code}".strip())
@@ -291,7 +318,7 @@ class Controller:
         if stage in (Stage.SAVING, Stage.RENAMING):
             return self._end(f"ranks {late} did not save in time")
         self.hopeless = self.hopeless or f"ranks {late} did not come through {stage.name}"
-        if stage is Stage.LOCKING:
+        if stage in (Stage.LOCKING, Stage.HALTING):
             # Who does not stand still may be writing: nothing that it holds is counted on.
             for rank in late:
                 self.seats[rank].whole = False
@@ -317,9 +344,13 @@ class Controller:
         if self.stage is Stage.LOCKING:
             self.pending &= frozenset(self._steady())
             return [*told, *self._answered_all()]
+        return [*told, *self._begin_round()]
+
+    def _begin_round(self) -> list[Effect]:
+        """All are to stand."""
         self.round += 1
         self.stage = Stage.LOCKING
-        told += [To(each, Exit(round=self.round)) for each in self._half_reborn()]
+        told: list[Effect] = [To(each, Exit(round=self.round)) for each in self._half_reborn()]
         self.lost -= set(self._steady())  # who came back in an earlier round is there as all others are
         self.pending = frozenset(self._steady())
         limit = max((self._reaches(each) for each in self._steady()), default=0)
@@ -341,7 +372,7 @@ class Controller:
     def _took(self, rank: int, answer: Did) -> str:
         """Notes what an answer says. Returns what has failed, if anything."""
         seat = self.seats[rank]
-        if self.stage is Stage.LOCKING:
+        if self.stage in (Stage.LOCKING, Stage.HALTING):
             seat.step, seat.updating, seat.whole = answer.step, False, not answer.code  # it knows best
             return ""
         if self.stage is Stage.CLEANING and seat.damaged and answer.code in (0, 2):
@@ -366,7 +397,7 @@ class Controller:
 
     def _next(self) -> list[Effect]:
         match self.stage:
-            case Stage.LOCKING:
+            case Stage.LOCKING | Stage.HALTING:
                 return self._locked()
             case Stage.STOPPING:
                 return self._stopped()
@@ -464,13 +495,17 @@ class Controller:
             self.seats[target].whole = False  # until it has all of what comes
         parts = self._parts(sources)
         faulty, rebuilt = tuple(sorted(self.faulty)), bool(self.lost)
-        return self._give(
-            Stage.REPAIRING,
-            {
-                rank: Repair(round=self.round, step=self.target, rebuilt=rebuilt, faulty=faulty, parts=tuple(own))
-                for rank, own in parts.items()
-            },
-        )
+        orders: dict[int, AnyOrder] = {
+            rank: Repair(round=self.round, step=self.target, rebuilt=rebuilt, faulty=faulty, parts=tuple(own))
+            for rank, own in parts.items()
+        }
+        return [Note("plan", -1, "state is on its way", self._plan(sources)), *self._give(Stage.REPAIRING, orders)]
+
+    def _plan(self, sources: Mapping[tuple[int, int], int]) -> dict[str, object]:
+        """For people: what all go on from, who gives state to whom, who runs the step behind it once more."""
+        copies = {str(target): source for (_, target), source in sorted(sources.items())}
+        redone = [rank for rank, seat in enumerate(self.seats) if not seat.reborn]
+        return {"commits": self.target, "copies": copies, "rolled_forward": [], "redone": redone}
 
     def _parts(self, sources: dict[tuple[int, int], int]) -> dict[int, list[Part]]:
         """Who sends to whom, and how each gets it."""
@@ -585,7 +620,7 @@ class Controller:
         # From the last to the first: the controller runs in the process of rank 0 as a rule, and ends with it.
         present = [rank for rank, seat in enumerate(self.seats) if seat.present]
         exits: list[Effect] = [To(rank, Exit(round=self.round)) for rank in reversed(present)]
-        return [*exits, Ended(saved, reason)]
+        return [*exits, Ended(saved, reason, self.failed)]
 
     def copy(self) -> Controller:
         """An independent one in the same state."""
@@ -604,6 +639,7 @@ def replica_sets(group: ReplicaGroup) -> list[tuple[int, ...]]:
 
 _ORDER: dict[Stage, type[Order]] = {
     Stage.LOCKING: Lock,
+    Stage.HALTING: Halt,
     Stage.STOPPING: Stop,
     Stage.CLEANING: Clean,
     Stage.REBUILDING: Rebuild,

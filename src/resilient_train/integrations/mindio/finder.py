@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -32,6 +33,12 @@ class _Finder(MetaPathFinder, Loader):
         if module.__name__ in _FULL:
             given = importlib.import_module(_PROVIDED)
             module.__dict__.update({n: v for n, v in vars(given).items() if n.startswith("tft_") or n in given.__all__})
+
+
+def of_mindio() -> str:
+    """Where MindIO's own ``mindio_ttp`` is installed; empty: nowhere."""
+    found = importlib.machinery.PathFinder.find_spec("mindio_ttp")
+    return "" if found is None else str(found.origin or next(iter(found.submodule_search_locations or ()), ""))
 
 
 def install() -> None:

@@ -141,6 +141,12 @@ class Lock(Order, frozen=True, kw_only=True):
     limit: int
 
 
+class Halt(Order, frozen=True, kw_only=True):
+    """The same, where all train: however long it takes to come there."""
+
+    limit: int
+
+
 class Stop(Order, frozen=True, kw_only=True):
     """The training thread is to raise out of whatever it does. ``repair``: what comes of it (retry, recover, dump)."""
 
@@ -207,4 +213,4 @@ class Exit(Order, frozen=True, kw_only=True):
 
 
 FromProcessor = Hello | Replicas | Status | Reported | Did | Bye
-AnyOrder = Lock | Stop | Clean | Rebuild | Repair | Rollback | Go | Save | Rename | Exit
+AnyOrder = Lock | Halt | Stop | Clean | Rebuild | Repair | Rollback | Go | Save | Rename | Exit

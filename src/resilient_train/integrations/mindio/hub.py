@@ -1,4 +1,8 @@
-"""The controller's port: connections of processors, and a thread that feeds ``controller.py`` with what they say."""
+"""The controller's port: connections of processors, whose words feed ``controller.py``.
+
+It runs in an event loop: that of ``resilient-run``, or one in a thread of its own (``HubThread``) where a script starts
+the controller itself.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from resilient_train.errors import ConfigError, ProtocolError
 from resilient_train.integrations.mindio import wire
@@ -22,6 +26,7 @@ _ACTION_S = 180.0
 """MindIO's TTP_NORMAL_ACTION_TIME_LIMIT."""
 _LIMITS_S = {
     Stage.LOCKING: 30.0,
+    Stage.HALTING: 10 * _MINUTE_S,
     Stage.JOINING: 10 * _MINUTE_S,
     Stage.REBUILDING: 10 * _MINUTE_S,
     Stage.SAVING: 30 * _MINUTE_S,
@@ -31,15 +36,38 @@ _GREETING_S = 10.0
 _STRANGERS_MAX = 64
 
 
-class Hub:
-    """Listens from when it is made until ``close``."""
+Told = Callable[[Note | Ended], object]
 
-    def __init__(self, address: str, port: int, world_size: int, policy: Policy, secret: bytes = b"") -> None:
+
+def log_it(event: Note | Ended) -> None:
+    """What people hear where there is nobody to tell them better."""
+    if isinstance(event, Ended):
+        saved = f"saved at step {event.saved}" if event.saved >= 0 else "not saved"
+        log.warning("the job ends: %s; %s", event.reason, saved)
+    else:
+        log.warning("%s%s: %s", event.kind, f", rank {event.rank}" if event.rank >= 0 else "", event.text)
+
+
+class Hub:
+    """Listens from when it is made; answers from ``open`` to ``close``."""
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        world_size: int,
+        policy: Policy,
+        secret: bytes = b"",
+        told: Told = log_it,
+    ) -> None:
         """Raises ConfigError for an address that can't be listened at."""
         wire.check_bind(address, secret)
-        self._secret, self._world_size = secret, world_size
-        self._controller = Controller(world_size, policy)
+        self._secret, self._world_size, self._told = secret, world_size, told
+        self.controller = Controller(world_size, policy)
+        """For others to look at."""
         self._seated: dict[int, _Visitor] = {}
+        self._known: set[int] = set()
+        """Ranks that have ever come."""
         self._visitors: set[_Visitor] = set()
         try:
             self._listening = socket.create_server((address, port), backlog=1024)
@@ -47,43 +75,42 @@ class Hub:
             raise ConfigError(f"the controller can't listen at {address}:{port}: {error.strerror}") from None
         self.port: int = self._listening.getsockname()[1]
         self._closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="rt-mindio-hub", daemon=True)
-        self._thread.start()
 
-    @property
-    def stage(self) -> Stage:
-        """Where the job is."""
-        return self._controller.stage
+    async def open(self) -> None:
+        """Begins to answer, in the running loop."""
+        self._server = await asyncio.start_server(self._serve, sock=self._listening)
 
-    def close(self) -> None:
-        """Ends the thread and all connections; ranks are told."""
-        self._loop.call_soon_threadsafe(self._leave)
-        self._thread.join()
-
-    def _leave(self) -> None:
+    async def close(self) -> None:
+        """Ends all connections; ranks are told."""
         self._closed = True
         for each in self._seated.values():
             each.send(Over())
-        self._loop.stop()
+        self._server.close()
+        visitors = list(self._visitors)
+        for visitor in visitors:
+            visitor.writer.close()
+            visitor.task.cancel()
+        await asyncio.gather(*(visitor.task for visitor in visitors), return_exceptions=True)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._listening))
-        try:
-            self._loop.run_forever()
-        finally:
-            server.close()
-            for each in list(self._visitors):
-                each.writer.close()
-            serving = asyncio.all_tasks(self._loop)
-            for task in serving:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*serving, return_exceptions=True))
-            self._loop.close()
+    async def hear_out(self, rank: int, limit_s: float) -> bool:
+        """Its process has ended: takes in what it had said before, for as long as that may take.
+
+        Returns whether it owes nothing: its training was over, or it never came.
+        """
+        visitor = self._seated.get(rank)
+        if visitor is not None:
+            await asyncio.wait((visitor.task,), timeout=limit_s)
+            self._give_seat_up(visitor)
+        return rank not in self._known or self.controller.seats[rank].left
+
+    def leave(self, reason: str) -> None:
+        """The job is to end, behind a checkpoint."""
+        self._carry_out(self.controller.leave(reason))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        visitor = _Visitor(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        visitor = _Visitor(writer, task)
         if len(self._visitors) - len(self._seated) >= _STRANGERS_MAX:
             writer.close()
             return
@@ -96,10 +123,13 @@ class Hub:
             log.warning("a connection to the controller ends: %s", error or type(error).__name__)
         finally:
             self._visitors.discard(visitor)
-            writer.close()
-            if not self._closed and self._seated.get(visitor.rank) is visitor:
-                del self._seated[visitor.rank]
-                self._carry_out(self._controller.gone(visitor.rank))
+            self._give_seat_up(visitor)
+
+    def _give_seat_up(self, visitor: _Visitor) -> None:
+        visitor.writer.close()
+        if not self._closed and self._seated.get(visitor.rank) is visitor:
+            del self._seated[visitor.rank]
+            self._carry_out(self.controller.gone(visitor.rank))
 
     async def _listen(self, visitor: _Visitor, reader: asyncio.StreamReader) -> None:
         wire.notice_silence(visitor.writer.get_extra_info("socket"))
@@ -123,15 +153,16 @@ class Hub:
             raise ProtocolError(f"rank {frame.rank} of {frame.world_size} comes to a job of {self._world_size} ranks")
         before = self._seated.get(frame.rank)
         if before is not None:
-            if self._controller.stage is Stage.STARTING:
+            if self.controller.stage is Stage.STARTING:
                 raise ProtocolError(f"rank {frame.rank} is there already")
             before.writer.close()
         self._seated[frame.rank] = visitor
+        self._known.add(frame.rank)
         visitor.rank = frame.rank
-        self._carry_out(self._controller.hello(frame.rank))
+        self._carry_out(self.controller.hello(frame.rank))
 
     def _on_frame(self, rank: int, frame: FromProcessor) -> None:
-        controller = self._controller
+        controller = self.controller
         match frame:
             case Replicas(groups=groups):
                 self._carry_out(controller.replicas(rank, groups))
@@ -154,21 +185,43 @@ class Hub:
                         visitor.send(frame)
                 case Timer(round=number, stage=stage):
                     limit_s = _LIMITS_S.get(stage, _ACTION_S)
-                    self._loop.call_later(limit_s, self._expire, number, stage)
-                case Note(kind=kind, rank=rank, text=text):
-                    log.warning("%s%s: %s", kind, f", rank {rank}" if rank >= 0 else "", text)
-                case Ended(saved=saved, reason=reason):
-                    log.warning("the job ends: %s; %s", reason, f"saved at step {saved}" if saved >= 0 else "not saved")
+                    asyncio.get_running_loop().call_later(limit_s, self._expire, number, stage)
+                case Note() | Ended():
+                    self._told(effect)
 
     def _expire(self, number: int, stage: Stage) -> None:
-        self._carry_out(self._controller.expired(number, stage))
+        self._carry_out(self.controller.expired(number, stage))
+
+
+class HubThread:
+    """A hub in a thread of its own, until ``close``."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="rt-mindio-hub", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._hub.open())
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._hub.close())
+            self._loop.close()
+
+    def close(self) -> None:
+        """Ends the thread and all connections; ranks are told."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
 
 class _Visitor:
-    """A connection. ``rank``: -1 until it has said Hello."""
+    """A connection, and the task that listens to it. ``rank``: -1 until it has said Hello."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self.writer = writer
+    def __init__(self, writer: asyncio.StreamWriter, task: asyncio.Task[None]) -> None:
+        self.writer, self.task = writer, task
         self.rank = -1
 
     def send(self, frame: wire.FromController) -> None:

@@ -28,6 +28,7 @@ from resilient_train.integrations.mindio.frames import (
     Exit,
     FromProcessor,
     Go,
+    Halt,
     Hello,
     Lock,
     Over,
@@ -57,7 +58,7 @@ _SETTLE_S = 3.0
 _POLL_S = 0.05
 _EXIT_CODE = 2
 _RETRY_S = 1.0
-_AT_ONCE = (Lock, Stop, Exit, Go)
+_AT_ONCE = (Lock, Halt, Stop, Exit, Go)
 
 Handler = Callable[..., Any]
 End = Callable[[int], object]
@@ -270,19 +271,19 @@ class Processor:
             log.exception("rank %d can't %s", self.rank, order.name())
             return 1
 
-    def _lock(self, order: Lock) -> int:
+    def _lock(self, order: Lock | Halt) -> int:
         with self._changed:
             self._limit = order.limit
-            while order.round == self._round and (self._updating or not self._stands(order.limit)):
+            while order.round == self._round and (self._updating or not self._stands(order)):
                 self._changed.wait(_POLL_S)
             # Where it stands now it stays: the controller may have its state overwritten.
             self._limit = self._step
             return 0 if self._whole else 1
 
-    def _stands(self, limit: int) -> bool:
-        if time.monotonic() - self._moved_s > _SETTLE_S:
+    def _stands(self, order: Lock | Halt) -> bool:
+        if isinstance(order, Lock) and time.monotonic() - self._moved_s > _SETTLE_S:
             return True
-        return not self._handling.locked() and (self._step >= limit or self._waits)
+        return not self._handling.locked() and (self._step >= order.limit or self._waits)
 
     def _stop(self, order: Stop) -> Any:
         self.repair_type = order.repair
@@ -372,6 +373,7 @@ class Processor:
 
     _DO: ClassVar[dict[type[AnyOrder], Callable[[Any, Any], Any]]] = {
         Lock: _lock,
+        Halt: _lock,
         Stop: _stop,
         Clean: _clean,
         Rebuild: _rebuild,

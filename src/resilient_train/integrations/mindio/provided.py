@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.integrations.mindio import wire
 from resilient_train.integrations.mindio.controller import Policy
 from resilient_train.integrations.mindio.frames import Action, OptimizerType, RepairType, ReplicaGroup, ReportState
-from resilient_train.integrations.mindio.hub import Hub
+from resilient_train.integrations.mindio.hub import Hub, HubThread
 from resilient_train.integrations.mindio.processor import Handler, Processor
 
 log = logging.getLogger("resilient_train.mindio")
@@ -26,7 +28,7 @@ __all__ = ["Action", "OptimizerType", "RepairType", "ReportState"]
 
 _wanted: tuple[int, Policy] | None = None
 """Of how many ranks the controller is to be, and what it may do."""
-_hub: Hub | None = None
+_hub: HubThread | None = None
 _processor: Processor | None = None
 
 
@@ -59,11 +61,14 @@ def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_i
     global _hub
     if _wanted is None:
         raise RuntimeError("tft_init_controller comes first")
+    if config.is_hosted():
+        log.info("mindio_ttp: resilient-run has the controller")
+        return
     if enable_tls and (tls_info or not wire.is_loopback(bind_ip)):
         raise ConfigError(
             f"mindio_ttp: there is no TLS here; give enable_tls=False, {wire.VARIABLE}, and a network that nobody reads"
         )
-    _hub = Hub(bind_ip, int(port), *_wanted, _secret())
+    _hub = HubThread(Hub(bind_ip, int(port), *_wanted, _secret()))
 
 
 def tft_destroy_controller() -> None:
@@ -88,7 +93,17 @@ def tft_init_processor(
     global _processor
     _refuse("enable_local_copy", enable_local_copy)
     _refuse("enable_zit", enable_zit)
+    if config.is_hosted():
+        _leave_signals_to_the_launcher()
     _processor = Processor(rank, world_size, _secret())
+
+
+def _leave_signals_to_the_launcher() -> None:
+    """Who ends a job may signal all its processes. ``resilient-run`` hears of it too, and has the state saved first.
+    MindIO does so as well.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: log.warning("SIGTERM is left to resilient-run: send it there"))
 
 
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:

@@ -36,6 +36,7 @@ from resilient_train.launch.agent.rendezvous import make_store
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.agent.straggler_watch import StragglerWatch
 from resilient_train.launch.agent.waiting import Waiting
+from resilient_train.launch.exit_codes import EXIT_BUG
 from resilient_train.launch.fork.imports import target_of, uses_us
 from resilient_train.launch.fork.standby_pool import Pool
 from resilient_train.launch.fork.zygote import Root
@@ -68,8 +69,6 @@ from resilient_train.state import abnormal
 from resilient_train.state.arena import DEFAULT_SLOT_BYTES, Arena
 from resilient_train.transport import listen
 
-EXIT_BUG = 70
-"""EX_SOFTWARE."""
 LOG_POLL_S = 0.05
 _SHORT_OF = frozenset((errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM))
 """Descriptors, processes or memory: there may be some again soon."""

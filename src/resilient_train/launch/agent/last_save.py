@@ -15,22 +15,13 @@ import msgspec
 from resilient_train._native import Board
 from resilient_train.config import Settings
 from resilient_train.launch.agent.saves import Saves
+from resilient_train.launch.exit_codes import EXIT_SAVED
 from resilient_train.protocol.commands import Command
 from resilient_train.protocol.controller import Controller
-from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.messages import Captured, FromAgent, SaveLast
 from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.arena import Arena
 from resilient_train.strategies import ttp
-
-EXIT_SAVED = {
-    signal.SIGTERM: 128 + signal.SIGTERM,
-    signal.SIGHUP: 128 + signal.SIGHUP,
-    signal.SIGUSR1: EXIT_UNRECOVERABLE,
-}
-"""Signals that ask for a graceful end, and the job's exit code. SIGUSR1 is what Slurm sends before a time limit, and
-means that the job shall go on later (``sbatch --signal=USR1@120``).
-"""
 
 _SAME_REQUEST_S = 1.0
 """Who ends a job (systemd, LSF) may signal all of its processes: that is one request, though the launcher and a rank

@@ -17,6 +17,8 @@ from resilient_train.launch.spec import JobSpec
 
 _CHUNK_BYTES = 1 << 16
 _LAST_S = 1.0
+SCHEDULER = -1
+"""In the place of a rank: MindSpore's scheduler."""
 
 
 class Streams(NamedTuple):
@@ -108,7 +110,7 @@ class Logs:
 
     def folder(self, rank: int) -> Path:
         """Where the logs of a rank lie."""
-        return self._job.log_dir / f"rank_{rank}"
+        return self._job.log_dir / ("scheduler" if rank == SCHEDULER else f"rank_{rank}")
 
     def _prefix(self, rank: int) -> bytes:
         values = {"role_name": self._job.role, "rank": rank, "local_rank": rank}

@@ -209,7 +209,7 @@ class Processes:
                 child: Child = waiting.child
                 start = waiting.child.start
             else:
-                child, start = _start_cold(command, environ, streams, self._limit), "cold"
+                child, start = start_cold(command, environ, streams, self._limit), "cold"
         finally:
             os.close(streams.out)
             os.close(streams.err)
@@ -293,7 +293,7 @@ class Processes:
         return (process for process in list(self.current.values()) if process.exit_code() is None)
 
 
-def _start_cold(
+def start_cold(
     command: tuple[str, ...], environ: dict[str, str], streams: Streams, limit: Limit | None = None
 ) -> subprocess.Popen[bytes]:
     def prepare() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import resource
@@ -19,6 +20,7 @@ from resilient_train import config
 from resilient_train._native import Probes, ProbeStatus, death_watch_supported
 from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.frameworks.supported import torch_installed, torch_problem
+from resilient_train.integrations.mindio import finder
 from resilient_train.launch.agent import caches
 from resilient_train.launch.cli import asking
 from resilient_train.launch.cli.findings import Finding, Grade
@@ -126,7 +128,7 @@ def gather() -> Facts:
         probes=_try_probes(settings),
         switches=switches,
         switches_given=config.given_switches(),
-        mindspore=tuple(look(environ)),
+        mindspore=(*look(environ), *_provider()),
         off=config.why_off(settings, switches),
         settings=config.describe(settings),
         standby=settings.standby,
@@ -135,6 +137,15 @@ def gather() -> Facts:
         caches=caches.look(Path(settings.run_dir or "resilient_runs/<id>"), environ),
         cache_switches={name: environ[name] for name in caches.SWITCHES if name in environ},
     )
+
+
+def _provider() -> Iterator[Finding]:
+    """Whose ``mindio_ttp`` a MindSpore script would get."""
+    if theirs := finder.of_mindio():
+        yield Finding(Grade.OK, "mindio_ttp", f"MindIO's is installed ({theirs}): scripts get that one")
+    elif importlib.util.find_spec("mindspore") is not None:
+        text = "not installed: scripts that `resilient-run --worker_num N` starts get resilient_train's"
+        yield Finding(Grade.OK, "mindio_ttp", text)
 
 
 def _read_switches() -> Switches:

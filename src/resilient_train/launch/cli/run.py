@@ -13,8 +13,9 @@ import sys
 import time
 import traceback
 import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from resilient_train import _register, config
 from resilient_train.errors import ConfigError
@@ -24,17 +25,18 @@ from resilient_train.frameworks.supported import torch_problem, version_line
 from resilient_train.launch.agent.claim import Claim
 from resilient_train.launch.agent.console import Console
 from resilient_train.launch.agent.console_text import line
+from resilient_train.launch.agent.mindspore_agent import MindSporeAgent
+from resilient_train.launch.cli import msrun
 from resilient_train.launch.cli.findings import Grade
 from resilient_train.launch.cli.mindspore_environ import RANK_TABLE, look
 from resilient_train.launch.cli.mindspore_view import differs
+from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_WRONG_INPUT
 from resilient_train.launch.fork.imports import target_of, uses
 from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.spec import JobSpec
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.summary import missed, summary
 from resilient_train.protocol.policy import DEFAULT_MAX_RESTARTS, Policy
-
-EXIT_WRONG_INPUT = 2
 
 
 def _check_torch() -> None:
@@ -205,6 +207,8 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point of ``resilient-run``. Returns in the ranks that are forked from this process, else exits."""
     _open_streams()
     argv = sys.argv[1:] if argv is None else argv
+    if msrun.is_for_mindspore(argv):
+        sys.exit(_run_mindspore(argv))
     _register.wrap_for_forks()
     guessed = config.set_threads(_ranks_wanted(argv))
     environ = config.environ_copy()
@@ -231,9 +235,24 @@ def main(argv: list[str] | None = None) -> None:
     if isinstance(root, Born):
         root.begin()  # nothing of ours may catch what the script raises
         return
-    code = run_job(job, argv, root)
+    from resilient_train.launch.agent.agent import Agent
+
+    code = run_job(job, argv, lambda sink: Agent(job, sink, root))
     claim.close()
     sys.exit(code)
+
+
+def _run_mindspore(argv: list[str]) -> int:
+    """Runs a job that msrun's flags describe; returns its exit code."""
+    try:
+        job = msrun.make_job(argv)
+    except ConfigError as error:
+        print(f"resilient-run: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    claim = _enter_run_dir(job.spec)
+    code = run_job(job.spec, argv, lambda sink: MindSporeAgent(*job, sink))
+    claim.close()
+    return code
 
 
 def _hand_on_switches(job: JobSpec | argparse.Namespace) -> None:
@@ -350,10 +369,12 @@ def _without_effect() -> list[str]:
     return texts
 
 
-def run_job(job: JobSpec, argv: list[str], root: Root | str) -> int:
-    """Runs a job of one node; returns its exit code."""
-    from resilient_train.launch.agent.agent import EXIT_BUG, Agent
+class _Runs(Protocol):
+    async def run(self) -> int: ...
 
+
+def run_job(job: JobSpec, argv: list[str], agent: Callable[[JsonLines], _Runs]) -> int:
+    """Runs a job of one node; returns its exit code."""
     console = Console(sys.stderr.fileno())
     try:
         _set_aside(job.run_dir / EVENTS_FILE)
@@ -371,7 +392,7 @@ def run_job(job: JobSpec, argv: list[str], root: Root | str) -> int:
     sink.write(now("run_start", detail={"world_size": job.world_size, "argv": argv, "pid": os.getpid()}))
 
     async def serve() -> int:
-        return await Agent(job, sink, root).run()
+        return await agent(sink).run()
 
     try:
         code = asyncio.run(serve())

@@ -16,7 +16,9 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
+from resilient_train import config
 from resilient_train._imported import BOOT, watch
+from resilient_train.integrations.mindio import finder
 from resilient_train.launch.fork.imports import Script, hidden, target_of
 
 
@@ -34,6 +36,8 @@ def begin() -> None:
     """The main module's one call in a new interpreter, see ``BOOT``."""
     if not sys.flags.safe_path:
         del sys.path[0]  # the current directory, which `-c` puts there
+    if config.is_hosted():
+        finder.install()
     command = (sys.executable, "-u", *sys.argv[1:])
     target = target_of(command)
     if isinstance(target, str):  # it was a script when the agent looked

@@ -1,0 +1,299 @@
+"""The agent of a MindSpore job: starts its scheduler and its ranks, hosts the controller of ``mindio_ttp``, and starts
+ranks that were lost once more.
+
+What is done about a fault is that controller's decision (``integrations/mindio/controller.py``). Here it is decided who
+gets a new process: a rank that was killed, as long as it does not die over and over. A rank that *exits* was not lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+import traceback
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from resilient_train import config
+from resilient_train.errors import ConfigError
+from resilient_train.events import Event
+from resilient_train.integrations.mindio import finder
+from resilient_train.integrations.mindio.controller import Ended, Note, Policy, Stage
+from resilient_train.integrations.mindio.hub import Hub
+from resilient_train.integrations.mindio.wire import read_secret
+from resilient_train.launch.agent.console_text import end_of, line, told
+from resilient_train.launch.agent.last_words import how_it_failed
+from resilient_train.launch.agent.logs import SCHEDULER, Logs
+from resilient_train.launch.agent.processes import RankProcess, start_cold
+from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_SAVED
+from resilient_train.launch.spec import JobSpec
+from resilient_train.observe.sinks import Sink
+from resilient_train.protocol.job import EXIT_UNRECOVERABLE
+from resilient_train.protocol.policy import why_give_up
+from resilient_train.protocol.retry_budget import RetryBudget
+
+_LOG_POLL_S = 0.05
+_LAST_WORDS_S = 1.0
+"""How long what a rank has sent before its end may take to be read. A process that it has left may hold its socket."""
+_SECRET = "tft-secret"  # noqa: S105 - a file's name
+
+
+class MindSporeAgent:
+    """``run`` returns the job's exit code. The arguments: see ``launch/cli/msrun.py``."""
+
+    def __init__(self, spec: JobSpec, environ: Mapping[str, str], controller: tuple[str, int], sink: Sink) -> None:
+        """Raises ConfigError where the controller can't listen."""
+        self._spec, self._sink = spec, sink
+        self._logs = Logs(spec)
+        policy = Policy(uce=spec.policy.mend, hcce=spec.policy.rebuild, arf=spec.policy.replace)
+        secret = spec.settings.tft_secret_file or _write_secret(spec.run_dir / _SECRET)
+        if theirs := finder.of_mindio():
+            self._say(f"mindio_ttp is installed ({theirs}): faults are MindIO's business, and no rank is replaced here")
+            controller = ("127.0.0.1", 0)  # what the ranks know is for theirs
+        self._hub = Hub(*controller, spec.world_size, policy, read_secret(secret), self._on_told)
+        hosted = {} if theirs else config.hosted_environ(controller[0], self._hub.port, secret)
+        self._environ = {**environ, **hosted}
+        self._budget = RetryBudget(spec.policy)
+        self._replaced = 0
+        self._running: dict[int, RankProcess] = {}
+        """By rank; and the scheduler."""
+        self._codes: dict[int, int] = {}
+        """How each rank's newest process has ended, of those that have."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over = asyncio.Event()
+        self._ended: Ended | None = None
+        self._code: int | None = None
+        """The exit code of a job that can't end well any more."""
+        self._reason = "it was ended"
+        self._fault_ns = 0
+        self._redo: list[int] = []
+        """Who runs the step that a fault has cut once more."""
+
+    async def run(self) -> int:
+        """Runs the job to its end."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._on_bug)
+        await self._hub.open()
+        for name in self._spec.signals:
+            number = getattr(signal, name)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has asked for that
+                self._loop.add_signal_handler(number, self._on_signal, number)
+        showing = self._begin_task(self._show_logs())
+        try:
+            self._start(SCHEDULER, 0)
+            for rank in range(self._spec.world_size):
+                self._start(rank, 0)
+            await self._over.wait()
+        finally:
+            showing.cancel()
+            self._kill_all()
+            await self._hub.close()
+            self._logs.finish()
+        return self._end()
+
+    # -- processes
+
+    def _start(self, rank: int, incarnation: int) -> None:
+        """Ends the job where the command can't be run."""
+        streams = self._logs.open(rank, incarnation)
+        environ = {**self._environ, **_role(rank)}
+        try:
+            child = start_cold(self._spec.command, environ, streams)
+            process = RankProcess(rank, incarnation, child, start="cold", wraps=False)
+        except OSError as error:
+            self._fail(2, f"rank {rank} can't be started: {error}")
+            return
+        finally:
+            os.close(streams.out)
+            os.close(streams.err)
+        self._running[rank] = process
+        self._codes.pop(rank, None)
+        self._loop.add_reader(process.pidfd, self._on_exit, process)
+        if rank != SCHEDULER:
+            detail = {"pid": process.pid, "joining": incarnation > 0, "start": "cold"}
+            self._note("spawned", rank=rank, incarnation=incarnation, detail=detail)
+
+    def _on_exit(self, process: RankProcess) -> None:
+        code = process.exit_code()
+        if code is None:
+            return
+        self._loop.remove_reader(process.pidfd)
+        process.close()
+        self._logs.close(process.rank, process.incarnation)
+        del self._running[process.rank]
+        if process.rank == SCHEDULER:
+            if code and not self._over.is_set():
+                self._say(f"MindSpore's scheduler {end_of(code)}; its log: {self._logs.folder(SCHEDULER)}")
+            return
+        self._note("exited", rank=process.rank, incarnation=process.incarnation, detail={"code": code})
+        self._begin_task(self._bury(process, code))
+
+    async def _bury(self, process: RankProcess, code: int) -> None:
+        """Behind the last that the rank has said, what is to be done about its end is known."""
+        rank = process.rank
+        stands = max((seat.step for seat in self._hub.controller.seats), default=0)
+        at_its_end = await self._hub.hear_out(rank, _LAST_WORDS_S)
+        self._codes[rank] = code
+        self._budget.reached(stands)
+        if self._ended is None and not (code == 0 and at_its_end):
+            self._consider(process, code, at_its_end=at_its_end)
+        if len(self._codes) == self._spec.world_size:
+            self._over.set()
+
+    def _consider(self, process: RankProcess, code: int, *, at_its_end: bool) -> None:
+        """What becomes of a rank that has ended otherwise than it should."""
+        rank = process.rank
+        if code > 0:
+            log = self._logs.folder(rank) / f"{process.incarnation}.err"
+            self._fail(code, f"rank {rank} failed{how_it_failed(log, code)}")
+            return
+        how = f"rank {rank} {end_of(code)}"
+        self._budget.died(rank)
+        if code == 0:
+            self._fail(1, f"{how} before its training was over")
+        elif self._hub.controller.stage is Stage.STARTING:
+            self._fail(128 - code, f"{how} before all ranks had come to their training")
+        elif at_its_end:
+            self._fail(128 - code, f"{how}, behind its training")
+        elif why := self._why_give_up(rank):
+            self._fail(EXIT_UNRECOVERABLE, f"{how}, and {why}")
+        elif self._code is None:
+            self._replaced += 1
+            self._start(rank, process.incarnation + 1)
+
+    def _why_give_up(self, rank: int) -> str:
+        stuck = self._budget.deaths(rank)
+        return why_give_up(self._spec.policy, restarts=self._replaced, lost=1, stuck=stuck)
+
+    def _kill_all(self) -> None:
+        for process in list(self._running.values()):
+            process.signal_group(signal.SIGKILL)
+            self._loop.remove_reader(process.pidfd)
+            self._logs.close(process.rank, process.incarnation)
+
+    # -- the end
+
+    def _on_signal(self, number: int) -> None:
+        told, leaves = signal.Signals(number), self._code is not None
+        reason = f"resilient-run got {told.name}"
+        if told not in EXIT_SAVED or leaves:
+            self._code, self._reason = 128 + number, reason
+            self._over.set()
+            return
+        self._loop.call_later(self._spec.settings.exit_grace_s, self._give_up, "the time to save is over")
+        self._fail(EXIT_SAVED[told], reason)
+
+    def _fail(self, code: int, reason: str) -> None:
+        """The job ends, behind a checkpoint if there can be one."""
+        if self._code is None:
+            self._code, self._reason = code, reason
+        if self._hub.controller.stage is Stage.STARTING:
+            self._over.set()  # nothing is trained yet
+        elif self._ended is None:
+            self._say(f"{reason}. The state is saved if all of it is there, then the job ends")
+            self._hub.leave(reason)
+
+    def _give_up(self, reason: str) -> None:
+        if not self._over.is_set():
+            self._say(f"{reason}: what is left of the job is killed")
+            self._over.set()
+
+    def _end(self) -> int:
+        """The exit code, when nothing runs any more."""
+        ended = self._ended
+        failed = self._codes.get(ended.failed, 0) if ended is not None else 0
+        if [*self._codes.values()] == [0] * self._spec.world_size:
+            code, reason = 0, "all ranks have come to their end"
+        else:
+            code = failed if failed > 0 else self._code or EXIT_UNRECOVERABLE
+            reason = ended.reason if ended is not None else self._reason
+        if ended is not None and ended.saved >= 0:
+            reason = f"{reason}; its state from after {ended.saved} updates is saved"
+        commits = max((seat.step for seat in self._hub.controller.seats), default=0)
+        detail = {"code": code, "reason": reason, "commits": max(commits, self._budget.furthest)}
+        self._note("finished" if code == 0 else "job_end", detail=detail)
+        if code:
+            self._say(f"the job ends: {reason}")
+        return code
+
+    # -- what the controller says
+
+    def _on_told(self, event: Note | Ended) -> None:
+        if isinstance(event, Ended):
+            self._ended = event
+            self._loop.call_later(self._spec.shutdown_timeout_s, self._give_up, "not all ranks have ended")
+            if len(self._codes) == self._spec.world_size:
+                self._over.set()
+            return
+        if event.kind == "fault":
+            self._fault_ns = time.monotonic_ns()
+            lost = sorted(self._hub.controller.lost)
+            strategy = "ARF" if lost else "UCE" if "RS_UCE" in event.text else "HCCE"
+            detail: dict[str, Any] = {"lost": lost, "reason": f"rank {event.rank}: {event.text}", "strategy": strategy}
+        else:
+            detail = {"reason": event.text, "commits": self._hub.controller.target, **event.detail}
+        if event.kind == "plan":
+            self._redo = detail["redone"]
+        elif event.kind == "resumed":
+            for rank in self._redo:
+                self._note("done", rank=rank, detail={"redone": True})
+        self._note(event.kind, rank=event.rank, detail=detail)
+        if event.kind in ("fault", "resumed"):
+            took_ms = (time.monotonic_ns() - self._fault_ns) / 1e6
+            for text in told(event.kind, self._hub.controller.round, took_ms, detail):
+                self._say(text)
+
+    # -- the rest
+
+    async def _show_logs(self) -> None:
+        while True:
+            self._logs.show_new()
+            await asyncio.sleep(_LOG_POLL_S)
+
+    def _begin_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_over)
+        return task
+
+    def _on_task_over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_bug(self._loop, {"message": "a task has failed", "exception": error})
+
+    def _on_bug(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception in a callback is a bug of ours. A job that nobody looks after any more must not go on."""
+        error = context.get("exception")
+        self._logs.say("".join(traceback.format_exception(error)) if error else context["message"])
+        self._say(f"the job ends: internal error of the agent: {error!r} (please report it)")
+        self._code = EXIT_BUG
+        self._over.set()
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        self._sink.write(Event(kind=kind, time_ns=time.time_ns(), generation=self._hub.controller.round, **fields))
+
+    def _say(self, text: str) -> None:
+        self._logs.say(line(text))
+
+
+def _role(rank: int) -> dict[str, str]:
+    """What msrun tells a process about itself."""
+    if rank == SCHEDULER:
+        return {"MS_ROLE": "MS_SCHED", "RANK_ID": "0"}
+    own = str(rank)
+    return {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": own, "RANK_ID": own, "DEVICE_ID": own}
+
+
+def _write_secret(path: Path) -> str:
+    """Returns the path. Raises ConfigError where nothing can be written there."""
+    try:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"the run directory can't be written: {path}: {error.strerror}") from None
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    return str(path)

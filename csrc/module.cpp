@@ -23,6 +23,7 @@
 #include "kin.hpp"
 #include "module.hpp"
 #include "probes/alarm.hpp"
+#include "probes/ascend_errors.hpp"
 #include "probes/probes.hpp"
 #include "process_copy.hpp"
 #include "record.hpp"
@@ -266,6 +267,25 @@ void bind_findings(nb::module_& module) {
       .def_ro("polls", &ProbeStatus::polls);
 }
 
+// "acl" or "hccl"; empty: the program's own error.
+std::string kind_of_code(const std::string& library, std::int64_t code) {
+  if (code < INT32_MIN || code > INT32_MAX) return "";
+  const auto kind = library == "hccl" ? classify_hccl(static_cast<abi::Code>(code))
+                                      : classify_acl(static_cast<abi::Code>(code));
+  return kind ? name_of(*kind) : "";
+}
+
+void bind_ascend_errors(nb::module_& module) {
+  std::vector<std::pair<std::string, std::string>> words;
+  for (const AscendError& row : acl_errors) {
+    for (const char* const each : row.words) {
+      if (each != nullptr) words.emplace_back(each, name_of(row.kind));
+    }
+  }
+  module.attr("ASCEND_WORDS") = nb::tuple(nb::cast(words));
+  module.def("ascend_kind", &kind_of_code, "library"_a, "code"_a);
+}
+
 void bind_probes(nb::module_& module) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   const auto limit = [] { return "limit_ms"_a = 5'000; };
@@ -338,6 +358,7 @@ NB_MODULE(_native, module) {
   bind_page(module);
   bind_threads(module);
   bind_findings(module);
+  bind_ascend_errors(module);
   bind_probes(module);
   nb::class_<Glance>(module, "Glance")
       .def(nb::init<const std::vector<std::pair<std::uint64_t, std::uint64_t>>&>(), "spans"_a)

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "probes/ascend_errors.hpp"
+
 namespace resilient {
 namespace {
 
@@ -43,48 +45,11 @@ std::vector<Range> copy_checked(const abi::MemUceInfo* entries, std::size_t coun
 }
 
 const char* meaning(abi::Code code) {
-  switch (code) {
-    case abi::acl_task_abort:
-      return "tasks of the device were aborted";
-    case abi::acl_memory_error:
-      return "uncorrectable device memory error";
-    case abi::acl_hbm_multi_bit_ecc:
-      return "multi-bit ECC error of the device memory";
-    case abi::acl_suspect_memory:
-      return "device memory under suspicion";
-    case abi::acl_link_error:
-      return "link error of the device";
-    case abi::acl_suspect_remote:
-      return "a remote device is under suspicion";
-    case abi::acl_comm_retry_failed:
-      return "a collective failed after its retries";
-    default:
-      return "device error";
-  }
+  const AscendError* const found = find_error(acl_errors, code);
+  return found == nullptr ? "device error" : found->meaning;
 }
 
 }  // namespace
-
-std::optional<FindingKind> classify_acl(abi::Code code) {
-  switch (code) {
-    case abi::acl_task_abort:
-      return FindingKind::stopped;
-    case abi::acl_memory_error:
-    case abi::acl_hbm_multi_bit_ecc:
-    case abi::acl_suspect_memory:
-      return FindingKind::uce;
-    case abi::acl_link_error:
-      return FindingKind::link;
-    case abi::acl_suspect_remote:
-    case abi::acl_comm_retry_failed:
-      return FindingKind::hcce;
-    default:
-      break;
-  }
-  // The rest of the runtime's numbers are wrong arguments and the like: the program's business.
-  if (code >= abi::acl_device_error_first && code <= abi::acl_device_error_last) return FindingKind::device;
-  return std::nullopt;
-}
 
 void AclProbe::resolve() {
   peek_ = library_.find<abi::aclrtPeekAtLastError>("aclrtPeekAtLastError");

@@ -1,7 +1,6 @@
 // Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -9,9 +8,6 @@
 #include "probes/probe.hpp"
 
 namespace resilient {
-
-// By number, never by text. Nothing: not a fault of the device.
-std::optional<FindingKind> classify_acl(abi::Code code);
 
 class AclProbe final : public Probe {
  public:

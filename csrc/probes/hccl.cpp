@@ -1,6 +1,8 @@
 // Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
 #include "probes/hccl.hpp"
 
+#include "probes/ascend_errors.hpp"
+
 namespace resilient {
 
 HcclProbe::HcclProbe(std::string library)
@@ -13,9 +15,7 @@ void HcclProbe::resolve() {
   destroy_ = library_.find<abi::HcclCommDestroy>("HcclCommDestroy");
 }
 
-// "Suspending" is what a recovery of ours did to it.
-FindingKind HcclProbe::classify(abi::Code code) const {
-  return code == abi::hccl_suspending ? FindingKind::stopped : FindingKind::hcce;
-}
+// A communicator that reports an error has failed, whatever that is called.
+FindingKind HcclProbe::classify(abi::Code code) const { return classify_hccl(code).value_or(FindingKind::hcce); }
 
 }  // namespace resilient

@@ -296,6 +296,12 @@ class Probes:
     def repair_memory(self, ranges: Sequence[tuple[int, int]], limit_ms: int = 5000) -> int:
         """Call aclrtMemUceRepair with 1 to 128 ranges as they stood in a finding."""
 
+ASCEND_WORDS: tuple[tuple[str, str], ...]
+"""What stands in texts of errors of an Ascend device, and the kind of finding that it means; the first one counts."""
+
+def ascend_kind(library: Literal["acl", "hccl"], code: int) -> str:
+    """What an error of that number means, as the kind of a finding; empty: it is the program's own."""
+
 class Glance:
     """Spans of this process's memory as (address, bytes), and what they held when they were last looked at.
 

@@ -29,6 +29,13 @@ class Accelerator(Protocol):
         """
         ...
 
+    def kind_of(self, error: Exception) -> str:
+        """What an exception means that an operation on the device has raised: a kind of finding, as of the probes.
+
+        Empty: it is not the device's.
+        """
+        ...
+
     def stop(self) -> None:
         """Ends whatever the device is doing. Nothing, if it is stopped already."""
         ...
@@ -61,6 +68,10 @@ class Host:
 
     def synchronize(self) -> None:
         """The host's operations are done when they return."""
+
+    def kind_of(self, error: Exception) -> str:  # noqa: ARG002 - the protocol's
+        """What fails on the host is the program's own."""
+        return ""
 
     def stop(self) -> None:
         """Nothing to stop."""

@@ -399,6 +399,12 @@ class Device(Protocol):
         """
         ...
 
+    def kind_of(self, error: Exception) -> str:
+        """What an exception of the body means: ``UCE``, ``HCCE``, ``LINK``, ``STOPPED`` (another stopped the device, or
+        we did), or ``DEVICE``, which nothing but a new process repairs. Empty: it is not the device's.
+        """
+        ...
+
     def assess(self, ranges: list[Span]) -> Damage:
         """Whose the ranges are. This rank's own tensors among them are lost; they get new memory if need be."""
         ...

@@ -38,6 +38,18 @@ class DeviceErrors:
         self._tell("uce", {"ranges": [list(span) for span in ranges], "tensors": damage.names()})
         return damage
 
+    def kind_of(self, error: Exception) -> str:
+        """See ``roles.Device``. A memory error that nobody is to mend is the script's."""
+        kind = self._device.kind_of(error)
+        return "" if kind == "UCE" and not self._mends else kind
+
+    def failed(self, what: str) -> DeviceError:
+        """For an error that this process can't be rid of."""
+        return DeviceError(
+            f"rank {self._peers.rank}: its device failed where nothing but a new process repairs that: {what}; this "
+            "process ends so that it is replaced"
+        )
+
     def check_after_update(self) -> None:
         """There a step can't be left (decision 12). Raises DeviceError if memory lost data."""
         ranges = self._device.errors(wait=True) if self._mends else []

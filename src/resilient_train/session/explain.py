@@ -31,8 +31,11 @@ class Explainer:
         if not isinstance(error, Exception):
             return Exit("leaves")
         text = f"{type(error).__name__}: {error}"
+        kind = self._device.kind_of(error)
         if standing.phase is Phase.APPLIED:
             self._device.check_after_update()
+            if kind:
+                raise self._device.failed(text)
             return Exit("error", text)
         if standing.phase is Phase.COMPUTE and self._peers.stop_raised(generation):
             return Exit("fault", text)  # and the device is not waited for
@@ -41,7 +44,11 @@ class Explainer:
             self._from_replica.damaged = damage
             names = ", ".join(damage.names()) or "no state"
             return Exit("fault", f"uncorrectable memory error ({names})", damaged=True, lost=damage.lost)
-        if standing.phase is Phase.COMPUTE and self._groups.broken():
+        if kind == "UCE":  # at no address that is known: the check will say what it has hit, see Device.confirm
+            return Exit("fault", text, damaged=True)
+        if kind == "DEVICE" or (kind and standing.phase is not Phase.COMPUTE):
+            raise self._device.failed(text)
+        if standing.phase is Phase.COMPUTE and (kind or self._groups.broken()):
             return Exit("fault", text)
         if standing.phase is Phase.COMPUTE and redoes and asks_for_redo(error):
             return Exit("anomalous", text)

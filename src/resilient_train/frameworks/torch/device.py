@@ -39,6 +39,7 @@ class Device:
     def __init__(self, settings: Settings, accelerator: Accelerator, state: State, rank_state: RankState) -> None:
         self._accelerator = accelerator
         self.synchronize = accelerator.synchronize  # twice a step: one call less
+        self.kind_of = accelerator.kind_of
         self._state = state
         self._rank_state = rank_state
         self._injected = InjectedErrors()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from resilient_train.errors import ConfigError, DeviceError
+from resilient_train.frameworks.torch_npu.errors import kind_of
 
 NPU = "npu"
 """``device.type`` of the tensors that torch_npu marks."""
@@ -67,6 +68,9 @@ class NpuDevice:
 
     def synchronize(self) -> None:
         self._synchronize(self._index)
+
+    def kind_of(self, error: Exception) -> str:
+        return kind_of(str(error)) if isinstance(error, RuntimeError) else ""
 
     def stop(self) -> None:
         if self._state is not RecoveryStage.RUNNING:

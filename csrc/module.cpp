@@ -270,8 +270,8 @@ void bind_findings(nb::module_& module) {
 // "acl" or "hccl"; empty: the program's own error.
 std::string kind_of_code(const std::string& library, std::int64_t code) {
   if (code < INT32_MIN || code > INT32_MAX) return "";
-  const auto kind = library == "hccl" ? classify_hccl(static_cast<abi::Code>(code))
-                                      : classify_acl(static_cast<abi::Code>(code));
+  const auto kind =
+      library == "hccl" ? classify_hccl(static_cast<abi::Code>(code)) : classify_acl(static_cast<abi::Code>(code));
   return kind ? name_of(*kind) : "";
 }
 

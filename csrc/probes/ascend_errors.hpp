@@ -22,20 +22,15 @@ struct AscendError {
 
 // Where a text has words of several rows, the first one counts.
 constexpr std::array acl_errors{
-    AscendError{abi::acl_memory_error,
-                FindingKind::uce,
-                "uncorrectable device memory error",
-                {"UCE ERROR", "UCEError"}},
+    AscendError{
+        abi::acl_memory_error, FindingKind::uce, "uncorrectable device memory error", {"UCE ERROR", "UCEError"}},
     AscendError{abi::acl_hbm_multi_bit_ecc,
                 FindingKind::uce,
                 "multi-bit ECC error of the device memory",
                 {"HBM MULTI BIT ECC"}},
+    AscendError{abi::acl_suspect_memory, FindingKind::uce, "device memory under suspicion", {"SUSPECT MEM ERROR"}},
     AscendError{
-        abi::acl_suspect_memory, FindingKind::uce, "device memory under suspicion", {"SUSPECT MEM ERROR"}},
-    AscendError{abi::acl_link_error,
-                FindingKind::link,
-                "link error of the device",
-                {"HCCS LINK ERROR", "UB LINK ERROR"}},
+        abi::acl_link_error, FindingKind::link, "link error of the device", {"HCCS LINK ERROR", "UB LINK ERROR"}},
     AscendError{abi::acl_suspect_remote,
                 FindingKind::hcce,
                 "a remote device is under suspicion",
@@ -69,7 +64,8 @@ constexpr std::array hccl_errors{
 
 template <std::size_t size>
 constexpr const AscendError* find_error(const std::array<AscendError, size>& errors, abi::Code code) {
-  const auto at = std::find_if(errors.begin(), errors.end(), [=](const AscendError& each) { return each.code == code; });
+  const auto at =
+      std::find_if(errors.begin(), errors.end(), [=](const AscendError& each) { return each.code == code; });
   return at == errors.end() ? nullptr : &*at;
 }
 

@@ -9,6 +9,7 @@
 #include <hccl/hccl.h>
 
 #include "probes/abi.hpp"
+#include "probes/ascend_errors.hpp"
 
 namespace abi = resilient::abi;
 
@@ -46,6 +47,13 @@ SAME_CODE(HCCL_SUCCESS, abi::hccl_success);
 SAME_CODE(HCCL_E_AGAIN, abi::hccl_again);
 SAME_CODE(HCCL_E_SUSPENDING, abi::hccl_suspending);
 SAME_CODE(HCCL_E_OPRETRY_FAIL, abi::hccl_retry_failed);
+static_assert(resilient::hccl_errors[0].code == HCCL_E_INTERNAL && resilient::hccl_errors[1].code == HCCL_E_UNAVAIL);
+static_assert(resilient::hccl_errors[2].code == HCCL_E_TIMEOUT && resilient::hccl_errors[3].code == HCCL_E_TCP_CONNECT);
+static_assert(resilient::hccl_errors[4].code == HCCL_E_ROCE_CONNECT);
+static_assert(resilient::hccl_errors[5].code == HCCL_E_TCP_TRANSFER);
+static_assert(resilient::hccl_errors[6].code == HCCL_E_ROCE_TRANSFER);
+static_assert(resilient::hccl_errors[7].code == HCCL_E_RUNTIME && resilient::hccl_errors[8].code == HCCL_E_DRV);
+static_assert(resilient::hccl_errors[9].code == HCCL_E_NETWORK && resilient::hccl_errors[10].code == HCCL_E_REMOTE);
 SAME_CODE(ACL_ERROR_RT_DEVICE_TASK_ABORT, abi::acl_task_abort);
 SAME_CODE(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, abi::acl_not_supported);
 SAME_CODE(ACL_ERROR_RT_DEVICE_MEM_ERROR, abi::acl_memory_error);

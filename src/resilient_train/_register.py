@@ -3,7 +3,7 @@
 Under our agent, what torch would make with gloo is a resilient group as well, in ``init_process_group``, ``new_group``
 and what calls it (a DeviceMesh): a script needs no other change than the import. Where no backend is asked for, torch
 takes that of the machine's accelerator, if it has one. It goes on telling the backend that was asked for.
-(``RESILIENT_WRAP_BACKEND=0`` switches that off.)
+(``RESILIENT_WRAP_BACKEND=0`` switches that off; ``RESILIENT_HCCL=1`` has it so for "hccl" as well.)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from resilient_train import config, standby
 
 _TARGET = "torch.distributed"
 _BACKEND = "resilient"
+_OVER_HCCL = "resilient_hccl"
 _RANK_PLACE = 4
 """Of the parameters of ``init_process_group`` behind its first, ``rank`` is this one."""
 _for_forks = False
@@ -47,7 +48,14 @@ def _register(distributed: Any) -> None:
 
         return create_group(options, backend_options)
 
+    def create_hccl(options: Any, backend_options: Any) -> Any:
+        from resilient_train.frameworks.torch.group import create as create_group
+        from resilient_train.frameworks.torch.transports.hccl import HcclGroup
+
+        return create_group(options, backend_options, kind=HcclGroup)
+
     distributed.Backend.register_backend(_BACKEND, create, extended_api=True, devices=["cpu"])
+    distributed.Backend.register_backend(_OVER_HCCL, create_hccl, extended_api=True, devices=["npu"])
     if _for_forks or config.read_link() is not None:
         _wrap(distributed)
 
@@ -115,20 +123,22 @@ def _wrap_helper(c10d: Any) -> None:
         given = dict(zip(names, args, strict=False)) | kwargs
         asked = given["backend"]
         as_gloo = _is_ours() and _is_for_gloo(asked, c10d)
+        as_hccl = not as_gloo and _is_ours() and _is_for_hccl(asked)
         late = _late_store(given["store"])
         if late is not None and not (as_gloo or asked == _BACKEND):
             given["store"], late = late.connected(), None  # whoever makes this group looks for its members there
-        group, store = original(**{**given, "backend": c10d.Backend(_BACKEND) if as_gloo else asked})
+        backend = c10d.Backend(_BACKEND) if as_gloo else c10d.Backend(_OVER_HCCL) if as_hccl else asked
+        group, store = original(**{**given, "backend": backend})
         if store is None:
             return group, store
         world = c10d._world  # noqa: SLF001 - likewise
         if late is not None:  # torch's own PrefixStore of it would lack some verbs
             store = late.prefixed(f"{given['group_name']}/")
             world.pg_map[group] = asked, store
-        if as_gloo:
-            group.show_as_gloo()
+        if as_gloo or as_hccl:
+            group.show_as_asked()
             world.pg_map[group] = asked, store
-            world.pg_backend_config[group] = "cpu:gloo"
+            world.pg_backend_config[group] = "cpu:gloo" if as_gloo else "npu:hccl"
         return group, store
 
     c10d._new_process_group_helper = new_process_group_helper  # noqa: SLF001 - likewise
@@ -146,6 +156,11 @@ def _is_for_gloo(backend: str | None, c10d: Any) -> bool:
     if backend == "gloo":
         return True
     return ":" in backend and all(part.rpartition(":")[2] == "gloo" for part in backend.split(","))
+
+
+def _is_for_hccl(backend: str | None) -> bool:
+    """Whether a group that is asked for so uses HCCL alone, and such a group may be rebuilt."""
+    return (backend or "").lower() in ("hccl", "npu:hccl") and config.rebuilds_hccl()
 
 
 def _joins() -> bool:

@@ -80,6 +80,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Room, per rank, for the inputs of collectives that the loop calls after the update."""
     pinned_bytes: int = 1 << 30
     """Host memory, per rank, through which state on an accelerator is copied; at least 64 MiB are."""
+    hccl: bool = False
+    """Groups over HCCL are rebuilt after a fault, too; else a Session with such a group is a plain loop."""
+    hccl_library: str = ""
+    """The libhccl.so whose communicators are asked for errors where ``hccl`` is on; by default the system's."""
     acl_library: str = ""
     """The ACL runtime that is asked for errors; empty: ``libascendcl.so`` where torch_npu is in use."""
     nvml_library: str = ""
@@ -346,6 +350,11 @@ def wraps_backend() -> bool:
     """Whether ``init_process_group()`` without a backend, or with gloo, makes a group that can be rebuilt."""
     settings = read_settings()
     return settings.wrap_backend and not why_off(settings, read_switches())
+
+
+def rebuilds_hccl() -> bool:
+    """Whether a group over HCCL is to be one that can be rebuilt. Never tried on a device."""
+    return read_settings().hccl
 
 
 def set_threads(ranks: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 VERBS = (
     "npu.is_initialized",
     "npu.current_device",
+    "npu.set_device",
     "npu.synchronize",
     "npu.stop_device",
     "npu.check_uce_in_memory",

@@ -63,7 +63,7 @@ class Group:
     def shut(self) -> None:
         pass
 
-    def close_inner(self, why: str) -> None:
+    def suspend(self, why: str) -> None:
         pass
 
     def adopt(self, built: Any) -> None:

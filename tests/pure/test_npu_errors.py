@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +76,20 @@ def test_words_and_numbers_are_one_table() -> None:
     assert [code for code in range(30) if ascend_kind("hccl", code) == "STOPPED"] == [22]
 
 
+def test_words_are_those_of_the_wheel() -> None:
+    """And what is called of HCCL's backend, which is in no Python file."""
+    spec = importlib.util.find_spec("torch_npu")
+    if spec is None or spec.submodule_search_locations is None:
+        pytest.skip("reads the libraries of torch_npu 2.13.0; see CONTRIBUTING.md")
+    package = Path(next(iter(spec.submodule_search_locations)))
+    compiled = b"".join(path.read_bytes() for path in (package / "lib/libtorch_npu.so", *package.glob("_C*.so")))
+    its_own = [words for words, _ in ASCEND_WORDS if words.isupper()]
+    assert len(its_own) == 8
+    called = ("get_hccl_comm", "get_hccl_comm_name", "init_comm", "resume_hccl_comm", "abort_hccl_comm")
+    missing = [words for words in (*its_own, *called) if words.encode() not in compiled]
+    assert missing == []
+
+
 def explained(kind: str, phase: Phase, *, mends: bool = True) -> Exit:
     peers: Any = SimpleNamespace(rank=1, clear_alarms=lambda: None, stop_raised=lambda _: False)
     nothing_found = {"errors": lambda *, wait: [], "notes": list}
@@ -89,7 +105,7 @@ def test_before_the_update() -> None:
         assert explained(kind, Phase.COMPUTE) == Exit("fault", text)
     assert explained("UCE", Phase.COMPUTE) == Exit("fault", text, damaged=True)
     assert explained("", Phase.COMPUTE) == Exit("error", text)
-    with pytest.raises(DeviceError, match="rank 1: its device failed .* RuntimeError: it failed; this process ends"):
+    with pytest.raises(DeviceError, match=r"rank 1: its device failed .* RuntimeError: it failed; this process ends"):
         explained("DEVICE", Phase.COMPUTE)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,14 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402 - only where torch is
 
 from pure import npu_signatures  # noqa: E402
-from pure.probe_rig import Copy  # noqa: E402
+from pure.probe_rig import COMM, Copy  # noqa: E402
 from pure.recorded_npu import RecordedNpu  # noqa: E402
 from resilient_train._native import Board  # noqa: E402
 from resilient_train.errors import ConfigError, DeviceError, TransferError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Damage, Engine, Objects  # noqa: E402
 from resilient_train.frameworks.torch import groups as groups_module  # noqa: E402
+from resilient_train.frameworks.torch import state as state_module  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch_npu import device as npu_device  # noqa: E402
 from resilient_train.frameworks.torch_npu.device import NpuDevice  # noqa: E402
@@ -129,7 +131,7 @@ def test_memory_error_in_a_parameter(
     marked = npu.take()
     assert {name for name, _ in marked} == {"update_npu_tensor_to_safe"}
     tensors = [call["tensor_obj"] for _, call in marked]
-    assert any(tensor is victim for tensor in tensors)
+    assert any(tensor.data_ptr() == address for tensor in tensors)
     assert len(tensors) >= 6 + 3 * 6 + 3, "parameters, moments with their counts, buffers"
     engine.device.close()
     assert device.calls("aclrtMemUceRepair") == []
@@ -251,7 +253,7 @@ def test_second_fault_after_the_restart(npu: RecordedNpu) -> None:
 def test_a_process_that_joins_stops_nothing(npu: RecordedNpu, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = trained_engine()
     npu.take()
-    solo = SimpleNamespace(solo=True, shut=lambda: None, close_inner=lambda why: None, adopt=lambda built: None)
+    solo = SimpleNamespace(solo=True, shut=lambda: None, suspend=lambda why: None, adopt=lambda built: None)
     monkeypatch.setattr(groups_module, "groups", {"world": solo})
     engine.groups.close()
     engine.device.confirm(UNDAMAGED)
@@ -270,6 +272,105 @@ def test_the_device_is_done_before_it_may_be_stopped(npu: RecordedNpu) -> None:
     npu.answer("npu.synchronize", RuntimeError("UCE ERROR, error code is 507053"))
     with pytest.raises(RuntimeError, match="507053"):
         driver._check_collectives(do.CheckCollectives())
+
+
+def test_a_thread_that_waits_in_the_device_is_freed(npu: RecordedNpu) -> None:
+    """By another thread, and only while all that the device does would be done again."""
+    accelerator = NpuDevice(npu.module, 0)
+    npu.take()
+    assert accelerator.cut() == 0, "between bodies"
+    accelerator.lend()
+    assert accelerator.cut() == 1
+    assert accelerator.cut() == 0, "once"
+    assert npu.take() == [("set_device", {"device": 3}), STOP]
+    with pytest.raises(RuntimeError, match="FORCE STOP: NPU 3 was stopped while rank 0 waited for it"):
+        accelerator.synchronize()
+    npu.take()
+    accelerator.take_back()
+    assert npu.take() == [CHECK, RESUME_LINKS, RESTART], "what stands behind the body may use the device"
+    accelerator.lend()
+    accelerator.synchronize()
+    assert accelerator.cut() == 0, "the update begins"
+    accelerator.lend()
+    accelerator.stop()
+    accelerator.check(reported=False)
+    accelerator.restart((), replaced=False)
+    assert accelerator.cut() == 0, "a recovery is over: what runs now is behind the update, or not begun"
+
+
+def test_damage_that_was_found_where_a_thread_was_freed(npu: RecordedNpu) -> None:
+    """torch_npu has forgotten it when the recovery asks."""
+    engine = trained_engine()
+    groups: Any = engine.groups
+    npu.answer("npu.check_uce_in_memory", 3)
+    engine.device.lend()
+    assert groups.release_waiters() == 1
+    engine.device.take_back()
+    npu.answer("npu.check_uce_in_memory", 0)
+    everything = recover(engine)
+    state: Any = engine.state
+    assert everything.replicated == set(state.tensors())
+
+
+def test_a_collective_behind_the_update_is_waited_for_on_the_device(npu: RecordedNpu) -> None:
+    groups: Any = trained_engine().groups
+    npu.take()
+    waits = SimpleNamespace(wait=lambda: npu.calls.append(("wait", {})))
+
+    def call() -> Any:
+        assert groups._accelerator._lent
+        npu.calls.append(("call", {}))
+        return waits
+
+    assert groups.finish(call) is waits
+    assert [name for name, _ in npu.take()] == ["synchronize", "call", "wait", "synchronize"]
+    assert groups.release_waiters() == 0
+
+
+def test_what_lies_on_a_device_is_not_written_from_here(npu: RecordedNpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = trained_engine()
+    damage = report(engine, first_weight(engine))
+    monkeypatch.setattr(state_module, "on_host", lambda _: False)
+    with pytest.raises(TransferError, match=r"model.0.0.weight lies on a device"):
+        mend(engine, damage)
+
+
+def test_an_error_that_shows_where_the_device_is_waited_for(npu: RecordedNpu) -> None:
+    """A collective has failed, or a stop has freed this thread: others may know why. Other errors go on."""
+    engine = trained_engine()
+    driver = QuietDriver(engine)
+    npu.answer("npu.synchronize", RuntimeError("HCCL OP RETRY FAILED, error code is 507904"))
+    assert driver._check_collectives(do.CheckCollectives()) == on.Ok(0)
+    npu.answer("npu.synchronize", RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        driver._check_collectives(do.CheckCollectives())
+
+
+def test_communicators_are_asked_while_they_are_whole(
+    npu: RecordedNpu, device: FakeDevice, copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the step in which HCCL has made them, to the recovery that suspends or frees them."""
+    for name in ("acl", "hccl"):
+        monkeypatch.setenv(f"RESILIENT_{name.upper()}_LIBRARY", copy(f"lib{name.replace('acl', 'ascendcl')}.so"))
+    monkeypatch.setenv("RESILIENT_HCCL", "1")
+    made: list[int] = []
+    engine = trained_engine()
+    engine.device._communicators = lambda number: made if number == 3 else []
+    engine.device.watch(lambda probes: probes.alarm(Board.create(1), 0))
+    device.set_comm_error(4)
+    engine.device.synchronize()
+    made += [COMM]
+    assert engine.device.notes() == []
+    engine.device.synchronize()
+    engine.device.synchronize()
+    while not (notes := engine.device.notes()):
+        time.sleep(0.001)
+    assert [(note["kind"], note["probe"], note["code"]) for note in notes] == [("HCCE", "hccl", 4)]
+    recover(engine)
+    calls = len(device.calls("HcclGetCommAsyncError"))
+    engine.device.errors(wait=True)
+    assert len(device.calls("HcclGetCommAsyncError")) == calls
+    engine.device.close()
 
 
 def test_injected_errors_are_not_the_devices(npu: RecordedNpu) -> None:

@@ -91,7 +91,7 @@ def test_what_is_told_while_another_word_is_sent_is_sent_too() -> None:
             assert frames == []
 
     class Groups:
-        def build(self, generation: int, addresses: AddressExchange) -> str:
+        def build(self, generation: int, addresses: AddressExchange, *, replaced: bool) -> str:
             close = addresses.close
 
             def close_and_say() -> None:
@@ -105,7 +105,7 @@ def test_what_is_told_while_another_word_is_sent_is_sent_too() -> None:
             return "built"
 
     link: Any = SimpleNamespace(channel=Channel(), hear_addresses=lambda *_: None)
-    assert build_groups(link, Groups(), 3) == "built"  # type: ignore[arg-type] # as much of it as is asked for
+    assert build_groups(link, Groups(), 3, replaced=False) == "built"  # type: ignore[arg-type] # as much of it as is asked for
     assert sent == ["first/0", "second/0"]
 
 
@@ -116,7 +116,7 @@ def test_a_group_is_built_without_a_word_in_the_store(wakes: int, monkeypatch: p
 
     def build(rank: int) -> None:
         group = ResilientGroup(Untouched(), rank, RANKS, "all", [], timedelta(seconds=30))
-        built[rank] = group.build(2, exchanges[rank])
+        built[rank] = group.build(2, exchanges[rank], replaced=True)
 
     builders = [threading.Thread(target=build, args=(rank,)) for rank in range(RANKS)]
     for each in builders:

@@ -23,10 +23,26 @@ class Accelerator(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Waits until all that the device was given is done: what ``stop`` finds under way is lost.
+        """Waits until all that the device was given is done: what ``stop`` finds under way is lost. It is not lent
+        any more then.
 
-        Raises what an operation has failed with, as it comes.
+        Raises what an operation has failed with, as it comes; RuntimeError if the device was cut meanwhile.
         """
+        ...
+
+    def lend(self) -> None:
+        """From now on, until ``synchronize`` or ``take_back``, ``cut`` may stop the device."""
+        ...
+
+    def cut(self) -> int:
+        """Stops the device if it is lent: a thread that waits for it gets an error. On any thread.
+
+        Returns how many devices were stopped: 0 or 1.
+        """
+        ...
+
+    def take_back(self) -> None:
+        """The training thread goes on, outside of what may be cut: if the device was, it computes again."""
         ...
 
     def kind_of(self, error: Exception) -> str:
@@ -68,6 +84,16 @@ class Host:
 
     def synchronize(self) -> None:
         """The host's operations are done when they return."""
+
+    def lend(self) -> None:
+        """Nothing waits for a device."""
+
+    def cut(self) -> int:
+        """Nobody waits for it."""
+        return 0
+
+    def take_back(self) -> None:
+        """Nothing was stopped."""
 
     def kind_of(self, error: Exception) -> str:  # noqa: ARG002 - the protocol's
         """What fails on the host is the program's own."""

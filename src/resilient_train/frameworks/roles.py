@@ -268,7 +268,9 @@ class Groups(Protocol):
         ...
 
     def release_waiters(self) -> int:
-        """Lets every waiter on a collective go, with an error; on any thread. Returns how many there were."""
+        """Lets every waiter on a collective go, with an error, and the thread that waits for a device which was lent
+        (``Device.lend``); on any thread. Returns how many there were.
+        """
         ...
 
     def recorded(self) -> bytes:
@@ -288,8 +290,11 @@ class Groups(Protocol):
         """
         ...
 
-    def build(self, generation: int, addresses: Addresses) -> Any:
-        """Builds all groups of a generation, for ``adopt``. Runs on a helper thread; may block and may raise."""
+    def build(self, generation: int, addresses: Addresses, *, replaced: bool) -> Any:
+        """Builds all groups of a generation, for ``adopt``. Runs on a helper thread; may block and may raise.
+
+        ``replaced``: as for ``adopt``.
+        """
         ...
 
     def adopt(self, built: Any, *, replaced: bool) -> None:
@@ -378,6 +383,16 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Asks no more. Idempotent."""
+        ...
+
+    def lend(self) -> None:
+        """A body begins. Until ``synchronize`` or ``take_back`` a stop may end what the device does, from any thread:
+        all of it will be done again.
+        """
+        ...
+
+    def take_back(self) -> None:
+        """The body was left. A device that was stopped works again, for what stands behind the body. DeviceError."""
         ...
 
     def synchronize(self) -> None:

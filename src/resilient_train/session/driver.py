@@ -70,6 +70,7 @@ _LOOK_MS = 100
 _COUNTED_S = 0.5
 """How much of the time since the last look counts: whoever was stopped himself has not waited meanwhile."""
 _ENDS_WELL = on.Exit("ok")
+_LIKE_A_COLLECTIVE = ("HCCE", "LINK", "STOPPED")
 
 
 def _short(text: str) -> str:
@@ -340,6 +341,7 @@ class Driver:
             self._fail_stop(failure)
         self._injector.listen(step.number)
         self._clock.start()
+        self._engine.device.lend()
         self._drive(on.Enter())
 
     def leave(self, step: Step, error: BaseException | None) -> bool:  # noqa: ARG002 - a Body is asked so
@@ -349,6 +351,7 @@ class Driver:
         self._clock.stop()
         if error is None:
             again = bool(self._drive(_ENDS_WELL))
+            self._take_back()
             self._left_with = self._steady() if self.calling and self.window_open else {}
             return again
         self._error = error
@@ -356,6 +359,7 @@ class Driver:
             event = self._explained(error)
         except DeviceError as failure:
             self._fail_stop(failure)
+        self._take_back()
         if event.how in ("error", "leaves"):
             self._pulse.leaving()
             self.outlive(error)
@@ -366,6 +370,12 @@ class Driver:
         if again and self._rank.intact and not self.calling:  # behind a call that is repeated nothing runs
             self._engine.state.cut()
         return again
+
+    def _take_back(self) -> None:
+        try:
+            self._engine.device.take_back()
+        except DeviceError as failure:
+            self._fail_stop(failure)
 
     def _explained(self, error: BaseException) -> on.Exit:
         """Why the body has ended. A step is run once more for an error that asks for it; the next one is the script's.
@@ -858,7 +868,12 @@ class Driver:
     def _check_collectives(self, _: do.CheckCollectives) -> on.Event:
         intact = self._engine.collectives.intact()
         if intact:
-            self._engine.device.synchronize()
+            try:
+                self._engine.device.synchronize()
+            except RuntimeError as error:
+                if self._device.kind_of(error) not in _LIKE_A_COLLECTIVE:
+                    raise
+                intact, self._error = False, error
         self._clock.stop()
         return on.Ok(int(intact))
 
@@ -990,13 +1005,14 @@ class Driver:
     def _build(self, effect: do.Build) -> on.Event:
         self._descriptors.lift()
         generation = effect.plan.generation
-        built = build_groups(self._link, self._engine.groups, generation)
+        replaced = bool(effect.plan.replaced)
+        built = build_groups(self._link, self._engine.groups, generation, replaced=replaced)
         if built is None:
             return on.Stopped()
         if isinstance(built, Exception):
             self._error = built
             return on.Failed(f"building groups: {built}")
-        self._engine.groups.adopt(built, replaced=bool(effect.plan.replaced))
+        self._engine.groups.adopt(built, replaced=replaced)
         self._watch.guard_sockets(self._engine.groups.sockets())
         # A stop that the watchdog handled before it knew of the new sockets would find nothing to shut.
         if self._peers.stop_raised(generation):

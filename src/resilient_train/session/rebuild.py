@@ -12,7 +12,7 @@ from resilient_train.protocol.messages import Address, FromAgent, Stop
 from resilient_train.session.link import Link
 
 
-def build_groups(link: Link, groups: Groups, generation: int) -> Any:
+def build_groups(link: Link, groups: Groups, generation: int, *, replaced: bool) -> Any:
     """The groups, built but not adopted; the error that ended the building; or None: a newer stop came."""
     # Not a pipe: who writes to one that nobody reads any more is killed, where a script has SIGPIPE at its default.
     wakes = os.eventfd(0, os.EFD_CLOEXEC)
@@ -21,7 +21,7 @@ def build_groups(link: Link, groups: Groups, generation: int) -> Any:
 
     def build() -> None:
         try:
-            outcome.append(groups.build(generation, addresses))
+            outcome.append(groups.build(generation, addresses, replaced=replaced))
         except Exception as error:
             outcome.append(error)
         addresses.close()

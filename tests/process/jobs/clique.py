@@ -287,7 +287,7 @@ def run_from_logs(size: int, *, everything: bool) -> list[dict[str, str]]:
 
     def finish(member: int) -> None:
         group = ResilientGroup(dist.HashStore(), member, size, "world", list(range(size)), TIMEOUT)
-        tail = LoggedTail(conductor, logs.of(member))
+        tail = LoggedTail(conductor, logs.of(member), lambda call: call())
         tail.begin_exchange(range(size))
         tail.mode = Mode.EXCHANGE
         try:

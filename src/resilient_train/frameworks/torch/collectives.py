@@ -66,7 +66,7 @@ class Collectives:
 
     def attach(self, conductor: Conductor, tails: Tails) -> None:
         self._tails, self._conductor, self._thread = tails, conductor, threading.get_ident()
-        self._tail = LoggedTail(conductor, tails)
+        self._tail = LoggedTail(conductor, tails, self._groups.finish)
         group_module.watch(self)
 
     def detach(self) -> None:

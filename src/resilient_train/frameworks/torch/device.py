@@ -18,6 +18,7 @@ import torch
 
 from resilient_train._native import Finding, Probes, ProbeStatus
 from resilient_train.config import Settings
+from resilient_train.errors import DeviceError
 from resilient_train.frameworks.accelerator import Accelerator, Host
 from resilient_train.frameworks.roles import Damage
 from resilient_train.frameworks.torch.damage import InjectedErrors, assess, move
@@ -27,6 +28,7 @@ from resilient_train.frameworks.torch_npu.device import NpuDevice
 from resilient_train.state.transfer import Span
 
 _ACL = "libascendcl.so"
+_HCCL = "libhccl.so"
 _NVML = "libnvidia-ml.so.1"
 _WAIT_S = 1.0
 _LOOKING = ("waiting", "opening", "polling")
@@ -36,16 +38,27 @@ _REPAIR_LIMIT_MS = 5000
 class Device:
     """Asks for errors only where there is a device to ask; else it has no thread."""
 
-    def __init__(self, settings: Settings, accelerator: Accelerator, state: State, rank_state: RankState) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        accelerator: Accelerator,
+        state: State,
+        rank_state: RankState,
+        communicators: Callable[[int], list[int]],
+    ) -> None:
+        """``communicators``: HCCL's that there are by now; they are asked for errors where RESILIENT_HCCL is on."""
         self._accelerator = accelerator
         self.synchronize = accelerator.synchronize  # twice a step: one call less
-        self.kind_of = accelerator.kind_of
+        self.lend, self.take_back, self.kind_of = accelerator.lend, accelerator.take_back, accelerator.kind_of
         self._state = state
         self._rank_state = rank_state
         self._injected = InjectedErrors()
         self._probes: Probes | None = None
         self._acl = settings.acl_library or (_ACL if _npu() is not None else "")
         self._nvml = settings.nvml_library or (_NVML if _uses_cuda() else "")
+        self._hccl = (settings.hccl_library or _HCCL) if settings.hccl and _npu() is not None else ""
+        self._communicators = communicators
+        self._watched: dict[int, None] = {}
         self._poll_ms = settings.probe_ms
         self._notes: list[dict[str, Any]] = []
         self._unchecked = False
@@ -56,17 +69,40 @@ class Device:
             return
         device, uuid = _device()
         probes = Probes(
-            hccl="", nccl="", acl=self._acl, nvml=self._nvml, device=device, uuid=uuid, poll_ms=self._poll_ms
+            hccl=self._hccl, nccl="", acl=self._acl, nvml=self._nvml, device=device, uuid=uuid, poll_ms=self._poll_ms
         )
         alarm(probes)
         probes.start()
-        self._probes = probes
+        self._probes, self._number = probes, device
+        if self._hccl:
+            self.synchronize = self._synchronize_and_hand_in
 
     def close(self) -> None:
         probes, self._probes = self._probes, None
         if probes is not None:
             self._keep(probes.take())
             probes.stop()
+
+    def _synchronize_and_hand_in(self) -> None:
+        """HCCL makes a communicator with its first collective: from then on the probe asks it for errors."""
+        self._accelerator.synchronize()
+        probes = self._probes
+        if probes is None:
+            return
+        for each in self._communicators(self._number):
+            if each not in self._watched:
+                probes.add_comm("hccl", each)
+                self._watched[each] = None
+
+    def _take_out(self) -> None:
+        """What a recovery suspends or frees is not asked."""
+        while self._watched and self._probes is not None:
+            comm, _ = self._watched.popitem()
+            if not self._probes.remove_comm("hccl", comm):
+                raise DeviceError(
+                    f"HCCL was asked how communicator {comm:#x} is, and does not answer: it can't be suspended; this "
+                    "process ends so that it is replaced"
+                )
 
     def poison(self, tensor: torch.Tensor) -> None:
         """Destroys the tensor's bytes and reports them, in the device's place."""
@@ -95,6 +131,7 @@ class Device:
         return damage
 
     def confirm(self, damage: Damage) -> Damage:
+        self._take_out()
         if not self._accelerator.stopped:
             return damage
         persistent = self._accelerator.check(reported=self._unchecked)

@@ -25,7 +25,7 @@ def engine_for(objects: Objects) -> Engine:
     groups = Groups(device_of_rank)
     rank_state = RankState(objects.models, objects.rank_extra)
     state = State(objects, rank_state, device_of_rank)
-    device = Device(config.read_settings(), device_of_rank, state, rank_state)
+    device = Device(config.read_settings(), device_of_rank, state, rank_state, groups.communicators)
     gradients = Gradients(objects)
     step = Step(objects, state, rank_state, gradients.behind_closure)
     return Engine(

@@ -102,8 +102,11 @@ class BuiltGroup(NamedTuple):
 class ResilientGroup(dist.ProcessGroup):
     """See the module's text. ``global_ranks`` are the members in the order of their group ranks.
 
-    ``solo``: not joined yet.
+    ``solo``: not joined yet. Another library than gloo is a subclass: ``frameworks/torch/transports/hccl.py``.
     """
+
+    backend_shown = "gloo"
+    """As what it answers where the user has asked for that library, by name or by saying nothing."""
 
     def __init__(
         self, store: Store, rank: int, size: int, name: str, global_ranks: list[int], timeout: timedelta
@@ -129,8 +132,15 @@ class ResilientGroup(dist.ProcessGroup):
 
     # -- life of the inner group
 
-    def build(self, generation: int, addresses: Addresses) -> BuiltGroup:
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie that it carries."""
+        return _CPU
+
+    def build(self, generation: int, addresses: Addresses, *, replaced: bool) -> BuiltGroup:  # noqa: ARG002 - others'
         """Builds the inner group of a generation; ``adopt`` puts it in. Blocks until all members have come.
+
+        ``replaced``: since the last Resume some ranks are new processes.
 
         Raises RuntimeError if a member dies meanwhile (gloo notices after about 5 s), or a newer recovery begins.
         """
@@ -142,7 +152,7 @@ class ResilientGroup(dist.ProcessGroup):
     def adopt(self, built: BuiltGroup) -> None:
         """Puts a built group in. A peer may have died since it was built: then its first collective says so."""
         self.inner, self.sockets = built
-        self.solo = False
+        self.solo, self._closed_why = False, ""
         self._hangups.close()
         self._hangups = select.epoll()
         self._hung_up = not all(self._listen(fd, inode) for fd, inode in self.sockets)
@@ -155,12 +165,23 @@ class ResilientGroup(dist.ProcessGroup):
             return False
         return gloo.inode(fd) == inode  # the number may be another file's by now
 
+    def suspend(self, why: str) -> None:
+        """A recovery begins: until the next ``adopt`` no collective can be called."""
+        self.close_inner(why)
+
+    @property
+    def closed(self) -> bool:
+        return self.inner is None or bool(self._closed_why)
+
     def close_inner(self, why: str) -> None:
         """Drops the inner group. Another thread frees it: that joins gloo's threads, in milliseconds or never."""
         if self.inner is not None:
             self._timeout = self._get_backend(_CPU).options._timeout  # the user may have set another one
         held = [self.inner] if self.inner is not None else []
         self.inner, self.sockets, self._closed_why = None, [], why
+        drop(held)
+
+    def _drop(self, held: list[dist.ProcessGroup]) -> None:
         drop(held)
 
     def broken(self) -> bool:
@@ -196,9 +217,9 @@ class ResilientGroup(dist.ProcessGroup):
 
     # -- what torch asks of a group; the C++ base has its size, but keeps names only inside backends of its own
 
-    def show_as_gloo(self) -> None:
-        """The user asked for gloo, by name or by saying nothing: so the group answers as one of gloo's."""
-        self._backend_name = "gloo"
+    def show_as_asked(self) -> None:
+        """The user asked for the library, not for ours: so the group answers as one of the library's."""
+        self._backend_name = self.backend_shown
 
     def name(self) -> str:
         return self._backend_name
@@ -236,7 +257,7 @@ class ResilientGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU]
+        return [self.device]
 
     def _get_backend(self, device: torch.device) -> Any:
         """That of gloo, of the present generation."""
@@ -393,7 +414,7 @@ for _verb in (*VERBS, *POINT_TO_POINT):
     setattr(ResilientGroup, _verb, _make_verb(_verb))
 
 
-def create(options: Any, backend_options: Any) -> ResilientGroup:
+def create(options: Any, backend_options: Any, *, kind: type[ResilientGroup] = ResilientGroup) -> ResilientGroup:
     """Torch calls this for ``init_process_group`` and ``new_group``. Raises UsageError."""
     global _set_up
     if backend_options is not None:
@@ -404,7 +425,7 @@ def create(options: Any, backend_options: Any) -> ResilientGroup:
     link = config.read_link() if standby.stage is None else None
     if _set_up is None and not _loop_has_begun and _is_replaceable(link):
         _set_up = SetUpCollectives()
-    group = ResilientGroup(
+    group = kind(
         options.store,
         options.group_rank,
         options.group_size,
@@ -413,7 +434,8 @@ def create(options: Any, backend_options: Any) -> ResilientGroup:
         options.timeout,
     )
     if not (link and link.joining) and standby.stage is None:
-        group.adopt(group.build(0, FirstAddresses(options.store, link.attempt if link else 0)))
+        addresses = FirstAddresses(options.store, link.attempt if link else 0)
+        group.adopt(group.build(0, addresses, replaced=False))
     groups[group.group_name] = group
     return group
 

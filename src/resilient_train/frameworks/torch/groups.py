@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -16,6 +17,7 @@ from resilient_train.frameworks.supported import torch_problem
 from resilient_train.frameworks.torch import pipelines
 from resilient_train.frameworks.torch.at_rest import AtRest
 from resilient_train.frameworks.torch.group import BuiltGroup, ResilientGroup, groups, works
+from resilient_train.frameworks.torch.transports.hccl import HcclGroup
 from resilient_train.state.transfer import Span, chunks, view
 
 _DRAIN_S = 1.0
@@ -56,7 +58,16 @@ class Groups:
         return [pair for group in groups.values() for pair in group.sockets]
 
     def release_waiters(self) -> int:
-        return works.release()
+        return works.release() + self._accelerator.cut()
+
+    def finish(self, call: Callable[[], dist.Work]) -> dist.Work:
+        """Makes a call behind the update, and waits until it is over, on the device too. A stop frees who waits."""
+        self._accelerator.synchronize()  # what was given to the device before must not be cut
+        self._accelerator.lend()
+        work = call()
+        work.wait()
+        self._accelerator.synchronize()
+        return work
 
     def recorded(self) -> bytes:
         # In JSON, which leaves the stack traces out: to resolve those can deadlock on the GIL. Even so it holds the GIL
@@ -69,7 +80,7 @@ class Groups:
         return cast("bytes", _dump_fr_trace_json())
 
     def broken(self) -> bool:
-        return works.ran_out() or any(group.inner is None or group.broken() for group in groups.values())
+        return works.ran_out() or any(group.closed or group.broken() for group in groups.values())
 
     def close(self) -> None:
         if not any(group.solo for group in groups.values()):  # a process that joins has had no peer to wait for
@@ -79,10 +90,10 @@ class Groups:
         works.drain(_DRAIN_S, AtRest(lambda: all(group.over() for group in groups.values())))
         works.since_update.clear()
         for group in groups.values():
-            group.close_inner("a recovery is under way")
+            group.suspend("a recovery is under way")
 
-    def build(self, generation: int, addresses: Addresses) -> list[BuiltGroup]:
-        return [group.build(generation, addresses) for group in groups.values()]
+    def build(self, generation: int, addresses: Addresses, *, replaced: bool) -> list[BuiltGroup]:
+        return [group.build(generation, addresses, replaced=replaced) for group in groups.values()]
 
     def adopt(self, built: list[BuiltGroup], *, replaced: bool) -> None:
         if self._accelerator.stopped:
@@ -98,6 +109,11 @@ class Groups:
         for group in groups.values():
             group.forget_messages()
         pipelines.begin_anew()
+
+    def communicators(self, device: int) -> list[int]:
+        """HCCL's handles that there are by now, for the probes."""
+        found = [each.communicator(device) for each in groups.values() if isinstance(each, HcclGroup)]
+        return [each for each in found if each]
 
     def send(self, spans: list[Span], target: int) -> None:
         for piece in chunks(spans, _CHUNK_BYTES):

@@ -262,7 +262,8 @@ class State:
     def _make_usable(self) -> None:
         """Before the content comes, because reading a marked tensor fails; the digest says whether it is right."""
         if self._accelerator.repairs_memory:
-            self._accelerator.mark_safe([*self.tensors().values(), *self._rank_state.buffers.changed().values()])
+            held = (*self.tensors().values(), *self._rank_state.buffers.changed().values())
+            self._accelerator.mark_safe([local(each) for each in held])  # a DTensor has no memory
 
     def mend(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str, damage: Damage) -> int:
         """The damaged tensors get new memory. ``fetch`` gets empty spans for what stays."""
@@ -278,6 +279,8 @@ class State:
             tensor = mine.get(path)
             if tensor is None or tuple(tensor.shape) != slot.shape or not tensor.is_contiguous() or slot.divided:
                 raise TransferError(f"{'.'.join(map(str, path))} is not here as it is on the replica")
+            if not on_host(tensor):  # all of the state comes, which `receive` takes by way of host memory
+                raise TransferError(f"{'.'.join(map(str, path))} lies on a device, where nobody can write from here")
             if path in lost:
                 move(tensor)
             landing.append(tensor)

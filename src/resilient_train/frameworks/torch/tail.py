@@ -16,7 +16,7 @@ All members of a group call the same collectives of it in the same order, as SPM
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
@@ -56,9 +56,13 @@ class _Asked(NamedTuple):
 class LoggedTail:
     """The tail of one rank."""
 
-    def __init__(self, conductor: Conductor, peers: Tails) -> None:
+    def __init__(
+        self, conductor: Conductor, peers: Tails, finish: Callable[[Callable[[], dist.Work]], dist.Work]
+    ) -> None:
+        """``finish``: see ``Groups.finish``."""
         self._conductor = conductor
         self._peers = peers
+        self._finish = finish
         self.mode = Mode.LOG
         """LOG, EXCHANGE or LOOPBACK in a tail; a recovery changes it in the middle of a call."""
         self._commits = 0
@@ -117,7 +121,7 @@ class LoggedTail:
             except RuntimeError as failure:
                 error = failure
             except UsageError as failure:
-                if asked.group.inner is not None or self.mode is not Mode.LOG:
+                if not asked.group.closed or self.mode is not Mode.LOG:
                     raise
                 error = failure  # the group is closed: a recovery has begun
             self._survive(error)
@@ -132,9 +136,7 @@ class LoggedTail:
             return self._exchange(asked)
         if self.mode is Mode.LOOPBACK:
             return asked.group.run_alone(asked.verb, asked.args)
-        work = asked.group.run(asked.verb, asked.args)
-        work.wait()
-        return work
+        return self._finish(lambda: asked.group.run(asked.verb, asked.args))
 
     def _asked(self, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> _Asked:
         header = _checked_header(verb, args)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -59,20 +60,51 @@ class NpuDevice:
         self._update_tensor = _find(module, "npu._recovery.update_npu_tensor_to_safe")
         self._reinit_process_group = _find(module, "distributed.reinit_process_group")
         self._index = int(_find(module, "npu.current_device")())
+        self._set_device = _find(module, "npu.set_device")
         self._state = RecoveryStage.RUNNING
         self._marked = False
+        self._lent = False
+        self._between = threading.Lock()
+        """Nobody stops the device while the training thread takes it back, and the other way round."""
 
     @property
     def stopped(self) -> bool:
         return self._state is not RecoveryStage.RUNNING
 
+    def lend(self) -> None:
+        self._lent = True
+
+    def cut(self) -> int:
+        with self._between:
+            if not self._lent or self.stopped:
+                return 0
+            self._set_device(self._index)  # the current device is a thread's own
+            self._stop()
+            return 1
+
+    def take_back(self) -> None:
+        with self._between:
+            self._lent = False
+        if self.stopped:
+            self.check(reported=False)
+            self.restart((), replaced=False)
+
     def synchronize(self) -> None:
         self._synchronize(self._index)
+        with self._between:
+            self._lent = False
+        if self.stopped:
+            raise RuntimeError(f"FORCE STOP: NPU {self._index} was stopped while rank {self._rank} waited for it")
 
     def kind_of(self, error: Exception) -> str:
         return kind_of(str(error)) if isinstance(error, RuntimeError) else ""
 
     def stop(self) -> None:
+        with self._between:  # who was freed may come here before the thread that frees has seen the answer
+            self._stop()
+
+    def _stop(self) -> None:
+        self._lent = False
         if self._state is not RecoveryStage.RUNNING:
             return  # a newer recovery began before the device was restarted
         answer = self._call("stop_device", self._stop_device, self._index)
@@ -91,7 +123,7 @@ class NpuDevice:
             raise self._error("the device has reported damaged addresses of which torch_npu does not know")
         self._marked = self._marked or answer == Memory.PERSISTENT
         self._state = RecoveryStage.CHECKED
-        return bool(answer == Memory.PERSISTENT)
+        return self._marked
 
     def restart(self, groups: Sequence[Any], *, replaced: bool) -> None:
         assert self._state is RecoveryStage.CHECKED, "restart_device before check_uce_in_memory"

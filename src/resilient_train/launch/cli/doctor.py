@@ -34,7 +34,7 @@ _DESCRIPTORS_MIN = 4096
 _DEVICES = {"NVIDIA GPU": "/dev/nvidia0", "Ascend NPU": "/dev/davinci0"}
 _LIBRARIES = {
     "acl": ("Ascend runtime", "memory errors, failed collectives and failures of the device"),
-    "hccl": ("HCCL", "errors of communicators (nothing gives it any in this version)"),
+    "hccl": ("HCCL", "errors of communicators (with RESILIENT_HCCL=1)"),
     "nvml": ("NVML", "ECC errors and XID events"),
     "nccl": ("NCCL", "errors of communicators (nothing gives it any in this version)"),
 }
@@ -210,7 +210,7 @@ def _machine(facts: Facts) -> Iterator[Finding]:
     text = "of a loop in the main thread only; one in another thread notices a fault at its next collective or step"
     yield Finding(Grade.OK, "prompt interrupts", text)
     for device in facts.devices:
-        text = f"there is a {device}, but with nccl or hccl groups a Session repairs nothing in this version: gloo only"
+        text = f"there is a {device}, but with nccl or hccl groups a Session repairs nothing by default: gloo only"
         yield Finding(Grade.NOTE, "devices", text)
 
 

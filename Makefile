@@ -6,7 +6,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_FLAGS ?=
 BIN := .venv/bin
 STAMP := .venv/.setup-done
-NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.hpp csrc/probes/* csrc/snapshot/* csrc/fake/*)
+NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.hpp csrc/probes/* csrc/snapshot/* csrc/mindio/* csrc/fake/*)
 CXX_SOURCES = $(shell find csrc tests -name '*.cpp' -o -name '*.hpp' -o -name '*.c' -o -name '*.h')
 SANITIZERS := plain address thread
 # ThreadSanitizer of older compilers cannot place its memory under full address randomisation.
@@ -94,6 +94,7 @@ $(SANITIZERS:%=test-native-%): test-native-%: setup
 	TSAN_OPTIONS=die_after_fork=0 timeout 120 $(FIXED_ADDRESSES) build/native-$*/native_test
 	TSAN_OPTIONS=die_after_fork=0 timeout 120 $(FIXED_ADDRESSES) build/native-$*/probes_test
 	TSAN_OPTIONS=die_after_fork=0 timeout 120 $(FIXED_ADDRESSES) build/native-$*/snapshot_test
+	TSAN_OPTIONS=die_after_fork=0 timeout 120 $(FIXED_ADDRESSES) build/native-$*/ttp_test
 
 # One target each, so that `make -k lint` shows everything that is wrong at once.
 lint: lint-ruff lint-format lint-types lint-layers lint-cxx

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +59,10 @@ def _all_reduce(comm: Collectives) -> ops.Custom:
 
 @jit_class
 class _TensorReport:
-    """The first of the two in an optimizer says that an update begins. As C code does: its answer is not looked at."""
+    """The first of the two in an optimizer says that an update begins, by the library that MindSpore's C++ code opens.
+
+    As there the answer is not looked at.
+    """
 
     def __init__(self) -> None:
         self.mark = ops.Custom(_begins, lambda shape: shape, lambda dtype: dtype, func_type="pyfunc")
@@ -73,10 +76,11 @@ class _TensorReport:
 
 
 def _begins(value: np.ndarray) -> np.ndarray:
-    from mindio_ttp import framework_ttp
+    import mindio_ttp
 
-    with contextlib.suppress(RuntimeError):
-        framework_ttp.tft_start_updating_os(-1)
+    folder = mindio_ttp.__path__[0]
+    ctypes.CDLL(f"{folder}/framework_ttp/libttp_framework.so")
+    ctypes.CDLL(f"{folder}/mindspore_api/libttp_c_api.so").MindioTtpSetOptimStatusUpdating(ctypes.c_int64(-1))
     return value
 
 

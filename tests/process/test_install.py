@@ -62,6 +62,21 @@ def test_without_torch(installed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_mindspores_libraries_are_there_and_hide_no_mindio(installed: Path, tmp_path: Path) -> None:
+    (packages,) = (installed.parent / "lib").glob("python*/site-packages")
+    assert not list(packages.glob("mindio*"))
+    looks = """
+import ctypes, resilient_train.integrations.mindio.finder as finder
+finder.install()
+import mindio_ttp
+for each in ("framework_ttp/libttp_framework.so", "mindspore_api/libttp_c_api.so"):
+    library = ctypes.CDLL(f"{mindio_ttp.__path__[0]}/{each}")
+print(library.MindioTtpSetOptimStatusFinished(1))
+"""
+    assert run([installed / "python", "-c", looks], tmp_path, code=0).stdout == "2\n"
+
+
+@pytest.mark.slow
 def test_with_another_torch(installed: Path, tmp_path: Path) -> None:
     """One that nobody has tried is refused where the job begins."""
     (packages,) = (installed.parent / "lib").glob("python*/site-packages")

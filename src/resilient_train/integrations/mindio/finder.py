@@ -10,9 +10,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_PROVIDED = f"{__package__}.provided"
-_EMPTY = ("mindio_ttp", "mindio_ttp.mindspore_api")
-_FULL = ("mindio_ttp.framework_ttp", "mindio_ttp.controller_ttp", "mindio_ttp.utils")
+_NAME = "mindio_ttp"
+_HERE = __package__
+_EMPTY = (f"{_NAME}.mindspore_api",)
+_FULL = (f"{_NAME}.framework_ttp", f"{_NAME}.controller_ttp", f"{_NAME}.utils")
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -22,16 +23,24 @@ class _Finder(MetaPathFinder, Loader):
         path: Sequence[str] | None = None,  # noqa: ARG002 - the interface's
         target: ModuleType | None = None,  # noqa: ARG002 - likewise
     ) -> ModuleSpec | None:
-        if fullname not in (*_EMPTY, *_FULL):
-            return None
-        return ModuleSpec(fullname, self, is_package=fullname == "mindio_ttp")
+        if fullname == _NAME:
+            return ModuleSpec(fullname, self, is_package=True)
+        # Not into MindIO's own package, which may be an older one without some of these modules.
+        ours = getattr(sys.modules.get(_NAME), "__loader__", None) is self
+        return ModuleSpec(fullname, self) if ours and fullname in (*_EMPTY, *_FULL) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:  # noqa: ARG002 - likewise
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ in _FULL:
-            given = importlib.import_module(_PROVIDED)
+        if module.__name__ == _NAME:
+            # In the folder that C code looks into for libraries, others are named as these modules are: Python would
+            # take them for packages. So the modules are there before the folder is named.
+            for name in (*_EMPTY, *_FULL):
+                importlib.import_module(name)
+            module.__path__.append(str(importlib.import_module(f"{_HERE}.c_api").directory()))
+        elif module.__name__ in _FULL:
+            given = importlib.import_module(f"{_HERE}.provided")
             module.__dict__.update({n: v for n, v in vars(given).items() if n.startswith("tft_") or n in given.__all__})
 
 

@@ -143,6 +143,21 @@ class Processor:
             self._updating = True
             self._tell()
 
+    def mark_updating(self) -> bool:
+        """An update begins, whether it may or not. Returns whether it may.
+
+        What MindSpore's C++ code tells, with an answer that it does not look at. To wait here would hold nothing: a
+        device sends the mark through a queue, and goes on to the kernels of the update. Nor may it be held where it
+        could be: all ranks have passed the collective that sets MindSpore's flag, and its handlers refuse to stop and
+        to save until the update is over and the flag is off. So the update is told, and what this rank was locked at
+        it does not hold any more (``_holds``).
+        """
+        with self._changed:
+            allowed = self._limit is None or self._step < self._limit
+            self._updating = True
+            self._tell()
+            return allowed
+
     def end_updating(self, step: int) -> None:
         """Update ``step`` is over. RuntimeError for a number that was there already: a later repair would go on from a
         wrong step.
@@ -310,7 +325,7 @@ class Processor:
 
     def _repair(self, order: Repair) -> int:
         sends = any(part.how == RepairType.RT_SEND.value for part in order.parts)
-        if sends and not self._whole:
+        if sends and not self._holds(order.step):
             return NOT_WHOLE
         gets = any(part.sources and part.how != RepairType.RT_SEND.value for part in order.parts)
         with self._changed:
@@ -324,6 +339,8 @@ class Processor:
         return 0
 
     def _rollback(self, order: Rollback) -> Any:
+        if not self._holds(order.step):
+            return NOT_WHOLE
         return self._call("rollback", order.step, self.args) if "rollback" in self.handlers else 0
 
     def _go(self, order: Go) -> None:
@@ -336,7 +353,7 @@ class Processor:
 
     def _save(self, order: Save) -> Any:
         self.repair_type = "dump"
-        if not self._whole:
+        if not self._holds(order.step):
             return NOT_WHOLE
         told = [{"type": kind, "ranks": list(ranks)} for kind, ranks in enumerate(order.savers)]
         return self._call("save_ckpt", order.step, told, self.args)
@@ -353,6 +370,11 @@ class Processor:
         if "exit" in self.handlers:
             self._call("exit")
         self._end(_EXIT_CODE)
+
+    def _holds(self, step: int) -> bool:
+        """Its memory holds the state behind that many updates, and no update was begun on it."""
+        with self._changed:
+            return self._whole and not self._updating and self._step == step
 
     def _call(self, name: str, *arguments: Any) -> Any:
         handler, context = self._handler(name)

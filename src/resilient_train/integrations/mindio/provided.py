@@ -16,7 +16,7 @@ from typing import Any
 
 from resilient_train import config
 from resilient_train.errors import ConfigError
-from resilient_train.integrations.mindio import wire
+from resilient_train.integrations.mindio import c_api, wire
 from resilient_train.integrations.mindio.controller import Policy
 from resilient_train.integrations.mindio.frames import Action, OptimizerType, RepairType, ReplicaGroup, ReportState
 from resilient_train.integrations.mindio.hub import Hub, HubThread
@@ -109,10 +109,12 @@ def _leave_signals_to_the_launcher() -> None:
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
     """Connects to the controller. Raises ControllerLostError."""
     _own().start(master_ip, int(port))
+    c_api.connect(_own().mark_updating, tft_end_updating_os)
 
 
 def tft_destroy_processor() -> None:
     """The training is over."""
+    c_api.disconnect()
     _own().close()
 
 

@@ -7,7 +7,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from running import JOBS, Run, finish, read_events, start
@@ -105,6 +108,39 @@ def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+def test_an_operator_looks_stops_and_kills(tmp_path: Path, undisturbed: list[str]) -> None:
+    """In a pause a rank is killed, and replaced; all come to stand again."""
+    run_dir = tmp_path / "run"
+    with start(command(tmp_path, "hold@0:3"), MS_ENABLE_TFT=SWITCHES) as job, ThreadPoolExecutor() as pool:
+        wait_for(tmp_path / "done.hold.0.3")
+        pause = pool.submit(ask, run_dir, "pause")
+        until(lambda: any(event["kind"] == "pause_asked" for event in read_events(run_dir, torn=True)))
+        (tmp_path / "go").touch()
+        assert pause.result()["paused"]
+        status = ask(run_dir, "status")
+        assert status["stage"] == "PAUSED"
+        steps = {rank["commits"] for rank in status["ranks"]}
+        assert len(steps) == 1, "all have made the same updates"
+        assert not (tmp_path / f"grad{steps.pop() + 1}.0").exists(), "and are on the way to no other"
+        ask(run_dir, "inject", "kill", "--rank", "0", "--now")
+        until(lambda: len([e for e in read_events(run_dir, torn=True) if e["kind"] == "paused"]) == 2)
+        assert ask(run_dir, "resume")["was"] == "PAUSED"
+        _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert ends(tmp_path) == undisturbed
+    assert "all ranks stand" in err
+
+
+def ask(run_dir: Path, name: str, *arguments: str) -> dict[str, Any]:
+    """A command of resilient-train's."""
+    tool = str(Path(sys.executable).parent / "resilient-train")
+    words = [tool, name, str(run_dir), *arguments, "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.process
 def test_a_signal_for_all_processes_is_one_request(tmp_path: Path) -> None:
     """As schedulers send it. The ranks leave it to the launcher."""
     with start(command(tmp_path, "pace@0:0"), MS_ENABLE_TFT=SWITCHES) as job:
@@ -178,7 +214,11 @@ def test_a_controller_in_rank_0(tmp_path: Path, undisturbed: list[str]) -> None:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, path
+    until(path.exists)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, condition
         time.sleep(0.01)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from resilient_train.integrations.mindio.controller import Controller, Effect, Ended, Policy, Stage, To
 from resilient_train.integrations.mindio.frames import (
     NOT_WHOLE,
+    PASSED,
     Clean,
     Did,
     Exit,
@@ -19,6 +20,7 @@ from resilient_train.integrations.mindio.frames import (
     Halt,
     Lock,
     Rebuild,
+    Release,
     Rename,
     Repair,
     RepairType,
@@ -43,6 +45,8 @@ class Faults(NamedTuple):
     """A stage takes too long. Whoever is waited for may only be slow."""
     leaves: int = 0
     """Somebody wants the job to end."""
+    pauses: int = 0
+    """Somebody wants all to stand still."""
 
 
 class ViolationError(AssertionError):
@@ -114,6 +118,10 @@ class World:
         found += [("uce", index) for index in trains if self.budget.uces]
         found += [("hcce", index) for index in trains if self.budget.hcces and self.ranks[index].main == "enters"]
         found += [("error", index) for index in trains if self.budget.errors]
+        if self.budget.pauses and self.controller.stage is not Stage.OVER:
+            found.append(("pauses", 0))
+        if self.controller.stage is Stage.PAUSED or (self.controller.pauses and self.controller.stage is Stage.HALTING):
+            found.append(("unpauses", 0))
         if self.budget.leaves:
             found.append(("leaves", 0))
         if self.budget.lates and self.controller.stage not in (Stage.TRAINING, Stage.OVER):
@@ -142,7 +150,8 @@ class World:
         if rank.main in ("trains", "enters") and rank.stopped:
             return [*said, "raises"]
         if rank.main == "trains":
-            said.append("enters" if rank.step < self.updates else "is done")
+            paused = rank.limit is not None and rank.step >= rank.limit  # in tft_pause_train
+            said += [] if paused else ["enters" if rank.step < self.updates else "is done"]
         if rank.main == "enters" and all(self._took_part(each, rank.step) for each in self.ranks):
             said.append("updates")
         if rank.main == "updates":
@@ -240,6 +249,13 @@ class World:
         self._spend("leaves")
         self._carry_out(self.controller.leave("somebody wants it to end"))
 
+    def _pauses(self, _: int, __: SimRank) -> None:
+        self._spend("pauses")
+        self._carry_out(self.controller.pause())
+
+    def _unpauses(self, _: int, __: SimRank) -> None:
+        self._carry_out(self.controller.unpause())
+
     def _error(self, _: int, rank: SimRank) -> None:
         self._spend("errors")
         self._out(rank, ReportState.RS_UNKNOWN)
@@ -278,8 +294,12 @@ class World:
             return
         rank.round = order.round
         match order:
+            case Halt(limit=limit) if rank.step > limit or (rank.step == limit and rank.main in ("enters", "updates")):
+                self._did(rank, order, PASSED)
             case Lock(limit=limit) | Halt(limit=limit):
                 rank.limit, rank.locking = limit, order
+            case Release():
+                rank.limit = rank.locking = None
             case Stop():
                 rank.stopped, rank.hangs = True, None
                 self._did(rank, order)
@@ -384,5 +404,6 @@ class World:
         job = self.controller
         seats = tuple(tuple(seat.__dict__.values()) for seat in job.seats)
         named = (job.stage, job.round, job.target, job.pending, job.lost, job.faulty, bool(job.hopeless), job.low)
+        named += (job.pauses, job.ahead)
         return hash((seats, named, job.savers, self.budget, self.sent, self.ended is None, self.named, self.saved,
                      tuple(rank.key() for rank in self.ranks)))  # fmt: skip

@@ -7,7 +7,7 @@ from mindio_world import Faults, ViolationError, World
 
 from resilient_train.integrations.mindio.controller import Policy
 
-FAULTS = ("kill", "uce", "hcce", "error", "expires", "leaves")
+FAULTS = ("kill", "uce", "hcce", "error", "expires", "leaves", "pauses")
 
 
 def explore(world: World, limit: int = 3_000_000) -> tuple[int, int]:
@@ -72,6 +72,10 @@ def explore(world: World, limit: int = 3_000_000) -> tuple[int, int]:
         (2, 2, Faults(leaves=1)),
         (2, 2, Faults(leaves=1, kills=1)),
         (2, 2, Faults(leaves=1, hcces=1)),
+        (2, 2, Faults(pauses=1)),
+        (2, 1, Faults(pauses=1, kills=1)),
+        (2, 1, Faults(pauses=1, uces=1)),
+        (2, 1, Faults(pauses=1, leaves=1)),
     ],
     ids=str,
 )

@@ -137,6 +137,9 @@ def one_step() -> None:
     step = device.step + 1
     if ("pace", 0, 0) in PLAN:
         time.sleep(0.02)
+    if due("hold", step):
+        while not (FOLDER / "go").exists():
+            time.sleep(0.01)
     if due("leave", step):
         sys.exit(0)
     if due("kill", step) or ("die", RANK, step) in PLAN:

@@ -6,7 +6,8 @@ last is there, the next stage follows:
     STARTING     all ranks are to say Hello
     TRAINING     nobody reports anything
     LOCKING      all come to the end of the same update, and begin none behind it
-    HALTING      the same, where nothing is wrong: all make one more update. The end follows
+    HALTING      the same, where nothing is wrong: all make one more update. A pause follows, or the end
+    PAUSED       all stand, until somebody lets them go on
     STOPPING     training threads raise, and wait
     CLEANING     devices are made ready; who lost memory says whether state was in it
     JOINING      lost ranks come back (ARF)
@@ -35,6 +36,7 @@ import msgspec
 
 from resilient_train.integrations.mindio.frames import (
     NOT_WHOLE,
+    PASSED,
     AnyOrder,
     Clean,
     Did,
@@ -45,6 +47,7 @@ from resilient_train.integrations.mindio.frames import (
     Order,
     Part,
     Rebuild,
+    Release,
     Rename,
     Repair,
     RepairType,
@@ -65,6 +68,7 @@ class Stage(enum.Enum):
     TRAINING = enum.auto()
     LOCKING = enum.auto()
     HALTING = enum.auto()
+    PAUSED = enum.auto()
     STOPPING = enum.auto()
     CLEANING = enum.auto()
     JOINING = enum.auto()
@@ -82,6 +86,8 @@ class Policy(msgspec.Struct, frozen=True):
     uce: bool = True
     hcce: bool = True
     arf: bool = True
+    pause: bool = True
+    """Ranks call ``tft_pause_train`` behind each update: nobody stands still in another place."""
 
 
 class To(NamedTuple):
@@ -175,6 +181,10 @@ class Controller:
         self.low: frozenset[int] = frozenset()
         """Who has lost memory in which no state was."""
         self.savers: tuple[tuple[int, ...], ...] = ()
+        self.pauses = False
+        """A pause is wanted. A fault is repaired first."""
+        self.ahead = 1
+        """How many updates all were to make before they stand."""
 
     # -- events
 
@@ -208,10 +218,35 @@ class Controller:
             return self._end(reason)
         if self.stage is not Stage.TRAINING:
             return self._begin_round()
+        return self._halt()
+
+    def pause(self) -> list[Effect]:
+        """Somebody wants all to stand still. The policy says whether they can."""
+        assert self.policy.pause, "nobody would come to stand"
+        self.pauses = True
+        return self._halt() if self.stage is Stage.TRAINING else []
+
+    def unpause(self) -> list[Effect]:
+        """All are to go on."""
+        self.pauses = False
+        if self.stage is not Stage.PAUSED and (self.stage is not Stage.HALTING or self.hopeless):
+            return []
+        if self.stage is Stage.HALTING:
+            return [*self._release(), Note("pause_withdrawn", -1, "nobody wants it any more")]
+        return [*self._release(), Note("resumed", -1, "the pause is over", {"step": self.target})]
+
+    def _halt(self, ahead: int = 1) -> list[Effect]:
         # Who is on the way to an update can't save before it is over: MindSpore's flag stands from the collective on.
         self.round += 1
-        limit = 1 + max(map(self._reaches, self._steady()), default=0)
+        self.ahead = ahead
+        limit = ahead + max(map(self._reaches, self._steady()), default=0)
         return self._give(Stage.HALTING, {rank: Halt(round=self.round, limit=limit) for rank in self._steady()})
+
+    def _release(self) -> list[Effect]:
+        """Whoever stands goes on; nothing has happened to it."""
+        self.round += 1
+        self.stage, self.pending = Stage.TRAINING, frozenset()
+        return [To(rank, Release(round=self.round)) for rank in self._steady()]
 
     def status(self, rank: int, step: int, *, updating: bool) -> list[Effect]:
         """A rank tells how far it is."""
@@ -293,6 +328,9 @@ class Controller:
     def bye(self, rank: int) -> list[Effect]:
         """A rank's training is over: nobody who is lost from here on can train on, this one would not take part."""
         self.seats[rank].present, self.seats[rank].left = False, True
+        if self.stage is Stage.HALTING:  # there is no update more: the others come to their ends as well
+            self.hopeless, self.pauses = "", False
+            return self._release()
         if self.stage in (Stage.TRAINING, Stage.STARTING, Stage.OVER):
             return []
         return self._fault(rank, "has come to its end in the middle of a recovery")
@@ -301,6 +339,9 @@ class Controller:
         """An order is carried out."""
         if rank not in self.pending or not self._awaits(answer):
             return []
+        if answer.code == PASSED:  # what is known here of a rank's step is always a little old
+            self.seats[rank].step = answer.step
+            return self._halt(ahead=self.ahead + 1)
         if failure := self._took(rank, answer):
             return self._fault(rank, failure)
         self.pending -= {rank}
@@ -313,6 +354,8 @@ class Controller:
     def expired(self, number: int, stage: Stage) -> list[Effect]:
         """A stage has taken too long."""
         if (number, stage) != (self.round, self.stage) or stage in (Stage.STARTING, Stage.TRAINING, Stage.OVER):
+            return []
+        if stage is Stage.PAUSED or (stage is Stage.HALTING and not self.hopeless):
             return []
         late = sorted(self.pending or self.lost)
         if stage in (Stage.SAVING, Stage.RENAMING):
@@ -432,6 +475,9 @@ class Controller:
 
     def _locked(self) -> list[Effect]:
         steady = self._steady()
+        if self.stage is Stage.HALTING and not self.hopeless:
+            self.stage, self.target = Stage.PAUSED, max(self.seats[rank].step for rank in steady)
+            return [Note("paused", -1, "all stand", {"step": self.target})]
         self.target = self._held_by_all_sets()
         if self.hopeless or self._no_way():
             return self._leave()
@@ -546,7 +592,8 @@ class Controller:
             seat.reported, seat.reborn, seat.builds, seat.prepared = None, False, False, False
         ranks = range(len(self.seats))
         told: list[Effect] = [To(rank, Go(round=self.round, step=self.target)) for rank in ranks]
-        return [*told, Note("resumed", -1, f"all go on behind update {self.target}")]
+        told.append(Note("resumed", -1, f"all go on behind update {self.target}", {"commits": self.target}))
+        return told + (self._halt() if self.pauses else [])
 
     # -- state
 

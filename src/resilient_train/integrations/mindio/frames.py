@@ -65,6 +65,9 @@ class ReplicaGroup(msgspec.Struct, frozen=True):
 NOT_WHOLE = 3
 """A rank's answer to an order for which it would need the state, which it has lost in the meantime."""
 
+PASSED = 4
+"""A rank's answer to Halt: it has left that place behind already."""
+
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """The first frame. ``proof``: see ``wire.py``."""
@@ -147,6 +150,10 @@ class Halt(Order, frozen=True, kw_only=True):
     limit: int
 
 
+class Release(Order, frozen=True, kw_only=True):
+    """Nothing has happened: whoever stands goes on. Not answered."""
+
+
 class Stop(Order, frozen=True, kw_only=True):
     """The training thread is to raise out of whatever it does. ``repair``: what comes of it (retry, recover, dump)."""
 
@@ -213,4 +220,4 @@ class Exit(Order, frozen=True, kw_only=True):
 
 
 FromProcessor = Hello | Replicas | Status | Reported | Did | Bye
-AnyOrder = Lock | Halt | Stop | Clean | Rebuild | Repair | Rollback | Go | Save | Rename | Exit
+AnyOrder = Lock | Halt | Release | Stop | Clean | Rebuild | Repair | Rollback | Go | Save | Rename | Exit

@@ -107,6 +107,14 @@ class Hub:
         """The job is to end, behind a checkpoint."""
         self._carry_out(self.controller.leave(reason))
 
+    def pause(self) -> None:
+        """All are to stand still behind an update, until ``unpause``."""
+        self._carry_out(self.controller.pause())
+
+    def unpause(self) -> None:
+        """All are to go on."""
+        self._carry_out(self.controller.unpause())
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None

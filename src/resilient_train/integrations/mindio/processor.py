@@ -20,6 +20,7 @@ from resilient_train.errors import ProtocolError, ResilientError
 from resilient_train.integrations.mindio import wire
 from resilient_train.integrations.mindio.frames import (
     NOT_WHOLE,
+    PASSED,
     Action,
     AnyOrder,
     Bye,
@@ -34,6 +35,7 @@ from resilient_train.integrations.mindio.frames import (
     Over,
     Part,
     Rebuild,
+    Release,
     Rename,
     Repair,
     RepairType,
@@ -58,7 +60,7 @@ _SETTLE_S = 3.0
 _POLL_S = 0.05
 _EXIT_CODE = 2
 _RETRY_S = 1.0
-_AT_ONCE = (Lock, Halt, Stop, Exit, Go)
+_AT_ONCE = (Lock, Halt, Release, Stop, Exit, Go)
 
 Handler = Callable[..., Any]
 End = Callable[[int], object]
@@ -88,6 +90,8 @@ class Processor:
         self._step = 0
         self._whole = True
         """Its memory holds the state behind ``_step`` updates."""
+        self._passed = -1
+        """Behind which update it did not stand: it is on the way to the next one."""
         self._updating = False
         self._moved_s = 0.0
         self._limit: int | None = None
@@ -183,6 +187,7 @@ class Processor:
             self._changed.wait_for(lambda: self._limit is None or step < self._limit or self._stopped or self._over)
             if self._stopped:
                 raise RuntimeError(FORCE_STOP)
+            self._passed = step
 
     def set_args(self, args: Any) -> None:
         """What handlers get as ``args``: the loop is about to begin, or to go on.
@@ -218,7 +223,6 @@ class Processor:
             self._changed.wait_for(lambda: self._action is not None)
             action, self._action = self._action, None
             assert action is not None
-            self._waits = False
             return action
 
     def reset_limit(self) -> None:
@@ -241,6 +245,9 @@ class Processor:
                     self._let_go()
                     return
                 assert not isinstance(frame, wire.Challenge | Welcome)
+                if isinstance(frame, Go | Release):  # what comes behind it counts from there
+                    self._carry_out(frame)
+                    continue
                 threading.Thread(
                     target=self._carry_out, args=(frame,), name=f"rt-mindio-{frame.name()}", daemon=True
                 ).start()
@@ -275,7 +282,7 @@ class Processor:
         else:
             with self._handling:
                 code = self._do(order) if order.round == self._round else -1
-        if not isinstance(order, Go | Exit):
+        if not isinstance(order, Go | Release | Exit):
             self._send(Did(order.round, order.name(), code, self._step))
 
     def _do(self, order: AnyOrder) -> int:
@@ -285,6 +292,12 @@ class Processor:
         except Exception:
             log.exception("rank %d can't %s", self.rank, order.name())
             return 1
+
+    def _halt(self, order: Halt) -> int:
+        with self._changed:
+            if self._passed >= order.limit:
+                return PASSED
+        return self._lock(order)
 
     def _lock(self, order: Lock | Halt) -> int:
         with self._changed:
@@ -343,12 +356,16 @@ class Processor:
             return NOT_WHOLE
         return self._call("rollback", order.step, self.args) if "rollback" in self.handlers else 0
 
+    def _release(self, _: Release) -> None:
+        self.reset_limit()
+
     def _go(self, order: Go) -> None:
         with self._changed:
             self.repair_step = order.step
             if self._waits:  # else it is new, and has no state yet
                 self._step, self._whole = order.step, True
-            self._limit, self._stopped, self._action = None, False, Action.RETRY
+            self._passed = self._step
+            self._limit, self._stopped, self._waits, self._action = None, False, False, Action.RETRY
             self._changed.notify_all()
 
     def _save(self, order: Save) -> Any:
@@ -395,7 +412,8 @@ class Processor:
 
     _DO: ClassVar[dict[type[AnyOrder], Callable[[Any, Any], Any]]] = {
         Lock: _lock,
-        Halt: _lock,
+        Halt: _halt,
+        Release: _release,
         Stop: _stop,
         Clean: _clean,
         Rebuild: _rebuild,

@@ -27,17 +27,21 @@ from resilient_train.integrations.mindio.wire import read_secret
 from resilient_train.launch.agent.console_text import end_of, line, told
 from resilient_train.launch.agent.last_words import how_it_failed
 from resilient_train.launch.agent.logs import SCHEDULER, Logs
+from resilient_train.launch.agent.mindspore_operators import MindSporeOperators
 from resilient_train.launch.agent.processes import RankProcess, start_cold
 from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_SAVED
-from resilient_train.launch.spec import JobSpec
+from resilient_train.launch.spec import SOCKET, JobSpec
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.policy import why_give_up
 from resilient_train.protocol.retry_budget import RetryBudget
+from resilient_train.server import Listener
+from resilient_train.transport import listen
 
 _LOG_POLL_S = 0.05
 _LAST_WORDS_S = 1.0
 """How long what a rank has sent before its end may take to be read. A process that it has left may hold its socket."""
+_CONNECTIONS_MAX = 256
 _SECRET = "tft-secret"  # noqa: S105 - a file's name
 
 
@@ -48,7 +52,8 @@ class MindSporeAgent:
         """Raises ConfigError where the controller can't listen."""
         self._spec, self._sink = spec, sink
         self._logs = Logs(spec)
-        policy = Policy(uce=spec.policy.mend, hcce=spec.policy.rebuild, arf=spec.policy.replace)
+        of_job = spec.policy
+        policy = Policy(uce=of_job.mend, hcce=of_job.rebuild, arf=of_job.replace, pause=of_job.replace or of_job.pause)
         secret = spec.settings.tft_secret_file or _write_secret(spec.run_dir / _SECRET)
         if theirs := finder.of_mindio():
             self._say(f"mindio_ttp is installed ({theirs}): faults are MindIO's business, and no rank is replaced here")
@@ -71,12 +76,18 @@ class MindSporeAgent:
         self._fault_ns = 0
         self._redo: list[int] = []
         """Who runs the step that a fault has cut once more."""
+        self._operators = MindSporeOperators(self._hub, self._running, self._note)
 
     async def run(self) -> int:
         """Runs the job to its end."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._on_bug)
         await self._hub.open()
+        path = self._spec.run_dir / SOCKET
+        try:
+            listener = Listener(path, self._operators, listen(path), _CONNECTIONS_MAX)
+        except OSError as error:
+            raise ConfigError(f"the agent can't listen at {path}: {error}") from None
         for name in self._spec.signals:
             number = getattr(signal, name)
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has asked for that
@@ -89,6 +100,7 @@ class MindSporeAgent:
             await self._over.wait()
         finally:
             showing.cancel()
+            listener.close()
             self._kill_all()
             await self._hub.close()
             self._logs.finish()
@@ -234,14 +246,18 @@ class MindSporeAgent:
             strategy = "ARF" if lost else "UCE" if "RS_UCE" in event.text else "HCCE"
             detail: dict[str, Any] = {"lost": lost, "reason": f"rank {event.rank}: {event.text}", "strategy": strategy}
         else:
-            detail = {"reason": event.text, "commits": self._hub.controller.target, **event.detail}
+            detail = {"reason": event.text, **event.detail}
         if event.kind == "plan":
             self._redo = detail["redone"]
-        elif event.kind == "resumed":
+        elif event.kind == "resumed" and "commits" in detail:
             for rank in self._redo:
                 self._note("done", rank=rank, detail={"redone": True})
+        elif event.kind == "resumed":
+            detail["paused_s"] = self._operators.stood_s()
+        elif event.kind == "paused":
+            self._operators.paused()
         self._note(event.kind, rank=event.rank, detail=detail)
-        if event.kind in ("fault", "resumed"):
+        if event.kind in ("fault", "resumed", "paused", "pause_withdrawn"):
             took_ms = (time.monotonic_ns() - self._fault_ns) / 1e6
             for text in told(event.kind, self._hub.controller.round, took_ms, detail):
                 self._say(text)

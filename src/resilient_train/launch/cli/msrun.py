@@ -85,7 +85,13 @@ def make_job(argv: list[str]) -> MindSporeJob:
     settings, switches = config.read_settings(run_dir=args.run_dir), config.read_switches()
     run_dir = Path(settings.run_dir or Path("resilient_runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     run_dir = run_dir.absolute()
-    policy = Policy(max_restarts=args.max_restarts, replace=switches.arf, rebuild=switches.hcce, mend=switches.uce)
+    policy = Policy(
+        max_restarts=args.max_restarts,
+        replace=switches.arf,
+        rebuild=switches.hcce,
+        mend=switches.uce,
+        pause=switches.tsp,
+    )
     spec = JobSpec(
         command=_command(args.script, args.arguments),
         world_size=world,

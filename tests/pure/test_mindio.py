@@ -17,7 +17,20 @@ import pytest
 from resilient_train.errors import ConfigError
 from resilient_train.integrations.mindio import provided, wire
 from resilient_train.integrations.mindio.controller import Controller, Ended, Policy, Stage, To, replica_sets
-from resilient_train.integrations.mindio.frames import Did, Exit, Hello, ReplicaGroup, Reported, ReportState, Status
+from resilient_train.integrations.mindio.frames import (
+    Clean,
+    Did,
+    Exit,
+    Hello,
+    Lock,
+    Part,
+    Repair,
+    RepairType,
+    ReplicaGroup,
+    Reported,
+    ReportState,
+    Status,
+)
 from resilient_train.integrations.mindio.hub import Hub, HubThread
 from resilient_train.integrations.mindio.processor import ControllerLostError, Processor
 from resilient_train.transport import encode
@@ -223,3 +236,34 @@ def test_replica_groups_that_can_not_be_right_end_the_job(first: ReplicaGroup, s
     (ended,) = [each for each in job.replicas(1, (second,)) if isinstance(each, Ended)]
     assert says in ended.reason
     assert job.stage is Stage.OVER
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_who_left_its_loop_in_an_update_has_no_whole_state(monkeypatch: pytest.MonkeyPatch, *, late: bool) -> None:
+    """Whatever clean says of the memory: what was half written is not whole. A device's mark may come late."""
+    rank = Processor(0, 1)
+    monkeypatch.setattr(rank, "_send", lambda frame: None)
+    rank.handlers |= {"clean": (lambda uce, args, ctx: 2, None), "repair": (lambda *told: None, None)}
+    rank.end_updating(1)
+    if not late:
+        rank.start_updating()
+    rank.report(ReportState.RS_UCE)
+    if late:
+        rank.mark_updating()
+    assert rank._lock(Lock(round=0, limit=1)) == 1, "at once: nothing more comes of that update"
+    rank._clean(Clean(round=0, uce=True))
+    assert rank._lock(Lock(round=0, limit=1)) == 1
+    part = Part(0, RepairType.RT_RECV_REPAIR.value, (1,), (0,))
+    rank._repair(Repair(round=0, step=1, rebuilt=False, faulty=(0,), parts=(part,)))
+    assert rank._lock(Lock(round=0, limit=1)) == 0
+
+
+def test_memory_that_was_lost_where_no_state_is_leaves_it_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Processor(0, 1)
+    monkeypatch.setattr(rank, "_send", lambda frame: None)
+    rank.handlers["clean"] = (lambda uce, args, ctx: 2, None)
+    rank.end_updating(1)
+    rank.report(ReportState.RS_UCE)
+    assert rank._lock(Lock(round=0, limit=1)) == 1
+    rank._clean(Clean(round=0, uce=True))
+    assert rank._lock(Lock(round=0, limit=1)) == 0

@@ -70,6 +70,8 @@ class SimRank:
         self.limit: int | None = None
         self.stopped = False
         self.locking: Lock | Halt | None = None
+        self.saving: tuple[Save, int | None] | None = None
+        """The order, and the state when it began to write."""
         self.hangs: Repair | None = None
         """It waits for state from a rank that has not sent it."""
         self.down: tuple[Any, ...] = ()
@@ -87,8 +89,12 @@ class SimRank:
 
 
 class World:
-    def __init__(self, ranks: int, updates: int, faults: Faults, policy: Policy | None = None) -> None:
-        self.updates, self.budget = updates, faults
+    """``heedless``: a rank that is refused an update makes it all the same, and tells, as MindSpore's C++ code does."""
+
+    def __init__(
+        self, ranks: int, updates: int, faults: Faults, policy: Policy | None = None, *, heedless: bool = False
+    ) -> None:
+        self.updates, self.budget, self.heedless = updates, faults, heedless
         self.controller = Controller(ranks, policy)
         for rank in range(ranks):
             self.controller.hello(rank)
@@ -97,7 +103,8 @@ class World:
         self.sent: frozenset[tuple[int, int, int, Any]] = frozenset()
         """(round, source, target, state)"""
         self.ended: Ended | None = None
-        self.saved: frozenset[tuple[int, int]] = frozenset()
+        self.saved: frozenset[tuple[int, int, int | None]] = frozenset()
+        """(round, rank, the state in its file)"""
         self.named = False
         self.was_late = False
 
@@ -145,6 +152,8 @@ class World:
             waits = rank.main not in ("trains", "enters")
             if isinstance(rank.locking, Lock) or waits or rank.step >= rank.locking.limit:
                 said.append("stands")
+        if rank.saving is not None:
+            said.append("has saved")
         if rank.hangs is not None and self._given(index, rank.hangs) is not None:
             said.append("gets state")
         if rank.main in ("trains", "enters") and rank.stopped:
@@ -191,7 +200,7 @@ class World:
         rank.main = "enters"
 
     def _updates(self, _: int, rank: SimRank) -> None:
-        if rank.limit is not None and rank.step >= rank.limit:
+        if rank.limit is not None and rank.step >= rank.limit and not self.heedless:
             self._out(rank, ReportState.RS_NORMAL)
             return
         rank.main, rank.state = "updates", TORN
@@ -229,7 +238,7 @@ class World:
 
     def _dies(self, rank: SimRank) -> None:
         rank.alive, rank.state, rank.main, rank.down = False, None, "dead", ()
-        rank.locking = rank.hangs = None
+        rank.locking = rank.hangs = rank.saving = None
 
     def _uce(self, _: int, rank: SimRank) -> None:
         self._spend("uces")
@@ -310,6 +319,8 @@ class World:
             case Rebuild():
                 rank.rebuilt = order.round
                 self._did(rank, order)
+            case Repair() | Rollback() | Save() if self._lost_it(rank, order):
+                self._did(rank, order, NOT_WHOLE)
             case Repair():
                 self._repairs(index, rank, order)
             case Rollback(step=step):
@@ -318,13 +329,12 @@ class World:
             case Go(step=step):
                 self._goes(index, rank, step)
             case Save(step=step):
-                if rank.state is None:
-                    self._did(rank, order, NOT_WHOLE)
-                    return
                 require(rank.state == step, f"rank {index} saves {rank.state} as {step}")
-                self.saved |= {(order.round, index)}
-                self._did(rank, order)
-            case Rename():
+                rank.saving = order, rank.state
+            case Rename(step=step):
+                newest = max(number for number, _, _ in self.saved)
+                files = {state for number, _, state in self.saved if number == newest}
+                require(files == {step}, f"what is named {step} holds {files}")
                 self.named = True
                 self._did(rank, order)
             case Exit():
@@ -332,6 +342,20 @@ class World:
 
     def _did(self, rank: SimRank, order: Any, code: int = 0) -> None:
         rank.up += (Did(order.round, order.name(), code, rank.step),)
+
+    def _lost_it(self, rank: SimRank, order: Repair | Rollback | Save) -> bool:
+        """It would have to hold the state behind that update, and does not any more (``Processor._holds``)."""
+        if isinstance(order, Repair) and not any(part.how == SENDS for part in order.parts):
+            return False
+        return rank.state != order.step and (self.heedless or rank.state is None)
+
+    def _has_saved(self, index: int, rank: SimRank) -> None:
+        """What is written while the state changes is torn."""
+        assert rank.saving is not None
+        order, before = rank.saving
+        self.saved |= {(order.round, index, before if before == rank.state else TORN)}
+        self._did(rank, order)
+        rank.saving = None
 
     def _stands(self, _: int, rank: SimRank) -> None:
         """As soon as nothing is written: it may have waited too long for more."""
@@ -346,9 +370,6 @@ class World:
         sends = [target for part in order.parts if part.how == SENDS for target in part.targets]
         gets = [part for part in order.parts if part.how != SENDS and part.sources]
         require(not (sends and gets), f"rank {index} sends, and is to get")
-        if sends and rank.state is None:
-            self._did(rank, order, NOT_WHOLE)
-            return
         for target in sends:
             require(rank.state == order.step, f"rank {index} sends {rank.state} as {order.step}")
             self.sent |= {(order.round, index, target, rank.state)}
@@ -390,7 +411,9 @@ class World:
         else:
             there = [r for r in self.ranks if r.alive and r.main != "done"]
             whole = [r for r in there if r.state is not None and r.state >= 1 and r.main != "updates"]
-            require(not whole or self.was_late, f"nothing is saved, and {len(whole)} ranks hold it: {end}")
+            # At its first step a heedless rank may hold a first update, of which it has not told yet.
+            sure = not self.was_late and not (self.heedless and self.controller.target == 0)
+            require(not whole or not sure, f"nothing is saved, and {len(whole)} ranks hold it: {end}")
 
     # -- branching
 

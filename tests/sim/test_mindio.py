@@ -93,5 +93,26 @@ def test_every_interleaving_of_three_ranks_and_two_faults(faults: Faults) -> Non
     explore(World(3, 1, faults), 10_000_000)
 
 
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(kills=1),
+        Faults(uces=1),
+        Faults(hcces=1),
+        Faults(leaves=1),
+        Faults(hcces=1, leaves=1),
+        Faults(errors=1),
+    ],
+    ids=str,
+)
+def test_ranks_that_heed_no_refusal(faults: Faults) -> None:
+    explore(World(2, 2, faults, heedless=True))
+
+
+def test_what_moves_while_it_is_saved_is_saved_again() -> None:
+    """The only one that is left is saved in the middle of a step, and updates all the same."""
+    explore(World(2, 2, Faults(kills=1), Policy(arf=False), heedless=True))
+
+
 def test_without_arf_a_loss_is_the_end_behind_a_checkpoint() -> None:
     explore(World(2, 2, Faults(kills=1), Policy(arf=False)))

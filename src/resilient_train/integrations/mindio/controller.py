@@ -144,6 +144,8 @@ class Seat:
         self.updating = False
         self.whole = True
         """Its memory holds the state behind ``step`` updates."""
+        self.locked = False
+        """It has answered that it stands. A device may update all the same: MindSpore's C++ code only tells of it."""
         self.reported: ReportState | None = None
         """Its training thread waits for what is done about this."""
         self.damaged = False
@@ -246,13 +248,17 @@ class Controller:
         """Whoever stands goes on; nothing has happened to it."""
         self.round += 1
         self.stage, self.pending = Stage.TRAINING, frozenset()
+        for seat in self.seats:
+            seat.locked = False
         return [To(rank, Release(round=self.round)) for rank in self._steady()]
 
     def status(self, rank: int, step: int, *, updating: bool) -> list[Effect]:
         """A rank tells how far it is."""
         seat = self.seats[rank]
+        moved = seat.locked and (updating or step != seat.step)
         seat.step, seat.updating = step, updating
-        return []
+        # What was built on where it stood is built anew, and answers to orders of before count for nothing.
+        return self._begin_round() if moved and self.stage is not Stage.OVER else []
 
     def replicas(self, rank: int, groups: Sequence[ReplicaGroup]) -> list[Effect]:
         """A rank tells in whose company it holds its state: one group for each kind of optimizer."""
@@ -395,6 +401,8 @@ class Controller:
         self.stage = Stage.LOCKING
         told: list[Effect] = [To(each, Exit(round=self.round)) for each in self._half_reborn()]
         self.lost -= set(self._steady())  # who came back in an earlier round is there as all others are
+        for seat in self.seats:
+            seat.locked = False
         self.pending = frozenset(self._steady())
         limit = max((self._reaches(each) for each in self._steady()), default=0)
         told += [To(each, Lock(round=self.round, limit=limit)) for each in sorted(self.pending)]
@@ -417,6 +425,7 @@ class Controller:
         seat = self.seats[rank]
         if self.stage in (Stage.LOCKING, Stage.HALTING):
             seat.step, seat.updating, seat.whole = answer.step, False, not answer.code  # it knows best
+            seat.locked = True
             return ""
         if self.stage is Stage.CLEANING and seat.damaged and answer.code in (0, 2):
             seat.damaged = False
@@ -589,7 +598,7 @@ class Controller:
         self.stage, self.pending, self.lost, self.faulty = Stage.TRAINING, frozenset(), frozenset(), frozenset()
         self.low = frozenset()
         for seat in self.seats:
-            seat.reported, seat.reborn, seat.builds, seat.prepared = None, False, False, False
+            seat.reported, seat.reborn, seat.builds, seat.prepared, seat.locked = None, False, False, False, False
         ranks = range(len(self.seats))
         told: list[Effect] = [To(rank, Go(round=self.round, step=self.target)) for rank in ranks]
         told.append(Note("resumed", -1, f"all go on behind update {self.target}", {"commits": self.target}))

@@ -93,6 +93,8 @@ class Processor:
         self._passed = -1
         """Behind which update it did not stand: it is on the way to the next one."""
         self._updating = False
+        self._torn = False
+        """It left its loop in the middle of an update: no answer of a handler makes that whole."""
         self._moved_s = 0.0
         self._limit: int | None = None
         self._stopped = False
@@ -160,7 +162,12 @@ class Processor:
             allowed = self._limit is None or self._step < self._limit
             self._updating = True
             self._tell()
+            if self._waits:  # the mark comes late: its thread is out of the loop
+                self._tear()
             return allowed
+
+    def _tear(self) -> None:
+        self._updating, self._whole, self._torn = False, False, True
 
     def end_updating(self, step: int) -> None:
         """Update ``step`` is over. RuntimeError for a number that was there already: a later repair would go on from a
@@ -209,6 +216,8 @@ class Processor:
         with self._changed:
             if state is not ReportState.RS_INIT_FINISH:
                 self._waits = True
+            if self._updating:
+                self._tear()
             if state in (ReportState.RS_UCE, ReportState.RS_UCE_CORRUPTED):
                 self._whole = False
             self._changed.notify_all()
@@ -330,7 +339,7 @@ class Processor:
 
     def _clean(self, order: Clean) -> Any:
         code = self._call("clean", order.uce, self.args)
-        self._whole = self._whole or code == 2
+        self._whole = self._whole or (code == 2 and not self._torn)
         return code
 
     def _rebuild(self, order: Rebuild) -> Any:
@@ -348,7 +357,7 @@ class Processor:
             told = _repair_info(part)
             self._call("repair", order.step, order.rebuilt, list(order.faulty), told, self.args)
         with self._changed:
-            self._step, self._whole = order.step, True
+            self._step, self._whole, self._torn = order.step, True, False
         return 0
 
     def _rollback(self, order: Rollback) -> Any:

@@ -1,0 +1,342 @@
+"""A callback for ``Model.train``: what MindSpore's ``TrainFaultTolerance`` does on Ascend alone, on any device target.
+
+MindSpore enters and leaves its callbacks as context managers around the loop, so ``__exit__`` sees each error that
+comes out of a step, a dataset or another callback.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.train import Callback, Model
+
+from resilient_train import config
+from resilient_train.errors import ConfigError, StorageError, UsageError
+from resilient_train.integrations.mindspore import checkpoint_file, resume, ttp_directory
+from resilient_train.integrations.mindspore.agreed_step import AgreedStep
+from resilient_train.integrations.mindspore.network_state import (
+    State,
+    copy_to_host,
+    own_optimizer,
+    state_of,
+    wait_for_device,
+    written_by_forward,
+)
+from resilient_train.integrations.mindspore.preemption import Preemption
+from resilient_train.integrations.mindspore.replica_groups import check_groups, found_groups, own_ranks
+from resilient_train.integrations.mindspore.resume import Position
+from resilient_train.integrations.mindspore.ttp_directory import Groups
+
+log = logging.getLogger("resilient_train.mindspore")
+
+_EX_TEMPFAIL = 75
+"""The job is to be started again; 128 + n where this process was asked by signal n itself, but for SIGUSR1."""
+_NO_SEED = 5489
+"""MindSpore's default, with which it shuffles otherwise each time."""
+_POLL_S = 0.02
+_NOT_RETURNED = object()
+"""``net_outputs`` while a step is computed."""
+
+
+class _HostCopy(NamedTuple):
+    step: int
+    values: dict[str, np.ndarray]
+    notes: dict[str, Any]
+
+
+class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there when types are checked
+    """Saves the state of a training that ends too early, and resumes it from there.
+
+    ``folder`` is shared by all ranks. ``rank`` and ``world_size``: by default those of MindSpore's communication.
+    ``replica_groups``: ranks with the same state, of which one saves; by default found from the parallel mode, and
+    printed. ``snapshot_every``: a copy of the state is kept in host memory, and renewed every so many steps (0: none);
+    it is saved where the network's own state can't be trusted or reached. ``step_grace_s``: how long a step may take
+    to end after a signal, before that copy is saved; after ``exit_grace_s`` (a setting) the process ends.
+
+    SIGTERM or SIGUSR1: all ranks finish the same step, save it, and leave ``Model.train`` by ``SystemExit``. Raises
+    ConfigError for what can't be saved, UsageError for a training that does not begin where its data does, and
+    StorageError for a checkpoint that could not be written.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        replica_groups: Groups | None = None,
+        snapshot_every: int = 0,
+        step_grace_s: float = 10.0,
+    ) -> None:
+        self._settings = config.read_settings()
+        if not config.read_switches().ttp:
+            raise ConfigError("FaultTolerance: TTP is off; write MS_ENABLE_TFT={TTP:1}, or leave the callback out")
+        if not 0 < step_grace_s < self._settings.exit_grace_s:
+            raise ConfigError(
+                f"step_grace_s={step_grace_s} must be above 0 and below RESILIENT_EXIT_GRACE_S, which is "
+                f"{self._settings.exit_grace_s}"
+            )
+        if snapshot_every < 0:
+            raise ConfigError(f"snapshot_every must be 0 or more, not {snapshot_every}")
+        self._folder, self._grace_s, self._snapshot_every = Path(folder), step_grace_s, snapshot_every
+        self._ranks = own_ranks(rank, world_size)
+        if replica_groups is not None:
+            check_groups(replica_groups, self._ranks.world_size)
+        self._given_groups = replica_groups
+        self._groups: Groups = ()
+        self._start: Position | None = None
+        self._dataset: Any = None
+        self._params: Any = None
+        self._preemption: Preemption | None = None
+        self._agreed: AgreedStep | None = None
+        self._done, self._updates, self._last_step = 0, 0, 0
+        """The last step that has ended, what the optimizer has counted by then; the last one of the training."""
+        self._in_step = False
+        self._copies: deque[_HostCopy] = deque(maxlen=2)  # two: another rank may hang one step before this one
+        self._saved: int | None = None
+        self._stopping = False
+        self._turn = threading.Lock()
+        """Held by whoever saves: the training thread between steps, or that of ``Preemption``."""
+
+    def resume(self, network: nn.Cell | Model, dataset: Any) -> Position:
+        """The newest whole checkpoint goes into ``network`` (the one that trains, or its Model) and ``dataset``.
+
+        Returns where training goes on: ``Model.train`` is given its ``epoch`` as ``initial_epoch``. Step 0 where there
+        never was a checkpoint. Raises CheckpointError where all are damaged, LayoutError for another model's state,
+        UsageError for other data or another number of ranks.
+        """
+        network = network.train_network if isinstance(network, Model) else network
+        found = resume.find(self._folder, self._ranks, self._tell)
+        self._start = Position(0, 0) if found is None else resume.fill(network, dataset, found)
+        self._dataset = dataset
+        self._tell(f"training begins behind step {self._start.step}" + ("" if found else ": there is no checkpoint"))
+        return self._start
+
+    def __enter__(self) -> Self:
+        """Before the data workers of MindSpore are started."""
+        if self._params is not None:
+            raise UsageError("a FaultTolerance counts the steps of one Model.train: make another, with another folder")
+        ttp_directory.clear(self._folder, *self._ranks)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._preemption = Preemption(self._late, self._grace_s, self._over, self._settings.exit_grace_s)
+        return self
+
+    def on_train_begin(self, run_context: Any) -> None:
+        """The steps are counted on from where the data begins: all callbacks see absolute ones."""
+        self._params = params = run_context.original_args()
+        dataset, network = params.train_dataset, params.train_network
+        step = dataset.get_init_step()
+        if params.dataset_sink_mode:
+            raise ConfigError("FaultTolerance needs each step's end: pass dataset_sink_mode=False")
+        if self._start is not None and (dataset is not self._dataset or step != self._start.step):
+            raise UsageError("resume() was given another dataset than Model.train, or it was changed in between")
+        if dataset.is_shuffled() and mindspore.dataset.config.get_seed() == _NO_SEED:
+            raise ConfigError(
+                "the dataset is shuffled without a seed, so what is resumed would see other samples: "
+                "call mindspore.set_seed(n), n not 5489, before the dataset is made"
+            )
+        ahead = [each for each, _ in ttp_directory.complete(self._folder) if each > step]
+        if ahead:
+            raise UsageError(
+                f"{self._folder} has a checkpoint of step {ahead[0]}, and this training begins behind step {step}: "
+                "call resume() first, or give another folder"
+            )
+        state_of(network)  # raises for what can't be saved
+        groups, why = found_groups(network, self._ranks.world_size)
+        self._groups, why = (groups, why) if self._given_groups is None else (self._given_groups, "as given")
+        if self._ranks.rank == 0:
+            self._tell(f"replica groups {[list(each) for each in self._groups]}, of each the first rank saves: {why}")
+        if self._ranks.world_size > 1:
+            self._agreed = AgreedStep(self._folder, *self._ranks)
+        params.cur_step_num = self._done = step
+        self._last_step = (step // params.batch_num + params.epoch_num) * params.batch_num
+        self._updates = self._count_updates()
+
+    def on_train_epoch_begin(self, run_context: Any) -> None:
+        """Looks whether the first epoch is the one that the data is in."""
+        params = run_context.original_args()
+        if params.cur_epoch_num != self._done // params.batch_num + 1:
+            raise UsageError(
+                f"the data begins in epoch {self._done // params.batch_num}, and training in {params.cur_epoch_num - 1}"
+                " (counted from 0): pass Model.train(initial_epoch=...) what resume() returned as epoch"
+            )
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        """From here on the state is no step's."""
+        with self._turn:
+            self._in_step = True
+        run_context.original_args().net_outputs = _NOT_RETURNED
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """Saves, and stops, if that is asked for and all ranks do."""
+        with self._turn:
+            self._ended(run_context.original_args().cur_step_num)
+            if self._snapshot_every and self._done % self._snapshot_every == 0:
+                state = state_of(self._params.train_network)
+                self._copies.append(_HostCopy(self._done, copy_to_host(state), self._notes()))
+            if self._all_stop():
+                self._stopping = True
+                self._save_and_wait()
+                run_context.request_stop()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Saves if an error leaves the loop. Raises SystemExit where the job was asked to end."""
+        got = None
+        if self._preemption is not None:
+            self._preemption.close()
+            got = self._preemption.got
+        if error is not None and self._params is not None and self._saved != self._done:
+            self._save_after(error)
+        if self._start is not None:
+            self._dataset.set_init_step(0)  # an iterator that is made later begins at the beginning
+        if self._stopping and error is None:
+            raise SystemExit(_EX_TEMPFAIL if got in (None, signal.SIGUSR1) else 128 + got)
+        if got is not None and error is None:
+            self._tell(f"signal {got} came in the last step: training is over, and its result is the script's to save")
+
+    def _ended(self, step: int) -> None:
+        self._done, self._in_step = step, False
+        self._updates = self._count_updates()
+
+    def _all_stop(self) -> bool:
+        """Whether this step is the last one. In the very last of the training nobody stops: it is over anyway."""
+        asked = self._preemption is not None and self._preemption.got is not None
+        if self._agreed is None:
+            return asked and self._done < self._last_step
+        reached = self._agreed.reached(self._done)
+        if reached is None and asked and self._done < self._last_step:
+            self._agreed.ask(self._done + 1)
+        return bool(reached)
+
+    def _save_after(self, error: BaseException) -> None:
+        """Which state is it that an error has left?"""
+        told = f"{type(error).__name__} ends the training"
+        if self._in_step and self._params.net_outputs is not _NOT_RETURNED:
+            self._ended(self._params.cur_step_num)
+        doubt = self._doubt() if self._in_step else ""
+        try:
+            if not doubt:
+                self._tell(f"{told} behind step {self._done}, which is saved")
+                self._save(self._done, state_of(self._params.train_network), self._notes())
+            else:
+                self._tell(f"{told} in step {self._done + 1}, and the state may not be that of a step: {doubt}")
+                self._save_copies()
+        except (StorageError, OSError) as failed:
+            error.add_note(f"resilient_train: nothing was saved: {failed}")
+            self._tell(f"nothing was saved: {failed}")
+
+    def _doubt(self) -> str:
+        """Why the state may not be that of the last step's end; empty if it is.
+
+        MindSpore's optimizers count an update in ``global_step`` before they write a parameter.
+        """
+        network = self._params.train_network
+        optimizer = own_optimizer(network)
+        if optimizer is None:
+            return "no optimizer of mindspore.nn tells whether it has begun to write"
+        if others := written_by_forward(network, optimizer):
+            return f"the step may have written {others[0]}"
+        try:
+            wait_for_device()
+            updates = self._count_updates()
+        except RuntimeError as error:
+            return f"the device does not say ({error})"
+        return "" if updates == self._updates else "the optimizer has begun to write"
+
+    def _count_updates(self) -> int:
+        optimizer = own_optimizer(self._params.train_network)
+        return 0 if optimizer is None else int(optimizer.global_step.asnumpy().item())
+
+    def _save_copies(self) -> None:
+        if not self._copies:
+            self._tell("nothing is saved: there is no copy in host memory either (snapshot_every)")
+        for copy in reversed(self._copies):
+            self._save(copy.step, {name: Tensor(each) for name, each in copy.values.items()}, copy.notes)
+
+    def _save_and_wait(self) -> None:
+        """Nobody leaves before it is there: launchers end all ranks when one is gone."""
+        group = next(each for each in self._groups if self._ranks.rank in each)
+        if self._ranks.rank == group[0]:
+            self._save(self._done, state_of(self._params.train_network), self._notes())
+        final = ttp_directory.directory(self._folder, self._done)
+        limit = time.monotonic() + self._settings.exit_grace_s
+        while not final.exists():
+            if time.monotonic() > limit:
+                raise StorageError(
+                    f"rank {self._ranks.rank} has waited {self._settings.exit_grace_s} s for {final}: other ranks have "
+                    "not written their parts; training can be resumed from the checkpoint before it"
+                )
+            time.sleep(_POLL_S)
+        self._saved = self._done
+
+    def _save(self, step: int, state: State, notes: dict[str, Any]) -> None:
+        if step == 0:
+            self._tell("nothing is saved: no step has ended")
+            return
+        batches, rank = notes["batch_num"], self._ranks.rank
+        stage = ttp_directory.make_stage(self._folder, rank)
+        checkpoint_file.write(stage / f"ttp_rank_{rank}-{notes['epoch_num']}_{(step - 1) % batches + 1}.ckpt", state, notes)
+        whole = ttp_directory.deliver(self._folder, step, rank, self._groups)
+        final = ttp_directory.directory(self._folder, step)
+        self._tell(f"step {step} is saved in {final}" if whole else f"rank {rank}'s part of step {step} is saved")
+
+    def _notes(self) -> dict[str, Any]:
+        """What a file says besides the state: MindSpore's entries, and ours."""
+        params, outputs = self._params, self._params.get("net_outputs")
+        ours = {
+            "replica_groups": [list(each) for each in self._groups],
+            "data_seed": mindspore.dataset.config.get_seed(),
+        }
+        notes = {
+            "epoch_num": (self._done - 1) // params.batch_num + 1,
+            "step_num": self._done,
+            "cur_rank": self._ranks.rank,
+            "batch_num": params.batch_num,
+            resume.NOTE: json.dumps(ours),
+        }
+        if isinstance(outputs, (tuple, list)) and len(outputs) >= 3:
+            notes["loss_scale"] = outputs[2]
+        return notes
+
+    def _late(self) -> None:
+        """In the thread of ``Preemption``: the step has not ended in time."""
+        with self._turn:
+            if self._saved is None:
+                self._tell(f"step {self._done + 1} has not ended {self._grace_s} s after the signal")
+                self._save_from_thread()
+
+    def _over(self) -> None:
+        with self._turn:
+            if self._stopping:
+                return
+            self._tell(f"the process ends: {self._settings.exit_grace_s} s after the signal its step has not ended")
+            sys.stderr.flush()
+            os._exit(_EX_TEMPFAIL)
+
+    def _save_from_thread(self) -> None:
+        """Of a step that is being computed only copies can be saved. Between steps nobody writes."""
+        try:
+            if self._in_step:
+                self._save_copies()
+            elif self._params is not None:
+                self._save(self._done, state_of(self._params.train_network), self._notes())
+        except (StorageError, OSError) as failed:
+            self._tell(f"nothing was saved: {failed}")
+
+    def _tell(self, text: str) -> None:
+        log.warning("rank %d: %s", self._ranks.rank, text)

@@ -1,0 +1,171 @@
+"""``Model.train`` with our ``FaultTolerance``: ``saved_job.py JSON``, see ``Plan``. Ends with a digest of all state."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from collectives import Collectives
+from mindspore import Tensor, nn, ops
+from mindspore.dataset import vision
+from mindspore.train import Callback, Model
+
+from resilient_train.integrations.mindspore import FaultTolerance, checkpoint_file, ttp_directory
+
+EPOCHS, BATCHES, BATCH = 3, 6, 4
+
+
+class Plan(NamedTuple):
+    """``faults``: kind -> [rank, step]. ``life``: how often the job was started before."""
+
+    folder: str
+    mode: str = "PYNATIVE"
+    rank: int = 0
+    world_size: int = 1
+    life: int = 0
+    faults: dict[str, list[int]] = {}
+    options: dict[str, Any] = {}
+    groups: list[list[int]] | None = None
+
+
+class Faults(Callback):
+    def __init__(self, plan: Plan, when: str) -> None:
+        self.plan, self.when = plan, when
+
+    def due(self, kind: str, step: int) -> bool:
+        return self.plan.faults.get(kind) == [self.plan.rank, step]
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        step = run_context.original_args().cur_step_num
+        if self.when == "behind" and self.due("begin", step):
+            raise ValueError("at the beginning of a step")
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        step = run_context.original_args().cur_step_num
+        if self.when == "behind":
+            print("ended", step, flush=True)
+        for kind, number in (("term", signal.SIGTERM), ("usr1", signal.SIGUSR1)):
+            if self.due(f"{kind} {self.when}", step):
+                os.kill(os.getpid(), number)
+        if self.due(f"raise {self.when}", step):
+            raise ValueError(f"of a callback {self.when} ours")
+
+
+class Step(nn.Cell):
+    """Gradients that all ranks sum up; an update. Each gradient goes through a function of Python's, in graphs too."""
+
+    def __init__(self, network: nn.Cell, optimizer: nn.Cell, comm: Collectives, plan: Plan) -> None:
+        super().__init__(auto_prefix=False)
+        self.network, self.optimizer = network, optimizer
+        self.gradient = ops.value_and_grad(network, None, optimizer.parameters)
+        self.shares = tuple(self.share(index, comm, plan) for index in range(len(optimizer.parameters)))
+
+    @staticmethod
+    def share(index: int, comm: Collectives, plan: Plan) -> ops.Custom:
+        def total(value: np.ndarray) -> np.ndarray:
+            at = [plan.rank, comm.step]
+            if plan.faults.get("in the step") == at:
+                raise ValueError("in a step")
+            if plan.faults.get("hang") == at and index == 0:
+                print("hangs", flush=True)
+                hang()
+            return comm.sum(str(index), [value])[0] / np.float32(plan.world_size)
+
+        return ops.Custom(total, lambda shape: shape, lambda dtype: dtype, func_type="pyfunc")
+
+    def construct(self, data: Tensor, label: Tensor) -> Tensor:
+        loss, gradients = self.gradient(data, label)
+        summed = ()
+        for share, each in zip(self.shares, gradients):  # noqa: B905 - a graph knows no `strict`
+            summed += (share(each),)
+        return ops.depend(loss, self.optimizer(summed))
+
+
+def hang() -> None:
+    """In native code, from which no signal comes back; other threads run."""
+    lock = ctypes.create_string_buffer(64)
+    libc = ctypes.CDLL(None)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)
+
+
+def dataset(rank: int, world_size: int) -> Any:
+    """Shuffled, with a random transform of MindSpore's own."""
+
+    def samples():
+        for index in range(rank, BATCHES * BATCH * world_size, world_size):
+            chance = np.random.default_rng(index)
+            yield chance.integers(0, 255, (4, 4, 3)).astype(np.uint8), chance.normal(size=(1,)).astype(np.float32)
+
+    made = ms.dataset.GeneratorDataset(list(samples()), ["data", "label"], shuffle=True)
+    made = made.map([vision.RandomHorizontalFlip(0.5), lambda x: x.reshape(-1).astype(np.float32) / 255], ["data"])
+    return made.batch(BATCH)
+
+
+def model(plan: Plan, step: Callback) -> Model:
+    ms.set_seed(7)
+    network = nn.SequentialCell(nn.Dense(48, 16), nn.ReLU(), nn.Dense(16, 1))
+    rate = nn.exponential_decay_lr(0.01, 0.9, EPOCHS * BATCHES, BATCHES, 1)
+    optimizer = nn.Adam(network.trainable_params(), learning_rate=rate)
+    if plan.world_size == 1 and not {"in the step", "hang"} & plan.faults.keys():
+        return Model(network, nn.MSELoss(), optimizer)
+    comm = Collectives(Path(plan.folder) / f"life{plan.life}", plan.rank, plan.world_size)
+    comm.folder.mkdir(exist_ok=True)
+    step.on_train_step_begin = lambda context: setattr(comm, "step", context.original_args().cur_step_num)
+    return Model(Step(nn.WithLossCell(network, nn.MSELoss()), optimizer, comm, plan))
+
+
+def train(plan: Plan) -> str:
+    """Returns the digest of all state, of whatever the training has left."""
+    ms.set_context(mode=getattr(ms, f"{plan.mode}_MODE"))
+    counter = Callback()
+    trained, data = model(plan, counter), dataset(plan.rank, plan.world_size)
+    own = FaultTolerance(
+        plan.folder, rank=plan.rank, world_size=plan.world_size, replica_groups=plan.groups, **plan.options
+    )
+    start = own.resume(trained, data)
+    print("start", start.step, flush=True)
+    callbacks = [counter, Faults(plan, "before"), own, Faults(plan, "behind")]
+    if start.epoch < EPOCHS:
+        trained.train(EPOCHS, data, callbacks=callbacks, dataset_sink_mode=False, initial_epoch=start.epoch)
+    return digest(trained)
+
+
+def disturb_saving(plan: Plan) -> None:
+    """``kill: half``, ``kill: read``, ``kill: publish``, ``term: read``: at which point of saving what comes."""
+
+    def act(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL if kind.startswith("kill") else signal.SIGTERM)
+
+    def half(_: object, file: str, **__: object) -> None:
+        Path(file).write_bytes(b"half")
+        act()
+
+    for kind in (each for each in plan.faults if ": " in each and plan.faults[each][0] == plan.rank):
+        if kind.endswith("half"):
+            ms.save_checkpoint = half
+        if kind.endswith("read"):
+            stock = checkpoint_file.read
+            checkpoint_file.read = lambda path: (act(), stock(path))[1]
+        if kind.endswith("publish"):
+            ttp_directory._publish = act
+
+
+def digest(trained: Model) -> str:
+    state = [each.asnumpy().tobytes() for each in trained.train_network.get_parameters()]
+    return hashlib.sha256(b"".join(state)).hexdigest()
+
+
+if __name__ == "__main__":
+    given = Plan(**json.loads(sys.argv[1]))
+    disturb_saving(given)
+    found = train(given)
+    (Path(given.folder) / f"end{given.rank}").write_text(found)

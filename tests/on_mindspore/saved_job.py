@@ -8,7 +8,9 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -31,8 +33,8 @@ class Plan(NamedTuple):
     rank: int = 0
     world_size: int = 1
     life: int = 0
-    faults: dict[str, list[int]] = {}
-    options: dict[str, Any] = {}
+    faults: Mapping[str, list[int]] = MappingProxyType({})
+    options: Mapping[str, Any] = MappingProxyType({})
     groups: list[list[int]] | None = None
 
 
@@ -149,14 +151,14 @@ def disturb_saving(plan: Plan) -> None:
         Path(file).write_bytes(b"half")
         act()
 
-    for kind in (each for each in plan.faults if ": " in each and plan.faults[each][0] == plan.rank):
-        if kind.endswith("half"):
-            ms.save_checkpoint = half
-        if kind.endswith("read"):
-            stock = checkpoint_file.read
-            checkpoint_file.read = lambda path: (act(), stock(path))[1]
-        if kind.endswith("publish"):
-            ttp_directory._publish = act
+    stock = checkpoint_file.read
+    kind = next((each for each in plan.faults if ": " in each and plan.faults[each][0] == plan.rank), "")
+    if kind.endswith("half"):
+        ms.save_checkpoint = half
+    if kind.endswith("read"):
+        checkpoint_file.read = lambda path: (act(), stock(path))[1]
+    if kind.endswith("publish"):
+        ttp_directory._publish = act
 
 
 def digest(trained: Model) -> str:

@@ -15,22 +15,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("mindspore")
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
 import mindspore as ms
-import numpy as np
+import pytest
 import saved_job
 from mindspore import nn
-from saved_job import BATCHES, EPOCHS, Plan, train
+from saved_job import BATCHES, EPOCHS, Plan, dataset, model, train
 
 from resilient_train.errors import CheckpointError, ConfigError, LayoutError, UsageError
 from resilient_train.integrations.mindspore import FaultTolerance, ttp_directory
 
+HERE = Path(__file__).parent
 MODES = ("PYNATIVE", "GRAPH")
 LAST = EPOCHS * BATCHES
 
@@ -117,7 +111,9 @@ def begin_again(folder: Path, mode: str, capsys: pytest.CaptureFixture[str]) -> 
     return int(capsys.readouterr().out.split("start ")[1].split()[0]), end
 
 
-def test_sigterm_in_the_middle_of_an_epoch(tmp_path: Path, run: Callable[..., Job], mode: str, undisturbed: str) -> None:
+def test_sigterm_in_the_middle_of_an_epoch(
+    tmp_path: Path, run: Callable[..., Job], mode: str, undisturbed: str
+) -> None:
     """From outside; and a second one while it saves."""
     job = run(tmp_path, mode=mode, faults={"term: read": [0, 0], "term behind": [0, 8]})
     assert job.wait() == [128 + signal.SIGTERM], job.explain()
@@ -213,3 +209,207 @@ def test_an_error_of_the_scripts(
     start, end = begin_again(tmp_path, mode, capsys)
     assert start == behind
     assert end == undisturbed
+
+
+def stopped_at(folder: Path, step: int, **plan: Any) -> Path:
+    with pytest.raises(SystemExit) as left:
+        train(Plan(str(folder), faults={"usr1 before": [0, step]}, **plan))
+    assert left.value.code == 75
+    return next(iter(ttp_directory.parts(ttp_directory.directory(folder, step)).values()))
+
+
+def damage(file: Path, kind: str) -> None:
+    data = bytearray(file.read_bytes())
+    file.chmod(0o600)
+    if kind == "a byte":
+        data[len(data) // 2] ^= 1
+    elif kind == "the mark of the CRC":
+        data[-12] ^= 1
+    elif kind == "the CRC":
+        data[-1] ^= 1
+    elif kind == "cut":
+        data = data[: len(data) // 3]
+    elif kind == "empty":
+        data.clear()
+    elif kind == "longer":
+        data += b"more"
+    file.write_bytes(data)
+    if kind == "gone":
+        file.unlink()
+
+
+@pytest.mark.parametrize("kind", ["a byte", "the mark of the CRC", "the CRC", "cut", "empty", "longer", "gone"])
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Its step can be saved again. If none is left, nobody starts from nothing."""
+    first = stopped_at(tmp_path, 4)
+    damage(stopped_at(tmp_path, 8), kind)
+    damage(stopped_at(tmp_path, 8), kind)
+    assert "start 4" in capsys.readouterr().out
+    damage(first, kind)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"all are damaged .*step_4"):
+            train(Plan(str(tmp_path)))
+    assert caplog.text.count("the checkpoint before it is taken") == 3
+
+
+def test_a_stranger_among_the_files(tmp_path: Path) -> None:
+    """A file that is another step's, or rank's, or none of ours is not taken for what its name says."""
+    file = stopped_at(tmp_path, 4)
+    file.parent.parent.rename(ttp_directory.directory(tmp_path, 5))
+    with pytest.raises(CheckpointError, match="all are damaged"):
+        train(Plan(str(tmp_path)))
+
+
+def test_after_steps_a_resume_is_in_place(tmp_path: Path, undisturbed: str, mode: str) -> None:
+    """MindSpore's own ways of loading would leave a compiled optimizer on old buffers."""
+    stopped_at(tmp_path, 8, mode=mode)
+    plan = Plan(str(tmp_path), mode)
+    trained = model(plan, ms.train.Callback())
+    trained.train(1, dataset(0, 1), dataset_sink_mode=False)
+    own, data = FaultTolerance(tmp_path), dataset(0, 1)
+    start = own.resume(trained, data)
+    trained.train(EPOCHS, data, callbacks=[own], dataset_sink_mode=False, initial_epoch=start.epoch)
+    assert saved_job.digest(trained) == undisturbed
+
+
+def other_model() -> nn.Cell:
+    network = nn.Dense(48, 1)
+    return nn.TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params()))
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    stopped_at(tmp_path, 8)
+    plan = Plan(str(tmp_path))
+    trained, data = model(plan, ms.train.Callback()), dataset(0, 1)
+    before = saved_job.digest(trained)
+    with pytest.raises(LayoutError, match="another model"):
+        FaultTolerance(tmp_path).resume(other_model(), data)
+    with pytest.raises(UsageError, match="6 batches an epoch and seed 7, and this one has 3 and 7"):
+        FaultTolerance(tmp_path).resume(trained, data.batch(2))
+    with pytest.raises(UsageError, match="of 1 ranks, and this job has 2"):
+        FaultTolerance(tmp_path, rank=0, world_size=2).resume(trained, data)
+    ms.set_seed(8)
+    with pytest.raises(UsageError, match="and seed 7, and this one has 6 and 8"):
+        FaultTolerance(tmp_path).resume(trained, data)
+    assert saved_job.digest(trained) == before
+    assert data.get_init_step() == 0
+
+
+def test_a_training_begins_where_its_data_does(tmp_path: Path) -> None:
+    stopped_at(tmp_path, 8)
+    trained = model(Plan(str(tmp_path)), ms.train.Callback())
+
+    def fit(own: FaultTolerance, data: Any, **options: Any) -> None:
+        trained.train(EPOCHS, data, callbacks=[own], **options)
+
+    with pytest.raises(UsageError, match=r"has a checkpoint of step 8, .* call resume\(\) first"):
+        fit(FaultTolerance(tmp_path), dataset(0, 1))
+    own, data = FaultTolerance(tmp_path), dataset(0, 1)
+    assert own.resume(trained, data) == (8, 1)
+    with pytest.raises(UsageError, match=r"data begins in epoch 1, and training in 0 .*initial_epoch"):
+        fit(own, data)
+    with pytest.raises(UsageError, match=r"one Model.train"):
+        fit(own, data)
+    own = FaultTolerance(tmp_path)
+    own.resume(trained, dataset(0, 1))
+    with pytest.raises(UsageError, match="another dataset"):
+        fit(own, dataset(0, 1), initial_epoch=1)
+    ms.dataset.config.set_seed(5489)
+    with pytest.raises(ConfigError, match="shuffled without a seed"):
+        fit(FaultTolerance(tmp_path / "other"), dataset(0, 1))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert not list((tmp_path / "other").glob("ttp*"))
+
+
+def test_other_callbacks_see_absolute_steps_and_iterators_begin_anew(tmp_path: Path) -> None:
+    stopped_at(tmp_path, 8)
+    seen: list[int] = []
+    other = ms.train.Callback()
+    other.on_train_step_end = lambda context: seen.append(context.original_args().cur_step_num)
+    trained, data = model(Plan(str(tmp_path)), ms.train.Callback()), dataset(0, 1)
+    own = FaultTolerance(tmp_path)
+    start = own.resume(trained, data)
+    trained.train(EPOCHS, data, callbacks=[own, other], initial_epoch=start.epoch)
+    assert seen == list(range(9, LAST + 1))
+    assert len(list(data.create_tuple_iterator(num_epochs=1))) == BATCHES
+
+
+class Half(nn.Optimizer):
+    """Fails when it has written one of its parameters."""
+
+    def construct(self, gradients: Any) -> None:
+        self.assignadd(self.global_step, self.global_step_increase_tensor)
+        self.parameters[0].copy_(self.parameters[0] + 1)
+        if int(self.global_step.asnumpy()[0]) == 5:
+            raise ValueError("half of an update")
+
+
+@pytest.mark.parametrize("snapshot_every", [0, 2])
+def test_half_an_update_is_not_saved(tmp_path: Path, snapshot_every: int, caplog: pytest.LogCaptureFixture) -> None:
+    """But a copy of an earlier step is, if there is one."""
+    ms.set_seed(7)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    network = nn.Dense(48, 1)
+    trained = ms.train.Model(network, nn.MSELoss(), Half(0.1, network.trainable_params()))
+    own = FaultTolerance(tmp_path, snapshot_every=snapshot_every)
+    with pytest.raises(ValueError, match="half of an update"):
+        trained.train(1, dataset(0, 1), callbacks=[own])
+    assert "the optimizer has begun to write" in caplog.text
+    assert [step for step, _ in ttp_directory.complete(tmp_path)] == ([4, 2] if snapshot_every else [])
+
+
+def test_running_means_are_in_doubt_after_a_failed_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ms.set_seed(7)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    network = nn.SequentialCell(nn.Dense(48, 4), nn.BatchNorm1d(4), nn.Dense(4, 1))
+
+    class Fails(nn.Cell):
+        def construct(self, *_: Any) -> Any:
+            raise ValueError("a loss")
+
+    trained = ms.train.Model(network, Fails(), nn.SGD(network.trainable_params()))
+    own, first = FaultTolerance(tmp_path), ms.train.Callback()
+    with pytest.raises(ValueError, match="a loss"):
+        trained.train(1, dataset(0, 1), callbacks=[own, first])
+    assert "the step may have written 1.moving_mean" in caplog.text
+    assert not saved(tmp_path)
+
+
+def test_which_ranks_hold_the_same(tmp_path: Path) -> None:
+    from resilient_train.integrations.mindspore.replica_groups import check_groups, found_groups
+
+    plain, means = nn.Dense(2, 2), nn.SequentialCell(nn.Dense(2, 2), nn.BatchNorm1d(2))
+    assert found_groups(plain, 1)[0] == ((0,),)
+    groups, why = found_groups(plain, 2)
+    assert groups == ((0,), (1,))
+    assert why == "parallel_mode is stand_alone: give replica_groups if ranks hold the same"
+    try:
+        ms.set_auto_parallel_context(parallel_mode="data_parallel")
+        assert found_groups(plain, 2)[0] == ((0, 1),)
+        assert found_groups(means, 2)[0] == ((0,), (1,))
+        ms.set_auto_parallel_context(enable_parallel_optimizer=True)
+        assert found_groups(plain, 2)[0] == ((0,), (1,))
+    finally:
+        ms.reset_auto_parallel_context()
+    with pytest.raises(ConfigError, match="each of the ranks 0 to 2 must be in one group"):
+        check_groups([[0, 1]], 3)
+
+
+def test_a_worker_of_the_data_dies_of_its_own_sigterm(tmp_path: Path) -> None:
+    """It is a fork: its signals are not the job's, nor written where the job's are."""
+    from resilient_train.integrations.mindspore.preemption import Preemption
+
+    late: list[str] = []
+    preemption = Preemption(lambda: late.append("late"), 0.01, lambda: late.append("over"), 0.02)
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+    time.sleep(0.1)
+    preemption.close()
+    assert not late
+    assert preemption.got is None

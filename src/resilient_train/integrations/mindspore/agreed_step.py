@@ -2,13 +2,11 @@
 
 Ranks wait for each other in each step, by its collectives. Who asks at the end of step n, before its step n + 1, asks
 for n + 1: nobody can be through that step without it, so all see the file at the latest at the end of it. The folder
-must show a new file to whoever lists it afterwards: a local file system does, NFS needs ``lookupcache=none`` or ``noac``.
+must show a new file to whoever lists it afterwards: a local file system does, NFS may need to be mounted with ``noac``.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 
 from resilient_train.errors import UsageError
@@ -20,10 +18,10 @@ class AgreedStep:
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self._folder, self._rank = folder / ".ttp_stop", rank
         self._folder.mkdir(parents=True, exist_ok=True)
-        for name in os.listdir(self._folder):
-            whose = int(name.rpartition("_")[2])
+        for path in self._folder.glob("step_*"):
+            whose = int(path.name.rpartition("_")[2])
             if whose == rank or (rank == 0 and whose >= world_size):
-                (self._folder / name).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
     def ask(self, step: int) -> None:
         """All are to stop at the end of ``step``."""
@@ -34,7 +32,7 @@ class AgreedStep:
 
         Raises UsageError where it is too late.
         """
-        asked = [int(match[1]) for name in os.listdir(self._folder) if (match := re.match(r"step_(\d+)_", name))]
+        asked = [int(path.name.split("_")[1]) for path in self._folder.glob("step_*")]
         if not asked:
             return None
         if min(asked) < step:

@@ -41,8 +41,9 @@ def write(path: Path, state: State, notes: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Name -> Parameter, or text for what was a text. Raises CheckpointError for a file that is damaged, OSError for one
-    that can't be read.
+    """Name -> Parameter, or text for what was a text.
+
+    Raises CheckpointError for a file that is damaged, OSError for one that can't be read.
     """
     _check_crc(path)
     try:

@@ -289,8 +289,8 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
             self._tell("nothing is saved: no step has ended")
             return
         batches, rank = notes["batch_num"], self._ranks.rank
-        stage = ttp_directory.make_stage(self._folder, rank)
-        checkpoint_file.write(stage / f"ttp_rank_{rank}-{notes['epoch_num']}_{(step - 1) % batches + 1}.ckpt", state, notes)
+        name = f"ttp_rank_{rank}-{notes['epoch_num']}_{(step - 1) % batches + 1}.ckpt"
+        checkpoint_file.write(ttp_directory.make_stage(self._folder, rank) / name, state, notes)
         whole = ttp_directory.deliver(self._folder, step, rank, self._groups)
         final = ttp_directory.directory(self._folder, step)
         self._tell(f"step {step} is saved in {final}" if whole else f"rank {rank}'s part of step {step} is saved")

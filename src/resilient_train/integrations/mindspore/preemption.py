@@ -68,10 +68,23 @@ class Preemption:
 _open: weakref.WeakSet[Preemption] = weakref.WeakSet()
 
 
-def _forked() -> None:
+_mask = threading.local()
+
+
+def _before_fork() -> None:
+    """No signal may reach the fork before it has forgotten."""
+    _mask.old = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _open else ())
+
+
+def _in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.old)
+
+
+def _in_fork() -> None:
     """MindSpore's data workers are forks, and are ended by SIGTERM."""
     for each in list(_open):
         each.forget()
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.old)
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_fork)

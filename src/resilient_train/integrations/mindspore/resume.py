@@ -44,7 +44,7 @@ def find(folder: Path, ranks: Ranks, tell: Callable[[str], None]) -> Found | Non
         try:
             return Found(step, _whole(path, step, ranks))
         except CheckpointError as error:
-            tell(f"{error}; the checkpoint before it is taken, and {path.name} becomes {path.name}_damaged")
+            tell(f"{error}; the checkpoint before it is taken, and {path.name} gets the ending _damaged")
             broken.append(str(path))
             ttp_directory.set_aside(path)
     if broken:
@@ -62,6 +62,8 @@ def _whole(path: Path, step: int, ranks: Ranks) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(str(path), "is going: another rank has found it damaged") from None
     for rank, values in read.items():
+        if NOTE not in values:
+            raise CheckpointError(str(path), f"has in rank_{rank} a file that FaultTolerance has not written")
         said = int(values["step_num"].asnumpy()), int(values["cur_rank"].asnumpy())
         if said != (step, rank):
             raise CheckpointError(str(path), f"has in rank_{rank} what rank {said[1]} saved of step {said[0]}")

@@ -10,6 +10,8 @@ state takes the ``_tmp`` off, by another rename, which one of them does.
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import os
 import re
 import shutil
@@ -37,14 +39,22 @@ def complete(folder: Path) -> list[tuple[int, Path]]:
 
 def damaged(folder: Path) -> list[Path]:
     """What was complete once, see ``set_aside``."""
-    return sorted(folder.glob(f"{_NAME}*{_DAMAGED}"))
+    return sorted(folder.glob(f"{_NAME}*{_DAMAGED}_*"))
 
 
 def set_aside(path: Path) -> None:
     """Gives a damaged checkpoint another name, so that its step can be saved again. Another rank may do the same."""
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(f"{path}{_DAMAGED}")
-        sync_folder(path.parent)
+    for number in itertools.count(1):
+        try:
+            path.rename(f"{path}{_DAMAGED}_{number}")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # that of an earlier one
+                raise
+        else:
+            sync_folder(path.parent)
+            return
 
 
 def part(path: Path, rank: int) -> Path | None:

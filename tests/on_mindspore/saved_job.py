@@ -23,6 +23,7 @@ from mindspore.train import Callback, Model
 from resilient_train.integrations.mindspore import FaultTolerance, checkpoint_file, ttp_directory
 
 EPOCHS, BATCHES, BATCH = 3, 6, 4
+LOSS = -1
 
 
 class Plan(NamedTuple):
@@ -36,6 +37,8 @@ class Plan(NamedTuple):
     faults: Mapping[str, list[int]] = MappingProxyType({})
     options: Mapping[str, Any] = MappingProxyType({})
     groups: list[list[int]] | None = None
+    always: bool = False
+    """Whether an odd value comes again when its step is run again."""
 
 
 class Faults(Callback):
@@ -69,13 +72,22 @@ class Step(nn.Cell):
         self.network, self.optimizer = network, optimizer
         self.gradient = ops.value_and_grad(network, None, optimizer.parameters)
         self.shares = tuple(self.share(index, comm, plan) for index in range(len(optimizer.parameters)))
+        self.watch = self.share(LOSS, comm, plan)
 
     @staticmethod
     def share(index: int, comm: Collectives, plan: Plan) -> ops.Custom:
+        happened: set[str] = set()
+
         def total(value: np.ndarray) -> np.ndarray:
             at = [plan.rank, comm.step]
             if plan.faults.get("in the step") == at:
                 raise ValueError("in a step")
+            for kind, factor, where in (("nan loss", np.nan, LOSS), ("spike", 1000, LOSS), ("nan gradient", np.nan, 3)):
+                if plan.faults.get(kind) == at and index == where and (plan.always or kind not in happened):
+                    happened.add(kind)
+                    value = value * np.float32(factor)
+            if index == LOSS:
+                return value
             if plan.faults.get("hang") == at and index == 0:
                 print("hangs", flush=True)
                 hang()
@@ -88,7 +100,7 @@ class Step(nn.Cell):
         summed = ()
         for share, each in zip(self.shares, gradients):  # noqa: B905 - a graph knows no `strict`
             summed += (share(each),)
-        return ops.depend(loss, self.optimizer(summed))
+        return self.watch(ops.depend(loss, self.optimizer(summed)))
 
 
 def hang() -> None:
@@ -117,7 +129,7 @@ def model(plan: Plan, step: Callback) -> Model:
     network = nn.SequentialCell(nn.Dense(48, 16), nn.ReLU(), nn.Dense(16, 1))
     rate = nn.exponential_decay_lr(0.01, 0.9, EPOCHS * BATCHES, BATCHES, 1)
     optimizer = nn.Adam(network.trainable_params(), learning_rate=rate)
-    if plan.world_size == 1 and not {"in the step", "hang"} & plan.faults.keys():
+    if plan.world_size == 1 and not {"in the step", "hang", "nan loss", "spike", "nan gradient"} & plan.faults.keys():
         return Model(network, nn.MSELoss(), optimizer)
     comm = Collectives(Path(plan.folder) / f"life{plan.life}", plan.rank, plan.world_size)
     comm.folder.mkdir(exist_ok=True)
@@ -136,7 +148,10 @@ def train(plan: Plan) -> str:
     start = own.resume(trained, data)
     print("start", start.step, flush=True)
     callbacks = [counter, Faults(plan, "before"), own, Faults(plan, "behind")]
-    if start.epoch < EPOCHS:
+    if start.epoch < EPOCHS and "TRE" in os.environ.get("MS_ENABLE_TFT", ""):
+        callbacks.remove(own)
+        own.train(trained, EPOCHS, data, callbacks=callbacks, initial_epoch=start.epoch)
+    elif start.epoch < EPOCHS:
         trained.train(EPOCHS, data, callbacks=callbacks, dataset_sink_mode=False, initial_epoch=start.epoch)
     return digest(trained)
 

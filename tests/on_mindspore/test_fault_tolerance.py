@@ -413,3 +413,73 @@ def test_a_worker_of_the_data_dies_of_its_own_sigterm(tmp_path: Path) -> None:
     preemption.close()
     assert not late
     assert preemption.got is None
+
+
+TRE = {"MS_ENABLE_TFT": "{TTP:1,TRE:2}", "RESILIENT_LOSS_THRESHOLD": "44"}
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 4])
+@pytest.mark.parametrize("fault", ["nan loss", "spike"])
+def test_an_abnormal_loss_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, snapshot_every: int, mode: str, undisturbed: str
+) -> None:
+    for name, value in TRE.items():
+        monkeypatch.setenv(name, value)
+    options = {"snapshot_every": snapshot_every}
+    assert train(Plan(str(tmp_path), mode, faults={fault: [0, 8]}, options=options)) == undisturbed
+    ((step, values),) = json.loads((tmp_path / "abnormal_loss.json").read_text()).items()
+    assert step == "8"
+    assert len(values) == 2
+    assert not values[0] < 44
+    assert values[1] < 44
+
+
+def test_an_update_with_a_gradient_that_is_no_number_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: str, mode: str
+) -> None:
+    """It is noticed one step later, by the loss; the copy is from before it."""
+    for name, value in TRE.items():
+        monkeypatch.setenv(name, value)
+    assert (
+        train(Plan(str(tmp_path), mode, faults={"nan gradient": [0, 8]}, options={"snapshot_every": 7})) == undisturbed
+    )
+
+
+def test_what_is_abnormal_again_is_the_datas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: str, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    for name, value in TRE.items():
+        monkeypatch.setenv(name, value)
+    plan = Plan(str(tmp_path), mode, faults={"spike": [0, 8]}, options={"snapshot_every": 1}, always=True)
+    assert train(plan) == undisturbed
+    assert capsys.readouterr().out.count("ended 8\n") == 2
+    ((step, values),) = json.loads((tmp_path / "abnormal_loss.json").read_text()).items()
+    assert (step, len(values), len(set(values))) == ("8", 2, 1)
+
+
+def test_two_ranks_go_back_together(
+    tmp_path: Path, run: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, undisturbed_two: list[str], mode: str
+) -> None:
+    """Only one of them has seen it; and is told to stop at the same time."""
+    for name, value in TRE.items():
+        monkeypatch.setenv(name, value)
+    options = {"snapshot_every": 1}
+    faults = {"nan loss": [1, 8], "term before": [0, 8]}
+    job = run(tmp_path, 2, mode=mode, faults=faults, options=options)
+    assert job.wait() == [143, 75], job.explain()
+    assert "back from step 9 to step 7" in job.log(0).read_text(), job.explain()
+    job = run(tmp_path, 2, mode=mode, life=1, options=options)
+    assert job.wait() == [0, 0], job.explain()
+    assert job.ends() == undisturbed_two
+
+
+def test_tre_wants_copies_and_a_train_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1,TRE:1}")
+    with pytest.raises(ConfigError, match=r"give FaultTolerance\(snapshot_every"):
+        FaultTolerance(tmp_path)
+    trained = model(Plan(str(tmp_path)), ms.train.Callback())
+    with pytest.raises(UsageError, match=r"call FaultTolerance.train\(model"):
+        trained.train(1, dataset(0, 1), callbacks=[FaultTolerance(tmp_path, snapshot_every=1)])
+    monkeypatch.setenv("MS_ENABLE_TFT", "{TRE:1}")
+    with pytest.raises(ConfigError, match="TTP is off"):
+        FaultTolerance(tmp_path)

@@ -1,4 +1,4 @@
-"""At which step all ranks stop, agreed upon in a folder: empty files whose names say what a rank has asked for.
+"""At which step all ranks do something, agreed upon in a folder: empty files whose names say what a rank asks for.
 
 Ranks wait for each other in each step, by its collectives. Who asks at the end of step n, before its step n + 1, asks
 for n + 1: nobody can be through that step without it, so all see the file at the latest at the end of it. The folder
@@ -8,37 +8,54 @@ must show a new file to whoever lists it afterwards: a local file system does, N
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from resilient_train.errors import UsageError
+
+STOP = -1
+"""In the place of a step to go back to: training ends."""
+
+
+class Asked(NamedTuple):
+    """At the end of ``step`` all go back to the end of ``back_to``, or stop. The smallest is done."""
+
+    step: int
+    back_to: int
 
 
 class AgreedStep:
     """One rank's view. The folder is made, and what this rank asked for in an earlier life is forgotten."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
-        self._folder, self._rank = folder / ".ttp_stop", rank
+        self._folder, self._rank = folder / ".ttp_asked", rank
+        self._turn = 0
         self._folder.mkdir(parents=True, exist_ok=True)
-        for path in self._folder.glob("step_*"):
+        for path in self._folder.glob("turn_*"):
             whose = int(path.name.rpartition("_")[2])
             if whose == rank or (rank == 0 and whose >= world_size):
                 path.unlink(missing_ok=True)
 
-    def ask(self, step: int) -> None:
-        """All are to stop at the end of ``step``."""
-        (self._folder / f"step_{step}_rank_{self._rank}").touch()
+    def ask(self, asked: Asked) -> None:
+        """All are to do so."""
+        (self._folder / f"turn_{self._turn}_{asked.step}_{asked.back_to}_{self._rank}").touch()
 
-    def reached(self, step: int) -> bool | None:
-        """Whether all stop at the end of ``step``, which this rank has just finished; None: nobody has asked yet.
+    def look(self, step: int) -> Asked | None:
+        """What is asked for, by whom ever. This rank has just finished ``step``.
 
         Raises UsageError where it is too late.
         """
-        asked = [int(path.name.split("_")[1]) for path in self._folder.glob("step_*")]
-        if not asked:
+        names = [path.name.split("_") for path in self._folder.glob(f"turn_{self._turn}_*")]
+        if not names:
             return None
-        if min(asked) < step:
+        first = min(int(name[2]) for name in names)
+        if first < step:
             raise UsageError(
-                f"rank {self._rank} has finished step {step}, and the ranks were to stop at step {min(asked)}: "
-                "they don't wait for each other in each step, or the folder does not show new files at once; "
-                "nothing was saved by this rank"
+                f"rank {self._rank} has finished step {step}, and something was to be done by all at the end of "
+                f"{first}: ranks don't wait for each other in each step, or the folder does not show new files at once"
             )
-        return min(asked) == step
+        targets = [int(name[3]) for name in names if int(name[2]) == first]
+        return Asked(first, min((each for each in targets if each != STOP), default=STOP))
+
+    def next_turn(self) -> None:
+        """All have gone back: what was asked for until then is done."""
+        self._turn += 1

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -24,13 +25,15 @@ from mindspore import Tensor, nn
 from mindspore.train import Callback, Model
 
 from resilient_train import config
-from resilient_train.errors import ConfigError, StorageError, UsageError
+from resilient_train.errors import ConfigError, StateError, StorageError, UsageError
 from resilient_train.integrations.mindspore import checkpoint_file, resume, ttp_directory
-from resilient_train.integrations.mindspore.agreed_step import AgreedStep
+from resilient_train.integrations.mindspore.abnormal_steps import AbnormalSteps
+from resilient_train.integrations.mindspore.agreed_step import STOP, AgreedStep, Asked
 from resilient_train.integrations.mindspore.network_state import (
     State,
     copy_to_host,
     own_optimizer,
+    put_back,
     state_of,
     wait_for_device,
     written_by_forward,
@@ -57,6 +60,10 @@ class _HostCopy(NamedTuple):
     notes: dict[str, Any]
 
 
+class _GoBackError(Exception):
+    """Leaves ``Model.train`` for another one that begins behind an earlier step."""
+
+
 class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there when types are checked
     """Saves the state of a training that ends too early, and resumes it from there.
 
@@ -65,6 +72,8 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
     printed. ``snapshot_every``: a copy of the state is kept in host memory, and renewed every so many steps (0: none);
     it is saved where the network's own state can't be trusted or reached. ``step_grace_s``: how long a step may take
     to end after a signal, before that copy is saved; after ``exit_grace_s`` (a setting) the process ends.
+
+    ``norm`` takes the global norm from what the network that trains returns, for TRE, see ``train``.
 
     SIGTERM or SIGUSR1: all ranks finish the same step, save it, and leave ``Model.train`` by ``SystemExit``. Raises
     ConfigError for what can't be saved, UsageError for a training that does not begin where its data does, and
@@ -80,9 +89,10 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         replica_groups: Groups | None = None,
         snapshot_every: int = 0,
         step_grace_s: float = 10.0,
+        norm: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._settings = config.read_settings()
-        if not config.read_switches().ttp:
+        self._settings, switches = config.read_settings(), config.read_switches()
+        if not switches.ttp:
             raise ConfigError("FaultTolerance: TTP is off; write MS_ENABLE_TFT={TTP:1}, or leave the callback out")
         if not 0 < step_grace_s < self._settings.exit_grace_s:
             raise ConfigError(
@@ -96,6 +106,13 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         if replica_groups is not None:
             check_groups(replica_groups, self._ranks.world_size)
         self._given_groups = replica_groups
+        self._abnormal: AbnormalSteps | None = None
+        if switches.tre:
+            if not snapshot_every:
+                raise ConfigError("TRE goes back to a copy in host memory: give FaultTolerance(snapshot_every=...)")
+            own = self._folder if self._ranks.rank == 0 else self._folder / f"rank_{self._ranks.rank}"
+            limits = {"norm": self._settings.norm_threshold, "loss": self._settings.loss_threshold}
+            self._abnormal = AbnormalSteps(own, limits, norm)
         self._groups: Groups = ()
         self._start: Position | None = None
         self._dataset: Any = None
@@ -108,6 +125,10 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         self._copies: deque[_HostCopy] = deque(maxlen=2)  # two: another rank may hang one step before this one
         self._saved: int | None = None
         self._stopping = False
+        self._wrong = ""
+        """Why the last step is to be run again."""
+        self._going_back: int | None = None
+        self._can_go_back = False
         self._turn = threading.Lock()
         """Held by whoever saves: the training thread between steps, or that of ``Preemption``."""
 
@@ -125,8 +146,26 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         self._tell(f"training begins behind step {self._start.step}" + ("" if found else ": there is no checkpoint"))
         return self._start
 
+    def train(self, model: Model, epoch: int, dataset: Any, callbacks: Any = (), **options: Any) -> None:
+        """``model.train`` with this callback; and again, from an earlier step, where TRE (``MS_ENABLE_TFT``) wants it.
+
+        A loss or norm that is not finite, or from RESILIENT_LOSS_THRESHOLD or RESILIENT_NORM_THRESHOLD on, is noticed
+        behind the update: all go back to the last copy from before that step. The same in a second run stands.
+        """
+        self._can_go_back = True
+        given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+        while True:
+            try:
+                model.train(epoch, dataset, callbacks=[*given, self], **options)
+            except _GoBackError:
+                options["initial_epoch"] = self._done // dataset.get_dataset_size()
+            else:
+                return
+
     def __enter__(self) -> Self:
         """Before the data workers of MindSpore are started."""
+        if self._going_back is not None:
+            return self
         if self._params is not None:
             raise UsageError("a FaultTolerance counts the steps of one Model.train: make another, with another folder")
         ttp_directory.clear(self._folder, *self._ranks)
@@ -136,6 +175,13 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
 
     def on_train_begin(self, run_context: Any) -> None:
         """The steps are counted on from where the data begins: all callbacks see absolute ones."""
+        if self._going_back is not None:
+            self._going_back = None
+            self._params = run_context.original_args()
+            self._params.cur_step_num = self._done
+            return
+        if self._abnormal is not None and not self._can_go_back:
+            raise UsageError("TRE goes back by another Model.train: call FaultTolerance.train(model, ...) in its place")
         self._params = params = run_context.original_args()
         dataset, network = params.train_dataset, params.train_network
         step = dataset.get_init_step()
@@ -164,6 +210,8 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         params.cur_step_num = self._done = step
         self._last_step = (step // params.batch_num + params.epoch_num) * params.batch_num
         self._updates = self._count_updates()
+        if self._abnormal is not None:
+            self._keep_copy()
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
         """Looks whether the first epoch is the one that the data is in."""
@@ -183,11 +231,18 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
     def on_train_step_end(self, run_context: Any) -> None:
         """Saves, and stops, if that is asked for and all ranks do."""
         with self._turn:
-            self._ended(run_context.original_args().cur_step_num)
-            if self._snapshot_every and self._done % self._snapshot_every == 0:
-                state = state_of(self._params.train_network)
-                self._copies.append(_HostCopy(self._done, copy_to_host(state), self._notes()))
-            if self._all_stop():
+            params = run_context.original_args()
+            self._ended(params.cur_step_num)
+            if self._abnormal is not None:
+                self._wrong = self._abnormal.look(self._done, params.net_outputs)
+            asked = self._asked(self._wrong)
+            if asked is not None and asked.back_to != STOP:
+                self._go_back(asked.back_to)
+            if self._wrong:
+                self._tell(f"{self._wrong}: all go back at the end of the next step")
+            elif self._snapshot_every and self._done % self._snapshot_every == 0:
+                self._keep_copy()
+            if asked is not None:
                 self._stopping = True
                 self._save_and_wait()
                 run_context.request_stop()
@@ -196,14 +251,16 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Saves if an error leaves the loop. Raises SystemExit where the job was asked to end."""
+        if isinstance(error, _GoBackError):
+            return
         got = None
         if self._preemption is not None:
             self._preemption.close()
             got = self._preemption.got
         if error is not None and self._params is not None and self._saved != self._done:
             self._save_after(error)
-        if self._start is not None:
-            self._dataset.set_init_step(0)  # an iterator that is made later begins at the beginning
+        if self._params is not None:
+            self._params.train_dataset.set_init_step(0)  # an iterator that is made later begins at the beginning
         if self._stopping and error is None:
             raise SystemExit(_EX_TEMPFAIL if got in (None, signal.SIGUSR1) else 128 + got)
         if got is not None and error is None:
@@ -213,28 +270,53 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         self._done, self._in_step = step, False
         self._updates = self._count_updates()
 
-    def _all_stop(self) -> bool:
-        """Whether this step is the last one. In the very last of the training nobody stops: it is over anyway."""
-        asked = self._preemption is not None and self._preemption.got is not None
+    def _asked(self, wrong: str) -> Asked | None:
+        """What all do now. At the end of the very last step nobody stops: training is over anyway."""
+        stops = self._preemption is not None and self._preemption.got is not None
+        is_last = self._done == self._last_step
         if self._agreed is None:
-            return asked and self._done < self._last_step
-        reached = self._agreed.reached(self._done)
-        if reached is None and asked and self._done < self._last_step:
-            self._agreed.ask(self._done + 1)
-        return bool(reached)
+            if wrong:
+                self._tell(wrong)
+                return Asked(self._done, self._copies[-1].step)
+            return Asked(self._done, STOP) if stops and not is_last else None
+        asked = self._agreed.look(self._done)
+        if wrong and (is_last or asked == (self._done, STOP)):
+            raise StateError(f"{wrong}: in the last step it is too late for all ranks to go back")
+        if (wrong or stops) and not is_last and (asked is None or asked.step > self._done):
+            self._agreed.ask(Asked(self._done + 1, self._copies[-1].step if wrong else STOP))
+        return asked if asked is not None and asked.step == self._done else None
+
+    def _go_back(self, step: int) -> None:
+        """The state of a copy, in place; the data is set back by the ``Model.train`` that follows."""
+        while self._copies and self._copies[-1].step != step:
+            self._copies.pop()
+        if not self._copies:
+            raise StateError(f"another rank goes back to step {step}, and this one has no copy of it")
+        self._tell(f"back from step {self._done} to step {step}")
+        put_back(state_of(self._params.train_network), self._copies[-1].values)
+        self._done, self._going_back, self._wrong = step, step, ""
+        self._updates = self._count_updates()
+        resume.set_back(self._params.train_dataset, step)
+        if self._agreed is not None:
+            self._agreed.next_turn()
+        raise _GoBackError
+
+    def _keep_copy(self) -> None:
+        state = state_of(self._params.train_network)
+        self._copies.append(_HostCopy(self._done, copy_to_host(state), self._notes()))
 
     def _save_after(self, error: BaseException) -> None:
         """Which state is it that an error has left?"""
         told = f"{type(error).__name__} ends the training"
         if self._in_step and self._params.net_outputs is not _NOT_RETURNED:
             self._ended(self._params.cur_step_num)
-        doubt = self._doubt() if self._in_step else ""
+        doubt = self._wrong or (self._doubt() if self._in_step else "")
         try:
             if not doubt:
-                self._tell(f"{told} behind step {self._done}, which is saved")
+                self._tell(f"{told} behind step {self._done}")
                 self._save(self._done, state_of(self._params.train_network), self._notes())
             else:
-                self._tell(f"{told} in step {self._done + 1}, and the state may not be that of a step: {doubt}")
+                self._tell(f"{told} behind step {self._done}, and the state can't be trusted: {doubt}")
                 self._save_copies()
         except (StorageError, OSError) as failed:
             error.add_note(f"resilient_train: nothing was saved: {failed}")

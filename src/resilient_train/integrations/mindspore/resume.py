@@ -104,10 +104,15 @@ def fill(network: nn.Cell, dataset: Any, found: Found) -> Position:
     if wrong or left:
         raise LayoutError(f"the checkpoint is of another model: {', '.join((wrong or left)[:5])} does not fit")
     put_back(state, found.values)
+    set_back(dataset, found.step)
+    return Position(found.step, found.step // batches)
+
+
+def set_back(dataset: Any, step: int) -> None:
+    """The next iterator of ``dataset`` begins behind ``step`` steps, with the samples of a run that has made them."""
     # The fast way leaves out the random transforms of what is skipped, so those behind it would be others.
     mindspore.dataset.config.set_fast_recovery(False)
-    dataset.set_init_step(found.step)
-    return Position(found.step, found.step // batches)
+    dataset.set_init_step(step)
 
 
 MINDSPORES_NOTES = ("epoch_num", "step_num", "cur_rank", "batch_num", "global_step", "loss_scale")

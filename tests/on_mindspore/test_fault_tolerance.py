@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 import pytest
 import saved_job
 from mindspore import nn
 from saved_job import BATCHES, EPOCHS, Plan, dataset, model, train
 
-from resilient_train.errors import CheckpointError, ConfigError, LayoutError, UsageError
+from documented import ROOT, blocks
+from resilient_train.errors import CheckpointError, ConfigError, LayoutError, StateError, StorageError, UsageError
 from resilient_train.integrations.mindspore import FaultTolerance, ttp_directory
 
 HERE = Path(__file__).parent
@@ -124,11 +126,11 @@ def test_sigterm_in_the_middle_of_an_epoch(
     assert job.ends() == [undisturbed]
 
 
-@pytest.mark.parametrize("groups", [None, [[0, 1]]], ids=["each rank saves", "one of two replicas saves"])
 def test_two_ranks_of_which_one_is_told(
-    tmp_path: Path, run: Callable[..., Job], mode: str, undisturbed_two: list[str], groups: Any
+    tmp_path: Path, run: Callable[..., Job], mode: str, undisturbed_two: list[str]
 ) -> None:
     """They stop behind the same step, and nobody is left alone in a collective."""
+    groups = [[0, 1]] if mode == "GRAPH" else None  # one of two replicas saves, or each rank
     job = run(tmp_path, 2, mode=mode, groups=groups, faults={"term before": [1, 8]})
     assert job.wait() == [75, 128 + signal.SIGTERM], job.explain()
     files = [f"ttp_saved_checkpoints-step_9/rank_{each}/ttp_rank_{each}-2_3.ckpt" for each in range(2)]
@@ -149,6 +151,7 @@ def test_two_ranks_of_which_one_fails(tmp_path: Path, run: Callable[..., Job]) -
     assert all("start 8\n" in job.log(rank).read_text() for rank in range(2))
 
 
+@pytest.mark.parametrize("mode", ["PYNATIVE"], indirect=True)
 @pytest.mark.parametrize("point", ["half", "read", "publish"])
 def test_killed_while_it_saves(
     tmp_path: Path, run: Callable[..., Job], capsys: pytest.CaptureFixture[str], point: str, undisturbed: str, mode: str
@@ -365,14 +368,17 @@ def test_running_means_are_in_doubt_after_a_failed_step(tmp_path: Path, caplog: 
     ms.set_context(mode=ms.PYNATIVE_MODE)
     network = nn.SequentialCell(nn.Dense(48, 4), nn.BatchNorm1d(4), nn.Dense(4, 1))
 
-    class Fails(nn.Cell):
-        def construct(self, *_: Any) -> Any:
-            raise ValueError("a loss")
+    steps = iter([True, True, False])
+
+    class Fails(nn.MSELoss):
+        def construct(self, *given: Any) -> Any:
+            if not next(steps):
+                raise ValueError("a loss")
+            return super().construct(*given)
 
     trained = ms.train.Model(network, Fails(), nn.SGD(network.trainable_params()))
-    own, first = FaultTolerance(tmp_path), ms.train.Callback()
     with pytest.raises(ValueError, match="a loss"):
-        trained.train(1, dataset(0, 1), callbacks=[own, first])
+        trained.train(1, dataset(0, 1), callbacks=[FaultTolerance(tmp_path)])
     assert "the step may have written 1.moving_mean" in caplog.text
     assert not saved(tmp_path)
 
@@ -457,6 +463,7 @@ def test_what_is_abnormal_again_is_the_datas(
     assert (step, len(values), len(set(values))) == ("8", 2, 1)
 
 
+@pytest.mark.parametrize("mode", ["PYNATIVE"], indirect=True)
 def test_two_ranks_go_back_together(
     tmp_path: Path, run: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, undisturbed_two: list[str], mode: str
 ) -> None:
@@ -473,6 +480,77 @@ def test_two_ranks_go_back_together(
     assert job.ends() == undisturbed_two
 
 
+@pytest.mark.parametrize("stops", [False, True], ids=["the last step", "the step at whose end all stop"])
+def test_too_late_to_go_back_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stops: bool
+) -> None:
+    """Then it is an error, and what is saved is from before it."""
+    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1,TRE:1}")
+    own = FaultTolerance(tmp_path, rank=0, world_size=2, replica_groups=[[0, 1]], snapshot_every=1)
+    at, seen = (5 if stops else 6), ms.train.Callback()
+
+    def step_end(context: Any) -> None:
+        params = context.original_args()
+        if params.cur_step_num == at:
+            params.net_outputs = ms.Tensor(np.nan)
+            if stops:
+                (tmp_path / f".ttp_asked/turn_0_{at}_-1_1").touch()
+
+    seen.on_train_step_end = step_end
+    trained = model(Plan(str(tmp_path)), ms.train.Callback())
+    with pytest.raises(StateError, match=rf"loss of step {at} is nan, .* too late for all ranks"):
+        own.train(trained, 1, dataset(0, 1), callbacks=seen)
+    assert [step for step, _ in ttp_directory.complete(tmp_path)] == [at - 1, at - 2]
+
+
+def test_a_rank_that_is_not_waited_for_is_told(tmp_path: Path) -> None:
+    """What is agreed upon needs collectives in each step."""
+    own = FaultTolerance(tmp_path, rank=0, world_size=2, replica_groups=[[0, 1]])
+    other = ms.train.Callback()
+    other.on_train_step_end = lambda context: (
+        context.original_args().cur_step_num == 4 and (tmp_path / ".ttp_asked/turn_0_3_-1_1").touch()
+    )
+    trained = model(Plan(str(tmp_path)), ms.train.Callback())
+    with pytest.raises(UsageError, match="ranks don't wait for each other in each step"):
+        trained.train(1, dataset(0, 1), callbacks=[other, own])
+
+
+def test_a_part_that_others_do_not_join_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESILIENT_EXIT_GRACE_S", "0.3")
+    own = FaultTolerance(tmp_path, rank=0, world_size=2, step_grace_s=0.2)
+    other = saved_job.Faults(Plan(str(tmp_path), faults={"usr1 before": [0, 3]}), "before")
+    trained = model(Plan(str(tmp_path)), ms.train.Callback())
+    with pytest.raises(StorageError, match=r"has waited 0.3 s for .*step_4: other ranks have not written"):
+        trained.train(1, dataset(0, 1), callbacks=[other, own])
+    assert saved(tmp_path) == ["ttp_saved_checkpoints-step_4_tmp/rank_0/ttp_rank_0-1_4.ckpt"]
+
+
+def test_storage_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ms, "save_checkpoint", full)
+    with pytest.raises(StorageError, match="No space left"):
+        train(Plan(str(tmp_path), faults={"usr1 before": [0, 3]}))
+    with pytest.raises(ValueError, match="of a callback") as failed:
+        train(Plan(str(tmp_path), faults={"raise before": [0, 3]}))
+    assert "nothing was saved" in failed.value.__notes__[0]
+    assert not saved(tmp_path)
+
+
+def test_what_is_written_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = ms.save_checkpoint
+
+    def other_bits(entries: list[dict[str, Any]], *rest: Any, **options: Any) -> None:
+        entries[0]["data"] = entries[0]["data"] + 1
+        stock(entries, *rest, **options)
+
+    monkeypatch.setattr(ms, "save_checkpoint", other_bits)
+    with pytest.raises(StorageError, match=r"reads back another state: 0.weight: other bits"):
+        train(Plan(str(tmp_path), faults={"usr1 before": [0, 3]}))
+    assert not saved(tmp_path)
+
+
 def test_tre_wants_copies_and_a_train_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1,TRE:1}")
     with pytest.raises(ConfigError, match=r"give FaultTolerance\(snapshot_every"):
@@ -483,3 +561,21 @@ def test_tre_wants_copies_and_a_train_of_ours(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("MS_ENABLE_TFT", "{TRE:1}")
     with pytest.raises(ConfigError, match="TTP is off"):
         FaultTolerance(tmp_path)
+
+
+def test_the_lines_of_the_how_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: str, mode: str) -> None:
+    """The first start is told to end, the second goes on to the end."""
+    (lines,) = (each.text for each in blocks(ROOT / "docs/how-to/mindspore.md") if "FaultTolerance(" in each.text)
+    monkeypatch.chdir(tmp_path)
+    trained, data = model(Plan("."), ms.train.Callback()), dataset(0, 1)
+
+    def tells(*columns: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return columns
+
+    with pytest.raises(SystemExit, match="143"):
+        exec(lines, {"model": trained, "dataset": data.map(tells, ["data", "label"])})
+    trained, data = model(Plan("."), ms.train.Callback()), dataset(0, 1)
+    exec(lines, {"model": trained, "dataset": data})
+    assert saved(tmp_path / "checkpoints")
+    assert saved_job.digest(trained) == undisturbed

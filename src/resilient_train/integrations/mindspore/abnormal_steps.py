@@ -46,11 +46,13 @@ class AbnormalSteps:
     def _look_at(self, what: str, step: int, value: float) -> str:
         wrong = not np.isfinite(value) or value >= self._limits[what]
         key = (what, step)
-        known = key in self._values
         if not wrong and key not in self._again:
             return ""
+        known = key in self._values
+        self._again.discard(key)
+        if not known:
+            self._again.add(key)
         self._values[key] = (*self._values.get(key, ()), value)
-        self._again ^= {key} if not known or key in self._again else set()
         self._folder.mkdir(parents=True, exist_ok=True)
         own = {number: values for (kind, number), values in self._values.items() if kind == what}
         abnormal.write(self._folder, what, own)

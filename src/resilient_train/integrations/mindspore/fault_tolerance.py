@@ -6,32 +6,29 @@ comes out of a step, a dataset or another callback.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import mindspore
-import numpy as np
-from mindspore import Tensor, nn
+from mindspore import nn
 from mindspore.train import Callback, Model
 
 from resilient_train import config
 from resilient_train.errors import ConfigError, StateError, StorageError, UsageError
-from resilient_train.integrations.mindspore import checkpoint_file, resume, ttp_directory
+from resilient_train.integrations.mindspore import resume, ttp_directory
 from resilient_train.integrations.mindspore.abnormal_steps import AbnormalSteps
 from resilient_train.integrations.mindspore.agreed_step import STOP, AgreedStep, Asked
+from resilient_train.integrations.mindspore.end_of_life import EndOfLife
+from resilient_train.integrations.mindspore.host_copies import HostCopies
 from resilient_train.integrations.mindspore.network_state import (
     State,
-    copy_to_host,
     own_optimizer,
     put_back,
     state_of,
@@ -49,15 +46,8 @@ _EX_TEMPFAIL = 75
 """The job is to be started again; 128 + n where this process was asked by signal n itself, but for SIGUSR1."""
 _NO_SEED = 5489
 """MindSpore's default, with which it shuffles otherwise each time."""
-_POLL_S = 0.02
 _NOT_RETURNED = object()
 """``net_outputs`` while a step is computed."""
-
-
-class _HostCopy(NamedTuple):
-    step: int
-    values: dict[str, np.ndarray]
-    notes: dict[str, Any]
 
 
 class _GoBackError(Exception):
@@ -101,7 +91,7 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
             )
         if snapshot_every < 0:
             raise ConfigError(f"snapshot_every must be 0 or more, not {snapshot_every}")
-        self._folder, self._grace_s, self._snapshot_every = Path(folder), step_grace_s, snapshot_every
+        self._folder, self._grace_s = Path(folder), step_grace_s
         self._ranks = own_ranks(rank, world_size)
         if replica_groups is not None:
             check_groups(replica_groups, self._ranks.world_size)
@@ -113,22 +103,21 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
             own = self._folder if self._ranks.rank == 0 else self._folder / f"rank_{self._ranks.rank}"
             limits = {"norm": self._settings.norm_threshold, "loss": self._settings.loss_threshold}
             self._abnormal = AbnormalSteps(own, limits, norm)
-        self._groups: Groups = ()
         self._start: Position | None = None
         self._dataset: Any = None
         self._params: Any = None
         self._preemption: Preemption | None = None
         self._agreed: AgreedStep | None = None
-        self._done, self._updates, self._last_step = 0, 0, 0
-        """The last step that has ended, what the optimizer has counted by then; the last one of the training."""
-        self._in_step = False
-        self._copies: deque[_HostCopy] = deque(maxlen=2)  # two: another rank may hang one step before this one
-        self._saved: int | None = None
-        self._stopping = False
+        self._first, self._done, self._last_step = 0, 0, 0
+        """The step behind which this life begins, the last that has ended, and the last of the training."""
+        self._optimizer: nn.Optimizer | None = None
+        self._updates = 0
+        """What the optimizer had counted when that step ended."""
+        self._in_step, self._stopping = False, False
+        self._copies = HostCopies(snapshot_every)
         self._wrong = ""
         """Why the last step is to be run again."""
-        self._going_back: int | None = None
-        self._can_go_back = False
+        self._going_back, self._can_go_back = False, False
         self._turn = threading.Lock()
         """Held by whoever saves: the training thread between steps, or that of ``Preemption``."""
 
@@ -164,7 +153,7 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
 
     def __enter__(self) -> Self:
         """Before the data workers of MindSpore are started."""
-        if self._going_back is not None:
+        if self._going_back:
             return self
         if self._params is not None:
             raise UsageError("a FaultTolerance counts the steps of one Model.train: make another, with another folder")
@@ -175,8 +164,8 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
 
     def on_train_begin(self, run_context: Any) -> None:
         """The steps are counted on from where the data begins: all callbacks see absolute ones."""
-        if self._going_back is not None:
-            self._going_back = None
+        if self._going_back:
+            self._going_back = False
             self._params = run_context.original_args()
             self._params.cur_step_num = self._done
             return
@@ -202,16 +191,18 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
             )
         state_of(network)  # raises for what can't be saved
         groups, why = found_groups(network, self._ranks.world_size)
-        self._groups, why = (groups, why) if self._given_groups is None else (self._given_groups, "as given")
-        if self._ranks.rank == 0:
-            self._tell(f"replica groups {[list(each) for each in self._groups]}, of each the first rank saves: {why}")
+        groups, why = (groups, why) if self._given_groups is None else (self._given_groups, "as given")
+        self._end = EndOfLife(self._folder, self._ranks, groups, self._tell)
         if self._ranks.world_size > 1:
+            if self._ranks.rank == 0:
+                self._tell(f"replica groups {[list(each) for each in groups]}, of each the first rank saves: {why}")
             self._agreed = AgreedStep(self._folder, *self._ranks)
-        params.cur_step_num = self._done = step
+        params.cur_step_num = self._done = self._first = step
         self._last_step = (step // params.batch_num + params.epoch_num) * params.batch_num
+        self._optimizer = own_optimizer(network)
         self._updates = self._count_updates()
         if self._abnormal is not None:
-            self._keep_copy()
+            self._copies.keep(step, self._state(), self._notes())
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
         """Looks whether the first epoch is the one that the data is in."""
@@ -240,11 +231,11 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
                 self._go_back(asked.back_to)
             if self._wrong:
                 self._tell(f"{self._wrong}: all go back at the end of the next step")
-            elif self._snapshot_every and self._done % self._snapshot_every == 0:
-                self._keep_copy()
+            elif self._copies.is_due(self._done):
+                self._copies.keep(self._done, self._state(), self._notes())
             if asked is not None:
                 self._stopping = True
-                self._save_and_wait()
+                self._end.save_with_others(self._state(), self._notes(), self._settings.exit_grace_s)
                 run_context.request_stop()
 
     def __exit__(
@@ -257,7 +248,7 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         if self._preemption is not None:
             self._preemption.close()
             got = self._preemption.got
-        if error is not None and self._params is not None and self._saved != self._done:
+        if error is not None and self._params is not None and not self._stopping:
             self._save_after(error)
         if self._params is not None:
             self._params.train_dataset.set_init_step(0)  # an iterator that is made later begins at the beginning
@@ -277,48 +268,51 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         if self._agreed is None:
             if wrong:
                 self._tell(wrong)
-                return Asked(self._done, self._copies[-1].step)
+                return Asked(self._done, self._target())
             return Asked(self._done, STOP) if stops and not is_last else None
         asked = self._agreed.look(self._done)
         if wrong and (is_last or asked == (self._done, STOP)):
             raise StateError(f"{wrong}: in the last step it is too late for all ranks to go back")
         if (wrong or stops) and not is_last and (asked is None or asked.step > self._done):
-            self._agreed.ask(Asked(self._done + 1, self._copies[-1].step if wrong else STOP))
+            self._agreed.ask(Asked(self._done + 1, self._target() if wrong else STOP))
         return asked if asked is not None and asked.step == self._done else None
 
+    def _target(self) -> int:
+        """With TRE on there is a copy from the beginning on."""
+        copy = self._copies.newest()
+        assert copy is not None
+        return copy.step
+
     def _go_back(self, step: int) -> None:
-        """The state of a copy, in place; the data is set back by the ``Model.train`` that follows."""
-        while self._copies and self._copies[-1].step != step:
-            self._copies.pop()
-        if not self._copies:
+        """The state of a copy, in place; the data is set back for the ``Model.train`` that follows."""
+        copy = self._copies.back_to(step)
+        if copy is None:
             raise StateError(f"another rank goes back to step {step}, and this one has no copy of it")
         self._tell(f"back from step {self._done} to step {step}")
-        put_back(state_of(self._params.train_network), self._copies[-1].values)
-        self._done, self._going_back, self._wrong = step, step, ""
+        put_back(self._state(), copy.values)
+        self._done, self._going_back, self._wrong = step, True, ""
         self._updates = self._count_updates()
         resume.set_back(self._params.train_dataset, step)
         if self._agreed is not None:
             self._agreed.next_turn()
         raise _GoBackError
 
-    def _keep_copy(self) -> None:
-        state = state_of(self._params.train_network)
-        self._copies.append(_HostCopy(self._done, copy_to_host(state), self._notes()))
-
     def _save_after(self, error: BaseException) -> None:
         """Which state is it that an error has left?"""
-        told = f"{type(error).__name__} ends the training"
-        if self._in_step and self._params.net_outputs is not _NOT_RETURNED:
-            self._ended(self._params.cur_step_num)
-        doubt = self._wrong or (self._doubt() if self._in_step else "")
+        told = f"{type(error).__name__} ends the training behind step"
         try:
-            if not doubt:
-                self._tell(f"{told} behind step {self._done}")
-                self._save(self._done, state_of(self._params.train_network), self._notes())
-            else:
-                self._tell(f"{told} behind step {self._done}, and the state can't be trusted: {doubt}")
+            if self._in_step and self._params.net_outputs is not _NOT_RETURNED:
+                self._ended(self._params.cur_step_num)
+            doubt = self._wrong or (self._doubt() if self._in_step else "")
+            if self._done == self._first:
+                self._tell(f"{told} {self._done}: no step has ended, nothing is saved")
+            elif doubt:
+                self._tell(f"{told} {self._done}, and the state can't be trusted: {doubt}")
                 self._save_copies()
-        except (StorageError, OSError) as failed:
+            else:
+                self._tell(f"{told} {self._done}")
+                self._end.save(self._state(), self._notes())
+        except (StorageError, OSError, RuntimeError) as failed:
             error.add_note(f"resilient_train: nothing was saved: {failed}")
             self._tell(f"nothing was saved: {failed}")
 
@@ -327,11 +321,9 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
 
         MindSpore's optimizers count an update in ``global_step`` before they write a parameter.
         """
-        network = self._params.train_network
-        optimizer = own_optimizer(network)
-        if optimizer is None:
+        if self._optimizer is None:
             return "no optimizer of mindspore.nn tells whether it has begun to write"
-        if others := written_by_forward(network, optimizer):
+        if others := written_by_forward(self._params.train_network, self._optimizer):
             return f"the step may have written {others[0]}"
         try:
             wait_for_device()
@@ -341,64 +333,25 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         return "" if updates == self._updates else "the optimizer has begun to write"
 
     def _count_updates(self) -> int:
-        optimizer = own_optimizer(self._params.train_network)
-        return 0 if optimizer is None else int(optimizer.global_step.asnumpy().item())
+        return 0 if self._optimizer is None else int(self._optimizer.global_step.asnumpy().item())
 
     def _save_copies(self) -> None:
-        if not self._copies:
+        if self._copies.newest() is None:
             self._tell("nothing is saved: there is no copy in host memory either (snapshot_every)")
-        for copy in reversed(self._copies):
-            self._save(copy.step, {name: Tensor(each) for name, each in copy.values.items()}, copy.notes)
+        for copy in self._copies:
+            if copy.step > self._first:
+                self._end.save(copy.as_state(), copy.notes)
 
-    def _save_and_wait(self) -> None:
-        """Nobody leaves before it is there: launchers end all ranks when one is gone."""
-        group = next(each for each in self._groups if self._ranks.rank in each)
-        if self._ranks.rank == group[0]:
-            self._save(self._done, state_of(self._params.train_network), self._notes())
-        final = ttp_directory.directory(self._folder, self._done)
-        limit = time.monotonic() + self._settings.exit_grace_s
-        while not final.exists():
-            if time.monotonic() > limit:
-                raise StorageError(
-                    f"rank {self._ranks.rank} has waited {self._settings.exit_grace_s} s for {final}: other ranks have "
-                    "not written their parts; training can be resumed from the checkpoint before it"
-                )
-            time.sleep(_POLL_S)
-        self._saved = self._done
-
-    def _save(self, step: int, state: State, notes: dict[str, Any]) -> None:
-        if step == 0:
-            self._tell("nothing is saved: no step has ended")
-            return
-        batches, rank = notes["batch_num"], self._ranks.rank
-        name = f"ttp_rank_{rank}-{notes['epoch_num']}_{(step - 1) % batches + 1}.ckpt"
-        checkpoint_file.write(ttp_directory.make_stage(self._folder, rank) / name, state, notes)
-        whole = ttp_directory.deliver(self._folder, step, rank, self._groups)
-        final = ttp_directory.directory(self._folder, step)
-        self._tell(f"step {step} is saved in {final}" if whole else f"rank {rank}'s part of step {step} is saved")
+    def _state(self) -> State:
+        return state_of(self._params.train_network)
 
     def _notes(self) -> dict[str, Any]:
-        """What a file says besides the state: MindSpore's entries, and ours."""
-        params, outputs = self._params, self._params.get("net_outputs")
-        ours = {
-            "replica_groups": [list(each) for each in self._groups],
-            "data_seed": mindspore.dataset.config.get_seed(),
-        }
-        notes = {
-            "epoch_num": (self._done - 1) // params.batch_num + 1,
-            "step_num": self._done,
-            "cur_rank": self._ranks.rank,
-            "batch_num": params.batch_num,
-            resume.NOTE: json.dumps(ours),
-        }
-        if isinstance(outputs, (tuple, list)) and len(outputs) >= 3:
-            notes["loss_scale"] = outputs[2]
-        return notes
+        return self._end.notes(self._done, self._params.batch_num, self._params.get("net_outputs"))
 
     def _late(self) -> None:
         """In the thread of ``Preemption``: the step has not ended in time."""
         with self._turn:
-            if self._saved is None:
+            if not self._stopping:
                 self._tell(f"step {self._done + 1} has not ended {self._grace_s} s after the signal")
                 self._save_from_thread()
 
@@ -415,8 +368,8 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         try:
             if self._in_step:
                 self._save_copies()
-            elif self._params is not None:
-                self._save(self._done, state_of(self._params.train_network), self._notes())
+            elif self._done > self._first:
+                self._end.save(self._state(), self._notes())
         except (StorageError, OSError) as failed:
             self._tell(f"nothing was saved: {failed}")
 

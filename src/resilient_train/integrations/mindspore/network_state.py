@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import mindspore
-import numpy as np
 from mindspore import Tensor, nn
 
 from resilient_train.errors import ConfigError, StateError
@@ -30,11 +29,6 @@ def state_of(network: nn.Cell) -> State:
             raise ConfigError(f"parameter {name!r}: hash tables and parameters in a cache can't be saved")
         found[name] = each
     return found
-
-
-def copy_to_host(state: State) -> dict[str, np.ndarray]:
-    """Copies. Waits for the device."""
-    return {name: np.array(each.asnumpy(), copy=True) for name, each in state.items()}
 
 
 def put_back(state: State, values: Mapping[str, Any]) -> None:

@@ -111,6 +111,10 @@ def deliver(folder: Path, step: int, rank: int, groups: Groups) -> bool:
             if stage.exists():
                 continue
             raise
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # it was delivered before, in this life
+                raise
+            _remove(stage)
         sync_folder(draft)
         return _publish(draft, final, groups)
     _remove(stage)

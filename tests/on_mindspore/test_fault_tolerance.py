@@ -360,7 +360,7 @@ def test_half_an_update_is_not_saved(tmp_path: Path, snapshot_every: int, caplog
     with pytest.raises(ValueError, match="half of an update"):
         trained.train(1, dataset(0, 1), callbacks=[own])
     assert "the optimizer has begun to write" in caplog.text
-    assert [step for step, _ in ttp_directory.complete(tmp_path)] == ([4, 2] if snapshot_every else [])
+    assert [step for step, _ in ttp_directory.complete(tmp_path)] == ([4] if snapshot_every else [])
 
 
 def test_running_means_are_in_doubt_after_a_failed_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -500,7 +500,7 @@ def test_too_late_to_go_back_together(
     trained = model(Plan(str(tmp_path)), ms.train.Callback())
     with pytest.raises(StateError, match=rf"loss of step {at} is nan, .* too late for all ranks"):
         own.train(trained, 1, dataset(0, 1), callbacks=seen)
-    assert [step for step, _ in ttp_directory.complete(tmp_path)] == [at - 1, at - 2]
+    assert [step for step, _ in ttp_directory.complete(tmp_path)] == [at - 1]
 
 
 def test_a_rank_that_is_not_waited_for_is_told(tmp_path: Path) -> None:

@@ -42,14 +42,15 @@ class EndOfLife:
             notes["loss_scale"] = outputs[2]
         return notes
 
-    def save(self, state: State, notes: Mapping[str, Any]) -> None:
-        """Writes this rank's part. Raises StorageError, OSError."""
+    def save(self, state: State, notes: Mapping[str, Any]) -> bool:
+        """Writes this rank's part; returns whether the checkpoint is whole now. Raises StorageError, OSError."""
         step, rank = notes["step_num"], self._ranks.rank
         name = f"ttp_rank_{rank}-{notes['epoch_num']}_{(step - 1) % notes['batch_num'] + 1}.ckpt"
         checkpoint_file.write(ttp_directory.make_stage(self._folder, rank) / name, state, notes)
         whole = ttp_directory.deliver(self._folder, step, rank, self._groups)
         final = ttp_directory.directory(self._folder, step)
         self._tell(f"step {step} is saved in {final}" if whole else f"rank {rank}'s part of step {step} is saved")
+        return whole
 
     def save_with_others(self, state: State, notes: Mapping[str, Any], limit_s: float) -> None:
         """The first rank of each group writes; all wait until it is whole. Raises StorageError, OSError.

@@ -338,9 +338,9 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
     def _save_copies(self) -> None:
         if self._copies.newest() is None:
             self._tell("nothing is saved: there is no copy in host memory either (snapshot_every)")
-        for copy in self._copies:
-            if copy.step > self._first:
-                self._end.save(copy.as_state(), copy.notes)
+        for copy in self._copies:  # if others are a step behind this one, its older copy goes with theirs
+            if copy.step > self._first and self._end.save(copy.as_state(), copy.notes):
+                return
 
     def _state(self) -> State:
         return state_of(self._params.train_network)

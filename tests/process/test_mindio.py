@@ -181,8 +181,10 @@ def test_a_rank_that_is_not_replaced_ends_the_job_behind_a_checkpoint(
 def test_who_dies_before_all_have_come_ends_the_job_at_once(tmp_path: Path) -> None:
     script = tmp_path / "early.py"
     script.write_text("import os, time\nos.kill(os.getpid(), 9) if os.environ['RANK_ID'] == '1' else time.sleep(60)")
-    job = finish([*LAUNCHER, "--worker_num=2", f"--run_dir={tmp_path / 'run'}", str(script)], tmp_path / "run", 30)
+    words = [*LAUNCHER, "--worker_num=2", f"--run_dir={tmp_path / 'run'}", str(script)]
+    job = finish(words, tmp_path / "run", 30, MS_ENABLE_TFT=SWITCHES)
     assert job.code == 137, job.explain()
+    assert "no rank has come to the controller" in job.err
     assert "rank 1 was killed by signal 9 before all ranks had come to their training" in job.err
 
 

@@ -146,7 +146,7 @@ def test_two_ranks_that_compute_a_block_together(run_dir: Path, torchrun: Torchr
     """Tensor parallelism: each rank has half of a block, which one of the other pair holds too."""
     run = train(run_dir, TOGETHER, variant=variant)
     ends_as(run, torchrun(variant))
-    assert run.recoveries() == 7, run.explain()
+    assert len(run.of("fault")) == 7, run.explain()  # on a busy machine one may come in the middle of another
     assert "the model is in 2 parts; the ranks that hold the same: [0, 2], [1, 3]" in run.err
 
 

@@ -66,7 +66,7 @@ class Hub:
         self.controller = Controller(world_size, policy)
         """For others to look at."""
         self._seated: dict[int, _Visitor] = {}
-        self._known: set[int] = set()
+        self.known: set[int] = set()
         """Ranks that have ever come."""
         self._visitors: set[_Visitor] = set()
         try:
@@ -101,7 +101,7 @@ class Hub:
         if visitor is not None:
             await asyncio.wait((visitor.task,), timeout=limit_s)
             self._give_seat_up(visitor)
-        return rank not in self._known or self.controller.seats[rank].left
+        return rank not in self.known or self.controller.seats[rank].left
 
     def leave(self, reason: str) -> None:
         """The job is to end, behind a checkpoint."""
@@ -165,7 +165,7 @@ class Hub:
                 raise ProtocolError(f"rank {frame.rank} is there already")
             before.writer.close()
         self._seated[frame.rank] = visitor
-        self._known.add(frame.rank)
+        self.known.add(frame.rank)
         visitor.rank = frame.rank
         self._carry_out(self.controller.hello(frame.rank))
 

@@ -227,6 +227,8 @@ class MindSporeAgent:
         commits = max((seat.step for seat in self._hub.controller.seats), default=0)
         detail = {"code": code, "reason": reason, "commits": max(commits, self._budget.furthest)}
         self._note("finished" if code == 0 else "job_end", detail=detail)
+        if not self._hub.known and config.given_switches(self._environ):
+            self._say("no rank has come to the controller: TrainFaultTolerance does so on an Ascend device only")
         if code:
             self._say(f"the job ends: {reason}")
         return code

@@ -158,10 +158,14 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="resilient-run", description=__doc__, allow_abbrev=False)
+    description = (
+        "Starts a MindSpore job on this node like msrun (same flags), and keeps it going: a rank that is killed is "
+        "replaced alone, the others keep their state."
+    )
+    parser = argparse.ArgumentParser(prog="resilient-run", description=description, allow_abbrev=False)
     parser.error = _refuse  # type: ignore[method-assign] # argparse's own prints the usage, a screen of it
     for name, options in _FLAGS.items():
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", **options)
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", metavar="VALUE", **options)
     for name in _REFUSED:
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     parser.add_argument("script", help="the training script")

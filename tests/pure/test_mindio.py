@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -267,3 +267,46 @@ def test_memory_that_was_lost_where_no_state_is_leaves_it_whole(monkeypatch: pyt
     assert rank._lock(Lock(round=0, limit=1)) == 1
     rank._clean(Clean(round=0, uce=True))
     assert rank._lock(Lock(round=0, limit=1)) == 0
+
+
+def test_pauses_in_a_fast_loop() -> None:
+    """What is known of a rank's step is always old here: they have passed each place before they hear of it."""
+    hub = Hub("127.0.0.1", 0, 2, Policy(), SECRET)
+    thread_of_hub = HubThread(hub)
+    ranks = [processor(hub, 0), processor(hub, 1)]
+    until(hub, Stage.TRAINING)
+    wanted, over = threading.Event(), threading.Event()
+    collective = threading.Barrier(2, action=lambda: over.set() if wanted.is_set() else None, timeout=20)
+    steps = [0, 0]
+
+    def train(rank: int) -> None:
+        while not over.is_set():
+            ranks[rank].start_updating()
+            steps[rank] += 1
+            ranks[rank].end_updating(steps[rank])
+            ranks[rank].pause(steps[rank])
+            collective.wait()
+
+    def order(what: Callable[[], None]) -> None:
+        given = threading.Event()
+        thread_of_hub.call(lambda: (what(), given.set()))
+        assert given.wait(20)
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for _ in range(30):
+        order(hub.pause)
+        until(hub, Stage.PAUSED)
+        stands = [*steps]
+        assert stands[0] == stands[1]
+        time.sleep(0.002)
+        assert steps == stands
+        order(hub.unpause)
+    wanted.set()
+    for thread in threads:
+        thread.join()
+    assert steps[0] == steps[1] > 30
+    for rank in ranks:
+        rank.close()
+    thread_of_hub.close()

@@ -240,16 +240,21 @@ class Controller:
     def _halt(self, ahead: int = 1) -> list[Effect]:
         # Who is on the way to an update can't save before it is over: MindSpore's flag stands from the collective on.
         self.round += 1
+        self._let_move()
         self.ahead = ahead
         limit = ahead + max(map(self._reaches, self._steady()), default=0)
         return self._give(Stage.HALTING, {rank: Halt(round=self.round, limit=limit) for rank in self._steady()})
+
+    def _let_move(self) -> None:
+        """Nobody counts any more on where ranks have said that they stand."""
+        for seat in self.seats:
+            seat.locked = False
 
     def _release(self) -> list[Effect]:
         """Whoever stands goes on; nothing has happened to it."""
         self.round += 1
         self.stage, self.pending = Stage.TRAINING, frozenset()
-        for seat in self.seats:
-            seat.locked = False
+        self._let_move()
         return [To(rank, Release(round=self.round)) for rank in self._steady()]
 
     def status(self, rank: int, step: int, *, updating: bool) -> list[Effect]:
@@ -347,7 +352,7 @@ class Controller:
             return []
         if answer.code == PASSED:  # what is known here of a rank's step is always a little old
             self.seats[rank].step = answer.step
-            return self._halt(ahead=self.ahead + 1)
+            return self._halt(ahead=self.ahead * 2)
         if failure := self._took(rank, answer):
             return self._fault(rank, failure)
         self.pending -= {rank}
@@ -401,8 +406,7 @@ class Controller:
         self.stage = Stage.LOCKING
         told: list[Effect] = [To(each, Exit(round=self.round)) for each in self._half_reborn()]
         self.lost -= set(self._steady())  # who came back in an earlier round is there as all others are
-        for seat in self.seats:
-            seat.locked = False
+        self._let_move()
         self.pending = frozenset(self._steady())
         limit = max((self._reaches(each) for each in self._steady()), default=0)
         told += [To(each, Lock(round=self.round, limit=limit)) for each in sorted(self.pending)]

@@ -304,15 +304,17 @@ class Processor:
 
     def _halt(self, order: Halt) -> int:
         with self._changed:
-            if self._passed >= order.limit:
-                return PASSED
-        return self._lock(order)
+            # Together with the lock's own beginning: in between the training thread could pass that place.
+            return PASSED if self._passed >= order.limit else self._lock(order)
 
     def _lock(self, order: Lock | Halt) -> int:
         with self._changed:
             self._limit = order.limit
+            self._changed.notify_all()  # who stood at a lower one goes on
             while order.round == self._round and (self._updating or not self._stands(order)):
                 self._changed.wait(_POLL_S)
+            if order.round != self._round:
+                return -1
             # Where it stands now it stays: the controller may have its state overwritten.
             self._limit = self._step
             return 0 if self._whole else 1

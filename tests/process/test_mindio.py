@@ -189,6 +189,32 @@ def test_who_dies_before_all_have_come_ends_the_job_at_once(tmp_path: Path) -> N
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("asks", [True, False], ids=["asked to end", "another rank fails"])
+def test_ranks_that_know_no_controller_save_by_themselves(tmp_path: Path, *, asks: bool) -> None:
+    """With a callback of their own, or none."""
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "rank, folder = os.environ['RANK_ID'], pathlib.Path(sys.argv[1])\n"
+        "def save(*_):\n    time.sleep(0.3)\n    (folder / f'saved{rank}').touch()\n    sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "(folder / f'there{rank}').touch()\n"
+        "while not (folder / 'there0').exists() or not (folder / 'there1').exists():\n    time.sleep(0.01)\n"
+        "time.sleep(60 if rank == '0' or len(sys.argv) == 2 else 0)\n"
+        "sys.exit(3)\n"
+    )
+    words = [*LAUNCHER, "--worker_num=2", f"--run_dir={tmp_path / 'run'}", str(script), str(tmp_path)]
+    with start([*words, *([] if asks else ["fail"])]) as job:
+        wait_for(tmp_path / "there0")
+        wait_for(tmp_path / "there1")
+        if asks:
+            job.send_signal(signal.SIGTERM)
+        _, err = job.communicate(timeout=60)
+    assert job.returncode == (143 if asks else 3), err
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == (["saved0", "saved1"] if asks else ["saved0"])
+
+
+@pytest.mark.process
 def test_a_controller_in_rank_0(tmp_path: Path, undisturbed: list[str]) -> None:
     """Without ``resilient-run``, as MindSpore starts it."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -8,6 +8,7 @@ gets a new process: a rank that was killed, as long as it does not die over and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -73,6 +74,8 @@ class MindSporeAgent:
         self._code: int | None = None
         """The exit code of a job that can't end well any more."""
         self._reason = "it was ended"
+        self._hurry = asyncio.Event()
+        """All have ended, or somebody does not want to wait for them."""
         self._fault_ns = 0
         self._redo: list[int] = []
         """Who runs the step that a fault has cut once more."""
@@ -98,6 +101,7 @@ class MindSporeAgent:
             for rank in range(self._spec.world_size):
                 self._start(rank, 0)
             await self._over.wait()
+            await self._ask_to_end()
         finally:
             showing.cancel()
             listener.close()
@@ -154,6 +158,7 @@ class MindSporeAgent:
             self._consider(process, code, at_its_end=at_its_end)
         if len(self._codes) == self._spec.world_size:
             self._over.set()
+            self._hurry.set()
 
     def _consider(self, process: RankProcess, code: int, *, at_its_end: bool) -> None:
         """What becomes of a rank that has ended otherwise than it should."""
@@ -180,6 +185,15 @@ class MindSporeAgent:
         stuck = self._budget.deaths(rank)
         return why_give_up(self._spec.policy, restarts=self._replaced, lost=1, stuck=stuck)
 
+    async def _ask_to_end(self) -> None:
+        """Ranks that know no controller may have a state to save by themselves: they are told, and have time to."""
+        left = [process for rank, process in self._running.items() if rank != SCHEDULER and not self._hub.known]
+        for process in left:
+            process.signal(signal.SIGTERM)
+        if left:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), self._spec.shutdown_timeout_s)
+
     def _kill_all(self) -> None:
         for process in list(self._running.values()):
             process.signal_group(signal.SIGKILL)
@@ -191,6 +205,8 @@ class MindSporeAgent:
     def _on_signal(self, number: int) -> None:
         told, leaves = signal.Signals(number), self._code is not None
         reason = f"resilient-run got {told.name}"
+        if leaves or told not in EXIT_SAVED:
+            self._hurry.set()
         if told not in EXIT_SAVED or leaves:
             self._code, self._reason = 128 + number, reason
             self._over.set()

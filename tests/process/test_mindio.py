@@ -63,6 +63,7 @@ PLANS = {
     "kill in a repair": "uce@1:5 killr@0:1",
     "kill in a stop": "hcce@1:5 kills@2:1",
     "kill of who comes back": "kill@1:5 killb@1:1",
+    "decorated": "decorated@0:0 hcce@0:3 kill@2:6 uce@1:9",
 }
 
 
@@ -80,8 +81,9 @@ def test_the_end_is_the_undisturbed_one(tmp_path: Path, undisturbed: list[str], 
 
 
 @pytest.mark.process
-def test_an_error_of_the_scripts_ends_the_job_behind_a_checkpoint(tmp_path: Path) -> None:
-    job = run(tmp_path, "raise@1:5")
+@pytest.mark.parametrize("how", ["", "decorated@0:0 "])
+def test_an_error_of_the_scripts_ends_the_job_behind_a_checkpoint(tmp_path: Path, how: str) -> None:
+    job = run(tmp_path, f"{how}raise@1:5")
     assert job.code == 1, job.explain()
     assert saved(tmp_path) == 4
     assert "its state from after 4 updates is saved" in job.err

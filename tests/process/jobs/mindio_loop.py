@@ -52,7 +52,7 @@ class Device:
             path = FOLDER / f"{name}.{rank}"
             while not path.exists():
                 if self.aborted.wait(0.002):
-                    raise RuntimeError("ForceStopError: aborted")
+                    raise RuntimeError("FORCE STOP, ForceStopError: aborted")
             found.append(json.loads(path.read_text()))
         return [sum(column) for column in zip(*found, strict=True)]
 
@@ -149,7 +149,9 @@ def one_step() -> None:
             CONTEXT["low"] = kind == "low"
             if kind == "uce":
                 device.model = [float("nan")] * 8
-            text = {"hcce": "HCCEError occurs", "raise": "out of the script"}.get(kind, "UCEError occurs")
+            text = {"hcce": "HCCL OP RETRY FAILED, HCCEError", "raise": "out of the script"}.get(
+                kind, "UCE ERROR, UCEError"
+            )
             raise RuntimeError(text)
     gradient = device.reduce(f"grad{step}", [value * (RANK + 1) / 8 + step for value in device.model])
     tft.tft_start_updating_os(-1)
@@ -175,6 +177,27 @@ def train() -> None:
     tft.tft_set_optimizer_replica(
         RANK, [{"type": 1, "rank_list": list(range(WORLD)), "replica_cnt": WORLD, "replica_shift": 0}]
     )
+    (train_decorated if ("decorated", 0, 0) in PLAN else train_by_hand)(arf=arf)
+
+
+ARF = []
+
+
+@tft.tft_exception_handler
+def train_decorated(*, arf: bool) -> None:
+    """As MindSpeed's loops have it."""
+    device.aborted.clear()
+    if arf and not ARF:
+        ARF.append("told")
+        raise RuntimeError("ARF FINISH")
+    if device.step:
+        (FOLDER / "resumed").touch()
+    while device.step < STEPS:
+        one_step()
+
+
+def train_by_hand(*, arf: bool) -> None:
+    """As MindSpore's Model has it."""
     while device.step < STEPS:
         try:
             if arf:

@@ -81,6 +81,8 @@ class Processor:
         self.handlers: dict[str, tuple[Handler, Any]] = {}
         """By name: the handler, and the context it was registered with."""
         self.reborn = False
+        self.repairs_devices = True
+        """Errors of a device are reported as such (``enable_uce``); else they are the script's."""
         self.repair_type = "unknow"  # MindIO's spelling
         self.repair_step = 0
         self._secret, self._end = secret, end

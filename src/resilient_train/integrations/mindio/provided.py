@@ -16,7 +16,7 @@ from typing import Any
 
 from resilient_train import config
 from resilient_train.errors import ConfigError
-from resilient_train.integrations.mindio import c_api, wire
+from resilient_train.integrations.mindio import c_api, exception_handler, wire
 from resilient_train.integrations.mindio.controller import Policy
 from resilient_train.integrations.mindio.frames import Action, OptimizerType, RepairType, ReplicaGroup, ReportState
 from resilient_train.integrations.mindio.hub import Hub, HubThread
@@ -96,6 +96,7 @@ def tft_init_processor(
     if config.is_hosted():
         _leave_signals_to_the_launcher()
     _processor = Processor(rank, world_size, _secret())
+    _processor.repairs_devices = enable_uce
 
 
 def _leave_signals_to_the_launcher() -> None:
@@ -166,6 +167,31 @@ def tft_report_error(error_type: int, error_code: str = "") -> None:
 def tft_wait_next_action() -> int:
     """Waits for what becomes of it: ``Action.RETRY.value`` or ``Action.EXIT.value``."""
     return int(_own().wait_next_action().value)
+
+
+def tft_wait_repair_action() -> int:
+    """MindIO's second wait: ``tft_wait_next_action`` has waited for the whole repair already."""
+    return int(Action.RETRY.value)
+
+
+def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a training function: it is called again behind each fault that was repaired."""
+    return exception_handler.handled(func, _own)
+
+
+def tft_register_exception_handler(
+    fault_pattern: str, fault_type: str, fault_handle: Callable[[str], str] | None = None
+) -> None:
+    """Words of a RuntimeError, and the ReportState that they mean. Raises ValueError for a state that there is not."""
+    exception_handler.register(fault_pattern, fault_type, fault_handle)
+
+
+def tft_set_update_start_time(*_: object) -> None:
+    """Taken: whether memory that was lost held state, clean's answer says, and not the time."""
+
+
+def tft_set_update_end_time(*_: object) -> None:
+    """Likewise."""
 
 
 def tft_get_repair_step() -> int:

@@ -107,6 +107,8 @@ class World:
         """(round, rank, the state in its file)"""
         self.named = False
         self.was_late = False
+        self.was_left = False
+        """Somebody wants it to end: nobody lets it go on any more."""
 
     # -- transitions
 
@@ -127,7 +129,8 @@ class World:
         found += [("error", index) for index in trains if self.budget.errors]
         if self.budget.pauses and self.controller.stage is not Stage.OVER:
             found.append(("pauses", 0))
-        if self.controller.stage is Stage.PAUSED or (self.controller.pauses and self.controller.stage is Stage.HALTING):
+        stands = self.controller.stage is Stage.PAUSED
+        if (stands or (self.controller.pauses and self.controller.stage is Stage.HALTING)) and not self.was_left:
             found.append(("unpauses", 0))
         if self.budget.leaves:
             found.append(("leaves", 0))
@@ -256,6 +259,7 @@ class World:
 
     def _leaves(self, _: int, __: SimRank) -> None:
         self._spend("leaves")
+        self.was_left = True
         self._carry_out(self.controller.leave("somebody wants it to end"))
 
     def _pauses(self, _: int, __: SimRank) -> None:
@@ -427,6 +431,6 @@ class World:
         job = self.controller
         seats = tuple(tuple(seat.__dict__.values()) for seat in job.seats)
         named = (job.stage, job.round, job.target, job.pending, job.lost, job.faulty, bool(job.hopeless), job.low)
-        named += (job.pauses, job.ahead)
+        named += (job.pauses, job.ahead, self.was_left)
         return hash((seats, named, job.savers, self.budget, self.sent, self.ended is None, self.named, self.saved,
                      tuple(rank.key() for rank in self.ranks)))  # fmt: skip

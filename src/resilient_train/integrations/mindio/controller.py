@@ -213,18 +213,22 @@ class Controller:
 
     def leave(self, reason: str) -> list[Effect]:
         """Somebody wants the job to end, behind a checkpoint."""
-        if self.stage in (Stage.HALTING, Stage.SAVING, Stage.RENAMING, Stage.OVER):
+        if self.stage in (Stage.SAVING, Stage.RENAMING, Stage.OVER):
             return []
         self.hopeless = self.hopeless or reason
         if self.stage is Stage.STARTING:
             return self._end(reason)
+        if self.stage is Stage.HALTING:  # for a pause: all come to stand in any case
+            return []
         if self.stage is not Stage.TRAINING:
             return self._begin_round()
         return self._halt()
 
     def pause(self) -> list[Effect]:
-        """Somebody wants all to stand still. The policy says whether they can."""
+        """Somebody wants all to stand still. The policy says whether they can; who has come to its end does not."""
         assert self.policy.pause, "nobody would come to stand"
+        if any(seat.left for seat in self.seats):
+            return []
         self.pauses = True
         return self._halt() if self.stage is Stage.TRAINING else []
 

@@ -111,6 +111,8 @@ class MindSporeOperators(Server[m.FromRank]):
             return m.Reply(error="a MindSpore job stops behind its next update, and not before a given step")
         if job.stage in (Stage.STARTING, Stage.SAVING, Stage.RENAMING, Stage.OVER) or job.hopeless:
             return m.Reply(error=f"the job does not train: it is {self._stage()}")
+        if any(seat.left for seat in job.seats):
+            return m.Reply(error="ranks have come to the end of their training")
         if job.pauses:
             return m.Reply(error="a pause is asked for already")
         self._note("pause_asked", detail={"by": "operator", "at_step": 0})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,18 @@ class Failing(Job):
         self.place, self.fails = asked.fail, asked.only in (-1, dist.get_rank())
 
     def may_fail(self, place: str, step: rt.Step) -> None:
-        if self.place == place and self.fails and step.number == STEP:
+        if step.number != STEP or self.place != place:
+            return
+        if place == "between":
+            self.wait_for_others()
+        if self.fails:
             raise ValueError("the script's own")
+
+    def wait_for_others(self) -> None:
+        """Nobody is behind the update any more, where an error of this rank would cut it."""
+        self.records.with_name(f"between{dist.get_rank()}").touch()
+        while self.fails and len([*self.records.parent.glob("between*")]) < dist.get_world_size():
+            time.sleep(0.001)
 
     def body(self, step: rt.Step) -> None:
         self.may_fail("body", step)

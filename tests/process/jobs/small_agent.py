@@ -21,7 +21,7 @@ from torch.distributed import run as _torchrun  # noqa: E402, F401
 
 from resilient_train.config import Settings, environ_copy  # noqa: E402
 from resilient_train.launch.agent.logs import Streams  # noqa: E402
-from resilient_train.launch.agent.processes import _start_cold  # noqa: E402
+from resilient_train.launch.agent.processes import start_cold  # noqa: E402
 from resilient_train.launch.fork import standby_pool  # noqa: E402
 from resilient_train.launch.fork.zygote import Born, start_root  # noqa: E402
 
@@ -87,7 +87,7 @@ class Little:
             pipes = {"stdin": subprocess.DEVNULL, "stdout": streams.out, "stderr": streams.err}
             child = subprocess.Popen(command, env=environ, start_new_session=True, **pipes)  # noqa: ASYNC220
         elif way == "cold":
-            child = _start_cold(command, environ, streams)
+            child = start_cold(command, environ, streams)
         else:
             waiting = await self.take(more)
             assert waiting is not None, self.events

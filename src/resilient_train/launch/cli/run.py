@@ -25,7 +25,6 @@ from resilient_train.frameworks.supported import torch_problem, version_line
 from resilient_train.launch.agent.claim import Claim
 from resilient_train.launch.agent.console import Console
 from resilient_train.launch.agent.console_text import line
-from resilient_train.launch.agent.mindspore_agent import MindSporeAgent
 from resilient_train.launch.cli import msrun
 from resilient_train.launch.cli.findings import Grade
 from resilient_train.launch.cli.mindspore_environ import RANK_TABLE, look
@@ -244,6 +243,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _run_mindspore(argv: list[str]) -> int:
     """Runs a job that msrun's flags describe; returns its exit code."""
+    from resilient_train.launch.agent.mindspore_agent import MindSporeAgent
+
     try:
         job = msrun.make_job(argv)
     except ConfigError as error:

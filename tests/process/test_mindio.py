@@ -99,14 +99,15 @@ def saved(folder: Path) -> int:
 
 
 @pytest.mark.process
-def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
+def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with start(command(tmp_path, "pace@0:0"), MS_ENABLE_TFT=SWITCHES) as job:
         wait_for(tmp_path / "grad3.0")
-        job.send_signal(signal.SIGTERM)
+        job.send_signal(number)
         _, err = job.communicate(timeout=60)
-    assert job.returncode == 143, err
+    assert job.returncode == code, err
     assert 3 <= saved(tmp_path) < STEPS
-    assert "resilient-run got SIGTERM; its state from after" in err
+    assert f"resilient-run got {number.name}; its state from after" in err
 
 
 @pytest.mark.process

@@ -12,7 +12,7 @@ import functools
 import signal
 import time
 import traceback
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from resilient_train.launch.agent.alarms import Alarms
 from resilient_train.launch.agent.collective_reports import CollectiveReports, Newest
 from resilient_train.launch.agent.console_text import end_of, line, newest_told, pause_told, told
 from resilient_train.launch.agent.credentials import Admission, RankConnection, new_token
+from resilient_train.launch.agent.event_loop import BackgroundTasks, add_signal_handlers
 from resilient_train.launch.agent.hang_watch import LOOK_S, HangWatch
 from resilient_train.launch.agent.last_save import LastSave
 from resilient_train.launch.agent.last_words import how_it_failed, how_it_fails
-from resilient_train.launch.agent.logs import Logs
+from resilient_train.launch.agent.logs import SHOW_EVERY_S, Logs
 from resilient_train.launch.agent.operators import Operators
 from resilient_train.launch.agent.pauses import Pauses
 from resilient_train.launch.agent.processes import Processes, RankProcess
@@ -69,7 +70,6 @@ from resilient_train.state import abnormal
 from resilient_train.state.arena import DEFAULT_SLOT_BYTES, Arena
 from resilient_train.transport import listen
 
-LOG_POLL_S = 0.05
 _SHORT_OF = frozenset((errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM))
 """Descriptors, processes or memory: there may be some again soon."""
 _SHORT_S = 1.0
@@ -107,7 +107,7 @@ class Agent:
         self._reaping: set[RankProcess] = set()
         self._set_ups: dict[int, bytes] = {}
         """What the ranks were given before their loops, for who takes their places."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks()
         self._unborn: dict[int, Spawn] = {}
         """Ranks whose process is asked for, and not there yet."""
         self._fenced: dict[RankProcess, str] = {}
@@ -125,7 +125,7 @@ class Agent:
         self._admission = Admission(token, self._job, self._processes, operators, self, self._note)
         keep = spec.settings.keep_checkpoints
         self._saves = Saves(
-            spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle, self._begin_task
+            spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle, self._background.begin
         )
         if read_switches().tre:
             self._job.anomalies.update(abnormal.read(spec.run_dir))
@@ -153,10 +153,8 @@ class Agent:
         except OSError as error:
             raise ConfigError(f"the agent can't listen at {self._socket_path}: {error}") from None
         self._loop.add_reader(self._deaths.fd, self._on_deaths)
-        for number in {signal.SIGUSR1, *(getattr(signal, name) for name in self._spec.signals)}:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has asked for that
-                self._loop.add_signal_handler(number, self._on_signal, number)
-        logs = self._begin_task(self._show_logs())
+        add_signal_handlers(self._spec.signals, self._on_signal)
+        logs = self._background.begin(self._show_logs())
         self._loop.call_soon(self._look_out)
         try:
             self._processes.begin()
@@ -248,18 +246,6 @@ class Agent:
                 self._say(f"the job ends: {end.reason}")
                 self._carry_out([end])
 
-    def _begin_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """In the background. An exception that ends it is a bug of ours, like one in a callback."""
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_over)
-        return task
-
-    def _on_task_over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_bug(self._loop, {"message": "a task has failed", "exception": error})
-
     def _standings(self) -> list[Standing]:
         return [standing_of(self._board.standing(rank)) for rank in range(self._spec.world_size)]
 
@@ -346,7 +332,7 @@ class Agent:
                 if frame.generation == self._job.generation:
                     self._carry_out([Send(other, frame) for other in ranks if 0 <= other < self._spec.world_size])
             case m.OpenVault():
-                self._begin_task(self._open_vault(connection))
+                self._background.begin(self._open_vault(connection))
             case m.Offer(target=other) | m.Pull(source=other) if frame.generation == self._job.generation:
                 self._carry_out([Send(other, frame)])
             case _:
@@ -546,7 +532,7 @@ class Agent:
         """Starts all ranks, when it is known from what. ``again``: why they are started once more."""
         # Not in the task, which begins later: a job without a process must not be taken for one that is over.
         self._choosing = True
-        self._begin_task(self._start_all(spawns, again))
+        self._background.begin(self._start_all(spawns, again))
 
     async def _start_all(self, spawns: list[Command], again: Note | None) -> None:
         blind = await self._saves.choose(needed=again is not None and bool(again.detail["state_lost"]))
@@ -690,7 +676,7 @@ class Agent:
         while True:
             self._logs.show_new()
             self._processes.reap_strays({process.pid for process in self._reaping})
-            await asyncio.sleep(LOG_POLL_S)
+            await asyncio.sleep(SHOW_EVERY_S)
 
     # -- what is said
 

@@ -17,6 +17,8 @@ from resilient_train.launch.spec import JobSpec
 
 _CHUNK_BYTES = 1 << 16
 _LAST_S = 1.0
+SHOW_EVERY_S = 0.05
+"""How often an agent calls ``Logs.show_new``."""
 SCHEDULER = -1
 """In the place of a rank: MindSpore's scheduler."""
 

@@ -14,7 +14,7 @@ import secrets
 import signal
 import time
 import traceback
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from resilient_train.integrations.mindio.controller import Ended, Note, Policy, 
 from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.integrations.mindio.wire import read_secret
 from resilient_train.launch.agent.console_text import end_of, line, told
+from resilient_train.launch.agent.event_loop import BackgroundTasks, add_signal_handlers
 from resilient_train.launch.agent.last_words import how_it_failed
-from resilient_train.launch.agent.logs import SCHEDULER, Logs
+from resilient_train.launch.agent.logs import SCHEDULER, SHOW_EVERY_S, Logs
 from resilient_train.launch.agent.mindspore_operators import MindSporeOperators
 from resilient_train.launch.agent.processes import RankProcess, start_cold
 from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_SAVED
@@ -39,7 +40,6 @@ from resilient_train.protocol.retry_budget import RetryBudget
 from resilient_train.server import Listener
 from resilient_train.transport import listen
 
-_LOG_POLL_S = 0.05
 _LAST_WORDS_S = 1.0
 """How long what a rank has sent before its end may take to be read. A process that it has left may hold its socket."""
 _CONNECTIONS_MAX = 256
@@ -68,7 +68,7 @@ class MindSporeAgent:
         """By rank; and the scheduler."""
         self._codes: dict[int, int] = {}
         """How each rank's newest process has ended, of those that have."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks()
         self._over = asyncio.Event()
         self._ended: Ended | None = None
         self._code: int | None = None
@@ -91,11 +91,8 @@ class MindSporeAgent:
             listener = Listener(path, self._operators, listen(path), _CONNECTIONS_MAX)
         except OSError as error:
             raise ConfigError(f"the agent can't listen at {path}: {error}") from None
-        for name in self._spec.signals:
-            number = getattr(signal, name)
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has asked for that
-                self._loop.add_signal_handler(number, self._on_signal, number)
-        showing = self._begin_task(self._show_logs())
+        add_signal_handlers(self._spec.signals, self._on_signal)
+        showing = self._background.begin(self._show_logs())
         try:
             self._start(SCHEDULER, 0)
             for rank in range(self._spec.world_size):
@@ -145,7 +142,7 @@ class MindSporeAgent:
                 self._say(f"MindSpore's scheduler {end_of(code)}; its log: {self._logs.folder(SCHEDULER)}")
             return
         self._note("exited", rank=process.rank, incarnation=process.incarnation, detail={"code": code})
-        self._begin_task(self._bury(process, code))
+        self._background.begin(self._bury(process, code))
 
     async def _bury(self, process: RankProcess, code: int) -> None:
         """Behind the last that the rank has said, what is to be done about its end is known."""
@@ -285,18 +282,7 @@ class MindSporeAgent:
     async def _show_logs(self) -> None:
         while True:
             self._logs.show_new()
-            await asyncio.sleep(_LOG_POLL_S)
-
-    def _begin_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_over)
-        return task
-
-    def _on_task_over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_bug(self._loop, {"message": "a task has failed", "exception": error})
+            await asyncio.sleep(SHOW_EVERY_S)
 
     def _on_bug(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in a callback is a bug of ours. A job that nobody looks after any more must not go on."""

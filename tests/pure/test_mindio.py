@@ -269,10 +269,8 @@ def test_memory_that_was_lost_where_no_state_is_leaves_it_whole(monkeypatch: pyt
     assert rank._lock(Lock(round=0, limit=1)) == 0
 
 
-def test_pauses_in_a_fast_loop() -> None:
+def test_pauses_in_a_fast_loop(hub: Hub) -> None:
     """What is known of a rank's step is always old here: they have passed each place before they hear of it."""
-    hub = Hub("127.0.0.1", 0, 2, Policy(), SECRET)
-    thread_of_hub = HubThread(hub)
     ranks = [processor(hub, 0), processor(hub, 1)]
     until(hub, Stage.TRAINING)
     wanted, over = threading.Event(), threading.Event()
@@ -289,7 +287,7 @@ def test_pauses_in_a_fast_loop() -> None:
 
     def order(what: Callable[[], None]) -> None:
         given = threading.Event()
-        thread_of_hub.call(lambda: (what(), given.set()))
+        hub._server.get_loop().call_soon_threadsafe(lambda: (what(), given.set()))
         assert given.wait(20)
 
     threads = [threading.Thread(target=train, args=(rank,)) for rank in (0, 1)]
@@ -309,4 +307,3 @@ def test_pauses_in_a_fast_loop() -> None:
     assert steps[0] == steps[1] > 30
     for rank in ranks:
         rank.close()
-    thread_of_hub.close()

@@ -181,9 +181,6 @@ class ResilientGroup(dist.ProcessGroup):
         self.inner, self.sockets, self._closed_why = None, [], why
         drop(held)
 
-    def _drop(self, held: list[dist.ProcessGroup]) -> None:
-        drop(held)
-
     def broken(self) -> bool:
         """Whether a peer has closed, or lost, its end of one of the connections."""
         left, shut = self._connections()

@@ -219,10 +219,6 @@ class HubThread:
             self._loop.run_until_complete(self._hub.close())
             self._loop.close()
 
-    def call(self, what: Callable[[], object]) -> None:
-        """Has it called in the thread, soon."""
-        self._loop.call_soon_threadsafe(what)
-
     def close(self) -> None:
         """Ends the thread and all connections; ranks are told."""
         self._loop.call_soon_threadsafe(self._loop.stop)

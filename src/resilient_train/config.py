@@ -20,6 +20,7 @@ DEPTHS = ("forked", "built")
 """How far a standby can be, each further than the one before."""
 
 ON_STRAGGLER = ("report", "replace")
+_VERIFY_INPUTS = ("own", "neighbour")
 
 
 class AgentLink(msgspec.Struct, frozen=True):
@@ -68,6 +69,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas compare their bits at least every so many updates; 0: before saves, after recoveries and at the end."""
     verify_every: int = 0
     """Every so many steps one is computed twice, and its update applied if both come to the same bits; 0: none."""
+    verify_inputs: str = "own"
+    """From whose inputs a rank computes twice: its ``own``, or a ``neighbour``'s as well (a replica's)."""
     deviations: int = 0
     """A job ends when a rank has come to other bits so often on one device (``verify_every``); 0: it never does."""
     exit_grace_s: float = 25.0
@@ -117,6 +120,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{PREFIX}TRANSFER={self.transfer!r}: unknown{nearest(self.transfer, known)}")
         if not 0 <= self.hang_timeout_s < float("inf"):
             raise ConfigError(f"{PREFIX}HANG_TIMEOUT_S must be a number of seconds from 0, not {self.hang_timeout_s}")
+        if self.verify_inputs not in _VERIFY_INPUTS:
+            hint = nearest(self.verify_inputs, _VERIFY_INPUTS)
+            raise ConfigError(
+                f"{PREFIX}VERIFY_INPUTS={self.verify_inputs!r}: unknown{hint}; write {' or '.join(_VERIFY_INPUTS)}"
+            )
+        if self.verify_inputs != "own" and not self.verify_every:
+            raise ConfigError(f"{PREFIX}VERIFY_INPUTS={self.verify_inputs} needs {PREFIX}VERIFY_EVERY=N")
         if self.on_straggler not in ON_STRAGGLER:
             hint = nearest(self.on_straggler, ON_STRAGGLER)
             raise ConfigError(

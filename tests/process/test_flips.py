@@ -118,6 +118,80 @@ def test_a_fault_in_either_run(tmp_path: Path, undisturbed: Reference) -> None:
     assert {each["step"] for each in details(run, "verified")} | {11} == {3, 7, 11, 15}
 
 
+def beside_replicas(run_dir: Path, plan: str = "", *more: str, ranks: int = 3, variant: str = "base") -> Run:
+    """Updates 2, 3, 7, 11 and 15 are verified: each rank computes also what a replica of it has computed."""
+    flags = ("--faults", plan) if plan else ()
+    arguments = ("--steps", str(STEPS), "--variant", variant, *more)
+    environ = {"RESILIENT_VERIFY_EVERY": "4", "RESILIENT_VERIFY_INPUTS": "neighbour"}
+    return launch(run_dir, "train.py", *arguments, ranks=ranks, flags=flags, **environ)
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks"),
+    [("base", 3), ("accumulate", 2), ("two+before", 2), ("workers+persistent", 2), ("gan+undo", 2), ("unused", 3)],
+)
+def test_replicas_come_to_the_same_from_each_others_inputs(
+    tmp_path: Path, variant: str, ranks: int, undisturbed: Reference
+) -> None:
+    """Batches, three generators, buffers: all that a body computes from. What it leaves behind is the rank's own."""
+    run = beside_replicas(tmp_path / "run", variant=variant, ranks=ranks)
+    verified = details(run, "verified")
+    assert [(each["ranks"], each["beside"]) for each in verified] == [([], 1)] * len(verified)
+    assert len(verified) == (3 if variant == "accumulate" else 5), run.explain()
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=ranks, variant=variant, steps=STEPS).digests()
+    assert not run.of("fault") + run.of("deviates") + run.of("unshared")
+    assert not list(run.run_dir.glob("inputs-*"))
+
+
+def test_a_device_that_always_errs_is_named_by_two_replicas(tmp_path: Path) -> None:
+    run = beside_replicas(tmp_path / "run", "", "--wrong", "1", "6")
+    assert run.code == 75, run.explain()
+    (told,) = run.of("deviates")
+    assert (told["rank"], told["detail"]["step"], told["detail"]["ranks"]) == (1, 7, [1])
+    assert_evidence(told["detail"], 1)
+    assert "rank 1 comes to other bits in step 7 than two of its replicas from the same inputs" in run.err
+    assert "What was trained since update 3 is in doubt, and not saved" in run.err
+
+
+def test_of_two_replicas_nothing_says_which_always_errs(tmp_path: Path) -> None:
+    run = beside_replicas(tmp_path / "run", "", "--wrong", "1", "6", ranks=2)
+    assert run.code == 75, run.explain()
+    assert "ranks 0, 1 come to different bits from the same inputs (step 7)" in run.err
+    assert "rank" not in run.of("deviates")[0], "it counts against no device"
+
+
+def test_a_script_that_looks_at_its_rank_is_told_at_once(tmp_path: Path) -> None:
+    run = beside_replicas(tmp_path / "run", "", "--wrong", "1", "0", ranks=2)
+    assert run.code == 2, run.explain()
+    assert [event["detail"]["step"] for event in run.of("deviates")] == [2]
+    assert "RESILIENT_VERIFY_INPUTS=neighbour is not for it" in run.err
+
+
+def test_faults_where_ranks_compute_from_each_others_inputs(tmp_path: Path, undisturbed: Reference) -> None:
+    """A kill ends the comparison, not the window's own verification; a flip is outvoted, and its rank replaced."""
+    plan = f"flip rank=1 step=3 generation=3 index=701 mask={EXPONENT:#x} target=gradient; "
+    plan += "kill rank=2 step=7 generation=8 phase=COMPUTE at=backward; hcce rank=0 step=11 generation=11"
+    run = beside_replicas(tmp_path / "run", plan)
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=3, steps=STEPS).digests()
+    assert [event["detail"]["kind"] for event in run.of("injected")] == ["flip", "kill", "hcce"]
+    (told,) = run.of("deviates")
+    assert told["detail"]["ranks"] == [1]
+    assert {event["rank"] for event in run.of("spawned") if event["detail"].get("joining", True)} >= {1, 2}
+
+
+def test_what_no_other_rank_can_compute_from_is_told(tmp_path: Path) -> None:
+    environ = {"RESILIENT_VERIFY_EVERY": "2", "RESILIENT_VERIFY_INPUTS": "neighbour"}
+    run = launch(tmp_path / "run", "called.py", "--steps", "8", ranks=2, **environ)
+    assert run.code == 0, run.explain()
+    assert [event["detail"]["reason"] for event in run.of("unshared")] == [
+        "the arguments of session.call() come from the loop"
+    ]
+    assert "RESILIENT_VERIFY_INPUTS=neighbour has no effect: the arguments of session.call()" in run.err
+    assert {tuple(each["ranks"]) for each in details(run, "verified")} == {()}
+
+
 def test_a_loop_that_calls_its_bodies(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     plain = undisturbed_of("called.py", "--steps", "8", ranks=2)
     flags = ("--faults", f"flip rank=0 step=5 index=701 mask={EXPONENT:#x} target=gradient")

@@ -64,6 +64,19 @@ def test_a_fault_in_the_first_step(run_dir: Path, torchrun: Torchrun) -> None:
     ends_as(run, torchrun("replicate"))
 
 
+def test_no_stage_is_blamed_for_what_it_was_sent(run_dir: Path, torchrun: Torchrun) -> None:
+    """Rank 0 computes otherwise once, in a step that is computed twice, so the next stage of its pipeline does as well.
+    Their collectives are others, so no place in one of them is before or behind one in the other.
+    """
+    plan = "flip rank=0 step=5 index=3 mask=0x40000000 target=activation"
+    run = train(run_dir, plan, variant="replicate", RESILIENT_VERIFY_EVERY="2")
+    ends_as(run, torchrun("replicate"))
+    (told,) = run.of("deviates")
+    assert told["detail"]["ranks"] == [0, 2]
+    assert "rank" not in told
+    assert len(run.of("spawned")) == 4, "nobody is killed for that"
+
+
 @pytest.mark.long
 @pytest.mark.shows("PP, sharded", "killed", "back")
 def test_stages_that_are_divided(run_dir: Path, torchrun: Torchrun) -> None:

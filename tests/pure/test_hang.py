@@ -184,6 +184,7 @@ def test_a_debugger_is_excused() -> None:
 
 def test_a_recovery_begins_anew_and_keeps_what_is_usual() -> None:
     job = running()
+    job.all_at(Phase.COMPUTE, 1)
     job.put(1, collectives=0)
     job.pass_ms(50_000)
     job.found.clear()
@@ -191,6 +192,20 @@ def test_a_recovery_begins_anew_and_keeps_what_is_usual() -> None:
     job.pass_ms(59_000)
     assert all(each.verdict is not Suspicion.HUNG for each in job.found)
     assert job.detector._stopped_ms() < 1000
+
+
+def test_a_window_that_is_computed_again_begins_nothing_anew() -> None:
+    """The limits are those of the job's own steps, and the time until then is nobody's."""
+    job = running()
+    job.all_at(Phase.COMPUTE, 1)
+    job.put(1, collectives=0)
+    job.pass_ms(50_000)
+    job.found.clear()
+    job.detector.again(int(job.now_ms * 1e6))
+    job.pass_ms(59_000)
+    assert all(each.verdict is not Suspicion.HUNG for each in job.found)
+    job.pass_ms(2_000)
+    assert [each.ranks for each in job.found if each.verdict is Suspicion.HUNG] == [(1,)]
 
 
 def test_no_false_alarm_in_a_hundred_thousand_steps() -> None:

@@ -127,6 +127,17 @@ def test_the_first_windows_behind_a_recovery_do_not_count() -> None:
     assert agent.told == []
 
 
+def test_where_every_window_is_computed_twice_the_others_are_looked_at() -> None:
+    """Each of these is a generation of its own, in which nothing has happened to anybody."""
+    agent = Agent()
+    agent.watch.look(agent)
+    agent.job.verifying = True
+    for times_ms in [(50, 50)] * (SLOW_AT // 3) + [(50, 80)] * 30:
+        agent.job.generation += 1
+        agent.windows(3, *times_ms)
+    assert [(kind, rank) for kind, rank, _ in agent.told] == [("straggler", 1)]
+
+
 @pytest.mark.parametrize("stage", [Stage.STARTING, Stage.RECOVERING, Stage.PAUSED, Stage.LEAVING])
 def test_nothing_is_looked_at_elsewhere(stage: Stage) -> None:
     agent = Agent()

@@ -12,16 +12,19 @@ import torch
 import torch.distributed as dist
 
 from pure.test_controller import of, running
+from resilient_train.frameworks.roles import Given
 from resilient_train.frameworks.torch import fingerprint
 from resilient_train.frameworks.torch.collectives import _digest
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.launch.agent.console_text import told
+from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
 from resilient_train.protocol.messages import Computed, Joined, Resume
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.standing import Phase, Standing
+from resilient_train.session.driver import Driver
 from resilient_train.session.verification import Compared, Verification
 
 
@@ -29,21 +32,21 @@ class Computer:
     """The collectives, gradients and state of a rank: they say what they are told to."""
 
     def __init__(self, every: int, *, undo: bool = False) -> None:
-        self.digests: list[str] | None = None
+        self.given: Given | None = None
         self.gradients, self.state = "g", "s"
         gradients: Any = SimpleNamespace(digest=lambda: self.gradients)
         state: Any = SimpleNamespace(fingerprint=lambda: SimpleNamespace(digest=lambda: self.state))
         collectives: Any = self
         self.verification = Verification(collectives, gradients, state, every=every, undo=undo)
 
-    def digest_into(self, digests: list[str] | None) -> None:
-        self.digests = digests
+    def note_into(self, given: Given | None) -> None:
+        self.given = given
 
     def run(self, commits: int, given: str, gradients: str = "g") -> tuple[int, int] | None:
         self.gradients = gradients
         self.verification.begin(commits)
-        if self.digests is not None:
-            self.digests += given
+        if self.given is not None:
+            self.given.digests += given
         self.compared = self.verification.end()
         return self.compared and self.compared[:2]
 
@@ -76,13 +79,15 @@ def test_where_a_run_is_not_what_it_was(given: str, gradients: str, found: int) 
 def test_what_was_there_and_what_is_there_now() -> None:
     rank = Computer(4)
     rank.run(3, "abc")
-    assert rank.compared == Compared(-1, 4)
+    assert rank.compared is not None
+    none = rank.compared.calls
+    assert rank.compared == Compared(-1, 4, calls=none)
     rank.run(3, "axx")
-    assert rank.compared == Compared(1, 4, "b", "x")
+    assert rank.compared == Compared(1, 4, "b", "x", none)
     rank.run(3, "axy")
-    assert rank.compared == Compared(2, 4, "x", "y"), "beside the run that is most like it"
+    assert rank.compared == Compared(2, 4, "x", "y", none), "beside the run that is most like it"
     rank.run(3, "ab")
-    assert rank.compared == Compared(2, 3, "c", "g")
+    assert rank.compared == Compared(2, 3, "c", "g", none)
 
 
 def test_two_runs_that_are_the_same_are_enough() -> None:
@@ -98,8 +103,8 @@ def test_two_runs_that_are_the_same_are_enough() -> None:
 def test_a_run_that_was_cut_is_none() -> None:
     rank = Computer(4)
     rank.verification.begin(3)
-    assert rank.digests is not None
-    rank.digests += "x"
+    assert rank.given is not None
+    rank.given.digests += "x"
     assert rank.run(3, "abc") == (-1, 4)
     assert rank.run(3, "abc") == (-1, 4)
 
@@ -109,6 +114,16 @@ def test_where_the_update_is_looked_at_behind_it_the_state_shows_it() -> None:
     rank.run(0, "a")
     rank.state = "other"
     assert rank.run(0, "a", gradients="none left") == (1, 2)
+
+
+def test_a_comparison_begins_anew_behind_a_recovery_and_not_behind_a_verified_window() -> None:
+    for verifies, begun in ((False, [7]), (True, [])):
+        found: list[int] = []
+        comparison = SimpleNamespace(begin_at=found.append, look=lambda: None)
+        order, rank = Resume(1, verifies=verifies), SimpleNamespace(commits=7)
+        driver: Any = SimpleNamespace(_comparison=comparison, _order=order, _rank=rank)
+        Driver._compare(driver, do.Compare(resumed=True))
+        assert found == begun
 
 
 def test_what_is_given_counts_and_what_is_overwritten_does_not() -> None:
@@ -152,7 +167,12 @@ def recover(controller: Controller, commits: int = 3) -> list[Resume]:
 
 
 def compute(
-    controller: Controller, *differs_at: int, commits: int = 3, devices: Sequence[str] = ("here 0", "here 1", "here 2")
+    controller: Controller,
+    *differs_at: int,
+    commits: int = 3,
+    devices: Sequence[str] = ("here 0", "here 1", "here 2", "here 3"),
+    calls: Sequence[str] = ("", "", "", ""),
+    unshared: str = "",
 ) -> list[Command]:
     """All ranks tell where this run is not what it was."""
     job, commands = controller.job, []
@@ -160,7 +180,7 @@ def compute(
         found: dict[str, Any] = (
             {"digests": ("a", "b"), "batch": f"ba{rank}", "device": devices[rank]} if at >= 0 else {}
         )
-        message = Computed(job.generation, commits, commits * 2, at, 4, **found)
+        message = Computed(job.generation, commits, commits * 2, at, 4, calls=calls[rank], unshared=unshared, **found)
         commands += controller.computed(rank, job.incarnations[rank], message)
     return commands
 
@@ -207,6 +227,89 @@ def test_who_came_first_to_something_else_is_given_up() -> None:
         in of(commands, Kill)[0].reason
     )
     assert not controller.computed(1, 5, Computed(1, 3, 6)), "of nobody who is there"
+
+
+def test_ranks_that_make_other_calls_have_no_places_in_common() -> None:
+    """Two stages of a pipeline. What the second one has made of a wrong value may stand at an earlier place."""
+    controller = running(4, replicas=((0, 1), (2, 3)))
+    compute(controller, -1, -1, -1, -1)
+    recover(controller)
+    calls = ["first", "first", "second", "second"]
+    commands = compute(controller, 2, 3, 1, 4, calls=calls)
+    (told,) = [note for note in of(commands, Note) if note.kind == "deviates"]
+    assert (told.rank, told.detail["ranks"]) == (-1, [0, 2])
+    assert "(it, or one of ranks 2, was the first)" in str(told.detail["reason"])
+    assert not of(commands, Kill)
+    recover(controller)
+    assert notes(compute(controller, -1, -1, -1, -1, calls=calls)) == {"verified": {"step": 6, "ranks": []}}
+
+
+def test_a_stage_that_deviates_alone_is_given_up() -> None:
+    controller = running(4, replicas=((0, 1), (2, 3)))
+    compute(controller, -1, -1, -1, -1)
+    recover(controller)
+    commands = compute(controller, -1, -1, 3, 2, calls=["first", "first", "second", "second"])
+    assert [kill.rank for kill in of(commands, Kill)] == [3]
+
+
+def beside(*rounds: Sequence[int], own: Sequence[int] = (-1, -1, -1), agreed: int = 9) -> list[Command]:
+    """All compute; then from replicas' inputs, where these are the places at which they differ; then once more."""
+    controller = running(len(own), policy=Policy(neighbours=True))
+    controller.job.neighbours_agreed = agreed
+    compute(controller, *(-1 for _ in own))
+    for number, differ in enumerate(rounds, start=1):
+        assert {(resume.verified, resume.distance) for resume in recover(controller)} == {(3, number)}
+        assert not of(compute(controller, *differ), (Kill, EndJob))
+    assert {(resume.verified, resume.distance, resume.verifies) for resume in recover(controller)} == {(3, 0, True)}
+    commands = compute(controller, *own)
+    assert controller.job.neighbours_agreed == (3 if "deviates" not in notes(commands) else agreed)
+    return commands
+
+
+def test_what_replicas_come_to_from_the_same_inputs() -> None:
+    assert notes(beside((-1, -1, -1))) == {"verified": {"step": 6, "ranks": [], "beside": 1}}
+    commands = beside((-1, 2, -1), (-1, -1, -1))
+    assert [kill.rank for kill in of(commands, Kill)] == [1]
+    assert notes(commands)["deviates"]["devices"] == {"1": "here 1"}
+    commands = beside((0, 0, -1), (-1, 0, 0))
+    (end,) = of(commands, EndJob)
+    assert end.code == EXIT_UNRECOVERABLE
+    assert "rank 1 comes to other bits in step 6 than two of its replicas" in end.reason
+    assert end.reason.endswith("since update 9 is in doubt, and not saved: go on from a checkpoint of before")
+
+
+def test_where_nothing_says_which_replica_is_wrong() -> None:
+    for agreed, code in ((-1, 2), (9, EXIT_UNRECOVERABLE)):
+        commands = beside((0, 0, 0), (0, 0, 0), agreed=agreed)
+        assert [end.code for end in of(commands, EndJob)] == [code]
+        assert [note.rank for note in of(commands, Note) if note.kind == "deviates"] == [-1]
+
+
+def test_what_a_rank_does_not_come_to_twice_is_not_asked_of_others() -> None:
+    """Whose first run was wrong differs from all that replicas make of the same."""
+    commands = beside((0, -1, -1), (-1, -1, 0), own=(-1, 1, -1))
+    assert [kill.rank for kill in of(commands, Kill)] == [1]
+    assert [note.detail["ranks"] for note in of(commands, Note) if note.kind == "deviates"] == [[1]]
+
+
+def test_a_fault_ends_the_rounds() -> None:
+    controller = running(policy=Policy(neighbours=True))
+    compute(controller, -1, -1, -1)
+    recover(controller)
+    compute(controller, 0, 0, 0)
+    recover(controller)
+    controller.failed_collective(controller.job.generation, "a link")
+    assert {(resume.verified, resume.distance) for resume in recover(controller)} == {(3, 0)}
+    assert notes(compute(controller, -1, -1, -1)) == {"verified": {"step": 6, "ranks": []}}
+
+
+def test_inputs_that_nobody_else_can_compute_from_are_told_once() -> None:
+    controller = running(policy=Policy(neighbours=True))
+    for commits in (3, 7):
+        commands = compute(controller, -1, -1, -1, commits=commits, unshared="no loader")
+        assert ("unshared" in notes(commands)) == (commits == 3)
+        assert {resume.distance for resume in recover(controller, commits)} == {0}
+        compute(controller, -1, -1, -1, commits=commits)
 
 
 def test_the_only_one_with_its_state_computes_once_more() -> None:

@@ -12,6 +12,7 @@ from resilient_train.testing.rank import Program
 SKIPS = Program(skips=True)
 UNDOES = Program(optimizers=2, undo=True, skips=True)
 ACCUMULATES = Program(accumulate=2)
+BESIDE = Layout(2, (0,), twice=1, neighbours=True)
 LISTED = {line.split(" | ")[0] for line in Path(__file__).with_name("answers.txt").read_text().splitlines()}
 WORLDS = [
     pytest.param(Layout(2, (1, 0)), Faults(kills=1), id="2-ranks-2-updates-1-kill"),
@@ -45,6 +46,7 @@ WORLDS = [
     pytest.param(Layout(2, (0,), twice=1), Faults(kills=1), id="2-ranks-computed-twice-1-kill"),
     pytest.param(Layout(2, (0,), twice=1), Faults(deviations=2), id="2-ranks-computed-twice-2-deviate"),
     pytest.param(Layout(2, (1,), twice=1), Faults(glitches=1, deviations=1), id="2-ranks-1-glitch-1-deviates"),
+    pytest.param(BESIDE, Faults(deviations=1), id="2-ranks-beside-each-other-1-deviates"),
     pytest.param(Layout(2, (0,), twice=1), Faults(anomalies=1, deviations=1), id="2-ranks-1-anomaly-1-deviates"),
     pytest.param(Layout(2, (0,), twice=1), Faults(anomalies=2), id="2-ranks-computed-twice-2-anomalies"),
     pytest.param(Layout(2, (0, 0), twice=1, program=UNDOES), Faults(deviations=1), id="2-ranks-undo-1-deviates"),
@@ -76,6 +78,9 @@ DEEP_WORLDS = [
     (Layout(2, (0,), twice=1), Faults(hangs=1, deviations=1)),
     (Layout(2, (0,), twice=1), Faults(anomalies=2, deviations=1)),
     (Layout(3, (0,), twice=1), Faults(deviations=1)),
+    (BESIDE, Faults(deviations=3)),
+    (BESIDE, Faults(kills=1, deviations=1)),
+    (BESIDE, Faults(glitches=1, anomalies=1, deviations=1)),
     (Layout(2, (1, 0)), Faults(kills=1, errors=2)),
     (Layout(2, (1,)), Faults(errors=2, pauses=1, asked=1)),
     (Layout(3, (0,)), Faults(errors=3)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from resilient_train._native import Copier, Probes
@@ -316,6 +317,25 @@ class Groups(Protocol):
         ...
 
 
+@dataclass
+class Given:
+    """What a rank gives to the collectives of one run of a window's bodies, in the order of the calls.
+
+    ``replicas``: the ranks that hold the same as this one.
+    """
+
+    replicas: frozenset[int] = frozenset()
+    digests: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    """Which calls these were, and the messages between them. Where those of two ranks are alike, the n-th digest of one
+    stands beside the n-th of the other; ranks that send each other messages (stages) are never alike.
+    """
+    alone: int | None = None
+    """So many digests are of what this rank has made of its own inputs; into the later ones a result has gone that its
+    replicas had a part in. None: all of them.
+    """
+
+
 class Collectives(Protocol):
     """What the user's code calls of the groups: how each call is carried out, and whether all went well.
 
@@ -363,8 +383,8 @@ class Collectives(Protocol):
         """Inside the block the loader draws, or takes up its place: collectives are refused."""
         ...
 
-    def digest_into(self, digests: list[str] | None) -> None:
-        """From now on a digest of what this rank gives to each collective of a body is appended; None: no more."""
+    def note_into(self, given: Given | None) -> None:
+        """From now on what this rank gives to each collective of a body is noted there; None: no more."""
         ...
 
     def waited_ns(self) -> int:
@@ -591,8 +611,14 @@ class Data(Protocol):
         """
         ...
 
+    def share(self, batch: Any) -> bytes:
+        """Like ``pack``, of a batch that another rank is to compute from. Raises StateError for one that would not be
+        the very same thing there.
+        """
+        ...
+
     def unpack(self, packed: bytes) -> Any:
-        """The inverse of ``pack``. Raises ProtocolError."""
+        """The inverse of ``pack`` and ``share``. Raises ProtocolError."""
         ...
 
 

@@ -27,8 +27,8 @@ class Deviation(msgspec.Struct, frozen=True):
 
 
 def read_deviations(ordered: Iterable[Event]) -> tuple[Deviation, ...]:
-    """In the order in which they were found. Where all ranks came to other bits, or two replicas stand against each
-    other, it is nobody's.
+    """In the order in which they were found. Where all ranks came to other bits, or nothing says which of some, or two
+    replicas stand against each other, it is nobody's.
     """
     found: list[Deviation] = []
     world_size: int | None = None
@@ -37,7 +37,7 @@ def read_deviations(ordered: Iterable[Event]) -> tuple[Deviation, ...]:
             world_size = number_of(event, "world_size")
         elif event.kind == "deviates":
             ranks = ranks_of(event, "ranks")
-            if len(ranks) != world_size:
+            if len(ranks) != world_size and event.rank >= 0:
                 step, devices = number_of(event, "step"), _devices(event)
                 found += [Deviation(rank, "computed", step, devices.get(rank, "")) for rank in ranks]
         elif event.kind == "replicas_differ":

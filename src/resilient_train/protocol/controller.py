@@ -24,6 +24,7 @@ from resilient_train.protocol.disagreement import alone, sentence
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
 from resilient_train.protocol.messages import Anomaly, Computed, Differs, Finished, Joined, Late, Plan, Started
+from resilient_train.protocol.neighbours import Round, judge
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.progress import Progress
 from resilient_train.protocol.replicas import agreed
@@ -267,22 +268,52 @@ class Controller:
         if len(told) < job.world_size:
             return []
         if message.commits != job.verified:
-            return tre.compute_again(message, job)
+            return self._computed_once(message, told)
         for whose in told:
             del job.computed[message.commits, whose]
-        return self._verified(message, told)
+        return self._computed_of_others(message, told) if job.distance else self._verified(message, told)
+
+    def _computed_once(self, message: Computed, told: Mapping[int, Computed]) -> list[Command]:
+        """What comes next is from the inputs of a replica, where that is wanted and possible."""
+        job = self.job
+        distance = int(job.policy.neighbours and max(map(len, job.replicas.groups)) > 1)
+        why_not = [each.unshared for each in told.values() if each.unshared]
+        return [
+            *self._unshared(why_not if distance else []),
+            *tre.compute_again(message, job, distance=distance * (not why_not)),
+        ]
+
+    def _unshared(self, why_not: Sequence[str]) -> list[Command]:
+        """Told once: each rank then computes twice from its own inputs, and no more."""
+        if not why_not or self.job.unshared_told:
+            return []
+        self.job.unshared_told = True
+        return [Note("unshared", detail={"reason": why_not[0]})]
+
+    def _computed_of_others(self, message: Computed, told: Mapping[int, Computed]) -> list[Command]:
+        """All have computed from the inputs of a replica. Who was wrong is asked when they have done so from their own:
+        what comes to something else there has done so for another reason.
+        """
+        job = self.job
+        if why_not := [each.unshared for each in told.values() if each.unshared]:
+            return [*self._unshared(why_not), *tre.compute_again(message, job)]
+        differ = {rank: each for rank, each in told.items() if each.differs_at >= 0}
+        rounds = (*job.rounds, Round(job.distance, differ))
+        again = 2 if differ and len(rounds) == 1 else 0
+        return tre.compute_again(message, job, distance=again, rounds=rounds)
 
     def _verified(self, message: Computed, told: Mapping[int, Computed]) -> list[Command]:
-        job = self.job
-        ranks = tre.deviants(told)
+        job, found = self.job, tre.deviants(told)
+        ranks = found.ranks
         detail: dict[str, object] = {"step": message.step, "ranks": ranks}
         commands: list[Command] = [Note("verified", detail=detail)]
         if not ranks:
-            return commands
-        text = tre.deviation(ranks, told)
+            return [*commands, *self._beside_neighbours(message, detail)]
+        text = tre.deviation(found, told)
         detail |= {"reason": text, **tre.evidence(ranks, told)}
-        commands.append(Note("deviates", rank=ranks[0], detail=detail))
-        if len(ranks) < job.world_size and set(ranks) <= set(job.given_up_at.get(message.commits, ranks)):
+        commands.append(Note("deviates", rank=ranks[0] if found.located else -1, detail=detail))
+        alone = found.located and len(ranks) < job.world_size
+        if alone and set(ranks) <= set(job.given_up_at.get(message.commits, ranks)):
             job.given_up_at = {message.commits: ranks}
             return [*commands, *self._give_up_deviants(ranks, told, text)]
         # All of them, or one after the other: less likely machines than a script that does not compute the same, where
@@ -291,6 +322,34 @@ class Controller:
             job.deviated_at = message.commits
             return [*commands, *tre.compute_again(message, job)]
         return [*commands, *self._all_back(text, message.commits)]
+
+    def _beside_neighbours(self, message: Computed, detail: dict[str, object]) -> list[Command]:
+        """Each has come to the same twice. Have its replicas, from its inputs?
+
+        What was trained is in doubt since they last had: it is not saved. Where they never had, the script is the
+        nearer guess.
+        """
+        job, rounds = self.job, self.job.rounds
+        if not rounds:
+            return []
+        found = judge(job.replicas.groups, rounds)
+        told = {rank: frame for each in rounds for rank, frame in each.differ.items()}
+        detail["beside"] = len(rounds)
+        if not (found.wrong or found.unclear):
+            job.neighbours_agreed = message.commits
+            return []
+        ranks = sorted(found.unclear or found.wrong)
+        text, why = tre.beside_neighbours(found, message.step)
+        told_of = {"step": message.step, "ranks": ranks, "reason": text, **tre.evidence(ranks, told)}
+        told_of |= {"beside_replicas": True}
+        note = Note("deviates", rank=-1 if found.unclear else ranks[0], detail=told_of)
+        if not found.unclear and max(found.wrong.values()) == 1 and all(rank in told for rank in ranks):
+            return [note, *self._give_up_deviants(ranks, told, text)]
+        if found.unclear and job.neighbours_agreed < 0:
+            return [note, *self.stop(2, why)]
+        since = "the beginning" if job.neighbours_agreed < 0 else f"update {job.neighbours_agreed}"
+        doubt = f"{why}. What was trained since {since} is in doubt, and not saved: go on from a checkpoint of before"
+        return [note, *self.stop(EXIT_UNRECOVERABLE, doubt)]
 
     def _give_up_deviants(self, ranks: Sequence[int], told: Mapping[int, Computed], text: str) -> list[Command]:
         """Their processes are replaced. Where a device has done so too often the job ends instead, its state saved."""

@@ -99,6 +99,13 @@ class HangDetector:
         self._stopped: frozenset[int] = frozenset()
         self._resumed = False
 
+    def again(self, now_ns: int) -> None:
+        """All compute a window once more, and nothing has happened to anybody."""
+        self._moved_ns = now_ns
+        self._excused = True
+        self._told.clear()
+        self._stopped = frozenset()
+
     def resume(self) -> None:
         """Nobody has run for a while, and somebody does again."""
         self._resumed = self._excused = True

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.messages import Computed, End, Finished, Joined, Paused, Plan, Resume, Started, Stop
+from resilient_train.protocol.neighbours import Round
 from resilient_train.protocol.policy import Policy, why_give_up
 from resilient_train.protocol.progress import Progress
 from resilient_train.protocol.replicas import ReplicaTable
@@ -109,6 +110,13 @@ class Job:
         """Ranks whose device has done so too often, and what is told of it."""
         self.verifying = False
         """The newest recovery was begun for that, and for nothing else."""
+        self.distance = 0
+        """In the run that it has begun, ranks compute from the inputs of the replica so many places behind them."""
+        self.rounds: tuple[Round, ...] = ()
+        """What has come of such runs of the window that is verified."""
+        self.neighbours_agreed = -1
+        """The newest update before which all had come to the same from each other's inputs."""
+        self.unshared_told = False
         self.anomalies_told: dict[tuple[str, int], tuple[int, int]] = {}
         """The attempt and the generation of the last of those values."""
 
@@ -123,7 +131,8 @@ class Job:
         self.generation += 1
         self.stage = Stage.RECOVERING
         self.plan = None
-        self.verifying = False
+        self.verifying, self.distance = False, 0
+        self.rounds = ()
         for answers in (self.joined, self.done, self.finished, self.left, self.exited, self.computed):
             answers.clear()
         detail: dict[str, object] = {"lost": list(lost), "reason": reason, "strategy": by}
@@ -159,7 +168,10 @@ class Job:
     def resume(self) -> list[Send]:
         """All train."""
         tolerated = tuple(sorted({step for _, step in self.anomalies}))
-        resume, self.over = Resume(self.generation, self.over, tolerated, self.verified), False
+        resume, self.over = (
+            Resume(self.generation, self.over, tolerated, self.verified, self.distance, self.verifying),
+            False,
+        )
         return self.to_all(resume)
 
     def to_all(self, message: Stop | Plan | Resume | Paused | Finished | End) -> list[Send]:

@@ -211,7 +211,8 @@ class Computed(msgspec.Struct, tag="computed", frozen=True):
     ``differs_at``: the first thing of ``of`` in which this is not what it was before; -1: there is none, or no before.
     Where there is one, and where the window is to be computed once more, the rank waits for a stop. Where there is one
     ``digests`` has what was there before and is now, ``batch`` a digest of the window's batches, and ``device`` says
-    on which device.
+    on which device. ``calls``: a digest of which collectives and messages there were. ``unshared``: why no other rank
+    can compute from the same inputs, or this one could not from another's.
     """
 
     generation: int
@@ -222,6 +223,8 @@ class Computed(msgspec.Struct, tag="computed", frozen=True):
     digests: tuple[str, str] = ("", "")
     batch: str = ""
     device: str = ""
+    calls: str = ""
+    unshared: str = ""
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):
@@ -364,13 +367,17 @@ class Resume(msgspec.Struct, tag="resume", frozen=True):
     """Everyone is done: train. ``over``: a loop has ended, by a ``break`` that who copied its state did not see.
 
     ``tolerated``: steps that were run again for an anomaly, and are not for another one. ``verified``: the update for
-    which all compute, or have computed, a second time; -1: there was none.
+    which all compute, or have computed, a second time; -1: there was none. ``distance``: they do so from the inputs of
+    the replica so many places behind them, and this does not count; 0: from their own. ``verifies``: the recovery was
+    begun for that, and for nothing else.
     """
 
     generation: int
     over: bool = False
     tolerated: tuple[int, ...] = ()
     verified: int = -1
+    distance: int = 0
+    verifies: bool = False
 
 
 class Reached(msgspec.Struct, tag="reached", frozen=True):

@@ -26,6 +26,8 @@ class Policy(msgspec.Struct, frozen=True):
     repairs_window: int = 100
     max_deviations: int = 0
     """A rank whose device has computed other bits so often is not replaced: a new process would get the same one."""
+    neighbours: bool = False
+    """What is computed twice is computed from the inputs of a replica as well, which has computed from them too."""
     replace: bool = True
     """False when the ``ARF`` switch is off."""
     rebuild: bool = True

@@ -55,6 +55,7 @@ from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.link import Link, leave
 from resilient_train.session.loader import Cursor
+from resilient_train.session.neighbour_inputs import NeighbourInputs
 from resilient_train.session.pauses import ScriptPauses
 from resilient_train.session.publication import Publication
 from resilient_train.session.pulse import Pulse
@@ -152,11 +153,21 @@ class Driver:
             self._falsify,
             self._clock.slow_down,
         )
+        mine = next((group for group in groups if agent.rank in group), (agent.rank,))
+        neighbours = None
+        if settings.verify_every and settings.verify_inputs == "neighbour":
+            neighbours = NeighbourInputs(agent.run_dir, agent.rank, mine, engine.data, engine.rank_state)
         self._verification = Verification(
-            engine.collectives, engine.gradients, engine.state, every=settings.verify_every, undo=undo
+            engine.collectives,
+            engine.gradients,
+            engine.state,
+            every=settings.verify_every,
+            undo=undo,
+            replicas=[rank for rank in mine if rank != agent.rank],
+            neighbours=neighbours,
         )
-        self._verified = -1
-        """The update before which the agent wanted all to compute again last."""
+        self._order = m.Resume(0)
+        """The newest one: what is to be computed again, and how."""
         self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
@@ -721,7 +732,7 @@ class Driver:
         )
 
     def _compare(self, effect: do.Compare) -> None:
-        if effect.resumed:
+        if effect.resumed and not self._order.verifies:
             self._comparison.begin_at(self._rank.commits)
         self._comparison.look()
 
@@ -744,6 +755,8 @@ class Driver:
             same = self._batches.draw(place, whole=self._verification.due(self._rank.commits))
         if not same:
             self._lose(f"the batch of step {self._rank.number}, or state that its loader moves on,", self._rank.number)
+        if not again:
+            self._verification.drawn(self._rank.commits, place, self._batches[place])
         if looks:
             self._check_place(before)
 
@@ -889,17 +902,26 @@ class Driver:
         event = self._check_collectives(effect)
         if event != on.Ok():
             return event
-        ended, rank = self._verification.end(), self._rank
+        ended, rank = self._verification.end(calls=self.calling), self._rank
         if ended is not None:
             self._peers.excuse_window()
             self._link.channel.send(self._computed(ended))
-            if rank.commits != self._verified or ended.differs_at >= 0:
+            order = self._order
+            if rank.commits != order.verified or order.distance or ended.differs_at >= 0:
                 return on.Doubtful()
         return on.Anomalous() if self._is_anomalous() else event
 
     def _computed(self, ended: Compared) -> m.Computed:
         rank = self._rank
-        frame = m.Computed(rank.generation, rank.commits, rank.number, ended.differs_at, ended.of)
+        frame = m.Computed(
+            rank.generation,
+            rank.commits,
+            rank.number,
+            ended.differs_at,
+            ended.of,
+            calls=ended.calls,
+            unshared=_short(ended.unshared),
+        )
         if ended.differs_at < 0:
             return frame
         batch = self._called or self._engine.data.look(self._batches.values())
@@ -918,9 +940,9 @@ class Driver:
         return found
 
     def _mark_to_compare(self, effect: do.Mark) -> None:
-        commits = self._rank.commits
-        self._verification.begin(commits)
+        commits, order = self._rank.commits, self._order
         self._mark_to_look(effect, whole=self._verification.due(commits))
+        self._verification.begin(commits, order.distance if order.verified == commits else 0)
 
     def _mark_to_look(self, _: do.Mark, *, whole: bool = False) -> None:
         if self._anomalies is not None:
@@ -992,7 +1014,7 @@ class Driver:
     def _await_resume(self, _: do.AwaitResume) -> Any:
         frame = self._await(m.Resume, m.Paused, m.Pull)
         if isinstance(frame, m.Resume):
-            self._verified = frame.verified
+            self._order = frame
             self._descriptors.lower()
         return frame
 
@@ -1090,7 +1112,8 @@ class Driver:
         drawn, number = self._batches[self._rank.place], self._rank.number
         if self._records.wanted:
             self._records.take(number, drawn.batch.value, drawn.place)
-        self._answer = Step(self, number, drawn.batch.value, drawn.batch.epoch, self._rank.attempt)
+        batch = self._verification.batch(self._rank.place) or drawn.batch
+        self._answer = Step(self, number, batch.value, batch.epoch, self._rank.attempt)
 
     def _cut(self, _: do.Cut) -> NoReturn:
         raise TrainingInterrupted
@@ -1169,6 +1192,7 @@ class Driver:
             self._device.tell,
             self._watch.close,
             self.saving.close,
+            self._verification.close,
             self._pulse.close,
             self._records.close,
             self._trace.close,

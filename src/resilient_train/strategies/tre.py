@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from resilient_train.protocol.commands import Command, KeepAnomalies, Note
 from resilient_train.protocol.job import Job
 from resilient_train.protocol.messages import Anomaly, Computed, Late
+from resilient_train.protocol.neighbours import Found, Round
 from resilient_train.strategies.base import Fault, Kind
 
 NAME = "TRE"
@@ -57,40 +59,73 @@ def keep(message: Anomaly, job: Job) -> list[Command]:
     return [KeepAnomalies(message.what, values)]
 
 
-def compute_again(message: Computed, job: Job) -> list[Command]:
-    """All have computed it once, and nobody has applied it."""
+def compute_again(message: Computed, job: Job, *, distance: int = 0, rounds: Sequence[Round] = ()) -> list[Command]:
+    """All have computed it, and nobody has applied it. ``distance``: now from the inputs of a replica. ``rounds``: what
+    has come of that before.
+    """
     commands = job.begin((), f"step {message.step} is computed again, to verify it", by=NAME, kind="verifying")
-    job.verified, job.verifying = message.commits, True
+    job.verified, job.verifying, job.distance, job.rounds = message.commits, True, distance, tuple(rounds)
     return commands
 
 
-def deviants(told: Mapping[int, Computed]) -> list[int]:
-    """The ranks that were the first to come to something else than before: from them the others may have it."""
-    found = {rank: each.differs_at for rank, each in told.items() if each.differs_at >= 0}
-    return sorted(rank for rank, at in found.items() if at == min(found.values()))
+class Deviants(NamedTuple):
+    """The ranks that were the first to come to something else than before: from them the others may have it.
+
+    Not ``located``: ranks that make different calls (stages of a pipeline) have no places that can be compared, and it
+    began on one of these.
+    """
+
+    ranks: list[int]
+    located: bool
 
 
-def deviation(ranks: Sequence[int], told: Mapping[int, Computed]) -> str:
+def deviants(told: Mapping[int, Computed]) -> Deviants:
+    """Among ranks that make the same calls, whose places stand beside each other: of each kind the first ones."""
+    first: dict[str, int] = {}
+    for each in told.values():
+        if each.differs_at >= 0:
+            first[each.calls] = min(each.differs_at, first.get(each.calls, each.differs_at))
+    ranks = [rank for rank, each in told.items() if each.differs_at >= 0 and each.differs_at == first[each.calls]]
+    return Deviants(sorted(ranks), len(first) < 2)
+
+
+def deviation(found: Deviants, told: Mapping[int, Computed]) -> str:
     """What is told of them."""
-    first = told[ranks[0]]
+    first = told[found.ranks[0]]
     where = (
         "in the gradients before the update"
         if first.differs_at == first.of - 1
         else f"in what it gives to collective {first.differs_at + 1} of {first.of - 1}"
     )
+    which = "" if found.located else f" (it, or one of ranks {', '.join(map(str, found.ranks[1:]))}, was the first)"
     return (
-        f"computed step {first.step} twice and came to different bits, first {where}: a device computes wrongly, or "
-        "the script does not compute the same each time (`resilient-train drill` tells)"
+        f"computed step {first.step} twice and came to different bits, first {where}{which}: a device computes "
+        "wrongly, or the script does not compute the same each time (`resilient-train drill` tells)"
     )
 
 
 def evidence(ranks: Sequence[int], told: Mapping[int, Computed]) -> dict[str, object]:
     """For the event, by rank: the digests at the first place that differs, before and now; of the batch; and where."""
+    known = {str(rank): told[rank] for rank in ranks if rank in told}
     return {
-        "digests": {str(rank): list(told[rank].digests) for rank in ranks},
-        "batches": {str(rank): told[rank].batch for rank in ranks},
-        "devices": {str(rank): told[rank].device for rank in ranks},
+        "digests": {rank: list(each.digests) for rank, each in known.items()},
+        "batches": {rank: each.batch for rank, each in known.items()},
+        "devices": {rank: each.device for rank, each in known.items()},
     }
+
+
+def beside_neighbours(found: Found, step: int) -> tuple[str, str]:
+    """What is told of ranks that come to something else than their replicas from the same inputs, and of the job."""
+    if found.unclear:
+        who = f"ranks {', '.join(map(str, found.unclear))} come to different bits from the same inputs (step {step})"
+        return who, (
+            f"{who}: one of their devices computes wrongly, each time in the same way, or the script computes "
+            "something of its own on each rank (it looks at its rank, or at data beside step.batch; then "
+            "RESILIENT_VERIFY_INPUTS=neighbour is not for it)"
+        )
+    ranks = ", ".join(map(str, sorted(found.wrong)))
+    who = f"rank {ranks} comes to other bits in step {step} than two of its replicas from the same inputs"
+    return who, f"{who}, again and again: its device computes wrongly, each time in the same way: take it out of use"
 
 
 def _in_json(value: float) -> float | str:

@@ -108,6 +108,8 @@ def check_end(world: World) -> None:
         return  # no two shards are of one update
     if world.ended.code == 2 and all(rank.deviated >= 0 for rank in world.ranks):
         return  # none of them computes the same twice
+    if world.layout.neighbours and any(rank.deviated >= 0 for rank in world.ranks):
+        return  # a device always computes otherwise than others, or nothing says whose does
     held = {world.shard[rank.rank] for rank in world.ranks if rank.alive and rank.machine.intact}
     # A rank may have been cut without having said so yet.
     torn = {rank.rank for rank in world.ranks if rank.alive and rank.machine.standing.phase is Phase.UPDATING}

@@ -17,6 +17,7 @@ from resilient_train.protocol.commands import Command, EndJob, Kill, RaiseStop, 
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import Stage
+from resilient_train.protocol.neighbours import Round
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.rank import Rank
 from resilient_train.protocol.rank_effects import Mode
@@ -47,6 +48,8 @@ class Layout(NamedTuple):
     """Steps that were anomalous in an earlier run of the job."""
     twice: int = 0
     """The last of so many updates is computed twice."""
+    neighbours: bool = False
+    """And in between from a replica's inputs."""
     replaces: bool = True
     """Lost ranks are replaced. Else the job ends, and who is left saves its state."""
 
@@ -146,7 +149,6 @@ BUDGETS = {
     "deviation": "deviations", "error": "errors", "asks again": "asks",
 }  # fmt: skip
 _POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
-_POLICY_OF_SAVERS = msgspec.structs.replace(_POLICY, replace=False)
 
 
 class World:
@@ -160,7 +162,8 @@ class World:
         self.groups = self.table.groups
         self.shard = [next(i for i, group in enumerate(self.groups) if rank in group) for rank in range(size)]
         self.program = layout.program
-        self.controller = self.driver.controller(size, _POLICY if layout.replaces else _POLICY_OF_SAVERS)
+        policy = msgspec.structs.replace(_POLICY, replace=layout.replaces, neighbours=layout.neighbours)
+        self.controller = self.driver.controller(size, policy)
         self.controller.job.anomalies.update({("norm", step): (45.7,) for step in layout.known})
         self.chains = self._chains()
         self.stop_generation = 0
@@ -631,6 +634,8 @@ def controller_key(controller: Controller) -> tuple[Any, ...]:
 
 def _hashable(value: Any) -> Any:
     kind = type(value)
+    if kind is tuple and value and type(value[0]) is Round:
+        return tuple(map(_hashable, value))
     if kind in _PLAIN:  # first, and for speed: most are
         return value
     if kind is dict:
@@ -639,6 +644,8 @@ def _hashable(value: Any) -> Any:
         return frozenset(value)
     if kind is list:
         return tuple(value)
+    if kind is Round:
+        return value.distance, _hashable(value.differ)
     if isinstance(value, msgspec.Struct):
         return frame_key(value)
     return value.key() if kind in (Holders, Leaving) else value

@@ -186,6 +186,8 @@ class SimRank:
         """The script has failed behind an update; people are told."""
         self.verified = -1
         """The update for which all compute a second time."""
+        self.distance = 0
+        """How far behind this rank the replica stands from whose inputs it does so."""
         self.deviated = -1
         """The generation in which this rank came to something else than before."""
         self._key: int | None = None
@@ -207,7 +209,7 @@ class SimRank:
                 self.breaks, self.start, self.batches, self.grad, self.grads, tuple(self.calls.items()), self.saved,
                 self.tail_index, self.tails, self.writer, self.shown, self.busy, self.untold, self.unseen,
                 self.behind_cut, self.swallowed, self.outside, self.pulled, self.heard, self.called, self.told_to_pause,
-                self.verified, self.deviated, self.failed_tail, self.told_failed,
+                self.verified, self.distance, self.deviated, self.failed_tail, self.told_failed,
                 tuple(map(_effect_key, self.todo)), _effect_key(self.pending),
                 self.offer.source if self.offer else -1, self.machine.key(),
             ))  # fmt: skip
@@ -262,7 +264,8 @@ class SimRank:
     def may_be_anomalous(self, world: World) -> bool:
         """Whether it looks for an anomaly now: not in the first run of what is computed twice."""
         commits = self.machine.standing.commits
-        return self.in_check and (not world.layout.computes_twice(commits) or self.verified == commits)
+        again = self.verified == commits and not self.distance
+        return self.in_check and (not world.layout.computes_twice(commits) or again)
 
     def can_deviate(self, world: World) -> bool:
         """Whether it may come to something else than when it computed this for the first time."""
@@ -808,7 +811,7 @@ class SimRank:
         if isinstance(frame, m.Stop):
             return on.Stopped()
         if isinstance(frame, m.Resume):
-            self.verified = frame.verified
+            self.verified, self.distance = frame.verified, frame.distance
             world.resumed_generation = max(world.resumed_generation, frame.generation)
         return frame
 
@@ -1064,12 +1067,14 @@ class SimRank:
         if not world.layout.computes_twice(commits):
             return on.Ok()
         world.send(self, m.Computed(machine.generation, commits, machine.number, 0 if deviates else -1, 1))
-        return on.Doubtful() if deviates or commits != self.verified else on.Ok()
+        return on.Doubtful() if deviates or self.distance or commits != self.verified else on.Ok()
 
     def _may_apply(self, world: World) -> None:
         machine = self.machine
         twice = not world.layout.computes_twice(machine.standing.commits) or self.verified == machine.standing.commits
         require(twice, f"rank {self.rank} applies what was computed once only")
+        own = not (self.distance and self.verified == machine.standing.commits)
+        require(own, f"rank {self.rank} applies what it has computed from another rank's inputs")
         odd = [rank.rank for rank in world.ranks if rank.alive and rank.deviated == machine.generation]
         require(not odd, f"rank {self.rank} goes on to its update, and ranks {odd} have come to something else")
 

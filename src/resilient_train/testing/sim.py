@@ -141,7 +141,7 @@ def with_verification(seed: int, layout: Layout, faults: Faults) -> tuple[Layout
     turn, left = divmod(seed, TWICE)
     if left != 4:
         return layout, faults
-    return layout._replace(twice=1 + turn // 3 % 3), faults._replace(deviations=turn % 3)
+    return layout._replace(twice=1 + turn // 3 % 3, neighbours=turn // 9 % 2 == 1), faults._replace(deviations=turn % 3)
 
 
 def with_asking(seed: int, faults: Faults) -> Faults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.roles import Conductor, Objects, Tails
+from resilient_train.frameworks.roles import Conductor, Given, Objects, Tails
 from resilient_train.frameworks.torch import group as group_module
 from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
@@ -30,6 +32,7 @@ _FOREIGN = threading._DummyThread  # what Python makes of a thread that is not i
 _NO_PASS = -1
 _DROP_S = 0.25
 _pass_under_way = torch._C._current_graph_task_id
+_SYNC_BUFFERS = DistributedDataParallel._sync_module_buffers.__code__
 
 
 class Collectives:
@@ -42,7 +45,9 @@ class Collectives:
         self._mode = Mode.DIRECT
         self._tails: Tails | None = None
         self._tail: LoggedTail | None = None
-        self._digests: list[str] | None = None
+        self._given: Given | None = None
+        self._averaged_in: int | None = None
+        """The backward pass in which replicas first had a part in a result, of the bodies that are noted."""
         self._conductor: Conductor | None = None
         self._loading = False
         self._thread = 0
@@ -99,8 +104,8 @@ class Collectives:
         finally:
             self._loading = False
 
-    def digest_into(self, digests: list[str] | None) -> None:
-        self._digests = digests
+    def note_into(self, given: Given | None) -> None:
+        self._given, self._averaged_in = given, None
 
     def intact(self) -> bool:
         begun, works.since_update = works.since_update, []
@@ -137,6 +142,8 @@ class Collectives:
             )
         if verb in POINT_TO_POINT:
             self._check_place(verb)
+            if self._given is not None:
+                self._given.calls.append(f"{verb} as {group.rank()}")
             return (
                 group.run(verb, args) if mode in (Mode.DIRECT, Mode.UPDATE) else self._tail.message(group, verb, args)
             )
@@ -144,8 +151,8 @@ class Collectives:
             self._tails.enter_collective()
         if mode is Mode.DIRECT:
             self._check_place(verb)
-            if self._digests is not None:
-                self._digests.extend(_digest(group, verb, args))
+            if self._given is not None:
+                self._note(self._given, group, verb, args)
             work = group.run(verb, args)
             if isinstance(work, GuardedWork):
                 works.since_update.append(work)
@@ -160,6 +167,23 @@ class Collectives:
             "has not, or a closure that was given to optimizer.step() communicates): pass Session(undo=True), so that "
             "such a step can be redone"
         )
+
+    def _note(self, given: Given, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> None:
+        """What one backward pass gives is made of what came before it: averaged gradients go to the optimizer, not back
+        into the pass. The results of other calls may go anywhere.
+        """
+        digests = _digest(group, verb, args)
+        if not digests:
+            return
+        if given.alone is None and self._averaged_in not in (None, _pass_under_way()):
+            given.alone = len(given.digests)
+        given.digests += digests
+        given.calls.append(f"{verb} of {group.size()}")
+        if self._averaged_in is None and given.replicas.intersection(group.global_ranks) and not _syncs_buffers(verb):
+            under_way = _pass_under_way()
+            self._averaged_in = under_way
+            if under_way == _NO_PASS:
+                given.alone = len(given.digests)
 
     def _check_place(self, verb: str) -> None:
         """Here a fault would raise in the user's loop, on all ranks: nothing could keep that in."""
@@ -183,6 +207,18 @@ def _check_thread(verb: str) -> None:
             "another place there on each rank, and could not be repaired; call it in the loop, or on a group that has "
             "no part in this job's torch.distributed"
         )
+
+
+def _syncs_buffers(verb: str) -> bool:
+    """Whether DDP gives one rank's buffers to all, as it does in front of each forward pass: they are the same ones,
+    whatever the inputs are.
+    """
+    frame = sys._getframe() if verb == "broadcast" else None
+    while frame is not None:
+        if frame.f_code is _SYNC_BUFFERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _digest(group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> list[str]:

@@ -16,6 +16,7 @@ from resilient_train.frameworks.torch.arguments import look
 from resilient_train.frameworks.torch.batch_copy import RememberedBatch as remember  # noqa: N813 - a verb
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.leaves import pack, unpack
+from resilient_train.frameworks.torch.shared_batch import share
 
 __all__ = [
     "drop_workers",
@@ -25,6 +26,7 @@ __all__ = [
     "random_state",
     "remember",
     "restore_random_state",
+    "share",
     "shield_workers",
     "strides",
     "unpack",

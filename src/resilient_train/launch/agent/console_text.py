@@ -36,6 +36,11 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         yield f"{detail['told']}: {then}"
     elif kind == "resumed" and "verifies" not in detail:
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
+    elif kind == "unshared":
+        yield (
+            f"RESILIENT_VERIFY_INPUTS=neighbour has no effect: {detail['reason']}. Each rank computes its own step "
+            "twice, and no replica's"
+        )
     elif kind == "assembled":
         yield f"recovery {generation}: all ranks at one step after {took_ms:.0f} ms, {detail['commits']} updates done"
     elif kind == "leaving":

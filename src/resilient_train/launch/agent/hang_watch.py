@@ -151,7 +151,10 @@ class HangWatch:
             self._named_ns.clear()
             self._reported = []
             self._suspected = False
-            self._detector.restart(self._clock.now_ns)
+            if job.verifying and job.stage is Stage.RUNNING:
+                self._detector.again(self._clock.now_ns)
+            elif not job.verifying:
+                self._detector.restart(self._clock.now_ns)
         self._seen = seen
         self._since_ns = self._clock.now_ns
 

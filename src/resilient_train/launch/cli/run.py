@@ -130,6 +130,7 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
             max_restarts=args.max_restarts if limited else DEFAULT_MAX_RESTARTS,
             restart_on_error=limited and args.max_restarts > 0,
             max_deviations=settings.deviations,
+            neighbours=settings.verify_inputs == "neighbour",
             replace=switches.arf,
             rebuild=switches.hcce,
             mend=switches.uce,

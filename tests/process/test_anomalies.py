@@ -116,6 +116,7 @@ VARIANTS = {
     "gan": "4",
     "two+view": "4",
     "static": "4",
+    "unclipped": "4",
 }
 
 

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from resilient_train import config
-from resilient_train.errors import ConfigError
+from resilient_train.errors import ConfigError, UsageError
 from resilient_train.faults import Injection, parse_plan
+from resilient_train.frameworks.roles import Objects
+from resilient_train.frameworks.torch.gradients import Gradients
 from resilient_train.launch.agent.console_text import told
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
@@ -30,6 +33,15 @@ NAN, INF = math.nan, math.inf
 
 
 # -- what is one
+
+
+def test_the_norm_on_request_is_that_of_clipping() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    gradients = Gradients(Objects((model,), ()))
+    with pytest.raises(UsageError, match="behind backward"):
+        gradients.norm()
+    model(torch.ones(5, 3)).sum().backward()
+    assert torch.equal(gradients.norm(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
 
 
 def looking(*, scaled: bool = False, spikes: bool = True, **limits: float) -> tuple[Anomalies, list[str]]:

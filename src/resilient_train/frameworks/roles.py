@@ -728,6 +728,12 @@ class Gradients(Protocol):
         """An optimizer is about to write: without gradients it changes no parameter."""
         ...
 
+    def norm(self) -> Any:
+        """The norm of all gradients of the registered models together, as clipping would compute it. Raises UsageError
+        where there are none yet.
+        """
+        ...
+
     def kept(self, value: Any) -> Any:
         """A number of the loop's as it is now, for ``float`` later; nobody waits for the device. Raises UsageError."""
         ...

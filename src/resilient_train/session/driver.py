@@ -475,6 +475,8 @@ class Driver:
                 "session.check() was called outside the body of a step and not behind its update either (in front of a "
                 "body, between two optimizers, behind the loop): call it in the body, before optimizer.step()"
             )
+        if norm is True:
+            norm = self._engine.gradients.norm()
         given: tuple[tuple[What, Any], ...] = (("loss", loss), ("norm", norm))
         for what, value in given:
             if value is None:

@@ -261,7 +261,8 @@ class Session:
 
     def check(self, loss: Any = None, *, norm: Any = None) -> None:
         """Has the loss of this body looked at, and the norm of its gradients where the loop does not clip them by
-        ``torch.nn.utils.clip_grad_norm_``, which is seen without this.
+        ``torch.nn.utils.clip_grad_norm_``, which is seen without this. ``norm=True``: it is computed here, of all
+        gradients of the registered models (behind ``backward()``; of a sharded model that is a collective).
 
         Each is one number, or a tensor of one, for which nobody waits here: it is looked at in front of the update.
         If it is at its threshold or not finite, on any rank, all ranks run the step again, once. To be called in the

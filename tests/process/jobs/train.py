@@ -249,7 +249,10 @@ class Job:
             self.scaler.step(self.optimizers[0])
             self.scaler.update()
         else:
-            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+            if "unclipped" in self.variant:
+                self.session.check(norm=True)
+            else:
+                nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
             for number, optimizer in enumerate(self.optimizers):
                 if number and "gan" in self.variant:
                     optimizer.zero_grad()

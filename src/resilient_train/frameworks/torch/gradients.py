@@ -68,6 +68,12 @@ class Gradients:
         if self._dropping:
             self.drop()
 
+    def norm(self) -> Any:
+        gradients = [gradient for _, gradient in gradients_of(self._objects.models)]
+        if not gradients:
+            raise UsageError("session.check(norm=True): there are no gradients yet; call it behind backward()")
+        return torch.nn.utils.get_total_norm(gradients)
+
     def kept(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.numel() != 1 or value.is_complex():

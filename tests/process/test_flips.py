@@ -227,6 +227,8 @@ def test_what_one_replica_alone_holds_otherwise_sends_all_back(
     assert run.digests() == undisturbed(ranks=2, steps=STEPS).digests()
     assert len(run.of("flipped")) == len(run.of("replicas_differ")) == len(run.of("restart_all")) == 1
     assert {each["commits"] for each in details(run, "restored")} <= {8, 9}
+    # Behind a forward pass with a wrong parameter both have wrong gradients; before one, the other rank was right.
+    assert [event["rank"] for event in run.of("held_wrong")] == [1] * ((target, place) != ("param", ""))
 
 
 def test_the_only_rank_of_a_job_computes_once_more(tmp_path: Path, undisturbed: Reference) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from resilient_train._native import Board, Page
 from resilient_train.protocol.disagreement import SharedObjects, alone, first_difference, sentence
-from resilient_train.protocol.messages import Differs, Shared
+from resilient_train.protocol.messages import Differs, Held, Shared
 from resilient_train.protocol.replicas import alike, disagreeing
 from resilient_train.session.comparison import Comparison, fingerprint
 from resilient_train.session.peers import Peers
@@ -36,18 +36,19 @@ class Rank:
         self.board, self.rank, self.page = board, rank, Page(board, rank)
         self.model = 7
         self.made = 0
-        self.told: list[Differs | Shared] = []
+        self.told: list[Differs | Held | Shared] = []
         self.extra: list[tuple[str, str]] = []
         self.found_at = -1
         state: Any = SimpleNamespace(fingerprint=self._fingerprint, rows=self._rows)
         gradients: Any = SimpleNamespace(averages=lambda: True)
-        link: Any = SimpleNamespace(
+        self.link: Any = SimpleNamespace(
             rank=rank,
+            look_at=-1,
             peers=Peers(board, rank, ARENA, nobody, nobody),
             channel=SimpleNamespace(send=self.told.append),
             wait_for_the_end=self._end,
         )
-        self.comparison = Comparison(link, state, gradients, groups, every)
+        self.comparison = Comparison(self.link, state, gradients, groups, every)
 
     def _fingerprint(self) -> Any:
         self.made += 1
@@ -155,6 +156,20 @@ def test_what_snapshots_show_is_looked_into_before_the_next_update(evaluates: bo
         else:
             with pytest.raises(EndedError):
                 rank.comparison.look()
+            (told,) = rank.told
+            assert isinstance(told, Differs)
+            assert (told.commits, told.since) == (6, 5), "what they held when it was seen first"
+            assert told.held == tuple(fingerprint(f"{9 + each:032x}"[::-1]) for each in (0, 1))
+
+
+def test_where_replicas_had_differed_they_say_what_they_hold() -> None:
+    board = Board.create(2)
+    for rank in (Rank(board, 0, ((0, 1),)), Rank(board, 1, ((0,), (1,)))):
+        rank.link.look_at = 7
+        for commits in range(4, 9):
+            rank.comparison.head(commits, shown=True)
+        alone = rank.rank == 1
+        assert rank.told == ([] if alone else [Held(7, fingerprint(f"{7:032x}"[::-1]))])
 
 
 def test_what_was_looked_at_where_nobody_writes_counts_more() -> None:

@@ -4,10 +4,22 @@ import math
 
 import pytest
 
+from resilient_train.launch.agent.console_text import told
 from resilient_train.protocol.commands import Command, EndJob, KeepAnomalies, Kill, Note, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
-from resilient_train.protocol.messages import Anomaly, Differs, Finished, Joined, Late, Plan, Resume, Started, Stop
+from resilient_train.protocol.messages import (
+    Anomaly,
+    Differs,
+    Finished,
+    Held,
+    Joined,
+    Late,
+    Plan,
+    Resume,
+    Started,
+    Stop,
+)
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.progress import Activity, Progress
 from resilient_train.protocol.standing import Phase, Standing
@@ -672,6 +684,43 @@ def test_replicas_that_differ_go_back_to_a_saved_state() -> None:
     assert [(spawn.rank, spawn.attempt) for spawn in of(commands, Spawn)] == [(0, 1), (1, 1)]
     assert controller.job.stage is Stage.STARTING
     assert controller.disagreed(0) == controller.disagreed(1) == [], "the first one's time is over"
+
+
+@pytest.mark.parametrize(
+    ("now", "wrong"),
+    [({0: 11, 1: 11}, [1]), ({0: 12, 1: 12}, [0]), ({0: 13, 1: 13}, None), ({0: 11, 1: 12}, None)],
+    ids=["the second", "the first", "both", "they differ again"],
+)
+def test_of_two_who_was_wrong_is_told_when_both_have_come_there_again(
+    now: dict[int, int], wrong: list[int] | None
+) -> None:
+    controller = saving(4)
+    for rank in (0, 1):
+        said = Differs(6, [("w", str(rank))], averages=True, since=5, held=(11, 12))
+        controller.differs(rank, 0, said)
+    assert controller.job.doubt is not None
+    assert controller.held(0, 1, Held(4, 11)) == [], "another update"
+    assert controller.held(0, 0, Held(5, 11)) == [], "a process of before"
+    assert controller.held(0, 1, Held(5, now[0])) == []
+    assert controller.copy().job.doubt is not controller.job.doubt
+    commands = controller.held(1, 1, Held(5, now[1]))
+    expected = [Note("held_wrong", rank=wrong[0], detail={"commits": 5, "ranks": wrong})] if wrong else []
+    assert commands == expected
+    assert controller.job.doubt is None
+    assert [*told("held_wrong", 3, 0.0, {"commits": 5, "ranks": [1]})] == [
+        "all have trained up to update 5 once more, and hold what the replicas of rank 1 had held: rank 1 had held "
+        "something else"
+    ]
+
+
+def test_who_stands_alone_is_named_at_once_and_no_second_time() -> None:
+    controller = running(3)
+    controller.job.can_go_back, controller.job.newest_saved = lambda: True, lambda: 4
+    for rank in range(3):
+        said = Differs(6, [("w", str(rank == 2))], averages=True, since=5, held=(11, 11, 12))
+        controller.differs(rank, 0, said)
+    assert controller.job.stage is Stage.STARTING
+    assert controller.job.doubt is None
 
 
 def test_what_was_said_before_all_started_again_tells_nothing() -> None:

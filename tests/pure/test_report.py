@@ -84,12 +84,15 @@ def test_who_had_other_bits_is_counted():
         at(1400, "deviates", 1, detail={"step": 15, "ranks": [1]}),
         at(1500, "replicas_differ", ranks=[0, 1, 2]),
         at(1600, "deviates", 2, ranks=[2]),
+        at(1700, "deviates", detail={"step": 17, "ranks": [0, 1]}),
+        at(1800, "held_wrong", 0, commits=19, ranks=[0]),
     ]
     text = text_of(events)
     assert "rank 1 had other bits than it should once: computed in step 15\n" in text
     assert "rank 2 had other bits than it should 3 times: first computed in step 7, last computed in step ?\n" in text
+    assert "rank 0 had other bits than it should once: held after 19 updates\n" in text
     told = as_dict(read_run(events))["deviations"]
-    assert [each["rank"] for each in told] == [2, 2, 1, 2]
+    assert [each["rank"] for each in told] == [2, 2, 1, 2, 0]
     assert told[1] == {"rank": 2, "what": "held", "at": 12, "device": ""}
     assert "held after 12 updates" in text_of(events[: len(beginning()) + 3])
 

@@ -19,7 +19,9 @@ class Deviation(msgspec.Struct, frozen=True):
 
     rank: int
     what: Literal["computed", "held"]
-    """Other bits from the same inputs; or other ones than most of its replicas."""
+    """Other bits from the same inputs; or other ones than most of its replicas, or than all held when they had trained
+    that once more.
+    """
     at: int | None
     """The step that was computed twice; the number of updates before which replicas were compared. None: not told."""
     device: str = ""
@@ -40,6 +42,8 @@ def read_deviations(ordered: Iterable[Event]) -> tuple[Deviation, ...]:
             if len(ranks) != world_size and event.rank >= 0:
                 step, devices = number_of(event, "step"), _devices(event)
                 found += [Deviation(rank, "computed", step, devices.get(rank, "")) for rank in ranks]
+        elif event.kind == "held_wrong":
+            found += [Deviation(rank, "held", number_of(event, "commits")) for rank in ranks_of(event, "ranks")]
         elif event.kind == "replicas_differ":
             found += [Deviation(rank, "held", number_of(event, "commits")) for rank in ranks_of(event, "alone")]
     return tuple(found)

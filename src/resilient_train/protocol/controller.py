@@ -20,10 +20,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.commands import Command, Note, Spawn
-from resilient_train.protocol.disagreement import alone, sentence
+from resilient_train.protocol.disagreement import Doubt, alone, sentence
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
-from resilient_train.protocol.messages import Anomaly, Computed, Differs, Finished, Joined, Late, Plan, Started
+from resilient_train.protocol.messages import Anomaly, Computed, Differs, Finished, Held, Joined, Late, Plan, Started
 from resilient_train.protocol.neighbours import Round, judge
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.progress import Progress
@@ -637,7 +637,21 @@ class Controller:
         group = job.replicas.peers(next(iter(told)))
         text, commits = sentence(group, told), max(each.commits for each in told.values())
         detail: dict[str, object] = {"ranks": list(group), "alone": alone(told), "commits": commits, "reason": text}
+        said = next(iter(told.values()))
+        unnamed = said.held and not detail["alone"]
+        job.doubt = Doubt(said.since, dict(zip(group, said.held, strict=True))) if unnamed else None
         return [Note("replicas_differ", detail=detail), *self._all_back(text, commits)]
+
+    def held(self, rank: int, incarnation: int, message: Held) -> list[Command]:
+        """What a rank holds where its replicas had held different things."""
+        job, doubt = self.job, self.job.doubt
+        if not job.current(rank, incarnation) or doubt is None or message.commits != doubt.commits:
+            return []
+        wrong = doubt.hear(rank, message.held)
+        if wrong is None:
+            return []
+        job.doubt = None
+        return [Note("held_wrong", rank=wrong[0], detail={"commits": doubt.commits, "ranks": wrong})] if wrong else []
 
     def _all_back(self, text: str, commits: int) -> list[Command]:
         """Nobody knows what is right since before update ``commits``, or long before it."""

@@ -6,6 +6,34 @@ from collections.abc import Mapping, Sequence
 
 from resilient_train.protocol.messages import Differs, Shared
 
+
+class Doubt:
+    """What replicas held before update ``commits``, where it was not the same: fingerprints, by rank. It was trained
+    once more from a state that was equal. Who then holds what it held before has been right.
+    """
+
+    def __init__(self, commits: int, held: Mapping[int, int]) -> None:
+        self.commits = commits
+        self._before, self._now = dict(held), dict[int, int]()
+
+    def hear(self, rank: int, held: int) -> list[int] | None:
+        """One has come there again. When all have: those that were wrong; nobody, where all were, since their gradients
+        are everybody's by then, or where they hold different things again.
+        """
+        if rank in self._before:
+            self._now[rank] = held
+        if self._now.keys() < self._before.keys():
+            return None
+        wrong = [each for each, before in self._before.items() if before != self._now[each]]
+        return wrong if len(wrong) < len(self._before) and len(set(self._now.values())) == 1 else []
+
+    def copy(self) -> Doubt:
+        """An independent one in the same state."""
+        new = Doubt(self.commits, self._before)
+        new._now = dict(self._now)
+        return new
+
+
 _UNAVERAGED = "each rank applies gradients of its own: wrap the model in DistributedDataParallel"
 _ALONE = "something has changed it on one rank alone, or a machine computes otherwise"
 

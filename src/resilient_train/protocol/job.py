@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Collection
 
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
+from resilient_train.protocol.disagreement import Doubt
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.messages import Computed, End, Finished, Joined, Paused, Plan, Resume, Started, Stop
 from resilient_train.protocol.neighbours import Round
@@ -80,6 +81,8 @@ class Job:
         """Of those the ranks that leave by ``sys.exit(0)``."""
         self.over = False
         """Some rank's loop has ended, see ``messages.Resume``. That rank may be lost before it."""
+        self.doubt: Doubt | None = None
+        """Replicas have held different things: all are to train up to there once more, and to say what they hold."""
         self.differed_at = -1
         """Before which update replicas were found to differ last; -1: they never were."""
         self.gone_back_to: set[int] = set()
@@ -237,4 +240,4 @@ class Job:
         return new
 
 
-_MUTABLE = frozenset((list, dict, set, RetryBudget, Holders, Leaving))
+_MUTABLE = frozenset((list, dict, set, RetryBudget, Holders, Leaving, Doubt))

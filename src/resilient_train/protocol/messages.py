@@ -41,6 +41,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     generation: int
     attempt: int
     source: Source | None = None
+    look_at: int = -1
+    """The ranks say what they hold before this update (``Held``); -1: before none."""
 
 
 class OpenVault(msgspec.Struct, tag="open_vault", frozen=True):
@@ -347,11 +349,24 @@ class Differs(msgspec.Struct, tag="differs", frozen=True):
 
     ``rows`` are (name, digest) of all tensors and values that replicas have in common; ``averages``: the rank's models
     are wrapped by something that averages their gradients. The one large frame: it is sent once, as the job's last.
+    ``since``: the update before which they did not seem to hold the same first, and ``held``, fingerprints of what they
+    held then, in the order of the replica group.
     """
 
     commits: int
     rows: list[tuple[str, str]]
     averages: bool
+    since: int = -1
+    held: tuple[int, ...] = ()
+
+
+class Held(msgspec.Struct, tag="held", frozen=True):
+    """A fingerprint of what the rank holds before update ``commits``, up to which all have trained once more because
+    replicas had held different things. Nobody waits for an answer.
+    """
+
+    commits: int
+    held: int
 
 
 class Shared(msgspec.Struct, tag="shared", frozen=True):
@@ -488,6 +503,7 @@ FromRank = (
     | Refused
     | Plain
     | Differs
+    | Held
     | Shared
     | OpenVault
     | Captured

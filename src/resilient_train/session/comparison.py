@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from resilient_train.frameworks.roles import Gradients, State
-from resilient_train.protocol.messages import Differs, Shared
+from resilient_train.protocol.messages import Differs, Held, Shared
 from resilient_train.protocol.replicas import alike
 from resilient_train.session.link import Link
 
@@ -50,6 +50,8 @@ class Comparison:
         """What was not sure, before the last barrier, was not the same."""
         self.doubted = False
         """Or was not in another replica group: a snapshot is one of all, so none takes an older one's place then."""
+        self._since: tuple[int, tuple[int, ...]] = (-1, ())
+        """Since what update it is doubtful, and what its replicas held then."""
         self._left_out = -1
         """The update before which all would have compared, and a snapshot was to show it."""
         self.forget()
@@ -74,8 +76,11 @@ class Comparison:
         if seldom and not self.alone and (rows := self._state.rows(extra=True)):
             self._link.channel.send(Shared(commits, rows))
         self._left_out = commits if usual and shown else -1
-        if (usual and not shown) or self.doubted:
-            self.write(commits)
+        asked = commits == self._link.look_at and not self.alone
+        if (usual and not shown) or self.doubted or asked:
+            held = self.write(commits)
+            if asked:
+                self._link.channel.send(Held(commits, held))
         return usual and not self.alone
 
     def not_shown(self, commits: int) -> None:
@@ -113,10 +118,13 @@ class Comparison:
         commits, self._written = self._written, -1
         if commits < 0:
             return
-        self.doubtful = not self._same(self._replicas, commits)
+        was, self.doubtful = self.doubtful, not self._same(self._replicas, commits)
+        if self.doubtful and not was:
+            self._since = commits, tuple(self._link.peers.fingerprint(rank, commits) for rank in self._replicas)
         self.doubted = self.doubtful or not all(self._same(group, commits) for group in self._groups)
         if self.doubtful and self._sure:
-            self._link.channel.send(Differs(commits, self._state.rows(), self._gradients.averages()))
+            averages = self._gradients.averages()
+            self._link.channel.send(Differs(commits, self._state.rows(), averages, *self._since))
             self._link.wait_for_the_end()
 
     def _same(self, group: Sequence[int], commits: int) -> bool:

@@ -48,6 +48,7 @@ class Link:
         self.generation = welcome.generation
         self.source = welcome.source
         self.attempt = welcome.attempt
+        self.look_at = welcome.look_at
         self._listens: tuple[int, Callable[[Address], None]] = 0, lambda _: None
         self._addresses: list[Address] = []
         """Of a generation whose groups this rank has not begun to build."""

@@ -311,10 +311,13 @@ class Agent:
         self._processes.current[rank].greeted = True
         self._board.set_identity(rank, self._job.generation, hello.incarnation, hello.pid)
         connection.send(
-            m.Welcome(self._job.generation, self._job.attempt, self._saves.source),
+            m.Welcome(self._job.generation, self._job.attempt, self._saves.source, self._look_at()),
             [self._board.fd, self._arenas[rank].fd],
         )
         self._carry_out(self._controller.greeted(rank, hello.incarnation))
+
+    def _look_at(self) -> int:
+        return self._job.doubt.commits if self._job.doubt is not None else -1
 
     def imports_us(self, rank: int, incarnation: int) -> None:
         self._carry_out(self._controller.greeted(rank, incarnation))
@@ -425,6 +428,8 @@ class Agent:
                 attempt = self._job.attempt
                 self._loop.call_later(DIFFER_GRACE_S, lambda: self._carry_out(controller.disagreed(attempt)))
                 self._carry_out(controller.differs(rank, incarnation, frame))
+            case m.Held():
+                self._carry_out(controller.held(rank, incarnation, frame))
             case m.Shared():
                 self._on_shared(rank, frame)
             case m.Captured(last=generation) if generation >= 0:

@@ -36,6 +36,12 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         yield f"{detail['told']}: {then}"
     elif kind == "resumed" and "verifies" not in detail:
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
+    elif kind == "held_wrong":
+        named = ", ".join(map(str, detail["ranks"]))
+        yield (
+            f"all have trained up to update {detail['commits']} once more, and hold what the replicas of rank {named} "
+            f"had held: rank {named} had held something else"
+        )
     elif kind == "unshared":
         yield (
             f"RESILIENT_VERIFY_INPUTS=neighbour has no effect: {detail['reason']}. Each rank computes its own step "

@@ -5,6 +5,7 @@ A bit-exact redo computes the same norm twice; so where the second one is to be 
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,17 @@ def test_what_was_seen_is_kept_across_restarts(tmp_path: Path, undisturbed: Refe
     assert_identical(second, undisturbed(ranks=2, steps=STEPS), ranks=2, recoveries=2)
     assert told(second) == [(2, 45.706, True), (5, 44, False)], "step 2 is known; and 44 is at the threshold"
     assert written(second) == {"2": [45.7, 45.706], "5": [44]}
+
+
+def test_storage_that_does_not_answer_holds_nobody_up(tmp_path: Path, undisturbed: Reference) -> None:
+    """The new file can't be opened: a pipe that nobody reads from. No recovery waits for it, and the end not long."""
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / ".abnormal_global_norm.json.new")
+    flags = ("--shutdown-timeout", "1", "--faults", "norm rank=0 step=2 value=nan; kill rank=1 step=5")
+    run = launch(tmp_path / "run", "train.py", "--steps", str(STEPS), ranks=2, flags=flags, MS_ENABLE_TFT=ALL_ON)
+    assert_identical(run, undisturbed(ranks=2, steps=STEPS), ranks=2, recoveries=2)
+    assert told(run) == [(2, "nan", False)]
+    assert run.err.count("abnormal_global_norm.json: storage has not taken what is new in 1 s") == 1, run.err
 
 
 def test_a_file_that_is_none_of_ours(tmp_path: Path) -> None:

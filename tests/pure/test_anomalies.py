@@ -405,14 +405,14 @@ def sees(
     return controller.anomaly(rank, controller.job.incarnations[rank], message)
 
 
-def recover(controller: Controller, commits: int = 2) -> list[Resume]:
+def recover(controller: Controller, commits: int = 2, step: int = 0) -> list[Resume]:
     job = controller.job
     for rank in range(job.world_size):
         standing = Joined(job.generation, commits, int(Phase.COMPUTE), True, 0, ("world",))
         controller.joined(rank, job.incarnations[rank], standing)
     commands: list[Command] = []
     for rank in range(job.world_size):
-        commands = controller.done(rank, job.incarnations[rank], job.generation)
+        commands = controller.done(rank, job.incarnations[rank], job.generation, step=step)
     return [each.message for each in commands if isinstance(each, Send) and isinstance(each.message, Resume)]
 
 
@@ -423,11 +423,11 @@ def of(commands: list[Command], kind: type) -> list[Any]:
 def test_the_first_time_all_run_the_step_again() -> None:
     controller = running()
     commands = sees(controller, 45.70)
-    assert of(commands, KeepAnomalies) == [KeepAnomalies("norm", {2: (45.70,)})]
+    assert of(commands, KeepAnomalies) == [KeepAnomalies("norm", 2, (45.70,))]
     assert of(commands, RaiseStop) == [RaiseStop(1)]
     fault = next(note for note in of(commands, Note) if note.kind == "fault")
     assert (fault.detail["strategy"], fault.detail["lost"]) == ("TRE", [])
-    assert {resume.tolerated for resume in recover(controller)} == {(2,)}
+    assert {resume.tolerated for resume in recover(controller)} == {frozenset({2})}
 
 
 def test_the_second_time_it_is_written_down() -> None:
@@ -435,7 +435,7 @@ def test_the_second_time_it_is_written_down() -> None:
     sees(controller, 45.70)
     recover(controller)
     commands = sees(controller, 45.706, again=True)
-    assert of(commands, KeepAnomalies) == [KeepAnomalies("norm", {2: (45.70, 45.706)})]
+    assert of(commands, KeepAnomalies) == [KeepAnomalies("norm", 2, (45.70, 45.706))]
     assert not of(commands, RaiseStop)
     assert controller.job.stage is Stage.RUNNING
     (note,) = of(commands, Note)
@@ -459,7 +459,7 @@ def test_an_error_that_asks_for_its_step_has_no_value() -> None:
     assert (first.kind, first.detail["values"], fault.kind) == ("anomaly", [], "fault")
     asks = "rank 0 asks for step 2 once more (RuntimeError: TREError)"
     assert fault.detail["reason"] == f"{asks}: all run the step again, its update was not applied"
-    assert {resume.tolerated for resume in recover(controller)} == {(2,)}
+    assert {resume.tolerated for resume in recover(controller)} == {frozenset({2})}
     (again,) = of(sees(controller, NAN, what="raised", text=text, again=True), Note)
     assert again.detail["reason"] == f"{asks}, and it has been run again already: this is the script's own error"
 
@@ -495,7 +495,7 @@ def test_another_recovery_came_first() -> None:
     commands = sees(controller, 45.70, generation=0)
     assert of(commands, KeepAnomalies)
     assert not of(commands, RaiseStop)
-    assert {resume.tolerated for resume in recover(controller)} == {(2,)}
+    assert {resume.tolerated for resume in recover(controller)} == {frozenset({2})}
 
 
 def test_a_dead_process_is_not_heard() -> None:
@@ -507,19 +507,35 @@ def test_a_dead_process_is_not_heard() -> None:
 
 def test_norms_and_losses_are_kept_apart_and_tolerated_together() -> None:
     controller = running()
-    controller.job.anomalies[("norm", 40)] = (50.0,)
+    controller.job.know_anomalies({("norm", 40): (50.0,)})
     sees(controller, NAN, step=3, what="loss")
-    assert {resume.tolerated for resume in recover(controller)} == {(3, 40)}
+    assert {resume.tolerated for resume in recover(controller)} == {frozenset({3, 40})}
     commands = sees(controller, 46.0, step=4)
-    assert of(commands, KeepAnomalies) == [KeepAnomalies("norm", {4: (46.0,), 40: (50.0,)})]
+    assert of(commands, KeepAnomalies) == [KeepAnomalies("norm", 4, (46.0,))]
+
+
+def test_a_training_that_has_diverged_tells_of_what_may_still_come() -> None:
+    """Each step is anomalous. Of the one before the update may be looked at once more, from behind."""
+    controller = running()
+    controller.job.know_anomalies({("norm", step): (NAN,) for step in (70, 71, 900, 2)})
+    for step in range(80):
+        known, again = step in (2, 70, 71), []
+        if not known:
+            again = of(sees(controller, NAN, step=step), RaiseStop)
+            resume = recover(controller, commits=step, step=step)[0]
+            assert sorted(resume.tolerated)[:2] == ([step - 1, step] if step else [0, 2])
+            assert len(resume.tolerated) <= 6
+        assert bool(again) is not known
+        sees(controller, NAN, step=step, again=True)
+    assert resume.tolerated == {78, 79, 900}
 
 
 def test_what_an_earlier_run_has_seen_is_known_from_the_start() -> None:
     controller = Controller(1)
-    controller.job.anomalies[("norm", 2)] = (45.70,)
+    controller.job.know_anomalies({("norm", 2): (45.70,)})
     commands = controller.started(0, 0, Started("all", ("world",)))
-    assert of(commands, Send)[0].message == Resume(0, tolerated=(2,))
-    assert of(sees(controller, 45.706, again=True), KeepAnomalies) == [KeepAnomalies("norm", {2: (45.70, 45.706)})]
+    assert of(commands, Send)[0].message == Resume(0, tolerated=frozenset({2}))
+    assert of(sees(controller, 45.706, again=True), KeepAnomalies) == [KeepAnomalies("norm", 2, (45.70, 45.706))]
 
 
 def test_it_is_kept_where_all_start_again() -> None:
@@ -532,7 +548,7 @@ def test_it_is_kept_where_all_start_again() -> None:
     assert controller.job.stage is Stage.STARTING
     for rank in (0, 1):
         commands = controller.started(rank, controller.job.incarnations[rank], Started("all", ("world",)))
-    assert of(commands, Send)[0].message.tolerated == (2,)
+    assert of(commands, Send)[0].message.tolerated == {2}
     sees(controller, 45.706, again=True)
     assert controller.job.anomalies == {("norm", 2): (45.70, 45.706)}
 
@@ -552,7 +568,7 @@ def rank_after(*events: Any, **options: Any) -> Rank:
 
 
 STARTED = (on.Begin(9, 0), Resume(0))
-KNOWING = (on.Begin(9, 0), Resume(0, tolerated=(0,)))
+KNOWING = (on.Begin(9, 0), Resume(0, tolerated=frozenset({0})))
 VERIFYING = (on.Enter(), on.UpdateBegins())
 RECOVERED = (on.Ok(), on.Quieted(1), Plan(1, 0, {}), on.Ok(), on.Exit("interrupted"), on.Next(9))
 
@@ -564,7 +580,7 @@ def test_who_sees_an_anomaly_does_not_come_to_the_barrier() -> None:
     assert rank.standing == Standing(0, Phase.COMPUTE)
     for event in RECOVERED:
         rank.on(event)
-    rank.on(Resume(1, tolerated=(0,)))
+    rank.on(Resume(1, tolerated=frozenset({0})))
     assert (rank.number, rank.attempt) == (0, 1)
     for event in VERIFYING:
         rank.on(event)
@@ -589,7 +605,9 @@ def test_with_undo_the_end_of_the_body_is_where_it_is_seen() -> None:
 
 
 def test_the_key_is_the_step_of_the_update() -> None:
-    rank = rank_after(on.Begin(9, 0), Resume(0, tolerated=(1,)), on.Enter(), on.Exit(), on.Next(9), *VERIFYING)
+    rank = rank_after(
+        on.Begin(9, 0), Resume(0, tolerated=frozenset({1})), on.Enter(), on.Exit(), on.Next(9), *VERIFYING
+    )
     assert rank.number == 1
     assert do.SendAnomaly(again=True) in rank.on(on.Anomalous())
 

@@ -51,10 +51,11 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class KeepAnomalies(msgspec.Struct, frozen=True):
-    """Write down what was anomalous so far, for a job that goes on from here: step -> its value, each time it ran."""
+    """Write down that a step was anomalous, for a job that goes on from here: its value, each time that it ran."""
 
     what: str
-    values: dict[int, tuple[float, ...]]
+    step: int
+    values: tuple[float, ...]
 
 
 class EndJob(msgspec.Struct, frozen=True):

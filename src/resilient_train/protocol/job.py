@@ -7,7 +7,8 @@ another one is in ``Job``, and nowhere else.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping
 
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
 from resilient_train.protocol.disagreement import Doubt
@@ -99,6 +100,8 @@ class Job:
         """What was anomalous ("norm", "loss") at which step, and its value each time that the step ran. Also of the
         runs before this one in the same run directory.
         """
+        self._anomalous_steps: list[int] = []
+        """Which these are, in their order."""
         self.computed: dict[tuple[int, int], Computed] = {}
         """By update and rank: who has come to the end of a window that is computed twice, in this generation."""
         self.verified = -1
@@ -169,8 +172,10 @@ class Job:
         ]
 
     def resume(self) -> list[Send]:
-        """All train."""
-        tolerated = tuple(sorted({step for _, step in self.anomalies}))
+        """All train. Of the steps that were anomalous they need those that may still come, and the one before: its
+        update may be looked at once more, from behind.
+        """
+        tolerated = frozenset(self._anomalous_steps[bisect_left(self._anomalous_steps, self.step - 1) :])
         resume, self.over = (
             Resume(self.generation, self.over, tolerated, self.verified, self.distance, self.verifying),
             False,
@@ -202,6 +207,14 @@ class Job:
                 f"{device} has computed other bits for it {count} times (RESILIENT_DEVIATIONS="
                 f"{self.policy.max_deviations}): take that device out of use"
             )
+
+    def know_anomalies(self, known: Mapping[tuple[str, int], tuple[float, ...]]) -> None:
+        """These steps were anomalous, and are not run again for it once more."""
+        self.anomalies.update(known)
+        for _, step in known:
+            place = bisect_left(self._anomalous_steps, step)
+            if self._anomalous_steps[place : place + 1] != [step]:
+                self._anomalous_steps.insert(place, step)
 
     def left_out(self) -> set[int]:
         """The ranks without which the job ends."""

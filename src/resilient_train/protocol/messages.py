@@ -381,15 +381,15 @@ class Shared(msgspec.Struct, tag="shared", frozen=True):
 class Resume(msgspec.Struct, tag="resume", frozen=True):
     """Everyone is done: train. ``over``: a loop has ended, by a ``break`` that who copied its state did not see.
 
-    ``tolerated``: steps that were run again for an anomaly, and are not for another one. ``verified``: the update for
-    which all compute, or have computed, a second time; -1: there was none. ``distance``: they do so from the inputs of
-    the replica so many places behind them, and this does not count; 0: from their own. ``verifies``: the recovery was
-    begun for that, and for nothing else.
+    ``tolerated``: steps that were run again for an anomaly, and are not for another one; of those behind which all are,
+    the last one at the most. ``verified``: the update for which all compute, or have computed, a second time; -1: there
+    was none. ``distance``: they do so from the inputs of the replica so many places behind them, and this does not
+    count; 0: from their own. ``verifies``: the recovery was begun for that, and for nothing else.
     """
 
     generation: int
     over: bool = False
-    tolerated: tuple[int, ...] = ()
+    tolerated: frozenset[int] = frozenset()
     verified: int = -1
     distance: int = 0
     verifies: bool = False

@@ -240,7 +240,7 @@ class Rank:
         """The state came from elsewhere, in this recovery or one that it has taken the place of."""
         self.over = False
         """The loop is over, or would be: the others' are."""
-        self.tolerated: tuple[int, ...] = ()
+        self.tolerated: frozenset[int] = frozenset()
         """Steps that were run again for an anomaly: another one there is told, and the step goes on."""
 
     @property

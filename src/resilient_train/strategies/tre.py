@@ -52,11 +52,9 @@ def keep(message: Anomaly, job: Job) -> list[Command]:
     if job.anomalies_told.get(key) == now:
         return []
     job.anomalies_told[key] = now
-    job.anomalies[key] = (*job.anomalies.get(key, ()), message.value)
-    if message.what == "raised":
-        return []
-    values = {step: each for (what, step), each in sorted(job.anomalies.items()) if what == message.what}
-    return [KeepAnomalies(message.what, values)]
+    values = (*job.anomalies.get(key, ()), message.value)
+    job.know_anomalies({key: values})
+    return [] if message.what == "raised" else [KeepAnomalies(message.what, message.step, values)]
 
 
 def compute_again(message: Computed, job: Job, *, distance: int = 0, rounds: Sequence[Round] = ()) -> list[Command]:

@@ -164,7 +164,7 @@ class World:
         self.program = layout.program
         policy = msgspec.structs.replace(_POLICY, replace=layout.replaces, neighbours=layout.neighbours)
         self.controller = self.driver.controller(size, policy)
-        self.controller.job.anomalies.update({("norm", step): (45.7,) for step in layout.known})
+        self.controller.job.know_anomalies({("norm", step): (45.7,) for step in layout.known})
         self.chains = self._chains()
         self.stop_generation = 0
         self.pause_at: int | None = None

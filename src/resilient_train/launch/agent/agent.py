@@ -12,7 +12,7 @@ import functools
 import signal
 import time
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from resilient_train.descriptors import raise_limit
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
 from resilient_train.launch.agent.alarms import Alarms
+from resilient_train.launch.agent.anomaly_files import AnomalyFiles
 from resilient_train.launch.agent.collective_reports import CollectiveReports, Newest
 from resilient_train.launch.agent.console_text import end_of, line, newest_told, pause_told, told
 from resilient_train.launch.agent.credentials import Admission, RankConnection, new_token
@@ -127,8 +128,9 @@ class Agent:
         self._saves = Saves(
             spec.run_dir, spec.world_size, keep, self._note, self._say, self._board.settle, self._background.begin
         )
-        if read_switches().tre:
-            self._job.anomalies.update(abnormal.read(spec.run_dir))
+        known = abnormal.read(spec.run_dir) if read_switches().tre else {}
+        self._job.know_anomalies(known)
+        self._anomaly_files = AnomalyFiles(spec.run_dir, known, self._background.begin, self._say)
         if spec.policy.max_deviations:
             self._job.deviations.update(count_deviations(events_of(spec.run_dir)))
         self._job.can_go_back = self._saves.can_go_back
@@ -164,7 +166,8 @@ class Agent:
             if self._ending is not None:
                 await self._stop_ranks()
             failed = self._ending is not None and self._ending.code != 0
-            await self._saves.finish(self._spec.shutdown_timeout_s, failed=failed)
+            timeout_s = self._spec.shutdown_timeout_s
+            await asyncio.gather(self._saves.finish(timeout_s, failed=failed), self._anomaly_files.finish(timeout_s))
             if self._ending is not None and self._ending.code and (left := await self._saves.left()):
                 self._say(f"started again with --run-dir {self._spec.run_dir}, the job goes on from {left}")
         finally:
@@ -520,18 +523,12 @@ class Agent:
                         self._saves.distrust(detail["step"])
                     if kind == "started" and self._spec.policy.replace:
                         self._processes.train(self._job.attempt)
-                case KeepAnomalies(what=what, values=values):
-                    self._keep_anomalies(what, values)
+                case KeepAnomalies(what=what, step=step, values=values):
+                    self._anomaly_files.keep(what, step, values)
                 case EndJob():
                     if self._ending is None:
                         self._ending = command
                         self._ended.set()
-
-    def _keep_anomalies(self, what: str, values: Mapping[int, tuple[float, ...]]) -> None:
-        try:
-            abnormal.write(self._spec.run_dir, what, values)
-        except OSError as error:
-            self._say(f"{abnormal.FILES[what]} can't be written, so a later run will not know of it: {error}")
 
     def _begin_start(self, spawns: list[Command], again: Note | None = None) -> None:
         """Starts all ranks, when it is known from what. ``again``: why they are started once more."""

@@ -62,9 +62,14 @@ def test_a_spike_without_a_threshold(tmp_path: Path, undisturbed: Reference) -> 
     assert_identical(run, reference, ranks=2, recoveries=3)
     assert told(run) == [(20, 1000, False), (23, 1000, False)]
     assert "(usual before it: " in run.err
-    values = [event["detail"] for event in run.of("values")]
-    assert [{what: len(found) for what, found in each.items()} for each in values] == [{"norm": 6, "loss": 6}]
-    assert values[0]["norm"].count(1000) == 1, "of rank 0's process that came to the end; step 22 counts"
+    values = {event["rank"]: event["detail"] for event in run.of("values")}
+    lengths = {
+        rank: {what: len(each) for what, each in found.items() if what != "first"} for rank, found in values.items()
+    }
+    assert lengths == {0: {"norm": 6, "loss": 6}, 1: {"loss": 26}}, "norms are the same on all ranks"
+    assert [values[rank]["first"] for rank in (0, 1)] == [21, 1], "of rank 0's process that came to the end"
+    assert values[0]["norm"].count(1000) == 1, "step 22 counts"
+    assert values[0]["loss"] != values[1]["loss"][20:]
 
 
 def test_a_spike_is_no_reason_to_leave_an_update_out(tmp_path: Path, undisturbed: Reference) -> None:

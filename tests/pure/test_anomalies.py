@@ -24,7 +24,7 @@ from resilient_train.protocol.job import Stage
 from resilient_train.protocol.messages import Anomaly, Joined, Plan, Resume, Started
 from resilient_train.protocol.rank import Ask, At, Barrier, Body, Rank, Tail, Update
 from resilient_train.protocol.standing import Phase, Standing
-from resilient_train.session.anomalies import Anomalies, AnomalyLimits, FoundAnomaly
+from resilient_train.session.anomalies import Anomalies, AnomalyLimits, AppliedValues, FoundAnomaly
 from resilient_train.session.explain import asks_for_redo
 from resilient_train.state import abnormal
 from resilient_train.switches import Switches
@@ -123,11 +123,11 @@ def test_a_value_behind_the_update_is_looked_at_too() -> None:
     for _ in range(3):
         found.begin()
         assert not found.look()
-        assert found.behind("loss", 8.9) is None
+        assert found.behind("loss", 8.9, 1) is None
     assert not said, "so this loop has not forgotten to"
-    assert found.behind("loss", 9) == FoundAnomaly("loss", 9.0, 9)
-    assert found.behind("norm", INF) == FoundAnomaly("norm", INF, INF)
-    assert looking(scaled=True)[0].behind("norm", INF) is None
+    assert found.behind("loss", 9, 1) == FoundAnomaly("loss", 9.0, 9)
+    assert found.behind("norm", INF, 1) == FoundAnomaly("norm", INF, INF)
+    assert looking(scaled=True)[0].behind("norm", INF, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,9 @@ def test_nobody_waits_for_a_value_before_it_is_looked_at() -> None:
 def after(losses: list[float], **settings: Any) -> Anomalies:
     """Each of its own window, whose update was applied."""
     found, _ = looking(**settings)
-    for loss in losses:
+    for update, loss in enumerate(losses, 1):
         seen(found, loss)
-        found.applied()
+        found.applied(update)
     return found
 
 
@@ -189,11 +189,13 @@ USUAL = [2.0, 2.1, 2.2, 2.3] * 8
 
 def test_a_spike_behind_the_update() -> None:
     found, _ = looking()
-    assert [found.behind("loss", loss) for loss in USUAL] == [None] * len(USUAL)
+    assert [found.behind("loss", loss, update) for update, loss in enumerate(USUAL)] == [None] * len(USUAL)
     limit = pytest.approx(2.2 + 10 * 1.4826 * 0.1)
-    assert found.behind("loss", 6.0) == FoundAnomaly("loss", 6.0, limit, 2.2)
-    assert found.take(1)["loss"] == [*USUAL, 6.0], "it is applied"
-    assert [found.behind("loss", 6.0) is None for _ in range(3)] == [False, False, True], "the third is a new level"
+    assert found.behind("loss", 6.0, 100) == FoundAnomaly("loss", 6.0, limit, 2.2)
+    taken = found.take(1)
+    assert taken is not None
+    assert (taken.first, taken.losses[: len(USUAL)], taken.losses[100]) == (0, USUAL, 6.0), "it is applied"
+    assert [found.behind("loss", 6.0, 101) is None for _ in range(3)] == [False, False, True], "the third is a new level"
 
 
 def test_a_spike_is_seen_without_a_threshold() -> None:
@@ -229,7 +231,7 @@ def test_a_new_level_is_three_spikes() -> None:
     for number in range(40):
         if seen(found, 8.0 + number % 4):
             told_at.append(number)
-        found.applied()
+        found.applied(100 + number)
     assert told_at == [0, 1, 2]
 
 
@@ -241,9 +243,22 @@ def test_some_spikes_do_not_hide_the_next() -> None:
 def test_an_update_without_a_look_adds_nothing() -> None:
     found = after(USUAL)
     seen(found, 9.0)
-    for _ in range(64):
-        found.applied()  # rolled forward, as a replica has it
+    for update in range(64):
+        found.applied(100 + update)  # rolled forward, as a replica has it
     assert seen(found, 6.0)
+
+
+def test_what_was_applied_has_its_place() -> None:
+    """By which the values of ranks are put together. What is not finite has one too."""
+    found = after([2.0, NAN, 2.2], spikes=False)
+    assert found.take(3) is None, "two of them are numbers"
+    assert found.take(2) == AppliedValues(1, [None, None, None], [2.0, None, 2.2])
+    assert found.take(1) is None
+    assert found.behind("norm", 3.0, 3) is None
+    assert found.behind("norm", 4.0, 3) is None
+    seen(found, 2.5)
+    found.applied(4)
+    assert found.take(2) == AppliedValues(3, [4.0, None], [None, 2.5]), "of an update the largest"
 
 
 # -- where the norm comes from

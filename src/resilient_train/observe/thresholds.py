@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from resilient_train.events import Event
+from resilient_train.observe.fields import number_of
 from resilient_train.observe.usual import Usual
 
 EVERY = 64
@@ -16,7 +17,7 @@ _ABOVE = 2.0
 
 
 class Threshold(NamedTuple):
-    """``limit`` is what is proposed; a step whose value is at or above it would have been run again."""
+    """``limit`` is what is proposed; a step of which any rank's value is at or above it would have been run again."""
 
     values: int
     median: float
@@ -33,25 +34,39 @@ class Threshold(NamedTuple):
         return (self.alarms + 2 + 2 * math.sqrt(self.alarms + 1)) / self.values
 
 
-def values_of(events: Sequence[Event], what: str) -> list[float]:
-    """The values of the updates, ``what`` being ``norm`` or ``loss``, as rank 0 has written them down."""
-    found = list[float]()
-    for event in events:
-        values = event.detail.get(what) if event.kind == "values" else None
-        if isinstance(values, list):
-            found += [float(each) for each in values if isinstance(each, int | float) and math.isfinite(each)]
-    return found
+def values_of(events: Sequence[Event], what: str) -> Iterator[dict[int, float]]:
+    """The values of one run's updates, ``what`` being ``norm`` or ``loss``, as each of its ranks has written them down.
+
+    Of an update that was made twice, since all had gone back, the second one counts.
+    """
+    told = [event for event in events if event.kind == "values"]
+    for rank in sorted({event.rank for event in told}):
+        found = dict[int, float]()
+        for event in told:
+            first, values = number_of(event, "first"), event.detail.get(what)
+            if event.rank == rank and first is not None and isinstance(values, list):
+                rows = enumerate(values, first)
+                found |= {at: float(each) for at, each in rows if isinstance(each, int | float) and math.isfinite(each)}
+        yield found
 
 
-def propose(values: Sequence[float]) -> Threshold | None:
-    """A threshold for runs like the one with these values. None: they are too few, or none is above 0."""
-    usual, calm, spikes = Usual(), list[float](), 0
-    for value in values:
-        if usual.spike(value) is None:
-            calm.append(value)
-        else:
-            spikes += 1
-        usual.add(value)
+def propose(runs: Iterable[Iterable[Mapping[int, float]]]) -> Threshold | None:
+    """A threshold for runs like these: for each the values of its updates by rank. Of an update the largest counts, as
+    each rank may have all run it again. None: they are too few, or none is above 0.
+    """
+    values, calm, spikes = list[float](), list[float](), 0
+    for ranks in runs:
+        largest, unusual = dict[int, float](), set[int]()
+        for of_rank in ranks:
+            usual = Usual()
+            for update, value in sorted(of_rank.items()):
+                if usual.spike(value) is not None:
+                    unusual.add(update)
+                usual.add(value)
+                largest[update] = max(value, largest.get(update, value))
+        values += largest.values()
+        calm += (value for update, value in largest.items() if update not in unusual)
+        spikes += len(unusual)
     if len(values) < EVERY or max(calm) <= 0:
         return None
     limit = _rounded_up(_ABOVE * max(calm))

@@ -73,6 +73,14 @@ class Redone(NamedTuple):
         )
 
 
+class AppliedValues(NamedTuple):
+    """Of updates that were applied, from ``first`` on; None where there was none, or none that was finite."""
+
+    first: int
+    norms: list[float | None]
+    losses: list[float | None]
+
+
 class Anomalies:
     """Of one rank. ``scaled``: a gradient scaler looks at the gradients, and refuses the update if they are not finite:
     that is its way to find a scale, and no anomaly. ``spikes``: what is far above the usual is one too. ``tell`` says
@@ -85,7 +93,8 @@ class Anomalies:
         self._usual: dict[What, Usual] = {"norm": Usual(), "loss": Usual()} if spikes else {}
         self._worst: dict[What, float] = {}
         """Of the window that was looked at last."""
-        self._applied: dict[str, list[float]] = {"norm": [], "loss": []}
+        self._applied: dict[int, dict[What, float]] = {}
+        """By update: the largest values that are finite, since they were taken last."""
         self._told: set[str] = set()
         self._again: tuple[int, FoundAnomaly] | None = None
         """The step that is run again for the last one."""
@@ -145,26 +154,28 @@ class Anomalies:
         now = None if found.what == "raised" or which != step else self._worst.get(found.what)
         return None if now is None else Redone(found.what, (found.value, now))
 
-    def behind(self, what: What, value: Any) -> FoundAnomaly | None:
-        """Looks at a value behind the update, which is applied. May wait until the device has computed it."""
+    def behind(self, what: What, value: Any, update: int) -> FoundAnomaly | None:
+        """Looks at a value behind that update, which is applied. May wait until the device has computed it."""
         self._empty = False
         number = float(value)
         found = self._judged(what, number) if self._counts(what, number) else None
-        self._add_applied(what, number)
+        self._add_applied(what, number, update)
         return found
 
-    def applied(self) -> None:
-        """The update of the window that was looked at last is applied: so its values are among the usual ones."""
+    def applied(self, update: int) -> None:
+        """The window that was looked at last is that update, and applied: so its values are among the usual ones."""
         for what, value in self._worst.items():
-            self._add_applied(what, value)
+            self._add_applied(what, value, update)
         self._worst.clear()
 
-    def take(self, at_least: int) -> dict[str, list[float]]:
-        """The finite values of the updates since they were taken last, if they are so many; else none."""
-        if max(map(len, self._applied.values())) < at_least:
-            return {}
-        taken, self._applied = self._applied, {"norm": [], "loss": []}
-        return taken
+    def take(self, at_least: int) -> AppliedValues | None:
+        """The finite values of the updates since they were taken last, if these are so many; else None."""
+        if len(self._applied) < at_least:
+            return None
+        taken, self._applied = self._applied, {}
+        updates = range(min(taken), max(taken) + 1)
+        norms, losses = ([taken.get(update, {}).get(what) for update in updates] for what in ("norm", "loss"))
+        return AppliedValues(updates.start, norms, losses)
 
     def _look_at(self, what: What) -> FoundAnomaly | None:
         values = [value for value in map(float, self._values[what]) if self._counts(what, value)]
@@ -183,9 +194,10 @@ class Anomalies:
         spike = self._usual[what].spike(value) if self._usual else None
         return FoundAnomaly(what, value, spike.limit, spike.median) if spike is not None else None
 
-    def _add_applied(self, what: What, value: float) -> None:
+    def _add_applied(self, what: What, value: float, update: int) -> None:
         if math.isfinite(value):
-            self._applied[what].append(value)
+            values = self._applied.setdefault(update, {})
+            values[what] = max(value, values.get(what, value))
         if what in self._usual:
             self._usual[what].add(value)
 

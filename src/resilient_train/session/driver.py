@@ -490,7 +490,7 @@ class Driver:
     def _check_behind(self, anomalies: Anomalies, what: What, value: Any) -> None:
         """A value of the update that was applied last. Of one that was left out there is nothing to go back for."""
         rank, step = self._rank, self._rank.number - 1
-        found = None if rank.skips and step in rank.tolerated else anomalies.behind(what, value)
+        found = None if rank.skips and step in rank.tolerated else anomalies.behind(what, value, rank.commits)
         if found is not None:
             self._link.channel.send(m.Late(step, seen=self._anomaly_frame(step, found)))
 
@@ -852,15 +852,19 @@ class Driver:
     def _committed_and_usual(self, effect: do.Committed) -> None:
         assert self._anomalies is not None
         self._committed(effect)
-        self._anomalies.applied()
+        self._anomalies.applied(self._rank.commits)
         self._write_values(thresholds.EVERY)
 
     def _write_values(self, at_least: int) -> None:
-        """For ``advise --norm``. Of all ranks one; what a lost process has not written yet is missing."""
+        """For ``advise --norm``: losses are each rank's own, norms all have alike, so one writes them. What a lost
+        process has not written yet is missing.
+        """
         assert self._anomalies is not None
-        values = self._anomalies.take(at_least)
-        if values and self._tells:
-            self._event("values", values)
+        if not (values := self._anomalies.take(at_least)):
+            return
+        given = {"norm": values.norms if self._tells else [], "loss": values.losses}
+        if rows := {what: each for what, each in given.items() if any(value is not None for value in each)}:
+            self._event("values", {"first": values.first, **rows})
 
     def _check_unchanged(self, _: do.CheckUnchanged) -> None:
         try:

@@ -18,10 +18,10 @@ def thresholds(run_dir: Path | None) -> dict[str, Threshold]:
     if run_dir is None:
         raise ConfigError('advise --norm: give --run-dir of a run that was trained with MS_ENABLE_TFT="{TRE:1}"')
     try:
-        events = [event for run in events_of(run_dir) for event in run]
+        runs = [[event for event in run if event.kind == "values"] for run in events_of(run_dir)]
     except OSError as error:
         raise ConfigError(f"advise: {error.filename} can't be read: {error.strerror or error}") from None
-    found = {what: threshold for what in _VARIABLES if (threshold := propose(values_of(events, what)))}
+    found = {what: threshold for what in _VARIABLES if (threshold := propose(values_of(run, what) for run in runs))}
     if not found:
         raise ConfigError(
             f"advise --norm: {run_dir} has no norms or losses of {EVERY} updates or more: they are written down where "

@@ -15,12 +15,14 @@ from torch.distributed._composable.replicate_with_fsdp import replicate  # noqa:
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from resilient_train.errors import ConfigError, StateError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Objects, SaveShare  # noqa: E402
+from resilient_train.frameworks.torch.gradients import Gradients  # noqa: E402
 from resilient_train.frameworks.torch.leaves import TENSORS, local, pack, version_of  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
 from resilient_train.frameworks.torch.sharded import Sharding, placed_like  # noqa: E402
@@ -47,6 +49,37 @@ def net(mesh: DeviceMesh, *, parts: bool = True) -> Any:
     for part in model if parts else ():
         fully_shard(part, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+def clipping(model: Any, norm_type: float) -> tuple[int, float]:
+    """How many collectives it takes, and a gradient behind it."""
+    for number, parameter in enumerate(model.parameters()):
+        whole = torch.full(parameter.shape, 3.0 + number)
+        parameter.grad = DTensor.from_local(
+            torch.zeros_like(local(parameter)), parameter.device_mesh, parameter.placements
+        )
+        local(parameter.grad).copy_(whole.flatten()[: local(parameter).numel()].view_as(local(parameter)))
+    with CommDebugMode() as counted:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=norm_type)
+    return counted.get_total_counts(), float(local(next(model.parameters()).grad).flatten()[0])
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_a_norm_that_is_looked_at_costs_no_collective(norm_type: float) -> None:
+    """Clipping makes it whole, if it is not yet; what is seen is that value."""
+    model, seen = net(hsdp()), []
+    plain = clipping(model, norm_type)
+    assert plain[0] > 0
+    watched = Gradients(Objects((model,), ()))
+    watched.watch(seen.append)
+    try:
+        with CommDebugMode() as counted:
+            assert clipping(model, norm_type) == plain
+            assert float(seen[0]) > 1.0
+        assert counted.get_total_counts() == plain[0], "nor does the look itself"
+    finally:
+        watched.close()
 
 
 def are(found: Iterable[Any], expected: Iterable[Any]) -> bool:

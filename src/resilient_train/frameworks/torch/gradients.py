@@ -36,9 +36,12 @@ class Gradients:
         self._clip = clip = clip_grad._clip_grads_with_norm_
 
         def clip_and_tell(parameters: Any, max_norm: float, total_norm: torch.Tensor, *more: Any, **named: Any) -> None:
-            clip(parameters, max_norm, total_norm, *more, **named)
-            if any(id(parameter) in registered for parameter in parameters):
-                tell(self.kept(total_norm))
+            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            ours = any(id(parameter) in registered for parameter in given)
+            norm = _whole(total_norm) if ours else total_norm
+            clip(given, max_norm, norm, *more, **named)
+            if ours:
+                tell(self.kept(norm))
 
         clip_grad._clip_grads_with_norm_ = self._clip_and_tell = clip_and_tell
 
@@ -81,8 +84,8 @@ class Gradients:
                     f"session.check() takes one real number, not a tensor of shape {tuple(value.shape)} "
                     f"({value.dtype}): give it the mean"
                 )
-            # Of a sharded model: each rank has the norm of its part. This is in the body, where a collective is
-            # repaired; to read the value in front of the update would be one as well.
+            # Of a sharded model each rank may have the norm of its part alone (``session.check(norm=)``). This is in
+            # the body, where a collective is repaired; to read the value in front of the update would be one as well.
             return (value.full_tensor() if is_sharded(value) else value).detach().clone()
         try:
             return float(value)
@@ -92,3 +95,15 @@ class Gradients:
     def scales(self) -> bool:
         scaler = self._objects.scaler
         return scaler is not None and bool(scaler.is_enabled())
+
+
+def _whole(norm: torch.Tensor) -> Any:
+    """Of a sharded model the largest gradient (``norm_type=inf``) comes as that of this rank's part; other norms are
+    whole. To clip by it torch makes it whole, by a collective whose result nobody else sees; of one that is whole it
+    makes none. So there is one, and both have its value.
+    """
+    if not is_sharded(norm):
+        return norm
+    from torch.distributed.tensor import Replicate  # a DTensor is here, so it is imported
+
+    return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)

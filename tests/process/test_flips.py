@@ -275,3 +275,11 @@ def test_a_flip_that_finds_nothing_to_hit_is_a_mistake_in_the_plan(tmp_path: Pat
     run = launch(tmp_path / "run", "train.py", "--steps", "4", ranks=2, flags=flags)
     assert run.code == 2
     assert "where flip finds a gradient: phase=COMPUTE at=backward, phase=UPDATING at=start" in run.err
+
+
+def test_bits_that_an_element_does_not_have_are_not_told_as_flipped(tmp_path: Path) -> None:
+    flags = ("--faults", f"flip rank=1 step=2 mask={1 << 40 | 1:#x} target=gradient")
+    run = launch(tmp_path / "run", "train.py", "--steps", "4", ranks=2, flags=flags)
+    assert run.code != 0
+    assert "fault plan: flip mask=0x10000000001: an element of torch.float32 has 32 bits only" in run.err
+    assert not run.of("flipped")

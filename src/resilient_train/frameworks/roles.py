@@ -760,7 +760,8 @@ class Drill(Protocol):
     def flip(self, target: str, index: int, mask: int) -> dict[str, object]:
         """Inverts these bits of one element (``index``, modulo their number) of this rank's tensors of that kind.
 
-        Returns, for an event, where it lies and what it was and is. Raises ConfigError if there is no such tensor.
+        Returns, for an event, where it lies and what it was and is. Raises ConfigError, with nothing changed, if there
+        is no such tensor, or if an element has not all of these bits.
         """
         ...
 

@@ -155,9 +155,10 @@ class Drill:
 def _invert(tensor: torch.Tensor, index: int, mask: int) -> dict[str, object]:
     """Past autograd, which is not to know."""
     bits = 8 * tensor.element_size()
+    if mask >> bits:
+        raise ConfigError(f"fault plan: flip mask={mask:#x}: an element of {tensor.dtype} has {bits} bits only")
     place = tensor.data[tuple(int(each) for each in torch.unravel_index(torch.tensor(index), tensor.shape))]
     was = place.item()
-    mask &= (1 << bits) - 1
     signed = mask - (1 << bits) if bits > 8 and mask >> (bits - 1) else mask
     place.view(_WORDS[bits]).bitwise_xor_(signed)
     return {"mask": f"{mask:#x}", "was": str(was), "is": str(place.item())}

@@ -6,6 +6,7 @@ A bit-exact redo computes the same norm twice; so where the second one is to be 
 import json
 import math
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,10 @@ def test_the_example_of_mindspore(tmp_path: Path, undisturbed: Reference) -> Non
     assert [event["detail"]["redone"] for event in run.of("session_end")] == [1, 1], "one step, on each rank"
     assert len(run.of("spawned")) == 2, "nobody was to be replaced"
     (again,) = run.of("redone")
+    batch, device = (again["detail"].pop(key) for key in ("batch", "device"))
     assert (again["rank"], again["detail"]) == (0, {"what": "norm", "values": [45.7, 45.706], "same": False})
+    assert batch
+    assert device == f"{socket.gethostname()} cpu"
     assert run.err.count("run again from the same inputs, is 45.706, and was 45.7: a device has computed wrongly") == 1
     for value, what in (("45.7", "all run the step again"), ("45.706", "it is written down, and the step counts")):
         assert run.err.count(f"the gradient norm of step 2 is {value} on rank 0 (threshold 44)") == 1, run.err

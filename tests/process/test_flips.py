@@ -229,6 +229,9 @@ def test_what_one_replica_alone_holds_otherwise_sends_all_back(
     assert {each["commits"] for each in details(run, "restored")} <= {8, 9}
     # Behind a forward pass with a wrong parameter both have wrong gradients; before one, the other rank was right.
     assert [event["rank"] for event in run.of("held_wrong")] == [1] * ((target, place) != ("param", ""))
+    (told,) = details(run, "replicas_differ")
+    assert (len(set(told["digests"].values())), len(set(told["batches"].values()))) == (2, 2), told
+    assert all(told["batches"].values())
 
 
 def test_the_only_rank_of_a_job_computes_once_more(tmp_path: Path, undisturbed: Reference) -> None:

@@ -1,10 +1,15 @@
 """Mistakes in a loop that ended with exit code 0 and something wrong, or with nothing that a fault could go back to."""
 
+import socket
 from pathlib import Path
 
 import pytest
 from running import Run, launch
 from shared import Undisturbed
+
+from resilient_train.observe.report import lines
+from resilient_train.observe.sinks import read_events
+from resilient_train.observe.timeline import read_run
 
 
 @pytest.mark.parametrize(
@@ -99,6 +104,12 @@ def test_a_replica_that_a_machine_has_spoilt_costs_the_steps_since_it_was_right(
     assert parameters(run) == parameters(plain)
     (told,) = run.of("replicas_differ")
     assert "'model.0.module.2.bias' differs on rank 1: something has" in told["detail"]["reason"]
+    digests, devices = told["detail"]["digests"], told["detail"]["devices"]
+    assert digests["0"] == digests["2"] != digests["1"]
+    assert devices == {str(rank): f"{socket.gethostname()} cpu" for rank in range(3)}
+    story = [line.text for line in lines(read_run(read_events(run.run_dir / "events.jsonl")))]
+    held = f"rank 1 ({socket.gethostname()} cpu) had other bits than it should once: held after"
+    assert any(text.startswith(held) for text in story)
     (again,) = run.of("restart_all")
     assert (again["detail"]["state_lost"], again["detail"]["attempt"]) == (True, 1)
     (commits,) = {event["detail"]["commits"] for event in run.of("restored")}

@@ -48,7 +48,7 @@ class Rank:
             channel=SimpleNamespace(send=self.told.append),
             wait_for_the_end=self._end,
         )
-        self.comparison = Comparison(self.link, state, gradients, groups, every)
+        self.comparison = Comparison(self.link, state, gradients, groups, every, lambda: (f"b{rank}", "host cpu"))
 
     def _fingerprint(self) -> Any:
         self.made += 1

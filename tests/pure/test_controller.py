@@ -638,7 +638,8 @@ def test_every_fault_is_noted() -> None:
 
 
 def differs(controller: Controller, rank: int, held: str) -> list[Command]:
-    return controller.differs(rank, controller.job.incarnations[rank], Differs(5, [("w", held)], averages=True))
+    message = Differs(5, [("v", "0"), ("w", held)], averages=True, batch=f"batch {rank}", device=f"host cuda:{rank}")
+    return controller.differs(rank, controller.job.incarnations[rank], message)
 
 
 @pytest.mark.parametrize("stage", [Stage.RUNNING, Stage.FINISHED])
@@ -680,7 +681,15 @@ def differ(controller: Controller) -> list[Command]:
 def test_replicas_that_differ_go_back_to_a_saved_state() -> None:
     controller = saving(4)
     commands = differ(controller)
-    assert [note.kind for note in of(commands, Note)] == ["replicas_differ", "restart_all"]
+    told, again = of(commands, Note)
+    assert (told.kind, again.kind) == ("replicas_differ", "restart_all")
+    by_rank = {key: told.detail[key] for key in ("name", "digests", "batches", "devices")}
+    assert by_rank == {
+        "name": "w",
+        "digests": {"0": "1", "1": "2"},
+        "batches": {"0": "batch 0", "1": "batch 1"},
+        "devices": {"0": "host cuda:0", "1": "host cuda:1"},
+    }
     assert [(spawn.rank, spawn.attempt) for spawn in of(commands, Spawn)] == [(0, 1), (1, 1)]
     assert controller.job.stage is Stage.STARTING
     assert controller.disagreed(0) == controller.disagreed(1) == [], "the first one's time is over"

@@ -104,7 +104,9 @@ def test_each_device_is_counted_by_itself(tmp_path):
         "events.jsonl": [
             at(2000, "deviates", 1, detail={"step": 7, "ranks": [1], "devices": {"1": "a cuda:1"}}),
             at(2100, "deviates", 1, detail={"step": 9, "ranks": [1], "devices": {"1": "b cuda:1", "x": "y"}}),
-            at(2200, "replicas_differ", ranks=[0, 1, 2], alone=[1], commits=12),
+            at(2200, "replicas_differ", ranks=[0, 1, 2], alone=[1], commits=12, devices={"1": "b cuda:1", "2": "x"}),
+            at(2300, "replicas_differ", ranks=[1, 3], alone=[], commits=13, devices={"1": "b cuda:1", "3": "b cuda:3"}),
+            at(2400, "held_wrong", 3, ranks=[3], commits=13),
         ],
     }
     for name, events in runs.items():
@@ -112,6 +114,9 @@ def test_each_device_is_counted_by_itself(tmp_path):
     assert count_deviations(events_of(tmp_path)) == {(1, "a cuda:1"): 2, (1, "b cuda:1"): 1}
     text = text_of([*beginning(), *runs["events.jsonl"]])
     assert "rank 1 (a cuda:1) had other bits than it should once: computed in step 7\n" in text
+    told = "had other bits than it should 2 times: first computed in step 9, last held after 12 updates"
+    assert f"rank 1 (b cuda:1) {told}\n" in text
+    assert "rank 3 (b cuda:3) had other bits than it should once: held after 13 updates\n" in text
 
 
 def test_the_dict_survives_json():

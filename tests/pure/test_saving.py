@@ -65,7 +65,7 @@ class Rank:
         publication: Any = SimpleNamespace(latest=b"published")
         self.events: list[tuple[str, dict[str, Any]]] = []
         groups = ((0, 1),)
-        comparison = Comparison(link, state, SimpleNamespace(averages=lambda: True), groups, 0)
+        comparison = Comparison(link, state, SimpleNamespace(averages=lambda: True), groups, 0, lambda: ("", ""))
         self.saving = Saving(
             link, state, step, publication, "run", groups, lambda *event: self.events.append(event), comparison
         )

@@ -25,7 +25,7 @@ class Deviation(msgspec.Struct, frozen=True):
     at: int | None
     """The step that was computed twice; the number of updates before which replicas were compared. None: not told."""
     device: str = ""
-    """On which it was computed, and of which host."""
+    """On which it was computed, or lay, and of which host. Empty: not told."""
 
 
 def read_deviations(ordered: Iterable[Event]) -> tuple[Deviation, ...]:
@@ -34,6 +34,7 @@ def read_deviations(ordered: Iterable[Event]) -> tuple[Deviation, ...]:
     """
     found: list[Deviation] = []
     world_size: int | None = None
+    held_on: dict[int, str] = {}
     for event in ordered:
         if event.kind == "run_start":
             world_size = number_of(event, "world_size")
@@ -43,9 +44,11 @@ def read_deviations(ordered: Iterable[Event]) -> tuple[Deviation, ...]:
                 step, devices = number_of(event, "step"), _devices(event)
                 found += [Deviation(rank, "computed", step, devices.get(rank, "")) for rank in ranks]
         elif event.kind == "held_wrong":
-            found += [Deviation(rank, "held", number_of(event, "commits")) for rank in ranks_of(event, "ranks")]
+            commits = number_of(event, "commits")
+            found += [Deviation(rank, "held", commits, held_on.get(rank, "")) for rank in ranks_of(event, "ranks")]
         elif event.kind == "replicas_differ":
-            found += [Deviation(rank, "held", number_of(event, "commits")) for rank in ranks_of(event, "alone")]
+            commits, held_on = number_of(event, "commits"), _devices(event)
+            found += [Deviation(rank, "held", commits, held_on.get(rank, "")) for rank in ranks_of(event, "alone")]
     return tuple(found)
 
 

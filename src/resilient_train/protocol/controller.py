@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.commands import Command, Note, Spawn
-from resilient_train.protocol.disagreement import Doubt, alone, sentence
+from resilient_train.protocol.disagreement import Doubt, alone, evidence, sentence
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
 from resilient_train.protocol.messages import Anomaly, Computed, Differs, Finished, Held, Joined, Late, Plan, Started
@@ -637,6 +637,7 @@ class Controller:
         group = job.replicas.peers(next(iter(told)))
         text, commits = sentence(group, told), max(each.commits for each in told.values())
         detail: dict[str, object] = {"ranks": list(group), "alone": alone(told), "commits": commits, "reason": text}
+        detail |= evidence(told)
         said = next(iter(told.values()))
         unnamed = said.held and not detail["alone"]
         job.doubt = Doubt(said.since, dict(zip(group, said.held, strict=True))) if unnamed else None

@@ -67,6 +67,19 @@ def alone(told: Mapping[int, Differs]) -> list[int]:
     return _minority(found[1]) if found is not None else []
 
 
+def evidence(told: Mapping[int, Differs]) -> dict[str, object]:
+    """For the event: the first thing that differs, and by rank its digest, that of the batch, and the device."""
+    found = _difference(told)
+    name = found[0] if found is not None else ""
+    digests = {str(rank): dict(each.rows).get(name, "") for rank, each in told.items()}
+    return {
+        "name": name,
+        "digests": digests if name else {},
+        "batches": {str(rank): each.batch for rank, each in told.items()},
+        "devices": {str(rank): each.device for rank, each in told.items()},
+    }
+
+
 def _difference(told: Mapping[int, Differs]) -> tuple[str, list[list[int]]] | None:
     return first_difference({rank: dict(each.rows) for rank, each in told.items()})
 

@@ -348,9 +348,10 @@ class Differs(msgspec.Struct, tag="differs", frozen=True):
     """The rank has found that its replicas do not hold what it holds before update ``commits``. It waits for the end.
 
     ``rows`` are (name, digest) of all tensors and values that replicas have in common; ``averages``: the rank's models
-    are wrapped by something that averages their gradients. The one large frame: it is sent once, as the job's last.
-    ``since``: the update before which they did not seem to hold the same first, and ``held``, fingerprints of what they
-    held then, in the order of the replica group.
+    are wrapped by something that averages their gradients. ``since``: the update before which they did not seem to hold
+    the same first, and ``held``, fingerprints of what they held then, in the order of the replica group. ``batch``: a
+    digest of the batches of the rank's window, and ``device``: where they lie. The one large frame: it is sent once, as
+    the job's last.
     """
 
     commits: int
@@ -358,6 +359,8 @@ class Differs(msgspec.Struct, tag="differs", frozen=True):
     averages: bool
     since: int = -1
     held: tuple[int, ...] = ()
+    batch: str = ""
+    device: str = ""
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):

@@ -20,7 +20,7 @@ the next update, and no snapshot takes the place of the older one before they ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from resilient_train.frameworks.roles import Gradients, State
 from resilient_train.protocol.messages import Differs, Held, Shared
@@ -30,16 +30,23 @@ from resilient_train.session.link import Link
 
 class Comparison:
     """One rank's part. ``groups`` are the replica groups. ``every``: so many updates at most are not looked at; 0: any
-    number.
+    number. ``inputs``: a digest of the window's batches, and the device.
     """
 
     def __init__(
-        self, link: Link, state: State, gradients: Gradients, groups: Sequence[Sequence[int]], every: int
+        self,
+        link: Link,
+        state: State,
+        gradients: Gradients,
+        groups: Sequence[Sequence[int]],
+        every: int,
+        inputs: Callable[[], tuple[str, str]],
     ) -> None:
         self._link = link
         self._state = state
         self._gradients = gradients
         self._every = every
+        self._inputs = inputs
         self._groups = groups
         self._replicas = next((group for group in groups if link.rank in group), (link.rank,))
         self._origin = 0
@@ -123,8 +130,8 @@ class Comparison:
             self._since = commits, tuple(self._link.peers.fingerprint(rank, commits) for rank in self._replicas)
         self.doubted = self.doubtful or not all(self._same(group, commits) for group in self._groups)
         if self.doubtful and self._sure:
-            averages = self._gradients.averages()
-            self._link.channel.send(Differs(commits, self._state.rows(), averages, *self._since))
+            averages, rows = self._gradients.averages(), self._state.rows()
+            self._link.channel.send(Differs(commits, rows, averages, *self._since, *self._inputs()))
             self._link.wait_for_the_end()
 
     def _same(self, group: Sequence[int], commits: int) -> bool:

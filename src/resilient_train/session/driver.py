@@ -120,7 +120,9 @@ class Driver:
         self._sink = JsonLines(f"{agent.run_dir}/{EVENTS_FILE}")
         self._publication = Publication(self._link, engine.rank_state, engine.data, cursor)
         groups = replicas or (tuple(range(agent.world_size)),)
-        self._comparison = Comparison(self._link, engine.state, engine.gradients, groups, settings.compare_every)
+        self._comparison = Comparison(
+            self._link, engine.state, engine.gradients, groups, settings.compare_every, self._inputs
+        )
         self.saving = Saving(
             self._link,
             engine.state,
@@ -930,9 +932,13 @@ class Driver:
         )
         if ended.differs_at < 0:
             return frame
+        batch, device = self._inputs()
+        return structs.replace(frame, digests=(ended.was, ended.now), batch=batch, device=device)
+
+    def _inputs(self) -> tuple[str, str]:
+        """A digest of the window's batches, and where this rank computes."""
         batch = self._called or self._engine.data.look(self._batches.values())
-        device = f"{socket.gethostname()} {self._engine.device.name()}"
-        return structs.replace(frame, digests=(ended.was, ended.now), batch=batch.hex(), device=device)
+        return batch.hex(), f"{socket.gethostname()} {self._engine.device.name()}"
 
     def _is_anomalous(self) -> bool:
         """Looks at the values of the window; and tells what has come of one that was run again for an anomaly."""
@@ -941,7 +947,9 @@ class Driver:
             return False
         found = anomalies.look()
         if again := anomalies.redone(number):
-            self._event("redone", {"what": again.what, "values": again.in_json, "same": again.same})
+            batch, device = self._inputs()
+            inputs = {"batch": batch, "device": device}
+            self._event("redone", {"what": again.what, "values": again.in_json, "same": again.same, **inputs})
             say_aside(f"rank {self._link.rank}: {again.told(number)}")
         return found
 

@@ -37,6 +37,17 @@ def test_what_a_machine_has_made_wrong_is_trained_anew(
     assert run.err.count("All ranks start again") == 1
 
 
+def test_memory_has_an_older_one_too(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    """Two steps before it would be overwritten."""
+    kept = ("--save", "1000", "--memory", "4")
+    plain = undisturbed_of("late.py", str(STEPS), *kept, ranks=2, **ON)
+    run = late(tmp_path / "run", *kept, "--at", "13", "--once", "--look", "5", "--waits")
+    assert run.code == 0, run.explain()
+    assert {digest for digest, _ in run.digests().values()} == {digest for digest, _ in plain.digests().values()}
+    assert [event["detail"]["goes_back"] for event in run.of("late_anomaly")] == [True], run.explain()
+    assert {event["detail"]["commits"] for event in run.of("restored")} == {12}
+
+
 def test_what_a_script_does_for_good_at_some_step(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """A process that was behind that step can't be brought back before it; a new one can (decision 50)."""
     stage = ("--save", "4", "--stage", "16")

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -267,6 +268,76 @@ def test_memory_that_can_not_be_cleaned_is_given_up(rig: Rig, monkeypatch: pytes
     asyncio.run(rig.saves.finish(5, failed=True))
     assert rig.holder.finished
     assert "what is in memory is given up" in rig.told[-1]
+
+
+class Memory:
+    """A connection to a holder that has these steps of each of two ranks. A pin ends with it."""
+
+    def __init__(self, *steps: tuple[int, ...]) -> None:
+        self.steps = steps
+        self.pinned: set[tuple[int, int]] = set()
+
+    def inventory(self) -> Any:
+        stores = [SimpleNamespace(rank=rank, snapshots=self._held(each)) for rank, each in enumerate(self.steps)]
+        return SimpleNamespace(stores=stores)
+
+    def _held(self, steps: tuple[int, ...]) -> list[Any]:
+        return [SimpleNamespace(step=step, commits=step, sequence=100 + step, world=2) for step in steps]
+
+    def pin(self, rank: int, sequence: int) -> bool:
+        there = sequence - 100 in self.steps[rank]
+        self.pinned |= {(rank, sequence)} if there else set()
+        return there
+
+    def close(self) -> None:
+        self.pinned.clear()
+
+
+def test_the_older_one_in_memory_stays_until_all_have_gone_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory((16, 12), (16, 12))
+    monkeypatch.setattr(saves_module.Vault, "connect", lambda *_, **__: memory)
+
+    async def job() -> None:
+        for step in (8, 12, 16):
+            rig.captured(step)
+        assert not rig.saves.saved_before(11), "that one was overwritten"
+        assert memory.pinned == set()
+        assert rig.saves.saved_before(16)
+        assert memory.pinned == {(0, 116), (1, 116)}
+        assert rig.saves.saved_before(13)
+        assert memory.pinned == {(0, 112), (1, 112)}
+        rig.saves.distrust(13)
+        await choose(rig)
+        assert memory.pinned == set(), "the next snapshot may have its place"
+
+    asyncio.run(job())
+
+
+@pytest.mark.parametrize("held", [((16, 12), (16,)), ((16,), (16,)), ((20, 16), (16, 12))])
+def test_one_that_is_being_overwritten_is_none(rig: Rig, monkeypatch: pytest.MonkeyPatch, held: Any) -> None:
+    memory = Memory(*held)
+    monkeypatch.setattr(saves_module.Vault, "connect", lambda *_, **__: memory)
+
+    async def job() -> None:
+        rig.captured(12)
+        rig.captured(16)
+        assert not rig.saves.saved_before(13)
+        assert memory.pinned == set(), "nothing is held up by it"
+
+    asyncio.run(job())
+
+
+def test_a_holder_that_does_not_answer_has_none(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise HolderLostError("it does not answer")
+
+    monkeypatch.setattr(saves_module.Vault, "connect", silent)
+
+    async def job() -> None:
+        rig.captured(12)
+        assert not rig.saves.saved_before(13)
+
+    asyncio.run(job())
 
 
 class Visitor:

@@ -254,9 +254,10 @@ class Controller:
             return f"{fault.detail}; all have gone back for that already"
         if message.seen is not None and (message.seen.what, step) in job.anomalies:  # also in an earlier run of the job
             return f"{fault.detail}; the step has been run again for that already"
-        if not job.saved_before(step):
-            return f"{fault.detail}; nothing of before is saved"
-        return rsc.refuses(fault, job)
+        nothing = f"{fault.detail}; nothing of before is saved"
+        if not job.can_go_back():
+            return nothing
+        return rsc.refuses(fault, job) or ("" if job.saved_before(step) else nothing)
 
     def computed(self, rank: int, incarnation: int, message: Computed) -> list[Command]:
         """A rank has computed a window that is computed twice. When all have: again, or what has come of it."""

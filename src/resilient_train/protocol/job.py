@@ -91,7 +91,9 @@ class Job:
         self.late_told: set[tuple[int, int]] = set()
         """Attempt and step, where people were told of it and nobody went back."""
         self.saved_before: Callable[[int], bool] = lambda _step: False
-        """Whether a state from before that step, or an older one, is known to be saved."""
+        """Whether a state from before that step, or an older one, is known to be saved. Asked last, where all go back
+        to it if it is.
+        """
         self.pause_at: int | None = None
         """All are to stop before this step, or at the next head behind it; None: nobody wants it."""
         self.step = 0

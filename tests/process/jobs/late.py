@@ -33,6 +33,7 @@ parser.add_argument("--raises", choices=("before", "behind", "between"), default
 parser.add_argument("--on-anomaly", default="redo")
 parser.add_argument("--leave-out", type=int, default=-1, help="the update of this step is made without gradients")
 parser.add_argument("--stage", type=int, default=-1)
+parser.add_argument("--waits", action="store_true", help="rank 0, when it has said so: for the end of its process")
 parser.add_argument("--killed", action="store_true", help="rank 1, in its second process, before its Session")
 asked = parser.parse_args()
 
@@ -104,4 +105,5 @@ with rt.Session(model=model, optimizer=optimizer, on_anomaly=asked.on_anomaly) a
         ):
             told = True
             session.anomaly(asked.at, "the validation has become worse")
+            time.sleep(30 if asked.waits else 0)
 dist.destroy_process_group()

@@ -28,6 +28,7 @@ from resilient_train.state.checkpoint.manifest import parse_name
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK, Flush, Flushed
 from resilient_train.state.vault.holder_process import find_holder
+from resilient_train.state.vault.slots import SLOTS
 
 _REPLY_TIMEOUT_S = 2.0
 """The agent waits for the holder at the start of ranks only, and not for long: it has recoveries to carry out."""
@@ -127,8 +128,10 @@ class Saves:
         """Until ``choose`` is over: what ranks still say of snapshots is of the history that is left."""
         self._aside: asyncio.Task[None] | None = None
         """Sets wrong checkpoints aside. Meanwhile no flush runs but one that is wrong, and written."""
-        self._kept_step = -1
-        """Of the newest snapshot in memory that was equal in all replicas: the one before it may be overwritten."""
+        self._kept_steps: deque[int] = deque(maxlen=SLOTS)
+        """Of the newest snapshots in memory that were equal in all replicas. They may have been overwritten since."""
+        self._pins: Vault | None = None
+        """By which one of them stays until all have gone back to it."""
         self._stored_steps: deque[int] = deque(maxlen=keep)
         """Of the newest checkpoints that this run has written, or begun with."""
         self._refused: set[Source] = set()
@@ -173,6 +176,7 @@ class Saves:
             return await self._choose(needed=needed)
         finally:
             self._going_back = False
+            self._unpin()
 
     async def _choose(self, *, needed: bool) -> str:
         self._captured.clear()  # by ranks that are no more
@@ -284,11 +288,39 @@ class Saves:
         if self._under_way is not None and self._under_way.step > step:
             self._under_way = self._under_way._replace(wrong=True)
         self._stored_steps = deque((each for each in self._stored_steps if each <= step), self._stored_steps.maxlen)
-        self._kept_step = self._kept_step if self._kept_step <= step else -1
+        self._kept_steps = deque((each for each in self._kept_steps if each <= step), SLOTS)
 
     def saved_before(self, step: int) -> bool:
-        """Whether a state from before that step, or an older one, is known to be saved."""
-        return any(0 <= saved <= step for saved in (self._kept_step, *self._stored_steps))
+        """Whether a state from before that step, or an older one, is known to be saved. To be asked if all go back to
+        it then: what the ranks would overwrite in memory stays until ``choose`` is over.
+        """
+        return any(saved <= step for saved in self._stored_steps) or self._pin(step)
+
+    def _pin(self, step: int) -> bool:
+        """Has memory keep the newest snapshot of those from before that step. False: none is there any more."""
+        kept = [each for each in self._kept_steps if each <= step]
+        if not kept:
+            return False
+        self._unpin()
+        try:
+            self._pins = vault = self._visit()
+            stores = vault.inventory().stores
+            held = [
+                (store.rank, each.sequence) for store in stores for each in store.snapshots if each.step == kept[-1]
+            ]
+            if {rank for rank, _ in held}.issuperset(range(self._world_size)) and all(
+                vault.pin(*each) for each in held
+            ):
+                return True
+        except VaultError:  # what it holds can't be gone back to
+            pass
+        self._unpin()
+        return False
+
+    def _unpin(self) -> None:
+        if self._pins is not None:
+            self._pins.close()
+            self._pins = None
 
     def can_go_back(self) -> bool:
         """Whether there may be a source; ``choose`` knows. A job that saves, and has come to its end before the first
@@ -316,7 +348,8 @@ class Saves:
             ranks[each].sequence and (ranks[each].fingerprint or len(group) == 1) for group in groups for each in group
         ):
             self.newest = max(self.newest, frame.commits)
-            self._kept_step, self._wrong_since, self._wrong_held = frame.step, None, False
+            self._kept_steps.append(frame.step)
+            self._wrong_since, self._wrong_held = None, False
         if all(each.store for each in ranks.values()):
             self._store(ranks, groups)
         else:
@@ -469,7 +502,7 @@ class Saves:
 
     def _lost(self, reason: str) -> None:
         self._let_go()
-        self._kept_step = -1
+        self._kept_steps.clear()
         self._note("holder_lost", detail={"reason": reason})
         save, self._under_way = self._under_way, None
         if save is not None:
@@ -489,12 +522,15 @@ class Saves:
                 return None
         return self._in_memory()
 
+    def _visit(self) -> Vault:
+        """The holder, as a visitor: what the agent's own connection has sent already is not answered in between. Raises
+        VaultError.
+        """
+        return Vault.connect(self._run_dir, member=False, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S)
+
     def _in_memory(self) -> Source | None:
-        # As a visitor: what the agent's own connection has sent already is not answered in between.
         try:
-            vault = Vault.connect(
-                self._run_dir, member=False, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S
-            )
+            vault = self._visit()
             try:
                 stores = vault.inventory().stores
             finally:
@@ -549,9 +585,7 @@ class Saves:
         since = self._wrong_since
         try:
             with contextlib.ExitStack() as stack:
-                vault = Vault.connect(
-                    self._run_dir, member=False, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S
-                )
+                vault = self._visit()
                 stack.callback(vault.close)
                 for rank in range(self._world_size):
                     for pair in vault.open(rank):

@@ -152,6 +152,11 @@ def _shown(text: str) -> str:
     return f"{text!r} ({unicodedata.name(odd, f'U+{ord(odd):04X}')})" if odd else repr(text)
 
 
+def snapshot_steps(switches: Switches) -> int:
+    """After so many steps each ``TRE:2`` wants a snapshot in memory; 0: it wants none."""
+    return int(switches.other.get("TRE_SNAPSHOT_STEPS", "0")) if switches.tre == 2 else 0
+
+
 class AutoSave(msgspec.Struct, frozen=True):
     """What ``ATO:1`` asks for: saves at the best interval. The defaults are MindSpore's."""
 

@@ -48,6 +48,21 @@ def test_memory_has_an_older_one_too(tmp_path: Path, undisturbed_of: Undisturbed
     assert {event["detail"]["commits"] for event in run.of("restored")} == {12}
 
 
+def test_snapshots_by_the_switch(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    """As MindSpore has them: in memory alone, and not with ``TRE:1``."""
+    plain = undisturbed_of("late.py", str(STEPS), ranks=2, **ON)
+    arguments = ("--at", "13", "--once", "--look", "5", "--memory", "4")
+    run = late(tmp_path / "run", *arguments, "--waits", MS_ENABLE_TFT="{ARF:1,TRE:2,TRE_SNAPSHOT_STEPS:4}")
+    assert run.code == 0, run.explain()
+    assert {digest for digest, _ in run.digests().values()} == {digest for digest, _ in plain.digests().values()}
+    restored = {(event["detail"]["source"], event["detail"]["commits"]) for event in run.of("restored")}
+    assert restored == {("memory", 12)}
+    assert not run.of("saved")
+    run = late(tmp_path / "one", *arguments, MS_ENABLE_TFT="{ARF:1,TRE:1,TRE_SNAPSHOT_STEPS:4}")
+    assert run.code == 0, run.explain()
+    assert not run.of("restart_all")
+
+
 def test_what_a_script_does_for_good_at_some_step(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """A process that was behind that step can't be brought back before it; a new one can (decision 50)."""
     stage = ("--save", "4", "--stage", "16")

@@ -97,6 +97,7 @@ def test_by_steps(clock: Clock) -> None:
     found = Leader(BySteps(6, 2)).run(clock, range(13))
     assert found == {2: 1, 4: 1, 6: 2, 8: 1, 10: 1, 12: 2}
     assert Leader(BySteps(4)).run(clock, range(9, 14)) == {12: Due.STORAGE}, "a job that goes on from 9"
+    assert Leader(BySteps(0, 3)).run(clock, range(8)) == {3: Due.MEMORY, 6: Due.MEMORY}, "nothing for storage"
 
 
 @pytest.mark.parametrize(("step_s", "between"), [(1.0, {10}), (0.1, {100}), (7.0, {2}), (25.0, {2})])

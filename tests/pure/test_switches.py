@@ -11,7 +11,15 @@ from pure.test_docs import rows
 from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.launch.cli.mindspore_view import differs
-from resilient_train.switches import SWITCHES, AutoSave, Switches, auto_save, normal_form, parse_switches
+from resilient_train.switches import (
+    SWITCHES,
+    AutoSave,
+    Switches,
+    auto_save,
+    normal_form,
+    parse_switches,
+    snapshot_steps,
+)
 
 # -- what MindSpore 2.10 does, by its description in the docs
 
@@ -375,6 +383,14 @@ def test_other_keys() -> None:
 )
 def test_ato(text: str, expected: AutoSave | None) -> None:
     assert auto_save(parse_switches(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("TRE:2,TRE_SNAPSHOT_STEPS:10", 10), ("TRE:2", 0), ("TRE:1,TRE_SNAPSHOT_STEPS:10", 0), ("ARF:1", 0)],
+)
+def test_snapshots_for_tre(text: str, steps: int) -> None:
+    assert snapshot_steps(parse_switches(text)) == steps
 
 
 @given(st.sets(st.sampled_from(SWITCHES)))

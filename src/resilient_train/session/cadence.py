@@ -31,9 +31,10 @@ class Due(enum.IntEnum):
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """How often to save. One of ``steps``, ``seconds`` and ``auto`` is given."""
+    """How often to save. One of ``steps``, ``seconds`` and ``auto`` is given, or ``memory_steps`` alone."""
 
     steps: int = 0
+    """0 beside ``memory_steps``: nothing goes to storage."""
     memory_steps: int = 0
     """0: no snapshots but those that go to storage."""
     seconds: float = 0.0
@@ -74,7 +75,7 @@ class Rhythm(Protocol):
 
 
 class BySteps:
-    """Every so many updates."""
+    """Every so many updates. ``steps`` is 0: none goes to storage."""
 
     strict = True
 
@@ -83,7 +84,7 @@ class BySteps:
         self._memory_steps = memory_steps or steps
 
     def choose(self, commits: int, now_s: float, *, busy: bool) -> Due:  # noqa: ARG002 - a Rhythm is asked so
-        if commits % self._steps == 0:
+        if self._steps and commits % self._steps == 0:
             return Due.STORAGE
         return Due.NOTHING if commits % self._memory_steps else Due.MEMORY
 

@@ -46,7 +46,7 @@ from resilient_train.state.vault import trailer
 from resilient_train.state.vault.backing import Backing
 from resilient_train.state.vault.client import Vault
 from resilient_train.state.vault.slots import SlotPair, SnapshotDraft
-from resilient_train.switches import auto_save
+from resilient_train.switches import auto_save, snapshot_steps
 
 _REPLY_TIMEOUT_S = 2.0
 """The training waits meanwhile: if the holder does not answer, this snapshot is not taken."""
@@ -96,8 +96,11 @@ class Saving:
 
     def open(self) -> None:
         """The loop begins."""
-        auto = auto_save(config.read_switches())
-        self._wish = self._wish or (Wish(auto=True) if auto else None)
+        switches = config.read_switches()
+        if self._wish is None and auto_save(switches) is not None:
+            self._wish = Wish(auto=True)
+        elif self._wish is None and (steps := snapshot_steps(switches)):
+            self._wish = Wish(memory_steps=steps)
 
     def begin_at(self, commits: int) -> None:
         """The job begins after so many updates."""

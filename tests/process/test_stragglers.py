@@ -1,10 +1,13 @@
 """A rank that becomes slower is named, since when and by how much; with ``replace`` another process takes its place."""
 
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Run, launch
+from running import JOBS, LAUNCHER, Run, launch, start
+from test_operator import TOOL, status_when
 
 from resilient_train.observe.report import lines
 from resilient_train.observe.sinks import read_events
@@ -48,6 +51,29 @@ def test_a_rank_becomes_slower(tmp_path: Path, rank: int) -> None:
     assert run.err.count(f"rank {rank} computes {named['ratio']:.2f} {told}") == 1
     assert f"rank {rank} computed {named['ratio']:.2f} {told}" in report(run)
     assert run.recoveries() == 0
+
+
+def test_status_names_it(tmp_path: Path) -> None:
+    job = [
+        *LAUNCHER,
+        "--nproc-per-node",
+        "2",
+        "--run-dir",
+        str(tmp_path),
+        "--faults",
+        f"slow rank=1 step={SLOW_AT} value=2",
+    ]
+    with start([*job, str(JOBS / "straggling.py"), "--steps", "100000"]) as process:
+        found = status_when(tmp_path, lambda each: bool(each.get("stragglers")))
+        (named,) = found["stragglers"]
+        assert (named["rank"], SLOW_AT - 5 <= named["since"] <= SLOW_AT + 5) == (1, True), found
+        assert 1.4 < named["ratio"] < 2.5
+        shown = subprocess.run([*TOOL, "status", str(tmp_path)], capture_output=True, text=True, timeout=60, check=True)
+        assert "stragglers" in shown.stdout
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    told = [each.detail for each in read_events(tmp_path / "events.jsonl") if each.kind == "straggler"]
+    assert (named["since"], named["ratio"]) in [(each["since"], each["ratio"]) for each in told]
 
 
 def test_nobody_becomes_slower(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,9 @@ def test_a_spike_behind_the_update() -> None:
     taken = found.take(1)
     assert taken is not None
     assert (taken.first, taken.losses[: len(USUAL)], taken.losses[100]) == (0, USUAL, 6.0), "it is applied"
-    assert [found.behind("loss", 6.0, 101) is None for _ in range(3)] == [False, False, True], "the third is a new level"
+    assert [found.behind("loss", 6.0, 101) is None for _ in range(3)] == [False, False, True], (
+        "the third is a new level"
+    )
 
 
 def test_a_spike_is_seen_without_a_threshold() -> None:
@@ -233,6 +236,20 @@ def test_a_new_level_is_three_spikes() -> None:
             told_at.append(number)
         found.applied(100 + number)
     assert told_at == [0, 1, 2]
+
+
+@pytest.mark.parametrize("updates", [20, 100, 500, 2000])
+def test_a_warm_up_rises_without_a_spike_and_hides_none(updates: int) -> None:
+    """A learning rate that begins near 0, and norms that follow it; with one that is wrong, in the middle."""
+    drawn, found, told_at = random.Random(updates), looking()[0], []
+    for update in range(updates + 64):
+        value = min(1.0, (update + 1) / updates) * drawn.lognormvariate(0, 0.2)
+        if update == max(17, updates // 2):
+            assert seen(found, 100 * value), "it is not applied"
+        if seen(found, value):
+            told_at.append(update)
+        found.applied(update)
+    assert told_at == []
 
 
 def test_some_spikes_do_not_hide_the_next() -> None:

@@ -1,7 +1,7 @@
 """Bits that are flipped without a sign, and what becomes of them.
 
-``python benchmarks/flips.py [--flips 1000] [--seed 0] [--ranks 2] [--json FILE]``: of each flip the rank, the step, the
-element and the bits (one, or up to four) are drawn. Each ends in one column::
+``python benchmarks/flips.py [--flips 1000] [--seed 0] [--ranks 2] [--json FILE]``: of each flip the rank, the element
+and the bits (one, or up to four) are drawn; one hits every ten steps. Each ends in one column::
 
     found     the job went back, or computed again, and has the bits of the undisturbed run
     masked    nobody has noticed, and the bits are right: it was rounded away, or nothing used it

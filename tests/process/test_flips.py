@@ -211,18 +211,23 @@ def test_a_script_that_computes_something_else_each_time_is_told(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("target", "place"),
-    [("param", ""), ("param", "phase=UPDATING at=start"), ("optimizer", ""), ("gradient", "phase=UPDATING at=start")],
+    ("target", "place", "switches"),
+    [
+        ("param", "", {}),
+        ("param", "phase=UPDATING at=start", {}),
+        ("optimizer", "", {"MS_ENABLE_TFT": "{TTP:1}"}),
+        ("gradient", "phase=UPDATING at=start", {}),
+    ],
 )
 def test_what_one_replica_alone_holds_otherwise_sends_all_back(
-    tmp_path: Path, target: str, place: str, undisturbed: Reference
+    tmp_path: Path, target: str, place: str, switches: dict[str, str], undisturbed: Reference
 ) -> None:
     """To the newest snapshot that was equal in all of them; with one of each step, that is a step or two. (A lower bit
-    of a moment is rounded away.)
+    of a moment is rounded away.) No switch is needed for it.
     """
     plan = f"flip rank=1 step=9 index=701 mask={TWICE:#x} target={target} {place}"
     arguments = ("--steps", str(STEPS), "--save-mode", '{"steps": 1000, "memory_steps": 1}')
-    run = launch(tmp_path / "run", "train.py", *arguments, ranks=2, flags=("--faults", plan))
+    run = launch(tmp_path / "run", "train.py", *arguments, ranks=2, flags=("--faults", plan), **switches)
     assert run.code == 0, run.explain()
     assert run.digests() == undisturbed(ranks=2, steps=STEPS).digests()
     assert len(run.of("flipped")) == len(run.of("replicas_differ")) == len(run.of("restart_all")) == 1

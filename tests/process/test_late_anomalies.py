@@ -63,6 +63,19 @@ def test_snapshots_by_the_switch(tmp_path: Path, undisturbed_of: Undisturbed) ->
     assert not run.of("restart_all")
 
 
+def test_without_arf_too(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    """As a MindSpore job's switch has it. Nobody is lost; who is, even then, ends the job."""
+    plain = undisturbed_of("late.py", str(STEPS), "--save", "4", ranks=2, **ON)
+    arguments = ("--save", "4", "--at", "13", "--once", "--look", "6")
+    run = late(tmp_path / "run", *arguments, MS_ENABLE_TFT="{TRE:1}")
+    assert run.code == 0, run.explain()
+    assert {digest for digest, _ in run.digests().values()} == {digest for digest, _ in plain.digests().values()}
+    assert [event["detail"]["goes_back"] for event in run.of("late_anomaly")] == [True], run.explain()
+    killed = late(tmp_path / "killed", *arguments, "--killed", MS_ENABLE_TFT="{TRE:1}")
+    assert killed.code == 137, killed.explain()
+    assert "replacing lost ranks is switched off (MS_ENABLE_TFT has no ARF:1)" in killed.err
+
+
 def test_what_a_script_does_for_good_at_some_step(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """A process that was behind that step can't be brought back before it; a new one can (decision 50)."""
     stage = ("--save", "4", "--stage", "16")

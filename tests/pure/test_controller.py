@@ -832,6 +832,22 @@ def test_a_value_behind_its_update_sends_all_back_once() -> None:
     assert note.detail["told"] == told.format(12) + "; all have gone back for that already"
 
 
+def test_going_back_needs_no_replacements() -> None:
+    """Without ARF nobody takes a lost rank's place; here none is lost. Where all are, it is another matter."""
+    off = Policy(replace=False)
+    controller = running(2, off)
+    controller.job.can_go_back, controller.job.newest_saved = lambda: True, lambda: 4
+    assert [spawn.rank for spawn in of(differ(controller), Spawn)] == [0, 1]
+    controller = running(2, off)
+    controller.job.can_go_back = controller.job.saved_before = lambda *_: True
+    assert [spawn.rank for spawn in of(controller.late(1, 0, Late(12, "")), Spawn)] == [0, 1]
+    controller = running(1, off)
+    controller.job.can_go_back = lambda: True
+    commands = controller.lost(0, 0, "died", COMPUTE_0)
+    assert not of(commands, Spawn)
+    assert "replacing lost ranks is switched off" in of(commands, EndJob)[0].reason
+
+
 def test_where_all_may_not_start_again_training_goes_on() -> None:
     controller = running(policy=Policy(max_restarts=0))
     controller.job.can_go_back = controller.job.saved_before = lambda *_: True

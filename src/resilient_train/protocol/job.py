@@ -194,11 +194,12 @@ class Job:
         """Messages of a dead incarnation are dropped: they may arrive after the death that they were sent before."""
         return self.incarnations[rank] == incarnation
 
-    def spent(self, rank: int) -> str:
-        """Why the rank's process is not replaced once more; empty if it may be."""
+    def spent(self, rank: int, *, goes_back: bool = False) -> str:
+        """Why the rank's process is not replaced once more; empty if it may be. ``goes_back``: see ``why_give_up``."""
         if rank in self.condemned:
             return self.condemned[rank]
-        return why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=self.retries.deaths(rank))
+        stuck = self.retries.deaths(rank)
+        return why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=stuck, goes_back=goes_back)
 
     def count_deviation(self, rank: int, device: str) -> None:
         """The rank has come to other bits than before from the same inputs, on that device."""

@@ -29,7 +29,7 @@ class Policy(msgspec.Struct, frozen=True):
     neighbours: bool = False
     """What is computed twice is computed from the inputs of a replica as well, which has computed from them too."""
     replace: bool = True
-    """False when the ``ARF`` switch is off."""
+    """False when the ``ARF`` switch is off: who is lost ends the job."""
     rebuild: bool = True
     """False when the ``HCCE`` switch is off: a collective that failed although nobody died ends the job."""
     mend: bool = True
@@ -40,9 +40,11 @@ class Policy(msgspec.Struct, frozen=True):
     """False when the ``TSP`` switch is off: nobody can have the job stand still."""
 
 
-def why_give_up(policy: Policy, *, restarts: int, lost: int, stuck: int) -> str:
-    """The reason to end the job instead of replacing ``lost`` more ranks; empty if there is none."""
-    if not policy.replace:
+def why_give_up(policy: Policy, *, restarts: int, lost: int, stuck: int, goes_back: bool = False) -> str:
+    """The reason to end the job instead of replacing ``lost`` more ranks; empty if there is none. ``goes_back``: nobody
+    is lost, all begin anew behind a saved state, and so the switch for replacements is not asked.
+    """
+    if not policy.replace and not goes_back:
         return "replacing lost ranks is switched off (MS_ENABLE_TFT has no ARF:1)"
     if restarts + lost > policy.max_restarts:
         return f"--max-restarts {policy.max_restarts} is used up ({restarts} ranks were replaced before this fault)"

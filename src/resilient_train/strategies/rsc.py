@@ -9,7 +9,7 @@ from resilient_train.strategies.base import Fault, Kind
 NAME = "RSC"
 KINDS = frozenset((Kind.LOST, Kind.STATE_GONE, Kind.AT_START, Kind.DIFFERS, Kind.LATE_ANOMALY))
 _WRONG = (Kind.DIFFERS, Kind.LATE_ANOMALY)
-"""The state is there, and not to be gone on from."""
+"""The state is there, and not to be gone on from. Nobody is lost, so this needs no ARF."""
 
 
 def refuses(fault: Fault, job: Job) -> str:
@@ -21,7 +21,7 @@ def refuses(fault: Fault, job: Job) -> str:
     if not (job.policy.restart_on_error or job.uses_a_session()):
         none = "it has no Session, or one that is a plain loop (--max-restarts N would restart it)"
         return f"{fault.reason}, and {none}"
-    spent = job.spent(fault.rank)
+    spent = job.spent(fault.rank, goes_back=fault.kind in _WRONG)
     if fault.kind is Kind.LOST and spent:
         return fault.reason  # which says so
     return spent and f"{fault.reason}, and {spent}"

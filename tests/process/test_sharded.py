@@ -319,3 +319,25 @@ def test_groups_that_are_not_the_meshs(run_dir: Path) -> None:
     run = train(run_dir, "", "--replicas", "[[0, 1], [2, 3]]")
     assert run.code == 2, run.explain()
     assert "by the model's meshes the ranks that hold the same are ((0, 2), (1, 3))" in run.err
+
+
+BESIDE = {"RESILIENT_VERIFY_EVERY": "4", "RESILIENT_VERIFY_INPUTS": "neighbour"}
+
+
+def test_a_device_that_always_errs_is_found_beside_its_replica(run_dir: Path) -> None:
+    """Rank 1, from step 6 on. Its half of the model takes in what is wrong, and so does rank 0's: it is not named."""
+    run = train(run_dir, "", variant="loaded+wrong", **BESIDE)
+    assert run.code == 75, run.explain()
+    verified = [(event["detail"]["step"], event["detail"]["beside"]) for event in run.of("verified")]
+    assert verified == [(2, 1), (3, 1), (7, 2)], "until then all agreed"
+    assert [event["detail"]["ranks"] for event in run.of("deviates")] == [[1, 3]], "of two, nothing says which"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", ["loaded+accumulate", "loaded+tp+copied", "loaded+mixed+recompute", "loaded+async"])
+def test_replicas_of_parts_come_to_the_same(run_dir: Path, torchrun: Torchrun, variant: str) -> None:
+    run = train(run_dir, "", variant=variant, **BESIDE)
+    ends_as(run, torchrun(variant))
+    assert {tuple(event["detail"]["ranks"]) for event in run.of("verified")} == {()}
+    assert {event["detail"]["beside"] for event in run.of("verified")} == {1}
+    assert not run.of("unshared")

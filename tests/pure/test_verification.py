@@ -170,8 +170,8 @@ def compute(
     controller: Controller,
     *differs_at: int,
     commits: int = 3,
-    devices: Sequence[str] = ("here 0", "here 1", "here 2", "here 3"),
-    calls: Sequence[str] = ("", "", "", ""),
+    devices: Sequence[str] = ("here 0", "here 1", "here 2", "here 3", "here 4", "here 5"),
+    calls: Sequence[str] = ("",) * 6,
     unshared: str = "",
 ) -> list[Command]:
     """All ranks tell where this run is not what it was."""
@@ -252,16 +252,22 @@ def test_a_stage_that_deviates_alone_is_given_up() -> None:
     assert [kill.rank for kill in of(commands, Kill)] == [3]
 
 
-def beside(*rounds: Sequence[int], own: Sequence[int] = (-1, -1, -1), agreed: int = 9) -> list[Command]:
+def beside(
+    *rounds: Sequence[int],
+    own: Sequence[int] = (-1, -1, -1),
+    agreed: int = 9,
+    replicas: tuple[tuple[int, ...], ...] = (),
+    calls: Sequence[str] = ("",) * 6,
+) -> list[Command]:
     """All compute; then from replicas' inputs, where these are the places at which they differ; then once more."""
-    controller = running(len(own), policy=Policy(neighbours=True))
+    controller = running(len(own), policy=Policy(neighbours=True), replicas=replicas)
     controller.job.neighbours_agreed = agreed
-    compute(controller, *(-1 for _ in own))
+    compute(controller, *(-1 for _ in own), calls=calls)
     for number, differ in enumerate(rounds, start=1):
         assert {(resume.verified, resume.distance) for resume in recover(controller)} == {(3, number)}
-        assert not of(compute(controller, *differ), (Kill, EndJob))
+        assert not of(compute(controller, *differ, calls=calls), (Kill, EndJob))
     assert {(resume.verified, resume.distance, resume.verifies) for resume in recover(controller)} == {(3, 0, True)}
-    commands = compute(controller, *own)
+    commands = compute(controller, *own, calls=calls)
     assert controller.job.neighbours_agreed == (3 if "deviates" not in notes(commands) else agreed)
     return commands
 
@@ -276,6 +282,22 @@ def test_what_replicas_come_to_from_the_same_inputs() -> None:
     assert end.code == EXIT_UNRECOVERABLE
     assert "rank 1 comes to other bits in step 6 than two of its replicas" in end.reason
     assert end.reason.endswith("since update 9 is in doubt, and not saved: go on from a checkpoint of before")
+
+
+def test_who_has_a_wrong_value_from_another_part_of_the_model_is_not_named() -> None:
+    """Parts 0, 2, 4 and 1, 3, 5, divided between 0 and 1, 2 and 3, 4 and 5: rank 1 gives rank 0 what is wrong."""
+    first, second = (2, 1, -1, -1, 2, 1), (2, 1, 2, 1, -1, -1)
+    commands = beside(first, second, own=(-1,) * 6, replicas=((0, 2, 4), (1, 3, 5)))
+    assert [note.detail["ranks"] for note in of(commands, Note) if note.kind == "deviates"] == [[1]]
+    assert [end.code for end in of(commands, EndJob)] == [EXIT_UNRECOVERABLE]
+
+
+def test_where_stages_differ_from_replicas_nothing_says_which() -> None:
+    calls = ("first", "second") * 3
+    first, second = (2, 1, -1, -1, 2, 1), (2, 1, 2, 1, -1, -1)
+    commands = beside(first, second, own=(-1,) * 6, replicas=((0, 2, 4), (1, 3, 5)), calls=calls)
+    assert [note.detail["ranks"] for note in of(commands, Note) if note.kind == "deviates"] == [[0, 1, 2, 3, 4, 5]]
+    assert [note.rank for note in of(commands, Note) if note.kind == "deviates"] == [-1]
 
 
 def test_where_nothing_says_which_replica_is_wrong() -> None:

@@ -24,7 +24,7 @@ from resilient_train.protocol.disagreement import Doubt, alone, evidence, senten
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
 from resilient_train.protocol.messages import Anomaly, Computed, Differs, Finished, Held, Joined, Late, Plan, Started
-from resilient_train.protocol.neighbours import Round, judge
+from resilient_train.protocol.neighbours import Found, Round, judge
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.progress import Progress
 from resilient_train.protocol.replicas import agreed
@@ -298,7 +298,7 @@ class Controller:
         job = self.job
         if why_not := [each.unshared for each in told.values() if each.unshared]:
             return [*self._unshared(why_not), *tre.compute_again(message, job)]
-        differ = {rank: each for rank, each in told.items() if each.differs_at >= 0}
+        differ = tre.first_of_each_part(told, job.replicas.groups)
         rounds = (*job.rounds, Round(job.distance, differ))
         again = 2 if differ and len(rounds) == 1 else 0
         return tre.compute_again(message, job, distance=again, rounds=rounds)
@@ -334,6 +334,8 @@ class Controller:
         if not rounds:
             return []
         found = judge(job.replicas.groups, rounds)
+        if not all(tre.deviants(each.differ).located for each in rounds):
+            found = Found({}, tuple(sorted({rank for each in rounds for rank in each.differ})))
         told = {rank: frame for each in rounds for rank, frame in each.differ.items()}
         detail["beside"] = len(rounds)
         if not (found.wrong or found.unclear):

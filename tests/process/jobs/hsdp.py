@@ -5,7 +5,7 @@ the parameters of theirs once more, or are replicas (``tp+copied``).
 
 ``--plain``: without a word of ours, for torchrun. At its end each rank writes the bytes that it holds, parameter by
 parameter, and its random numbers: who compares them needs nothing of ours either. ``--variant`` changes one thing, or
-several (``accumulate+mixed``).
+several (``accumulate+mixed``); ``loaded``: the Session has the loader; ``wrong``: rank 1 always computes otherwise.
 """
 
 from __future__ import annotations
@@ -124,12 +124,14 @@ class Job:
         generator = torch.Generator().manual_seed(number * 100 + self.rank)
         return torch.randn(8, 10, generator=generator), torch.randint(0, 5, (8,), generator=generator)
 
-    def body(self, number: int, session: Any = None) -> float:
+    def body(self, number: int, session: Any = None, batch: tuple[torch.Tensor, torch.Tensor] | None = None) -> float:
         """Returns this rank's loss."""
-        inputs, targets = self.batch(number)
+        inputs, targets = batch or self.batch(number)
         last = "accumulate" not in self.variant or number % 2 == 1
         self.model.set_requires_gradient_sync(last or "reduced" in self.variant)
         loss = nn.functional.cross_entropy(self.model(inputs).float(), targets)
+        if "wrong" in self.variant and self.rank == 1 and number > 5:
+            loss = loss * (1 + 2**-12)
         if session is not None and "checked" in self.variant:
             session.check(loss)
         loss.backward()
@@ -166,7 +168,7 @@ class Job:
             return
         for step in session.steps(steps):
             with step:
-                self.body(step.number, session)
+                self.body(step.number, session, step.batch)
             if "warm" in self.variant and step.done:
                 self.evaluate()
             if told is not None:
@@ -227,6 +229,7 @@ def main(kind: type[Job]) -> None:
                     optimizer=job.optimizers,
                     scheduler=job.schedulers,
                     undo="undo" in job.variant,
+                    loader=[job.batch(number) for number in range(asked.steps)] if "loaded" in job.variant else None,
                     replicas=asked.replicas,
                     state={"average": Average(job.model)} if "average" in job.variant else {},
                 )

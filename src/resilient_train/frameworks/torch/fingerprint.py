@@ -1,4 +1,7 @@
-"""The digest of what replicas have in common: parameters and optimizer state, in few or many tensors."""
+"""The digest of what replicas have in common: parameters and optimizer state, in few or many tensors.
+
+Each tensor is read where it lies. So replicas on devices of different kinds have different digests.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,22 @@ import xxhash
 
 from resilient_train._native import Copier
 from resilient_train.frameworks.torch.checkpoint import names_of
-from resilient_train.frameworks.torch.leaves import TENSORS, dense, span_of
+from resilient_train.frameworks.torch.device_digest import device_digest
+from resilient_train.frameworks.torch.leaves import TENSORS, dense, local, span_of
 from resilient_train.state.capture import COPY_TIMEOUT_MS
-from resilient_train.state.transfer import digest
+from resilient_train.state.transfer import digest, view
 from resilient_train.state.tree import flatten
 
 
 class Fingerprint:
-    """See ``frameworks/roles.Fingerprint``. ``copier`` is its own until ``digest`` was asked for. ``after``: memory is
-    read when this one's copy is over.
+    """See ``frameworks/roles.Fingerprint``. ``copier`` is its own until ``digest`` was asked for. ``after``: memory of
+    the host is read when this one's copy is over.
     """
 
     def __init__(self, tree: Mapping[str, Any], copier: Copier, after: Copier | None = None) -> None:
         self._payload, tensors = flatten(tree, TENSORS)
-        kept = [dense(tensor) for tensor in tensors.values()]
+        self._there = [device_digest(local(tensor)) for tensor in tensors.values() if _on_device(tensor)]
+        kept = [dense(tensor) for tensor in tensors.values() if not _on_device(tensor)]
         pieces, offset = [], 0
         for address, size in map(span_of, kept):
             if size:
@@ -38,9 +43,22 @@ class Fingerprint:
         if self._copier is not None:
             while not self._copier.wait(COPY_TIMEOUT_MS):
                 pass  # memory is read in milliseconds; on a machine that is slower there is nothing better to do
-            self._digest = xxhash.xxh3_128_hexdigest(self._payload + self._copier.digests())
-            self._copier = None
+            there = b"".join(bytes(view(span_of(dense(each)))) for each in _together(self._there))
+            self._digest = xxhash.xxh3_128_hexdigest(self._payload + self._copier.digests() + there)
+            self._copier, self._there = None, []
         return self._digest
+
+
+def _on_device(tensor: torch.Tensor) -> bool:
+    return not tensor.is_cpu
+
+
+def _together(digests: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor for each device: one way to the host."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for each in digests:
+        by_device.setdefault(each.device, []).append(each)
+    return [torch.stack(each) for each in by_device.values()]
 
 
 def rows_of(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -70,5 +88,8 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """Of its elements, dtype and shape; of a DTensor: of what this rank holds of it."""
     if tensor.layout is torch.sparse_coo:
         return f"{tensor_digest(tensor._indices())} {tensor_digest(tensor._values())}"
+    if _on_device(tensor):
+        of = f"{tensor.dtype} {tuple(tensor.shape)} {device_digest(local(tensor)).item():x}"
+        return xxhash.xxh3_128_hexdigest(of.encode())
     held = dense(tensor)  # as long as it is read: it may be a copy
     return digest(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), [span_of(held)])

@@ -195,6 +195,28 @@ def test_a_kill_in_the_redo(tmp_path: Path, undisturbed: Reference, killed: int)
     assert [again for _, _, again in told(run)].count(False) == len(KILLS)
 
 
+def test_a_fault_of_each_kind_in_the_redo(tmp_path: Path, undisturbed: Reference) -> None:
+    """Each of these steps is run again for its norm, and what hits the second run makes a third one."""
+    faults = (
+        "hcce rank=0",
+        "uce rank=1 at=forward",
+        "stop rank=2",
+        "uce rank=0 phase=COMPUTE at=backward target=param",
+    )
+    plan = []
+    for number, fault in enumerate(faults):
+        step, generation = 1 + 2 * number, 2 * number + 1
+        plan += [f"norm rank=1 step={step} value=nan generation={generation - 1}"]
+        plan += [f"{fault} step={step} generation={generation}"]
+    run = anomalous(tmp_path / "run", "; ".join(plan), ranks=3)
+    assert run.code == 0, run.explain()
+    assert [event["detail"]["kind"] for event in run.of("injected")] == [each.split()[0] for each in plan]
+    assert run.digests() == undisturbed(ranks=3, steps=STEPS).digests()
+    assert [event["detail"]["strategy"] for event in run.of("fault")] == [
+        name for taken in ("HCCE", "UCE", "ARF", "UCE") for name in ("TRE", taken)
+    ]
+
+
 def test_a_scaler_that_overflows(tmp_path: Path, undisturbed: Reference) -> None:
     """Its gradients are not finite in step 3, as it wants to find out; in step 5 the norm is finite, and too large."""
     plan = "norm rank=0 step=5 value=45"

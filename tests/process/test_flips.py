@@ -192,6 +192,21 @@ def test_what_no_other_rank_can_compute_from_is_told(tmp_path: Path) -> None:
     assert {tuple(each["ranks"]) for each in details(run, "verified")} == {()}
 
 
+def test_a_fault_of_each_kind_in_a_window_that_is_computed_twice(tmp_path: Path, undisturbed: Reference) -> None:
+    """In the first run of it or in the second one."""
+    plan = "hcce rank=0 step=1 generation=0; hcce rank=1 step=3 generation=3 phase=COMPUTE at=backward; "
+    plan += "uce rank=1 step=5 generation=5 phase=COMPUTE at=forward; stop rank=0 step=7 generation=7; "
+    plan += "uce rank=0 step=9 generation=8 phase=COMPUTE at=backward target=param incarnation=1; "
+    plan += "stop rank=1 step=11 generation=11 phase=READY at=barrier"
+    run = verified(tmp_path / "run", plan, every=2)
+    assert run.code == 0, run.explain()
+    assert [event["detail"]["kind"] for event in run.of("injected")] == [
+        clause.split()[0] for clause in plan.split("; ")
+    ]
+    assert run.digests() == undisturbed(ranks=2, steps=STEPS).digests()
+    assert {tuple(each["ranks"]) for each in details(run, "verified")} == {()}
+
+
 def test_a_loop_that_calls_its_bodies(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     plain = undisturbed_of("called.py", "--steps", "8", ranks=2)
     flags = ("--faults", f"flip rank=0 step=5 index=701 mask={EXPONENT:#x} target=gradient")

@@ -140,6 +140,8 @@ def _show_plain(table: Table) -> None:
         print("  ".join(cells))
 
 
-def write_json(path: str | None, result: dict[str, Any]) -> None:
+def write_json(path: str | None, result: dict[str, Any], tables: Sequence[Table] = ()) -> None:
+    """``tables``: as they are shown, for ``markdown.py``."""
     if path:
-        Path(path).write_text(json.dumps({"about": about(), **result}, indent=1) + "\n")
+        shown = {"tables": [table._asdict() for table in tables]} if tables else {}
+        Path(path).write_text(json.dumps({"about": about(), **result, **shown}, indent=1) + "\n")

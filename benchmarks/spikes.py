@@ -4,15 +4,21 @@
 gradients' norm, one process). One value in 50 is made larger by a factor. Beside what TRE does: a threshold at twice
 the highest of the first 500 values, which is what somebody would set who has watched a run begin; and mean plus six
 standard deviations of the last 64.
+
+A cell says which share of the spikes is found (recall), and which share of what is taken for a spike is one
+(precision). The second hangs on how many there are: where they are a hundred times rarer, there are a hundred times as
+many false ones for each right one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from common import Table, show, write_json
@@ -116,39 +122,61 @@ def trained(steps: int) -> dict[str, list[float]]:
     raise AssertionError
 
 
+def recorded(name: str | None, steps: int) -> dict[str, list[float]]:
+    """``trained``, or what it has left in that file before."""
+    file = Path(name) if name else None
+    if file is not None and file.exists():
+        curves: dict[str, list[float]] = json.loads(file.read_text())
+        return curves
+    curves = trained(steps)
+    if file is not None:
+        file.write_text(json.dumps(curves) + "\n")
+    return curves
+
+
 def measure(curve: Sequence[float], rule: Callable[[], Rule]) -> dict[str, Any]:
-    """Share of spikes found by factor, and how many others were, per 100,000."""
-    found: dict[str, float] = {}
-    quiet, begun = rule(), 0
-    for value in curve:
-        begun += quiet.look(value)
+    """By factor: which share of the spikes is found (recall), and which share of what is found is one (precision; None:
+    nothing is found). And of the curve without spikes, how many values are taken for one, per 100,000.
+    """
+    recall: dict[str, float] = {}
+    precision: dict[str, float | None] = {}
+    quiet = rule()
+    begun = sum(quiet.look(value) for value in curve)
     for factor in FACTORS:
-        drawn, each, hits, spikes = random.Random(factor), rule(), 0, 0
+        drawn, each, hits, spikes, called = random.Random(factor), rule(), 0, 0, 0
         for number, value in enumerate(curve):
             spike = number >= QUIET and drawn.random() < 1 / ONE_IN
             seen = each.look(value * factor if spike else value)
-            hits, spikes = hits + (spike and seen), spikes + spike
-        found[f"x{factor:g}"] = 100 * hits / spikes
-    return {"found": found, "false": 1e5 * begun / len(curve)}
+            hits, spikes, called = hits + (spike and seen), spikes + spike, called + seen
+        recall[f"x{factor:g}"] = 100 * hits / spikes
+        precision[f"x{factor:g}"] = 100 * hits / called if called else None
+    return {"recall": recall, "precision": precision, "false": 1e5 * begun / len(curve), "values": len(curve)}
+
+
+def row(name: str, rule: str, seen: dict[str, Any]) -> tuple[str, ...]:
+    """``recall / precision`` of each factor."""
+    both = zip(seen["recall"].values(), seen["precision"].values(), strict=True)
+    cells = (f"{share:.0f} / {'-' if right is None else f'{right:.0f}'}" for share, right in both)
+    return name, rule, *cells, f"{seen['false']:.0f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000, help="of a curve that is made")
-    parser.add_argument("--trained", type=int, default=2000, help="steps of the GPT")
+    parser.add_argument("--trained", type=int, default=20_000, help="steps of the GPT")
+    parser.add_argument("--curves", metavar="FILE", help="the GPT's curves: read, or trained and written")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: numbers of no worth")
     parser.add_argument("--json", metavar="FILE")
     given = parser.parse_args()
-    curves = {name: made(name, given.steps) for name in KINDS} | trained(given.trained)
-    result: dict[str, Any] = {"benchmark": "spikes", "curves": {}}
-    rows = []
-    for name, curve in curves.items():
-        by_rule = {rule: measure(curve, make) for rule, make in RULES.items()}
-        result["curves"][name] = by_rule
-        for rule, seen in by_rule.items():
-            rows.append((name, rule, *(f"{share:.1f}" for share in seen["found"].values()), f"{seen['false']:.0f}"))
-    write_json(given.json, result)
-    columns = ("curve", "rule", *(f"x{factor:g}, %" for factor in FACTORS), "false, of 100,000")
-    show(Table("spikes that are found, and good values taken for one", columns, rows))
+    steps, of_gpt = (2000, 1200) if given.quick else (given.steps, given.trained)
+    curves = {name: made(name, steps) for name in KINDS} | recorded(given.curves, of_gpt)
+    by_curve = {name: {rule: measure(curve, each) for rule, each in RULES.items()} for name, curve in curves.items()}
+    rows = [row(name, rule, seen) for name, by_rule in by_curve.items() for rule, seen in by_rule.items()]
+    factors = (f"x{factor:g}" for factor in FACTORS)
+    title = "spikes that are found, % / of what is taken for one so many are, %"
+    table = Table(title, ("curve", "rule", *factors, "false, of 100,000"), rows)
+    show(table)
+    write_json(given.json, {"benchmark": "spikes", "curves": by_curve}, [table])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -46,6 +46,22 @@ WATCHED: dict[str, tuple[str, ...]] = {
     "gloo": ("frameworks.torch.group:ResilientGroup.run",),
 }
 """Label -> what is timed under it. Functions that a later version no longer has are reported as missing, no more."""
+
+LOOKS: dict[str, tuple[str, ...]] = {
+    "watch": (
+        "session.driver:Driver.check",
+        "session.driver:Driver._norm_clipped",
+        "session.driver:Driver._is_anomalous",
+        "session.driver:Driver._write_values",
+        "session.anomalies:Anomalies.begin",
+        "session.anomalies:Anomalies.applied",
+        "frameworks.torch.gradients:Gradients.kept",
+    ),
+    "norm": ("frameworks.torch.gradients:Gradients.norm",),
+    "audit": ("session.comparison:Comparison.head", "session.comparison:Comparison.look"),
+}
+"""The same of what looks at norms and losses (TRE), of a norm that is computed for that, and of what compares replicas.
+"""
 
 NOT_OURS = ("gloo",)
 """Timed only to be taken out of its caller: a run without a Session has it too."""
@@ -107,12 +123,12 @@ def watch_cost_us() -> float:
 
 
 @contextmanager
-def watching() -> Iterator[Ledger]:
+def watching(watched: Mapping[str, tuple[str, ...]] = WATCHED) -> Iterator[Ledger]:
     """A ledger that fills while the block runs; afterwards every function is as it was."""
     ledger = Ledger()
     undo: list[tuple[Any, str, Any]] = []
     try:
-        for label, places in WATCHED.items():
+        for label, places in watched.items():
             for place in places:
                 name, _, path = place.partition(":")
                 module = importlib.import_module(f"resilient_train.{name}")

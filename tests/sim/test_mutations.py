@@ -10,11 +10,13 @@ from resilient_train.protocol.commands import Command, Kill
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.job import Job
 from resilient_train.protocol.policy import Policy
+from resilient_train.protocol.rank import Open, Rank
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.protocol.verdict import Account, Verdict, decide
 from resilient_train.strategies.base import Fault
 from resilient_train.testing.cluster import DrivenParts, Faults, Layout
 from resilient_train.testing.explore import Counterexample, explore
+from resilient_train.testing.rank import Program
 from resilient_train.testing.sim import SimulationError, simulate
 
 FEW_SEEDS = 1500
@@ -125,3 +127,37 @@ def test_a_rank_that_does_not_say_that_its_collective_is_over() -> None:
     """The lowest finisher had the result from the group, so it works nothing out, and the others wait for that."""
     driver = DrivenParts(silent_when_over=True)
     assert "deadlock" in caught(driver, layout=Layout(3, (2, 2)), faults=Faults(kills=1))
+
+
+class SavesForNobody(Controller):
+    """As if the loss of a rank by an error of its script were the end of all."""
+
+    def exited(
+        self, rank: int, incarnation: int, code: int, standings: Sequence[Standing], how: str = ""
+    ) -> list[Command]:
+        job = self.job
+        if code > 0 and job.stage == "RUNNING" and job.current(rank, incarnation):
+            return job.end(code, f"rank {rank} failed")
+        return super().exited(rank, incarnation, code, standings, how)
+
+
+def test_a_controller_that_does_not_save_what_others_hold_when_a_rank_fails() -> None:
+    program = Program(optimizers=2, misuse="fails in the update")
+    faults = Faults(glitches=1)
+    driver = DrivenParts(controller=SavesForNobody)
+    assert "every shard has a holder" in caught(driver, layout=Layout(3, (1, 0), program=program), faults=faults)
+
+
+class KeepsNothing(Rank):
+    """In its body the script's own error looks like the end of a rank that has nothing to keep."""
+
+    __slots__ = ()
+
+    @property
+    def whole(self) -> bool:
+        return super().whole and not isinstance(self.state, Open)
+
+
+def test_a_rank_that_fails_in_its_body_and_keeps_nothing() -> None:
+    driver = DrivenParts(rank=KeepsNothing)
+    assert "keeps nothing" in caught(driver, layout=PURE, faults=Faults(errors=1))

@@ -92,18 +92,19 @@ def _seems_to_hold(world: World, rank: SimRank) -> bool:
 
 
 def check_end(world: World) -> None:
-    """The job may be given up only if some shard is in no living rank any more."""
+    """The job may be given up, or end by an error of the script's, only if what it holds is saved, or some shard is in
+    no living rank any more.
+    """
     assert world.ended is not None
     leaving, reason = world.controller.job.leaving, world.ended.reason
     if leaving is not None and reason.endswith("; saved"):
         return
-    if world.raised and not world.left and leaving is None and world.ended.code == 1:
-        require(world.high_water == 0, f"the script failed, and nothing is saved of {world.high_water} updates")
-        return
-    if world.ended.code == 143 or (leaving is not None and (world.left or not world.raised)):
-        return  # it was asked to end, or to save its state
-    if world.left or not world.layout.replaces:
-        return  # a script has failed where nothing is whole, or one loss is the end
+    if world.ended.reason == "stopped":
+        return  # at once
+    failed = bool(world.left or world.raised)
+    untrained = all(standing.commits <= world.layout.begun for standing in world.standings)
+    if untrained and (failed or leaving is not None or not world.layout.replaces):
+        return  # nothing is saved before the first update is on record
     if leaving is not None and len(world.groups) > 1 and "from before different updates" in reason:
         return  # no two shards are of one update
     if world.ended.code == 2 and all(rank.deviated >= 0 for rank in world.ranks):

@@ -644,12 +644,17 @@ class SimRank:
 
     def _leaves_the_session(self, world: World) -> None:
         """The script's own exception has come as far. What this rank holds is saved before it goes on."""
+        undisturbed = world.chains.model[world.shard[self.rank]][self.machine.standing.commits]
+        holds = undisturbed in (self.model, self.undo)
         if self.machine.whole:
+            require(holds or not self.machine.intact, f"rank {self.rank} fails, and stays for a state that is not whole")
             world.raised |= {(self.rank, self.incarnation)}
             self.called = _OTHER
             self.feed(world, on.Raised("the script's"))
-        else:
-            world.leave_with_error(self)
+            return
+        lost = not holds or world.ended is not None
+        require(lost, f"rank {self.rank} fails with a whole state, and keeps nothing of it for those who save")
+        world.leave_with_error(self)
 
     def _check_armed(self, world: World) -> None:
         if self.armed is not self._may_be_left(world):
@@ -708,7 +713,7 @@ class SimRank:
 
     def _misuse(self, world: World, effect: fx.Misuse) -> None:
         require(bool(world.program.misuse), effect.text)
-        world.leave_with_error(self)
+        self.raises(world)
 
     # -- what the machine waits for
 
@@ -903,7 +908,8 @@ class SimRank:
         self.called = _OTHER
         self.unseen = kind == CHANGES_UNSEEN
         event = MISUSES[kind][2]
-        self.wrong = isinstance(event, on.Exit) and event.how != "ok"
+        if isinstance(event, on.Exit) and event.how != "ok":
+            self._goes_wrong()
         self.feed(world, event)
         require(not self.alive or self.wrong, f"rank {self.rank} {kind}, and nobody has told it")
 
@@ -1015,14 +1021,17 @@ class SimRank:
 
     def raises(self, world: World) -> None:
         """The script fails on this rank by itself: in a body, behind its update, or between two bodies."""
-        self.wrong = True
-        alone = isinstance(getattr(self.machine.state, "duty", None), m.SaveLast)
-        self.failed_tail = self.machine.standing.phase is Phase.APPLIED and not alone
+        self._goes_wrong()
         if self.at is At.HEAD or self.outside:
             self._leaves_the_session(world)
         else:
             self.called = _EXIT
             self.feed(world, on.Exit("error", "the script's"))
+
+    def _goes_wrong(self) -> None:
+        self.wrong = True
+        alone = isinstance(getattr(self.machine.state, "duty", None), m.SaveLast)
+        self.failed_tail = self.machine.standing.phase is Phase.APPLIED and not alone
 
     def fail(self, world: World) -> None:
         """A collective failed, the update was cut, or what the rank waits for."""

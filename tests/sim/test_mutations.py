@@ -11,12 +11,13 @@ from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.job import Job
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.rank import Open, Rank
+from resilient_train.protocol.rank_effects import Mode
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.protocol.verdict import Account, Verdict, decide
 from resilient_train.strategies.base import Fault
-from resilient_train.testing.cluster import DrivenParts, Faults, Layout
+from resilient_train.testing.cluster import DrivenParts, Faults, Layout, World
 from resilient_train.testing.explore import Counterexample, explore
-from resilient_train.testing.rank import Program
+from resilient_train.testing.rank import Program, SimRank
 from resilient_train.testing.sim import SimulationError, simulate
 
 FEW_SEEDS = 1500
@@ -161,3 +162,14 @@ class KeepsNothing(Rank):
 def test_a_rank_that_fails_in_its_body_and_keeps_nothing() -> None:
     driver = DrivenParts(rank=KeepsNothing)
     assert "keeps nothing" in caught(driver, layout=PURE, faults=Faults(errors=1))
+
+
+def test_a_tail_that_runs_twice_after_a_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = SimRank._leaves_the_body
+
+    def leaves_again(self: SimRank, world: World) -> None:
+        leaves(self, world)
+        self.tails += self.mode is Mode.EXCHANGE
+
+    monkeypatch.setattr(SimRank, "_leaves_the_body", leaves_again)
+    assert "tails to their ends" in caught(layout=PURE, faults=Faults(kills=1))

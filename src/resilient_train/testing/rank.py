@@ -142,6 +142,8 @@ class SimRank:
         self.own = 0
         self.tails = 0
         """What the tails have changed in the rank's own state: so many it has run to their ends."""
+        self.missed = 0
+        """So many it has not: they went with a process, or a state, that had not come to the next head."""
         self.start: int | None = None
         self.batches: tuple[int, ...] = ()
         self.grad = 0
@@ -207,7 +209,7 @@ class SimRank:
                 self.at, self.alive, self.incarnation, self.connected, self.mode, self.model, self.base, self.undo,
                 self.own, self.armed, self.copying, self.cut, self.laid, self.layout, self.listens, self.entered,
                 self.breaks, self.start, self.batches, self.grad, self.grads, tuple(self.calls.items()), self.saved,
-                self.tail_index, self.tails, self.writer, self.shown, self.busy, self.untold, self.unseen,
+                self.tail_index, self.tails, self.missed, self.writer, self.shown, self.busy, self.untold, self.unseen,
                 self.behind_cut, self.swallowed, self.outside, self.pulled, self.heard, self.called, self.told_to_pause,
                 self.verified, self.distance, self.deviated, self.failed_tail, self.told_failed,
                 tuple(map(_effect_key, self.todo)), _effect_key(self.pending),
@@ -221,7 +223,7 @@ class SimRank:
             self.built = 0
             begun = world.layout.begun
             self.model = world.chains.model[world.shard[self.rank]][begun]
-            self.own = world.chains.own[self.rank][begun]
+            self.own, self.tails = world.chains.own[self.rank][begun], begun
             self.layout, self.laid = (0, True) if begun else (-1, False)
         self.calls = dict.fromkeys((WORLD, world.shard[self.rank]), 0)
 
@@ -367,6 +369,10 @@ class SimRank:
 
     def _publish(self, world: World, effect: fx.Publish) -> None:
         commits, number = self.machine.standing.commits, self.machine.number
+        # The last one may have failed, and people are told: what it has changed by then is saved.
+        ran = self.tails + self.missed
+        text = f"rank {self.rank} has run {ran} tails to their ends behind {commits} updates"
+        require(ran == commits or (self.told_failed and ran == commits - 1), text)
         world.publish(self.rank, commits + effect.ahead, (self.own, number + effect.ahead, self.tails))
 
     def _reset_log(self, world: World, _: fx.Effect) -> None:
@@ -868,6 +874,7 @@ class SimRank:
         states = [state for of, state in world.published[self.rank] if of == commits]
         require(bool(states), f"rank {self.rank} had published nothing from which update {commits} starts")
         self.model, (self.own, number, self.tails) = source.model, states[-1]
+        self.missed = commits - self.tails
         self.start = self.undo = None
         self.shown = _COPIED
         self.offer = None

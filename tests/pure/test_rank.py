@@ -15,6 +15,7 @@ from resilient_train.errors import ProtocolError
 from resilient_train.protocol import rank as machine
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
+from resilient_train.protocol import standing
 from resilient_train.protocol.messages import Finished, Paused, Plan, Pull, Resume, SaveLast
 from resilient_train.protocol.rank import TABLE, At, Barrier, Body, Build, Drain, Left, Open, Rank, Save, Tail, Update
 from resilient_train.protocol.standing import Phase, Standing
@@ -419,8 +420,8 @@ def test_copies_are_independent() -> None:
 def test_the_driver_looks_at_no_state() -> None:
     """What it may read of a Rank is what it tells others; a look at the state would be a decision of its own."""
     tree = ast.parse(inspect.getsource(driver))
-    taken = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == machine.__name__]
-    assert not taken, "its Rank is made by rank_trace.py"
+    assert do.__name__ in imported(tree), "the test sees what is imported"
+    assert not {machine.__name__, standing.__name__} & imported(tree), "its Rank is made by rank_trace.py"
     read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and name_of(node.value) == "rank"}
     assert {"standing", "commits"} <= read, "the test sees what is read"
     assert "state" not in read
@@ -428,6 +429,28 @@ def test_the_driver_looks_at_no_state() -> None:
         node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and name_of(node.value) == "standing"
     ]
     assert not looked_into, "it is handed on as it is"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from resilient_train.protocol.rank import Body",
+        "from resilient_train.protocol import rank",
+        "from resilient_train.protocol import rank as where",
+        "import resilient_train.protocol.rank",
+    ],
+)
+def test_each_way_to_import_the_states_is_seen(line: str) -> None:
+    assert machine.__name__ in imported(ast.parse(line))
+    assert machine.__name__ not in imported(ast.parse("from resilient_train.protocol import rank_effects"))
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The modules that a module imports; and, as if they were modules, what it takes from them."""
+    nodes = list(ast.walk(tree))
+    whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    parts = [(node.module, alias.name) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return whole | {str(module) for module, _ in parts} | {f"{module}.{name}" for module, name in parts}
 
 
 def name_of(node: ast.expr) -> str:

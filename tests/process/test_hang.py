@@ -196,3 +196,17 @@ def test_a_recovery_that_does_not_end_is_begun_anew_before_anybody_is_killed(
     assert "ranks [2] did not come to the start of update 5 within 4 s" in run.err
     assert [event["detail"]["ranks"] for event in run.of("suspect")] == [[2]]
     assert "in _loop_for_ever" in (run.run_dir / "stacks" / "rank_2.0.txt").read_text()
+
+
+@pytest.mark.timeout(120)
+def test_stopped_in_a_recovery_of_a_job_that_knows_its_steps(tmp_path: Path, undisturbed: Reference) -> None:
+    """What a usual step takes is waited for, and not the second of a job that has timed none."""
+    plan = "kill rank=1 step=40 phase=COMPUTE at=backward; stop rank=2 phase=STOP generation=1"
+    run = launch(tmp_path / "run", "train.py", "--steps", "44", ranks=3, flags=("--faults", plan))
+    assert run.code == 0, run.explain()
+    assert run.digests() == undisturbed(ranks=3, steps=44).digests(), run.explain()
+    assert "in the middle of a recovery" in run.err
+    stopped = next(event for event in run.of("injected") if event["rank"] == 2)
+    (killed,) = (event for event in run.of("fenced") if event["rank"] == 2)
+    waited_s = (killed["time_ns"] - stopped["time_ns"]) / 1e9
+    assert 0.1 <= waited_s < 0.9, run.explain()

@@ -191,7 +191,7 @@ def test_a_recovery_begins_anew_and_keeps_what_is_usual() -> None:
     job.detector.restart(int(job.now_ms * 1e6))
     job.pass_ms(59_000)
     assert all(each.verdict is not Suspicion.HUNG for each in job.found)
-    assert job.detector._stopped_ms() < 1000
+    assert job.detector.stopped_ms() < 1000
 
 
 def test_a_window_that_is_computed_again_begins_nothing_anew() -> None:

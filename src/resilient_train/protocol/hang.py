@@ -85,6 +85,7 @@ class HangDetector:
         self._limits = limits
         self._steps_ms: deque[float] = deque(maxlen=_SAMPLES_MAX)
         self._ordered: list[float] = []
+        self._resumed = False
         self.restart(0)
 
     def restart(self, now_ns: int) -> None:
@@ -97,7 +98,6 @@ class HangDetector:
         self._excused = True
         self._told: set[Suspicion] = set()
         self._stopped: frozenset[int] = frozenset()
-        self._resumed = False
 
     def again(self, now_ns: int) -> None:
         """All compute a window once more, and nothing has happened to anybody."""
@@ -107,7 +107,7 @@ class HangDetector:
         self._stopped = frozenset()
 
     def resume(self) -> None:
-        """Nobody has run for a while, and somebody does again."""
+        """Nobody has run for a while, and somebody does again: until all have made a step, also over a recovery."""
         self._resumed = self._excused = True
 
     def observe(self, now_ns: int, ranks: Sequence[Progress], state: Callable[[int], RunState]) -> Stall | None:
@@ -153,7 +153,7 @@ class HangDetector:
         # Seen twice: a process may be stopped for a moment (a checkpoint of it is taken, its group is signalled).
         stopped = frozenset(rank for rank, each in enumerate(states) if each is RunState.STOPPED)
         surely, self._stopped = stopped & self._stopped, stopped
-        limit_ms = self._stopped_ms()
+        limit_ms = self.stopped_ms()
         if surely and stalled_ms >= limit_ms:
             found = self._find(Suspicion.HUNG, surely, stalled_ms, limit_ms, "its process is stopped (SIGSTOP)")
             return found and msgspec.structs.replace(found, stopped=True)
@@ -192,6 +192,13 @@ class HangDetector:
         """What a step takes, as a rule: the median; 0 where no step was timed."""
         return self._percentile(0.5) if self._steps_ms else 0
 
+    def stopped_ms(self) -> float:
+        """How long a rank's process may be stopped (SIGSTOP), in a step or in a recovery."""
+        if len(self._steps_ms) < _SAMPLES_MIN:
+            return self._limits.stopped_unknown_ms
+        least_ms = self._limits.stopped_unknown_ms if self._resumed else self._limits.stopped_min_ms
+        return max(2 * self._percentile(0.99), least_ms)
+
     def leave_limit_ms(self) -> int:
         """How long a rank may go on with its step while a recovery waits for it: as in a step that nothing disturbs, or
         what all others wait for in each step (rank 0 evaluates) would cost it its life there. It is not longer where no
@@ -199,12 +206,6 @@ class HangDetector:
         """
         known_ms = 10 * self._percentile(0.99) if len(self._steps_ms) >= _SAMPLES_MIN else 0
         return self._limits.fixed_ms or int(max(known_ms, self._limits.floor_ms))
-
-    def _stopped_ms(self) -> float:
-        if len(self._steps_ms) < _SAMPLES_MIN:
-            return self._limits.stopped_unknown_ms
-        least_ms = self._limits.stopped_unknown_ms if self._resumed else self._limits.stopped_min_ms
-        return max(2 * self._percentile(0.99), least_ms)
 
     def _limit_ms(self) -> float:
         if self._limits.fixed_ms:

@@ -27,7 +27,7 @@ from resilient_train.protocol.progress import Activity, Progress, progress_of
 
 LOOK_S = 0.05
 _STOPPED_LOOKS = 20
-"""Looks at a rank that stays stopped before the first step or in the middle of a recovery, before it is killed."""
+"""Looks at a rank that stays stopped, before it is killed: before the first step, and at most in a recovery."""
 _AGAIN_NS = 10_000_000_000
 """Between two lines of the same kind, and between two tries to have the same rank given up."""
 
@@ -172,7 +172,8 @@ class HangWatch:
             stopped = self._state(rank) is RunState.STOPPED
             self._stopped[rank] = self._stopped.get(rank, 0) + 1 if stopped and not self._clock.paused_ns else 0
         if self._finds_hangs:
-            stopped_ranks = [rank for rank, looks in self._stopped.items() if looks >= _STOPPED_LOOKS]
+            enough = self._stopped_looks()
+            stopped_ranks = [rank for rank, looks in self._stopped.items() if looks >= enough]
             reason = "hung: its process was stopped (SIGSTOP) in the middle of a recovery"
             self._fence(stopped_ranks, reason, keeper)
             limit_ms = self._detector.leave_limit_ms()
@@ -188,6 +189,17 @@ class HangWatch:
         if waited_ms > self._phase_limit_s * 1000:
             self._since_ns = self._clock.now_ns
             keeper.expire(self._phase_limit_s, [rank for rank, looks in self._stopped.items() if looks])
+
+    def _stopped_looks(self) -> int:
+        """So many looks in a row have to see a rank stopped in a recovery, before it is killed.
+
+        As in a step: twice what a usual one takes. However busy the machine is, it stops nobody: a process that waits
+        for a processor, a disk or a lock is running to the kernel, and one under a debugger is traced. So what is
+        waited for is not a slow rank, but somebody who stops one for a moment and continues it. What is a moment on
+        this machine, the job's own steps tell: they are longer on a busy one. Counted in looks, and not in time: an
+        agent that did not run itself has seen nothing meanwhile, and each look after that is one more chance.
+        """
+        return min(_STOPPED_LOOKS, 1 + math.ceil(self._detector.stopped_ms() / 1000 / LOOK_S))
 
     def _outwait(self, waited_ms: int, back_ms: float, keeper: HangKeeper) -> None:
         """Not at each look: where all may not go back, whether they may is asked of the snapshots' holder."""

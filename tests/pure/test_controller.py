@@ -232,6 +232,17 @@ def test_a_rank_taken_for_lost_that_had_left_by_itself(code: int, ends_with: int
     assert f"exit code {code}" in end.reason
 
 
+def test_what_was_trained_since_is_saved_when_a_late_end_says_that_a_rank_had_left() -> None:
+    """Its death was seen, it was replaced, and all have trained on before its exit code is known."""
+    controller = running()
+    controller.lost(1, 0, "died", COMPUTE_0)
+    recover(controller, 1)
+    finish_recovery(controller)
+    commands = controller.exited(1, 0, 5, [Standing(2, Phase.COMPUTE)] * 3)
+    assert not of(commands, EndJob)
+    assert controller.job.stage is Stage.LEAVING
+
+
 def test_how_others_ended_before_all_were_started_again_does_not_count() -> None:
     controller = Controller(2, Policy(restart_on_error=True))
     assert of(controller.exited(1, 0, 1, COMPUTE_0), Spawn)

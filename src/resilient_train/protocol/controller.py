@@ -146,6 +146,7 @@ class Controller:
             by_itself = code >= 0 and incarnation == job.incarnations[rank] - 1
             if not by_itself or job.stage in (Stage.LEAVING, Stage.STARTING):
                 return []
+            job.retries.reached(max((standing.commits for standing in standings), default=0))
             return self._fault(Fault(Kind.OWN, how, reason=_left(rank, code, how), code=code or 1))
         if job.stage is Stage.LEAVING:
             return ttp.lose(job, rank)

@@ -156,3 +156,25 @@ def test_frames() -> None:
     operators = {"Query", "Inject", "Pause", "Unpause"}
     assert from_rank == {each.__name__ for each in get_args(messages.FromRank)} - operators
     assert from_agent == {each.__name__ for each in get_args(messages.FromAgent)} - {"Reply"}
+
+
+def test_the_index_names_each_page() -> None:
+    pages = {
+        f"{folder}/{page.name}" for folder in ("how-to", "reference") for page in (ROOT / "docs" / folder).iterdir()
+    }
+    assert pages <= {target for target, _ in LINK.findall(text_of("docs/index.md"))}
+
+
+def test_the_list_of_decisions_has_their_titles() -> None:
+    listed = dict(
+        re.findall(r"^\| \[\d+\]\(([\w-]+\.md)\) \| (.*) \|$", text_of("docs/decisions/README.md"), re.MULTILINE)
+    )
+    pages = (ROOT / "docs" / "decisions").glob("0*.md")
+    assert listed == {page.name: page.read_text().split("\n", 1)[0].partition(". ")[2] for page in pages}
+
+
+def test_a_change_is_told_once() -> None:
+    lines = text_of("CHANGELOG.md").splitlines()
+    heads = [line for line in lines if line.startswith("* ") and len(line) > 60]
+    double = {head for head in heads if sum(other.startswith(head.rstrip(".")) for other in heads) > 1}
+    assert not double

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, entry_points
@@ -16,6 +19,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.frameworks import engine_for, roles
 from resilient_train.frameworks.roles import Engine, Objects
 
+SOURCES = sorted((Path(frameworks.__file__).parents[1] / "session").glob("*.py"))
 OWN = EntryPoint("torch", "resilient_train.frameworks.torch", frameworks.GROUP)
 
 
@@ -114,3 +118,31 @@ def test_each_role_is_small_and_each_of_its_verbs_is_used() -> None:
 def verbs_of(role: type) -> list[str]:
     assert role.__module__ == roles.__name__
     return [name for name in vars(role) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("role", Engine._fields)
+def test_a_role_names_its_callers(role: str) -> None:
+    """Who writes another engine reads there what is called where."""
+    kind = get_type_hints(Engine)[role]
+    named = re.findall(r"``(?:session/)?(\w+)\.py``", inspect.getdoc(kind).partition("Called by")[2])
+    assert sorted(named) == sorted(path.stem for path in SOURCES if calls(path, role, kind.__name__)), role
+
+
+def calls(path: Path, role: str, kind: str) -> bool:
+    """Whether that file is given the role by its name, or calls a method of an engine's."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    imported = {
+        alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module == roles.__name__
+        for alias in node.names
+    }
+    of_engine = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == role
+        and ast.unparse(node.value.value) in ("engine", "self._engine")
+    ]
+    return kind in imported or bool(of_engine)

@@ -252,8 +252,8 @@ class Problem(NamedTuple):
 class Groups(Protocol):
     """The process groups, from one recovery to the next.
 
-    Called by the driver (at the start, and where it quiesces and builds), ``session/rebuild.py``, ``watch.py``,
-    ``explain.py``, ``from_replica.py``; and by the Session (``problem``).
+    Called by ``session/driver.py`` (at the start, and where it quiesces and builds), ``rebuild.py``, ``explain.py``,
+    ``from_replica.py``; and by ``session.py`` (``problem``).
     """
 
     def names(self) -> tuple[str, ...]:
@@ -339,7 +339,7 @@ class Given:
 class Collectives(Protocol):
     """What the user's code calls of the groups: how each call is carried out, and whether all went well.
 
-    Called by the driver; and by the Session (``set_up_problem``).
+    Called by ``session/driver.py``, ``verification.py`` (``digest_into``); and by ``session.py`` (``set_up_problem``).
     """
 
     def set_up_problem(self) -> str:
@@ -393,7 +393,10 @@ class Collectives(Protocol):
 
 
 class Device(Protocol):
-    """The device of this rank, and the errors of its memory. Called by the driver and ``session/device_errors.py``."""
+    """The device of this rank, and the errors of its memory.
+
+    Called by ``session/driver.py`` and ``device_errors.py``.
+    """
 
     def watch(self, alarm: Callable[[Probes], None]) -> None:
         """Begins to ask the device for its errors, where there is one. ``alarm``: tells native probes whose alarms to
@@ -455,8 +458,8 @@ class Device(Protocol):
 class State(Protocol):
     """What replicas share: parameters, buffers, optimizers, schedulers, scaler, and what else was registered.
 
-    Called by the driver, ``session/from_replica.py``, ``saving.py`` and ``from_saved.py`` (to storage and back),
-    ``comparison.py`` (is it the same?).
+    Called by ``session/driver.py``, ``session.py`` (before the loop), ``from_replica.py``, ``saving.py`` and
+    ``from_saved.py`` (to storage and back), ``comparison.py``, ``verification.py`` and ``pauses.py`` (is it the same?).
     """
 
     def check(self) -> None:
@@ -533,7 +536,8 @@ class State(Protocol):
 class RankState(Protocol):
     """What this rank alone has, beside its random numbers: buffers that are not synchronised, ``rank_state``.
 
-    Called by ``session/publication.py`` and ``resharding.py``.
+    Called by ``session/publication.py``, ``resharding.py`` and ``neighbour_inputs.py``, ``kept_batches.py`` and
+    ``loader.py`` (is it the same?).
     """
 
     def packed(self) -> bytes:
@@ -560,7 +564,9 @@ class RankState(Protocol):
 class Data(Protocol):
     """Random numbers, and loaders: what decides which batch comes next.
 
-    Called by ``session/loader.py`` (all but ``strides``), the driver, ``publication.py`` and ``resharding.py``.
+    Called by ``session/loader.py``, ``driver.py``, ``publication.py``, ``resharding.py`` (``strides``),
+    ``kept_batches.py`` (what it keeps of a batch), ``randomness.py`` and ``pauses.py`` (random numbers),
+    ``neighbour_inputs.py`` (both).
     """
 
     def look(self, arguments: Any) -> bytes:
@@ -625,8 +631,8 @@ class Data(Protocol):
 class Step(Protocol):
     """A window (the steps up to and including one update): its updates are seen, and it can be taken back.
 
-    Called by the driver, ``session/from_replica.py``, ``saving.py`` and ``from_saved.py`` (the layout that travels with
-    the state), ``bodies_without_update.py``.
+    Called by ``session/driver.py``, ``from_replica.py``, ``saving.py`` and ``from_saved.py`` (the layout that travels
+    with the state), ``bodies_without_update.py``.
     """
 
     def attach(self, updates: Updates) -> None:
@@ -697,9 +703,10 @@ class Step(Protocol):
 
 
 class Gradients(Protocol):
-    """What the loop computes of its gradients and its loss, for the anomaly check (``TRE``).
+    """What the loop computes of its gradients and its loss.
 
-    Called by the driver, and only where that is on.
+    Called by ``session/driver.py`` for the anomaly check (``TRE``), and only where that is on; whatever is on, by
+    ``comparison.py`` (``averages``) and ``verification.py`` (``digest``).
     """
 
     def averages(self) -> bool:
@@ -746,7 +753,7 @@ class Gradients(Protocol):
 class Drill(Protocol):
     """Faults on request, and a look at all of the state.
 
-    Called by ``session/injection.py`` and ``drill_records.py``.
+    Called by ``session/injection.py``, ``drill_records.py`` and ``driver.py``.
     """
 
     def cut(self) -> None:

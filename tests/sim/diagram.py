@@ -15,9 +15,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "rank-machine.md"
 HEALTHY = ("Setup", "Meet", "Open", "Body", "Verify", "Barrier", "Update", "Tail", "Finish", "Left")
 TEXT = """# The rank machine
 
-Drawn by `python tests/sim/diagram.py` from what `protocol/rank.py` did in 400 simulated jobs; do not edit. What the
-states mean stands at the head of [rank.py](../../src/resilient_train/protocol/rank.py), events and effects in the files
-beside it. The words are those of [the protocol](../protocol.md).
+Drawn by `python tests/sim/diagram.py` from what `protocol/rank.py` answers in simulated jobs, and what only real ones
+come to (`tests/sim/answers.txt`); do not edit. What the states mean stands at the head of
+[rank.py](../../src/resilient_train/protocol/rank.py), events and effects in the files beside it. The words are those of
+[the protocol](../protocol.md).
 
 ## Without a fault
 
@@ -37,7 +38,7 @@ stateDiagram-v2
 
 ## Row by row
 
-What a row returns depends on what the rank knows: each line is one answer that was seen, with the states that followed.
+What a row returns depends on what the rank knows: each line is one answer, with the states that followed.
 
 | state | event | effects | next |
 |---|---|---|---|

@@ -184,8 +184,8 @@ class SimRank:
         """How often the window was begun again."""
         self.wrong = False
         """The script has failed by itself: where its code would go on, its process ends."""
-        self.failed_tail = self.told_failed = False
-        """The script has failed behind an update; people are told."""
+        self.failed_tail = self.failed_alone = self.told_failed = False
+        """The script has failed behind an update, or when it ended that tail without the others; people are told."""
         self.verified = -1
         """The update for which all compute a second time."""
         self.distance = 0
@@ -211,7 +211,7 @@ class SimRank:
                 self.breaks, self.start, self.batches, self.grad, self.grads, tuple(self.calls.items()), self.saved,
                 self.tail_index, self.tails, self.missed, self.writer, self.shown, self.busy, self.untold, self.unseen,
                 self.behind_cut, self.swallowed, self.outside, self.pulled, self.heard, self.called, self.told_to_pause,
-                self.verified, self.distance, self.deviated, self.failed_tail, self.told_failed,
+                self.verified, self.distance, self.deviated, self.failed_tail, self.failed_alone, self.told_failed,
                 tuple(map(_effect_key, self.todo)), _effect_key(self.pending),
                 self.offer.source if self.offer else -1, self.machine.key(),
             ))  # fmt: skip
@@ -653,7 +653,8 @@ class SimRank:
         undisturbed = world.chains.model[world.shard[self.rank]][self.machine.standing.commits]
         holds = undisturbed in (self.model, self.undo)
         if self.machine.whole:
-            require(holds or not self.machine.intact, f"rank {self.rank} fails, and stays for a state that is not whole")
+            right = holds or not self.machine.intact
+            require(right, f"rank {self.rank} fails, and stays for a state that is not whole")
             world.raised |= {(self.rank, self.incarnation)}
             self.called = _OTHER
             self.feed(world, on.Raised("the script's"))
@@ -832,7 +833,7 @@ class SimRank:
         commits = self.machine.standing.commits
         whole = self.model == world.chains.model[world.shard[self.rank]][commits]
         require(whole, f"rank {self.rank} saves a wrong state")
-        told = self.told_failed or not self.failed_tail
+        told = self.told_failed or not (self.failed_tail or self.failed_alone)
         require(told, f"rank {self.rank} saves a tail that has failed, and tells nobody")
         over = self.machine.standing.phase is not Phase.APPLIED
         require(over, f"rank {self.rank} saves in the middle of a tail")
@@ -1038,14 +1039,16 @@ class SimRank:
     def _goes_wrong(self) -> None:
         self.wrong = True
         alone = isinstance(getattr(self.machine.state, "duty", None), m.SaveLast)
-        self.failed_tail = self.machine.standing.phase is Phase.APPLIED and not alone
+        behind = self.machine.standing.phase is Phase.APPLIED
+        self.failed_tail, self.failed_alone = behind and not alone, behind and alone
 
     def fail(self, world: World) -> None:
         """A collective failed, the update was cut, or what the rank waits for."""
         if isinstance(self.pending, (fx.Build, fx.Fetch, fx.Serve, fx.AwaitStop)):
             self._receive(world, "fails")
         elif self._misled:
-            self.wrong, self.called = True, _EXIT
+            self._goes_wrong()
+            self.called = _EXIT
             self.feed(world, on.Exit("error", "this one is missing"))
         elif self.at is At.IN_TAIL:
             self._tail_cut(world)

@@ -600,7 +600,7 @@ def test_a_rank_that_dies_again_and_again_without_a_commit_between() -> None:
             break
         recover(controller, 1)
         finish_recovery(controller)
-    assert controller.job.restarts == 2
+    assert controller.job.replacements == 2
     assert "without one committed update" in of(commands, EndJob)[0].reason
 
 

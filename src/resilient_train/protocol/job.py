@@ -40,7 +40,23 @@ class Stage(enum.StrEnum):
 
 
 class Job:
-    """Methods return the commands to carry out, in order."""
+    """Methods return the commands to carry out, in order.
+
+    What is saved, and what the script is, the agent knows: it puts the first four in.
+    """
+
+    can_go_back: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether all ranks could start again from a saved state, or the loss of theirs costs nothing that was ever to be
+    kept. Asked only where nothing else is left.
+    """
+    newest_saved: Callable[[], int] = staticmethod(lambda: -1)
+    """From before which update the newest state is that is saved, its replicas being equal; -1: there is none."""
+    saved_before: Callable[[int], bool] = staticmethod(lambda _step: False)
+    """Whether a state from before that step, or an older one, is known to be saved. Asked last, where all go back to
+    it if it is.
+    """
+    uses_us: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether the script imports this library, as far as its text tells. Asked where no rank has said so yet."""
 
     def __init__(self, world_size: int, policy: Policy | None = None) -> None:
         assert world_size >= 1
@@ -50,19 +66,12 @@ class Job:
         self.generation = 0
         self.attempt = 0
         """How often all ranks were started again."""
-        self.restarts = 0
+        self.replacements = 0
+        """How often one rank's process took the place of another, the others going on."""
         self.aware = False
         """Some rank has said so: the script uses this library."""
         self.plain = False
         """Its Session is a plain loop."""
-        self.can_go_back: Callable[[], bool] = lambda: False
-        """Whether all ranks could start again from a saved state, or the loss of theirs costs nothing that was ever to
-        be kept. Asked only where nothing else is left.
-        """
-        self.newest_saved: Callable[[], int] = lambda: -1
-        """From before which update the newest state is that is saved, its replicas being equal; -1: there is none."""
-        self.uses_us: Callable[[], bool] = lambda: False
-        """Whether the script imports this library, as far as its text tells. Asked where no rank has said so yet."""
         self.incarnations = [0] * world_size
         self.replicas = ReplicaTable(world_size)
         self.holders = Holders(self.replicas.groups)
@@ -90,14 +99,14 @@ class Job:
         """Steps since which the script has said that all is wrong: once each, all have gone back for that."""
         self.late_told: set[tuple[int, int]] = set()
         """Attempt and step, where people were told of it and nobody went back."""
-        self.saved_before: Callable[[int], bool] = lambda _step: False
-        """Whether a state from before that step, or an older one, is known to be saved. Asked last, where all go back
-        to it if it is.
-        """
         self.pause_at: int | None = None
         """All are to stop before this step, or at the next head behind it; None: nobody wants it."""
         self.step = 0
         """The next one of all ranks, when they were at one head last."""
+        self._begin_to_look()
+
+    def _begin_to_look(self) -> None:
+        """Nothing is known of anomalies yet, nor of windows that are computed twice."""
         self.anomalies: dict[tuple[str, int], tuple[float, ...]] = {}
         """What was anomalous ("norm", "loss") at which step, and its value each time that the step ran. Also of the
         runs before this one in the same run directory.
@@ -198,8 +207,8 @@ class Job:
         """Why the rank's process is not replaced once more; empty if it may be. ``goes_back``: see ``why_give_up``."""
         if rank in self.condemned:
             return self.condemned[rank]
-        stuck = self.retries.deaths(rank)
-        return why_give_up(self.policy, restarts=self.restarts, lost=1, stuck=stuck, goes_back=goes_back)
+        used, stuck = self.replacements + self.attempt, self.retries.deaths(rank)
+        return why_give_up(self.policy, used=used, lost=1, stuck=stuck, goes_back=goes_back)
 
     def count_deviation(self, rank: int, device: str) -> None:
         """The rank has come to other bits than before from the same inputs, on that device."""

@@ -11,8 +11,8 @@ DEFAULT_MAX_RESTARTS = 100
 class Policy(msgspec.Struct, frozen=True):
     """Bounds on recovery.
 
-    ``max_restarts`` counts processes replaced over the job's life. A rank that dies ``max_stuck`` times without a
-    single committed update in between ends the job: one more process will not cure it.
+    ``max_restarts`` counts replacements over the job's life, of one rank or of all at once. A rank that dies
+    ``max_stuck`` times without a single committed update in between ends the job: one more process will not cure it.
     """
 
     max_restarts: int = DEFAULT_MAX_RESTARTS
@@ -40,14 +40,15 @@ class Policy(msgspec.Struct, frozen=True):
     """False when the ``TSP`` switch is off: nobody can have the job stand still."""
 
 
-def why_give_up(policy: Policy, *, restarts: int, lost: int, stuck: int, goes_back: bool = False) -> str:
-    """The reason to end the job instead of replacing ``lost`` more ranks; empty if there is none. ``goes_back``: nobody
-    is lost, all begin anew behind a saved state, and so the switch for replacements is not asked.
+def why_give_up(policy: Policy, *, used: int, lost: int, stuck: int, goes_back: bool = False) -> str:
+    """The reason to end the job instead of replacing ``lost`` more ranks; empty if there is none. ``used``: how often
+    ranks were replaced, or all started again. ``goes_back``: nobody is lost, all begin anew behind a saved state, and
+    so the switch for replacements is not asked.
     """
     if not policy.replace and not goes_back:
         return "replacing lost ranks is switched off (MS_ENABLE_TFT has no ARF:1)"
-    if restarts + lost > policy.max_restarts:
-        return f"--max-restarts {policy.max_restarts} is used up ({restarts} ranks were replaced before this fault)"
+    if used + lost > policy.max_restarts:
+        return f"--max-restarts {policy.max_restarts} is used up (ranks were replaced {used} times before this fault)"
     if stuck >= policy.max_stuck:
         return f"it died {stuck} times in a row without one committed update in between"
     return ""

@@ -90,6 +90,32 @@ def _failures(steps: Iterable[Callable[[], object]]) -> Iterator[BaseException]:
 class Driver:
     """One rank under an agent: the Body of each step; what the engine's ``Step`` and ``Collectives`` report to."""
 
+    calling = False
+    """The loop calls its bodies (``calls.py``), and a fault must bring it back to one that it knows."""
+    _step: Step | None = None
+    """The step that the user has; None between two."""
+    _called = b""
+    """What the body of a call gets."""
+    _between = ""
+    """What of the shared state was changed in this window's way from one call to another."""
+    _failed = -1
+    """The step whose body an exception has left before its update."""
+    _left_at: tuple[int, int, int, int] | None = None
+    """Where the loop was left, if not by its number."""
+    _order = m.Resume(0)
+    """The newest one: what is to be computed again, and how."""
+    _begun = _entered = _told_end = _exits = _released = False
+    """The loop has begun; its first body; it is over; it was left by ``sys.exit(0)``; nothing is held any more."""
+    _raised = False
+    """The script's loop is left by ``_error``, and what the rank holds is to be saved before that goes on."""
+    _unlike = False
+    """A body has changed registered state where nobody saw it: nothing is to be saved of that."""
+    _told_outgrown = False
+    _answer: Any = None
+    _digests = ("", "")
+    """Of the state with which this rank has come to its end."""
+    _redone = _quiet_since_ns = 0
+
     def __init__(
         self,
         agent: config.AgentLink,
@@ -104,7 +130,7 @@ class Driver:
     ) -> None:
         settings, switches = config.read_settings(), config.read_switches()
         self._engine, self._cursor, self._replicas = engine, cursor, replicas
-        self._link = Link(agent)
+        self._link = link = Link(agent)
         self._peers = self._link.peers
         self._verdict_timeout_s = settings.verdict_timeout_s
         self._optimizers = {id(optimizer): index for index, optimizer in enumerate(objects.optimizers)}
@@ -124,52 +150,17 @@ class Driver:
             self._link, engine.state, engine.gradients, groups, settings.compare_every, self._inputs
         )
         self.saving = Saving(
-            self._link,
-            engine.state,
-            engine.step,
-            self._publication,
-            agent.run_dir,
-            groups,
-            self._event,
-            self._comparison,
+            link, engine.state, engine.step, self._publication, agent.run_dir, groups, self._event, self._comparison
         )
         self._without_update = BodiesWithoutUpdate(engine.step, self._event, tells=agent.rank == 0)
-        plan = parse_plan(settings.faults)
         self._tells = agent.rank == 0
-        self._anomalies: Anomalies | None = None
-        if switches.tre:
-            # A new process does not know what was usual. It may make others run a step again, and nothing else: with
-            # ``skips`` what it does not see would be an update that an undisturbed run leaves out.
-            self._anomalies = Anomalies(limits, self._tell, scaled=engine.gradients.scales(), spikes=not skips)
-        if self._anomalies is None and (limits.given or skips):
-            what = "a threshold for the norm or the loss" if limits.given else "on_anomaly='skip'"
-            self._tell(f"{what} has no effect: MS_ENABLE_TFT has no TRE:1")
+        self._anomalies = self._anomaly_check(limits, skips=skips, looks=switches.tre > 0)
         self._clock = ComputeClock(engine.collectives.waited_ns, self._peers.add_computed)
+        plan, who = parse_plan(settings.faults), (agent.rank, agent.incarnation)
         self._injector = Injector(
-            plan,
-            agent.rank,
-            agent.incarnation,
-            self._sink,
-            engine.drill,
-            self._peers,
-            self._falsify,
-            self._clock.slow_down,
+            plan, *who, self._sink, engine.drill, self._peers, self._falsify, self._clock.slow_down
         )
-        mine = next((group for group in groups if agent.rank in group), (agent.rank,))
-        neighbours = None
-        if settings.verify_every and settings.verify_inputs == "neighbour":
-            neighbours = NeighbourInputs(agent.run_dir, agent.rank, mine, engine.data, engine.rank_state)
-        self._verification = Verification(
-            engine.collectives,
-            engine.gradients,
-            engine.state,
-            every=settings.verify_every,
-            undo=undo,
-            replicas=[rank for rank in mine if rank != agent.rank],
-            neighbours=neighbours,
-        )
-        self._order = m.Resume(0)
-        """The newest one: what is to be computed again, and how."""
+        self._verification = self._second_look(agent, groups, settings, undo=undo)
         self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
@@ -183,44 +174,41 @@ class Driver:
         self._watch = Watch(self._peers, self._link.generation, engine.groups.release_waiters, report, settings)
         own = engine.rank_state if objects.rank_extra else None
         self._batches = KeptBatches(cursor, engine.data, self._pulse, self.outlive, own)
-        self._step: Step | None = None
-        """The step that the user has; None between two."""
-        self._called = b""
-        """What the body of a call gets."""
-        self.calling = self._entered = False
-        """The loop calls its bodies (``calls.py``), and a fault must bring it back to one that it knows. The first has
-        begun.
-        """
         self._left_with: dict[str, StateMark] = {}
         """Of the shared state, since the body of a call in an open window is over, and until the next one begins."""
-        self._between = ""
-        """What of it was changed in this window's way from one call to another."""
-        self._failed = -1
-        """The step whose body an exception has left before its update."""
-        self._left_at: tuple[int, int, int, int] | None = None
-        """Where the loop was left, if not by its number."""
-        self._exits = False
-        """It was left by ``sys.exit(0)``."""
-        self._answer: Any = None
         self._error: BaseException = RuntimeError("no error")
         """What failed last, to be raised if nobody can explain it."""
-        self._raised = False
-        """That is what the script's loop is left by, and what the rank holds is to be saved before it goes on."""
-        self._unlike = False
-        """A body has changed registered state where nobody saw it: nothing is to be saved of that."""
-        self._redone = 0
-        self._begun = self._told_end = self._released = False
-        self._told_outgrown = False
-        self._quiet_since_ns = 0
-        self._digests = ("", "")
-        """Of the state with which this rank has come to its end."""
-        self._perform = self._performers()
-        if self._anomalies is not None:  # else nothing is looked at, and that costs nothing
-            self._perform |= {do.Mark: self._mark_to_look, do.CheckCollectives: self._check_and_look}
-            self._perform[do.Committed] = self._committed_and_usual
-        if settings.verify_every:
-            self._perform |= {do.Mark: self._mark_to_compare, do.CheckCollectives: self._check_and_compare}
+        self._perform = {**self._performers(), **self._looking_performers(compares=settings.verify_every > 0)}
         atexit.register(self._release)
+
+    def _second_look(
+        self, agent: config.AgentLink, groups: tuple[tuple[int, ...], ...], settings: config.Settings, *, undo: bool
+    ) -> Verification:
+        """Of this rank's own inputs, or of a replica's."""
+        engine, mine = self._engine, next((group for group in groups if agent.rank in group), (agent.rank,))
+        neighbours = None
+        if settings.verify_every and settings.verify_inputs == "neighbour":
+            neighbours = NeighbourInputs(agent.run_dir, agent.rank, mine, engine.data, engine.rank_state)
+        return Verification(
+            engine.collectives,
+            engine.gradients,
+            engine.state,
+            every=settings.verify_every,
+            undo=undo,
+            replicas=[rank for rank in mine if rank != agent.rank],
+            neighbours=neighbours,
+        )
+
+    def _anomaly_check(self, limits: AnomalyLimits, *, skips: bool, looks: bool) -> Anomalies | None:
+        """``looks``: ``TRE`` is on. A new process does not know what was usual. It may make others run a step again,
+        and nothing else: with ``skips`` what it does not see would be an update that an undisturbed run leaves out.
+        """
+        if not looks:
+            if limits.given or skips:
+                what = "a threshold for the norm or the loss" if limits.given else "on_anomaly='skip'"
+                self._tell(f"{what} has no effect: MS_ENABLE_TFT has no TRE:1")
+            return None
+        return Anomalies(limits, self._tell, scaled=self._engine.gradients.scales(), spikes=not skips)
 
     # -- what the user's code does
 
@@ -635,6 +623,16 @@ class Driver:
             do.GiveUp: self._give_up,
             do.Misuse: self._misuse,
         }
+
+    def _looking_performers(self, *, compares: bool) -> dict[type[do.Effect], Callable[[Any], Any]]:
+        """In the place of some of those, if anything is looked at: else that costs nothing."""
+        found: dict[type[do.Effect], Callable[[Any], Any]] = {}
+        if self._anomalies is not None:
+            found |= {do.Mark: self._mark_to_look, do.CheckCollectives: self._check_and_look}
+            found[do.Committed] = self._committed_and_usual
+        if compares:
+            found |= {do.Mark: self._mark_to_compare, do.CheckCollectives: self._check_and_compare}
+        return found
 
     # -- what others see
 

@@ -21,7 +21,7 @@ def refuses(fault: Fault, job: Job) -> str:
 def begin(fault: Fault, job: Job) -> list[Command]:
     """The fork comes last: it takes the agent longer than all the rest, and the survivors have work to do."""
     rank = fault.rank
-    job.restarts += 1
+    job.replacements += 1
     job.incarnations[rank] += 1
     spawn = Spawn(rank, job.incarnations[rank], joining=True, attempt=job.attempt)
     return [*job.begin((rank,), f"rank {rank} {fault.detail}", by=NAME), spawn]

@@ -52,7 +52,6 @@ def begin(fault: Fault, job: Job) -> list[Command]:
         for memory in (job.joined, job.done, job.finished, job.left, job.exited, job.evidence, job.computed):
             memory.clear()
         job.verified = -1  # what is computed anew counts anew
-    job.restarts += 1
     job.attempt += 1
     job.started.clear()
     job.incarnations = [incarnation + 1 for incarnation in job.incarnations]

@@ -621,7 +621,7 @@ def frame_key(frame: Any) -> Any:
     return (type(frame).__name__, *map(_hashable, msgspec.structs.astuple(frame)))
 
 
-_POLICY_ONLY = frozenset(("policy", "restarts", "retries"))
+_POLICY_ONLY = frozenset(("policy", "replacements", "retries"))
 """Counters that decide nothing but when to give up, which no simulated job comes near."""
 _FIXED = frozenset(("world_size", "replicas", "aware", "plain", "attempt", "can_go_back", "newest_saved", "uses_us"))
 

@@ -386,24 +386,12 @@ class Agent:
                 self._carry_out(controller.started(rank, incarnation, frame))
             case m.Joined():
                 self._deaths.add(rank)
-                detail: dict[str, Any] = {
-                    "commits": frame.commits,
-                    "phase": frame.phase,
-                    "holds": frame.holds,
-                    "stopped_ns": frame.stopped_ns,
-                }
-                self._note("joined", rank=rank, incarnation=incarnation, generation=frame.generation, detail=detail)
+                self._note_joined(rank, incarnation, frame)
                 self._carry_out(controller.joined(rank, incarnation, frame))
             case m.Built(generation=generation):
                 self._note("built", rank=rank, incarnation=incarnation, generation=generation)
             case m.Fetched():
-                detail = {
-                    "source": frame.source,
-                    "bytes": frame.bytes_copied,
-                    "duration_ns": frame.duration_ns,
-                    "way": frame.way,
-                }
-                self._note("fetched", rank=rank, incarnation=incarnation, generation=frame.generation, detail=detail)
+                self._note_fetched(rank, incarnation, frame)
             case m.Done(generation=generation, redone=redone, step=step, over=over):
                 whose = {"rank": rank, "incarnation": incarnation, "step": step}
                 self._note("done", generation=generation, detail={"redone": redone}, **whose)
@@ -456,6 +444,24 @@ class Agent:
                 self._carry_out(controller.stop(2, text))
             case _:
                 self._note("foreign_frame", rank=rank, detail={"text": type(frame).__name__})
+
+    def _note_joined(self, rank: int, incarnation: int, frame: m.Joined) -> None:
+        detail = {
+            "commits": frame.commits,
+            "phase": frame.phase,
+            "holds": frame.holds,
+            "stopped_ns": frame.stopped_ns,
+        }
+        self._note("joined", rank=rank, incarnation=incarnation, generation=frame.generation, detail=detail)
+
+    def _note_fetched(self, rank: int, incarnation: int, frame: m.Fetched) -> None:
+        detail = {
+            "source": frame.source,
+            "bytes": frame.bytes_copied,
+            "duration_ns": frame.duration_ns,
+            "way": frame.way,
+        }
+        self._note("fetched", rank=rank, incarnation=incarnation, generation=frame.generation, detail=detail)
 
     def _on_raised(self, rank: int, incarnation: int, frame: m.Raised) -> None:
         process = self._processes.current[rank]

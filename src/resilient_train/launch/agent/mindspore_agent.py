@@ -180,7 +180,7 @@ class MindSporeAgent:
 
     def _why_give_up(self, rank: int) -> str:
         stuck = self._budget.deaths(rank)
-        return why_give_up(self._spec.policy, restarts=self._replaced, lost=1, stuck=stuck)
+        return why_give_up(self._spec.policy, used=self._replaced, lost=1, stuck=stuck)
 
     async def _ask_to_end(self) -> None:
         """Ranks that know no controller may have a state to save by themselves: they are told, and have time to."""

@@ -103,7 +103,7 @@ class Operators:
             **self._straggler_watch.status(),
             "generation": job.generation,
             "restarts": job.attempt,
-            "replacements": job.restarts - job.attempt,
+            "replacements": job.replacements,
             "max_restarts": job.policy.max_restarts,
             "ranks": [self._waiting.rank(rank) for rank in range(self._board.world_size)],
             "standbys": self._processes.standbys(),

@@ -36,6 +36,7 @@ from resilient_train.launch.spec import JobSpec
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.summary import missed, summary
 from resilient_train.protocol.policy import DEFAULT_MAX_RESTARTS, Policy
+from resilient_train.switches import Switches
 
 
 def _check_torch() -> None:
@@ -126,17 +127,7 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
         world_size=launch.nproc_per_node,
         run_dir=run_dir,
         run_id=run_id,
-        policy=Policy(
-            max_restarts=args.max_restarts if limited else DEFAULT_MAX_RESTARTS,
-            restart_on_error=limited and args.max_restarts > 0,
-            max_deviations=settings.deviations,
-            neighbours=settings.verify_inputs == "neighbour",
-            replace=switches.arf,
-            rebuild=switches.hcce,
-            mend=switches.uce,
-            save_last=switches.ttp,
-            pause=switches.tsp,
-        ),
+        policy=_policy(settings, switches, args.max_restarts if limited else None),
         settings=settings,
         role=launch.role,
         port=args.master_port or 0,
@@ -147,6 +138,20 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
         signals=tuple(launch.signals_to_handle.split(",")),
         virtual_local_rank=launch.virtual_local_rank,
         **prefix,
+    )
+
+
+def _policy(settings: config.Settings, switches: Switches, max_restarts: int | None) -> Policy:
+    return Policy(
+        max_restarts=max_restarts if max_restarts is not None else DEFAULT_MAX_RESTARTS,
+        restart_on_error=max_restarts is not None and max_restarts > 0,
+        max_deviations=settings.deviations,
+        neighbours=settings.verify_inputs == "neighbour",
+        replace=switches.arf,
+        rebuild=switches.hcce,
+        mend=switches.uce,
+        save_last=switches.ttp,
+        pause=switches.tsp,
     )
 
 

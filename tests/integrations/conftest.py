@@ -2,7 +2,11 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+import traced
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -11,3 +15,10 @@ collect_ignore = [
     for library in ("lightning", "accelerate", "transformers")
     if importlib.util.find_spec(library) is None
 ]
+
+
+@pytest.fixture(autouse=True)
+def machines(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As in ``tests/process``: the loops of these libraries come to no answer that the simulation does not know."""
+    yield
+    traced.check(request.node.name)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from trained import EVERYWHERE, IN_WINDOWS, assert_repaired, assert_started_again, train
+from trained import EVERYWHERE, IN_WINDOWS, assert_repaired, assert_resumed, assert_started_again, train
 
 JOB = "with_accelerate.py"
 
@@ -17,6 +17,11 @@ def test_loop(tmp_path: Path, accumulate: int, plan: str) -> None:
 @pytest.mark.timeout(1200)
 def test_all_ranks_lost(tmp_path: Path) -> None:
     assert_started_again(tmp_path, JOB)
+
+
+@pytest.mark.timeout(1200)
+def test_a_job_that_ended_is_started_again(tmp_path: Path) -> None:
+    assert_resumed(tmp_path, JOB)
 
 
 @pytest.mark.timeout(1200)

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from torch.utils.data import DataLoader
-from trained import EVERYWHERE, assert_repaired, assert_started_again
+from trained import EVERYWHERE, assert_repaired, assert_resumed, assert_started_again
 
 from resilient_train.errors import ConfigError
 from resilient_train.integrations.lightning import Resilient, ResilientPrecision
@@ -37,6 +37,11 @@ def test_trainer(tmp_path: Path, accumulate: int, plan: str) -> None:
 @pytest.mark.timeout(1200)
 def test_all_ranks_lost(tmp_path: Path) -> None:
     assert_started_again(tmp_path, JOB)
+
+
+@pytest.mark.timeout(1200)
+def test_a_job_that_ended_is_started_again(tmp_path: Path) -> None:
+    assert_resumed(tmp_path, JOB)
 
 
 @pytest.mark.timeout(1200)

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
-from trained import EVERYWHERE, IN_WINDOWS, assert_repaired, assert_same, assert_started_again, ends, train
+from trained import (
+    EVERYWHERE,
+    IN_WINDOWS,
+    assert_repaired,
+    assert_resumed,
+    assert_same,
+    assert_started_again,
+    ends,
+    train,
+)
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from resilient_train.errors import ConfigError, UsageError
@@ -61,11 +70,7 @@ def test_all_ranks_lost(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1200)
 def test_a_job_that_ended_is_started_again(tmp_path: Path) -> None:
-    """In its run directory, where the newest checkpoint is."""
-    quiet = train(tmp_path / "quiet", JOB, "--save", "4")
-    lost = "kill rank=0 step=17; kill rank=1 step=17"
-    train(tmp_path / "run", JOB, "--save", "4", plan=lost, flags=("--max-restarts", "0"), code=75)
-    assert_same(train(tmp_path / "run", JOB, "--save", "4"), quiet)
+    assert_resumed(tmp_path, JOB)
 
 
 @pytest.mark.timeout(1200)

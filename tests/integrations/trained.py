@@ -47,6 +47,16 @@ def assert_started_again(folder: Path, script: str) -> None:
     assert_same(run, quiet)
 
 
+def assert_resumed(folder: Path, script: str) -> None:
+    """A job that ended is started again in its run directory, by another launcher, from its newest checkpoint."""
+    quiet = train(folder / "quiet", script, "--save", "4")
+    lost = "kill rank=0 step=17; kill rank=1 step=17"
+    train(folder / "run", script, "--save", "4", plan=lost, flags=("--max-restarts", "0"), code=75)
+    run = train(folder / "run", script, "--save", "4")
+    assert run.of("started")[-1]["detail"]["step"] > 0, run.explain()
+    assert_same(run, quiet)
+
+
 def assert_same(run: Run, quiet: Run) -> None:
     """The same bits, of the same data."""
     assert run.of("other_data") == [], run.explain()

@@ -16,11 +16,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` of a shel
 def machines(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each rank of the test's jobs did what a machine does, and came to nothing that the simulation does not know."""
     yield
-    seen: set[str] = set()
-    wrong = [text for run_dir in traced.RUNS for text in traced.look(run_dir, seen)]
-    traced.RUNS.clear()
-    wrong += traced.missing(request.node.name, seen)
-    assert not wrong, "\n".join(wrong)
+    traced.check(request.node.name)
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,15 @@ def look(run_dir: Path, seen: set[str]) -> list[str]:
     return wrong
 
 
+def check(test: str) -> None:
+    """What the ranks of this test's jobs did is what a machine does, and what the simulation knows."""
+    seen: set[str] = set()
+    wrong = [text for run_dir in RUNS for text in look(run_dir, seen)]
+    RUNS.clear()
+    wrong += missing(test, seen)
+    assert not wrong, "\n".join(wrong)
+
+
 def missing(test: str, seen: set[str]) -> list[str]:
     """What ``answers.txt`` says that this test comes to, and it did not."""
     own = [answer for answer, how in listed().items() if how.startswith(f"real {test}:")]

@@ -112,6 +112,14 @@ def test_other_faults(run_dir: Path, torchrun: Torchrun, plan: str, recoveries: 
     assert recoveries in (None, run.recoveries()), run.explain()
 
 
+def test_a_reduction_that_fails_counts_where_the_script_has_caught_its_error(run_dir: Path, torchrun: Torchrun) -> None:
+    """All ranks are in reduce-scatters, or begin one, and no script raises: there is no update on what comes of it."""
+    plan = "; ".join(f"hcce rank={rank} step=6 phase=COMPUTE at=backward" for rank in range(RANKS))
+    run = train(run_dir, plan, variant="alone+kept+caught")
+    ends_as(run, torchrun("alone+kept"))
+    assert run.recoveries(), run.explain()
+
+
 def test_norms_are_looked_at(run_dir: Path, torchrun: Torchrun) -> None:
     """Each rank has the norm of its part; a value that can't be right has the step run again, on all."""
     run = train(run_dir, "norm rank=1 step=6 value=nan", MS_ENABLE_TFT="{TRE:1,ARF:1,TTP:1,HCCE:1}")

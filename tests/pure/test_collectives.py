@@ -42,7 +42,7 @@ class Work(GuardedWork):
 
 
 class Group:
-    """Notes how a collective is run. ``error``: what those that are run fail with."""
+    """Notes how a collective is run. ``error``: what those that are run fail with, or the call where it ``refuses``."""
 
     spans_job = True
     solo = False
@@ -50,11 +50,18 @@ class Group:
     def __init__(self) -> None:
         self.ran: list[str] = []
         self.error = ""
+        self.refuses = False
+        self.broken = False
         self.forgotten = 0
 
     def run(self, verb: str, _args: Any) -> Work:
+        if self.refuses:
+            raise RuntimeError(self.error)
         self.ran.append(verb)
         return Work(self.error)
+
+    def cut(self, _error: RuntimeError) -> bool:
+        return self.broken
 
     def run_alone(self, verb: str, _args: Any) -> Work:
         self.ran.append(f"{verb} alone")
@@ -116,6 +123,17 @@ def test_an_update_needs_all_collectives_since_the_one_before(rank: Rank) -> Non
     assert rank.collectives.intact(), "each counts once"
     assert rank.entered == 4
     assert rank.checked == ["allreduce"] * 4
+
+
+@pytest.mark.parametrize("verb", ["_reduce_scatter_base", "send", "recv"])
+def test_a_call_that_a_fault_refuses_counts_as_well(rank: Rank, verb: str) -> None:
+    """There is no work that could, and the script may have caught the error. What it was told off for is its own."""
+    rank.group.refuses = True
+    for rank.group.broken in (False, True):
+        with pytest.raises(RuntimeError, match="no such shape"):
+            rank.call("no such shape", verb)
+        assert rank.collectives.intact() is not rank.group.broken
+    assert rank.collectives.intact(), "each counts once"
 
 
 def test_what_a_cut_body_had_begun_does_not_count_any_more(rank: Rank) -> None:

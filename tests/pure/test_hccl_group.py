@@ -110,6 +110,11 @@ def test_communicators_that_there_are(group: HcclGroup, made: list[tuple[Any, Ba
     assert groups.communicators(3) == []
 
 
+def test_only_an_error_of_the_devices_is_a_faults(group: HcclGroup) -> None:
+    assert group.cut(RuntimeError("HCCL function error: HcclAllReduce, error code is 4"))
+    assert not group.cut(RuntimeError("the tensors differ in their shapes"))
+
+
 def test_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has run on a device: without the setting a job over HCCL is a plain loop, as ever."""
     assert not _register._is_for_hccl("hccl")

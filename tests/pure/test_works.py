@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402 - likewise
 
 from resilient_train.frameworks.torch import group as group_module  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.group import ResilientGroup  # noqa: E402 - likewise
-from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, Works  # noqa: E402 - likewise
+from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, ScatteredWork, Works  # noqa: E402 - likewise
 
 GIVEN_UP = "the collective was given up"
 
@@ -228,8 +228,18 @@ def test_a_reduce_scatter_raises_too(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         with monkeypatch.context() as patched, pytest.raises(RuntimeError, match=GIVEN_UP):
             patched.setattr(group, "inner", SimpleNamespace(reduce_scatter=lambda *_: forgotten))
-            group.run_inner("reduce_scatter", ([torch.zeros(1)], [[torch.zeros(1)]]))
+            group.run_inner("reduce_scatter", ([torch.zeros(1)], [[torch.zeros(1)]])).wait()
     finally:
         limit.cancel()
         forgotten.over.set()
         releaser.join()
+
+
+def test_a_reduce_scatter_is_a_work_like_others(works: Works) -> None:
+    """gloo takes no notice of the limit of such a wait, and who has not waited for it has no result."""
+    inner = WithoutFuture()
+    work = ScatteredWork(inner, works.live)
+    assert not work.is_completed()
+    threading.Timer(0.02, inner.over.set).start()
+    assert work.wait(timedelta(milliseconds=1))
+    assert work.intact()

@@ -134,14 +134,16 @@ class Job:
             loss = loss * (1 + 2**-12)
         if session is not None and "checked" in self.variant:
             session.check(loss)
-        loss.backward()
+        try:
+            loss.backward()
+            if last:
+                self.clip()
+        except RuntimeError:
+            if "caught" not in self.variant:
+                raise
+            self.model.reset_iter_state()  # as scripts do that go on without a batch for which there is no memory
         if not last:
             return loss.item()
-        meshes: dict[Any, list[Any]] = {}  # torch clips what lies on one mesh
-        for parameter in self.model.parameters():
-            meshes.setdefault(parameter.device_mesh, []).append(parameter)
-        for parameters in meshes.values():
-            nn.utils.clip_grad_norm_(parameters, 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:
@@ -153,6 +155,13 @@ class Job:
         if "evaluate" in self.variant:
             self.evaluate()
         return loss.item()
+
+    def clip(self) -> None:
+        meshes: dict[Any, list[Any]] = {}  # torch clips what lies on one mesh
+        for parameter in self.model.parameters():
+            meshes.setdefault(parameter.device_mesh, []).append(parameter)
+        for parameters in meshes.values():
+            nn.utils.clip_grad_norm_(parameters, 1.0)
 
     def evaluate(self) -> None:
         """The outermost parameters stay whole behind it."""

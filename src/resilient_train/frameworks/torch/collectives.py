@@ -24,7 +24,7 @@ from resilient_train.frameworks.torch.storages import Memory, registered
 from resilient_train.frameworks.torch.tail import LoggedTail
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, flat
 from resilient_train.frameworks.torch.waits import waits
-from resilient_train.frameworks.torch.works import GuardedWork
+from resilient_train.frameworks.torch.works import GuardedWork, NotBegun
 from resilient_train.place import line
 from resilient_train.protocol.rank_effects import Mode
 
@@ -145,7 +145,9 @@ class Collectives:
             if self._given is not None:
                 self._given.calls.append(f"{verb} as {group.rank()}")
             return (
-                group.run(verb, args) if mode in (Mode.DIRECT, Mode.UPDATE) else self._tail.message(group, verb, args)
+                _begin(group, verb, args)
+                if mode in (Mode.DIRECT, Mode.UPDATE)
+                else self._tail.message(group, verb, args)
             )
         if group.spans_job:
             self._tails.enter_collective()
@@ -153,7 +155,7 @@ class Collectives:
             self._check_place(verb)
             if self._given is not None:
                 self._note(self._given, group, verb, args)
-            work = group.run(verb, args)
+            work = _begin(group, verb, args)
             if isinstance(work, GuardedWork):
                 works.since_update.append(work)
                 waits.begun()
@@ -192,6 +194,16 @@ class Collectives:
                 f"{line()}: {verb} was called in front of `with step:`, where a fault that cuts it can't be repaired; "
                 "call it in the body, or behind the `with` of the step before"
             )
+
+
+def _begin(group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> dist.Work:
+    """A call of a body. One that a fault refuses counts at the update too: the script may catch its error."""
+    try:
+        return group.run(verb, args)
+    except RuntimeError as error:
+        if group.cut(error):
+            works.since_update.append(NotBegun())
+        raise
 
 
 def _check_thread(verb: str) -> None:

@@ -30,8 +30,8 @@ from resilient_train.frameworks.torch.call_forms import in_places
 from resilient_train.frameworks.torch.own_objects import take_own
 from resilient_train.frameworks.torch.set_up import SetUpCollectives
 from resilient_train.frameworks.torch.transports import gloo
-from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done, run_alone
-from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, InThread, MonitoredBarrier, Works
+from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, run_alone
+from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, MonitoredBarrier, ScatteredWork, Works
 
 BACKEND = "resilient"
 _NO_RANK = -1
@@ -368,8 +368,11 @@ class ResilientGroup(dist.ProcessGroup):
         try:
             return GuardedWork(work, works.live)
         except RuntimeError:  # gloo has no future for a reduce-scatter
-            GuardedWork(InThread(work), works.live).wait()
-            return done(args[0])
+            return ScatteredWork(work, works.live)
+
+    def cut(self, error: RuntimeError) -> bool:  # noqa: ARG002 - another library's groups know by the error
+        """Whether a call that has raised ``error`` has failed for a fault, and not for what it was given."""
+        return self.broken()
 
     def number(self, verb: str, args: tuple[Any, ...]) -> tuple[str, int]:
         """Which message between two members, with one tag, this call sends or takes; all are counted, on both sides."""

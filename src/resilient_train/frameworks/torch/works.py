@@ -175,6 +175,23 @@ class KeptWork(GuardedWork):
         super()._inner_ended(future)
 
 
+class ScatteredWork(GuardedWork):
+    """Of a reduce-scatter, for which gloo has no future; nor does it take notice of the limit of a ``wait``."""
+
+    def __init__(self, inner: Any, live: dict[int, GuardedWork]) -> None:
+        super().__init__(InThread(inner), live)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - see above
+        return super().wait()
+
+
+class NotBegun:
+    """Stands for the work of a call that a fault has not let begin."""
+
+    def intact(self) -> bool:
+        return False
+
+
 class InThread:
     """Gives a future to a work that has none: another thread waits for it, ``limit_s`` at most."""
 
@@ -257,9 +274,9 @@ class Works:
     def __init__(self) -> None:
         self.live: dict[int, GuardedWork] = {}
         """By id; a work takes itself out when it ends."""
-        self.since_update: list[GuardedWork | GuardedMessage] = []
-        """The collectives that bodies have begun since the last update, also if they have ended, and the messages that
-        have failed: the next one needs them all intact.
+        self.since_update: list[GuardedWork | GuardedMessage | NotBegun] = []
+        """The collectives that bodies have begun since the last update, also if they have ended, the messages that have
+        failed, and the calls that a fault has not let begin: the next one needs them all intact.
         """
 
     def ran_out(self) -> bool:

@@ -18,6 +18,7 @@ from resilient_train import config
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Addresses
 from resilient_train.frameworks.torch.group import BuiltGroup, ResilientGroup, drop
+from resilient_train.frameworks.torch_npu.errors import kind_of
 
 BACKEND = "hccl"
 
@@ -68,6 +69,9 @@ class HcclGroup(ResilientGroup):
     def broken(self) -> bool:
         """Only an error of the device's can tell."""
         return False
+
+    def cut(self, error: RuntimeError) -> bool:
+        return bool(kind_of(str(error)))
 
     def close_inner(self, why: str) -> None:
         held = [self.inner] if self.inner is not None else []

@@ -120,6 +120,14 @@ def test_a_reduction_that_fails_counts_where_the_script_has_caught_its_error(run
     assert run.recoveries(), run.explain()
 
 
+def test_what_a_body_switches_for_the_next_one_is_as_it_was(run_dir: Path, torchrun: Torchrun) -> None:
+    """All have switched their reductions on when they are cut; a new process has never switched them off."""
+    plan = "; ".join(f"hcce rank={rank} step=5 phase=COMPUTE at=backward" for rank in range(RANKS))
+    run = train(run_dir, f"{plan}; kill rank=1 step=8 phase=COMPUTE at=backward", variant="accumulate+switched")
+    ends_as(run, torchrun("accumulate"))
+    assert run.recoveries() >= 2, run.explain()
+
+
 def test_norms_are_looked_at(run_dir: Path, torchrun: Torchrun) -> None:
     """Each rank has the norm of its part; a value that can't be right has the step run again, on all."""
     run = train(run_dir, "norm rank=1 step=6 value=nan", MS_ENABLE_TFT="{TRE:1,ARF:1,TTP:1,HCCE:1}")

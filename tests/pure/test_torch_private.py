@@ -145,6 +145,39 @@ def test_schedules_of_pipelines_say_whether_they_have_begun() -> None:
     assert "needs_dynamic(self._user_meta, has_backward)" in inspect.getsource(stage.PipelineStage._warmup_forward_vote)
 
 
+def test_what_fsdp_can_be_switched_is_where_it_was() -> None:
+    """What ``module_switches`` reads; whatever else can be set is named here, and in ``docs/how-to/sharded.md``."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    from resilient_train.frameworks.torch import module_switches
+
+    group, state = inspect.getsource(FSDPParamGroup.__init__), inspect.getsource(FSDPState.__init__)
+    for name in (*module_switches._OF_GROUP, module_switches._MESH):
+        assert re.search(rf"self\.{name}\b.* = ", group), name
+    for name in (*module_switches._OF_STATE, "_is_root", "_state_ctx"):
+        assert re.search(rf"self\.{name}\b.* = ", state), name
+    carried = (
+        *(
+            "gradient_divide_factor",
+            "force_sum_reduction_for_comms",
+            "is_last_backward",
+            "modules_to_backward_prefetch",
+        ),
+        *("modules_to_forward_prefetch", "reduce_scatter_divide_factor", "reduce_scatter_unused_params"),
+        *("requires_all_reduce", "requires_gradient_sync", "reshard_after_backward", "reshard_after_forward"),
+        "unshard_in_backward",
+    )
+    in_front_of_the_loop = (
+        *("all_reduce_hook", "allocate_memory_from_process_group_for_comm", "custom_all_gather", "symm_mem_for_comm"),
+        *("custom_reduce_scatter", "reduce_scatter_max_input_buffers", "separate_reduce_scatter_group"),
+    )
+    of_one_pass = ("post_optim_event",)
+    known = {f"set_{name}" for name in (*carried, *in_front_of_the_loop, *of_one_pass)}
+    assert {name for name in vars(FSDPModule) if name.startswith("set_")} <= known
+
+
 def test_loaders_that_keep_their_workers_say_so() -> None:
     """What ``frameworks/torch/data.workers`` reads: the first pass draws a seed for the workers, the others do not."""
     from torch.utils.data import DataLoader

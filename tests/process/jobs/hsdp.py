@@ -128,7 +128,10 @@ class Job:
         """Returns this rank's loss."""
         inputs, targets = batch or self.batch(number)
         last = "accumulate" not in self.variant or number % 2 == 1
-        self.model.set_requires_gradient_sync(last or "reduced" in self.variant)
+        if "switched" not in self.variant:
+            self.model.set_requires_gradient_sync(last or "reduced" in self.variant)
+        elif last or number == 0:  # it stays so for the next body
+            self.model.set_requires_gradient_sync(last)
         loss = nn.functional.cross_entropy(self.model(inputs).float(), targets)
         if "wrong" in self.variant and self.rank == 1 and number > 5:
             loss = loss * (1 + 2**-12)
@@ -146,6 +149,8 @@ class Job:
             return loss.item()
         for optimizer in self.optimizers:
             optimizer.step()
+        if "switched" in self.variant:
+            self.model.set_requires_gradient_sync(False)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for scheduler in self.schedulers:

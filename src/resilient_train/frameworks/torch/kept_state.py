@@ -4,8 +4,8 @@ Most of it is written by the update alone, when the bodies are over, and needs n
 does:
 
 * settings, schedulers and the scaler, and small state of the user's: always;
-* what a module and a parameter go by (``training``, ``requires_grad``), and which gradients there were: always. A
-  gradient is put back as zeros: what it held is of an update that is over;
+* what a module and a parameter go by (``training``, ``requires_grad``, ``module_switches.py``), and which gradients
+  there were: always. A gradient is put back as zeros: what it held is of an update that is over;
 * a tensor that was once seen to be written by a body, or between the head of the loop and the body (the key encoder of
   MoCo, weights that are swapped for an evaluation): from the next window on. The copy takes no longer than to write it.
 
@@ -30,6 +30,7 @@ import torch
 from resilient_train.frameworks.roles import Objects, StateMark, WrittenEarly
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.leaves import is_sharded, local, state_of, version_of
+from resilient_train.frameworks.torch.module_switches import Held, ModuleSwitches, Switched
 from resilient_train.frameworks.torch.sharded import placed_like
 from resilient_train.frameworks.torch.watched_state import (
     LOOKED_AT,
@@ -51,12 +52,13 @@ Key = tuple[int, str]
 
 class Modes(msgspec.Struct, array_like=True, frozen=True):
     """What a process that takes another one's place is to find: the modules that evaluate, the parameters that are not
-    trained, and those that have a gradient. A sparse one without entries is as good as none.
+    trained, and those that have a gradient (a sparse one without entries is as good as none), and switches.
     """
 
     evaluating: tuple[Key, ...]
     frozen: tuple[Key, ...]
     with_gradient: tuple[Key, ...]
+    switched: tuple[Switched, ...] = ()
 
 
 class _Modes(NamedTuple):
@@ -65,6 +67,7 @@ class _Modes(NamedTuple):
     training: list[bool]
     requires_grad: list[bool]
     with_gradient: list[bool]
+    switched: Held
 
 
 class _Place(NamedTuple):
@@ -92,7 +95,8 @@ class KeptState:
         self._parts: list[tuple[dict[str, torch.nn.Module | None], str, torch.nn.Module | None]] = []
         """Of all modules the ones in them: a script may put others there."""
         self._modules: list[tuple[Key, torch.nn.Module]] = []
-        self._modes = _Modes([], [], [])
+        self._switches = ModuleSwitches(())
+        self._modes = _Modes([], [], [], [])
         self._there: list[torch.Tensor | None] = []
         """What the window found in these places, and ..."""
         self._watched: list[_Watched] = []
@@ -141,6 +145,7 @@ class KeptState:
                 for index, model in enumerate(self._models)
                 for name, module in model.named_modules()
             ]
+            self._switches = ModuleSwitches(self._models)
         there = [each.owner.get(each.name) for each in self._places]
         if (
             len(there) == len(self._there)
@@ -161,6 +166,7 @@ class KeptState:
             [module.training for _, module in self._modules],
             [*map(_REQUIRES_GRAD, self._tensors)],
             [each is not None and each.layout is torch.strided for each in map(_GRADIENT, self._tensors)],
+            self._switches.held(),
         )
 
     def _keep(self, *, whole: bool) -> None:
@@ -230,6 +236,7 @@ class KeptState:
             tuple(key for (key, _), training in zip(self._modules, held.training, strict=True) if not training),
             tuple(key for key, trained in zip(places, held.requires_grad, strict=True) if not trained),
             tuple(key for key, there in zip(places, held.with_gradient, strict=True) if there),
+            self._switches.told(held.switched),
         )
 
     def take_modes(self, modes: Modes) -> None:
@@ -242,6 +249,7 @@ class KeptState:
             _set_requires_grad(tensor, on=place.key not in frozen)
             if place.key in with_gradient:
                 tensor.grad = torch.zeros_like(tensor)
+        self._switches.take(modes.switched)
 
     def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The parameters that had a gradient when the window began, and what is in its place, to be zeroed."""
@@ -312,6 +320,7 @@ class KeptState:
             _set_training(module, on=training)
         for tensor, trained in zip(self._tensors, self._modes.requires_grad, strict=True):
             _set_requires_grad(tensor, on=trained)
+        self._switches.put_back(self._modes.switched)
 
     def _put_back(self, place: _Place, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         if place.owner.get(place.name) is not tensor:

@@ -29,8 +29,9 @@ def memory_of(folder: Path) -> Memory:
 class Torchrun:
     """Runs of one script without a word of ours, by variant; each is made once."""
 
-    def __init__(self, job: str, folder: Path) -> None:
+    def __init__(self, job: str, folder: Path, **environ: str) -> None:
         self._job, self._folder = job, folder
+        self._environ = {**os.environ, **environ}
         self._known: dict[str, Memory] = {}
 
     def __call__(self, variant: str) -> Memory:
@@ -46,7 +47,7 @@ class Torchrun:
     def _run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         """Again where a rank's gloo has aborted it as it ended, which stock gloo does now and then (docs/facts.md)."""
         for _ in range(3):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=self._environ)
             if "Signal 6 (SIGABRT)" not in done.stderr:
                 break
         return done

@@ -5,6 +5,7 @@ say the ``torch_npu`` of an unpacked wheel.
 """
 
 import ast
+import contextlib
 import inspect
 import json
 import sys
@@ -21,6 +22,8 @@ VERBS = (
     "npu.restart_device",
     "npu._recovery.update_npu_tensor_to_safe",
     "distributed.reinit_process_group",
+    "npu.get_rng_state",
+    "npu.set_rng_state",
 )
 COMMITTED = Path(__file__).with_suffix(".json")
 
@@ -46,12 +49,14 @@ def _verb(package: Path, module: str, name: str) -> dict[str, Any]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return {"file": str(file.relative_to(package.parent)), "parameters": _parameters(node.args)}
-        if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
+        names = [alias.asname or alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom) and (name in names or "*" in names):
             if node.module is None or not (node.level or node.module.startswith(package.name)):
                 continue
             here = module if file.name == "__init__.py" else module.rpartition(".")[0]
             target = f"{here}.{node.module}" if node.level else node.module.removeprefix(f"{package.name}.")
-            return _verb(package, target, name)
+            with contextlib.suppress(LookupError if "*" in names else ()):
+                return _verb(package, target, name)
     raise LookupError(f"{module}.{name} is neither defined nor imported in {file}")
 
 

@@ -410,6 +410,18 @@ def test_torch_npu_without_a_verb(npu: RecordedNpu, verb: str) -> None:
         NpuDevice(npu.module, 0)
 
 
+def test_its_random_numbers_are_the_ranks(npu: RecordedNpu) -> None:
+    engine = trained_engine()
+    npu.answer("npu.get_rng_state", torch.arange(16, dtype=torch.uint8))
+    state = engine.data.random_state()
+    npu.answer("npu.get_rng_state", torch.zeros(16, dtype=torch.uint8))
+    assert engine.data.random_state() != state, "it has drawn"
+    npu.take()
+    engine.data.restore_random_state(state)
+    ((verb, given),) = npu.take()
+    assert (verb, given["device"], given["new_state"].tolist()) == ("set_rng_state", 3, [*range(16)])
+
+
 def test_tensors_elsewhere_are_not_marked(npu: RecordedNpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npu_device, "NPU", "npu")
     engine = trained_engine()

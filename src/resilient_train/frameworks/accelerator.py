@@ -71,6 +71,14 @@ class Accelerator(Protocol):
         """
         ...
 
+    def random_state(self) -> Any:
+        """The state of the device's own generator, as a tensor of bytes on the host; None: it has none."""
+        ...
+
+    def restore_random_state(self, state: Any) -> None:
+        """The inverse. ``state`` may be another process's."""
+        ...
+
     def mark_safe(self, tensors: Iterable[Any]) -> None:
         """These tensors are about to get their content back: they may be used although ``check`` found damage."""
         ...
@@ -108,6 +116,12 @@ class Host:
 
     def restart(self, groups: Sequence[Any], *, replaced: bool) -> None:
         """Nothing was stopped."""
+
+    def random_state(self) -> None:
+        """The host's are others, and those of CUDA devices torch knows."""
+
+    def restore_random_state(self, state: Any) -> None:
+        """It is of a device that is not here."""
 
     def mark_safe(self, tensors: Iterable[Any]) -> None:
         """Nothing was marked."""

@@ -119,6 +119,10 @@ class Job:
             self.optimizers.append(torch.optim.SGD(parameters[half:], lr=1e-2, momentum=0.9))
         self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 50) for each in self.optimizers]
         torch.manual_seed(1000 + self.rank)
+        if "drawn" in variant:
+            from device_generator import draw_dropout
+
+            draw_dropout(2000 + self.rank)
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(number * 100 + self.rank)

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import device_generator
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -243,6 +244,12 @@ def _told(name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _checked(name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
+    """``verb``, with the wheel's signature."""
+    takes = signature(name)
+    return lambda *args, **kwargs: verb(**takes.bind(*args, **kwargs).arguments)
+
+
 npu = SimpleNamespace(
     is_initialized=lambda: True,
     current_device=lambda: 0,
@@ -254,6 +261,10 @@ npu = SimpleNamespace(
     _recovery=SimpleNamespace(
         update_npu_tensor_to_safe=_told("npu._recovery.update_npu_tensor_to_safe", _update_npu_tensor_to_safe)
     ),
+)
+npu.get_rng_state = _checked("npu.get_rng_state", lambda device="npu": device_generator.generator.get_state())
+npu.set_rng_state = _checked(
+    "npu.set_rng_state", lambda new_state, device="npu": device_generator.generator.set_state(new_state)
 )
 distributed = SimpleNamespace(reinit_process_group=_told("distributed.reinit_process_group", _reinit_process_group))
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from resilient_train import config
 from resilient_train.frameworks.roles import Engine, Objects
-from resilient_train.frameworks.torch import admission, data
+from resilient_train.frameworks.torch import admission, data, generators
 from resilient_train.frameworks.torch.collectives import Collectives
 from resilient_train.frameworks.torch.device import Device, accelerator
 from resilient_train.frameworks.torch.drill import Drill
@@ -22,6 +22,7 @@ def engine_for(objects: Objects) -> Engine:
     admission.check(objects)
     data.shield_workers()
     device_of_rank = accelerator(dist.get_rank() if dist.is_initialized() else 0)
+    generators.follow(device_of_rank)
     groups = Groups(device_of_rank)
     rank_state = RankState(objects.models, objects.rank_extra)
     state = State(objects, rank_state, device_of_rank)

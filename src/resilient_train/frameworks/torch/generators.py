@@ -1,4 +1,4 @@
-"""The global random numbers of a process, as bytes: Python's, NumPy's and torch's.
+"""The global random numbers of a process, as bytes: Python's, NumPy's and torch's, and those of its devices.
 
 They are asked for three times a step, and asking all three takes 60 us. Each is a Mersenne Twister, 624 words and a
 position, which is looked at where it lies in memory: while it stands still (half a microsecond tells), what was read
@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from resilient_train._native import Glance
+from resilient_train.frameworks.accelerator import Accelerator, Host
 
 _WORDS = 624
 _TWISTER = struct.Struct(f"=i{_WORDS}I")
@@ -39,8 +40,8 @@ T = TypeVar("T")
 
 
 class _RandomState(msgspec.Struct, array_like=True, frozen=True):
-    """Of the generators of Python (with the second normal number that it may keep), NumPy and torch, and of the CUDA
-    devices if they were used.
+    """Of the generators of Python (with the second normal number that it may keep), NumPy and torch, of the CUDA
+    devices if they were used, and of the rank's accelerator if that has one.
     """
 
     python: bytes
@@ -48,6 +49,7 @@ class _RandomState(msgspec.Struct, array_like=True, frozen=True):
     numpy: tuple[str, bytes, int, int, float]
     torch: bytes
     cuda: list[bytes]
+    device: bytes = b""
 
 
 _DECODER = msgspec.msgpack.Decoder(_RandomState)
@@ -100,17 +102,25 @@ _python_held: _Held[bytes] = _Held(None, None)
 _numpy_held: _Held[_NumpyState] = _Held(None, None)
 _torch_held: _Held[bytes] = _Held(None, None)
 _newest: _Newest | None = None
+_accelerator: Accelerator = Host()
+_on_host = True
 _random: Any = random
 _get_bit_generator: Callable[[], object] = np.random.get_bit_generator  # type: ignore[attr-defined] # missing in NumPy's stub
 
 
+def follow(accelerator: Accelerator) -> None:
+    """From now on its generator counts as one of the process's."""
+    global _accelerator, _on_host
+    _accelerator, _on_host = accelerator, isinstance(accelerator, Host)
+
+
 def random_state() -> bytes:
-    """The states of Python's, NumPy's and torch's global generators; the same object while nothing was drawn.
+    """The states of the process's global generators; on the host alone the same object while nothing was drawn.
 
     Three times a step, and in many once with torch's moved (by dropout): those two cases go through no other function.
     """
     newest = _newest
-    if newest is None or torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+    if newest is None or not _on_host or torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
         return _read_all()
     generator: Any = _random.getstate.__self__
     numpy_kept = newest.parts[2][3]  # a normal number kept by NumPy may have been used up unseen
@@ -133,6 +143,9 @@ def random_state() -> bytes:
 def _read_all() -> bytes:
     global _newest
     parts = *_python_state(), _numpy_state(), _torch_state()
+    of_device = _accelerator.random_state()
+    if of_device is not None:
+        return _ENCODER.encode((*parts, (), of_device.numpy().tobytes()))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
         cuda = [each.numpy().tobytes() for each in torch.cuda.get_rng_state_all()]
         return _ENCODER.encode((*parts, cuda))
@@ -156,13 +169,16 @@ def restore_random_state(state: bytes) -> None:
     torch.set_rng_state(_bytes_tensor(held.torch))
     if held.cuda:
         torch.cuda.set_rng_state_all([_bytes_tensor(each) for each in held.cuda])
+    if held.device:
+        _accelerator.restore_random_state(_bytes_tensor(held.device))
 
 
 def by_generator(state: bytes) -> dict[str, Any]:
     """What ``random_state`` returned, taken apart: the name of each generator, and its state."""
     held = _DECODER.decode(state)
     parts = {"python": (held.python, held.python_kept), "numpy": held.numpy, "torch": held.torch}
-    return {**parts, "cuda": held.cuda} if held.cuda else parts
+    devices = {"cuda": held.cuda, "device": held.device}
+    return parts | {name: state for name, state in devices.items() if state}
 
 
 def _python_state() -> tuple[bytes, float | None]:

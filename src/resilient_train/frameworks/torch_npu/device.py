@@ -59,6 +59,8 @@ class NpuDevice:
         self._restart_device = _find(module, "npu.restart_device")
         self._update_tensor = _find(module, "npu._recovery.update_npu_tensor_to_safe")
         self._reinit_process_group = _find(module, "distributed.reinit_process_group")
+        self._get_rng_state = _find(module, "npu.get_rng_state")
+        self._set_rng_state = _find(module, "npu.set_rng_state")
         self._index = int(_find(module, "npu.current_device")())
         self._set_device = _find(module, "npu.set_device")
         self._state = RecoveryStage.RUNNING
@@ -136,6 +138,12 @@ class NpuDevice:
             self._reinit(None, rebuild_link=False)
             self._restart()
         self._state = RecoveryStage.RUNNING
+
+    def random_state(self) -> Any:
+        return self._get_rng_state(self._index)  # a seed and an offset, which torch_npu keeps on the host
+
+    def restore_random_state(self, state: Any) -> None:
+        self._set_rng_state(state, self._index)
 
     def mark_safe(self, tensors: Iterable[Any]) -> None:
         assert self._state is RecoveryStage.RUNNING, "update_npu_tensor_to_safe before restart_device"

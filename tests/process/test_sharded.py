@@ -110,6 +110,9 @@ def test_other_faults(run_dir: Path, torchrun: Torchrun, plan: str, recoveries: 
     run = train(run_dir, plan)
     ends_as(run, torchrun("base"))
     assert recoveries in (None, run.recoveries()), run.explain()
+    copied = {event["rank"]: event["detail"]["bytes"] for event in run.of("fetched")}
+    if POISONED in plan:
+        assert copied[2] < copied[3] / 10, "the part that was hit, and where an update was torn all of them"
 
 
 def test_a_reduction_that_fails_counts_where_the_script_has_caught_its_error(run_dir: Path, torchrun: Torchrun) -> None:

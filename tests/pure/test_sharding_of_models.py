@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from resilient_train.errors import ConfigError, StateError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
-from resilient_train.frameworks.roles import Objects, SaveShare  # noqa: E402
+from resilient_train.frameworks.roles import Damage, Objects, SaveShare  # noqa: E402
 from resilient_train.frameworks.torch.gradients import Gradients  # noqa: E402
 from resilient_train.frameworks.torch.leaves import TENSORS, local, pack, version_of  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
@@ -29,6 +29,7 @@ from resilient_train.frameworks.torch.sharded import Sharding, placed_like  # no
 from resilient_train.frameworks.torch.state import State  # noqa: E402
 from resilient_train.state.checkpoint.held import _lacking  # noqa: E402
 from resilient_train.state.sharding import Piece  # noqa: E402
+from resilient_train.state.transfer import Span, view  # noqa: E402
 from resilient_train.state.tree import Slot, flatten, unflatten  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -220,6 +221,42 @@ def test_a_backward_pass_that_is_cut_leaves_nothing(four_ranks: None) -> None:
     assert all(each.grad is None for each in whole)
     model(torch.ones(3, 6)).sum().backward()
     assert all(isinstance(each.grad, DTensor) for each in parameters)
+
+
+def test_only_the_parts_that_were_hit_come_from_a_replica(four_ranks: None) -> None:
+    """Into new memory, of which ``fully_shard`` must know: it gathers out of it. This rank has 8 of 12 numbers."""
+
+    def trained() -> State:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(6, 3)), mesh=hsdp())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return State(Objects((model,), (optimizer,)), RankState((model,), {}), Host())
+
+    def fetch(spans: list[Span]) -> None:
+        for span, source in zip(spans, sources.spans, strict=True):
+            if span.size:
+                view(span)[:] = view(source)
+
+    mine, theirs = trained(), trained()
+    sources, before = theirs.sources(), mine.tensors()
+    hit: list[Any] = [("model", 0, "0.weight"), ("optimizer", 0, 0, "exp_avg")]
+    addresses = {path: local(tensor).data_ptr() for path, tensor in before.items()}
+    for path in hit:
+        local(before[path]).fill_(float("nan"))
+    size = mine.mend(sources.manifest, fetch, sources.digest, Damage(frozenset(hit), (), 0))
+    assert size == sum(local(before[path]).nbytes for path in hit)
+    assert mine.sources().digest == sources.digest
+    after = mine.tensors()
+    assert are(after.values(), before.values())
+    moved = {path for path, tensor in after.items() if local(tensor).data_ptr() != addresses[path]}
+    assert moved == {*hit}
+    for group in mine.sharding._groups:
+        for parameter in group.fsdp_params:
+            assert parameter._sharded_param_data.data_ptr() == local(parameter.sharded_param).data_ptr()
+            assert not parameter._sharded_param_data.isnan().any()
 
 
 def test_behind_an_evaluation_the_parts_are_in_their_places(four_ranks: None) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from resilient_train.frameworks.roles import Damage
-from resilient_train.frameworks.torch.leaves import local, span_of
+from resilient_train.frameworks.torch.leaves import is_sharded, local, span_of
 from resilient_train.state.transfer import Span
 from resilient_train.state.tree import Path
 
@@ -47,8 +47,11 @@ def assess(ranges: Iterable[Span], replicated: Mapping[Path, torch.Tensor], own:
 
 
 def move(tensor: torch.Tensor) -> None:
-    """Gives the tensor new memory, of any content; whoever holds the tensor (DDP, an optimizer) sees the new one."""
-    tensor.data = torch.zeros_like(tensor.data)
+    """Gives the tensor new memory, of any content; whoever holds the tensor (DDP, an optimizer) sees the new one. Of a
+    DTensor: this rank's part (not of a parameter of ``fully_shard``'s: see ``Sharding.move``).
+    """
+    held = tensor._local_tensor if is_sharded(tensor) else tensor
+    held.data = torch.zeros_like(held.data)
 
 
 def _meet(one: Span, other: Span) -> bool:

@@ -120,7 +120,10 @@ class Drill:
             self._computed = None
 
     def _trained(self) -> list[torch.nn.Parameter]:
-        return [p for model in self._objects.models for p in model.parameters() if p.requires_grad]
+        """Of what is divided the parts, also while a module computes and has whole tensors in their places."""
+        divided = self._state.sharding.divided
+        named = (divided(dict(model.named_parameters())) for model in self._objects.models)
+        return [parameter for each in named for parameter in each.values() if parameter.requires_grad]
 
     def close(self) -> None:
         for hook in self._hooks:

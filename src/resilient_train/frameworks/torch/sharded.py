@@ -114,6 +114,20 @@ class Sharding:
         }
         return {name: held.get(id(parameter), parameter) for name, parameter in named.items()}
 
+    def move(self, tensor: torch.Tensor) -> bool:
+        """Gives this rank's part new memory, out of which it is gathered as well. False: it is no parameter of
+        ``fully_shard``'s.
+        """
+        sharded: Any = tensor
+        for parameter in (each for group in self._groups for each in group.fsdp_params):
+            if parameter.sharded_param is sharded:
+                old, part = parameter._sharded_param_data, sharded._local_tensor
+                skipped = part.storage_offset() - old.storage_offset()
+                old.data = torch.zeros_like(old.data)  # all parts are of one size: some have a rest behind them
+                part.data = old.as_strided(part.shape, part.stride(), old.storage_offset() + skipped)
+                return True
+        return False
+
     def reshard(self) -> None:
         """Between two bodies: after a forward pass alone (an evaluation) the outermost parameters are still whole."""
         for module in self._modules if not all(group.is_sharded for group in self._groups) else ():

@@ -266,7 +266,9 @@ class State:
             self._accelerator.mark_safe([local(each) for each in held])  # a DTensor has no memory
 
     def mend(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str, damage: Damage) -> int:
-        """The damaged tensors get new memory. ``fetch`` gets empty spans for what stays."""
+        """The damaged tensors get new memory (of what is divided, this rank's parts). ``fetch`` gets empty spans for
+        what stays.
+        """
         self._make_usable()
         mine = self.tensors()
         # The source's own buffers come along for the digest's sake; this rank's are taken from its publication next.
@@ -277,18 +279,19 @@ class State:
 
         def place(path: Path, slot: Slot) -> torch.Tensor:
             tensor = mine.get(path)
-            if tensor is None or tuple(tensor.shape) != slot.shape or not tensor.is_contiguous() or slot.divided:
+            told = (slot.shape, slot.divided)
+            if tensor is None or (tuple(tensor.shape), is_sharded(tensor)) != told or not local(tensor).is_contiguous():
                 raise TransferError(f"{'.'.join(map(str, path))} is not here as it is on the replica")
-            if not on_host(tensor):  # all of the state comes, which `receive` takes by way of host memory
+            if not on_host(local(tensor)):  # all of the state comes, which `receive` takes by way of host memory
                 raise TransferError(f"{'.'.join(map(str, path))} lies on a device, where nobody can write from here")
-            if path in lost:
+            if path in lost and not self.sharding.move(tensor):
                 move(tensor)
-            landing.append(tensor)
+            landing.append(local(tensor))
             wanted.append(path in lost)
             return tensor
 
         tree = unflatten(manifest, TENSORS, place)
-        spans = [span_of(tensor.detach()) for tensor in landing]
+        spans = [span_of(memory) for memory in landing]
         with torch.no_grad():
             fetch([span if want else Span(span.address, 0) for span, want in zip(spans, wanted, strict=True)])
         if digest_of(manifest, spans) != digest:

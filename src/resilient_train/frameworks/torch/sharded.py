@@ -99,7 +99,9 @@ class Sharding:
 
     @cached_property
     def division(self) -> str:
-        """How the parameters are divided among ranks, as a digest: the same on all of them; empty: not at all."""
+        """How the parameters are divided among ranks, as a digest; empty: not at all. It is the same on all ranks that
+        have the same parameters: on those of one stage of a pipeline, and on all of them where there are no stages.
+        """
         named = (each for model in self._models for each in self.divided(dict(model.named_parameters())).items())
         told = [f"{name} {along}" for name, each in named if is_sharded(each) and (along := _along(each))]
         return xxhash.xxh3_64_hexdigest("\n".join(told).encode()) if told else ""

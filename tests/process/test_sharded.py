@@ -56,8 +56,12 @@ def test_undisturbed(run_dir: Path, torchrun: Torchrun) -> None:
     run = train(run_dir, "")
     ends_as(run, torchrun("base"))
     assert run.err.count("the model is in 2 parts; the ranks that hold the same: [0, 2], [1, 3]") == 1
-    held = memory_of(run.run_dir.parent / "out")
+    out = run.run_dir.parent / "out"
+    held = memory_of(out)
     assert held[0] != held[1], "each has a part of its own"
+    (out / "rank3.bin").write_bytes(bytes([held[3][0] ^ 1]) + held[3][1:])
+    with pytest.raises(AssertionError, match=r"rank 3: first\.weight differs from byte 0 on"):
+        ends_as(run, torchrun("base"))
 
 
 @pytest.mark.shows("HSDP", "killed", "in place")

@@ -70,6 +70,11 @@ def tell(told: Path, number: int) -> None:
     time.sleep(0.1 if number < 2 else 5)
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """What this rank holds of it."""
+    return getattr(tensor, "_local_tensor", tensor).detach().numpy().tobytes()
+
+
 class Average:
     """Of a few numbers that this rank has of the first parameter, as a plain tensor."""
 
@@ -207,15 +212,16 @@ class Job:
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # behind an evaluation the outermost parameters are whole
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"rank{self.rank}.bin").open("wb") as file:
-            for parameter in self.model.parameters():
-                held = [parameter]
-                for optimizer in self.optimizers:
-                    held += [value for _, value in sorted(optimizer.state.get(parameter, {}).items())]
-                for tensor in held:
-                    file.write(getattr(tensor, "_local_tensor", tensor).detach().numpy().tobytes())
-            file.write(torch.get_rng_state().numpy().tobytes())
-            file.write(json.dumps([each.state_dict() for each in self.schedulers], sort_keys=True).encode())
+        held: dict[str, bytes] = {}
+        for name, parameter in self.model.named_parameters():
+            held[name] = bytes_of(parameter)
+            for number, optimizer in enumerate(self.optimizers):
+                for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
+                    held[f"{name}.{kind}, optimizer {number}"] = bytes_of(value)
+        held["random numbers"] = bytes_of(torch.get_rng_state())
+        held["schedulers"] = json.dumps([each.state_dict() for each in self.schedulers], sort_keys=True).encode()
+        (folder / f"rank{self.rank}.json").write_text(json.dumps([(name, len(data)) for name, data in held.items()]))
+        (folder / f"rank{self.rank}.bin").write_bytes(b"".join(held.values()))
 
 
 def main(kind: type[Job]) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from resilient_train.errors import ConfigError, StateError  # noqa: E402
+from resilient_train.errors import ConfigError, LayoutError, StateError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Damage, Objects, SaveShare  # noqa: E402
 from resilient_train.frameworks.torch.gradients import Gradients  # noqa: E402
@@ -257,6 +257,25 @@ def test_only_the_parts_that_were_hit_come_from_a_replica(four_ranks: None) -> N
         for parameter in group.fsdp_params:
             assert parameter._sharded_param_data.data_ptr() == local(parameter.sharded_param).data_ptr()
             assert not parameter._sharded_param_data.isnan().any()
+
+
+def test_what_an_optimizer_has_placed_in_its_own_way_is_refused(four_ranks: None) -> None:
+    """A new process would make it like the parameter."""
+    model = net(hsdp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = State(Objects((model,), (optimizer,)), RankState((model,), {}), Host())
+    weight = next(iter(model.parameters()))
+    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    state.check()
+    assert not state.outgrown()
+    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight).redistribute(placements=[Replicate()] * 2)
+    with pytest.raises(StateError, match="'momentum_buffer' as a DTensor that is not placed as its parameter"):
+        state.check()
+    assert "'momentum_buffer'" in state.outgrown()
+    with pytest.raises(StateError, match="'momentum_buffer'"):
+        state.sources()
+    with pytest.raises(LayoutError, match="'momentum_buffer'"):
+        state.image(1, SaveShare(0, 1, 0, 4))
 
 
 def test_behind_an_evaluation_the_parts_are_in_their_places(four_ranks: None) -> None:

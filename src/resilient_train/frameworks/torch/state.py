@@ -226,7 +226,23 @@ class State:
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(copy_tree(settings))
 
+    def _misplaced(self) -> str:
+        """Of the optimizers' DTensors: one that another process could not make, for it would place it as the parameter
+        that it is beside. Empty: none.
+        """
+        for number, optimizer in enumerate(self._objects.optimizers):
+            for parameter, entry in optimizer.state.items():
+                for name, tensor in entry.items() if isinstance(entry, Mapping) else ():
+                    if isinstance(tensor, torch.Tensor) and is_sharded(tensor) and not _placed_alike(tensor, parameter):
+                        return (
+                            f"optimizer {number} keeps {name!r} as a DTensor that is not placed as its parameter: no "
+                            "other process could take it up"
+                        )
+        return ""
+
     def check(self) -> None:
+        if told := self._misplaced():
+            raise StateError(told)
         for path, tensor in flatten(self.tree(), TENSORS)[1].items():
             if is_sharded(tensor) and path[0] not in ("model", "optimizer"):
                 raise StateError(
@@ -237,6 +253,8 @@ class State:
 
     def sources(self) -> Sources:
         self.sharding.reshard()
+        if told := self._misplaced():
+            raise StateError(told)
         payload, tensors = flatten(self.tree(), TENSORS)
         kept = [dense(tensor) for tensor in tensors.values()]
         spans = [span_of(tensor) for tensor in kept]
@@ -320,13 +338,15 @@ class State:
         image = self._images.image(self.tree(found=True), step, share, self.kept.lost, called=called)
         if self._images.plans != self._checked_plans:
             fitting.check_unchanged(self._built, fitting.layout_of(self._objects.models))
+            if told := self._misplaced():
+                raise LayoutError(told)
             self._checked_plans = self._images.plans
         return image._replace(division=self.sharding.division)
 
     def outgrown(self) -> str:
         """See ``frameworks/roles.Step``."""
         self.sharding.reshard()
-        return fitting.difference(self._built, fitting.layout_of(self._objects.models))
+        return fitting.difference(self._built, fitting.layout_of(self._objects.models)) or self._misplaced()
 
     def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget], str], object]) -> None:
         """What lies on an accelerator is written to when all has come whole, and not before."""
@@ -420,6 +440,15 @@ class State:
         self.restore_small(tree["small"])
         for name, thing in self._objects.extra.items():
             restore_object(thing, tree["extra"][name])
+
+
+def _placed_alike(tensor: Any, parameter: Any) -> bool:
+    return (
+        isinstance(parameter, torch.Tensor)
+        and is_sharded(parameter)
+        and (tensor.device_mesh, tensor.placements, tensor.shape)
+        == (parameter.device_mesh, parameter.placements, parameter.shape)
+    )
 
 
 def _divided_as_here(

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from resilient_train.errors import TransferError, UsageError
 from resilient_train.frameworks.roles import Objects, Updates, WrittenEarly
-from resilient_train.frameworks.torch import admission
+from resilient_train.frameworks.torch import admission, cuda_graphs
 from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
 from resilient_train.frameworks.torch.buckets import Buckets, PassHistory
 from resilient_train.frameworks.torch.containers import copy_tree
@@ -94,6 +94,7 @@ class Step:
             self._handles.append(optimizer.register_step_post_hook(after))
         self._handles.append(register_optimizer_step_pre_hook(self._refuse_foreign))
         self._handles.append(register_module_module_registration_hook(self._refuse_wrapper))
+        self._handles.append(cuda_graphs.Refusal())
         if self._objects.scaler is not None:
             self._hook_scaler(updates)
 

@@ -195,7 +195,13 @@ def test_both_holders_of_a_part_are_lost(run_dir: Path, torchrun: Torchrun, save
         assert "no living rank holds a replica of its state" in run.err
         return
     ends_as(run, torchrun("base"))
+    assert at_most_one_update_is_done_again(run, 7), run.explain()
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
+
+
+def at_most_one_update_is_done_again(run: Run, applied: int) -> bool:
+    """``applied``: how many were when a rank was lost. Each is kept in memory."""
+    return [event["detail"]["commits"] in (applied - 1, applied) for event in run.of("restart_all")] == [True]
 
 
 def test_bits_that_flip_in_a_part(run_dir: Path, torchrun: Torchrun) -> None:
@@ -311,6 +317,7 @@ def test_parts_that_one_rank_holds_alone(run_dir: Path, torchrun: Torchrun) -> N
     )
     ends_as(run, torchrun("alone"))
     assert "held by one rank alone ([0], [1], [2], [3]): when that one is lost, all ranks go back" in run.err
+    assert at_most_one_update_is_done_again(run, 6), run.explain()
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
 
 

@@ -2,6 +2,7 @@
 
 import ctypes.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -314,3 +315,28 @@ def test_a_module_of_a_package_that_uses_this_library(tmp_path: Path, monkeypatc
           pkg__dot__deep__dot____init__="from ..other import x", pkg__dot__other="import resilient_train")  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert uses_us(Script(module="pkg"))
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        ("pass", ""),
+        *(
+            (
+                f"sys.modules['{name}'] = Namespace(is_initialized=lambda: True)",
+                f"initialises {kind} devices",
+            )
+            for kind, name in (("cuda", "torch.cuda"), ("xpu", "torch.xpu"), ("npu", "torch_npu.npu"))
+        ),
+        ("sys.modules['torch.cuda'] = Namespace(is_initialized=lambda: False)", ""),
+        ("held = open('/dev/full', 'wb')", "opens the device /dev/full"),
+    ],
+)
+def test_what_forks_could_not_live_with(act: str, told: str) -> None:
+    """A fork has a device's context, and can't use it."""
+    imports = (
+        "import sys; from types import SimpleNamespace as Namespace; from resilient_train.launch.fork import zygote"
+    )
+    script = f"{imports}\n{act}\nprint(zygote._unfit_for_forks())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == told

@@ -5,7 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_train.errors import ConfigError
-from resilient_train.protocol.replicas import ReplicaTable
+from resilient_train.protocol.messages import Started
+from resilient_train.protocol.replicas import ReplicaTable, agreed
+
+
+def test_ranks_that_give_other_groups() -> None:
+    def started(*replicas: tuple[int, ...]) -> Started:
+        return Started("", (), replicas)
+
+    pairs = started((0, 2), (1, 3))
+    assert agreed(dict.fromkeys(range(4), pairs)).groups == ((0, 2), (1, 3))
+    with pytest.raises(ConfigError, match=r"ranks \[1, 3\] gave other replica groups than rank 0"):
+        agreed({0: pairs, 1: started((0, 1), (2, 3)), 2: pairs, 3: started()})
 
 
 def test_default_is_one_group() -> None:

@@ -259,6 +259,27 @@ def test_only_the_parts_that_were_hit_come_from_a_replica(four_ranks: None) -> N
             assert not parameter._sharded_param_data.isnan().any()
 
 
+def test_a_gather_that_was_cut_is_not_waited_for(four_ranks: None) -> None:
+    """With ``set_unshard_async_op`` one may be under way; ``reset_iter_state`` waits for it."""
+
+    class Cut(dist.Work):
+        def wait(self, timeout: Any = None) -> bool:
+            raise RuntimeError("a peer of process group '1' has hung up")
+
+    model = net(hsdp())
+    model._set_unshard_async_op(True)
+    model(torch.ones(3, 6)).sum().backward()
+    model[0].unshard(async_op=True)
+    (group,) = model[0]._get_fsdp_state()._fsdp_param_groups
+    group._all_gather_result = group._all_gather_result._replace(all_gather_work=Cut())
+    with pytest.raises(RuntimeError, match="hung up"):
+        model.reset_iter_state()
+    Sharding((model,)).reset()
+    assert group._all_gather_result is None
+    assert isinstance(next(iter(model[0].parameters())), DTensor)
+    model(torch.ones(3, 6)).sum().backward()
+
+
 def test_what_an_optimizer_has_placed_in_its_own_way_is_refused(four_ranks: None) -> None:
     """A new process would make it like the parameter."""
     model = net(hsdp())

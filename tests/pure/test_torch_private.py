@@ -3,9 +3,11 @@
 import inspect
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+import resilient_train
 from resilient_train.frameworks.supported import torch_problem
 
 torch = pytest.importorskip("torch")
@@ -176,6 +178,12 @@ def test_what_fsdp_can_be_switched_is_where_it_was() -> None:
     of_one_pass = ("post_optim_event",)
     known = {f"set_{name}" for name in (*carried, *in_front_of_the_loop, *of_one_pass)}
     assert {name for name in vars(FSDPModule) if name.startswith("set_")} <= known
+
+
+def test_nobody_has_torch_abort_its_groups() -> None:
+    """That would end the communicators of a job that is to go on; and of the default group it destroys them all."""
+    sources = Path(resilient_train.__file__).parent.rglob("*.py")
+    assert not [path for path in sources if "_abort_process_group" in path.read_text()]
 
 
 def test_loaders_that_keep_their_workers_say_so() -> None:

@@ -98,7 +98,7 @@ class Job(hsdp.Job):
         self._schedule = self._schedule or self._make_schedule()
         return self._schedule
 
-    def body(self, number: int, session: Any = None) -> float:
+    def body(self, number: int, session: Any = None, batch: Any = None) -> float:
         """Returns this rank's loss, if it has one."""
         generator = torch.Generator().manual_seed(number * 100 + self.data_rank)
         inputs = torch.randn(BATCH, WIDTH, generator=generator)

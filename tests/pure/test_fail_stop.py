@@ -63,6 +63,7 @@ RELEASED = [
     "errors.tell",
     "watch.close",
     "saving.close",
+    "verification.close",
     "pulse.close",
     "records.close",
     "trace.close",
@@ -78,7 +79,7 @@ def opened(parts: MagicMock) -> Session:
     driver = Driver.__new__(Driver)
     driver._released = driver._begun = driver._told_end = False
     driver._engine, driver._device, driver.saving = parts, parts.errors, parts.saving
-    for name in ("pulse", "watch", "records", "trace", "sink", "injector", "link"):
+    for name in ("pulse", "verification", "watch", "records", "trace", "sink", "injector", "link"):
         setattr(driver, f"_{name}", getattr(parts, name))
     session = Session.__new__(Session)
     session._driver, session._calls = driver, None

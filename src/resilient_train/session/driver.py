@@ -631,6 +631,7 @@ class Driver:
             found |= {do.Mark: self._mark_to_look, do.CheckCollectives: self._check_and_look}
             found[do.Committed] = self._committed_and_usual
         if compares:
+            found |= {do.Draw: self._draw_to_compare, do.ReturnStep: self._return_step_to_compare}
             found |= {do.Mark: self._mark_to_compare, do.CheckCollectives: self._check_and_compare}
         return found
 
@@ -744,7 +745,7 @@ class Driver:
         self._peers.forget_logs()
         self._engine.collectives.exchange(effect.plan.finishers)
 
-    def _draw(self, _: do.Draw) -> None:
+    def _draw(self, _: do.Draw, *, whole: bool = False) -> None:
         place = self._rank.place
         again = self._batches.has(place)
         if again:
@@ -754,13 +755,18 @@ class Driver:
         looks = self._batches.first and not again
         before = self._steady() if looks else {}
         with self._engine.collectives.loading():
-            same = self._batches.draw(place, whole=self._verification.due(self._rank.commits))
+            same = self._batches.draw(place, whole=whole)
         if not same:
             self._lose(f"the batch of step {self._rank.number}, or state that its loader moves on,", self._rank.number)
-        if not again:
-            self._verification.drawn(self._rank.commits, place, self._batches[place])
         if looks:
             self._check_place(before)
+
+    def _draw_to_compare(self, effect: do.Draw) -> None:
+        commits, place = self._rank.commits, self._rank.place
+        again = self._batches.has(place)
+        self._draw(effect, whole=self._verification.due(commits))
+        if not again:
+            self._verification.drawn(commits, place, self._batches[place])
 
     def _steady(self) -> dict[str, StateMark]:
         """Of the shared state. What is never the same (a clock) says nothing."""
@@ -1124,8 +1130,12 @@ class Driver:
         drawn, number = self._batches[self._rank.place], self._rank.number
         if self._records.wanted:
             self._records.take(number, drawn.batch.value, drawn.place)
-        batch = self._verification.batch(self._rank.place) or drawn.batch
-        self._answer = Step(self, number, batch.value, batch.epoch, self._rank.attempt)
+        self._answer = Step(self, number, drawn.batch.value, drawn.batch.epoch, self._rank.attempt)
+
+    def _return_step_to_compare(self, effect: do.ReturnStep) -> None:
+        self._return_step(effect)
+        if (batch := self._verification.batch(self._rank.place)) is not None:
+            self._answer = Step(self, self._rank.number, batch.value, batch.epoch, self._rank.attempt)
 
     def _cut(self, _: do.Cut) -> NoReturn:
         raise TrainingInterrupted

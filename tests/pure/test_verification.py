@@ -21,11 +21,13 @@ from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, Spawn
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
-from resilient_train.protocol.messages import Computed, Joined, Resume
+from resilient_train.protocol.messages import Computed, Joined, Resume, Started
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.driver import Driver
 from resilient_train.session.verification import Compared, Verification
+from resilient_train.strategies import rsc
+from resilient_train.strategies.base import Fault, Kind
 
 
 class Computer:
@@ -323,6 +325,38 @@ def test_a_fault_ends_the_rounds() -> None:
     controller.failed_collective(controller.job.generation, "a link")
     assert {(resume.verified, resume.distance) for resume in recover(controller)} == {(3, 0)}
     assert notes(compute(controller, -1, -1, -1)) == {"verified": {"step": 6, "ranks": []}}
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_where_all_start_again_nothing_is_verified_any_more(rounds: int) -> None:
+    """New processes have the limits of a start, compare anew, and compute from their own inputs. What replicas had
+    agreed on says nothing of what is trained once more.
+    """
+    controller = running(2, policy=Policy(neighbours=rounds > 0))
+    job = controller.job
+    job.can_go_back, job.neighbours_agreed = lambda: True, 3
+    compute(controller, -1, -1)
+    recover(controller)
+    assert (job.verifying, job.distance) == (True, rounds)
+    controller.lost(0, 0, "died", [Standing(3, Phase.COMPUTE)] * 2)
+    controller.lost(1, 0, "died", [Standing(3, Phase.COMPUTE)] * 2)
+    assert job.attempt == 1
+    for rank in range(2):
+        commands = controller.started(rank, job.incarnations[rank], Started("all", ("world",)))
+    resumes = [each.message for each in of(commands, Send) if isinstance(each.message, Resume)]
+    assert {(each.verified, each.distance, each.verifies) for each in resumes} == {(-1, 0, False)}
+    assert (job.verifying, job.rounds, job.neighbours_agreed) == (False, (), 0)
+
+
+@pytest.mark.parametrize("kind", [Kind.DIFFERS, Kind.LATE_ANOMALY])
+def test_a_window_that_was_verified_last_is_forgotten_where_all_go_back(kind: Kind) -> None:
+    """Nothing else has begun a recovery since."""
+    controller = running(2)
+    compute(controller, -1, -1)
+    recover(controller)
+    assert controller.job.verifying
+    rsc.begin(Fault(kind, "it is wrong"), controller.job)
+    assert not controller.job.verifying
 
 
 def test_inputs_that_nobody_else_can_compute_from_are_told_once() -> None:

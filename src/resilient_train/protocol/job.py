@@ -148,8 +148,7 @@ class Job:
         self.generation += 1
         self.stage = Stage.RECOVERING
         self.plan = None
-        self.verifying, self.distance = False, 0
-        self.rounds = ()
+        self.end_verifying()
         for answers in (self.joined, self.done, self.finished, self.left, self.exited, self.computed):
             answers.clear()
         detail: dict[str, object] = {"lost": list(lost), "reason": reason, "strategy": by}
@@ -219,6 +218,10 @@ class Job:
                 f"{device} has computed other bits for it {count} times (RESILIENT_DEVIATIONS="
                 f"{self.policy.max_deviations}): take that device out of use"
             )
+
+    def end_verifying(self) -> None:
+        """Something else has begun than what a window that is computed twice wants."""
+        self.verifying, self.distance, self.rounds = False, 0, ()
 
     def know_anomalies(self, known: Mapping[tuple[str, int], tuple[float, ...]]) -> None:
         """These steps were anomalous, and are not run again for it once more."""

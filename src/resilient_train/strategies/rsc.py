@@ -51,7 +51,9 @@ def begin(fault: Fault, job: Job) -> list[Command]:
         job.retries.start_again()
         for memory in (job.joined, job.done, job.finished, job.left, job.exited, job.evidence, job.computed):
             memory.clear()
-        job.verified = -1  # what is computed anew counts anew
+        job.verified = -1  # what is computed anew counts anew, so what replicas agreed on before says nothing of it
+        job.neighbours_agreed = min(job.neighbours_agreed, 0)
+        job.end_verifying()
     job.attempt += 1
     job.started.clear()
     job.incarnations = [incarnation + 1 for incarnation in job.incarnations]

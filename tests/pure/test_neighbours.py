@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from resilient_train.errors import StateError
+from resilient_train.frameworks.roles import Given
+from resilient_train.frameworks.torch.collectives import _note_message
 from resilient_train.frameworks.torch.leaves import unpack
 from resilient_train.frameworks.torch.shared_batch import share
 from resilient_train.protocol.messages import Computed
@@ -139,8 +142,25 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+SHARED = torch.ones(4)
+
+
 class Own(dict[str, Any]):
     pass
+
+
+@pytest.mark.parametrize(
+    ("verb", "peer", "alone"),
+    [("send", 1, None), ("recv", 1, 1), ("recv", 2, None), ("recv_anysource", 0, 1)],
+)
+def test_what_a_replica_has_sent_may_be_in_all_that_comes(verb: str, peer: int, alone: int | None) -> None:
+    """Rank 5 holds the same as this one. What it sends is of other inputs when ranks have changed places."""
+    group: Any = SimpleNamespace(rank=lambda: 0, global_ranks=(3, 5, 7))
+    given = Given(frozenset({5}), ["a"])
+    _note_message(given, group, verb, ([torch.ones(1)], peer, 0))
+    given.digests.append("b")
+    _note_message(given, group, verb, ([torch.ones(1)], peer, 0))
+    assert (given.alone, given.calls) == (alone, [f"{verb} as 0"] * 2)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +175,8 @@ class Own(dict[str, Any]):
         (torch.nn.Parameter(torch.ones(2)), "Parameter"),
         (np.array([object()]), "array"),
         ({"f": {1, 2}}, "set"),
+        ([SHARED, {"x": (SHARED,)}], "the same memory"),
+        ([SHARED, SHARED.numpy()], "the same memory"),
     ],
 )
 def test_a_batch_that_would_be_another_thing_elsewhere_is_not_given(batch: Any, why: str) -> None:

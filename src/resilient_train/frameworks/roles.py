@@ -339,7 +339,7 @@ class Given:
 class Collectives(Protocol):
     """What the user's code calls of the groups: how each call is carried out, and whether all went well.
 
-    Called by ``session/driver.py``, ``verification.py`` (``digest_into``); and by ``session.py`` (``set_up_problem``).
+    Called by ``session/driver.py``, ``verification.py`` (``note_into``); and by ``session.py`` (``set_up_problem``).
     """
 
     def set_up_problem(self) -> str:

@@ -143,7 +143,7 @@ class Collectives:
         if verb in POINT_TO_POINT:
             self._check_place(verb)
             if self._given is not None:
-                self._given.calls.append(f"{verb} as {group.rank()}")
+                _note_message(self._given, group, verb, args)
             return (
                 _begin(group, verb, args)
                 if mode in (Mode.DIRECT, Mode.UPDATE)
@@ -219,6 +219,16 @@ def _check_thread(verb: str) -> None:
             "another place there on each rank, and could not be repaired; call it in the loop, or on a group that has "
             "no part in this job's torch.distributed"
         )
+
+
+def _note_message(given: Given, group: ResilientGroup, verb: str, args: tuple[Any, ...]) -> None:
+    """What comes from a replica, or may, may go into all that is given from now on."""
+    given.calls.append(f"{verb} as {group.rank()}")
+    if verb == "send" or given.alone is not None:
+        return
+    senders = group.global_ranks if verb == "recv_anysource" else (group.global_ranks[args[1]],)
+    if given.replicas.intersection(senders):
+        given.alone = len(given.digests)
 
 
 def _syncs_buffers(verb: str) -> bool:

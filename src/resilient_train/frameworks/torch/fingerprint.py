@@ -50,7 +50,10 @@ class Fingerprint:
 
 
 def _on_device(tensor: torch.Tensor) -> bool:
-    return not tensor.is_cpu
+    """Whether the digest is made where it lies. Other devices than CUDA's may lack what that takes (whole numbers of 64
+    bits), so their memory comes to the host.
+    """
+    return tensor.is_cuda
 
 
 def _together(digests: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -278,12 +278,10 @@ class Controller:
     def _computed_once(self, message: Computed, told: Mapping[int, Computed]) -> list[Command]:
         """What comes next is from the inputs of a replica, where that is wanted and possible."""
         job = self.job
-        distance = int(job.policy.neighbours and max(map(len, job.replicas.groups)) > 1)
+        if not job.policy.neighbours or max(map(len, job.replicas.groups)) == 1:
+            return tre.compute_again(message, job)
         why_not = [each.unshared for each in told.values() if each.unshared]
-        return [
-            *self._unshared(why_not if distance else []),
-            *tre.compute_again(message, job, distance=distance * (not why_not)),
-        ]
+        return [*self._unshared(why_not), *tre.compute_again(message, job, distance=0 if why_not else 1)]
 
     def _unshared(self, why_not: Sequence[str]) -> list[Command]:
         """Told once: each rank then computes twice from its own inputs, and no more."""

@@ -60,16 +60,14 @@ def _outvoted(group: Sequence[int], first: Round, second: Round) -> Counter[int]
     """For the inputs of each rank: who stands alone against two. None: all three have come to different things."""
     alone: Counter[int] = Counter()
     for owner in group:
-        voters = [_who_computed(group, owner, each.distance) for each in (first, second)]
-        against = [
-            each.differ[voter] for voter, each in zip(voters, (first, second), strict=True) if voter in each.differ
-        ]
-        if len(against) == 2:
-            if _came_to(against[0]) != _came_to(against[1]):
-                return None
-            alone[owner] += 1
-        else:
-            alone.update(voter for voter, each in zip(voters, (first, second), strict=True) if voter in each.differ)
+        against = {}
+        for each in (first, second):
+            voter = next(rank for rank in group if neighbour(group, rank, each.distance) == owner)
+            if voter in each.differ:
+                against[voter] = _came_to(each.differ[voter])
+        if len(against) == 2 and len(set(against.values())) == 2:
+            return None
+        alone.update([owner] if len(against) == 2 else against.keys())
     return alone
 
 
@@ -81,7 +79,3 @@ def _of_two(group: Sequence[int], first: Round, second: Round) -> Counter[int] |
 
 def _came_to(told: Computed) -> tuple[int, str]:
     return told.differs_at, told.digests[1]
-
-
-def _who_computed(group: Sequence[int], owner: int, distance: int) -> int:
-    return next(rank for rank in group if neighbour(group, rank, distance) == owner)

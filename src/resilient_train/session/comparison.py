@@ -48,7 +48,8 @@ class Comparison:
         self._every = every
         self._inputs = inputs
         self._groups = groups
-        self._replicas = next((group for group in groups if link.rank in group), (link.rank,))
+        self.replicas = next((group for group in groups if link.rank in group), (link.rank,))
+        """The ranks that hold what this one holds, itself included."""
         self._origin = 0
         self._written = -1
         self._sure = True
@@ -66,7 +67,7 @@ class Comparison:
     @property
     def alone(self) -> bool:
         """Whether there is nobody to compare with."""
-        return len(self._replicas) == 1
+        return len(self.replicas) == 1
 
     def begin_at(self, commits: int) -> None:
         """All ranks begin, or go on together, before this update."""
@@ -125,9 +126,9 @@ class Comparison:
         commits, self._written = self._written, -1
         if commits < 0:
             return
-        was, self.doubtful = self.doubtful, not self._same(self._replicas, commits)
+        was, self.doubtful = self.doubtful, not self._same(self.replicas, commits)
         if self.doubtful and not was:
-            self._since = commits, tuple(self._link.peers.fingerprint(rank, commits) for rank in self._replicas)
+            self._since = commits, tuple(self._link.peers.fingerprint(rank, commits) for rank in self.replicas)
         self.doubted = self.doubtful or not all(self._same(group, commits) for group in self._groups)
         if self.doubtful and self._sure:
             averages, rows = self._gradients.averages(), self._state.rows()

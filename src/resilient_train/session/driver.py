@@ -160,7 +160,7 @@ class Driver:
         self._injector = Injector(
             plan, *who, self._sink, engine.drill, self._peers, self._falsify, self._clock.slow_down
         )
-        self._verification = self._second_look(agent, groups, settings, undo=undo)
+        self._verification = self._second_look(agent, settings, undo=undo)
         self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
@@ -181,11 +181,9 @@ class Driver:
         self._perform = {**self._performers(), **self._looking_performers(compares=settings.verify_every > 0)}
         atexit.register(self._release)
 
-    def _second_look(
-        self, agent: config.AgentLink, groups: tuple[tuple[int, ...], ...], settings: config.Settings, *, undo: bool
-    ) -> Verification:
+    def _second_look(self, agent: config.AgentLink, settings: config.Settings, *, undo: bool) -> Verification:
         """Of this rank's own inputs, or of a replica's."""
-        engine, mine = self._engine, next((group for group in groups if agent.rank in group), (agent.rank,))
+        engine, mine = self._engine, self._comparison.replicas
         neighbours = None
         if settings.verify_every and settings.verify_inputs == "neighbour":
             neighbours = NeighbourInputs(agent.run_dir, agent.rank, mine, engine.data, engine.rank_state)

@@ -91,14 +91,13 @@ def first_of_each_part(told: Mapping[int, Computed], groups: Sequence[Sequence[i
     """Who has come to something else than its neighbour, without those that have it from another part of the model:
     there it began earlier.
     """
-    differ = {rank: each for rank, each in told.items() if each.differs_at >= 0}
-    first: dict[tuple[str, int], int] = {}
-    part = {rank: number for number, group in enumerate(groups) for rank in group}
-    for rank, each in differ.items():
-        key = each.calls, part[rank]
-        first[key] = min(each.differs_at, first.get(key, each.differs_at))
-    begins = {calls: min(at for (of, _), at in first.items() if of == calls) for calls, _ in first}
-    return {rank: each for rank, each in differ.items() if first[each.calls, part[rank]] == begins[each.calls]}
+    first = deviants(told).ranks
+    part = {rank: group for group in groups for rank in group}
+    return {
+        rank: each
+        for rank, each in told.items()
+        if each.differs_at >= 0 and any(told[other].calls == each.calls for other in first if other in part[rank])
+    }
 
 
 def deviation(found: Deviants, told: Mapping[int, Computed]) -> str:

@@ -1,5 +1,6 @@
 """Undisturbed runs, made once: what every disturbed run must equal. All that ranks did is replayed."""
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -10,6 +11,8 @@ from shared import Undisturbed
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` of a shell: the jobs would ignore it as well
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Each new interpreter would compile all of ours anew, half of what its imports take. A user's does not.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(autouse=True)

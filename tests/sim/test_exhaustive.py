@@ -14,36 +14,44 @@ UNDOES = Program(optimizers=2, undo=True, skips=True)
 ACCUMULATES = Program(accumulate=2)
 BESIDE = Layout(2, (0,), twice=1, neighbours=True)
 LISTED = {line.split(" | ")[0] for line in Path(__file__).with_name("answers.txt").read_text().splitlines()}
+LONG = pytest.mark.long
+"""5 s and more. What they show is drawn by the seeds of every day (``test_seeds.py``)."""
 WORLDS = [
     pytest.param(Layout(2, (1, 0)), Faults(kills=1), id="2-ranks-2-updates-1-kill"),
     pytest.param(Layout(2, (2, 1)), Faults(kills=1), id="2-ranks-long-tails-1-kill"),
-    pytest.param(Layout(2, (0,)), Faults(kills=2), id="2-ranks-1-update-2-kills"),
-    pytest.param(Layout(2, (1,)), Faults(kills=1, glitches=1), id="2-ranks-1-kill-1-glitch"),
-    pytest.param(Layout(2, (0,)), Faults(kills=1, cuts=1), id="2-ranks-1-kill-1-cut"),
+    pytest.param(Layout(2, (0,)), Faults(kills=2), id="2-ranks-1-update-2-kills", marks=LONG),
+    pytest.param(Layout(2, (1,)), Faults(kills=1, glitches=1), id="2-ranks-1-kill-1-glitch", marks=LONG),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, cuts=1), id="2-ranks-1-kill-1-cut", marks=LONG),
     pytest.param(Layout(2, (1, 0)), Faults(damages=1), id="2-ranks-2-updates-1-damage"),
-    pytest.param(Layout(2, (0,)), Faults(kills=1, damages=1), id="2-ranks-1-kill-1-damage"),
-    pytest.param(Layout(2, (1,)), Faults(glitches=1, damages=1), id="2-ranks-1-glitch-1-damage"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, damages=1), id="2-ranks-1-kill-1-damage", marks=LONG),
+    pytest.param(Layout(2, (1,)), Faults(glitches=1, damages=1), id="2-ranks-1-glitch-1-damage", marks=LONG),
     pytest.param(Layout(2, (1,)), Faults(hangs=1), id="2-ranks-1-hang"),
-    pytest.param(Layout(2, (0,)), Faults(kills=1, fences=1), id="2-ranks-1-kill-1-late-recovery"),
-    pytest.param(Layout(2, (0,)), Faults(kills=1, hangs=1), id="2-ranks-1-kill-1-hang"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, fences=1), id="2-ranks-1-kill-1-late-recovery", marks=LONG),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, hangs=1), id="2-ranks-1-kill-1-hang", marks=LONG),
     pytest.param(Layout(2, (1, 0)), Faults(pauses=1), id="2-ranks-2-updates-1-pause"),
     pytest.param(Layout(2, (0,)), Faults(pauses=1, kills=1), id="2-ranks-1-pause-1-kill"),
     pytest.param(Layout(2, (1,)), Faults(pauses=1, glitches=1, withdrawn=1), id="2-ranks-1-pause-1-glitch-taken-back"),
     pytest.param(Layout(2, (1, 0)), Faults(anomalies=2), id="2-ranks-2-updates-2-anomalies"),
     pytest.param(Layout(2, (0,)), Faults(kills=1, anomalies=1), id="2-ranks-1-kill-1-anomaly"),
     pytest.param(Layout(2, (1,)), Faults(glitches=1, anomalies=2), id="2-ranks-1-glitch-2-anomalies"),
-    pytest.param(Layout(2, (0,)), Faults(damages=1, anomalies=2), id="2-ranks-1-damage-2-anomalies"),
-    pytest.param(Layout(2, (0,), program=SKIPS), Faults(kills=1, anomalies=1), id="2-ranks-1-kill-1-update-left-out"),
+    pytest.param(Layout(2, (0,)), Faults(damages=1, anomalies=2), id="2-ranks-1-damage-2-anomalies", marks=LONG),
+    pytest.param(
+        Layout(2, (0,), program=SKIPS), Faults(kills=1, anomalies=1), id="2-ranks-1-kill-1-update-left-out", marks=LONG
+    ),
     pytest.param(Layout(2, (0, 0), program=UNDOES), Faults(anomalies=2), id="2-ranks-undo-2-updates-left-out"),
     pytest.param(Layout(2, (0, 0), program=ACCUMULATES), Faults(anomalies=2), id="2-ranks-accumulating-2-anomalies"),
     pytest.param(Layout(2, (1, 0)), Faults(asks=2), id="2-ranks-2-updates-2-ask-again"),
-    pytest.param(Layout(2, (0,)), Faults(kills=1, asks=1), id="2-ranks-1-kill-1-asks-again"),
-    pytest.param(Layout(2, (1,)), Faults(glitches=1, asks=1, anomalies=1), id="2-ranks-1-glitch-1-asks-1-anomaly"),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, asks=1), id="2-ranks-1-kill-1-asks-again", marks=LONG),
+    pytest.param(
+        Layout(2, (1,)), Faults(glitches=1, asks=1, anomalies=1), id="2-ranks-1-glitch-1-asks-1-anomaly", marks=LONG
+    ),
     pytest.param(Layout(2, (0, 0), program=UNDOES), Faults(asks=2), id="2-ranks-undo-2-ask-again"),
-    pytest.param(Layout(2, (0, 0), program=ACCUMULATES), Faults(asks=2), id="2-ranks-accumulating-2-ask-again"),
+    pytest.param(
+        Layout(2, (0, 0), program=ACCUMULATES), Faults(asks=2), id="2-ranks-accumulating-2-ask-again", marks=LONG
+    ),
     pytest.param(Layout(2, (0,), twice=1), Faults(asks=1, deviations=1), id="2-ranks-1-asks-again-1-deviates"),
     pytest.param(Layout(2, (1, 0), twice=2), Faults(deviations=1), id="2-ranks-1-of-2-computed-twice-1-deviates"),
-    pytest.param(Layout(2, (0,), twice=1), Faults(kills=1), id="2-ranks-computed-twice-1-kill"),
+    pytest.param(Layout(2, (0,), twice=1), Faults(kills=1), id="2-ranks-computed-twice-1-kill", marks=LONG),
     pytest.param(Layout(2, (0,), twice=1), Faults(deviations=2), id="2-ranks-computed-twice-2-deviate"),
     pytest.param(Layout(2, (1,), twice=1), Faults(glitches=1, deviations=1), id="2-ranks-1-glitch-1-deviates"),
     pytest.param(BESIDE, Faults(deviations=1), id="2-ranks-beside-each-other-1-deviates"),
@@ -54,8 +62,8 @@ WORLDS = [
         Layout(2, (0,), ((0,), (1,)), twice=1), Faults(glitches=1, deviations=1), id="2-ranks-each-alone-1-deviates"
     ),
     pytest.param(Layout(2, (1, 0)), Faults(errors=2), id="2-ranks-2-updates-2-errors"),
-    pytest.param(Layout(2, (0,)), Faults(kills=1, errors=1), id="2-ranks-1-kill-1-error"),
-    pytest.param(Layout(3, (0,)), Faults(kills=1), id="3-ranks-1-update-1-kill", marks=pytest.mark.slow),
+    pytest.param(Layout(2, (0,)), Faults(kills=1, errors=1), id="2-ranks-1-kill-1-error", marks=LONG),
+    pytest.param(Layout(3, (0,)), Faults(kills=1), id="3-ranks-1-update-1-kill", marks=LONG),
 ]
 DEEP_WORLDS = [
     (Layout(2, (0, 0)), Faults(kills=2)),

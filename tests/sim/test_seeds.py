@@ -11,7 +11,7 @@ import pytest
 from resilient_train.testing import sim
 from resilient_train.testing.sim import Outcome, SimulationError, main, simulate
 
-SECONDS = float(os.environ.get("SIM_SECONDS", "15"))
+SECONDS = float(os.environ.get("SIM_SECONDS", "8"))
 FIRST = int(os.environ.get("SIM_FIRST", "0"))
 MIN_JOBS = 200
 

@@ -109,6 +109,18 @@ def test_what_is_refused(script: str, text: str, told: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("FAULTS", "kill rank=1 step=3"), ("VERIFY_EVERY", "100"), ("ON_STRAGGLER", "replace"), ("HANG_TIMEOUT_S", "60")],
+)
+def test_what_nothing_does_in_such_a_job_is_refused(
+    script: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"RESILIENT_{name}", value)
+    with pytest.raises(ConfigError, match=f"RESILIENT_{name}: nothing does that in a MindSpore job"):
+        msrun.make_job(["--worker_num=2", script])
+
+
+@pytest.mark.parametrize(
     ("name", "value"), [("MS_TFT_PORT", "x"), ("MS_ENABLE_TFT", "{TTP:2}"), ("MS_ENABLE_THM", "x")]
 )
 def test_wrong_variables_are_refused_before_the_start(

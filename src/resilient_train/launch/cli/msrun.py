@@ -30,6 +30,11 @@ _REFUSED = {
     "worker_log_name": "logs lie in rank_N under --log_dir",
 }
 """Flags of msrun's that are known and not taken over, and what to do instead."""
+_ONLY_WITH_A_SESSION = (
+    "faults", "verify_every", "verify_inputs", "deviations", "on_straggler", "compare_every", "drill_records",
+    "hang_timeout_s", "hang_floor_s",
+)  # fmt: skip
+"""Settings that ask for what nobody does in a MindSpore job. Faults that never come, say, would seem to be survived."""
 _FLAGS: dict[str, dict[str, Any]] = {
     "worker_num": {"type": int, "help": "ranks of the job"},
     "local_worker_num": {"type": int, "help": "ranks on this node: all of them"},
@@ -83,6 +88,8 @@ def make_job(argv: list[str]) -> MindSporeJob:
         _refuse("several nodes: replacing a single rank works on one node so far; start such a job with msrun")
     config.hand_on_switches()
     settings, switches = config.read_settings(run_dir=args.run_dir), config.read_switches()
+    if asked := _asked_in_vain(settings):
+        _refuse(f"{', '.join(asked)}: nothing does that in a MindSpore job, only where torch trains; unset it")
     run_dir = Path(settings.run_dir or Path("resilient_runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     run_dir = run_dir.absolute()
     policy = Policy(
@@ -109,6 +116,12 @@ def make_job(argv: list[str]) -> MindSporeJob:
     if not (port.isdecimal() and int(port) < 1 << 16):
         _refuse(f"MS_TFT_PORT={port!r} is no port")
     return MindSporeJob(spec, environ, (environ.get("MS_TFT_IP") or "127.0.0.1", int(port)))
+
+
+def _asked_in_vain(settings: config.Settings) -> list[str]:
+    usual = config.Settings()
+    asked = [name for name in _ONLY_WITH_A_SESSION if getattr(settings, name) != getattr(usual, name)]
+    return [config.PREFIX + name.upper() for name in asked]
 
 
 def _command(script: str, arguments: list[str]) -> tuple[str, ...]:

@@ -31,6 +31,18 @@ def test_many_seeds() -> None:
     assert 0 < given_up < len(outcomes) * 2 / 3, "of five jobs one replaces nobody, or does what is forbidden"
 
 
+@pytest.mark.timeout(SECONDS + 120)
+def test_many_seeds_of_jobs_that_go_back() -> None:
+    """To what is saved: nobody has the state of some shard, the script says that it is wrong, or replicas differ."""
+    deadline = time.monotonic() + SECONDS / 2
+    outcomes: list[Outcome] = []
+    while time.monotonic() < deadline or len(outcomes) < MIN_JOBS:
+        outcomes.append(simulate(FIRST + len(outcomes), saves=True))
+    attempts = sum(each.attempts for each in outcomes)
+    print(f"{len(outcomes)} jobs, {attempts} times all started again")
+    assert attempts > len(outcomes) / 10
+
+
 @pytest.mark.parametrize("seed", [0, 92, 4711])
 def test_a_seed_is_one_schedule(seed: int) -> None:
     first: list[str] = []
@@ -65,6 +77,8 @@ def test_failure_names_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         simulate(5)
     assert main(["--seed", "5"]) == 1
     assert "seed 5" in capsys.readouterr().err
+    with pytest.raises(SimulationError, match="--seed 5 --trace --saves"):
+        simulate(5, saves=True)
     assert main(["--seeds", "5", "9", "--seconds", "1"]) == 1
 
 

@@ -107,16 +107,27 @@ def check_end(world: World) -> None:
         return  # nothing is saved before the first update is on record
     if leaving is not None and len(world.groups) > 1 and "from before different updates" in reason:
         return  # no two shards are of one update
+    if world.ended.code == 2 and world.differed:
+        return  # nothing is saved from before it, or they had differed before
     if world.ended.code == 2 and all(rank.deviated >= 0 for rank in world.ranks):
         return  # none of them computes the same twice
     if world.layout.neighbours and any(rank.deviated >= 0 for rank in world.ranks):
         return  # a device always computes otherwise than others, or nothing says whose does
-    held = {world.shard[rank.rank] for rank in world.ranks if rank.alive and rank.machine.intact}
-    # A rank may have been cut without having said so yet.
-    torn = {rank.rank for rank in world.ranks if rank.alive and rank.machine.standing.phase is Phase.UPDATING}
-    whole = {world.shard[r.rank] for r in world.ranks if r.alive and r.machine.intact and r.rank not in torn}
-    lost = set(range(len(world.groups))) - (held & whole)
-    require(bool(lost), f"the job was given up although every shard has a holder: {world.ended.reason}")
+    require(bool(_lost(world)), f"the job was given up although every shard has a holder: {world.ended.reason}")
+    saved = world.saved and world.layout.replaces and leaving is None and not failed
+    require(not saved, f"the job was given up although update {world.saved} is saved: {world.ended.reason}")
+
+
+def _lost(world: World) -> set[int]:
+    """The shards that no living rank has whole. A rank may have been cut without having said so yet."""
+    holders = [rank for rank in world.ranks if rank.alive and rank.machine.intact]
+    whole = {world.shard[rank.rank] for rank in holders if rank.machine.standing.phase is not Phase.UPDATING}
+    return set(range(len(world.groups))) - whole
+
+
+def check_going_back(world: World) -> None:
+    """All are about to go back to what is saved: the state of some shard is in no living rank any more."""
+    require(bool(_lost(world)), "all go back although every shard has a holder")
 
 
 def check_final(world: World) -> None:

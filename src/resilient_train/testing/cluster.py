@@ -6,14 +6,14 @@ they are written (``World.copy`` is shallow), so that an exploration can branch 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from resilient_train.errors import ProtocolError
 from resilient_train.protocol import messages as m
-from resilient_train.protocol.commands import Command, EndJob, Kill, RaiseStop, Send, SetPause, Spawn
+from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send, SetPause, Spawn
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import Stage
@@ -52,6 +52,8 @@ class Layout(NamedTuple):
     """And in between from a replica's inputs."""
     replaces: bool = True
     """Lost ranks are replaced. Else the job ends, and who is left saves its state."""
+    saves: bool = False
+    """What all ranks hold is saved now and then. Where state is lost, or wrong, all go back to it."""
 
     def computes_twice(self, update: int) -> bool:
         """Whether that update is computed twice before it is applied."""
@@ -99,6 +101,10 @@ class Faults(NamedTuple):
     """A rank that computes an update for the second time comes to something else."""
     errors: int = 0
     """The script fails by itself on a rank. What that rank holds is whole, as a rule, and is saved before it ends."""
+    lates: int = 0
+    """A rank's script finds out that all is wrong since the step before."""
+    differences: int = 0
+    """Replicas find that they do not hold the same."""
 
 
 class DrivenParts(NamedTuple):
@@ -114,8 +120,9 @@ class DrivenParts(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One transition: of a rank, of the agent, an operator, or a fault. ``about`` is the rank (or a complaint's place;
-    for "hang" a bit for each rank that is named; for "pause" a step).
+    """One transition: of a rank, the agent, an operator, storage, or a fault. ``about`` is the rank (or a complaint's
+    place; for "hang" a bit for each rank that is named; for "pause" a step; for "saves" an update; for
+    "difference" a shard).
     """
 
     actor: str
@@ -147,6 +154,7 @@ BUDGETS = {
     "loss": "heard", "fence": "fences", "hang": "hangs", "failure": "failures", "asked to end": "asked",
     "stop": "stops", "pause": "pauses", "withdrawal": "withdrawn", "anomaly": "anomalies",
     "deviation": "deviations", "error": "errors", "asks again": "asks",
+    "late": "lates", "difference": "differences",
 }  # fmt: skip
 _POLICY = Policy(max_restarts=1000, max_stuck=1000, max_repairs=1000)
 
@@ -195,10 +203,17 @@ class World:
         self.captured: frozenset[tuple[int, int]] = frozenset()
         self.visited: set[tuple[str, str]] = set()
         """(state, event) of the rank machines; shared by all copies."""
+        self.source = layout.begun
+        """The update from before which the state is that all ranks have started from."""
+        self.saved: tuple[int, ...] = (layout.begun,) if layout.saves and layout.begun else ()
+        """The updates from before which states are saved, the newest first."""
+        self.differed = False
+        """Replicas have, as they think. Nobody knows what is right then."""
         self.high_water = 0
         self.resumed_generation = 0
         self.ended: EndJob | None = None
         self._controller_key: tuple[Any, ...] | None = None
+        self._tell_what_is_saved()
         self.carry_out(self.controller.launch())
 
     def _chains(self) -> Chains:
@@ -225,6 +240,8 @@ class World:
         found += [Move("agent", index, "loses patience") for index in range(len(self.troubles))]
         if self.controller.job.stage is Stage.PAUSED:
             found.append(Move("operator", 0, "ends the pause"))
+        if (newest := self._savable()) > max((0, *self.saved)):
+            found.append(Move("storage", newest, "saves"))
         if self.controller.job.stage is Stage.FINISHED:
             return found  # a death is nobody's loss any more; the real job then ends with an exit code of its own
         found += [Move("agent", rank, "sees the death", incarnation) for rank, incarnation in self.unseen]
@@ -261,6 +278,10 @@ class World:
             found += [Move("fault", rank.rank, "deviation") for rank in alive if rank.can_deviate(self)]
         if self.budget.errors:
             found += [Move("fault", rank.rank, "error") for rank in alive if rank.may_raise(self)]
+        if self.budget.lates and runs:
+            found += [Move("fault", rank.rank, "late") for rank in alive if rank.may_find_out]
+        if self.budget.differences and runs:
+            found += [Move("fault", shard, "difference") for shard, group in enumerate(self.groups) if len(group) > 1]
         if self.budget.asked and runs:
             found.append(Move("fault", 0, "asked to end"))
         if self.budget.stops and runs:
@@ -286,6 +307,8 @@ class World:
                 self._agent(move)
             elif move.actor == "operator":
                 self.carry_out(self._own_controller().unpause())
+            elif move.actor == "storage":
+                self.saved = (move.about, *self.saved[:1])
             else:
                 self._fault(move)
         except (ProtocolError, AssertionError) as error:
@@ -320,6 +343,14 @@ class World:
             self.writable(move.about).raises(self)
         elif move.name == "deviation":
             self.writable(move.about).computes_otherwise(self)
+        elif move.name == "difference":
+            self.differed = True
+            told = [rank for rank in self.ranks if rank.connected and self.shard[rank.rank] == move.about]
+            for rank in told:  # each waits for the end then, in a real job; here it may be slow to do so
+                self.send(rank, m.Differs(rank.machine.standing.commits, [("weight", str(rank.rank))], averages=True))
+        elif move.name == "late":
+            finder = self.ranks[move.about]
+            self.send(finder, m.Late(max(0, finder.machine.number - 1), "the evaluation says so"))
         elif move.name in ("damage", "loss", "scratch"):
             self.writable(move.about).lose_data(self, state=move.name != "scratch")
         else:
@@ -386,6 +417,10 @@ class World:
                 self.chains = self._chains() if self.program.skips else self.chains
             case m.Computed():
                 self.carry_out(controller.computed(rank, incarnation, frame))
+            case m.Differs():
+                self.carry_out(controller.differs(rank, incarnation, frame))
+            case m.Late():
+                self.carry_out(controller.late(rank, incarnation, frame))
             case m.Captured(last=generation):
                 self._captured(rank, generation)
             case m.Offer(target=other) | m.Pull(source=other):
@@ -401,10 +436,48 @@ class World:
         if savers and {r for g, r in self.captured if g == generation} == {r for group in savers for r in group}:
             self.carry_out(self.controller.saved_last("saved"))
 
+    # -- what is saved
+
+    def _savable(self) -> int:
+        """The newest update that all ranks were READY for: their snapshots of what they began it with are whole."""
+        if not self.layout.saves or self.controller.job.stage not in (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED):
+            return -1
+        return min(commits - (phase < Phase.READY) for commits, phase in self.standings)
+
+    def _tell_what_is_saved(self) -> None:
+        """As the agent does, see ``launch/agent/saves.py``."""
+        if not self.layout.saves:
+            return
+        job, accumulate = self.controller.job, self.program.accumulate
+        job.can_go_back = lambda: bool(self.saved)
+        job.newest_saved = lambda: max(self.saved, default=-1)
+        job.saved_before = lambda step: any(commits * accumulate <= step for commits in self.saved)
+
+    def _all_start_again(self, detail: Mapping[str, object]) -> None:
+        """What they knew is gone. Their records stay until the new ones write theirs."""
+        if detail["state_lost"]:
+            checks.require(bool(self.saved), "all start again, and nothing is saved")
+            self.source = self.saved[0]
+        self.high_water = min(self.high_water, self.source)
+        size = self.layout.world_size
+        self.logs, self.published = [(0, ())] * size, [()] * size
+        self.collectives, self.tail_calls = {}, {}
+        self.tail_results = {key: result for key, result in self.tail_results.items() if key[0] <= self.source}
+        self.missing = frozenset(key for key in self.missing if key[0] <= self.source)
+
     def carry_out(self, commands: Sequence[Command]) -> None:
         """Does what the controller says, as the agent does."""
+        wrong = self.differed
         for command in commands:
             match command:
+                case Note(kind="late_anomaly", detail=detail) if detail["goes_back"]:
+                    wrong, since = True, detail["step"]
+                    assert isinstance(since, int)
+                    self.saved = tuple(commits for commits in self.saved if commits * self.program.accumulate <= since)
+                case Note(kind="restart_all", detail=detail):
+                    if detail["state_lost"] and not wrong:
+                        checks.check_going_back(self)
+                    self._all_start_again(detail)
                 case RaiseStop(generation=generation):
                     assert generation > self.stop_generation
                     self.stop_generation = generation
@@ -439,7 +512,12 @@ class World:
         self.down[rank] = ()
         program = self.program
         machine = self.driver.rank(
-            rank, joining=command.joining, optimizers=program.optimizers, undo=program.undo, skips=program.skips
+            rank,
+            generation=self.controller.job.generation,
+            joining=command.joining,
+            optimizers=program.optimizers,
+            undo=program.undo,
+            skips=program.skips,
         )
         self.ranks[rank] = SimRank(rank, command.incarnation, machine)
         self.ranks[rank].prepare(self)
@@ -583,6 +661,7 @@ class World:
     def _own_controller(self) -> Controller:
         """The controller, as this world's own copy."""
         self.controller, self._controller_key = self.controller.copy(), None
+        self._tell_what_is_saved()
         return self.controller
 
     def copy(self) -> World:
@@ -608,7 +687,8 @@ class World:
             tuple(tuple(map(frame_key, queue)) for queue in self.down),
             calls, frozenset((key, call) for key, call in self.tail_calls.items() if key[0] in live), self.missing,
             self.captured, self.troubles, frozenset(self.unseen), frozenset(self.unreaped), self.high_water,
-            self.resumed_generation, self.ended is None, self._controller_key,
+            self.resumed_generation, self.ended is None, self.source, self.saved, self.differed,
+            self._controller_key,
         )  # fmt: skip
         return hash(parts)
 
@@ -623,7 +703,9 @@ def frame_key(frame: Any) -> Any:
 
 _POLICY_ONLY = frozenset(("policy", "replacements", "retries"))
 """Counters that decide nothing but when to give up, which no simulated job comes near."""
-_FIXED = frozenset(("world_size", "replicas", "aware", "plain", "attempt", "can_go_back", "newest_saved", "uses_us"))
+_FIXED = frozenset((
+    "world_size", "replicas", "aware", "plain", "attempt", "can_go_back", "newest_saved", "saved_before", "uses_us",
+))  # fmt: skip
 
 
 def controller_key(controller: Controller) -> tuple[Any, ...]:

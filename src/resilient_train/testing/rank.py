@@ -220,8 +220,8 @@ class SimRank:
     def prepare(self, world: World) -> None:
         """A first process starts with the initial state; a replacement has none that counts."""
         if not self.machine.joining:
-            self.built = 0
-            begun = world.layout.begun
+            self.built = self.machine.generation
+            begun = world.source
             self.model = world.chains.model[world.shard[self.rank]][begun]
             self.own, self.tails = world.chains.own[self.rank][begun], begun
             self.layout, self.laid = (0, True) if begun else (-1, False)
@@ -289,6 +289,12 @@ class SimRank:
         """Whether lost memory is heard of when the device comes to rest, and the step can be left."""
         waits = not self.todo and isinstance(self.pending, fx.Quiesce) and not self.pending.tail
         return waits and self.machine.intact and not self.heard
+
+    @property
+    def may_find_out(self) -> bool:
+        """Whether the script may say that what was trained is wrong: it runs, and has trained something."""
+        between = self.at in (At.HEAD, At.BODY, At.TAIL)
+        return self.connected and self.idle and between and self.machine.standing.commits > 0 and not self.wrong
 
     def may_raise(self, world: World) -> bool:
         """Whether the script may fail here by itself, and a fault does not explain it."""
@@ -924,7 +930,7 @@ class SimRank:
     def _connect(self, world: World) -> None:
         self.at, self.connected, self.called = At.HEAD, True, _HEAD
         world.greet(self)
-        begun = world.layout.begun
+        begun = world.source
         self.feed(world, on.Begin(self._total(world), begun * world.program.accumulate, begun))
 
     def _ask_for_step(self, world: World) -> None:

@@ -48,11 +48,14 @@ PROGRAMS = (
 
 
 class Outcome(NamedTuple):
-    """How a simulated job went. ``given_up``: every holder of a shard was lost, so the job ended."""
+    """How a simulated job went. ``given_up``: every holder of a shard was lost, so the job ended. ``attempts``: how
+    often all ranks started again.
+    """
 
     transitions: int
     generations: int
     given_up: bool
+    attempts: int
 
 
 _IN_THE_UPDATE = ("steps twice", "enters twice in the update", "fails in the update", "leaves in the update")
@@ -184,15 +187,24 @@ class _Scheduler:
         return self._weights[actor]
 
 
+def with_saving(seed: int, layout: Layout, faults: Faults) -> tuple[Layout, Faults]:
+    """The job of ``seed``, as one whose state is saved now and then: it survives what no rank does."""
+    rng = random.Random(f"saves {seed}")
+    lates, differences = rng.choice((0, 0, 1, 2)), rng.choice((0, 0, 0, 1, 2))
+    faults = faults._replace(kills=faults.kills + rng.randint(0, 4), lates=lates, differences=differences)
+    return layout._replace(saves=True), faults
+
+
 def simulate(
     seed: int,
     *,
+    saves: bool = False,
     driver: DrivenParts | None = None,
     layout: Layout | None = None,
     faults: Faults | None = None,
     trace: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Runs the job that ``seed`` stands for to its end. Raises SimulationError."""
+    """Runs the job that ``seed`` stands for to its end. Raises SimulationError. ``saves``: see ``with_saving``."""
     rng = random.Random(seed)
     drawn, drawn_faults, pauses = draw_layout(rng), draw_faults(rng), draw_pauses(seed)
     drawn_faults = drawn_faults._replace(pauses=pauses.pauses, withdrawn=pauses.withdrawn)
@@ -200,6 +212,8 @@ def simulate(
     drawn_faults = with_errors(seed, drawn, drawn_faults)
     drawn, drawn_faults = with_verification(seed, drawn, drawn_faults)
     drawn_faults = with_asking(seed, drawn_faults)
+    if saves:
+        drawn, drawn_faults = with_saving(seed, drawn, drawn_faults)
     world = World(layout or drawn, faults or drawn_faults, driver)
     scheduler = _Scheduler(rng)
     if trace is not None:
@@ -217,9 +231,10 @@ def simulate(
             count += 1
         checks.check_final(world)
     except ViolationError as error:
-        again = f"python -m resilient_train.testing.sim --seed {seed} --trace"
+        again = f"python -m resilient_train.testing.sim --seed {seed} --trace{' --saves' * saves}"
         raise SimulationError(f"seed {seed}, transition {count}: {error}\nrepeat it with: {again}") from error
-    return Outcome(count, world.controller.job.generation, world.ended is not None)
+    job = world.controller.job
+    return Outcome(count, job.generation, world.ended is not None, job.attempt)
 
 
 def _place(world: World, move: Move) -> str:
@@ -235,26 +250,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "END"), default=(0, 1_000_000))
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--saves", action="store_true", help="jobs whose state is saved now and then")
     parser.add_argument("--trace", action="store_true", help="print every transition of --seed")
     options = parser.parse_args(argv)
     if options.seed is not None:
         try:
-            print(simulate(options.seed, trace=print if options.trace else None))
+            print(simulate(options.seed, saves=options.saves, trace=print if options.trace else None))
         except SimulationError as error:
             print(error, file=sys.stderr)
             return 1
         return 0
-    return _run_many(range(*options.seeds), options.seconds)
+    return _run_many(range(*options.seeds), options.seconds, saves=options.saves)
 
 
-def _run_many(seeds: range, seconds: float) -> int:
+def _run_many(seeds: range, seconds: float, *, saves: bool) -> int:
     deadline = time.monotonic() + seconds
     done = transitions = 0
     for seed in seeds:
         if time.monotonic() > deadline:
             break
         try:
-            transitions += simulate(seed).transitions
+            transitions += simulate(seed, saves=saves).transitions
         except SimulationError as error:
             print(error, file=sys.stderr)
             return 1

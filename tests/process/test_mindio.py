@@ -1,5 +1,7 @@
 """The provider of ``mindio_ttp``: training loops that use it as MindIO's documents say, real processes, real kills."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -16,6 +18,7 @@ import pytest
 from running import JOBS, Run, finish, read_events, start
 from served import LAUNCHER
 
+from resilient_train.launch.cli.tool import main
 from resilient_train.observe.report import lines
 from resilient_train.observe.sinks import read_events as read
 from resilient_train.observe.timeline import read_run
@@ -51,6 +54,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 PLANS = {
+    "one after the other, decorated": "decorated@0:0 hcce@0:3 kill@2:6 uce@1:9",
+    "of two, at once, and low": "uce@0:3 uce@2:3 kill@1:5 uce@2:5 low@1:8 kill@0:10",
+    "in an update, and of who comes back": "killu@2:3 kill@1:7 killb@1:1",
+    "in a stop, and in a repair": "hcce@1:4 kills@2:1 uce@1:8 killr@0:1",
+}
+ALONE = {
     "hcce": "hcce@1:5",
     "uce": "uce@1:5",
     "uce of two": "uce@0:5 uce@2:5",
@@ -63,17 +72,25 @@ PLANS = {
     "kill in a repair": "uce@1:5 killr@0:1",
     "kill in a stop": "hcce@1:5 kills@2:1",
     "kill of who comes back": "kill@1:5 killb@1:1",
-    "decorated": "decorated@0:0 hcce@0:3 kill@2:6 uce@1:9",
 }
+"""Each by itself, to tell which one is to blame."""
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(pytest.param(plan, id=name) for name, plan in PLANS.items()),
+        *(pytest.param(plan, id=name, marks=pytest.mark.long) for name, plan in ALONE.items()),
+    ],
+)
 def test_the_end_is_the_undisturbed_one(tmp_path: Path, undisturbed: list[str], plan: str) -> None:
     job = run(tmp_path, plan)
     assert job.code == 0, job.explain()
     assert ends(tmp_path) == undisturbed, job.explain()
     assert (tmp_path / "resumed").exists(), "no fault was there"
+    faults = [each.replace("@", ".").replace(":", ".") for each in plan.split() if not each.startswith("decorated")]
+    assert {f"done.{each}" for each in faults} == {path.name for path in tmp_path.glob("done.*")}, job.explain()
     killed = sorted(int(each.split(":")[0].split("@")[1]) for each in plan.split() if each.startswith("kill"))
     assert sorted(event["rank"] for event in job.of("spawned")) == sorted([*range(RANKS), *killed])
     story = [line.text for line in lines(read_run(read(job.run_dir / "events.jsonl")))]
@@ -81,7 +98,7 @@ def test_the_end_is_the_undisturbed_one(tmp_path: Path, undisturbed: list[str], 
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("how", ["", "decorated@0:0 "])
+@pytest.mark.parametrize("how", ["", pytest.param("decorated@0:0 ", marks=pytest.mark.long)])
 def test_an_error_of_the_scripts_ends_the_job_behind_a_checkpoint(tmp_path: Path, how: str) -> None:
     job = run(tmp_path, f"{how}raise@1:5")
     assert job.code == 1, job.explain()
@@ -99,7 +116,9 @@ def saved(folder: Path) -> int:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long), (signal.SIGUSR1, 75)]
+)
 def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with start(command(tmp_path, "pace@0:0"), MS_ENABLE_TFT=SWITCHES) as job:
         wait_for(tmp_path / "grad3.0")
@@ -135,12 +154,12 @@ def test_an_operator_looks_stops_and_kills(tmp_path: Path, undisturbed: list[str
 
 
 def ask(run_dir: Path, name: str, *arguments: str) -> dict[str, Any]:
-    """A command of resilient-train's."""
-    tool = str(Path(sys.executable).parent / "resilient-train")
-    words = [tool, name, str(run_dir), *arguments, "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """A command of resilient-train's. What it prints goes to who asked last, so one is asked at a time."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main([name, str(run_dir), *arguments, "--json"])
+    assert code == 0, out.getvalue()
+    return json.loads(out.getvalue())
 
 
 @pytest.mark.process
@@ -155,6 +174,7 @@ def test_a_signal_for_all_processes_is_one_request(tmp_path: Path) -> None:
         _, err = job.communicate(timeout=60)
     assert job.returncode == 143, err
     assert 3 <= saved(tmp_path) < STEPS
+    assert "resilient-run got SIGTERM; its state from after" in err
 
 
 @pytest.mark.process

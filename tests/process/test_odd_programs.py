@@ -1,6 +1,7 @@
 """Programs that ended with other bits and exit code 0, or lost their job, until a reader of the code named them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from running import launch
@@ -16,18 +17,30 @@ KILLS = (
 """A survivor redoes, or goes on; and with 48 samples for two ranks the second pass over the data has begun."""
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"),
-        *("noisy", "noisy_class"),
-        *("milestones", "versions", "cooling", "thaws"),
-    ],
+TOGETHER = (
+    "codebook+cooling+noisy+milestones+versions+evaluates",
+    "words+stream",
+    "heads+shuffled",
+    "freezes+noisy_class+counts",
+    "thaws+scaled",
 )
+ALONE = (
+    *("heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"),
+    *("noisy", "noisy_class"),
+    *("milestones", "versions", "cooling", "thaws"),
+)
+"""Each by itself, to tell which one is to blame."""
+
+
+def long(kinds: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(each, marks=pytest.mark.long) for each in kinds]
+
+
+@pytest.mark.parametrize("kind", [*TOGETHER, *long(ALONE)])
 def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, undisturbed_of: Undisturbed, kind: str) -> None:
     reference = undisturbed_of("odd_programs.py", kind, STEPS, ranks=2)
     # Which gradient becomes ready first, and so when the fault hits, hangs on the head that is used.
-    plan = KILLS.replace("COMPUTE at=backward", "READY at=before") if kind == "heads" else KILLS
+    plan = KILLS.replace("COMPUTE at=backward", "READY at=before") if "heads" in kind else KILLS
     run = launch(tmp_path / "run", "odd_programs.py", kind, STEPS, ranks=2, flags=("--faults", plan))
     assert run.code == 0, run.explain()
     assert len(run.of("injected")) == run.recoveries() == 4, run.explain()
@@ -35,7 +48,7 @@ def test_the_bits_are_those_of_an_undisturbed_run(tmp_path: Path, undisturbed_of
     assert run.of("other_data") == [], run.explain()
 
 
-@pytest.mark.parametrize("kind", ["bank0", "bank1", "bank"])
+@pytest.mark.parametrize("kind", ["bank0+bank1+bank", *long(("bank0", "bank1", "bank"))])
 def test_a_buffer_that_grows_is_put_back(tmp_path: Path, undisturbed_of: Undisturbed, kind: str) -> None:
     """As long as nobody is lost: a new process makes the buffer that the script makes."""
     plan = "hcce rank=1 step=0 phase=COMPUTE at=backward; hcce rank=1 step=3 phase=COMPUTE at=backward"
@@ -46,7 +59,7 @@ def test_a_buffer_that_grows_is_put_back(tmp_path: Path, undisturbed_of: Undistu
     assert run.digests() == reference.digests(), run.explain()
 
 
-@pytest.mark.parametrize("kind", ["heads", "freezes", "cooling"])
+@pytest.mark.parametrize("kind", [*(TOGETHER[at] for at in (0, 2, 3)), *long(("heads", "freezes", "cooling"))])
 def test_all_ranks_are_lost(tmp_path: Path, undisturbed_of: Undisturbed, kind: str) -> None:
     """What the script has switched while it ran is not in its text."""
     plan = "kill rank=1 step=9 phase=COMPUTE at=start; kill rank=0 phase=STOP at=start generation=1"
@@ -57,7 +70,7 @@ def test_all_ranks_are_lost(tmp_path: Path, undisturbed_of: Undisturbed, kind: s
     assert run.digests() == reference.digests(), run.explain()
 
 
-@pytest.mark.parametrize("kind", ["forever", "passes", "grows"])
+@pytest.mark.parametrize("kind", ["forever", "grows", *long(("passes",))])
 def test_a_loader_that_does_not_find_its_place_is_told(tmp_path: Path, kind: str) -> None:
     """All went on with other data, and exit code 0."""
     run = launch(tmp_path, "odd_programs.py", kind, STEPS, ranks=2, flags=("--faults", "kill rank=0 step=15"))
@@ -68,7 +81,11 @@ def test_a_loader_that_does_not_find_its_place_is_told(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize(
-    ("way", "words"), [("subtracts", "session.steps(9, start=0)"), ("starts", "session.steps(16, start=7)")]
+    ("way", "words"),
+    [
+        ("subtracts", "session.steps(9, start=0)"),
+        pytest.param("starts", "session.steps(16, start=7)", marks=pytest.mark.long),
+    ],
 )
 def test_a_loop_from_a_checkpoint_of_this_very_job_is_refused(tmp_path: Path, way: str, words: str) -> None:
     flags = ("--faults", "kill rank=1 step=10")
@@ -77,14 +94,14 @@ def test_a_loop_from_a_checkpoint_of_this_very_job_is_refused(tmp_path: Path, wa
     assert f"rank 1, a new process, has begun its loop with {words}" in run.err, run.explain()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_number_that_is_broadcast_is_that_of_the_first_process(tmp_path: Path, rank: int) -> None:
+def test_a_number_that_is_broadcast_is_that_of_the_first_process(tmp_path: Path) -> None:
     job = ("own_checkpoint.py", str(tmp_path / "own.pt"), "broadcasts")
     reference = launch(tmp_path / "reference", *job, ranks=2)
     (tmp_path / "own.pt").unlink()
-    run = launch(tmp_path / "run", *job, ranks=2, flags=("--faults", f"kill rank={rank} step=10"))
+    plan = "kill rank=0 step=10; kill rank=1 step=13"
+    run = launch(tmp_path / "run", *job, ranks=2, flags=("--faults", plan))
     assert reference.code == run.code == 0, run.explain()
-    assert run.recoveries() == 1, run.explain()
+    assert run.recoveries() == 2, run.explain()
     assert run.digests() == reference.digests(), run.explain()
 
 

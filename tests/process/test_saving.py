@@ -16,10 +16,11 @@ from resilient_train.state.checkpoint.verify import verify
 SAVING = ("--save", "4")
 
 
-def cut(run_dir: Path, after_saves: int = 2) -> None:
-    """Runs the job until so many checkpoints are there, and kills the launcher; its ranks die with it."""
+def cut(run_dir: Path, awaited: str = "saved", times: int = 2) -> None:
+    """Runs the job until there were so many of these events, and kills the launcher; its ranks die with it."""
+    (run_dir / "events.jsonl").unlink(missing_ok=True)  # a launcher before this one wrote these
     with start(command(run_dir, *SAVING, "--pace", str(run_dir / "never"))) as process:
-        wait_for(run_dir, process, "saved", after_saves)
+        wait_for(run_dir, process, awaited, times)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=30)
 
@@ -79,27 +80,31 @@ def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Re
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
 
 
-def test_another_launcher_goes_on_from_memory(run_dir: Path, undisturbed: Reference) -> None:
-    cut(run_dir)
-    run = go_on(run_dir)
-    assert run.code == 0, run.explain()
-    assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
-    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
-
-
 @pytest.mark.shows("DDP", "started again", "goes on")
-def test_everything_lost_goes_on_from_storage(run_dir: Path, undisturbed: Reference) -> None:
+def test_one_loss_after_the_other(run_dir: Path, undisturbed: Reference) -> None:
+    """Of a launcher, which costs nothing; of the holder too; and of the newest checkpoint."""
     cut(run_dir)
+    cut(run_dir, "restored", RANKS)
+    assert restored(run_dir) == {"memory"}
     end_holder(run_dir)
+    cut(run_dir, "saved", 1)
+    assert restored(run_dir) == {"storage"}
+    end_holder(run_dir)
+    newest = damage_newest(run_dir)
     run = go_on(run_dir)
     assert run.code == 0, run.explain()
-    assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
+    assert restored(run_dir) == {"storage"}, run.explain()
+    assert str(newest) in {event["detail"]["path"] for event in run.of("checkpoint_skipped")}
     assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
 
 
-def test_a_damaged_checkpoint_is_passed_over(run_dir: Path, undisturbed: Reference) -> None:
-    cut(run_dir)
-    end_holder(run_dir)
+def restored(run_dir: Path) -> set[str]:
+    """From where the last launcher's ranks had their state when they began."""
+    return {event["detail"]["source"] for event in read_events(run_dir, torn=True) if event["kind"] == "restored"}
+
+
+def damage_newest(run_dir: Path) -> Path:
+    """Turns one bit of the newest checkpoint."""
     newest = max((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     shard = next(newest.glob("shard-0-*"))
     with shard.open("r+b") as file:
@@ -107,7 +112,4 @@ def test_a_damaged_checkpoint_is_passed_over(run_dir: Path, undisturbed: Referen
         byte = file.read(1)
         file.seek(-8, os.SEEK_END)
         file.write(bytes([byte[0] ^ 1]))
-    run = go_on(run_dir)
-    assert run.code == 0, run.explain()
-    assert str(newest) in {event["detail"]["path"] for event in run.of("checkpoint_skipped")}
-    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
+    return newest

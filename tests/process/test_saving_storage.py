@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from failing_storage import FailingStorage
 from running import Reference, Run, launch
-from watched_jobs import RANKS, STEPS, Job, end_holder, holder_pid, job, wrongs
+from test_saving_kills import STEPS
+from watched_jobs import RANKS, Job, end_holder, holder_pid, job, wrongs
 
 EVERY = 2
 
@@ -108,8 +109,7 @@ DYING = [("write", "/*"), ("sync-folder", ""), ("sync", "/*"), ("sync-folder", "
 
 
 def meet(trouble: AbstractContextManager[None], kind: str, reason: str, folder: Path, running: Job) -> None:
-    """The job saves; it does not, and says why; it does again."""
-    running.await_more("saved")
+    """The job has just saved; it does not, and says why; it does again."""
     with trouble:
         seen = len(running.heard(kind))
         running.await_more(kind)
@@ -147,6 +147,7 @@ def test_one_trouble_after_the_other(run_dir: Path, tmp_path: Path, undisturbed:
     folder, dying = tmp_path / "small", FailingStorage(tmp_path)
     small = mounted(folder, "-t", "tmpfs", "-o", "size=4m", "none")
     with small, slow_job(run_dir, folder, **dying.environ) as running:
+        running.await_more("saved")
         for trouble, kind, reason in TROUBLES:
             meet(trouble(folder, running), kind, reason, folder, running)
         for calls, where in DYING:
@@ -172,6 +173,7 @@ def test_frozen_disk(run_dir: Path, tmp_path: Path, undisturbed: Reference) -> N
         file.truncate(64 << 20)
     subprocess.run(["mkfs.ext4", "-q", image], check=True, timeout=30)
     with mounted(folder, "-o", "loop", str(image)), slow_job(run_dir, folder) as running:
+        running.await_more("saved")
         meet(frozen(folder, running), "save_skipped", "busy", folder, running)
         to_the_end(running, undisturbed)
         assert not wrongs(folder, [each["step"] for each in running.heard("saved")])

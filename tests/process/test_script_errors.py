@@ -38,12 +38,14 @@ def goes_on(run_dir: Path, variant: str = "base") -> Run:
 @pytest.mark.parametrize(
     ("place", "variant", "updates"),
     [
-        ("body", "base", 5),
         ("loader", "base", 5),
-        ("body", "accumulate", 2),
-        ("end", "undo", 5),
+        ("body", "accumulate+two", 2),
         ("update", "undo", 5),
-        ("body", "two", 5),
+        pytest.param("end", "undo", 5, marks=pytest.mark.long),
+        *(
+            pytest.param("body", variant, updates, marks=pytest.mark.long)
+            for variant, updates in (("base", 5), ("accumulate", 2), ("two", 5))
+        ),
     ],
 )
 def test_all_fail_alike_and_nothing_is_lost(
@@ -73,7 +75,7 @@ def test_the_first_that_fails_is_named_with_its_line(run_dir: Path) -> None:
     assert 1 in savers, "its state is as whole as the others'"
 
 
-@pytest.mark.parametrize("place", ["tail", "between"])
+@pytest.mark.parametrize("place", ["tail", pytest.param("between", marks=pytest.mark.long)])
 def test_all_fail_behind_the_update(run_dir: Path, place: str) -> None:
     """Nobody knows how much of the tail was still to come: the update is kept, and that is told."""
     run = fail(run_dir, place)
@@ -108,14 +110,14 @@ def test_the_only_rank_fails(run_dir: Path) -> None:
 
 
 def test_an_optimizer_that_fails_on_all_ranks_leaves_nothing_whole(run_dir: Path) -> None:
-    run = fail(run_dir, "update")
+    run = fail(run_dir, "update", ranks=2)
     assert run.code == 1, run.explain()
     assert "no living rank holds a whole state" in run.err, run.explain()
     assert newest_complete(run_dir / "checkpoints").report is None
 
 
 def test_without_ttp_the_error_just_ends_the_job(run_dir: Path) -> None:
-    run = fail(run_dir, "body", MS_ENABLE_TFT="{HCCE:1}")
+    run = fail(run_dir, "body", ranks=1, MS_ENABLE_TFT="{HCCE:1}")
     assert run.code == 1, run.explain()
     assert "ValueError: the script's own" in run.err
     assert run.of("leaving") == []
@@ -127,7 +129,7 @@ def test_an_error_that_is_caught_around_the_session_ends_the_job_all_the_same(ru
 
     On whom the error has reached: the stop may come to others before.
     """
-    run = fail(run_dir, "caught")
+    run = fail(run_dir, "caught", ranks=2)
     assert run.code == 1, run.explain()
     assert "failed: ValueError: the script's own" in run.err
     (leaving,) = run.of("leaving")

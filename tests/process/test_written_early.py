@@ -4,6 +4,7 @@ Until now it was changed again when the step was: other bits, the same on all ra
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from identity import assert_identical
@@ -11,16 +12,41 @@ from running import Reference, launch
 from shared import Undisturbed
 from test_kill_matrix import PLACES, kills
 
-WHAT = ("momentum", "assigned", "silent", "replaced", "counter", "array", "average", "behind", "decay", "rate")
+TOGETHER = ("momentum+counter+array", "silent+average", "replaced+rate")
+"""One way to change parameters each, and what else a loop can change beside them."""
+BEHIND = "assigned+behind+decay"
+"""Where a snapshot may be left out, because it is being taken when that is changed."""
+ALONE = ("momentum", "assigned", "silent", "replaced", "counter", "array", "average", "behind", "decay", "rate")
+"""Each by itself, to tell which one is to blame."""
 FAULTS = (
     "kill rank=1 step=4 phase=COMPUTE at=backward; kill rank=0 step=6 phase=READY at=before; "
     "hcce rank=1 step=8 phase=READY at=before incarnation=1; kill rank=1 step=10 phase=APPLIED at=start incarnation=1"
 )
 
 
+def long(what: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(each, marks=pytest.mark.long) for each in what]
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize("what", TOGETHER)
 def test_what_is_written_before_the_update_is_put_back(tmp_path: Path, undisturbed_of: Undisturbed, what: str) -> None:
+    """By a redo, from a replica; and from a snapshot, which is of what its step found."""
+    plain = undisturbed_of("written_early.py", what, ranks=2)
+    arguments = (what, "--save", "3", "--all-die", "13")
+    run = launch(tmp_path / "run", "written_early.py", *arguments, ranks=2, flags=("--faults", FAULTS))
+    assert run.code == 0, run.explain()
+    assert len(run.of("injected")) == 4, run.explain()
+    assert not run.of("state_lost"), run.explain()
+    assert len(run.of("restart_all")) == 1, run.explain()
+    assert {event["detail"]["commits"] for event in run.of("restored")} & {3, 6, 9, 12}, run.explain()
+    assert not [each for each in run.of("save_skipped") if "busy" not in each["detail"]["reason"]], run.explain()
+    assert run.ends() == plain.ends(), run.explain()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("what", [BEHIND, *long(ALONE)])
+def test_a_redo_puts_it_back(tmp_path: Path, undisturbed_of: Undisturbed, what: str) -> None:
     plain = undisturbed_of("written_early.py", what, ranks=2)
     run = launch(tmp_path / "run", "written_early.py", what, ranks=2, flags=("--faults", FAULTS))
     assert run.code == 0, run.explain()
@@ -40,7 +66,7 @@ def test_what_a_loader_moves_on_within_a_window(tmp_path: Path, undisturbed_of: 
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("what", ["momentum", "silent", "replaced", "counter", "average", "rate", "groups"])
+@pytest.mark.parametrize("what", ["groups", *long(("momentum", "silent", "replaced", "counter", "average", "rate"))])
 def test_a_snapshot_is_of_what_the_step_found(tmp_path: Path, undisturbed_of: Undisturbed, what: str) -> None:
     plain = undisturbed_of("written_early.py", what, ranks=2)
     run = launch(tmp_path / "run", "written_early.py", what, "--save", "3", "--all-die", "11", ranks=2)
@@ -73,7 +99,7 @@ def test_what_is_written_for_the_first_time_ends_a_job_without_snapshots(tmp_pat
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("variant", ["early", "early+undo", "early+scaler", "early+two"])
+@pytest.mark.parametrize("variant", ["early+undo", "early+two", *long(("early", "early+scaler"))])
 def test_kill_at_every_phase(tmp_path: Path, undisturbed: Reference, variant: str) -> None:
     plan, steps = kills(2, PLACES, 0)
     reference = undisturbed(ranks=2, steps=steps, variant=variant)

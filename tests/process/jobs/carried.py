@@ -2,7 +2,8 @@
 
 ``--where``: the next batch is fetched at the ``end`` of the body, behind the update, or ``ahead``, between the forward
 and the backward pass of each of two micro-steps (as nanoGPT does it); ``hidden``: no batch is fetched ahead, but the
-hidden state of a recurrent model goes on. ``--plain``: all that in local variables, as in the script that somebody has.
+hidden state of a recurrent model goes on; ``both``: it goes on behind the micro-steps. ``--plain``: all that in local
+variables, as in the script that somebody has.
 """
 
 import argparse
@@ -61,13 +62,14 @@ def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--where", choices=["end", "ahead", "hidden"], default="end")
+parser.add_argument("--where", choices=["end", "ahead", "hidden", "both"], default="end")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--plain", action="store_true")
 parser.add_argument(
     "--cut-at", type=int, default=-1, help="the step in which the first rank dies when the last one has taken its value"
 )
 asked = parser.parse_args()
+AHEAD, HIDDEN = asked.where in ("ahead", "both"), asked.where in ("hidden", "both")
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -83,16 +85,16 @@ def plain(session: rt.Session) -> None:
     hidden = torch.zeros(1, BATCH, WIDTH)
     for step in session.steps(asked.steps):
         with step:
-            if asked.where == "hidden":
+            for micro_step in range(2 if AHEAD else asked.where == "end"):
+                with contextlib.nullcontext() if micro_step or asked.where == "end" else model.no_sync():
+                    loss, _ = model(X, Y)
+                    if AHEAD:
+                        X, Y = get_batch()  # fetch the next batch while the model is at this one
+                    loss.backward()
+            if HIDDEN:
                 loss, hidden = model(*get_batch(), hidden)
                 hidden = hidden.detach()
                 loss.backward()
-            for micro_step in range(2 if asked.where == "ahead" else asked.where == "end"):
-                with contextlib.nullcontext() if micro_step or asked.where == "end" else model.no_sync():
-                    loss, _ = model(X, Y)
-                    if asked.where == "ahead":
-                        X, Y = get_batch()  # fetch the next batch while the model is at this one
-                    loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if asked.where == "end":
@@ -121,19 +123,19 @@ state = rt.Carried(torch.zeros(1, BATCH, WIDTH))
 def carried(session: rt.Session) -> None:
     for step in session.steps(asked.steps):
         with step:
-            if asked.where == "hidden":
+            for micro_step in range(2 if AHEAD else asked.where == "end"):
+                with contextlib.nullcontext() if micro_step or asked.where == "end" else model.no_sync():
+                    loss, _ = model(*batch.take())
+                    if AHEAD:
+                        batch.fetch()
+                    loss.backward()
+            if HIDDEN:
                 before = state.take()
                 if step.number == asked.cut_at and not step.attempt:
                     wait_for_the_cut()
                 loss, hidden = model(*get_batch(), before)
                 state.put(hidden.detach())
                 loss.backward()
-            for micro_step in range(2 if asked.where == "ahead" else asked.where == "end"):
-                with contextlib.nullcontext() if micro_step or asked.where == "end" else model.no_sync():
-                    loss, _ = model(*batch.take())
-                    if asked.where == "ahead":
-                        batch.fetch()
-                    loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if asked.where == "end":

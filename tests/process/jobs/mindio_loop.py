@@ -102,7 +102,8 @@ def repair(step, need_rebuild, error_ranks, info, args, ctx) -> None:
             write(path, [device.model, device.moments, device.step])
         return
     path = FOLDER / f"state.{RANK}.{step}"
-    deadline = time.monotonic() + 5
+    # Who sends may have been killed: then nothing comes, and the repair has failed.
+    deadline = time.monotonic() + (2 if any(kind == "killr" for kind, _, _ in PLAN) else 5)
     while not path.exists():
         if time.monotonic() > deadline:
             raise TimeoutError("nothing is sent")

@@ -1,8 +1,12 @@
-"""Programs that are ordinary somewhere, and that a redo, or a new process, could get wrong unseen: one of each kind."""
+"""Programs that are ordinary somewhere, and that a redo, or a new process, could get wrong unseen: one of each kind.
+
+Several kinds (``codebook+cooling``) make one program: nets stand one behind the other.
+"""
 
 import argparse
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -38,10 +42,10 @@ class Heads(nn.Module):
 class Codebook(nn.Module):
     """A moving average that is written past torch's version counters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 3)
-        self.register_buffer("mean", torch.zeros(6))
+        self.linear = nn.Linear(width, 3)
+        self.register_buffer("mean", torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
@@ -71,9 +75,9 @@ class Versioned(nn.Linear):
 class Cooling(nn.Module):
     """What changes in a forward pass is in no buffer, but in what torch calls extra state."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 3)
+        self.linear = nn.Linear(width, 3)
         self.heat = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,9 +94,9 @@ class Cooling(nn.Module):
 class Bank(nn.Module):
     """A buffer that grows, from so many rows; or (None) one that the first forward pass makes."""
 
-    def __init__(self, rows: int | None) -> None:
+    def __init__(self, rows: int | None, width: int = 6) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 3)
+        self.linear = nn.Linear(width, 3)
         if rows is not None:
             self.register_buffer("bank", torch.zeros(rows, 3))
 
@@ -186,48 +190,54 @@ class Counts:
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 DATA = torch.randn(SAMPLES, 6)
-kind = asked.kind
+kinds = asked.kind.split("+")
 plain = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.Linear(16, 3))
-banks = {"bank0": 0, "bank1": 1, "bank": None}
-nets = {"heads": Heads, "codebook": Codebook, "words": Words, "cooling": Cooling}
-net = Bank(banks[kind]) if kind in banks else nets.get(kind, lambda: plain)()
-unused = kind in ("heads", "thaws")
+makers = {
+    "codebook": Codebook,
+    "cooling": Cooling,
+    "bank0": partial(Bank, 0),
+    "bank1": partial(Bank, 1),
+    "bank": partial(Bank, None),
+}
+chain = [makers[kind](3 if at else 6) for at, kind in enumerate(kind for kind in kinds if kind in makers)]
+net = Heads() if "heads" in kinds else Words() if "words" in kinds else nn.Sequential(*chain) if chain else plain
+unused = "heads" in kinds or "thaws" in kinds
 model = DistributedDataParallel(net, broadcast_buffers=False, find_unused_parameters=unused)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2) if kind == "words" else torch.optim.AdamW(model.parameters())
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2) if "words" in kinds else torch.optim.AdamW(model.parameters())
 data, state, rank_state, loader, scheduler = TensorDataset(DATA), {}, {}, None, None
-if kind == "counts":
+if "counts" in kinds:
     counts = Counts()
     model.register_comm_hook(counts, counts.averaged)
     rank_state = {"counts": counts}
-if kind == "thaws":
+if "thaws" in kinds:
     model.register_comm_hook(None, fp16_compress_hook)
-if kind == "versions":
+if "versions" in kinds:
     ema = Versioned(64, 512)
     state = {"ema": ema}
-if kind == "milestones":
+if "milestones" in kinds:
     parts = [LinearLR(optimizer, total_iters=4), MultiStepLR(optimizer, [6, 9])]
     scheduler = SequentialLR(optimizer, parts, milestones=[4])
-if kind == "scaled":
+if "scaled" in kinds:
     loader = Scaled(data, batch_size=BATCH, sampler=DistributedSampler(data))
-if kind == "stream":
+if "stream" in kinds:
     loader = DataLoader(Stream(), batch_size=BATCH)
-if kind == "forever":
+if "forever" in kinds:
     loader = Forever(DataLoader(data, batch_size=BATCH, shuffle=True))
-if kind == "passes":
+if "passes" in kinds:
     loader = DataLoader(data, batch_size=BATCH, sampler=Passes())
-if kind in {"noisy", "noisy_class"}:
-    noisy = Scaled if kind == "noisy_class" else DataLoader
+if "noisy" in kinds or "noisy_class" in kinds:
+    noisy = Scaled if "noisy_class" in kinds else DataLoader
     loader = noisy(Noisy(DATA), batch_size=BATCH, shuffle=True)
-if kind == "grows":
+if "grows" in kinds:
     loader = DataLoader(data, batch_size=BATCH)
-if kind == "shuffled":
+if "shuffled" in kinds:
     batches = Shuffled()
     loader, rank_state = DataLoader(data, batch_sampler=batches), {"draws": batches.draws}
 for seed in (random.seed, np.random.seed, torch.manual_seed):
     seed(1 + dist.get_rank())
 
 with rt.Session(
-    model=net if kind == "inner" else model,
+    model=net if "inner" in kinds else model,
     optimizer=optimizer,
     scheduler=scheduler,
     loader=loader,
@@ -238,10 +248,10 @@ with rt.Session(
         session.save_every(steps=1000, memory_steps=1)
     for step in session.steps(asked.steps):
         with step:
-            if kind == "thaws" and step.number in (0, 10):
+            if "thaws" in kinds and step.number in (0, 10):
                 net[0].requires_grad_(step.number > 0)
             x = step.batch[0] if loader is not None else torch.randn(BATCH, 6)
-            if kind == "evaluates":  # the first pass must run in the mode that the step began with
+            if "evaluates" in kinds:  # the first pass must run in the mode that the step began with
                 loss = model(x).pow(2).mean()
                 model.eval()
                 with torch.no_grad():
@@ -249,18 +259,18 @@ with rt.Session(
                 (loss + (model(x) - target.mean()).pow(2).mean()).backward()
                 model.train()
             else:
-                out = model(x, step.number // 2 % 2) if kind == "heads" else model(x)
+                out = model(x, step.number // 2 % 2) if "heads" in kinds else model(x)
                 out.pow(2).mean().backward()
             optimizer.step()
-            optimizer.zero_grad(set_to_none=kind != "heads")
-            if kind == "grows" and step.number == 3:  # from the second pass on
+            optimizer.zero_grad(set_to_none="heads" not in kinds)
+            if "grows" in kinds and step.number == 3:  # from the second pass on
                 loader.batch_sampler.batch_size = 2 * BATCH
             if scheduler is not None:
                 scheduler.step()
-            if kind == "versions":
+            if "versions" in kinds:
                 with torch.no_grad():
                     ema.weight.mul_(0.9)
-            if kind == "freezes" and step.number == 3:
+            if "freezes" in kinds and step.number == 3:
                 net[0].eval()
                 net[1].eval()
 dist.destroy_process_group()

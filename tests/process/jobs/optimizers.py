@@ -1,4 +1,7 @@
-"""A plain DDP loop with the optimizer that ``sys.argv[1]`` names, for ``sys.argv[2]`` steps."""
+"""A plain DDP loop with the optimizer that ``sys.argv[1]`` names, for ``sys.argv[2]`` steps.
+
+``several`` is one of each that needs no closure: each has layers of its own.
+"""
 
 import sys
 
@@ -23,7 +26,7 @@ class Averaging(torch.optim.SGD):
         return super().step(closure)
 
 
-def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
+def make(parameters: list[nn.Parameter], mode: str) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
     if mode == "muon":
         flat = [each for each in parameters if each.dim() != 2]
         return [torch.optim.Muon([each for each in parameters if each.dim() == 2]), torch.optim.AdamW(flat, lr=1e-2)]
@@ -43,12 +46,19 @@ def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer | list[torch.o
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-if mode == "frozen":
-    layers[2].requires_grad_(requires_grad=False)
+modes = ("sgd", "momentum", "adafactor", "muon", "frozen") if mode == "several" else (mode,)
+layers = nn.Sequential()
+for number, each in enumerate(modes, 1):
+    ends = 3 if number == len(modes) else 6
+    block = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, ends))
+    if each == "frozen":
+        block[2].requires_grad_(requires_grad=False)
+    layers.append(block)
 model = DistributedDataParallel(layers)
-made = make(list(model.parameters()))
-optimizers = made if isinstance(made, list) else [made]
+optimizers = []
+for block, each in zip(layers, modes, strict=True):
+    made = make(list(block.parameters()), each)
+    optimizers += made if isinstance(made, list) else [made]
 torch.manual_seed(1 + dist.get_rank())
 undo = mode in ("lbfgs", "closure", "averaging", "zero")
 with rt.Session(model=model, optimizer=optimizers, undo=undo) as session:

@@ -7,7 +7,8 @@ an average, too large to be copied at each step for nothing, is updated between 
 of the loop. ``rarely``: as ``momentum``, but in one step only. ``replaced``: as ``momentum``, with a new parameter in
 the place of the old one. ``decay``: the parameters are made smaller behind ``with step:``. ``array``: a NumPy array
 counts. ``groups``: the bias is given to the optimizer at the top of step 6. ``sampler``: the place in the data is in
-``state=``; ``accumulate``: it is the rank's own, and two steps make an update.
+``state=``; ``accumulate``: it is the rank's own, and two steps make an update. Several (``silent+counter``) are one
+loop that changes all of that.
 """
 
 import argparse
@@ -32,6 +33,7 @@ parser.add_argument("--rare", type=int, default=9, help="the step that is anothe
 parser.add_argument("--save", type=int, default=0)
 parser.add_argument("--all-die", type=int, default=-1, help="behind this step, once")
 asked = parser.parse_args()
+WHAT = asked.what.split("+")
 
 
 class Followed(nn.Module):
@@ -43,12 +45,12 @@ class Followed(nn.Module):
 
     def follow(self) -> None:
         for mine, theirs in zip(self.key.parameters(), self.encoder.parameters(), strict=True):
-            if asked.what == "assigned":
+            if "assigned" in WHAT:
                 mine.data = mine.data * 0.9 + theirs.data * 0.1
-            elif asked.what == "replaced":
+            elif "replaced" in WHAT:
                 self.key.weight = nn.Parameter(self.key.weight * 0.9 + self.encoder.weight.detach() * 0.1, False)
                 return
-            elif asked.what == "silent":
+            elif "silent" in WHAT:
                 mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
             else:
                 with torch.no_grad():
@@ -67,7 +69,7 @@ class Counter:
         self.samples, self.recent, self.array = 0, [torch.zeros(3)], np.zeros(50_000)
 
     def state_dict(self) -> dict:
-        array = {"array": self.array} if asked.what == "array" else {}
+        array = {"array": self.array} if "array" in WHAT else {}
         return {"samples": self.samples, "recent": self.recent, **array}
 
     def load_state_dict(self, state: dict) -> None:
@@ -128,13 +130,13 @@ rank = dist.get_rank()
 core = Followed()
 model = DistributedDataParallel(core)
 trained = list(core.encoder.parameters())
-optimizer = torch.optim.AdamW(trained[:1] if asked.what == "groups" else trained, lr=1e-2)
+optimizer = torch.optim.AdamW(trained[:1] if "groups" in WHAT else trained, lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 counter, average, places = Counter(), Average(core), Places()
 loader = torch.utils.data.DataLoader(Data(), batch_size=4, sampler=places)
-samples = {"loader": loader} if asked.what in ("sampler", "accumulate") else {}
-more = {"places": places} if asked.what == "sampler" else {}
-own = {"places": places} if asked.what == "accumulate" else {}
+samples = {"loader": loader} if {"sampler", "accumulate"} & {*WHAT} else {}
+more = {"places": places} if "sampler" in WHAT else {}
+own = {"places": places} if "accumulate" in WHAT else {}
 torch.manual_seed(1 + rank)
 link = read_link()
 
@@ -149,33 +151,32 @@ with rt.Session(
     if asked.save:
         session.save_every(steps=asked.save)
     for step in session.steps(asked.steps):
-        core.now = asked.what in ("momentum", "assigned", "silent", "replaced") or (asked.what, step.number) == (
-            "rarely",
-            asked.rare,
+        core.now = bool({"momentum", "assigned", "silent", "replaced"} & {*WHAT}) or (
+            "rarely" in WHAT and step.number == asked.rare
         )
-        if asked.what == "average":
+        if "average" in WHAT:
             average.update(core)
-        if asked.what == "rate":
+        if "rate" in WHAT:
             scheduler.step()
-        if asked.what == "groups" and step.number >= 6 and len(optimizer.param_groups) == 1:
+        if "groups" in WHAT and step.number >= 6 and len(optimizer.param_groups) == 1:
             optimizer.add_param_group({"params": trained[1:], "lr": 0.1})
         with step:
             inputs = torch.randn(4, 40) if step.batch is None else step.batch
-            counter.array[step.number] += asked.what == "array"
-            if asked.what == "counter":
+            counter.array[step.number] += "array" in WHAT
+            if "counter" in WHAT:
                 counter.samples += len(inputs)
                 counter.recent.append(torch.full((3,), float(step.number)))
             (model(inputs) - 1).pow(2).mean().backward()
-            if asked.what != "accumulate" or step.number % 2:
+            if "accumulate" not in WHAT or step.number % 2:
                 optimizer.step()
                 model.zero_grad()  # of all: the bias has gradients before it is in the optimizer
-            if asked.what in ("counter", "rate"):
+            if "counter" in WHAT or "rate" in WHAT:
                 average.update(core)
-        if asked.what == "decay":
+        if "decay" in WHAT:
             with torch.no_grad():
                 for parameter in core.parameters():
                     parameter.mul_(0.99)
-        if asked.what == "behind":
+        if "behind" in WHAT:
             average.update(core)
             scheduler.step()
         if step.number == asked.all_die and link is not None and link.attempt == 0:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHER = [sys.executable, "-m", "resilient_train.launch.cli.run"]
-HARMLESS = ("RESILIENT_", "MS_", "TORCHELASTIC_")
+HARMLESS = ("RESILIENT_", "MS_", "TORCHELASTIC_", "HCCL_ASYNC_ERROR_HANDLING")
 """Variables that begin so are read when a job starts, and not when torch is imported."""
 
 

@@ -78,9 +78,9 @@ def test_what_the_loop_does_between_does_not_move_the_bodies(tmp_path: Path, und
 
 @pytest.mark.timeout(300)
 def test_undo(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
-    quiet = undisturbed_of("called.py", "--undo", ranks=2)
-    plan = "kill rank=1 step=4 phase=COMPUTE at=backward; kill rank=0 step=7 phase=READY at=barrier"
-    assert_same(run_of(tmp_path / "run", "--undo", plan=plan), quiet, recoveries=2)
+    quiet = undisturbed_of("called.py", "--undo", "--steps", "6", ranks=2)
+    plan = "kill rank=1 step=2 phase=COMPUTE at=backward; kill rank=0 step=4 phase=READY at=barrier"
+    assert_same(run_of(tmp_path / "run", "--undo", "--steps", "6", plan=plan), quiet, recoveries=2)
 
 
 @pytest.mark.timeout(300)
@@ -200,9 +200,10 @@ def test_what_changes_between_two_calls_is_not_left_out_of_a_redo(tmp_path: Path
 @pytest.mark.timeout(300)
 def test_an_exception_behind_the_update_is_the_users(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """It passes, and the loop may go on: the update counts."""
-    plan = "kill rank=1 step=7 phase=COMPUTE at=backward"
-    quiet = undisturbed_of("called.py", "--wrong", "tail", ranks=2)
-    assert_same(run_of(tmp_path / "run", "--wrong", "tail", plan=plan), quiet, recoveries=1)
+    plan = "kill rank=1 step=3 phase=COMPUTE at=backward"
+    arguments = ("--wrong", "tail", "--steps", "5")
+    quiet = undisturbed_of("called.py", *arguments, ranks=2)
+    assert_same(run_of(tmp_path / "run", *arguments, plan=plan), quiet, recoveries=1)
     assert quiet.out.count("passed") == 2
 
 

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 from running import JOBS, launch, start
+from shared import Undisturbed
 
 
-def test_groups_of_the_users_survive(tmp_path: Path) -> None:
-    undisturbed = launch(tmp_path / "undisturbed", "groups.py", ranks=4)
-    assert undisturbed.code == 0, undisturbed.explain()
+def test_groups_of_the_users_survive(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    undisturbed = undisturbed_of("groups.py", ranks=4)
     plan = "kill rank=3 step=2 phase=COMPUTE at=start; kill rank=0 step=5 phase=READY at=barrier"
     run = launch(tmp_path / "run", "groups.py", ranks=4, flags=("--faults", plan))
     assert run.code == 0, run.explain()
@@ -25,8 +25,7 @@ def test_what_counts_as_a_failed_collective() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, str(JOBS / "gloo_failures.py")]
-    with start([*command, "1", port]), start([*command, "0", port]) as process:
+    with start([sys.executable, str(JOBS / "gloo_failures.py"), port]) as process:
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert json.loads(out) == {"healthy": "intact", "timeout": "broken", "shut": "broken", "death": "broken"}

@@ -13,6 +13,7 @@ from test_kill_matrix import PLACES
 
 REFUSED = range(3, 43, 4)
 """The steps of ``train.py`` in which the scaler overflows, where it does so often."""
+MORE = ("scaler", "scaler+undo")
 
 
 def plan(kind: str, ranks: int, places: tuple[str, ...]) -> tuple[str, int]:
@@ -26,7 +27,7 @@ def plan(kind: str, ranks: int, places: tuple[str, ...]) -> tuple[str, int]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("variant", ["scaler+undo", "scaler+clipped", pytest.param("scaler", marks=pytest.mark.long)])
+@pytest.mark.parametrize("variant", ["scaler+clipped", *(pytest.param(each, marks=pytest.mark.long) for each in MORE)])
 def test_kill_at_every_phase_of_a_refused_update(tmp_path: Path, undisturbed: Reference, variant: str) -> None:
     faults, steps = plan("kill", 2, PLACES)
     variant += "+often"

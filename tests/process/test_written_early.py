@@ -37,6 +37,7 @@ def test_what_is_written_before_the_update_is_put_back(tmp_path: Path, undisturb
     run = launch(tmp_path / "run", "written_early.py", *arguments, ranks=2, flags=("--faults", FAULTS))
     assert run.code == 0, run.explain()
     assert len(run.of("injected")) == 4, run.explain()
+    assert run.recoveries() >= 4, run.explain()
     assert not run.of("state_lost"), run.explain()
     assert len(run.of("restart_all")) == 1, run.explain()
     assert {event["detail"]["commits"] for event in run.of("restored")} & {3, 6, 9, 12}, run.explain()
@@ -99,7 +100,7 @@ def test_what_is_written_for_the_first_time_ends_a_job_without_snapshots(tmp_pat
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("variant", ["early+undo", "early+two", *long(("early", "early+scaler"))])
+@pytest.mark.parametrize("variant", ["early+two+undo", *long(("early", "early+two", "early+undo", "early+scaler"))])
 def test_kill_at_every_phase(tmp_path: Path, undisturbed: Reference, variant: str) -> None:
     plan, steps = kills(2, PLACES, 0)
     reference = undisturbed(ranks=2, steps=steps, variant=variant)

@@ -1,6 +1,6 @@
 """Rank 0 meets every way in which a gloo collective fails, each in a group of its own; prints what it takes it for.
 
-Arguments: rank, port. Rank 1 is the peer that brings the failures about.
+Argument: a port. Rank 1, a fork that has no group yet, is the peer that brings the failures about.
 """
 
 import datetime as dt
@@ -42,8 +42,8 @@ def provoke(kind: str, group: ResilientGroup) -> None:
         dist.all_reduce(torch.ones(3), group=group)
 
 
-rank = int(sys.argv[1])
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2], RANK=sys.argv[1], WORLD_SIZE="2")
+rank = int(os.fork() == 0)
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], RANK=str(rank), WORLD_SIZE="2")
 dist.init_process_group("resilient", timeout=dt.timedelta(seconds=60))
 made = {kind: dist.new_group(backend="resilient", timeout=dt.timedelta(seconds=1)) for kind in KINDS}
 group_module.watch(Watcher())

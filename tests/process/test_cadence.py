@@ -39,7 +39,7 @@ def test_auto_goes_on_after_rank_0_was_replaced(tmp_path: Path) -> None:
     assert not run.of("save_skipped"), run.explain()
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(1, 120), (3, 50)])
+@pytest.mark.parametrize(("ranks", "steps"), [pytest.param(1, 120, marks=pytest.mark.long), (3, 50)])
 def test_by_seconds(tmp_path: Path, ranks: int, steps: int) -> None:
     """The steps take more than twice as long as there is between two saves."""
     run = go(tmp_path / "run", steps, {"seconds": 0.1}, ranks=ranks)

@@ -49,7 +49,7 @@ def check_told(running: Job, newest: Path, trained: int, who_fails: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who_fails", ["all", "ranks"])
+@pytest.mark.parametrize("who_fails", [pytest.param("all", marks=pytest.mark.long), "ranks"])
 def test_one_way_back_after_the_other(run_dir: Path, tmp_path: Path, who_fails: str) -> None:
     """From storage that can't be read all over; from memory, where nothing of it can be read; then nothing is left."""
     failing, folder = FailingStorage(tmp_path), run_dir / "checkpoints"
@@ -87,7 +87,7 @@ def test_one_way_back_after_the_other(run_dir: Path, tmp_path: Path, who_fails: 
 def test_storage_that_comes_back(run_dir: Path) -> None:
     """The ranks' state is lost, and so is what was in memory, while storage is away. Found by the soak."""
     folder, away = run_dir / "checkpoints", run_dir / "out of sight"
-    with job(run_dir, "--steps", str(STEPS), "--save", "2", "--pace", str(run_dir / "enough")) as running:
+    with job(run_dir, "--steps", "30", "--save", "2", "--pace", str(run_dir / "enough")) as running:
         running.await_more("saved", 2)
         holder = stop_holder(run_dir)
         folder.rename(away)

@@ -89,7 +89,10 @@ USES_US = "from imported import train\ntrain()\n"
 NOT_US = "print('done')\n"
 
 
-@pytest.mark.parametrize("flags", [(), ("--standby", "0")], ids=["forked", "cold"])
+COLD = pytest.param(("--standby", "0"), marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("flags", [(), COLD], ids=["forked", "cold"])
 def test_a_rank_killed_in_its_imports_starts_again(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """No rank has said a word to the agent by then; the script's text tells that one would have."""
     (tmp_path / "imported.py").write_text((JOBS / "imported.py").read_text())
@@ -132,10 +135,12 @@ def freezable(folder: Path) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-def test_a_process_that_can_not_be_killed_costs_time_and_no_job(tmp_path: Path, run_dir: Path) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_process_that_can_not_be_killed_costs_time_and_no_job(tmp_path: Path, run_dir: Path, times: int) -> None:
+    """Nor does the one that takes its place, and can't be killed either."""
     limits = {"RESILIENT_HANG_TIMEOUT_S": "1.5", "RESILIENT_JOIN_TIMEOUT_S": "4"}
     with freezable(tmp_path) as storage:
-        script = [str(JOBS / "frozen.py"), str(storage / "first")]
+        script = [str(JOBS / "frozen.py"), str(storage / "first"), str(times)]
         with start([*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), *script], **limits) as process:
             deadline = time.monotonic() + 60
             while not (run_dir / "ready").exists():
@@ -144,17 +149,18 @@ def test_a_process_that_can_not_be_killed_costs_time_and_no_job(tmp_path: Path, 
             subprocess.run(["fsfreeze", "-f", storage], check=True, timeout=60)
             (run_dir / "frozen").touch()
             run = ended(process, run_dir)
-            stuck = [e["detail"]["pid"] for e in run.of("spawned") if e["rank"] == 1][:2]
+            stuck = [e["detail"]["pid"] for e in run.of("spawned") if e["rank"] == 1][:times]
             states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in stuck]
     assert run.code == 0, run.explain()
-    assert states == ["D", "D"], "they could be killed, so nothing is shown"
-    assert "it does not end, and is given up" in run.err
+    assert states == ["D"] * times, "they could be killed, so nothing is shown"
+    assert len(run.of("spawned")) >= 2 + times
+    assert ("it does not end, and is given up" in run.err) == (times == 2), run.err
 
 
 HANGS = """
 import os
 from pathlib import Path
-here = Path(os.environ["PYTHONUSERBASE"])
+here = Path(HERE)
 imported_by = os.getpid()
 
 def once(who):
@@ -208,17 +214,19 @@ def wait_for_file(path: Path, process: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-@pytest.mark.parametrize(("who", "event"), [("zygote", "standby_lost"), ("spare", "standby_shallow")])
+@pytest.mark.parametrize(
+    ("who", "event"),
+    [pytest.param("zygote", "standby_lost", marks=pytest.mark.long), ("spare", "standby_shallow")],
+)
 def test_a_standby_that_can_not_be_killed_holds_nobody_up(tmp_path: Path, run_dir: Path, who: str, event: str) -> None:
     """Neither two recoveries nor the end of the job: the agent has one thread, and waits for neither of them."""
-    # A zygote imports what is installed, and none of the modules beside the script.
-    installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
-    installed.mkdir(parents=True)
-    (installed / "hangs.py").write_text(HANGS)
+    folder, environ = tmp_path, {"RESILIENT_STANDBY_DEPTH": "built", "RESILIENT_STANDBY_LIMIT_S": "1"}
+    if who == "zygote":  # it imports what is installed, and none of the modules beside the script
+        folder = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
+        folder.mkdir(parents=True)
+        environ = {"PYTHONUSERBASE": str(tmp_path), "PYTHONPATH": str(folder)}
+    (folder / "hangs.py").write_text(HANGS.replace("HERE", repr(str(tmp_path))))
     (tmp_path / "script.py").write_text(STANDS_BY)
-    environ = {"PYTHONUSERBASE": str(tmp_path), "PYTHONPATH": str(installed)}
-    if who == "spare":
-        environ |= {"RESILIENT_STANDBY_DEPTH": "built", "RESILIENT_STANDBY_LIMIT_S": "1"}
     script = [str(tmp_path / "script.py"), who]
     with freezable(tmp_path) as storage:
         subprocess.run(["fsfreeze", "-f", storage], check=True, timeout=60)

@@ -23,7 +23,8 @@ from resilient_train.launch.cli.tool import main
 from resilient_train.protocol.messages import Pause, Query
 from resilient_train.state.checkpoint.verify import verify
 
-RANKS, STEPS = 3, 80
+RANKS, STEPS = 3, 40
+LAST = STEPS - 1
 
 
 class Job:
@@ -111,13 +112,13 @@ def test_all_stand_before_one_step_and_go_on(
         assert "not paused (RUNNING)" in job.tool("resume", code=2)
         assert "has begun already" in job.tool("pause", "--at-step", str(step), code=2)
         # One that is taken back before it comes.
-        asked = job.tool("pause", "--at-step", "79")
-        assert asked == {"run": str(job.run_dir), "at_step": 79, "paused": False, "step": None}
-        assert job.status()["pause_at"] == 79
-        assert "asked for already, before step 79" in job.tool("pause", "--at-step", "79", code=2)
+        asked = job.tool("pause", "--at-step", str(LAST))
+        assert asked == {"run": str(job.run_dir), "at_step": LAST, "paused": False, "step": None}
+        assert job.status()["pause_at"] == LAST
+        assert f"asked for already, before step {LAST}" in job.tool("pause", "--at-step", str(LAST), code=2)
         assert job.tool("resume")["was"] == "RUNNING"
         # An earlier step takes the place of a later one; no rank is further.
-        job.tool("pause", "--at-step", "79")
+        job.tool("pause", "--at-step", str(LAST))
         sooner = max(job.made()) + 12
         job.tool("pause", "--at-step", str(sooner))
         (job.run_dir / "enough").touch()
@@ -134,7 +135,7 @@ def test_all_stand_before_one_step_and_go_on(
     assert listed[0]["by"] == "operator"
     assert listed[0]["length_s"] >= 0.5 > listed[0]["gather_s"] > 0
     assert [event["detail"]["step"] for event in run.of("paused")] == [step, sooner]
-    assert [event["detail"]["at_step"] for event in run.of("pause_asked")] == [0, 79, 79, sooner]
+    assert [event["detail"]["at_step"] for event in run.of("pause_asked")] == [0, LAST, LAST, sooner]
     assert len(run.of("pause_withdrawn")) == 1
     assert run.of("fault") == []
     assert f"paused before step {step}: all ranks stand" in run.err
@@ -147,7 +148,7 @@ def test_faults_in_a_pause_and_around_it(
 ) -> None:
     with training(tmp_path / "run", capsys, RESILIENT_HANG_TIMEOUT_S="1") as job:
         step = job.tool("pause")["step"]
-        job.stands(step, 2.5)  # longer than anybody may stand still in a step
+        job.stands(step, 1.5)  # longer than anybody may stand still in a step
         job.kill(1)
         job.waits("paused", 2)
         job.stands(step)
@@ -178,13 +179,26 @@ def of(job: Job, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(180)
-def test_asked_to_end_in_a_pause_it_saves_its_state(
+def test_all_ranks_die_in_a_pause_and_in_the_next_it_is_asked_to_end(
     tmp_path: Path, undisturbed: Reference, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """They start again from what was saved, and stand there. And who is asked to end saves its state."""
     run_dir = tmp_path / "run"
-    with training(run_dir, capsys, "--save", "5", step=11) as job:
+    with training(run_dir, capsys, "--save", "5", step=6) as job:
         step = job.tool("pause")["step"]
-        job.waits("saved", 2)  # what was on its way to storage comes there
+        for rank in range(RANKS):
+            job.kill(rank)
+        job.waits("restart_all")
+        job.waits("paused", 2)
+        stands = job.status()["paused"]["step"]
+        assert 0 < stands <= step
+        assert stands % 5 == 0
+        saved = len(of(job, "saved"))
+        job.tool("resume")
+        wait_for_step(run_dir, max(job.made()) + 5)
+        step = job.tool("pause")["step"]
+        assert step > stands
+        job.waits("saved", saved + 1)  # what was on its way to storage comes there
         job.stands(step)
         job.process.send_signal(signal.SIGTERM)
         run = job.end()
@@ -199,26 +213,6 @@ def test_asked_to_end_in_a_pause_it_saves_its_state(
     end_holder(run_dir)
     assert again.code == 0, again.explain()
     assert again.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests()
-
-
-@pytest.mark.timeout(180)
-def test_all_ranks_die_in_a_pause(tmp_path: Path, undisturbed: Reference, capsys: pytest.CaptureFixture[str]) -> None:
-    """They start again from what was saved, and stand there."""
-    run_dir = tmp_path / "run"
-    with training(run_dir, capsys, "--save", "5", step=6) as job:
-        step = job.tool("pause")["step"]
-        for rank in range(RANKS):
-            job.kill(rank)
-        job.waits("restart_all")
-        job.waits("paused", 2)
-        stands = job.status()["paused"]["step"]
-        assert 0 < stands <= step
-        assert stands % 5 == 0
-        job.tool("resume")
-        run = job.end()
-    end_holder(run_dir)
-    assert run.code == 0, run.explain()
-    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS).digests(), run.explain()
 
 
 @pytest.mark.timeout(180)
@@ -272,14 +266,15 @@ def test_the_script_pauses_and_hears_of_it(
 
 @pytest.mark.timeout(180)
 def test_what_a_function_may_not_do_in_a_pause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with training(tmp_path / "reduce", capsys, "--on-pause", "reduce") as job:
+    few = ("--steps", "12")
+    with training(tmp_path / "reduce", capsys, *few, "--on-pause", "reduce") as job:
         job.tool("pause")
         job.waits("on_pause_failed", RANKS)
         job.tool("resume")
         run = job.end()
     assert run.code == 0, run.explain()
     assert "was called in a function of session.on_pause" in run.err
-    with training(tmp_path / "write", capsys, "--on-pause", "write") as job:
+    with training(tmp_path / "write", capsys, *few, "--on-pause", "write") as job:
         ask(job.run_dir, Pause())
         run = job.end()
     assert run.code == 2, run.explain()
@@ -288,7 +283,7 @@ def test_what_a_function_may_not_do_in_a_pause(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.timeout(120)
 def test_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with training(tmp_path / "run", capsys, "--pause-in", "6", MS_ENABLE_TFT="{ARF:1}") as job:
+    with training(tmp_path / "run", capsys, "--steps", "12", "--pause-in", "6", MS_ENABLE_TFT="{ARF:1}") as job:
         assert "switched off (MS_ENABLE_TFT has no TSP:1)" in job.tool("pause", code=2)
         run = job.end()
     assert run.code == 0, run.explain()

@@ -1,6 +1,6 @@
-"""Writes to storage that is frozen, and so can't be killed: ``frozen.py FILE``.
+"""Writes to storage that is frozen, and so can't be killed: ``frozen.py FILE TIMES``.
 
-Rank 1 does so in its sixth step; the process that replaces it does so before it has come to its Session.
+Rank 1 does so in its sixth step; if TIMES is 2, the process that replaces it does so before it has come to its Session.
 """
 
 import sys
@@ -17,7 +17,7 @@ from resilient_train.config import read_link
 link = read_link()
 assert link is not None
 target, own = Path(sys.argv[1]), (link.rank, link.incarnation)
-if own == (1, 1):
+if own == (1, 1) and sys.argv[2] == "2":
     target.with_name("second").write_bytes(bytes(1 << 16))
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -34,7 +34,7 @@ parser.add_argument("--on-anomaly", default="redo")
 parser.add_argument("--leave-out", type=int, default=-1, help="the update of this step is made without gradients")
 parser.add_argument("--stage", type=int, default=-1)
 parser.add_argument("--waits", action="store_true", help="rank 0, when it has said so: for the end of its process")
-parser.add_argument("--killed", action="store_true", help="rank 1, in its second process, before its Session")
+parser.add_argument("--killed", choices=("early", "late"), help="rank 1's second process: before its Session, or in it")
 asked = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -49,8 +49,14 @@ wrong = link is None or link.incarnation == 0 or not asked.once
 looks = not (asked.nan or asked.raises)
 first = dist.get_rank() == 0 and wrong
 told = False
-if asked.killed and dist.get_rank() == 1 and link is not None and link.incarnation == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def may_die(when: str) -> None:
+    if asked.killed == when and dist.get_rank() == 1 and link is not None and link.incarnation == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+may_die("early")
 
 
 def wrong_is_saved() -> bool:
@@ -72,6 +78,7 @@ def may_raise(step: rt.Step, where: str) -> None:
 with rt.Session(model=model, optimizer=optimizer, on_anomaly=asked.on_anomaly) as session:
     if asked.save:
         session.save_every(steps=asked.save, memory_steps=asked.memory)
+    may_die("late")
     for step in session.steps(asked.steps):
         with step:
             if step.number >= asked.stage >= 0:

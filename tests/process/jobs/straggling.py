@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--together", type=int, default=1 << 30, help="From this step on all ranks are slower.")
     parser.add_argument("--uneven", type=float, default=1.0, help="Rank 0 takes so many times as long.")
+    parser.add_argument("--brisk", action="store_true", help="Nobody sleeps: what is trained is the same.")
     parser.add_argument("--aside", action="store_true", help="Rank 1 also does what is no computing.")
     arguments = parser.parse_args()
     dist.init_process_group()
@@ -29,7 +30,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(rank)
-    sleep_s = SLEEP_S * (arguments.uneven if rank == 0 else 1.0)
+    sleep_s = 0.0 if arguments.brisk else SLEEP_S * (arguments.uneven if rank == 0 else 1.0)
     with rt.Session(model=model, optimizer=optimizer) as session:
         if arguments.aside:
             session.save_every(steps=10)

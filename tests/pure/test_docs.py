@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +19,7 @@ from resilient_train.protocol import messages
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
+NOT_WRITTEN = {".venv", "build", ".git"}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"])
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 VARIES = re.compile(r"\.\.\.|\b[NM]\b|\bDIR\b|\bLOG\b|\d+|failed|ValueError: |\[|\]|'|\(|a set,|allreduce|RESILIENT_")
@@ -58,17 +61,30 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in slugs(other), f"{target}#{anchor}"
 
 
+@cache
+def our_files() -> tuple[str, ...]:
+    """Of the whole repository, by their paths in it."""
+    found = []
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = set(folders) - NOT_WRITTEN
+        found += [os.path.relpath(Path(folder, file), ROOT) for file in files]
+    return tuple(found)
+
+
+@cache
+def trees() -> tuple[ast.Module, ...]:
+    """The sources, parsed."""
+    return tuple(ast.parse(path.read_text()) for path in SOURCES)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_are_there(page: Path) -> None:
     """Of this repository: with a folder in front, or one of our sources by its bare name."""
-    known = [
-        str(path.relative_to(ROOT)) for path in ROOT.rglob("*.*") if not {".venv", "build", ".git"} & {*path.parts}
-    ]
     if page.name == "CHANGELOG.md" or "decisions" in page.parts:  # they tell of what was
         return
     for name in FILE.findall(page.read_text()):
         if name.endswith((".py", ".cpp", ".hpp")) and "/" in name:
-            assert any(path.endswith(f"/{name}") or path == name for path in known), name
+            assert any(path.endswith(f"/{name}") or path == name for path in our_files()), name
 
 
 def test_settings() -> None:
@@ -86,8 +102,8 @@ def test_settings() -> None:
 def noted() -> set[str]:
     """The kinds of events that the sources write: first arguments of what writes them."""
     found: set[object] = set()
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for tree in trees():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in WRITERS:
                 first = [*node.args[:1], *(each.value for each in node.keywords if each.arg == "kind")]
                 either = [[each.body, each.orelse] if isinstance(each, ast.IfExp) else [each] for each in first]
@@ -124,10 +140,15 @@ def test_flags_of_the_launcher() -> None:
         assert action.option_strings[0] in page, action.option_strings
 
 
-def strings() -> Iterator[str]:
+@cache
+def strings() -> tuple[str, ...]:
     """All that the sources may say; what is filled in is left out of it."""
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+    return tuple(all_strings())
+
+
+def all_strings() -> Iterator[str]:
+    for tree in trees():
+        for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -137,7 +158,7 @@ def strings() -> Iterator[str]:
 @pytest.mark.parametrize("page", ["docs/how-to/debug-a-recovery.md", "docs/reference/errors.md"])
 def test_messages_that_are_looked_up(page: str) -> None:
     """Whoever looks a message up must find it as it is said: what stands first in a row, between what varies."""
-    known = list(strings())
+    known = strings()
     for row in re.findall(r"^\| (`.*?) \| ", text_of(page), flags=re.MULTILINE):
         for quoted in re.findall(r"`([^`]+)`", row):
             message = re.sub(r"^\w+Error: ", "", quoted)

@@ -69,12 +69,14 @@ Reference = Callable[..., Run]
 
 
 @contextlib.contextmanager
-def start(command: list[str], *, new: bool = False, **environ: str) -> Iterator[subprocess.Popen[str]]:
+def start(
+    command: list[str], *, new: bool = False, forked: bool = False, **environ: str
+) -> Iterator[subprocess.Popen[str]]:
     """The command in a session of its own; at the end nothing of it is left. See ``served.popen``.
 
     What its ranks do is written down, and looked at when the test is over (``traced.py``).
     """
-    process = popen(command, {"RESILIENT_TRACE": "1", **environ}, new=new)
+    process = popen(command, {"RESILIENT_TRACE": "1", **environ}, new=new, forked=forked)
     try:
         yield process
     finally:

@@ -1,4 +1,4 @@
-"""Launchers from the test server (``server.py``), as if ``subprocess`` had started them."""
+"""Launchers, and plain scripts, from the test server (``server.py``), as if ``subprocess`` had started them."""
 
 import atexit
 import contextlib
@@ -25,12 +25,17 @@ def plain_environ() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
-def popen(command: list[str], environ: dict[str, str], *, new: bool = False) -> subprocess.Popen[str]:
-    """The command with pipes, in a session of its own. ``new``: in a new interpreter, whatever it is."""
+def popen(
+    command: list[str], environ: dict[str, str], *, new: bool = False, forked: bool = False
+) -> subprocess.Popen[str]:
+    """The command with pipes, in a session of its own. ``new``: in a new interpreter, whatever it is.
+
+    ``forked``: it is ``python SCRIPT ...``, and nothing hangs on how the script's interpreter comes to its imports.
+    """
     plain = command[:3] == LAUNCHER and all(
         name.startswith(HARMLESS) or plain_environ().get(name) == value for name, value in environ.items()
     )
-    make: Any = Served if plain and not new else subprocess.Popen
+    make: Any = Served if forked or (plain and not new) else subprocess.Popen
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process: subprocess.Popen[str] = make(command, start_new_session=True, env={**plain_environ(), **environ}, **pipes)
     return process
@@ -66,11 +71,14 @@ def server() -> _Server:
 
 
 class Served(subprocess.Popen):
-    """A launcher that the test server has forked: its child, so it is the one that reaps it."""
+    """A launcher or a script that the test server has forked: its child, so it is the one that reaps it."""
 
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
         asked = inspect.signature(subprocess.Popen._execute_child).bind(self, *args, **kwargs).arguments
-        request = {"arguments": list(asked["args"])[3:], "environ": asked["env"], "cwd": str(Path.cwd())}
+        command = list(asked["args"])
+        script = None if command[:3] == LAUNCHER else command[1]
+        arguments = command[2:] if script else command[3:]
+        request = {"script": script, "arguments": arguments, "environ": asked["env"], "cwd": str(Path.cwd())}
         with Path(os.devnull).open("rb") as nothing:
             self.pid = server().ask(request, (nothing.fileno(), asked["c2pwrite"], asked["errwrite"]))
         self._pidfd = os.pidfd_open(self.pid)

@@ -1,8 +1,8 @@
 """The test server: a process that has imported torch and the launcher once, and forks a launcher for each job.
 
 ``server.py DESCRIPTOR``: a Unix socket to the tests (``served.Served``). A launcher that is forked from here has what
-a new ``python -m resilient_train.launch.cli.run`` has, but for the seconds that the imports take. It ends when the
-socket is closed, and takes what it has started along.
+a new ``python -m resilient_train.launch.cli.run`` has, but for the seconds that the imports take; likewise a script. It
+ends when the socket is closed, and takes what it has started along.
 """
 
 import atexit
@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -83,12 +84,15 @@ def launch(request: dict) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
-    module = sys.modules[LAUNCHER]
-    sys.path[0] = request["cwd"]
-    sys.argv[:] = [module.__file__, *request["arguments"]]
+    module, script = sys.modules[LAUNCHER], request["script"]
+    sys.path[0] = str(Path(script).parent) if script else request["cwd"]
+    sys.argv[:] = [script or module.__file__, *request["arguments"]]
     launcher, code = os.getpid(), 0
     try:
-        module.main()
+        if script:
+            runpy.run_path(script, run_name="__main__")
+        else:
+            module.main()
     except SystemExit as end:
         if os.getpid() != launcher and not isinstance(end.code, int | None):
             raise

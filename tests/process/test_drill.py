@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from running import JOBS, LAUNCHER, start
 from resilient_train.launch.cli.tool import main
 from resilient_train.testing import drill as drills
 
-TOOL = [sys.executable, "-m", "resilient_train.launch.cli.tool", "drill", "--json"]
 DRILLED = str(JOBS / "drilled.py")
 
 
@@ -31,17 +29,17 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drills, "launched", launched)
 
 
-@pytest.mark.timeout(170)
-def test_every_kind_on_a_users_script(tmp_path: Path) -> None:
-    flags = ("--ranks", "2", "--faults", "5", "--kinds", "kill,stop,hcce,uce,loop", "--seed", "3")
-    command = [*TOOL, "--run-dir", str(tmp_path / "drill"), *flags, "--", str(JOBS / "train.py"), "--steps", "14"]
-    with start(command, RESILIENT_HANG_TIMEOUT_S="2") as process:
-        try:
-            out, err = process.communicate(timeout=150)
-        except subprocess.TimeoutExpired:
-            pytest.fail("the drill did not end")
+@pytest.mark.usefixtures("served")
+def test_every_kind_on_a_users_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RESILIENT_HANG_TIMEOUT_S", "2")
+    flags = ("--ranks", "2", "--faults", "5", "--kinds", "kill,stop,hcce,uce,loop", "--seed", "3", "--json")
+    job = (str(JOBS / "train.py"), "--steps", "14")
+    code = main(["drill", "--run-dir", str(tmp_path / "drill"), *flags, "--", *job])
+    out, err = capsys.readouterr()
     result = json.loads(out)
-    assert process.returncode == 0, (result, err)
+    assert code == 0, (result, err)
     assert result["ok"] is result["identical"] is True
     assert [fault["strategy"] for fault in result["faults"]] == ["ARF", "HANG, ARF", "HCCE", "UCE", "HANG, ARF"]
     assert all(fault["recovery_ms"] > 0 for fault in result["faults"])

@@ -1,15 +1,18 @@
-"""``pip install resilient-train`` and nothing else: a real wheel in a new environment, without torch, and with another.
+"""``pip install resilient-train`` and nothing else: an environment without torch, and with another one.
 
-The packages that it depends on come from where pip is configured to look.
+Every day with links to what is installed here, of this package and of those that it asks for; else with a real wheel,
+and packages from where pip is configured to look.
 """
 
 import json
 import os
 import subprocess
 import sys
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from running import JOBS, LAUNCHER, start
 from saved_jobs import wait_for
 
@@ -28,10 +31,32 @@ def run(command: list[str | Path], cwd: Path, *, code: int) -> subprocess.Comple
     return done
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``bin`` of an environment with the wheel and what it depends on."""
-    folder = tmp_path_factory.mktemp("installed")
+def needed(name: str, known: set[str]) -> set[str]:
+    """Adds the distribution and what it asks for to ``known``, without extras."""
+    known.add(name)
+    for each in map(Requirement, distribution(name).requires or ()):
+        if each.name not in known and (each.marker is None or each.marker.evaluate({"extra": ""})):
+            needed(each.name, known)
+    return known
+
+
+def link_packages(folder: Path) -> Path:
+    """An environment with links to what this one has. Its commands are those of here."""
+    run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], folder, code=0)
+    (packages,) = (folder / "venv/lib").glob("python*/site-packages")
+    for name in needed("resilient_train", set()):
+        found = distribution(name)
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            (packages / top).symlink_to(found.locate_file(top).resolve())
+    commands = folder / "venv/bin"
+    for command in ("resilient-train", "resilient-run"):
+        _, _, rest = Path(sys.executable).with_name(command).read_text().partition("\n")
+        (commands / command).write_text(f"#!{commands}/python\n{rest}")
+        (commands / command).chmod(0o755)
+    return commands
+
+
+def install_wheel(folder: Path) -> Path:
     tools = os.path.relpath(Path(sys.executable).parent, ROOT)
     run(["make", "-s", "-o", "setup", "wheel", f"WHEEL={folder}", f"BIN={tools}"], ROOT, code=0)
     (wheel,) = folder.glob("*.whl")
@@ -40,7 +65,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "venv/bin"
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module", params=["links", pytest.param("wheel", marks=pytest.mark.long)])
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of an environment with this package and what it depends on."""
+    make = {"links": link_packages, "wheel": install_wheel}[request.param]
+    return make(tmp_path_factory.mktemp(request.param))
+
+
 def test_without_torch(installed: Path, tmp_path: Path) -> None:
     """What needs no torch works; what does says so in one line."""
     tool, launcher = installed / "resilient-train", installed / "resilient-run"
@@ -55,13 +86,12 @@ def test_without_torch(installed: Path, tmp_path: Path) -> None:
     checkpoint_rig.write(over / "checkpoints", 3)
     assert "step_3: complete" in run([tool, "verify", over], tmp_path, code=0).stdout
     job = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), str(JOBS / "train.py")]
-    with start([*job, "--steps", "100000"]) as process:
+    with start([*job, "--pace", str(tmp_path / "never")]) as process:
         wait_for(tmp_path / "run", process, "started")
         status = json.loads(run([tool, "status", tmp_path / "run", "--json"], tmp_path, code=0).stdout)
         assert len(status["ranks"]) == 2
 
 
-@pytest.mark.slow
 def test_mindspores_libraries_are_there_and_hide_no_mindio(installed: Path, tmp_path: Path) -> None:
     (packages,) = (installed.parent / "lib").glob("python*/site-packages")
     assert not list(packages.glob("mindio*"))
@@ -76,7 +106,6 @@ print(library.MindioTtpSetOptimStatusFinished(1))
     assert run([installed / "python", "-c", looks], tmp_path, code=0).stdout == "2\n"
 
 
-@pytest.mark.slow
 def test_with_another_torch(installed: Path, tmp_path: Path) -> None:
     """One that nobody has tried is refused where the job begins."""
     (packages,) = (installed.parent / "lib").glob("python*/site-packages")

@@ -10,9 +10,10 @@ from running import JOBS, LAUNCHER, launch, read_events, start
 from test_fork import starts
 
 NANOGPT = JOBS / "nanogpt.py"
+TELLS = JOBS / "tells.py"
 
 
-@pytest.mark.parametrize("standby", ["1", "0"], ids=["forked", "cold"])
+@pytest.mark.parametrize("standby", ["1", pytest.param("0", marks=pytest.mark.long)], ids=["forked", "cold"])
 def test_the_group_is_ours_whoever_comes_first(tmp_path: Path, standby: str) -> None:
     run = launch(tmp_path / "run", NANOGPT, ranks=2, flags=("--standby", standby, "--faults", "kill rank=1 step=4"))
     assert run.code == 0, run.explain()
@@ -20,33 +21,34 @@ def test_the_group_is_ours_whoever_comes_first(tmp_path: Path, standby: str) -> 
     assert starts(run.events) == ["forked" if standby == "1" else "cold"] * 3
 
 
-def test_an_interpreter_of_the_users_own(tmp_path: Path) -> None:
-    """``--no-python`` starts what it is given: nobody can have imported us before. The group is made after it."""
+def test_an_interpreter_of_the_users_own_behind_a_wrapper(tmp_path: Path) -> None:
+    """``--no-python`` starts what it is given: nobody can have imported us before. The group is made after it.
+
+    A shell may start the rank: the process that the agent starts is not the one that trains.
+    """
     flags = ("--no-python", "--faults", "kill rank=1 step=4")
     command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), *flags]
-    with start([*command, sys.executable, str(NANOGPT)]) as process:
+    with start([*command, "bash", "-c", f"{sys.executable} {NANOGPT}; exit $?"]) as process:
         _, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     assert any("start cold" in line and "--no-python" in line for line in err.splitlines()), err
     events = read_events(tmp_path / "run")
     assert starts(events) == ["cold"] * 3
     assert [event["kind"] for event in events].count("resumed") == 1
+    assert [event["kind"] for event in events].count("session_end") == 2
 
 
 def test_whose_groups_are_not_wrapped_is_told_what_helps(tmp_path: Path) -> None:
     """The name may be taken as early as it likes: what asks for the group is its backend."""
     named = tmp_path / "named.py"
     named.write_text(NANOGPT.read_text().replace('backend="gloo"', 'backend="resilient"'))
-    found = {}
-    for script in (NANOGPT, named):
-        command = (sys.executable, str(script))
-        off = {"RESILIENT_WRAP_BACKEND": "0"}
-        found[script] = launch(tmp_path / script.stem, *command, ranks=2, flags=("--no-python",), **off)
-    refused = found[NANOGPT]
+    off = {"RESILIENT_WRAP_BACKEND": "0"}
+    refused = launch(tmp_path / "refused", NANOGPT, ranks=2, **off)
     assert refused.code == 2, refused.explain()
     (told,) = (line for line in refused.err.splitlines() if "resilient-run: the job ends" in line)
     assert told.endswith('import resilient_train before init_process_group, or pass it backend="resilient"'), told
-    assert found[named].code == 0, found[named].explain()
+    helped = launch(tmp_path / "helped", sys.executable, str(named), ranks=1, flags=("--no-python",), **off)
+    assert helped.code == 0, helped.explain()
 
 
 def test_under_plain_torchrun_it_is_a_plain_loop(tmp_path: Path) -> None:
@@ -66,7 +68,7 @@ def test_a_script_finds_of_itself_what_it_finds_under_python(
 ) -> None:
     """Itself, its folder, its arguments; and so do the processes that it spawns."""
     monkeypatch.chdir(JOBS)
-    named = {"script": [str(NANOGPT)], "relative": ["../jobs/nanogpt.py"], "module": ["-m", "nanogpt"]}[way]
+    named = {"script": [str(TELLS)], "relative": ["../jobs/tells.py"], "module": ["-m", "tells"]}[way]
     told = {}
     for name, command in (
         ("plain", [sys.executable, *named]),
@@ -74,9 +76,9 @@ def test_a_script_finds_of_itself_what_it_finds_under_python(
     ):
         file = tmp_path / "told"
         if name == "plain":
-            subprocess.run([*command, "tell", str(file)], check=True, timeout=60)
+            subprocess.run([*command, str(file), "more"], check=True, timeout=60)
         else:
-            with start([*command, "tell", str(file)]) as process:
+            with start([*command, str(file), "more"]) as process:
                 out, err = process.communicate(timeout=60)
             assert process.returncode == 0, out + err
         told[name] = json.loads(file.read_text())

@@ -20,7 +20,8 @@ def job(run_dir: Path, steps: int) -> list[str]:
     return [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), *script]
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.long
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
 def test_a_closed_stream_costs_its_text_only(tmp_path: Path, closed: str) -> None:
     run_dir = tmp_path / "run"
     with start(["sh", "-c", f'exec "$@" {closed}', "sh", *job(run_dir, 3)]) as process:
@@ -28,11 +29,12 @@ def test_a_closed_stream_costs_its_text_only(tmp_path: Path, closed: str) -> Non
     assert run.code == 0, run.explain()
 
 
-def test_nohup_protects_the_job(tmp_path: Path) -> None:
+def test_without_streams_and_under_nohup_the_job_ends_well(tmp_path: Path) -> None:
+    """Three closed streams cost their text only, and a signal that is to be ignored is."""
     run_dir = tmp_path / "run"
-    with start(["nohup", *job(run_dir, 30)]) as process:
+    with start(["nohup", "sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *job(run_dir, 30)]) as process:
         wait_for(run_dir, process, "started")
         os.killpg(process.pid, signal.SIGHUP)
         run = ended(process, run_dir)
     assert run.code == 0, run.explain()
-    assert not [event for event in read_events(run_dir) if event["kind"] == "fault"]
+    assert not run.of("fault")

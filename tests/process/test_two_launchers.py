@@ -78,17 +78,7 @@ def test_what_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     assert "is not the one that was started as rank 1" in told
 
 
-def test_a_wrapper_may_start_the_rank(tmp_path: Path) -> None:
-    """``--no-python``: the process that the agent starts is not the one that trains."""
-    run_dir = tmp_path / "run"
-    wrapper = ["bash", "-c", f"{sys.executable} {JOBS / 'train.py'} --steps 4; exit $?"]
-    flags = ["--nproc-per-node", "2", "--run-dir", str(run_dir), "--no-python"]
-    with start([*LAUNCHER, *flags, *wrapper]) as process:
-        out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, out + err
-    assert len([event for event in read_events(run_dir) if event["kind"] == "session_end"]) == 2
-
-
+@pytest.mark.long
 def test_who_is_killed_behind_a_wrapper_is_started_again(tmp_path: Path) -> None:
     """Before the first step nobody else tells: the shell lives on, and exits with 137, which is no decision."""
     run_dir = tmp_path / "run"

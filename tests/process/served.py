@@ -11,12 +11,27 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 LAUNCHER = [sys.executable, "-m", "resilient_train.launch.cli.run"]
 HARMLESS = ("RESILIENT_", "MS_", "TORCHELASTIC_", "HCCL_ASYNC_ERROR_HANDLING")
 """Variables that begin so are read when a job starts, and not when torch is imported."""
+_changes: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def changed(**how: Any) -> Iterator[None]:
+    """The launchers that are started meanwhile have this ``umask``, these ``descriptors`` (limits: soft, hard), and
+    run this ``code`` before they begin; as if a shell, or a Python of the test's own, had started them.
+    """
+    assert not _changes, "one block at a time"
+    _changes.update(how)
+    try:
+        yield
+    finally:
+        _changes.clear()
 
 
 def plain_environ() -> dict[str, str]:
@@ -36,6 +51,7 @@ def popen(
         name.startswith(HARMLESS) or plain_environ().get(name) == value for name, value in environ.items()
     )
     make: Any = Served if forked or (plain and not new) else subprocess.Popen
+    assert make is Served or not _changes, "a new interpreter would have none of them"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process: subprocess.Popen[str] = make(command, start_new_session=True, env={**plain_environ(), **environ}, **pipes)
     return process
@@ -78,7 +94,13 @@ class Served(subprocess.Popen):
         command = list(asked["args"])
         script = None if command[:3] == LAUNCHER else command[1]
         arguments = command[2:] if script else command[3:]
-        request = {"script": script, "arguments": arguments, "environ": asked["env"], "cwd": str(Path.cwd())}
+        request = {
+            "script": script,
+            "arguments": arguments,
+            "environ": asked["env"],
+            "cwd": str(Path.cwd()),
+            **_changes,
+        }
         with Path(os.devnull).open("rb") as nothing:
             self.pid = server().ask(request, (nothing.fileno(), asked["c2pwrite"], asked["errwrite"]))
         self._pidfd = os.pidfd_open(self.pid)

@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -76,6 +77,15 @@ def serve(channel: socket.socket) -> dict | None:
         channel.send(json.dumps(pid).encode())
 
 
+def change(request: dict) -> None:
+    """See ``served.changed``."""
+    if "umask" in request:
+        os.umask(request["umask"])
+    if "descriptors" in request:
+        resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["descriptors"]))
+    exec(compile(request.get("code", ""), "<the test's own>", "exec"), {})
+
+
 def launch(request: dict) -> None:
     """In the fork: what ``python -m`` would do. It ends the process.
 
@@ -84,6 +94,7 @@ def launch(request: dict) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
+    change(request)
     module, script = sys.modules[LAUNCHER], request["script"]
     sys.path[0] = str(Path(script).parent) if script else request["cwd"]
     sys.argv[:] = [script or module.__file__, *request["arguments"]]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from running import JOBS, launch, start
+from running import launch
+from served import changed
 
 BROKEN = """
-import sys
 from resilient_train.launch.agent import {module}
-from resilient_train.launch.cli.run import main
 
 def broken(self, *args, **kwargs):
     calls.append(1)
@@ -23,7 +21,6 @@ calls = []
 real = {module}.{name}
 {module}.{name} = broken
 {more}
-main(sys.argv[1:])
 """
 STOP_FAILS = """
 from resilient_train.protocol.controller import Controller
@@ -49,12 +46,11 @@ def test_the_job_ends(tmp_path: Path, module: str, name: str, more: str) -> None
     after = 0 if module == "saves" else 40
     code = BROKEN.format(module=module, name=name, after=after, more=more)
     steps = "5" if name == "Saves.finish" else "100000"
-    arguments = ["--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), str(JOBS / "train.py")]
-    with start([sys.executable, "-c", code, *arguments, "--steps", steps, "--save", "2"]) as process:
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 70, out + err
-    assert "our own mistake" in err
-    assert "please report it" in err
+    with changed(code=code):
+        run = launch(tmp_path / "run", "train.py", "--steps", steps, "--save", "2", ranks=2, timeout_s=60)
+    assert run.code == 70, run.explain()
+    assert "our own mistake" in run.err
+    assert "please report it" in run.err
 
 
 def test_arenas_that_grow_leave_nothing_behind(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from identity import assert_identical
-from running import LAUNCHER, Reference, Run, read_events, start
+from running import Reference, Run, finish, launch, read_events, start
 from saved_jobs import RANKS, STEPS, command, pid_of, wait_for, wait_for_step
+from served import changed
 from test_vault import TIMEOUT_S, Rig, eventually, newest, rig, take  # noqa: F401 - a fixture
 from watched_jobs import end_holder, holder_pid
 
@@ -38,6 +39,13 @@ def allowed(pid: int, more: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
+@contextmanager
+def limited(soft: int) -> Iterator[None]:
+    """A launcher that is started meanwhile may have so many descriptors, as behind ``ulimit -S``."""
+    with changed(descriptors=(soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1])):
+        yield
+
+
 def flood(path: Path, count: int) -> list[socket.socket]:
     """Connections that say nothing."""
     found = []
@@ -53,11 +61,9 @@ def flood(path: Path, count: int) -> list[socket.socket]:
 def test_ranks_have_the_users_own_limit(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """`select` breaks above 1,024; so the agent alone has more."""
     run_dir = tmp_path / "run"
-    script = str(Path(__file__).parent / "jobs" / "limits.py")
-    limited = ["bash", "-c", f'ulimit -Sn {SOFT}; exec "$@"', "x"]
-    with start([*limited, *LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), *flags, script]) as process:
-        out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, out + err
+    with limited(SOFT):
+        run = launch(run_dir, "limits.py", ranks=2, flags=flags)
+    assert run.code == 0, run.explain()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert [(run_dir / f"limit_of_rank{rank}").read_text() for rank in (0, 1)] == [str((SOFT, hard))] * 2
 
@@ -65,9 +71,8 @@ def test_ranks_have_the_users_own_limit(tmp_path: Path, flags: tuple[str, ...]) 
 def test_the_holder_of_a_limited_job_has_all_there_are(tmp_path: Path) -> None:
     """And ranks that save have the user's own still."""
     run_dir = tmp_path / "run"
-    limited = ["bash", "-c", f'ulimit -Sn {SOFT}; exec "$@"', "x"]
     try:
-        with start([*limited, *command(run_dir, "--save", "2", "--pace", str(run_dir / "enough"))]) as process:
+        with limited(SOFT), start(command(run_dir, "--save", "2", "--pace", str(run_dir / "enough"))) as process:
             wait_for(run_dir, process, "saved")
             pids = [holder_pid(run_dir), *(pid_of(run_dir, rank) for rank in range(RANKS))]
             limits = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in pids]
@@ -91,23 +96,21 @@ def test_a_holder_raises_its_own_limit(rig: Rig) -> None:  # noqa: F811
 def test_a_job_with_few_descriptors_comes_to_its_end(tmp_path: Path, undisturbed: Reference) -> None:
     """A rank needs 29 while it trains. In a recovery it holds up to 55, groups that are being freed among them."""
     plan = "kill rank=1 step=5 phase=COMPUTE; kill rank=0 step=8 phase=UPDATING"
-    limited = ["bash", "-c", 'ulimit -Sn 34; exec "$@"', "x"]
     run_dir = tmp_path / "run"
-    with start([*limited, *command(run_dir, "--save", "4", flags=("--faults", plan))]) as process:
-        out, err = process.communicate(timeout=100)
-    run = Run(run_dir, process.returncode, out, err, read_events(run_dir))
+    with limited(34):
+        run = finish(command(run_dir, "--save", "4", flags=("--faults", plan)), run_dir)
     assert_identical(run, undisturbed(ranks=RANKS, steps=STEPS), ranks=RANKS, recoveries=2)
 
 
 def test_a_job_that_can_not_begin_says_so(tmp_path: Path) -> None:
     """Too few for good: there are no more to be raised to."""
-    limited = ["bash", "-c", 'ulimit -n 30; exec "$@"', "x"]
-    with start([*limited, *command(tmp_path / "run")]) as process:
-        _, err = process.communicate(timeout=100)
-    assert process.returncode == 2, err
-    (end,) = [line for line in err.splitlines() if "resilient-run: the job ends" in line]
+    sooner = "from resilient_train.launch.agent import agent; agent._SHORT_S = 0.1"  # ten times, and then for good
+    with changed(descriptors=(30, 30), code=sooner):
+        run = finish(command(tmp_path / "run"), tmp_path / "run")
+    assert run.code == 2, run.explain()
+    (end,) = [line for line in run.err.splitlines() if "resilient-run: the job ends" in line]
     assert "can't be started: [Errno 24] Too many open files" in end
-    assert len(err.splitlines()) < 10, err
+    assert len(run.err.splitlines()) < 10, run.err
 
 
 @pytest.mark.timeout(120)

@@ -5,7 +5,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from running import Run, launch
+from running import launch
+from served import changed
 
 COPIES = """
 import os
@@ -27,34 +28,40 @@ SCALE = torch.tensor(0.1)
 """
 
 
-def said(folder: Path, library: str, script: str, *flags: str) -> tuple[list[str], Run]:
-    """What both ranks write with ``say(text)``, in the order of ranks, in a job that has ``library`` installed."""
+SCRIPT = """
+import os, torch
+import copies
+import sets
+torch.set_default_dtype(torch.float64)
+import scale
+with open(f"{FOLDER}/{os.environ['RANK']}", "w") as file:
+    file.write(f"{copies.rank()} {sets.home()} {scale.SCALE.dtype}")
+"""
+
+
+def said(folder: Path, *, forked: bool) -> list[str]:
+    """What both ranks write, in their order, in a job that has those modules installed."""
     installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(folder)}))
-    installed.mkdir(parents=True, exist_ok=True)
-    (installed / "lib.py").write_text(library)
-    say = f"def say(text):\n    open({str(folder)!r} + '/' + os.environ['RANK'], 'w').write(str(text))\n"
-    (folder / "script.py").write_text(script.replace("def say()", say))
-    environ = {"PYTHONUSERBASE": str(folder), "PYTHONPATH": str(installed)}
-    run = launch(folder / f"run{len(flags)}", folder / "script.py", ranks=2, flags=flags, **environ)
+    installed.mkdir(parents=True)
+    for name, text in (("copies", COPIES), ("sets", SETS), ("scale", SCALE)):
+        (installed / f"{name}.py").write_text(text)
+    script = folder / "script.py"
+    script.write_text(SCRIPT.replace("{FOLDER}", str(folder)))
+    if forked:
+        with changed(code=f"import site, sys; site.USER_SITE = {str(installed)!r}; sys.path.append(site.USER_SITE)"):
+            run = launch(folder / "run", script, ranks=2)
+    else:
+        environ = {"PYTHONUSERBASE": str(folder), "PYTHONPATH": str(installed)}
+        run = launch(folder / "run", script, ranks=2, flags=("--standby", "0"), **environ)
     assert run.code == 0, run.explain()
-    return [(folder / str(rank)).read_text() for rank in range(2)], run
+    assert [event["detail"]["start"] for event in run.of("spawned")] == ["forked" if forked else "cold"] * 2
+    return [(folder / str(rank)).read_text() for rank in range(2)]
 
 
-SCRIPTS = {
-    "the module keeps a copy of all variables": (COPIES, "import os\nimport lib\ndef say()\nsay(lib.rank())\n"),
-    "the script sets the default type above": (
-        SCALE,
-        "import os, torch\ntorch.set_default_dtype(torch.float64)\nimport lib\ndef say()\nsay(lib.SCALE.dtype)\n",
-    ),
-    "the module sets a variable": (SETS, "import os\nimport lib\ndef say()\nsay(lib.home())\n"),
-}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_fork_is_as_a_new_interpreter(tmp_path: Path, name: str) -> None:
-    library, script = SCRIPTS[name]
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_fork_is_as_a_new_interpreter(tmp_path: Path, forked: bool) -> None:
+    """A module that keeps a copy of all variables, one that sets a variable, and one that is imported below the line
+    that sets the default type.
+    """
     assert "LIB_HOME" not in os.environ
-    cold, _ = said(tmp_path, library, script, "--standby", "0")
-    forked, run = said(tmp_path, library, script)
-    assert [event["detail"]["start"] for event in run.of("spawned")] == ["forked"] * 2, run.explain()
-    assert forked == cold
+    assert said(tmp_path, forked=forked) == [f"{rank} /x torch.float64" for rank in range(2)]

@@ -21,8 +21,9 @@ import pytest
 import saved_jobs
 import torch.distributed as dist
 from identity import assert_identical
-from running import JOBS, LAUNCHER, Reference, Run, read_events, start
+from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
 from saved_jobs import STEPS, command, pid_of, wait_for, wait_for_step
+from served import changed
 from test_descriptors import allowed
 from watched_jobs import end_holder
 
@@ -172,14 +173,14 @@ def test_nothing_listens_on_an_interface_that_others_reach(job: tuple[Path, int]
 def test_what_is_put_into_the_store_spoils_no_recovery(tmp_path: Path) -> None:
     """Any process of this machine can write there. Ranks tell each other where they listen by way of their agent."""
     run_dir, spoilt = tmp_path / "run", threading.Event()
-    with start(command(run_dir, "--steps", "400", "--pace", str(tmp_path / "go"))) as process:
+    with start(command(run_dir, "--steps", "60", "--pace", str(tmp_path / "go"))) as process:
         wait_for_step(run_dir, 3)
         ((host, port),) = listening([process.pid])
         store = dist.TCPStore(host, port, is_master=False)
         over = threading.Event()
 
         def spoil() -> None:
-            while not over.is_set():
+            while not over.wait(0.001):  # without it the stranger would have a whole core
                 for key in store.list_keys():
                     store.set(key, "rubbish")
                 spoilt.set()
@@ -211,12 +212,10 @@ def test_modes(job: tuple[Path, int]) -> None:
 def test_the_users_own_umask_stays(tmp_path: Path) -> None:
     """What the script itself writes is its own business."""
     (tmp_path / "script.py").write_text("import os; old = os.umask(0); print('umask', oct(old))\n")
-    masked = ["bash", "-c", 'umask 027; exec "$@"', "x"]
-    for number, flags in enumerate(([], ["--standby", "0"])):
-        command = [*LAUNCHER, "--run-dir", str(tmp_path / f"run{number}"), *flags, str(tmp_path / "script.py")]
-        with start([*masked, *command]) as process:
-            out, err = process.communicate(timeout=60)
-        assert (process.returncode, out) == (0, "umask 0o27\n"), err
+    for number, flags in enumerate(((), ("--standby", "0"))):
+        with changed(umask=0o027):
+            run = launch(tmp_path / f"run{number}", tmp_path / "script.py", ranks=1, flags=flags)
+        assert (run.code, run.out) == (0, "umask 0o27\n"), run.err
     found = sorted(stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("run*"))
     assert found == [0o700, 0o700]
 

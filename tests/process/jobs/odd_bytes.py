@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
 
-assert os.environ["ODD"] == sys.argv[1] == "caf\udce9", (ascii(os.environ["ODD"]), sys.argv)
+assert os.environ["TORCHELASTIC_ODD"] == sys.argv[1] == "caf\udce9", (ascii(os.environ["TORCHELASTIC_ODD"]), sys.argv)
 
 
 class Files:

@@ -29,7 +29,9 @@ rank = dist.get_rank()
 path = Path(sys.argv[1]) / f"device-{rank}"
 begun_anew = path.exists()
 device = FakeDevice.create(path)
-os.environ[VARIABLE] = str(path)
+# The name as it is: that this one does no harm is seen by it, and so ranks are forks (see ``fork/imports.py``).
+os.environ["RESILIENT_FAKE_DEVICE"] = str(path)
+assert VARIABLE in os.environ
 what = "" if begun_anew or len(sys.argv) < 3 or rank != 1 else sys.argv[2]
 
 

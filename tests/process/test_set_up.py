@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from running import JOBS, Run, launch
+from shared import Undisturbed
 
 SCRIPT = "setting_up.py"
 TWICE = (
@@ -36,15 +37,9 @@ def run_of(folder: Path, *arguments: str, plan: str, ranks: int = 2, **environ: 
     return launch(folder / "run", SCRIPT, *arguments, ranks=ranks, flags=("--faults", plan), **environ)
 
 
-def undisturbed(folder: Path, *arguments: str, ranks: int = 2) -> Run:
-    run = launch(folder / "undisturbed", SCRIPT, *arguments, ranks=ranks)
-    assert run.code == 0, run.explain()
-    return run
-
-
-def test_every_verb_and_every_rank(tmp_path: Path) -> None:
+def test_every_verb_and_every_rank(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """One rank twice, then two at once. What they train on comes of it: the number of steps, a factor of the loss."""
-    reference = undisturbed(tmp_path, "usual", ranks=3)
+    reference = undisturbed_of(SCRIPT, "usual", ranks=3)
     run = run_of(tmp_path, "usual", plan=TWICE, ranks=3)
     assert run.code == 0, run.explain()
     assert len(run.of("fault")) >= 3
@@ -55,10 +50,10 @@ def test_every_verb_and_every_rank(tmp_path: Path) -> None:
     assert all(told != other[who] for who, told in given(run).items()), "pids and the like differ from run to run"
 
 
-def test_all_start_again_with_a_record_of_their_own(tmp_path: Path) -> None:
+def test_all_start_again_with_a_record_of_their_own(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     others = "; ".join(f"kill rank={rank} phase=STOP" for rank in (1, 2))  # in the recovery that it hears of first
     everybody = f"kill rank=0 step=5 phase=COMPUTE; {others}"
-    reference = undisturbed(tmp_path, "usual", "--save", "2", ranks=3)
+    reference = undisturbed_of(SCRIPT, "usual", ranks=3)
     # Who of them died last was not replaced before all started again: it is the one whose second process is hit.
     again = "; ".join(f"kill rank={rank} step=8 phase=COMPUTE incarnation=1" for rank in (1, 2))
     plan = f"{everybody}; {again}"
@@ -73,17 +68,17 @@ def test_all_start_again_with_a_record_of_their_own(tmp_path: Path) -> None:
         assert told[rank, 1][0] != told[rank, 0][0]
 
 
-def test_collectives_between_the_session_and_the_loop(tmp_path: Path) -> None:
-    reference = undisturbed(tmp_path, "between")
+def test_collectives_between_the_session_and_the_loop(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    reference = undisturbed_of(SCRIPT, "between", ranks=2)
     run = run_of(tmp_path, "between", plan=ONE)
     assert run.code == 0, run.explain()
     assert run.digests() == reference.digests()
     assert same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 2}), run.out
 
 
-def test_a_directory_that_rank_0_chooses(tmp_path: Path) -> None:
+def test_a_directory_that_rank_0_chooses(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """By what is there already: rank 0's second process would choose another one, and is given the first one's."""
-    reference = undisturbed(tmp_path, "logged")
+    reference = undisturbed_of(SCRIPT, "logged", ranks=2)
     run = run_of(tmp_path, "logged", plan=ONE)
     assert run.code == 0, run.explain()
     assert run.recoveries() == 2, run.explain()
@@ -92,9 +87,9 @@ def test_a_directory_that_rank_0_chooses(tmp_path: Path) -> None:
     assert run.digests() == reference.digests(), run.explain()
 
 
-def test_large_results_go_into_what_is_registered(tmp_path: Path) -> None:
+def test_large_results_go_into_what_is_registered(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """By the user's own broadcast, by DDP's constructor, by a reduction of what stands in `state`."""
-    reference = undisturbed(tmp_path, "registered")
+    reference = undisturbed_of(SCRIPT, "registered", ranks=2)
     run = run_of(tmp_path, "registered", plan=ONE)
     assert run.code == 0, run.explain()
     assert run.recoveries() == 2
@@ -139,7 +134,13 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("how", DIFFERENCES)
+OF_EVERY_DAY = ("order", "fewer", "more", "caught")
+"""Of the others each is another word of the same comparison. What comes after the refusal is seen once a day."""
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(each, marks=() if each in OF_EVERY_DAY else pytest.mark.long) for each in DIFFERENCES]
+)
 def test_a_replacement_that_does_something_else_is_refused(tmp_path: Path, how: str) -> None:
     """The survivor's state is saved, and the job ends; nothing was guessed."""
     arguments = ("differing", "--how", how)
@@ -151,6 +152,8 @@ def test_a_replacement_that_does_something_else_is_refused(tmp_path: Path, how: 
     assert DIFFERENCES[how] in told[0], told
     assert told[0].count(f"{SCRIPT}:") == (1 if how in ("fewer", "more") else 2), told
     assert [each["detail"]["commits"] for each in run.of("saved")] == [3], run.explain()
+    if how in OF_EVERY_DAY[1:]:
+        return
     again = launch(tmp_path / "run", SCRIPT, *arguments, ranks=2, flags=("--faults", ""))
     assert again.code == 0, again.explain()
     assert {each["detail"]["commits"] for each in again.of("restored")} == {3}, "it goes on from there"
@@ -161,9 +164,9 @@ def built(folder: Path, story: str, *, standbys: tuple[str, ...]) -> Run:
     return run_of(folder, *arguments, plan=ONE, RESILIENT_STANDBY_DEPTH="built")
 
 
-def test_a_standby_waits_in_front_of_the_collectives(tmp_path: Path) -> None:
+def test_a_standby_waits_in_front_of_the_collectives(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """What stands above: DDP's constructor, passes that warm up, a barrier. Nobody answers those."""
-    reference = undisturbed(tmp_path, "warmed")
+    reference = undisturbed_of(SCRIPT, "warmed", ranks=2)
     run = built(tmp_path, "warmed", standbys=("1", "4"))
     assert run.code == 0, run.explain()
     assert [each["detail"]["start"] for each in run.of("spawned")] == ["forked"] * 2 + ["built"] * 2, run.explain()
@@ -171,9 +174,9 @@ def test_a_standby_waits_in_front_of_the_collectives(tmp_path: Path) -> None:
     assert same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 2}), run.out
 
 
-def test_a_standby_that_comes_to_a_collective_is_given_up(tmp_path: Path) -> None:
+def test_a_standby_that_comes_to_a_collective_is_given_up(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
     """It is no rank yet, so nobody could say what it is given."""
-    reference = undisturbed(tmp_path, "before")
+    reference = undisturbed_of(SCRIPT, "before", ranks=2)
     run = built(tmp_path, "before", standbys=("1", "4"))
     assert run.code == 0, run.explain()
     assert [each["detail"]["start"] for each in run.of("spawned")] == ["forked"] * 4, run.explain()
@@ -185,7 +188,7 @@ def test_a_standby_that_comes_to_a_collective_is_given_up(tmp_path: Path) -> Non
 
 
 def test_a_script_that_communicates_before_the_import(tmp_path: Path) -> None:
-    """A script that resilient-run starts has the import behind it; a command that runs one has not, and is told."""
+    """A script that resilient-run starts has the import behind it."""
     plan = ("--faults", "kill rank=1 step=3 phase=COMPUTE")
     run = launch(tmp_path / "run", "late_import.py", ranks=2, flags=plan)
     assert run.code == 0, run.explain()
@@ -194,6 +197,15 @@ def test_a_script_that_communicates_before_the_import(tmp_path: Path) -> None:
         "COUNT 1 3.0",
         "COUNT 1 3.0",
     ]
-    late = launch(tmp_path / "late", sys.executable, str(JOBS / "late_import.py"), ranks=2, flags=("--no-python",))
+
+
+@pytest.mark.parametrize("by", ["a switch", pytest.param("a command", marks=pytest.mark.long)])
+def test_whose_group_is_older_than_the_import_is_told(tmp_path: Path, by: str) -> None:
+    """A command that runs a script has no import behind it. With a switch of ours it is in a fork as it is there."""
+    script = str(JOBS / "late_import.py")
+    if by == "a switch":
+        late = launch(tmp_path / "run", script, ranks=2, RESILIENT_WRAP_BACKEND="0")
+    else:
+        late = launch(tmp_path / "run", sys.executable, script, ranks=2, flags=("--no-python",))
     assert late.code == 2, late.explain()
     assert "import resilient_train before init_process_group" in late.err

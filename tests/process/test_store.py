@@ -8,7 +8,9 @@ from running import launch
 PLAN = ("--faults", "kill rank=1 step=3 phase=COMPUTE")
 
 
-@pytest.mark.parametrize("flags", [(), ("--standby", "0")], ids=["forked", "cold"])
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("--standby", "0"), marks=pytest.mark.long)], ids=["forked", "cold"]
+)
 def test_a_script_with_words_of_its_own(tmp_path: Path, flags: tuple[str, ...]) -> None:
     run = launch(tmp_path / "run", "stored.py", ranks=2, flags=(*flags, *PLAN))
     assert run.code == 0, run.explain()

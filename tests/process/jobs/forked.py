@@ -31,16 +31,27 @@ def death_signal() -> int:
     return number.value
 
 
-def same() -> dict:
+def of_torch() -> dict:
+    """And what importing it changes."""
     import numpy as np
     import torch
 
-    import resilient_train
-
-    main = sys.modules["__main__"].__dict__
     product = torch.arange(640_000.0).sin().view(800, 800)
     product @= product.T
     other = np.sin(np.arange(160_000.0)).reshape(400, 400)
+    return {
+        "torch": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "masks": [status(name) for name in ("SigBlk:", "SigIgn:", "SigCgt:")],
+        "bits": digest(product.numpy().tobytes(), (other @ other).tobytes()),
+        "wrapped": hasattr(torch.distributed.init_process_group, "__wrapped__"),
+    }
+
+
+def same() -> dict:
+    import resilient_train
+
+    main = sys.modules["__main__"].__dict__
+    computed = {} if "all but torch" in sys.argv else of_torch()
     return {
         "argv": sys.argv,
         "orig_argv": sys.orig_argv,
@@ -54,7 +65,6 @@ def same() -> dict:
         "through": [sys.stdout.write_through, sys.stdout.line_buffering],
         "descriptors": sorted(each.name for each in Path("/proc/self/fd").iterdir()),
         "signals": [str(signal.getsignal(each)).partition(" at 0x")[0] for each in sorted(signal.valid_signals())],
-        "masks": [status(name) for name in ("SigBlk:", "SigIgn:", "SigCgt:")],
         "parent": os.getppid(),
         "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
         "death_signal": death_signal(),
@@ -68,10 +78,8 @@ def same() -> dict:
         "cpus": sorted(os.sched_getaffinity(0)),
         "hook": sys.excepthook is sys.__excepthook__,
         "recursion": sys.getrecursionlimit(),
-        "torch": [torch.get_num_threads(), torch.get_num_interop_threads()],
-        "bits": digest(product.numpy().tobytes(), (other @ other).tobytes()),
-        "wrapped": hasattr(torch.distributed.init_process_group, "__wrapped__"),
         "version": resilient_train.__version__,
+        **computed,
     }
 
 
@@ -79,8 +87,9 @@ MAIN = ("__name__", "__doc__", "__package__", "__loader__", "__spec__", "__file_
 
 if mode == "tell":
     found = {"same": same()}
-    modules = sys.modules
-    own = [random.random(), float(modules["numpy"].random.rand()), modules["torch"].initial_seed()]
+    modules, own = sys.modules, [random.random()]
+    if "bits" in found["same"]:
+        own += [float(modules["numpy"].random.rand()), modules["torch"].initial_seed()]
     print(json.dumps({**found, "own": own}))
     atexit.register(print, "the end")
 elif mode == "raise":

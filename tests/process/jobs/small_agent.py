@@ -29,7 +29,7 @@ SCRIPT = str(Path(__file__).with_name("forked.py"))
 CASES = {
     "tell": (SCRIPT, "tell", "a b", ""),
     "relative": (os.path.relpath(SCRIPT), "raise"),
-    "module": ("-m", "forked", "tell"),
+    "module": ("-m", "forked", "tell", "all but torch"),
     "raise": (SCRIPT, "raise"),
     "module raises": ("-m", "forked", "raise"),
     "hook": (SCRIPT, "hook"),

@@ -1,6 +1,7 @@
 """``resilient-train inject``: an operator at another terminal hits a job that runs, and the bits stay the same."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -17,14 +18,15 @@ import pytest
 from identity import assert_identical
 from running import JOBS, LAUNCHER, Reference, Run, read_events, start
 
+from resilient_train.launch.cli import tool
 from resilient_train.observe import sinks
 from resilient_train.observe.sinks import EVENTS_FILE
 from resilient_train.protocol import messages as m
 from resilient_train.testing.fake_device import library
 from resilient_train.transport import Channel, encode
 
-STEPS = 160
-"""At the pace of an operator these last 24 s; then the job is let go."""
+STEPS = 70
+"""At the pace of an operator these last 23 s; then the job is let go."""
 TOOL = [sys.executable, "-m", "resilient_train.launch.cli.tool"]
 
 
@@ -37,14 +39,23 @@ class Running:
 
     def inject(self, *words: str, code: int = 0) -> dict[str, Any]:
         """What ``resilient-train inject RUN WORDS --json`` prints, as an object; the error's line under ``error``."""
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            done = tool.main(["inject", str(self.run_dir), *words, "--json"])
+        return self.answer(words, (done, out.getvalue(), err.getvalue()), code)
+
+    def inject_from_a_shell(self, *words: str) -> dict[str, Any]:
         command = [*TOOL, "inject", str(self.run_dir), *words, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == code, (words, done.stdout, done.stderr)
+        return self.answer(words, (done.returncode, done.stdout, done.stderr), 0)
+
+    def answer(self, words: tuple[str, ...], done: tuple[int, str, str], code: int) -> dict[str, Any]:
+        found, out, err = done
+        assert found == code, (words, out, err)
         if code:
-            assert done.stdout == ""
-            assert done.stderr.count("\n") == 1
-            return {"error": done.stderr}
-        return json.loads(done.stdout)
+            assert out == ""
+            assert err.count("\n") == 1
+            return {"error": err}
+        return json.loads(out)
 
     def wait_for(self, condition: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + 60
@@ -105,7 +116,7 @@ def talk_nonsense(path: Path, incarnation: int) -> None:
 def test_kill_hcce_and_uce_into_a_running_job(tmp_path: Path, undisturbed: Reference) -> None:
     with training(tmp_path / "run", 2) as job:
         talk_nonsense(job.run_dir / "agent-0.sock", 0)
-        killed = job.inject("kill", "--rank", "1")
+        killed = job.inject_from_a_shell("kill", "--rank", "1")
         assert killed["incarnation"] == 0
         job.wait_for_recoveries(1)
         broken = job.inject("hcce", "--rank", "1")

@@ -27,14 +27,14 @@ def run(folder: Path, how: str, trials: int, number: int) -> tuple[int, str]:
     return int(done.stdout.split("violations=")[1]), done.stdout
 
 
-@pytest.mark.parametrize("kills", [30, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [15, pytest.param(500, marks=pytest.mark.long)])
 def test_at_any_instant(tmp_path: Path, kills: int) -> None:
     seed = int.from_bytes(os.urandom(4))
     count, told = run(tmp_path / "checkpoints", "time", kills, seed)
     assert count == 0, f"seed {seed}\n{told}"
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.long)])
 def test_at_every_call(tmp_path: Path, every: int) -> None:
     count, told = run(tmp_path / "checkpoints", "call", CALLS // every, every)
     assert count == 0, told
@@ -43,5 +43,5 @@ def test_at_every_call(tmp_path: Path, every: int) -> None:
 @pytest.mark.parametrize("wrong", ["first", "inplace"])
 def test_a_wrong_writer_is_caught(wrong: str, tmp_path: Path) -> None:
     """The controls: one that deletes the old checkpoint first, one that writes under the final name."""
-    count, _ = run(tmp_path / "checkpoints", f"call-{wrong}", CALLS // 12, 12)
+    count, _ = run(tmp_path / "checkpoints", f"call-{wrong}", CALLS // 24, 24)
     assert count > 0

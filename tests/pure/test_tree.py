@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from resilient_train.errors import ProtocolError, StateError
@@ -182,6 +182,8 @@ def test_foreign_bytes(payload: bytes) -> None:
         pass
 
 
+@example(20, 3)  # a text that is a list
+@example(60, 16)  # a dtype that is none
 @given(st.integers(0, len(SAMPLE) - 1), st.integers(1, 255))
 def test_a_flipped_byte(place: int, flip: int) -> None:
     damaged = bytearray(SAMPLE)

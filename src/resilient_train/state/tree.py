@@ -83,6 +83,12 @@ def flatten(tree: Any, kind: TensorKind) -> tuple[bytes, dict[Path, Any]]:
     return msgspec.msgpack.encode(encode(tree, ())), tensors
 
 
+_OF_DAMAGED_BYTES = (
+    *(msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError),
+    SyntaxError,  # numpy's, of a dtype
+)
+
+
 def unflatten(payload: bytes, kind: TensorKind, place: Callable[[Path, Slot], Any]) -> Any:
     """The inverse; ``place(path, slot)`` gives the tensor for each slot. Raises ProtocolError for bytes that aren't a
     tree.
@@ -116,5 +122,5 @@ def unflatten(payload: bytes, kind: TensorKind, place: Callable[[Path, Slot], An
 
     try:
         return decode(msgspec.msgpack.decode(payload), ())
-    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+    except _OF_DAMAGED_BYTES as error:
         raise ProtocolError(f"not a state tree: {error}") from None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHER = [sys.executable, "-m", "resilient_train.launch.cli.run"]
-HARMLESS = ("RESILIENT_", "MS_", "TORCHELASTIC_", "HCCL_ASYNC_ERROR_HANDLING")
+HARMLESS = ("RESILIENT_", "MS_", "TORCHELASTIC_", "HCCL_ASYNC_ERROR_HANDLING", "TORCH_FR_BUFFER_SIZE")
 """Variables that begin so are read when a job starts, and not when torch is imported."""
 _changes: dict[str, Any] = {}
 

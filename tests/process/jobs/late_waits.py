@@ -1,6 +1,5 @@
-"""A rank that does not wait for ever: ``late_waits.py VERB HOW``. ``LATE``: the step in which rank 1 comes late."""
+"""A rank that does not wait for ever: ``late_waits.py VERB HOW LATE``, the step in which rank 1 comes late."""
 
-import os
 import random
 import sys
 import time
@@ -13,8 +12,8 @@ from torch import nn
 
 import resilient_train as rt
 
-STEPS, LATE, LIMIT = 6, int(os.environ.get("LATE", "-1")), timedelta(milliseconds=100)
-verb, how = sys.argv[1:]
+verb, how = sys.argv[1:3]
+STEPS, LATE, LIMIT = 6, int(sys.argv[3]), timedelta(milliseconds=100)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)

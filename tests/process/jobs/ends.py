@@ -47,7 +47,7 @@ with session:
     for step in session.steps(5):
         with step:
             if mode == "raise-slowly" and step.number == 2 and rank == 1:
-                atexit.register(time.sleep, 3)  # a library that takes its time to end, after ...
+                atexit.register(time.sleep, 1.5)  # a library that takes its time to end, after ...
                 atexit.register(dist.destroy_process_group)
                 raise ValueError("the user's own mistake")
             if mode == "leave" and step.number == 2 and rank == 1:

@@ -1,7 +1,8 @@
-"""Prints the variables that a launcher gives its workers."""
+"""Prints the variables that a launcher gives its workers; then it runs the script that is named, if one is."""
 
 import json
 import os
+import runpy
 import sys
 
 NAMES = ("RANK", "WORLD_SIZE", "GROUP_", "ROLE_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC", "OMP_")
@@ -10,3 +11,6 @@ line = json.dumps({key: value for key, value in os.environ.items() if key.starts
 # One write, newline included: all ranks share the pipe, and print() writes twice where PYTHONUNBUFFERED is set.
 sys.stdout.write(line)
 sys.stdout.flush()
+if sys.argv[1:]:
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -7,8 +7,11 @@ own in the events.
 import itertools
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from identity import assert_identical
@@ -28,9 +31,13 @@ PLACES = (
 )
 
 
-WORLDS = [(ranks, first) for ranks in (2, 3, 4) for first in range(ranks)]
+EVERY_DAY = ((2, 0), (3, 2))
+WORLDS = [
+    pytest.param(ranks, first, marks=() if (ranks, first) in EVERY_DAY else pytest.mark.long)
+    for ranks in (2, 3, 4)
+    for first in range(ranks)
+]
 """Every place with every rank."""
-VICTIMS = [(0, 1, 3), (1, 2)]
 
 
 def kills(ranks: int, places: tuple[str, ...], first_rank: int, start: int = 2, every: int = 2) -> tuple[str, int]:
@@ -93,7 +100,7 @@ def test_kill_during_a_recovery(tmp_path: Path, undisturbed: Reference) -> None:
     assert run.digests() == undisturbed(ranks=4, steps=12).digests(), run.explain()
 
 
-@pytest.mark.parametrize("variant", ["base", "accumulate"])
+@pytest.mark.parametrize("variant", [pytest.param("base", marks=pytest.mark.long), "accumulate"])
 def test_kill_in_a_redone_step(tmp_path: Path, undisturbed: Reference, variant: str) -> None:
     """A survivor that redoes a step dies in it: its replacement must be given the same batch, not the next one."""
     plan = (
@@ -124,34 +131,71 @@ def test_state_over_the_process_group(tmp_path: Path, undisturbed: Reference) ->
     assert_identical(run, undisturbed(ranks=3, steps=6), ranks=3, recoveries=1)
 
 
-def kill_at_once(run_dir: Path, victims: tuple[int, ...], ranks: int, after_step: int) -> Run:
-    """Runs the job and, when rank 0 has committed ``after_step``, kills the victims from outside in one go."""
-    script = str(JOBS / "train.py")
-    command = [*LAUNCHER, "--nproc-per-node", str(ranks), "--run-dir", str(run_dir), script, "--steps", "60"]
-    with start(command) as process:
-        deadline = time.monotonic() + 60
-        progress = run_dir / "samples_rank0.jsonl"
-        while not (progress.exists() and len(progress.read_bytes().splitlines()) > after_step):
-            assert time.monotonic() < deadline, "the job made no progress"
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.005)
-        pids = {e["rank"]: e["detail"]["pid"] for e in read_events(run_dir) if e["kind"] == "spawned"}
+class Outside:
+    """Kills ranks of a running job from outside, several in one go. The job goes slowly until ``enough`` lies there."""
+
+    def __init__(self, process: subprocess.Popen[str], run_dir: Path) -> None:
+        self._process = process
+        self._run_dir = run_dir
+        self._enough = run_dir / "enough"
+
+    @staticmethod
+    def command(run_dir: Path, ranks: int, steps: int) -> list[str]:
+        flags = ["--nproc-per-node", str(ranks), "--run-dir", str(run_dir)]
+        return [*LAUNCHER, *flags, str(JOBS / "train.py"), "--steps", str(steps), "--pace", str(run_dir / "enough")]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self._run_dir) if event["kind"] == kind]
+
+    def committed(self) -> int:
+        """So many steps has rank 0 recorded."""
+        progress = self._run_dir / "samples_rank0.jsonl"
+        return progress.read_bytes().count(b"\n") if progress.exists() else 0
+
+    def kill(self, victims: tuple[int, ...], after: int) -> None:
+        """When rank 0 has committed so many steps more."""
+        before = self.committed()
+        self._wait_until(lambda: self.committed() >= before + after)
+        pids = {event["rank"]: event["detail"]["pid"] for event in self.events("spawned")}
         for rank in victims:
             os.kill(pids[rank], signal.SIGKILL)
-        out, err = process.communicate(timeout=100)
-        return Run(run_dir, process.returncode, out, err, read_events(run_dir))
+
+    def await_recovery(self, faults: int) -> None:
+        self._wait_until(lambda: len(self.events("fault")) == faults and self.events("resumed"))
+
+    def _wait_until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, "the job made no progress"
+            assert self._process.poll() is None, self._process.communicate()
+            time.sleep(0.005)
+
+    def end(self) -> Run:
+        self._enough.touch()
+        out, err = self._process.communicate(timeout=100)
+        return Run(self._run_dir, self._process.returncode, out, err, read_events(self._run_dir))
 
 
-@pytest.mark.parametrize("victims", VICTIMS, ids=str)
-def test_several_at_once(tmp_path: Path, undisturbed: Reference, victims: tuple[int, ...]) -> None:
-    run = kill_at_once(tmp_path / "run", victims, ranks=4, after_step=4)
+def test_several_at_once(tmp_path: Path, undisturbed: Reference) -> None:
+    """Three of four, of which one lives on; when all have gone on, two."""
+    run_dir = tmp_path / "run"
+    with start(Outside.command(run_dir, ranks=4, steps=12)) as process:
+        outside = Outside(process, run_dir)
+        outside.kill((0, 1, 3), after=3)
+        outside.await_recovery(faults=3)
+        outside.kill((1, 2), after=2)
+        run = outside.end()
     assert run.code == 0, run.explain()
-    assert len(run.of("fault")) == len(victims)
-    assert run.digests() == undisturbed(ranks=4, steps=60).digests(), run.explain()
+    assert len(run.of("fault")) == 3 + 2, run.explain()
+    assert run.digests() == undisturbed(ranks=4, steps=12).digests(), run.explain()
 
 
 def test_all_at_once_is_a_clear_end(tmp_path: Path) -> None:
-    run = kill_at_once(tmp_path / "run", (0, 1, 2), ranks=3, after_step=3)
+    run_dir = tmp_path / "run"
+    with start(Outside.command(run_dir, ranks=3, steps=60)) as process:
+        outside = Outside(process, run_dir)
+        outside.kill((0, 1, 2), after=4)
+        run = outside.end()
     assert run.code == 75, run.explain()
     assert "no living rank holds a replica" in run.err
     assert run.of("job_end")[0]["detail"]["code"] == 75

@@ -19,11 +19,11 @@ the last step of a pass, in the middle of one, and in the first two steps of one
 @pytest.mark.parametrize(
     "variant",
     [
-        "short+workers+persistent+shuffle",
         "short+workers+persistent+stateful+shuffle",
         *(
             pytest.param(each, marks=pytest.mark.long)
             for each in (
+                "short+workers+persistent+shuffle",
                 "short+shuffle",
                 "short+workers+shuffle",
                 "short+workers+persistent",

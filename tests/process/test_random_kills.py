@@ -21,16 +21,20 @@ from resilient_train.observe.sinks import EVENTS_FILE
 
 RANKS = 3
 STEPS = 240
-USUAL_STEPS = 40
+FEW_STEPS = 100
+"""Every day. Nobody is hit before ``USUAL_STEPS`` then."""
+USUAL_STEPS = 15
 """Before them nobody knows what is usual, and a stopped process gets seconds."""
-QUIET_STEPS = 40
+QUIET_STEPS = 30
 """At the end nobody is hit: a rank that is lost when the others' loops are over has another test."""
 MOST_STEPS_UNHURT = 20
 IN_A_ROW = 3
 """A rank that dies five times without a committed update in between ends the job, as it should."""
 LIMIT_S = 240
-CASES = [(0, "kill stop"), (0, "kill")]
-CASES += [pytest.param(seed, kinds, marks=pytest.mark.long) for seed in range(1, 12) for kinds in ("kill", "kill stop")]
+CASES = [(0, "kill stop", FEW_STEPS)]
+CASES += [
+    pytest.param(seed, kinds, STEPS, marks=pytest.mark.long) for seed in range(12) for kinds in ("kill", "kill stop")
+]
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -110,16 +114,18 @@ class Bandit:
         return True
 
 
-def disturb(process: subprocess.Popen[str], story: Story, bandit: Bandit, deadline: float) -> None:
+def disturb(process: subprocess.Popen[str], story: Story, bandit: Bandit, hit: range, deadline: float) -> None:
+    """``hit``: the steps in which that happens."""
+
     def goes_on() -> bool:
         return process.poll() is None and time.monotonic() < deadline
 
-    while goes_on() and not story.started:
+    while goes_on() and not (story.started and story.steps() >= hit.start):
         story.read_on()
         time.sleep(0.02)
-    while goes_on() and story.steps() <= STEPS - QUIET_STEPS:
+    while goes_on() and story.steps() < hit.stop:
         steps, seconds = bandit.next_chance()
-        until = min(story.steps() + steps, STEPS - QUIET_STEPS)
+        until = min(story.steps() + steps, hit.stop)
         while goes_on() and story.steps() < until:
             time.sleep(0.001)
         time.sleep(seconds)
@@ -128,17 +134,20 @@ def disturb(process: subprocess.Popen[str], story: Story, bandit: Bandit, deadli
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
-@pytest.mark.parametrize(("seed", "kinds"), CASES)
-def test_the_end_is_the_undisturbed_one(tmp_path: Path, undisturbed: Reference, seed: int, kinds: str) -> None:
-    reference = undisturbed(ranks=RANKS, steps=STEPS)
+@pytest.mark.parametrize(("seed", "kinds", "steps"), CASES)
+def test_the_end_is_the_undisturbed_one(
+    tmp_path: Path, undisturbed: Reference, seed: int, kinds: str, steps: int
+) -> None:
+    reference = undisturbed(ranks=RANKS, steps=steps)
     run_dir = tmp_path / "run"
     flags = ["--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), "--max-restarts", "100000"]
-    script = [str(JOBS / "train.py"), "--steps", str(STEPS)]
+    script = [str(JOBS / "train.py"), "--steps", str(steps)]
+    hit = range(USUAL_STEPS if steps == FEW_STEPS else 0, steps - QUIET_STEPS)
     story = Story(run_dir)
     bandit = Bandit(story, seed, kinds.split())
     deadline = time.monotonic() + LIMIT_S
     with start([*LAUNCHER, *flags, *script]) as process:
-        disturb(process, story, bandit, deadline)
+        disturb(process, story, bandit, hit, deadline)
         try:
             out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

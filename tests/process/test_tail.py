@@ -10,9 +10,11 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from running import JOBS, LAUNCHER, Run, launch, read_events, start
+from shared import Undisturbed
 
 WHOLE = ("reductions", "chain", "mesh", "three", "to_roots", "gathers", "exchanges")
 """What can go on without a rank that died before it came to it."""
@@ -38,18 +40,18 @@ def parameters(run: Run) -> dict[int, str]:
     return {rank: digest for rank, (digest, _) in run.digests().items()}
 
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+@pytest.fixture(scope="session")
+def calm(undisturbed_of: Undisturbed) -> Callable[..., Run]:
     """The run without faults, made once for each choice of kinds."""
-    made: dict[tuple[str, ...], Run] = {}
+    return lambda *arguments: undisturbed_of("tail.py", *arguments, ranks=RANKS)
 
-    def run(*arguments: str) -> Run:
-        if arguments not in made:
-            made[arguments] = launch(tmp_path_factory.mktemp("calm") / "run", "tail.py", *arguments, ranks=RANKS)
-            assert made[arguments].code == 0, made[arguments].explain()
-        return made[arguments]
 
-    return run
+def shifts(every_day: int) -> list[Any]:
+    """Who dies in the first step, and the ranks behind it in those that follow."""
+    return [
+        pytest.param(shift, marks=() if shift == every_day else pytest.mark.long, id=str(shift))
+        for shift in range(RANKS)
+    ]
 
 
 def assert_exact(run: Run, reference: Run, *, faults: int, gone: set[tuple[int, int]]) -> None:
@@ -62,7 +64,7 @@ def assert_exact(run: Run, reference: Run, *, faults: int, gone: set[tuple[int, 
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("shift", range(RANKS))
+@pytest.mark.parametrize("shift", shifts(0))
 def test_a_rank_dies_behind_what_it_gave(tmp_path: Path, calm: Callable[..., Run], shift: int) -> None:
     """All that it gave was published: every survivor gets the bits of the undisturbed run."""
     victims = {step: (step + shift) % RANKS for step in range(len(KINDS))}
@@ -74,13 +76,13 @@ def test_a_rank_dies_behind_what_it_gave(tmp_path: Path, calm: Callable[..., Run
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("shift", range(RANKS))
+@pytest.mark.parametrize("shift", shifts(1))
 def test_a_rank_dies_in_the_first(tmp_path: Path, calm: Callable[..., Run], shift: int) -> None:
     """Each tail goes on without it behind that one, the same on all ranks; training has not noticed."""
     victims = {step: (step + shift) % RANKS for step in range(len(WHOLE))}
     plan = [f"{step}:{rank}:first" for step, rank in victims.items()]
-    run = launch(tmp_path / "run", "tail.py", "--kinds", *WHOLE, "--steps", "7", "--kill", *plan, ranks=RANKS)
-    reference = calm("--kinds", *WHOLE, "--steps", "7")
+    run = launch(tmp_path / "run", "tail.py", "--kinds", *KINDS, "--kill", *plan, ranks=RANKS)
+    reference = calm("--kinds", *KINDS)
     assert run.code == 0, run.explain()
     assert run.recoveries() == len(plan), run.explain()
     assert parameters(run) == parameters(reference)
@@ -97,11 +99,17 @@ def test_a_rank_dies_in_the_first(tmp_path: Path, calm: Callable[..., Run], shif
 
 REFUSED = [
     ("broadcasts", 1, {}, "rank 1 died in the tail of update 0 before it came to the broadcast at {job}:"),
-    ("scatters", 3, {}, "rank 3 died in the tail of update 0 before it came to the scatter at {job}:"),
+    pytest.param(
+        *("scatters", 3, {}, "rank 3 died in the tail of update 0 before it came to the scatter at {job}:"),
+        marks=pytest.mark.long,
+    ),
     ("objects", 0, {}, "rank 0 died in the tail of update 0 before it came to the allgather at {job}:"),
     ("messages", 2, {}, "rank 2 died in the tail of update 0 before it sent what rank"),
     ("gathers", 2, {"RESILIENT_TAIL_LOG_BYTES": "100"}, "RESILIENT_TAIL_LOG_BYTES takes, or larger ones"),
-    ("gathers", 2, {"RESILIENT_TAIL_LOG_BYTES": "0"}, "RESILIENT_TAIL_LOG_BYTES takes, or larger ones"),
+    pytest.param(
+        *("gathers", 2, {"RESILIENT_TAIL_LOG_BYTES": "0"}, "RESILIENT_TAIL_LOG_BYTES takes, or larger ones"),
+        marks=pytest.mark.long,
+    ),
 ]
 
 
@@ -121,13 +129,14 @@ def test_what_only_the_dead_knew_ends_the_job_with_its_state_saved(
         assert all(event["detail"]["call"].startswith(f"{JOBS / 'tail.py'}:") for event in large)
 
 
+OVER_SUB_GROUPS = ("--kinds", "chain", "reductions", "chain", "mesh", "reductions", "mesh", "--steps", "8")
+
+
 def test_several_faults_in_one_tail(tmp_path: Path, calm: Callable[..., Run]) -> None:
     """Two ranks die behind what they gave, one after the other; then one while the tail is worked out."""
     plan = ["2:1:first", "2:3:last", "5:0:first", "5:2:last"]
-    kinds = ("chain", "reductions", "chain", "mesh", "reductions", "mesh")
-    arguments = ("--kinds", *kinds, "--steps", "8")
-    run = launch(tmp_path / "run", "tail.py", *arguments, "--kill", *plan, ranks=RANKS)
-    reference = calm(*arguments)
+    run = launch(tmp_path / "run", "tail.py", *OVER_SUB_GROUPS, "--kill", *plan, ranks=RANKS)
+    reference = calm(*OVER_SUB_GROUPS)
     assert run.code == 0, run.explain()
     assert len(run.of("fault")) == 4, run.explain()
     assert parameters(run) == parameters(reference)
@@ -141,9 +150,8 @@ BODY_PLACES = ("phase=COMPUTE at=start", "phase=COMPUTE at=backward", "phase=REA
 def test_sub_groups_in_the_body(tmp_path: Path, calm: Callable[..., Run]) -> None:
     """The loss is scaled over pairs and over a mesh before the update."""
     faults = "; ".join(f"kill rank={step % RANKS} step={step} {place}" for step, place in enumerate(BODY_PLACES, 1))
-    arguments = ("--kinds", "chain", "mesh", "--steps", "7")
-    run = launch(tmp_path / "run", "tail.py", *arguments, ranks=RANKS, flags=("--faults", faults))
-    reference = calm(*arguments)
+    run = launch(tmp_path / "run", "tail.py", *OVER_SUB_GROUPS, ranks=RANKS, flags=("--faults", faults))
+    reference = calm(*OVER_SUB_GROUPS)
     assert run.code == 0, run.explain()
     assert run.recoveries() == len(BODY_PLACES), run.explain()
     assert parameters(run) == parameters(reference)
@@ -154,20 +162,23 @@ def test_sub_groups_in_the_body(tmp_path: Path, calm: Callable[..., Run]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
-def test_kills_at_random(tmp_path: Path, calm: Callable[..., Run], seed: int) -> None:
-    arguments = ("--kinds", *WHOLE, "--steps", "140")
+@pytest.mark.parametrize(
+    ("seed", "steps", "most"),
+    [(0, 70, 6), *(pytest.param(seed, 140, 15, marks=pytest.mark.long) for seed in range(8))],
+)
+def test_kills_at_random(tmp_path: Path, calm: Callable[..., Run], seed: int, steps: int, most: int) -> None:
+    arguments = ("--kinds", *WHOLE, "--steps", str(steps))
     run_dir = tmp_path / "run"
     chance = random.Random(seed)
     flags = ["--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), "--max-restarts", "1000"]
     hits = 0
     with start([*LAUNCHER, *flags, str(JOBS / "tail.py"), *arguments]) as process:
         while process.poll() is None:
-            time.sleep(chance.uniform(0.05, 0.6))
-            steps = {rank: steps_of(run_dir, rank) for rank in range(RANKS)}
+            time.sleep(chance.uniform(0.05, 0.6) * steps / 140)
+            made = {rank: steps_of(run_dir, rank) for rank in range(RANKS)}
             events = read_events(run_dir, torn=True)
             recovered = sum(event["kind"] == "resumed" for event in events)
-            if min(steps.values()) < 2 or max(steps.values()) > 125 or recovered < hits or hits == 15:
+            if min(made.values()) < 2 or max(made.values()) > steps - 15 or recovered < hits or hits == most:
                 continue
             pids = {event["rank"]: event["detail"]["pid"] for event in events if event["kind"] == "spawned"}
             with contextlib.suppress(ProcessLookupError):

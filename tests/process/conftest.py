@@ -3,9 +3,11 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import traced
+from memories import Torchrun
 from running import Reference, Run
 from shared import Undisturbed
 
@@ -23,12 +25,24 @@ def machines(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """``undisturbed_of("called.py", "--steps", "8", ranks=2)``: see ``shared.py``."""
+def of_all_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder."""
     folder = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):  # a worker of xdist: its folder lies in that of all of them
         folder = folder.parent
-    return Undisturbed(folder / "undisturbed")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed_of(of_all_workers: Path) -> Undisturbed:
+    """``undisturbed_of("called.py", "--steps", "8", ranks=2)``: see ``shared.py``."""
+    return Undisturbed(of_all_workers / "undisturbed")
+
+
+@pytest.fixture(scope="session")
+def torchrun_of(of_all_workers: Path) -> Torchrun:
+    """``torchrun_of("hsdp.py", "base")``: see ``memories.py``."""
+    return Torchrun(of_all_workers / "plain")
 
 
 @pytest.fixture(scope="session")

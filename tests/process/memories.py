@@ -6,21 +6,31 @@ ours (``compare_memories.py``).
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from running import JOBS, LAUNCHER, Run, launch, start
+from shared import locked
 from watched_jobs import end_holder
 
 from resilient_train.state.checkpoint.verify import newest_complete
 
 RANKS = 4
+EVERY_DAY = (
+    *(("hsdp.py", variant) for variant in ("base", "accumulate+mixed+two", "alone", "tp+copied", "drawn")),
+    ("pipelined.py", "replicate"),
+)
+"""Scripts and variants. What changes no bit needs no run of its own: recomputing, gathers ahead of time, undo."""
 COMPARE = Path(__file__).with_name("compare_memories.py")
 Memory = list[bytes]
+Plain = Callable[[str], Path]
+"""``torchrun(variant)``: of one script, the folder with what each rank of a run without a word of ours has written."""
 
 
 def memory_of(folder: Path) -> Memory:
@@ -29,31 +39,46 @@ def memory_of(folder: Path) -> Memory:
 
 
 class Torchrun:
-    """Runs of one script without a word of ours, by variant; each is made once."""
+    """Runs of the scripts without a word of ours, each made once for all workers: ``torchrun("hsdp.py", "base")``.
 
-    def __init__(self, job: str, folder: Path, **environ: str) -> None:
-        self._job, self._folder = job, folder
-        self._environ = {**os.environ, **environ}
-        self._known: dict[str, Path] = {}
+    Whoever comes first makes all those of every day with one torchrun; a variant of long tests has one of its own.
+    """
 
-    def __call__(self, variant: str) -> Path:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def __call__(self, job: str, variant: str) -> Path:
         """The folder with what each rank has written."""
-        if variant not in self._known:
-            out = self._folder / variant
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
-            job = [str(JOBS / self._job), "--plain", "--out", str(out), "--variant", variant]
-            done = self._run([*command, *job])
-            assert done.returncode == 0, done.stderr[-3000:]
-            self._known[variant] = out
-        return self._known[variant]
+        asked = (job, variant)
+        every = EVERY_DAY if asked in EVERY_DAY else (asked,)
+        with locked(self._folder / "lock"):
+            if not self._out(*asked).exists():
+                self._make(every)
+        return self._out(*asked)
 
-    def _run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        """Again where a rank's gloo has aborted it as it ended, which stock gloo does now and then (docs/facts.md)."""
-        for _ in range(3):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=self._environ)
-            if "Signal 6 (SIGABRT)" not in done.stderr:
-                break
-        return done
+    def _out(self, job: str, variant: str) -> Path:
+        return self._folder / f"{Path(job).stem}-{variant}"
+
+    def _make(self, every: tuple[tuple[str, str], ...]) -> None:
+        """Their folders come to be all at once, when all is well."""
+        parts = {asked: self._out(*asked).with_suffix(".part") for asked in every}
+        options = {asked: ["--plain", "--out", str(out), "--variant", asked[1]] for asked, out in parts.items()}
+        commands = json.dumps([[str(JOBS / asked[0]), *options[asked]] for asked in every])
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
+        done = _run([*command, str(JOBS / "in_a_row.py"), commands])
+        assert done.returncode == 0, done.stderr[-3000:]
+        for asked, out in parts.items():
+            out.rename(self._out(*asked))
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Again where a rank's gloo has aborted it as it ended, which stock gloo does now and then (docs/facts.md)."""
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        if "Signal 6 (SIGABRT)" not in done.stderr:
+            break
+    return done
 
 
 def train(job: str, run_dir: Path, faults: str, *more: str, variant: str, **environ: str) -> Run:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHER = [sys.executable, "-m", "resilient_train.launch.cli.run"]
+TESTS = Path(__file__).parents[1]
 HARMLESS = ("RESILIENT_", "MS_", "TORCHELASTIC_", "HCCL_ASYNC_ERROR_HANDLING", "TORCH_FR_BUFFER_SIZE")
 """Variables that begin so are read when a job starts, and not when torch is imported."""
 _changes: dict[str, Any] = {}
@@ -40,6 +41,11 @@ def plain_environ() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
+def is_ours(path: str) -> bool:
+    """Whether there are modules of the tests only: the server has not imported them, and its forks look there too."""
+    return all(Path(each).is_relative_to(TESTS) for each in path.split(os.pathsep))
+
+
 def popen(
     command: list[str], environ: dict[str, str], *, new: bool = False, forked: bool = False
 ) -> subprocess.Popen[str]:
@@ -48,7 +54,8 @@ def popen(
     ``forked``: it is ``python SCRIPT ...``, and nothing hangs on how the script's interpreter comes to its imports.
     """
     plain = command[:3] == LAUNCHER and all(
-        name.startswith(HARMLESS) or plain_environ().get(name) == value for name, value in environ.items()
+        name.startswith(HARMLESS) or plain_environ().get(name) == value or (name == "PYTHONPATH" and is_ours(value))
+        for name, value in environ.items()
     )
     make: Any = Served if forked or (plain and not new) else subprocess.Popen
     assert make is Served or not _changes, "a new interpreter would have none of them"

@@ -97,6 +97,7 @@ def launch(request: dict) -> None:
     change(request)
     module, script = sys.modules[LAUNCHER], request["script"]
     sys.path[0] = str(Path(script).parent) if script else request["cwd"]
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv[:] = [script or module.__file__, *request["arguments"]]
     launcher, code = os.getpid(), 0
     try:

@@ -33,7 +33,7 @@ class Undisturbed:
         name = f"{Path(script).stem}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}"
         if name not in self._known:
             result = self._folder / f"{name}.json"
-            with _locked(self._folder / f"{name}.lock"):
+            with locked(self._folder / f"{name}.lock"):
                 if not result.exists():
                     # One that a dying worker has begun lies there already.
                     run_dir = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder)) / "run"
@@ -56,7 +56,7 @@ class Undisturbed:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Processes that are started meanwhile don't inherit the descriptor, and so don't hold the lock."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -55,12 +55,11 @@ def test_ddp(tmp_path: Path, undisturbed: Reference) -> None:
     assert verbs(run, 0, 1) == [], "a process that joins has nothing to stop"
 
 
-def test_hsdp(tmp_path: Path) -> None:
+def test_hsdp(tmp_path: Path, torchrun_of: Torchrun) -> None:
     """Each part of the model is held by two ranks. Dropout draws from the device's generator."""
-    expected = Torchrun("hsdp.py", tmp_path / "plain", PYTHONPATH=ENVIRON["PYTHONPATH"])("drawn")
     job = ("hsdp.py", "uce:2:3,hcce:1:5", "--out", str(tmp_path / "out"), "--variant", "drawn")
     kills = "kill rank=0 step=8 phase=COMPUTE at=backward; kill rank=3 step=10 phase=UPDATING at=start"
     run = launch(tmp_path / "run", "over_hccl.py", *job, ranks=4, flags=("--faults", kills), **ENVIRON)
-    memories.ends_as(run, expected)
+    memories.ends_as(run, torchrun_of("hsdp.py", "drawn"))
     assert strategies(run) == ["UCE", "HCCE", "ARF", "ARF"], run.explain()
     assert run.recoveries() == 4, run.explain()

@@ -219,7 +219,7 @@ def test_memory_of_a_look_alike_device(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), str(JOBS / "device.py"), str(tmp_path)]
     environ = {"RESILIENT_ACL_LIBRARY": str(library("libascendcl.so"))}
-    with start([*command, "wait"], **environ) as process:
+    with start([*command, "wait:1:5"], **environ) as process:
         job = Running(run_dir, process)
         address = tmp_path / "address"
         job.wait_for(lambda: address.exists() and address.read_text().endswith("\n"))

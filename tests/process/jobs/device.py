@@ -1,6 +1,6 @@
 """Two ranks that compute "on a device": the look-alikes of its libraries, loaded by name as the real ones would be.
 
-Arguments: folder, then what happens to rank 1 in step 5, once:
+Arguments: folder, then what happens, each ``KIND:RANK:STEP``, once, and to the rank's first process only:
 
     raise    a parameter loses memory, and the operation fails as on the device
     sleep    the same, but no operation notices: the training thread is asleep
@@ -32,16 +32,18 @@ device = FakeDevice.create(path)
 # The name as it is: that this one does no harm is seen by it, and so ranks are forks (see ``fork/imports.py``).
 os.environ["RESILIENT_FAKE_DEVICE"] = str(path)
 assert VARIABLE in os.environ
-what = "" if begun_anew or len(sys.argv) < 3 or rank != 1 else sys.argv[2]
+told = [] if begun_anew else [each.split(":") for each in sys.argv[2:]]
+plan = {int(step): kind for kind, whose, step in told if int(whose) == rank}
 
 
 def lose_memory(tensor: torch.Tensor, *, by_others: bool) -> None:
     address = tensor.data_ptr() + 512
+    before = device.poisonings
     if by_others:
         path.with_name("address").write_text(f"{address:#x}:4096\n")
     else:
         device.set_uce([(address, 4096)])
-    while not device.poisonings:  # the look-alike writes when the probe looks at it
+    while device.poisonings == before:  # the look-alike writes when the probe looks at it
         time.sleep(0.001)
 
 
@@ -70,9 +72,8 @@ with rt.Session(model=model, optimizer=optimizer) as session:
     for step in session.steps(12):
         with step:
             loss = model(torch.randn(8, 64)).square().mean()
-            if what and step.number == 5:
-                now, what = what, ""
-                strike(now)
+            if step.number in plan:
+                strike(plan.pop(step.number))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

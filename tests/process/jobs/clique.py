@@ -1,6 +1,6 @@
 """Runs each collective twice: by real processes over gloo, and from logs in one process (``frameworks/torch/tail.py``).
 
-``clique.py RANKS FOLDER [long]`` prints {"cases": how many, "different": their names}.
+``clique.py RANKS[,RANKS...] FOLDER [long]`` prints [{"cases": how many, "different": their names}, ...].
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ TIMEOUT = timedelta(seconds=120)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SIZES = (1, 7, 1000, 65537)
 MORE_SIZES = (2, 64, 4096, 300_001)
+MANY = 8
+"""So many members have all of ``SIZES`` in the long comparison only: every day a number below theirs, and one above."""
 Tensors = list[torch.Tensor]
 
 
@@ -230,7 +232,8 @@ def movements(size: int, dtype: torch.dtype, count: int) -> Iterator[Case]:
 
 
 def cases(size: int, *, everything: bool) -> Iterator[Case]:
-    for count in (*SIZES, *(MORE_SIZES if everything else ())):
+    few = SIZES if size < MANY else SIZES[1:3]
+    for count in (*SIZES, *MORE_SIZES) if everything else few:
         for dtype in (*FLOATS, torch.int64):
             yield from reductions(size, dtype, count)
         for dtype in (*FLOATS, torch.int64, torch.uint8) if everything else (torch.float32, torch.uint8):
@@ -309,17 +312,7 @@ def run_from_logs(size: int, *, everything: bool) -> list[dict[str, str]]:
     return found
 
 
-def main() -> None:
-    size, folder, everything = int(sys.argv[1]), Path(sys.argv[2]), "long" in sys.argv[3:]
-    torch.set_num_threads(1)
-    children = []
-    for member in range(size):
-        child = os.fork()
-        if not child:
-            run_over_gloo(member, size, folder, everything)
-            os._exit(0)
-        children.append(child)
-    assert all(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 for child in children)
+def compare(size: int, folder: Path, *, everything: bool) -> dict[str, Any]:
     finished = run_from_logs(size, everything=everything)
     wait_for_droppers(30)
     different = []
@@ -327,7 +320,23 @@ def main() -> None:
         real = json.loads((folder / f"{member}.json").read_text())
         assert real.keys() == finished[member].keys()
         different += [f"{name} on member {member}" for name in real if real[name] != finished[member][name]]
-    print(json.dumps({"cases": len(finished[0]), "different": different}))
+    return {"cases": len(finished[0]), "different": different}
+
+
+def main() -> None:
+    sizes, folder, everything = sys.argv[1].split(","), Path(sys.argv[2]), "long" in sys.argv[3:]
+    torch.set_num_threads(1)
+    for size in sizes:  # all of them ahead: what comes from logs has threads, and a fork is to have none
+        (folder / size).mkdir()
+        children = []
+        for member in range(int(size)):
+            child = os.fork()
+            if not child:
+                run_over_gloo(member, int(size), folder / size, everything)
+                os._exit(0)
+            children.append(child)
+        assert all(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 for child in children)
+    print(json.dumps([compare(int(size), folder / size, everything=everything) for size in sizes]))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def answers(command: list[str], file: Path, backend: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("backend", ["none", "gloo"])
+@pytest.mark.parametrize("backend", [pytest.param("none", marks=pytest.mark.long), "gloo"])
 def test_the_answers_are_those_of_a_stock_group(tmp_path: Path, backend: str) -> None:
     stock = answers([sys.executable, "-m", "torch.distributed.run"], tmp_path / "stock.json", backend)
     ours = answers([*LAUNCHER, "--run-dir", str(tmp_path / "run")], tmp_path / "ours.json", backend)

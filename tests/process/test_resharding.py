@@ -76,7 +76,7 @@ MORE_TO_FEW_TO_MORE = [Part(4, 4), Part(2, 6), Part(3, 8)]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("parts", [FEW_TO_MORE, MORE_TO_FEW_TO_MORE])
+@pytest.mark.parametrize("parts", [pytest.param(FEW_TO_MORE, marks=pytest.mark.long), MORE_TO_FEW_TO_MORE])
 @pytest.mark.shows("DDP", "divided anew", "goes on")
 def test_an_epoch_in_worlds_of_several_sizes(tmp_path: Path, parts: list[Part]) -> None:
     run_dir = tmp_path / "run"
@@ -103,11 +103,11 @@ def test_an_epoch_in_worlds_of_several_sizes(tmp_path: Path, parts: list[Part]) 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("variant", ["base", "stateful"])
+@pytest.mark.parametrize("variant", [pytest.param("base", marks=pytest.mark.long), "stateful"])
 def test_four_ranks_then_one(tmp_path: Path, variant: str) -> None:
     run_dir = tmp_path / "run"
     go(run_dir, 4, 5, 4, variant)
-    run = go(run_dir, 1, 20, 50, variant)
+    run = go(run_dir, 1, 20 if variant == "base" else 5, 50, variant)
     check_start(run, 1, 4)
     (moved,) = run.of("resharded")
     if variant == "stateful":

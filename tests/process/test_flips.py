@@ -305,9 +305,11 @@ def test_a_flip_that_makes_all_replicas_nan_is_found_by_its_norm(tmp_path: Path,
     run = launch(tmp_path / "run", "train.py", *arguments, ranks=2, flags=("--faults", plan), **environ)
     assert run.code == 0, run.explain()
     assert run.digests() == undisturbed(ranks=2, steps=FEW).digests()
-    assert [detail["values"] for detail in details(run, "anomaly")] == [["nan"]]
     assert len(run.of("replicas_differ")) == len(run.of("restart_all")) == 1
-    # What rank 1 copies as the flip hits may have it or not; then the snapshots of step 5 disagree.
+    # What rank 1 copies as the flip hits may have it or not. If so, the snapshots of step 5 disagree, and all compare
+    # before step 7, whose norm is the first that is no number.
+    early = min(detail["step"] for detail in details(run, "save_skipped")) == 5
+    assert [detail["values"] for detail in details(run, "anomaly")] == ([] if early else [["nan"]])
     assert {each["commits"] for each in details(run, "restored")} <= {4, 5}
 
 

@@ -14,6 +14,7 @@ from resilient_train.protocol.rank import Open, Rank
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.protocol.verdict import Account, Verdict, decide
+from resilient_train.strategies import arf, rsc
 from resilient_train.strategies.base import Fault
 from resilient_train.testing.cluster import DrivenParts, Faults, Layout, World
 from resilient_train.testing.explore import Counterexample, explore
@@ -173,3 +174,31 @@ def test_a_tail_that_runs_twice_after_a_recovery(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(SimRank, "_leaves_the_body", leaves_again)
     assert "tails to their ends" in caught(layout=PURE, faults=Faults(kills=1))
+
+
+def test_going_back_although_a_replica_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arf, "refuses", lambda *_: "no")
+    monkeypatch.setattr(rsc, "_goes_back", lambda *_: True)
+    with pytest.raises(Counterexample, match="all go back although every shard has a holder"):
+        explore(Layout(2, (0, 0), saves=True), Faults(kills=1))
+
+
+def test_giving_up_although_a_state_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rsc, "refuses", lambda *_: "no")
+    with pytest.raises(Counterexample, match=r"given up although update .* is saved"):
+        explore(Layout(2, (0, 0), ((0,), (1,)), saves=True), Faults(kills=1))
+
+
+def test_what_was_done_stays_when_all_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``started`` is of the ranks that are gone: the job would run before the new ones are there."""
+
+    def forgetful(fault: Fault, job: Job) -> list[Command]:
+        before = dict(job.started)
+        commands = begin(fault, job)
+        job.started.update(before)
+        return commands
+
+    begin = rsc.begin
+    monkeypatch.setattr(rsc, "begin", forgetful)
+    with pytest.raises(Counterexample):
+        explore(Layout(2, (0, 0), ((0,), (1,)), saves=True), Faults(kills=1))

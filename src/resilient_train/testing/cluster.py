@@ -467,9 +467,11 @@ class World:
 
     def carry_out(self, commands: Sequence[Command]) -> None:
         """Does what the controller says, as the agent does."""
-        wrong = self.differed
+        wrong = False
         for command in commands:
             match command:
+                case Note(kind="replicas_differ"):
+                    wrong = True
                 case Note(kind="late_anomaly", detail=detail) if detail["goes_back"]:
                     wrong, since = True, detail["step"]
                     assert isinstance(since, int)

@@ -102,6 +102,8 @@ def launch(request: dict) -> None:
     launcher, code = os.getpid(), 0
     try:
         if script:
+            # Stock gloo waits for the GIL, and whoever has that for gloo: docs/facts.md.
+            sys.modules["torch"]._C._stash_obj_in_tls = lambda *_: None
             runpy.run_path(script, run_name="__main__")
         else:
             module.main()

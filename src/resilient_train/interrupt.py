@@ -7,11 +7,12 @@ Arming, disarming and the handler all run in the main thread, so they need no lo
 Five rules keep the exception inside the ``with`` block, and whole what the user can't clear up. In all but the last
 case the watchdog signals again, until the stop is acknowledged:
 
-* It is not raised while a frame of the Session is on top: between ``__enter__`` arming and the body's first
+* It is not raised while a frame of this library's is on top: between ``__enter__`` arming and the body's first
   instruction, and between the body's last and ``__exit__`` disarming, there is nothing else.
 * It is not raised inside a finalizer, where Python would print and forget it; nor inside an ``__enter__`` or
   ``__exit__``, which would leave a lock taken or ``torch.no_grad`` half entered; nor inside an import or a log call;
-  nor inside what torch makes at the first use: ``_lazy_init`` says first that it was there, and is not run again.
+  nor inside what torch makes at the first use: ``_lazy_init`` says first that it was there, and is not run again; nor
+  inside a fault on request, which would be struck off the plan and not carried out.
 * It is not raised in the standard library's locks and queues but where they wait: a ``Condition`` cut elsewhere gives
   back a lock that it does not have, or leaves a waiter that swallows a wake-up.
 * It is not raised while another such signal is being looked at: it would leave in the place of that one's answer.
@@ -35,8 +36,9 @@ from resilient_train.errors import TrainingInterrupted
 SIGNAL = signal.SIGURG
 STACKS_SIGNAL = signal.SIGRTMIN + 4
 """Asks a rank for its Python stacks, see ``session/pulse.py``."""
-_OURS = tuple(f"resilient_train.{room}" for room in ("session", "frameworks", "interrupt", "protocol"))
-_WHOLE_CALLS = frozenset({"__del__", "__enter__", "__exit__", "__aenter__", "__aexit__", "_lazy_init"})
+_OURS = "resilient_train."
+_BODIES_OF_OURS = ("resilient_train.demo", "resilient_train.testing")
+_WHOLE_CALLS = frozenset({"__del__", "__enter__", "__exit__", "__aenter__", "__aexit__", "_lazy_init", "_carry_out"})
 _WHOLE_MODULES = ("importlib._bootstrap", "logging")
 _LOCKING_MODULES = ("threading", "queue", "multiprocessing.", "concurrent.futures.")
 _WAITS = frozenset({"Condition.wait", "Thread._wait_for_tstate_lock"})
@@ -113,7 +115,7 @@ def _on_top_unsafe(frame: FrameType) -> bool:
     """Whether an exception raised now would land in our own code, or in the middle of a lock's or a queue's."""
     module = frame.f_globals.get("__name__", "")
     if module.startswith(_OURS):
-        return True
+        return not module.startswith(_BODIES_OF_OURS)
     if not module.startswith(_LOCKING_MODULES):
         return False
     return frame.f_code.co_qualname not in _WAITS or _last_attribute(frame.f_code, frame.f_lasti) != "acquire"

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from resilient_train import interrupt as module
 from resilient_train.errors import TrainingInterrupted
+from resilient_train.faults import parse_plan
 from resilient_train.interrupt import SIGNAL, Interrupt
+from resilient_train.observe.sinks import JsonLines, read_events
+from resilient_train.session.injection import Injector
 
 
 class Watchdog:
@@ -66,6 +71,37 @@ def test_what_is_made_at_the_first_use_is_made_whole(armed: Interrupt) -> None:
     lazy = Lazy()
     lazy._lazy_init()
     assert lazy.made
+    with pytest.raises(TrainingInterrupted):
+        strike()
+
+
+def test_a_fault_on_request_is_struck_off_and_carried_out_or_neither(armed: Interrupt, tmp_path: Path) -> None:
+    """Wherever the signal of another fault comes in it."""
+    sink, flipped, lines = JsonLines(tmp_path / "events.jsonl"), list[Path](), list[int]()
+
+    class Drill:
+        def flip(self, *_: object) -> dict[str, object]:
+            flipped.append(tmp_path.resolve())  # the standard library's Python
+            return {}
+
+    def of_line(frame: FrameType, _event: str, _argument: object) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            lines.append(frame.f_lineno)
+            armed._on_signal(SIGNAL, frame)
+        return of_line
+
+    (clause,) = parse_plan("flip rank=0 step=3 phase=UPDATING at=start target=param mask=1")
+    injector = Injector([clause], 0, 0, sink, Drill(), *[None] * 3)  # type: ignore[arg-type]
+    sys.settrace(of_line)
+    try:
+        injector.at("UPDATING", "start", step=3)
+    finally:
+        sys.settrace(None)
+    assert not injector.clauses
+    assert flipped
+    assert len(lines) > 40
+    assert [event.kind for event in read_events(sink.path)] == ["injected", "flipped"]
+    sink.close()
     with pytest.raises(TrainingInterrupted):
         strike()
 

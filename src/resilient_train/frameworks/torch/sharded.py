@@ -139,12 +139,17 @@ class Sharding:
         """Behind a body that a fault has cut: as if its passes had not begun."""
         for module in self._modules:
             state = module._get_fsdp_state()
-            if state._is_root:  # None before the first forward pass, of which a fault can have cut nothing then
+            if state._is_root:
                 _forget_works(state)
                 module.reset_iter_state()
+            elif state._is_root is None:  # its first pass was cut before it knew that it is the outermost one's
+                state._training_state = type(state._training_state).IDLE
         for group in self._groups:
             for parameter in group.fsdp_params:
                 _forget_gradient(parameter)
+                # Each of them, whatever their group says: a signal may come between the first one's change and the
+                # group's word about all of them, and reset_iter_state goes by that word.
+                parameter.to_sharded()
         self.reshard()
 
 

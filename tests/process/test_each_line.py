@@ -27,7 +27,8 @@ def lines(run: Run, ranks: int) -> list[int]:
 
 def test_ddp(tmp_path: Path, undisturbed: Reference) -> None:
     steps = 6000
-    run = launch(tmp_path / "run", "at_each_line.py", "train.py", "torch/", "--steps", str(steps), timeout_s=1000)
+    arguments = ("train.py", "torch/", "--steps", str(steps))
+    run = launch(tmp_path / "run", "at_each_line.py", *arguments, ranks=2, timeout_s=1000)
     assert run.code == 0, run.explain()
     assert min(lines(run, 2)) > 300
     assert run.digests() == undisturbed(ranks=2, steps=steps).digests(), run.explain()

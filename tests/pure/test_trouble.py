@@ -39,13 +39,13 @@ class Rig:
         agent._processes = SimpleNamespace(current=ranks)
         agent._board = self.board
         agent._fenced = {}
-        agent._job = SimpleNamespace(generation=3)
+        agent._job = SimpleNamespace(generation=3, attempt=0)
         agent._loop = SimpleNamespace(call_later=lambda _, what, *told: self.later.append((what, told)))
         agent._on_unexplained = lambda generation, detail: self.faults.append(detail)
         self.agent = agent
 
     def trouble(self, *, deadline: float = 1e12) -> None:
-        self.agent._on_trouble(3, "rank 0: hung up", deadline)
+        self.agent._on_trouble((3, 0), "rank 0: hung up", deadline)
 
     def look_again(self) -> None:
         (what, told), self.later = self.later[0], []
@@ -66,6 +66,17 @@ def test_a_death_is_on_its_way() -> None:
     assert rig.faults == []
     rig.agent._job.generation = 4  # it is seen
     rig.ended[1] = False  # and its place is taken
+    rig.look_again()
+    assert rig.faults == []
+    assert rig.later == []
+
+
+def test_all_start_again_meanwhile() -> None:
+    """In the generation that it was: what failed in the processes of before is no fault of the new ones."""
+    rig = Rig()
+    rig.ended[1] = True
+    rig.trouble()
+    rig.agent._job.attempt, rig.ended[1] = 1, False
     rig.look_again()
     assert rig.faults == []
     assert rig.later == []

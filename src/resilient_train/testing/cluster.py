@@ -187,7 +187,8 @@ class World:
         self.up: dict[tuple[int, int], tuple[m.FromRank, ...]] = {}
         self.down: list[tuple[m.FromAgent, ...]] = [()] * size
         self.collectives: dict[tuple[int, int, int], Collective] = {}
-        self.troubles: tuple[m.Trouble, ...] = ()
+        self.troubles: tuple[tuple[int, m.Trouble], ...] = ()
+        """Of which attempt each of them is."""
         self.unseen: tuple[tuple[int, int], ...] = ()
         self.unreaped: tuple[tuple[int, int], ...] = ()
         self.fenced: frozenset[tuple[int, int]] = frozenset()
@@ -383,9 +384,10 @@ class World:
             code = 1 if (rank, incarnation) in self.left else -9
             self.carry_out(self.controller.exited(rank, incarnation, code, self.standings))
         elif move.name == "loses patience":
-            trouble = self.troubles[move.about]
+            attempt, trouble = self.troubles[move.about]
             self.troubles = self.troubles[: move.about] + self.troubles[move.about + 1 :]
-            self.carry_out(self.controller.failed_collective(trouble.generation, trouble.detail, self.standings))
+            if attempt == self.controller.job.attempt:
+                self.carry_out(self.controller.failed_collective(trouble.generation, trouble.detail, self.standings))
         else:
             queue = self.up[rank, incarnation]
             self.up = {**self.up, (rank, incarnation): queue[1:]}
@@ -407,7 +409,7 @@ class World:
             case m.Finish(generation=generation):
                 self.carry_out(controller.finish(rank, incarnation, generation))
             case m.Trouble():
-                self.troubles += (frame,)
+                self.troubles += ((self.controller.job.attempt, frame),)
             case m.Raised(code=code):
                 self.carry_out(controller.raised(rank, incarnation, code, self.standings))
             case m.Damaged(generation=generation, detail=detail):

@@ -399,7 +399,8 @@ class Agent:
             case m.Reached(generation=generation):
                 self._carry_out(controller.reached(rank, incarnation, generation))
             case m.Trouble(generation=generation, detail=text):
-                self._on_trouble(generation, f"rank {rank}: {text}", time.monotonic() + _LEAVING_S)
+                of = generation, self._job.attempt
+                self._on_trouble(of, f"rank {rank}: {text}", time.monotonic() + _LEAVING_S)
             case m.Raised():
                 self._on_raised(rank, incarnation, frame)
             case m.Unfinishable(generation=generation, reason=text):
@@ -470,14 +471,16 @@ class Agent:
         how = how_it_fails(frame.text, frame.code, self._log(process))
         self._carry_out(self._controller.raised(rank, incarnation, frame.code, self._standings(), how))
 
-    def _on_trouble(self, generation: int, detail: str, deadline: float) -> None:
-        """A collective has failed. If a rank dies or leaves, that is why, and its end says more."""
-        if generation != self._job.generation:
+    def _on_trouble(self, of: tuple[int, int], detail: str, deadline: float) -> None:
+        """A collective has failed, ``of`` this generation and attempt: where all start again, the generation stays. If
+        a rank dies or leaves, that is why, and its end says more.
+        """
+        if of != (self._job.generation, self._job.attempt):
             return
         if time.monotonic() < deadline and any(map(self._goes, self._processes.current.values())):
-            self._loop.call_later(_LEAVING_POLL_S, self._on_trouble, generation, detail, deadline)
+            self._loop.call_later(_LEAVING_POLL_S, self._on_trouble, of, detail, deadline)
         else:
-            self._on_unexplained(generation, detail)
+            self._on_unexplained(of[0], detail)
 
     def _goes(self, process: RankProcess) -> bool:
         activity = progress_of(self._board.progress(process.rank)).activity

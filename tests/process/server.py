@@ -70,6 +70,7 @@ def serve(channel: socket.socket) -> dict | None:
                 os.dup2(source, target)
                 os.close(source)
             os.setsid()
+            _native.die_with_parent(signal.SIGKILL)  # as the server does with the tests, if these are killed
             return request
         for each in streams:
             os.close(each)

@@ -26,7 +26,7 @@ EVERY = 6
 script, parts = sys.argv[1], tuple(sys.argv[2].split(","))
 link = read_link()
 assert link is not None
-steps = rt.Session.steps
+steps, call = rt.Session.steps, rt.Session.call
 seen: set[tuple[str, int]] = set()
 traced: dict[str, bool] = {}
 
@@ -65,19 +65,31 @@ class Line:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
 
 
+def trace(session: Any, number: int) -> None:
+    """A step begins. The first bodies too: what is made at the first use is made there."""
+    turn, rest = divmod(number, EVERY)
+    if not rest and turn % int(os.environ["WORLD_SIZE"]) == link.rank:
+        sys.settrace(Line(session).of_call)
+
+
 def disturbed(self: Any, *args: Any, **kwargs: Any) -> Iterator[rt.Step]:
     for step in steps(self, *args, **kwargs):
-        line = Line(self)
-        # The first bodies too: what is made at the first use is made there.
-        turn, rest = divmod(step.number, EVERY)
-        mine = not step.attempt and not rest and turn % int(os.environ["WORLD_SIZE"]) == link.rank
-        sys.settrace(line.of_call if mine else None)
+        if not step.attempt:
+            trace(self, step.number)
         yield step
         sys.settrace(None)
 
 
-rt.Session.steps = disturbed
-sys.argv[:] = [str(Path(__file__).with_name(script)), *sys.argv[3:]]
+def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    trace(self, self.position.step)
+    try:
+        return call(self, *args, **kwargs)
+    finally:
+        sys.settrace(None)
+
+
+rt.Session.steps, rt.Session.call = disturbed, called
+sys.argv[:] = [str(Path(__file__).parent / script), *sys.argv[3:]]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:

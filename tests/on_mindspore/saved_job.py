@@ -20,7 +20,12 @@ from mindspore import Tensor, nn, ops
 from mindspore.dataset import vision
 from mindspore.train import Callback, Model
 
-from resilient_train.integrations.mindspore import FaultTolerance, checkpoint_file, ttp_directory
+from resilient_train.integrations.mindspore import (
+    ExceptionCheckpoint,
+    FaultTolerance,
+    checkpoint_file,
+    ttp_directory,
+)
 
 EPOCHS, BATCHES, BATCH = 3, 6, 4
 LOSS = -1
@@ -37,6 +42,10 @@ class Plan(NamedTuple):
     faults: Mapping[str, list[int]] = MappingProxyType({})
     options: Mapping[str, Any] = MappingProxyType({})
     groups: list[list[int]] | None = None
+    prefix: str = ""
+    """Of an ``ExceptionCheckpoint``, which there is then."""
+    apart: bool = False
+    """Whether each rank has a directory of its own, as mindx_elastic wants it."""
     always: bool = False
     """Whether an odd value comes again when its step is run again."""
 
@@ -57,7 +66,7 @@ class Faults(Callback):
         step = run_context.original_args().cur_step_num
         if self.when == "behind":
             print("ended", step, flush=True)
-        for kind, number in (("term", signal.SIGTERM), ("usr1", signal.SIGUSR1)):
+        for kind, number in (("term", signal.SIGTERM), ("usr1", signal.SIGUSR1), ("int", signal.SIGINT)):
             if self.due(f"{kind} {self.when}", step):
                 os.kill(os.getpid(), number)
         if self.due(f"raise {self.when}", step):
@@ -142,9 +151,9 @@ def train(plan: Plan) -> str:
     ms.set_context(mode=getattr(ms, f"{plan.mode}_MODE"))
     counter = Callback()
     trained, data = model(plan, counter), dataset(plan.rank, plan.world_size)
-    own = FaultTolerance(
-        plan.folder, rank=plan.rank, world_size=plan.world_size, replica_groups=plan.groups, **plan.options
-    )
+    folder = f"{plan.folder}/device{plan.rank}" if plan.apart else plan.folder
+    options = {"rank": plan.rank, "world_size": plan.world_size, "replica_groups": plan.groups, **plan.options}
+    own = ExceptionCheckpoint(plan.prefix, folder, **options) if plan.prefix else FaultTolerance(folder, **options)
     start = own.resume(trained, data)
     print("start", start.step, flush=True)
     callbacks = [counter, Faults(plan, "before"), own, Faults(plan, "behind")]

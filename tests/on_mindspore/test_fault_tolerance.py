@@ -24,7 +24,7 @@ from saved_job import BATCHES, EPOCHS, Plan, dataset, model, train
 
 from documented import ROOT, blocks
 from resilient_train.errors import CheckpointError, ConfigError, LayoutError, StateError, StorageError, UsageError
-from resilient_train.integrations.mindspore import FaultTolerance, ttp_directory
+from resilient_train.integrations.mindspore import ExceptionCheckpoint, FaultTolerance, ttp_directory
 
 HERE = Path(__file__).parent
 MODES = ("PYNATIVE", "GRAPH")
@@ -480,13 +480,20 @@ def test_two_ranks_go_back_together(
     assert job.ends() == undisturbed_two
 
 
+def beside_another(folder: Path, **options: Any) -> FaultTolerance:
+    """Rank 0 of two; all that there is of the other is its sign in the folder."""
+    (folder / ".ttp_asked").mkdir()
+    (folder / ".ttp_asked/here_1").touch()
+    return FaultTolerance(folder, rank=0, world_size=2, **options)
+
+
 @pytest.mark.parametrize("stops", [False, True], ids=["the last step", "the step at whose end all stop"])
 def test_too_late_to_go_back_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stops: bool
 ) -> None:
     """Then it is an error, and what is saved is from before it."""
     monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1,TRE:1}")
-    own = FaultTolerance(tmp_path, rank=0, world_size=2, replica_groups=[[0, 1]], snapshot_every=1)
+    own = beside_another(tmp_path, replica_groups=[[0, 1]], snapshot_every=1)
     at, seen = (5 if stops else 6), ms.train.Callback()
 
     def step_end(context: Any) -> None:
@@ -505,7 +512,7 @@ def test_too_late_to_go_back_together(
 
 def test_a_rank_that_is_not_waited_for_is_told(tmp_path: Path) -> None:
     """What is agreed upon needs collectives in each step."""
-    own = FaultTolerance(tmp_path, rank=0, world_size=2, replica_groups=[[0, 1]])
+    own = beside_another(tmp_path, replica_groups=[[0, 1]])
     other = ms.train.Callback()
     other.on_train_step_end = lambda context: (
         context.original_args().cur_step_num == 4 and (tmp_path / ".ttp_asked/turn_0_3_-1_1").touch()
@@ -517,7 +524,7 @@ def test_a_rank_that_is_not_waited_for_is_told(tmp_path: Path) -> None:
 
 def test_a_part_that_others_do_not_join_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESILIENT_EXIT_GRACE_S", "0.3")
-    own = FaultTolerance(tmp_path, rank=0, world_size=2, step_grace_s=0.2)
+    own = beside_another(tmp_path, step_grace_s=0.2)
     other = saved_job.Faults(Plan(str(tmp_path), faults={"usr1 before": [0, 3]}), "before")
     trained = model(Plan(str(tmp_path)), ms.train.Callback())
     with pytest.raises(StorageError, match=r"has waited 0.3 s for .*step_4: other ranks have not written"):
@@ -579,3 +586,79 @@ def test_the_lines_of_the_how_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     exec(lines, {"model": trained, "dataset": data})
     assert saved(tmp_path / "checkpoints")
     assert saved_job.digest(trained) == undisturbed
+
+
+INTERRUPTED = 128 + signal.SIGTERM
+"""MindSpore makes SIGTERM of a SIGINT, once it has compiled something."""
+
+
+def test_an_exception_checkpoint(tmp_path: Path, run: Callable[..., Job], mode: str, undisturbed: str) -> None:
+    """SIGINT in the middle of an epoch: the step is finished, and then it is saved; a SIGTERM comes while it saves."""
+    job = run(tmp_path, mode=mode, prefix="Exception", faults={"term: read": [0, 0], "int before": [0, 8]})
+    assert job.wait() == [INTERRUPTED], job.explain()
+    assert saved(tmp_path) == ["ttp_saved_checkpoints-step_8/rank_0/Exception-2_2_breakpoint.ckpt"]
+    job = run(tmp_path, mode=mode, prefix="Exception", life=1)
+    assert job.wait() == [0], job.explain()
+    assert "start 8\n" in job.log(0).read_text()
+    assert job.ends() == [undisturbed]
+
+
+def test_exception_checkpoints_of_two_ranks_of_which_one_is_told(
+    tmp_path: Path, run: Callable[..., Job], mode: str, undisturbed_two: list[str]
+) -> None:
+    job = run(tmp_path, 2, mode=mode, prefix="CKP", faults={"int before": [1, 8]})
+    assert job.wait() == [75, INTERRUPTED], job.explain()
+    files = [f"ttp_saved_checkpoints-step_9/rank_{each}/CKP-2_3_breakpoint.ckpt" for each in range(2)]
+    assert saved(tmp_path) == files
+    job = run(tmp_path, 2, mode=mode, prefix="CKP", life=1)
+    assert job.wait() == [0, 0], job.explain()
+    assert job.ends() == undisturbed_two
+
+
+def test_a_directory_for_each_rank_is_refused(tmp_path: Path, run: Callable[..., Job]) -> None:
+    """They would stop behind different steps, and begin again from different ones."""
+    job = run(tmp_path, 2, prefix="Exception", apart=True)
+    assert job.wait() == [1, 1], job.explain()
+    for rank in range(2):
+        assert f"rank {1 - rank} has left no sign in" in job.log(rank).read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"prefix": "a/b"}, ValueError, "prefix must be a name"),
+        ({"prefix": ""}, ValueError, "prefix must be a name"),
+        ({"partial_save": True}, ConfigError, "replica_groups"),
+        ({"replicas": 2}, ConfigError, "replica_groups"),
+        ({"config": 5}, TypeError, "must be a CheckpointConfig, not int"),
+        ({"config": {"async_save": True}}, ConfigError, "leave async_save out"),
+        ({"config": {"saved_network": nn.Dense(1, 1)}}, ConfigError, "leave saved_network out"),
+        ({"config": {"enc_key": b"0" * 16}}, ConfigError, "leave enc_key out"),
+        (
+            {"config": {"append_info": [{"rate": 1}]}},
+            ConfigError,
+            "leave append_info out .*: rate would not be resumed",
+        ),
+    ],
+)
+def test_what_an_exception_checkpoint_does_not_do(
+    tmp_path: Path, given: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    if isinstance(given.get("config"), dict):
+        given = {"config": ms.train.CheckpointConfig(**given["config"])}
+    with pytest.raises(error, match=says):
+        ExceptionCheckpoint(directory=tmp_path, **given)
+
+
+def test_an_exception_checkpoint_as_scripts_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By position, into the working directory, and with counts that are written in any case."""
+    monkeypatch.chdir(tmp_path)
+    config = ms.train.CheckpointConfig(append_info=["epoch_num", "step_num"], integrated_save=False)
+    trained, stops = (
+        model(Plan("."), ms.train.Callback()),
+        saved_job.Faults(Plan(".", faults={"int before": [0, 3]}), "before"),
+    )
+    with pytest.raises(SystemExit, match=str(INTERRUPTED)):
+        trained.train(1, dataset(0, 1), callbacks=[stops, ExceptionCheckpoint("Exception", None, config)])
+    assert saved(tmp_path) == ["ttp_saved_checkpoints-step_3/rank_0/Exception-1_3_breakpoint.ckpt"]
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler

@@ -17,13 +17,18 @@ from resilient_train.integrations.mindspore.replica_groups import Ranks
 from resilient_train.integrations.mindspore.ttp_directory import Groups
 
 _POLL_S = 0.02
+FileName = Callable[[int, int, int], str]
+"""Of a rank's file, by the rank, the epoch and the step in the epoch (both counted from 1)."""
 
 
 class EndOfLife:
     """One rank's saving, for all its group: see ``ttp_directory.py``. ``tell`` says to people what was saved."""
 
-    def __init__(self, folder: Path, ranks: Ranks, groups: Groups, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, ranks: Ranks, groups: Groups, tell: Callable[[str], None], file_name: FileName
+    ) -> None:
         self._folder, self._ranks, self._groups, self._tell = folder, ranks, groups, tell
+        self._file_name = file_name
 
     def notes(self, step: int, batches: int, outputs: Any) -> dict[str, Any]:
         """What a file says besides the state: MindSpore's entries, and ours. ``outputs``: what a step has returned."""
@@ -45,7 +50,7 @@ class EndOfLife:
     def save(self, state: State, notes: Mapping[str, Any]) -> bool:
         """Writes this rank's part; returns whether the checkpoint is whole now. Raises StorageError, OSError."""
         step, rank = notes["step_num"], self._ranks.rank
-        name = f"ttp_rank_{rank}-{notes['epoch_num']}_{(step - 1) % notes['batch_num'] + 1}.ckpt"
+        name = self._file_name(rank, notes["epoch_num"], (step - 1) % notes["batch_num"] + 1)
         checkpoint_file.write(ttp_directory.make_stage(self._folder, rank) / name, state, notes)
         whole = ttp_directory.deliver(self._folder, step, rank, self._groups)
         final = ttp_directory.directory(self._folder, step)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import mindspore
 from mindspore import nn
@@ -35,7 +35,7 @@ from resilient_train.integrations.mindspore.network_state import (
     wait_for_device,
     written_by_forward,
 )
-from resilient_train.integrations.mindspore.preemption import Preemption
+from resilient_train.integrations.mindspore.preemption import SIGNALS, Preemption
 from resilient_train.integrations.mindspore.replica_groups import check_groups, found_groups, own_ranks
 from resilient_train.integrations.mindspore.resume import Position
 from resilient_train.integrations.mindspore.ttp_directory import Groups
@@ -69,6 +69,8 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
     ConfigError for what can't be saved, UsageError for a training that does not begin where its data does, and
     StorageError for a checkpoint that could not be written.
     """
+
+    signals: ClassVar[tuple[signal.Signals, ...]] = SIGNALS
 
     def __init__(
         self,
@@ -159,7 +161,8 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
             raise UsageError("a FaultTolerance counts the steps of one Model.train: make another, with another folder")
         ttp_directory.clear(self._folder, *self._ranks)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._preemption = Preemption(self._late, self._grace_s, self._over, self._settings.exit_grace_s)
+        limit_s = self._settings.exit_grace_s
+        self._preemption = Preemption(self._late, self._grace_s, self._over, limit_s, self.signals)
         return self
 
     def on_train_begin(self, run_context: Any) -> None:
@@ -192,7 +195,7 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         state_of(network)  # raises for what can't be saved
         groups, why = found_groups(network, self._ranks.world_size)
         groups, why = (groups, why) if self._given_groups is None else (self._given_groups, "as given")
-        self._end = EndOfLife(self._folder, self._ranks, groups, self._tell)
+        self._end = EndOfLife(self._folder, self._ranks, groups, self._tell, self._file_name)
         if self._ranks.world_size > 1:
             if self._ranks.rank == 0:
                 self._tell(f"replica groups {[list(each) for each in groups]}, of each the first rank saves: {why}")
@@ -372,6 +375,10 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
                 self._end.save(self._state(), self._notes())
         except (StorageError, OSError) as failed:
             self._tell(f"nothing was saved: {failed}")
+
+    def _file_name(self, rank: int, epoch: int, step: int) -> str:
+        """As MindSpore's callback names it."""
+        return f"ttp_rank_{rank}-{epoch}_{step}.ckpt"
 
     def _tell(self, text: str) -> None:
         log.warning("rank %d: %s", self._ranks.rank, text)

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -24,7 +24,14 @@ class Preemption:
     ``over`` likewise after ``limit_s``.
     """
 
-    def __init__(self, late: Callable[[], None], grace_s: float, over: Callable[[], None], limit_s: float) -> None:
+    def __init__(
+        self,
+        late: Callable[[], None],
+        grace_s: float,
+        over: Callable[[], None],
+        limit_s: float,
+        signals: Iterable[signal.Signals] = SIGNALS,
+    ) -> None:
         self.got: int | None = None
         """The first signal."""
         self._acts = ((grace_s, late), (limit_s - grace_s, over))
@@ -32,7 +39,7 @@ class Preemption:
         self._ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         self._theirs = theirs
-        self._handlers = {each: signal.signal(each, self._handle) for each in SIGNALS}
+        self._handlers = {each: signal.signal(each, self._handle) for each in signals}
         self._fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         _open.add(self)
         self._thread = threading.Thread(target=self._watch, name="resilient_train preemption", daemon=True)
@@ -53,12 +60,17 @@ class Preemption:
         for each, handler in self._handlers.items():
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
 
+    @property
+    def signals(self) -> Iterable[int]:
+        """Those that it takes."""
+        return self._handlers.keys()
+
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.got = self.got or number
 
     def _watch(self) -> None:
         while seen := self._ours.recv(64):
-            if any(each in SIGNALS for each in seen):
+            if any(each in self._handlers for each in seen):
                 for seconds, act in self._acts:
                     if self._closed.wait(seconds):
                         return
@@ -73,7 +85,8 @@ _mask = threading.local()
 
 def _before_fork() -> None:
     """No signal may reach the fork before it has forgotten."""
-    _mask.old = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _open else ())
+    taken = {number for each in _open for number in each.signals}
+    _mask.old = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
 
 
 def _in_parent() -> None:

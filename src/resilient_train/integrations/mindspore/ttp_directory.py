@@ -59,7 +59,7 @@ def set_aside(path: Path) -> None:
 
 def part(path: Path, rank: int) -> Path | None:
     """The file of a rank in a checkpoint; None where it has none."""
-    return next(iter(sorted(path.glob(f"rank_{rank}/ttp_rank_{rank}-*.ckpt"))), None)
+    return next(iter(sorted(path.glob(f"rank_{rank}/*.ckpt"))), None)
 
 
 def parts(path: Path) -> dict[int, Path]:

@@ -1,0 +1,71 @@
+"""Parts of the MindSpore callbacks that need no MindSpore; whole stories are in tests/on_mindspore."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from resilient_train.errors import UsageError
+from resilient_train.integrations import mindspore
+from resilient_train.integrations.mindspore import ttp_directory
+from resilient_train.integrations.mindspore.agreed_step import STOP, AgreedStep, Asked
+from resilient_train.integrations.mindspore.preemption import SIGNALS, Preemption
+
+
+def test_what_needs_mindspore_is_imported_when_it_is_asked_for() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Fault'"):
+        mindspore.Fault  # noqa: B018 - the access is what is tested
+    assert set(mindspore.__all__) == set(mindspore._WHERE)
+
+
+def test_all_ranks_need_one_folder(tmp_path: Path) -> None:
+    """Who has finished a step sees the signs of all."""
+    one, other = AgreedStep(tmp_path / "a", 0, 2), AgreedStep(tmp_path / "b", 1, 2)
+    with pytest.raises(UsageError, match="rank 0 has finished step 1, and rank 1 has left no sign"):
+        one.look(1)
+    with pytest.raises(UsageError, match="rank 1 has finished step 1, and rank 0 has left no sign"):
+        other.look(1)
+    AgreedStep(tmp_path / "a", 1, 2)
+    assert one.look(1) is None
+    one.ask(Asked(3, STOP))
+    assert one.look(2) == Asked(3, STOP)
+
+
+def test_which_signals_are_taken() -> None:
+    """A second one changes nothing; behind it they do what they did before."""
+    before = {each: signal.getsignal(each) for each in (*SIGNALS, signal.SIGINT)}
+    late: list[int | None] = []
+    preemption = Preemption(lambda: late.append(preemption.got), 0.0, lambda: None, 60.0, before)
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        deadline = time.monotonic() + 20
+        while not late:
+            assert time.monotonic() < deadline, "its thread has not seen the signal"
+            time.sleep(0.001)
+    finally:
+        preemption.close()
+    assert preemption.got == signal.SIGINT
+    assert {each: signal.getsignal(each) for each in before} == before
+
+
+def test_a_signal_that_is_not_taken_is_left_alone() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    preemption = Preemption(lambda: None, 1.0, lambda: None, 2.0)
+    assert signal.getsignal(signal.SIGINT) == before
+    preemption.close()
+
+
+@pytest.mark.parametrize("name", ["ttp_rank_1-2_3.ckpt", "Exception-2_3_breakpoint.ckpt"])
+def test_a_part_is_found_whatever_its_file_is_called(tmp_path: Path, name: str) -> None:
+    groups = [[0], [1]]
+    for rank in range(2):
+        (ttp_directory.make_stage(tmp_path, rank) / name).write_text("state")
+        assert ttp_directory.deliver(tmp_path, 9, rank, groups) == (rank == 1)
+    ((step, path),) = ttp_directory.complete(tmp_path)
+    assert step == 9
+    assert ttp_directory.parts(path) == {rank: path / f"rank_{rank}" / name for rank in range(2)}

@@ -327,6 +327,17 @@ def is_hosted() -> bool:
     return os.environ.get(PREFIX + "TFT_HOSTED") == "1"
 
 
+_MINDX_WAIT = "MINDIO_WAIT_MINDX_TIME"
+
+
+def mindx_wait_s(environ: Mapping[str, str] | None = None) -> int:
+    """How long MindX may take to answer a controller of ``mindio_ttp``. Raises ConfigError."""
+    text = (os.environ if environ is None else environ).get(_MINDX_WAIT, "30")
+    if not text.isdecimal() or not 1 <= int(text) <= 3600:
+        raise ConfigError(f"{_MINDX_WAIT}={text!r} must be a whole number of seconds from 1 to 3600")
+    return int(text)
+
+
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or no rank of anything: it speaks for all."""
     return os.environ.get("RANK", "0") == "0"

@@ -264,6 +264,51 @@ def test_a_controller_in_rank_0(tmp_path: Path, undisturbed: list[str]) -> None:
     assert ends(tmp_path) == undisturbed
 
 
+TASKD = str(JOBS / "mindio_taskd.py")
+REPORTS = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result")
+UCE, PROCESS, NETWORK = 0, 1, 2
+
+
+def decided_by_mindx(folder: Path, plan: str) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
+    """A job whose controller is taskd's, and what that was called for."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environ = {
+        "MS_ENABLE_TFT": SWITCHES,
+        "MS_TFT_IP": "127.0.0.1",
+        "MS_TFT_PORT": str(port),
+        "MS_WORKER_NUM": str(RANKS),
+    }
+    words = [sys.executable, TASKD, str(folder), str(STEPS), plan]
+    job = subprocess.run(words, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60, check=False)
+    return job, [json.loads(line) for line in (folder / "mindx").read_text().splitlines()]
+
+
+@pytest.mark.process
+def test_mindx_decides_and_replaces(tmp_path: Path, undisturbed: list[str]) -> None:
+    """A collective fails, and a rank dies in the stop that follows; then another rank loses memory, and is replaced."""
+    job, calls = decided_by_mindx(tmp_path, "hcce@1:4 kills@2:1 uce@0:9")
+    assert job.returncode == 0, job.stderr
+    assert ends(tmp_path) == undisturbed
+    results = [
+        (code, {int(rank): kind for rank, kind in faults.items()}, way) for _, code, _, faults, way in calls[3:5]
+    ]
+    both = {1: NETWORK, 2: PROCESS}
+    assert results == [(405, both, "retry"), (0, both, "recover")]
+    assert [name for name, *_ in calls] == [*REPORTS, "report_result", *REPORTS]
+    assert calls[7] == ["report_strategies", {"0": UCE}, ["exit", "dump", "recover", "retry"]]
+    assert calls[8] == ["report_result", 0, "all go on behind update 8", {"0": UCE}, "recover"]
+
+
+@pytest.mark.process
+def test_mindx_has_a_failed_job_saved(tmp_path: Path) -> None:
+    job, calls = decided_by_mindx(tmp_path, "raise@1:5")
+    assert job.returncode == 1, job.stderr
+    assert saved(tmp_path) == 4
+    assert calls[2] == ["report_strategies", {"1": PROCESS}, ["exit", "dump"]]
+    assert calls[3:] == [["report_result", 0, "rank 1 has failed by itself", {"1": PROCESS}, "dump"]]
+
+
 def wait_for(path: Path) -> None:
     until(path.exists)
 

@@ -180,6 +180,24 @@ def test_what_is_not_there_is_refused(name: str) -> None:
         provided.tft_init_controller(0, 2, **{"enable_local_copy": False, name: True})
 
 
+def test_what_nobody_orders_is_refused_where_it_is_reported() -> None:
+    with pytest.raises(ConfigError, match="no local copies here"):
+        provided.tft_start_copy_os()
+    with pytest.raises(ConfigError, match=r"step\(7\): a repair is never made from a periodic checkpoint"):
+        provided.tft_report_load_ckpt_step(7)
+    names = "tft_start_copy_os, tft_report_load_ckpt_step, ReportState"
+    assert script(f"from mindio_ttp.framework_ttp import {names}; print('ok')") == "ok"
+
+
+def test_taskd_finds_what_it_imports() -> None:
+    names = ["init_controller", "start_controller", "destroy_controller", "query_high_availability_switch"]
+    names += ["register_mindx_callback", "notify_controller_dump", "notify_controller_stop_train"]
+    names += ["notify_controller_on_global_rank", "notify_controller_change_strategy"]
+    names += ["notify_controller_prepare_action"]
+    imported = ", ".join(f"tft_{name}" for name in names)
+    assert script(f"from mindio_ttp.controller_ttp import {imported}; print('ok')") == "ok"
+
+
 def test_a_loop_that_counts_anew_is_told(hub: Hub) -> None:
     rank = processor(hub, 0)
     rank.end_updating(1)

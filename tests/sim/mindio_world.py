@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from resilient_train.integrations.mindio.controller import Controller, Effect, Ended, Policy, Stage, To
+from resilient_train.integrations.mindio.controller import Controller, Effect, Ended, Policy, Report, Stage, To
 from resilient_train.integrations.mindio.frames import (
     NOT_WHOLE,
     PASSED,
@@ -31,6 +31,7 @@ from resilient_train.integrations.mindio.frames import (
     Stop,
     Welcome,
 )
+from resilient_train.integrations.mindio.mindx_controller import MindXController
 
 TORN = -1
 SENDS = RepairType.RT_SEND.value
@@ -89,13 +90,27 @@ class SimRank:
 
 
 class World:
-    """``heedless``: a rank that is refused an update makes it all the same, and tells, as MindSpore's C++ code does."""
+    """``heedless``: a rank that is refused an update makes it all the same, and tells, as MindSpore's C++ code does.
+
+    ``mindx``: the controller asks, and is answered whatever may be answered.
+    """
 
     def __init__(
-        self, ranks: int, updates: int, faults: Faults, policy: Policy | None = None, *, heedless: bool = False
+        self,
+        ranks: int,
+        updates: int,
+        faults: Faults,
+        policy: Policy | None = None,
+        *,
+        heedless: bool = False,
+        mindx: bool = False,
     ) -> None:
         self.updates, self.budget, self.heedless = updates, faults, heedless
-        self.controller = Controller(ranks, policy)
+        self.controller = MindXController(ranks, policy) if mindx else Controller(ranks, policy)
+        self.asked = ""
+        """What MindX was called for last."""
+        self.chosen = ""
+        """Of what it waits for the result."""
         for rank in range(ranks):
             self.controller.hello(rank)
             self.controller.replicas(rank, (ReplicaGroup(tuple(range(ranks)), ranks),))
@@ -123,6 +138,7 @@ class World:
         alive = [index for index, rank in enumerate(self.ranks) if rank.alive]
         alive = [index for index in alive if self.ranks[index].main != "done"]
         found += [("kill", index) for index in alive if self.budget.kills]
+        found += [(name, 0) for name in self._answers()]
         trains = [index for index in alive if self.ranks[index].main in ("trains", "enters")]
         found += [("uce", index) for index in trains if self.budget.uces]
         found += [("hcce", index) for index in trains if self.budget.hcces and self.ranks[index].main == "enters"]
@@ -137,6 +153,21 @@ class World:
         if self.budget.lates and self.controller.stage not in (Stage.TRAINING, Stage.OVER):
             found.append(("expires", 0))
         return found
+
+    def _answers(self) -> list[str]:
+        """Of MindX."""
+        if not isinstance(self.controller, MindXController):
+            return []
+        match self.controller.stage:
+            case Stage.REPORTING:
+                return ["MindX stops"]
+            case Stage.NAMING:
+                return ["MindX names"]
+            case Stage.CHOOSING:
+                return [f"MindX chooses {each}" for each in self.controller.offered]
+            case Stage.JOINING:
+                return ["MindX chooses dump"]
+        return []
 
     def _moves_of(self, index: int, rank: SimRank) -> list[str]:
         if rank.up:
@@ -188,7 +219,10 @@ class World:
         name, index = move
         rank = self.ranks[index] = self.ranks[index].copy()
         self.controller = self.controller.copy()
-        getattr(self, "_" + name.replace(" ", "_"))(index, rank)
+        if name.startswith("MindX chooses "):
+            self._mindx_chooses(name.removeprefix("MindX chooses "))
+        else:
+            getattr(self, "_" + name.replace(" ", "_").lower())(index, rank)
         self._check()
 
     def _check(self) -> None:
@@ -272,6 +306,32 @@ class World:
     def _error(self, _: int, rank: SimRank) -> None:
         self._spend("errors")
         self._out(rank, ReportState.RS_UNKNOWN)
+
+    def _mindx_stops(self, _: int, __: SimRank) -> None:
+        require(self.asked == "report_fault_ranks", f"it was asked for {self.asked}")
+        self._carry_out(self.controller.stop_train({}))
+
+    def _mindx_names(self, _: int, __: SimRank) -> None:
+        require(self.asked == "report_stop_complete", f"it was asked for {self.asked}")
+        self._carry_out(self.controller.on_global_rank({}))
+
+    def _mindx_chooses(self, strategy: str) -> None:
+        if self.controller.stage is Stage.CHOOSING:
+            require(self.asked in ("report_strategies", "report_result"), f"it was asked for {self.asked}")
+        self.chosen = strategy
+        self._carry_out(self.controller.change_strategy(strategy))
+
+    def _report(self, report: Report) -> None:
+        self.asked = report.action
+        if report.action != "report_result":
+            return
+        code, _, faults, strategy = report.arguments
+        if strategy == "dump":
+            require(code != 0 or self.named, "a checkpoint is told of that has no name")
+        else:
+            require(strategy == self.chosen, f"{self.chosen} was chosen, and is told of as {strategy}")
+            require(bool(faults), "it is told of no fault")
+        self.chosen = ""
 
     # -- messages
 
@@ -408,6 +468,8 @@ class World:
             elif isinstance(effect, Ended):
                 self.ended = effect
                 self._check_end(effect)
+            elif isinstance(effect, Report):
+                self._report(effect)
 
     def _check_end(self, end: Ended) -> None:
         if end.saved >= 0:
@@ -416,7 +478,7 @@ class World:
             there = [r for r in self.ranks if r.alive and r.main != "done"]
             whole = [r for r in there if r.state is not None and r.state >= 1 and r.main != "updates"]
             # At its first step a heedless rank may hold a first update, of which it has not told yet.
-            sure = not self.was_late and not (self.heedless and self.controller.target == 0)
+            sure = not self.was_late and self.chosen != "exit" and not (self.heedless and self.controller.target == 0)
             require(not whole or not sure, f"nothing is saved, and {len(whole)} ranks hold it: {end}")
 
     # -- branching
@@ -430,7 +492,9 @@ class World:
     def key(self) -> int:
         job = self.controller
         seats = tuple(tuple(seat.__dict__.values()) for seat in job.seats)
-        named = (job.stage, job.round, job.target, job.pending, job.lost, job.faulty, bool(job.hopeless), job.low)
-        named += (job.pauses, job.ahead, self.was_left)
+        named = (job.stage, job.round, job.target, job.pending, job.lost, bool(job.hopeless), job.low)
+        named += (job.pauses, job.ahead, self.was_left, frozenset(job.faulty), self.asked, self.chosen)
+        if isinstance(job, MindXController):
+            named += (frozenset(job.faulty.items()), job.stops, job.named, job.offered, job.chosen, job.leaves)
         return hash((seats, named, job.savers, self.budget, self.sent, self.ended is None, self.named, self.saved,
                      tuple(rank.key() for rank in self.ranks)))  # fmt: skip

@@ -109,6 +109,28 @@ def test_ranks_that_heed_no_refusal(faults: Faults) -> None:
     explore(World(2, 2, faults, heedless=True))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "updates", "faults"),
+    [
+        (2, 2, Faults(kills=1)),
+        (2, 1, Faults(uces=1, hcces=1)),
+        (2, 1, Faults(kills=1, uces=1)),
+        (2, 1, Faults(kills=1, lates=1)),
+        pytest.param(2, 1, Faults(errors=1, kills=1), marks=pytest.mark.long),
+        pytest.param(2, 1, Faults(leaves=1, uces=1), marks=pytest.mark.long),
+        pytest.param(2, 2, Faults(uces=2), marks=pytest.mark.long),
+        pytest.param(2, 2, Faults(kills=2), marks=pytest.mark.long),
+        pytest.param(3, 1, Faults(kills=1), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_every_interleaving_with_mindx(ranks: int, updates: int, faults: Faults) -> None:
+    """It chooses whatever is offered, the end among others."""
+    states, ends = explore(World(ranks, updates, faults, mindx=True))
+    print(f"{states} states, {ends} ends")
+    assert states > 300
+
+
 def test_what_moves_while_it_is_saved_is_saved_again() -> None:
     """The only one that is left is saved in the middle of a step, and updates all the same."""
     explore(World(2, 2, Faults(kills=1), Policy(arf=False), heedless=True))

@@ -225,7 +225,7 @@ def train_by_hand(*, arf: bool) -> None:
             (FOLDER / "resumed").touch()
 
 
-if RANK == 0:
+if RANK == 0 and "MINDX_TASK_ID" not in os.environ:
     controller_ttp.tft_init_controller(RANK, WORLD, False, enable_arf=True)
     controller_ttp.tft_start_controller(*WHERE, False, "")
 tft.tft_init_processor(RANK, WORLD, False, False, "", enable_arf=True)

@@ -8,6 +8,9 @@ last is there, the next stage follows:
     LOCKING      all come to the end of the same update, and begin none behind it
     HALTING      the same, where nothing is wrong: all make one more update. A pause follows, or the end
     PAUSED       all stand, until somebody lets them go on
+    REPORTING    MindX, where there is one, is to say that training stops (``mindx_controller.py``)
+    NAMING       it is to name all ranks that are faulty
+    CHOOSING     it is to choose what is done
     STOPPING     training threads raise, and wait
     CLEANING     devices are made ready; who lost memory says whether state was in it
     JOINING      lost ranks come back (ARF)
@@ -30,7 +33,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -41,6 +44,7 @@ from resilient_train.integrations.mindio.frames import (
     Clean,
     Did,
     Exit,
+    FaultKind,
     Go,
     Halt,
     Lock,
@@ -69,6 +73,9 @@ class Stage(enum.Enum):
     LOCKING = enum.auto()
     HALTING = enum.auto()
     PAUSED = enum.auto()
+    REPORTING = enum.auto()
+    NAMING = enum.auto()
+    CHOOSING = enum.auto()
     STOPPING = enum.auto()
     CLEANING = enum.auto()
     JOINING = enum.auto()
@@ -98,10 +105,13 @@ class To(NamedTuple):
 
 
 class Timer(NamedTuple):
-    """Call ``expired(round, stage)`` if the job is still there when that stage's time is over."""
+    """Call ``expired(round, stage)`` if the job is still there when that stage's time is over: ``limit_s``, or, if that
+    is 0, as long as such a stage may take.
+    """
 
     round: int
     stage: Stage
+    limit_s: float = 0.0
 
 
 class Note(NamedTuple):
@@ -123,7 +133,24 @@ class Ended(NamedTuple):
     failed: int = -1
 
 
-Effect = To | Timer | Note | Ended
+class Report(NamedTuple):
+    """Call what MindX has registered for ``action``."""
+
+    action: str
+    arguments: tuple[Any, ...]
+
+
+Effect = To | Timer | Note | Ended | Report
+
+
+class Fault(NamedTuple):
+    """What a rank was told of. ``code``: the device's."""
+
+    kind: FaultKind
+    code: str = ""
+
+
+PROCESS = Fault(FaultKind.PROCESS)
 
 
 class Seat:
@@ -174,8 +201,8 @@ class Controller:
         """Who has not answered yet."""
         self.lost: frozenset[int] = frozenset()
         """Ranks whose process is gone, in this recovery."""
-        self.faulty: frozenset[int] = frozenset()
-        """All that a fault was told of, in this recovery."""
+        self.faulty: Mapping[int, Fault] = MappingProxyType({})
+        """All that a fault was told of, in this recovery, and the last of each."""
         self.hopeless = ""
         """Why this recovery can only be the job's end."""
         self.failed = -1
@@ -315,7 +342,7 @@ class Controller:
                 if self.stage is Stage.STOPPING:
                     return self._answered_all()
                 if self.stage is Stage.TRAINING:
-                    return self._fault(rank, "left its loop, and nobody had stopped it")
+                    return self._fault(rank, "left its loop, and nobody had stopped it", Fault(FaultKind.NETWORK))
                 return []
         seat.reported = state
         if state in (ReportState.RS_UCE, ReportState.RS_UCE_CORRUPTED):
@@ -326,7 +353,7 @@ class Controller:
             self.failed = rank if self.failed < 0 else self.failed
         elif state is ReportState.RS_RETRY:
             self.hopeless = self.hopeless or f"rank {rank} wants to load a checkpoint, which nobody has registered"
-        return self._fault(rank, f"{state.name} {code}".strip())
+        return self._fault(rank, f"{state.name} {code}".strip(), Fault(_KINDS.get(state, FaultKind.PROCESS), code))
 
     def gone(self, rank: int) -> list[Effect]:
         """A process has ended, or is not heard any more."""
@@ -358,7 +385,8 @@ class Controller:
             self.seats[rank].step = answer.step
             return self._halt(ahead=self.ahead * 2)
         if failure := self._took(rank, answer):
-            return self._fault(rank, failure)
+            kind = FaultKind.UCE if answer.code == NOT_WHOLE else FaultKind.PROCESS
+            return self._fault(rank, failure, Fault(kind))
         self.pending -= {rank}
         return self._answered_all()
 
@@ -385,14 +413,14 @@ class Controller:
 
     # -- rounds
 
-    def _fault(self, rank: int, what: str) -> list[Effect]:
+    def _fault(self, rank: int, what: str, fault: Fault = PROCESS) -> list[Effect]:
         """A round begins: where nobody can be helped, so does the end."""
         if self.stage is Stage.OVER:
             return []
         if self.stage is Stage.STARTING:
             return self._end(f"rank {rank}: {what}, before all were there")
         told: list[Effect] = [Note("fault", rank, what)]
-        self.faulty |= {rank}
+        self.faulty = MappingProxyType({**self.faulty, rank: fault})
         if self.stage in (Stage.SAVING, Stage.RENAMING):
             # Where a script fails, it fails on all ranks, one after the other: those who save hold what they hold.
             if all(self._holds(each) for ranks in self.savers for each in ranks):
@@ -494,12 +522,21 @@ class Controller:
         steady = self._steady()
         if self.stage is Stage.HALTING and not self.hopeless:
             self.stage, self.target = Stage.PAUSED, max(self.seats[rank].step for rank in steady)
-            return [Note("paused", -1, "all stand", {"step": self.target})]
+            return self._paused()
         self.target = self._held_by_all_sets()
+        return self._decide()
+
+    def _paused(self) -> list[Effect]:
+        return [Note("paused", -1, "all stand", {"step": self.target})]
+
+    def _decide(self) -> list[Effect]:
+        """What is done about the fault, now that all stand."""
         if self.hopeless or self._no_way():
             return self._leave()
-        repair = "recover" if self.lost else "retry"
-        return self._give(Stage.STOPPING, {rank: Stop(round=self.round, repair=repair) for rank in steady})
+        return self._stop("recover" if self.lost else "retry")
+
+    def _stop(self, repair: str) -> list[Effect]:
+        return self._give(Stage.STOPPING, {rank: Stop(round=self.round, repair=repair) for rank in self._steady()})
 
     def _no_way(self) -> str:
         """Why training can't go on in place."""
@@ -603,8 +640,8 @@ class Controller:
         )
 
     def _goes_on(self) -> list[Effect]:
-        self.stage, self.pending, self.lost, self.faulty = Stage.TRAINING, frozenset(), frozenset(), frozenset()
-        self.low = frozenset()
+        self.stage, self.pending, self.lost = Stage.TRAINING, frozenset(), frozenset()
+        self.low, self.faulty = frozenset(), MappingProxyType({})
         for seat in self.seats:
             seat.reported, seat.reborn, seat.builds, seat.prepared, seat.locked = None, False, False, False, False
         ranks = range(len(self.seats))
@@ -686,9 +723,9 @@ class Controller:
         exits: list[Effect] = [To(rank, Exit(round=self.round)) for rank in reversed(present)]
         return [*exits, Ended(saved, reason, self.failed)]
 
-    def copy(self) -> Controller:
+    def copy(self) -> Self:
         """An independent one in the same state."""
-        new = object.__new__(Controller)
+        new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.seats = [seat.copy() for seat in self.seats]
         new.company = [list(sets) for sets in self.company]
@@ -701,6 +738,11 @@ def replica_sets(group: ReplicaGroup) -> list[tuple[int, ...]]:
     return [group.ranks[part::parts] for part in range(parts)]
 
 
+_KINDS = {
+    ReportState.RS_UCE: FaultKind.UCE,
+    ReportState.RS_UCE_CORRUPTED: FaultKind.UCE,
+    ReportState.RS_HCCL_FAILED: FaultKind.NETWORK,
+}
 _ORDER: dict[Stage, type[Order]] = {
     Stage.LOCKING: Lock,
     Stage.HALTING: Halt,

@@ -51,6 +51,17 @@ class OptimizerType(enum.Enum):
     MOE = 1
 
 
+class FaultKind(enum.IntEnum):
+    """What befell a rank, as MindX is told."""
+
+    UCE = 0
+    """Its device has lost memory."""
+    PROCESS = 1
+    """Its process is gone, or of no use any more."""
+    NETWORK = 2
+    """A collective has failed."""
+
+
 class ReplicaGroup(msgspec.Struct, frozen=True):
     """Ranks that hold one optimizer state together: ``copies`` times, so with that many replicas of each part."""
 

@@ -12,11 +12,24 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from resilient_train.errors import ConfigError, ProtocolError
 from resilient_train.integrations.mindio import wire
-from resilient_train.integrations.mindio.controller import Controller, Effect, Ended, Note, Policy, Stage, Timer, To
+from resilient_train.integrations.mindio.controller import (
+    Controller,
+    Effect,
+    Ended,
+    Note,
+    Policy,
+    Report,
+    Stage,
+    Timer,
+    To,
+)
 from resilient_train.integrations.mindio.frames import Bye, Did, FromProcessor, Hello, Over, Replicas, Reported, Status
+from resilient_train.integrations.mindio.mindx import MindX
+from resilient_train.integrations.mindio.mindx_controller import MindXController, OrderError
 from resilient_train.transport import FrameBuffer, decode, encode
 
 log = logging.getLogger("resilient_train.mindio")
@@ -33,6 +46,7 @@ _LIMITS_S = {
 }
 """How long each stage may take, as MindIO has it; the others _ACTION_S."""
 _GREETING_S = 10.0
+_OBEYED_S = 10.0
 _STRANGERS_MAX = 64
 
 
@@ -59,11 +73,18 @@ class Hub:
         policy: Policy,
         secret: bytes = b"",
         told: Told = log_it,
+        mindx: MindX | None = None,
     ) -> None:
-        """Raises ConfigError for an address that can't be listened at."""
+        """``mindx``, if it is there, decides about faults.
+
+        Raises ConfigError for an address that can't be listened at.
+        """
         wire.check_bind(address, secret)
         self._secret, self._world_size, self._told = secret, world_size, told
-        self.controller = Controller(world_size, policy)
+        self._mindx = mindx
+        self.controller = (
+            Controller(world_size, policy) if mindx is None else MindXController(world_size, policy, mindx.wait_s)
+        )
         """For others to look at."""
         self._seated: dict[int, _Visitor] = {}
         self.known: set[int] = set()
@@ -78,11 +99,16 @@ class Hub:
 
     async def open(self) -> None:
         """Begins to answer, in the running loop."""
+        loop = asyncio.get_running_loop()
+        if self._mindx is not None:
+            self._mindx.start(lambda reason: loop.call_soon_threadsafe(self._forsaken, reason))
         self._server = await asyncio.start_server(self._serve, sock=self._listening)
 
     async def close(self) -> None:
         """Ends all connections; ranks are told."""
         self._closed = True
+        if self._mindx is not None:
+            self._mindx.close()
         for each in self._seated.values():
             each.send(Over())
         self._server.close()
@@ -114,6 +140,15 @@ class Hub:
     def unpause(self) -> None:
         """All are to go on."""
         self._carry_out(self.controller.unpause())
+
+    def obey(self, order: Callable[[MindXController], list[Effect]]) -> None:
+        """Something that MindX wants. Raises OrderError where it can't be done."""
+        if not isinstance(self.controller, MindXController):
+            raise OrderError("the controller decides by itself: MindX had not registered its callbacks")
+        self._carry_out(order(self.controller))
+
+    def _forsaken(self, reason: str) -> None:
+        self.obey(lambda controller: controller.forsaken(reason))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -191,9 +226,12 @@ class Hub:
                 case To(rank=rank, frame=frame):
                     if (visitor := self._seated.get(rank)) is not None:
                         visitor.send(frame)
-                case Timer(round=number, stage=stage):
-                    limit_s = _LIMITS_S.get(stage, _ACTION_S)
+                case Timer(round=number, stage=stage, limit_s=given_s):
+                    limit_s = given_s or _LIMITS_S.get(stage, _ACTION_S)
                     asyncio.get_running_loop().call_later(limit_s, self._expire, number, stage)
+                case Report():
+                    assert self._mindx is not None, "nobody else is asked"
+                    self._mindx.report(effect)
                 case Note() | Ended():
                     self._told(effect)
 
@@ -218,6 +256,27 @@ class HubThread:
         finally:
             self._loop.run_until_complete(self._hub.close())
             self._loop.close()
+
+    def obey(self, order: Callable[[MindXController], list[Effect]]) -> None:
+        """As the hub's, from another thread."""
+        done: Future[None] = Future()
+
+        def act() -> None:
+            try:
+                self._hub.obey(order)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        try:
+            self._loop.call_soon_threadsafe(act)
+        except RuntimeError:
+            raise OrderError("the controller is closed") from None
+        try:
+            done.result(_OBEYED_S)
+        except TimeoutError:
+            raise OrderError(f"the controller has done nothing for {_OBEYED_S:g} s: is it being closed?") from None
 
     def close(self) -> None:
         """Ends the thread and all connections; ranks are told."""

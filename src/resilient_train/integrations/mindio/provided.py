@@ -17,9 +17,11 @@ from typing import Any
 from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.integrations.mindio import c_api, exception_handler, wire
-from resilient_train.integrations.mindio.controller import Policy
+from resilient_train.integrations.mindio.controller import Effect, Policy
 from resilient_train.integrations.mindio.frames import Action, OptimizerType, RepairType, ReplicaGroup, ReportState
 from resilient_train.integrations.mindio.hub import Hub, HubThread
+from resilient_train.integrations.mindio.mindx import ACTIONS, MindX
+from resilient_train.integrations.mindio.mindx_controller import MindXController, OrderError
 from resilient_train.integrations.mindio.processor import Handler, Processor
 
 log = logging.getLogger("resilient_train.mindio")
@@ -28,8 +30,12 @@ __all__ = ["Action", "OptimizerType", "RepairType", "ReportState"]
 
 _wanted: tuple[int, Policy] | None = None
 """Of how many ranks the controller is to be, and what it may do."""
+_in_agent = False
+"""It is to be in no rank's process: MindX decides about faults, if it has registered that it does."""
 _hub: HubThread | None = None
 _processor: Processor | None = None
+_mindx: dict[str, Callable[..., Any]] = {}
+"""What MindX has registered, by its action."""
 
 
 def _own() -> Processor:
@@ -47,13 +53,15 @@ def tft_init_controller(
     rank: int, world_size: int, enable_local_copy: bool, enable_arf: bool = False, enable_zit: bool = False
 ) -> None:
     """Says what the controller of this job is to do. Raises ConfigError."""
-    global _wanted
+    global _wanted, _in_agent
     _refuse("enable_local_copy", enable_local_copy)
     _refuse("enable_zit", enable_zit)
     if not -1 <= rank < world_size:
         raise ConfigError(f"mindio_ttp: rank {rank} of {world_size}")
     switches = config.read_switches()
-    _wanted = world_size, Policy(uce=switches.uce, hcce=switches.hcce, arf=bool(enable_arf))
+    _in_agent = rank < 0
+    arf = bool(enable_arf)
+    _wanted = world_size, Policy(uce=switches.uce, hcce=switches.hcce, arf=arf, pause=arf or switches.tsp)
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
@@ -68,7 +76,13 @@ def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_i
         raise ConfigError(
             f"mindio_ttp: there is no TLS here; give enable_tls=False, {wire.VARIABLE}, and a network that nobody reads"
         )
-    _hub = HubThread(Hub(bind_ip, int(port), *_wanted, _secret()))
+    mindx = None
+    if set(_mindx) == set(ACTIONS) and _in_agent:
+        mindx = MindX(_mindx, config.mindx_wait_s())
+    elif _mindx:
+        who = "it has registered less than all" if _in_agent else "the controller is in a rank"
+        log.warning("mindio_ttp: MindX is not asked: %s; the controller decides by itself", who)
+    _hub = HubThread(Hub(bind_ip, int(port), *_wanted, _secret(), mindx=mindx))
 
 
 def tft_destroy_controller() -> None:
@@ -145,6 +159,21 @@ def tft_set_optimizer_replica(rank: int, replica_info: Sequence[Mapping[str, Any
 
 def tft_set_dp_group_info(rank: int, dp_rank_list: Sequence[int]) -> None:
     """MindIO groups ranks by it where a checkpoint is written; ours goes by the replicas."""
+
+
+def tft_start_copy_os() -> None:
+    """Only with ``enable_local_copy``, which is refused. Raises ConfigError."""
+    raise ConfigError("mindio_ttp: tft_start_copy_os: there are no local copies here; leave enable_local_copy out")
+
+
+def tft_report_load_ckpt_step(step: int) -> None:
+    """Only of a repair that loads a checkpoint, which nobody is ordered to make. Raises ConfigError: what was loaded is
+    not what the others hold.
+    """
+    raise ConfigError(
+        f"mindio_ttp: tft_report_load_ckpt_step({step}): a repair is never made from a periodic checkpoint here; its "
+        "handler takes the state that another rank sends"
+    )
 
 
 def tft_start_updating_os(backup_step: int = -1) -> None:
@@ -249,21 +278,68 @@ tft_register_decrypt_handler = _registering("decrypt")
 
 
 def tft_register_mindx_callback(action: str, func: Callable[..., Any]) -> int:
-    """Takes it, and never calls it: the controller decides by itself, as MindSpore's own stand-in for MindX does."""
-    log.info("mindio_ttp: MindX's callback %s is not called: the controller decides by itself", action)
+    """All four before the start of a controller of rank -1, and MindX decides about faults. Returns 0; 1: refused.
+
+    In rank 0 it is MindSpore's stand-in for MindX that registers them: there, as under ``resilient-run``, the
+    controller decides by itself.
+    """
+    if action not in ACTIONS or not callable(func):
+        log.error("mindio_ttp: %r can't be registered for %r; there are %s", func, action, ", ".join(ACTIONS))
+        return 1
+    _mindx[action] = func
     return 0
 
 
-def _without_mindx(*_: object, **__: object) -> int:
-    log.error("mindio_ttp: MindX can't give orders to this controller")
+def _order(order: Callable[[MindXController], list[Effect]]) -> int:
+    """Returns 0; 1: it can't be done, and nothing has changed."""
+    why = "there is no controller in this process"
+    if _hub is not None:
+        try:
+            _hub.obey(order)
+        except OrderError as error:
+            why = str(error)
+        else:
+            return 0
+    log.error("mindio_ttp: MindX is refused: %s", why)
     return 1
 
 
-tft_notify_controller_stop_train = _without_mindx
-tft_notify_controller_on_global_rank = _without_mindx
-tft_notify_controller_prepare_action = _without_mindx
-tft_notify_controller_change_strategy = _without_mindx
-tft_notify_controller_dump = _without_mindx
+def tft_notify_controller_stop_train(
+    fault_ranks: Mapping[int, int], stop_type: str = "stop", timeout: int | None = None
+) -> int:
+    """Training stops, since these ranks (rank -> FaultKind) are faulty; or stands still ("pause") for a time."""
+    if stop_type == "stop":
+        return _order(lambda job: job.stop_train(fault_ranks))
+    if stop_type == "pause":
+        return _order(lambda job: job.pause_train(timeout or 0))
+    log.error("mindio_ttp: stop_type %r is neither 'stop' nor 'pause'", stop_type)
+    return 1
+
+
+def tft_notify_controller_on_global_rank(fault_ranks: Mapping[int, int], time: int = 1) -> int:
+    """These ranks are faulty. ``time``: seconds until a strategy may be chosen."""
+    return _order(lambda job: job.on_global_rank(fault_ranks, time))
+
+
+def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> int:
+    """One of those that were reported is chosen; or "continue", behind a pause."""
+    return _order(lambda job: job.change_strategy(strategy))
+
+
+def tft_notify_controller_prepare_action(action: str, fault_ranks: Mapping[int, int] | None = None) -> int:
+    """There is no hot switch here."""
+    log.error("mindio_ttp: %r can't be prepared: a rank is replaced when it is lost, not before", action)
+    return 1
+
+
+def tft_notify_controller_dump() -> int:
+    """The state is saved, and the job ends."""
+    return _order(lambda job: job.leave("MindX wants the state to be saved, and the job to end"))
+
+
+def tft_query_high_availability_switch() -> bool:
+    """Whether faults are repaired: there is a controller."""
+    return _hub is not None
 
 
 def _secret() -> bytes:

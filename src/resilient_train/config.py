@@ -338,6 +338,11 @@ def mindx_wait_s(environ: Mapping[str, str] | None = None) -> int:
     return int(text)
 
 
+def cleans_before_save() -> bool:
+    """``TTP_STOP_CLEAN_BEFORE_DUMP``: a rank of ``mindio_ttp`` has its device stopped and cleaned before it saves."""
+    return os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP") == "1"
+
+
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or no rank of anything: it speaks for all."""
     return os.environ.get("RANK", "0") == "0"

@@ -29,6 +29,8 @@ from resilient_train.integrations.mindio.frames import (
     ReplicaGroup,
     Reported,
     ReportState,
+    Save,
+    Savers,
     Status,
 )
 from resilient_train.integrations.mindio.hub import Hub, HubThread
@@ -58,6 +60,22 @@ def test_it_is_found_where_mindio_is_not() -> None:
     assert script(text) == "2 tft_is_reboot_node"
     names = "tft_init_controller, tft_start_controller, tft_destroy_controller"
     assert script(f"from mindio_ttp.controller_ttp import {names}; print('ok')") == "ok"
+
+
+def test_all_that_mindspeed_llm_imports_is_there() -> None:
+    names = (
+        "tft_exception_handler, tft_init_controller, tft_start_controller, tft_init_processor, tft_start_processor, "
+        "tft_register_rename_handler, set_mindio_export_version, tft_register_save_ckpt_handler, tft_pause_train, "
+        "tft_set_optimizer_replica, tft_set_dp_group_info, tft_register_stop_handler, tft_register_clean_handler, "
+        "tft_register_repair_handler, tft_register_rollback_handler, tft_register_rebuild_group_handler, "
+        "tft_is_reboot_node, tft_register_stream_sync_handler, tft_register_exception_handler, tft_set_step_args, "
+        "tft_start_updating_os, tft_end_updating_os, OptimizerType, RepairType"
+    )
+    text = f"from mindio_ttp.framework_ttp import {names}\n"
+    text += "from mindio_ttp.framework_ttp.ttp_decorator import tft_report_load_ckpt_step, get_mindio_export_version\n"
+    text += "from mindio_ttp.utils import tft_set_update_start_time, tft_set_update_end_time\n"
+    text += "print(get_mindio_export_version()); set_mindio_export_version('MindSpeed-LLM')\n"
+    assert script(f"{text}print(get_mindio_export_version())").split() == ["None", "MindSpeed-LLM"]
 
 
 def test_mindios_own_is_never_hidden(tmp_path: Path) -> None:
@@ -208,25 +226,210 @@ def test_a_loop_that_counts_anew_is_told(hub: Hub) -> None:
 
 
 def test_who_holds_the_same() -> None:
-    assert replica_sets(ReplicaGroup((0, 1, 2, 3), 4)) == [(0, 1, 2, 3)]
-    assert replica_sets(ReplicaGroup((4, 5, 6, 7), 2)) == [(4, 6), (5, 7)]
-    assert replica_sets(ReplicaGroup((0, 1), 1)) == [(0,), (1,)]
+    assert replica_sets(ReplicaGroup((0, 1, 2, 3), 4)) == ((0, 1, 2, 3),)
+    assert replica_sets(ReplicaGroup((4, 5, 6, 7), 2)) == ((4, 6), (5, 7))
+    assert replica_sets(ReplicaGroup((0, 1), 1)) == ((0,), (1,))
 
 
-@pytest.mark.parametrize("told", [(), (0,)], ids=["nobody", "one of two groups"])
-def test_of_what_nobody_has_told_nothing_is_made_up(told: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "told",
+    [(), (ReplicaGroup((0,), 1),), (ReplicaGroup((0, 1), 2), ReplicaGroup((0,), 1))],
+    ids=["nothing", "one of two groups", "of the experts one of two groups"],
+)
+def test_of_what_nobody_has_told_nothing_is_made_up(told: tuple[ReplicaGroup, ...]) -> None:
     """Else a rank would get, or save, a part that is not its own, with exit code 0."""
     job = Controller(2)
     for rank in range(2):
         job.hello(rank)
         job.status(rank, 3, updating=False)
-    for rank in told:
-        job.replicas(rank, (ReplicaGroup((rank,), 1),))
+    if told:
+        job.replicas(0, told)
     effects = [*job.reported(0, ReportState.RS_HCCL_FAILED)]
     effects += [each for rank in range(2) for each in job.did(rank, Did(job.round, "lock", 0, 3))]
     (ended,) = [each for each in effects if isinstance(each, Ended)]
     assert ended.saved < 0
     assert "tft_set_optimizer_replica" in ended.reason
+
+
+def of_two_kinds(dense: int, experts: int) -> Controller:
+    """Four ranks behind update 3. Ranks 0 and 2 are a group of the dense part, 1 and 3 the other, as with two tensor
+    parallel ranks; 0 and 1 are one of the experts, 2 and 3 the other. So many copies are in each.
+    """
+    job = Controller(4)
+    for rank in range(4):
+        job.hello(rank)
+    for rank in range(4):
+        along, across = (rank % 2, rank % 2 + 2), (rank // 2 * 2, rank // 2 * 2 + 1)
+        assert job.replicas(rank, (ReplicaGroup(along, dense), ReplicaGroup(across, experts))) == []
+        job.status(rank, 3, updating=False)
+    return job
+
+
+def answered(job: Controller, order: str) -> list[To]:
+    """What it does when all who are asked have answered."""
+    effects = [each for rank in sorted(job.pending) for each in job.did(rank, Did(job.round, order, 0, 3))]
+    return [each for each in effects if isinstance(each, To)]
+
+
+def test_each_group_is_saved_by_ranks_of_its_own() -> None:
+    """MindSpeed-LLM's handlers make a group of those that they are told of, and the first of them writes."""
+    job = of_two_kinds(2, 1)
+    job.gone(0)
+    job.leave("it is lost")
+    saves = {to.rank: to.frame.savers for to in answered(job, "lock") if isinstance(to.frame, Save)}
+    assert saves == {}, "of rank 0's experts nobody has a copy"
+    job = of_two_kinds(2, 2)
+    job.gone(0)
+    job.leave("it is lost")
+    saves = {to.rank: to.frame.savers for to in answered(job, "lock") if isinstance(to.frame, Save)}
+    assert saves == {1: (Savers(0, (1,)), Savers(1, (1,))), 2: (Savers(0, (2,)), Savers(1, (2,)))}
+    renames = answered(job, "save")
+    assert [to.frame.name() for to in renames] == ["rename"]
+
+
+def test_a_rank_gets_each_kind_from_who_has_it() -> None:
+    job = of_two_kinds(2, 2)
+    effects = job.reported(1, ReportState.RS_UCE)
+    effects = answered(job, "lock")
+    for rank in (0, 2, 3):
+        job.reported(rank, ReportState.RS_NORMAL)
+    answered(job, "stop")
+    effects = answered(job, "clean")
+    orders = {to.rank: to.frame for to in effects if isinstance(to.frame, Repair)}
+    assert {order.ranks for order in orders.values()} == {(0, 1, 3)}
+    high, sends = RepairType.RT_UCE_HIGHLEVEL.value, RepairType.RT_SEND.value
+    assert {rank: order.parts for rank, order in orders.items()} == {
+        0: (Part(1, sends, (0,), (1,)),),
+        1: (Part(0, high, (3,), (1,)), Part(1, high, (0,), (1,))),
+        3: (Part(0, sends, (3,), (1,)),),
+    }
+
+
+def lone(monkeypatch: pytest.MonkeyPatch, **handlers: Callable[..., object]) -> Processor:
+    """Rank 0 behind update 1, without a controller."""
+    rank = Processor(0, 4)
+    monkeypatch.setattr(rank, "_send", lambda frame: None)
+    rank.handlers |= {name: (handler, None) for name, handler in handlers.items()}
+    rank.end_updating(1)
+    return rank
+
+
+def test_a_repair_is_one_call_for_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MindSpeed-LLM goes through the lists side by side, sorts the last, and loads all that came at once."""
+    calls: list[tuple[bool, list[int], dict[str, object]]] = []
+    rank = lone(monkeypatch, repair=lambda step, anew, errors, info, args, ctx: calls.append((anew, errors, info)))
+    high, sends, low = RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_SEND, RepairType.RT_UCE_LOWLEVEL
+    parts = (Part(0, high.value, (2,), (0,)), Part(1, high.value, (1,), (0,)))
+    assert rank._repair(Repair(round=0, step=1, parts=parts, ranks=(0, 1, 2))) == 0
+    told = {"type": [0, 1], "repair_type": high.value, "src": [2, 1], "dst": [0, 0], "rank_list": [0, 1, 2]}
+    assert calls == [(True, [0, 0], told)]
+    calls.clear()
+    parts = (Part(0, low.value, (), ()), Part(0, sends.value, (0, 0), (1, 2)), Part(1, sends.value, (0,), (1,)))
+    assert rank._repair(Repair(round=0, step=1, parts=parts, ranks=(0, 1, 2))) == 0
+    none = {"type": [], "repair_type": low.value, "src": [], "dst": [], "rank_list": [0, 1, 2]}
+    told = {"type": [0, 0, 1], "repair_type": sends.value, "src": [0] * 3, "dst": [1, 2, 1], "rank_list": [0, 1, 2]}
+    assert calls == [(False, [], none), (False, [1, 2, 1], told)], "the device first"
+
+
+def test_a_device_is_made_ready_before_what_is_on_it_is_given_away() -> None:
+    job = of_two_kinds(2, 2)
+    job.reported(0, ReportState.RS_UCE)
+    job.reported(2, ReportState.RS_UCE)
+    answered(job, "lock")
+    for rank in (1, 3):
+        job.reported(rank, ReportState.RS_NORMAL)
+    answered(job, "stop")
+    job.did(0, Did(job.round, "clean", 2, 3))
+    orders = {to.rank: to.frame for to in answered(job, "clean") if isinstance(to.frame, Repair)}
+    assert [RepairType(part.how).name for part in orders[0].parts] == ["RT_UCE_LOWLEVEL", "RT_SEND"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_device_is_freed_before_the_end_of_life_is_saved(monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+    """The training thread hangs in it, or stands in a pause. What fails does not keep the state from being saved."""
+    said: list[str] = []
+
+    def stop(args: object, ctx: object) -> None:
+        said.append("stop")
+        if fails:
+            raise ValueError("no device")
+
+    rank = lone(
+        monkeypatch,
+        stop=stop,
+        clean=lambda uce, args, ctx: said.append(f"clean {rank._waits}"),
+        save_ckpt=lambda step, info, args, ctx: said.append(f"save {step} {info}"),
+    )
+    monkeypatch.setattr("resilient_train.integrations.mindio.processor._STOP_S", 10)
+    rank.cleans_before_save = True
+    rank._limit = 1
+
+    def train() -> None:
+        with pytest.raises(RuntimeError, match="FORCE STOP"):
+            rank.pause(1)
+        time.sleep(0.1)  # what it raises out of takes its time, and is waited for
+        rank.report(ReportState.RS_NORMAL)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    rank._save(Save(round=0, step=1, savers=(Savers(1, (0, 2)),)))
+    thread.join(10)
+    assert not thread.is_alive()
+    saved = "save 1 [{'type': 1, 'ranks': [0, 2]}]"
+    assert said == (["stop", saved] if fails else ["stop", "clean True", saved])
+
+
+class Npu:
+    """``torch_npu.npu``: each thread has a device of its own choice, and begins with device 0."""
+
+    def __init__(self) -> None:
+        self._chosen = threading.local()
+        self.emptied: list[int] = []
+        self.npu = self
+
+    def current_device(self) -> int:
+        return int(getattr(self._chosen, "device", 0))
+
+    def set_device(self, device: int) -> None:
+        self._chosen.device = device
+
+    def empty_cache(self) -> None:
+        self.emptied.append(self.current_device())
+
+
+def test_handlers_run_on_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    npu = Npu()
+    monkeypatch.setitem(sys.modules, "torch_npu", npu)
+    npu.set_device(3)
+    seen = []
+    rank = lone(monkeypatch, clean=lambda uce, args, ctx: seen.append(npu.current_device()) or 0)
+    thread = threading.Thread(target=rank._carry_out, args=(Clean(round=0, uce=False),))
+    thread.start()
+    thread.join()
+    assert (seen, npu.emptied) == ([3], [3])
+
+
+def test_a_replica_table_is_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever tells it: MindIO sorts it."""
+    told: list[tuple[ReplicaGroup, ...]] = []
+    rank = lone(monkeypatch)
+    monkeypatch.setattr(rank, "set_replicas", told.append)
+    monkeypatch.setattr(provided, "_processor", rank)
+    provided.tft_set_optimizer_replica(0, [{"rank_list": [2, 0, 3, 1], "replica_cnt": 2, "replica_shift": 0}])
+    assert told == [(ReplicaGroup((0, 1, 2, 3), 2),)]
+
+
+def test_a_framework_that_decorates_its_loop_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = lone(monkeypatch)
+    monkeypatch.setattr(provided, "_processor", rank)
+    monkeypatch.setattr(provided, "_framework", "")
+    provided.tft_set_step_args("first")
+    with pytest.raises(ValueError, match="'Megatron' is neither MindSpeed nor MindSpeed-LLM"):
+        provided.set_mindio_export_version("Megatron")
+    assert not rank.cleans_before_save
+    provided.set_mindio_export_version("MindSpeed-LLM")
+    provided.tft_set_step_args("then")
+    assert (rank.args, rank.cleans_before_save) == ("first", True)
 
 
 def test_who_comes_when_all_is_over_is_sent_away() -> None:
@@ -273,7 +476,7 @@ def test_who_left_its_loop_in_an_update_has_no_whole_state(monkeypatch: pytest.M
     rank._clean(Clean(round=0, uce=True))
     assert rank._lock(Lock(round=0, limit=1)) == 1
     part = Part(0, RepairType.RT_RECV_REPAIR.value, (1,), (0,))
-    rank._repair(Repair(round=0, step=1, rebuilt=False, faulty=(0,), parts=(part,)))
+    rank._repair(Repair(round=0, step=1, parts=(part,), ranks=(0, 1)))
     assert rank._lock(Lock(round=0, limit=1)) == 0
 
 

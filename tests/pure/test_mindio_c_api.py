@@ -241,12 +241,11 @@ ORDERS = {
     "repair": frames.Repair(
         round=1,
         step=1,
-        rebuilt=False,
-        faulty=(1,),
         parts=(frames.Part(0, frames.RepairType.RT_SEND.value, (0,), (1,)),),
+        ranks=(0, 1),
     ),
     "rollback": frames.Rollback(round=1, step=1),
-    "save": frames.Save(round=1, step=1, savers=((0,),)),
+    "save": frames.Save(round=1, step=1, savers=(frames.Savers(0, (0,)),)),
 }
 
 

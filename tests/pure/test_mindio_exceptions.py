@@ -1,5 +1,6 @@
 """What ``tft_exception_handler`` makes of exceptions. Whole loops are in ``tests/process/test_mindio.py``."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -56,7 +57,11 @@ class Rank:
     def __init__(self, *actions: Action) -> None:
         self.rank, self.repairs_devices = 0, True
         self.told: list[ReportState] = []
+        self.args: Any = None
         self._actions = list(actions)
+
+    def set_args(self, args: Any) -> None:
+        self.args = args
 
     def report(self, state: ReportState, _: str = "") -> None:
         self.told.append(state)
@@ -77,14 +82,14 @@ def calls(rank: Any, *outcomes: object) -> tuple[list[tuple[int, str]], Any]:
             raise outcome
         return outcome
 
-    return seen, handled(function, lambda: rank)
+    return seen, handled(function, lambda: rank, lambda: seen.append((0, "over")))
 
 
 def test_it_is_called_again_behind_a_repair() -> None:
     rank = Rank(Action.RETRY, Action.RETRY)
     seen, train = calls(rank, RuntimeError("UCE ERROR"), RuntimeError("FORCE STOP"), "the end")
     assert train(3, name="x") == "the end"
-    assert seen == [(3, "x")] * 3
+    assert seen == [(3, "x"), (3, "x"), (3, "x"), (0, "over")], "it is over once"
     assert rank.told == [ReportState.RS_UCE, ReportState.RS_NORMAL]
     assert train.__name__ == "function"
 
@@ -109,5 +114,52 @@ def test_a_keyboard_interrupt_is_nobodys_fault() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        handled(function, lambda: rank)()  # type: ignore[arg-type, return-value]
+        handled(function, lambda: rank, lambda: None)()  # type: ignore[arg-type, return-value]
     assert rank.told == []
+
+
+def test_what_a_handler_puts_in_the_place_of_an_argument_is_there_in_the_next_call() -> None:
+    """MindSpeed-LLM's makes model and optimizer anew."""
+    rank = Rank(Action.RETRY)
+    seen = []
+
+    def function(model: str, *, name: str) -> None:
+        seen.append((model, name))
+        if len(seen) == 1:
+            rank.args[0] = "a new one"
+            raise RuntimeError("UCE ERROR")
+
+    handled(function, lambda: rank, lambda: None)("the old one", name="x")  # type: ignore[arg-type, return-value]
+    assert seen == [("the old one", "x"), ("a new one", "x")]
+
+
+class Tensor:
+    pass
+
+
+def test_what_a_failed_call_has_in_its_variables_is_let_go_before_the_repair() -> None:
+    rank = Rank(Action.RETRY)
+    kept: list[Any] = []
+
+    def inner() -> None:
+        tensor = Tensor()
+        kept.append(weakref.ref(tensor))
+        raise KeyError("lost")
+
+    def function() -> str:
+        if kept:
+            return "the end"
+        try:
+            inner()
+        except KeyError as error:
+            other = Tensor()
+            kept.append(weakref.ref(other))
+            raise RuntimeError("UCE ERROR") from error
+        raise AssertionError
+
+    def report(state: ReportState, _: str = "") -> None:
+        assert [each() for each in kept] == [None, None], state
+
+    rank.report = report  # type: ignore[method-assign]
+    assert handled(function, lambda: rank, lambda: None)() == "the end"  # type: ignore[arg-type, return-value]
+    assert len(kept) == 2

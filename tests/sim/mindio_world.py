@@ -91,6 +91,7 @@ class SimRank:
 
 class World:
     """``heedless``: a rank that is refused an update makes it all the same, and tells, as MindSpore's C++ code does.
+    ``by_itself``: one that came back goes to its first step at once, and makes its groups there, as MindSpeed-LLM's.
 
     ``mindx``: the controller asks, and is answered whatever may be answered.
     """
@@ -104,8 +105,9 @@ class World:
         *,
         heedless: bool = False,
         mindx: bool = False,
+        by_itself: bool = False,
     ) -> None:
-        self.updates, self.budget, self.heedless = updates, faults, heedless
+        self.updates, self.budget, self.heedless, self.by_itself = updates, faults, heedless, by_itself
         self.controller = MindXController(ranks, policy) if mindx else Controller(ranks, policy)
         self.asked = ""
         """What MindX was called for last."""
@@ -360,6 +362,9 @@ class World:
         order, rank.down = rank.down[0], rank.down[1:]
         if isinstance(order, Welcome):
             require(order.reborn, "the job began long ago")
+            if self.by_itself:
+                self._out(rank, ReportState.RS_PREREPAIR_FINISH)
+                return
             rank.main = "waits"
             rank.up += (("reported", ReportState.RS_INIT_FINISH),)
             return
@@ -457,6 +462,8 @@ class World:
             return
         require(rank.main == "out", f"rank {index} is let go, and {rank.main}")
         require(rank.state == step, f"rank {index} goes on behind {step} with {rank.state}")
+        made = {each.rebuilt for each in self.ranks if each.state is not None}
+        require(len(made) == 1, f"ranks go on with groups that were made in rounds {made}")
         rank.main, rank.step, rank.limit, rank.stopped = "trains", step, None, False
 
     def _carry_out(self, effects: list[Effect]) -> None:

@@ -131,6 +131,11 @@ def test_every_interleaving_with_mindx(ranks: int, updates: int, faults: Faults)
     assert states > 300
 
 
+@pytest.mark.parametrize("faults", [Faults(kills=1), Faults(kills=1, hcces=1)], ids=str)
+def test_ranks_that_come_back_to_their_first_step_by_themselves(faults: Faults) -> None:
+    explore(World(2, 2, faults, by_itself=True))
+
+
 def test_what_moves_while_it_is_saved_is_saved_again() -> None:
     """The only one that is left is saved in the middle of a step, and updates all the same."""
     explore(World(2, 2, Faults(kills=1), Policy(arf=False), heedless=True))

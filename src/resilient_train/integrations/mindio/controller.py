@@ -31,6 +31,7 @@ decides who gives state and who gets it.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -59,6 +60,7 @@ from resilient_train.integrations.mindio.frames import (
     ReportState,
     Rollback,
     Save,
+    Savers,
     Stop,
     Welcome,
 )
@@ -166,7 +168,7 @@ class Seat:
         self.builds = False
         """It was let go to its first step."""
         self.prepared = False
-        """Such a process stands at its first step."""
+        """Such a process stands at its first step, with groups that all have made."""
         self.step = 0
         self.updating = False
         self.whole = True
@@ -191,8 +193,8 @@ class Controller:
     def __init__(self, world_size: int, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
         self.seats = [Seat() for _ in range(world_size)]
-        self.company: list[list[tuple[int, ...]]] = []
-        """For each kind of optimizer the sets of ranks whose members hold the same, as far as ranks have told."""
+        self.groups: list[list[ReplicaGroup]] = []
+        """For each kind of optimizer the groups that hold a state together, as far as ranks have told."""
         self.stage = Stage.STARTING
         self.round = 0
         self.target = 0
@@ -209,7 +211,7 @@ class Controller:
         """Who has failed by itself, first."""
         self.low: frozenset[int] = frozenset()
         """Who has lost memory in which no state was."""
-        self.savers: tuple[tuple[int, ...], ...] = ()
+        self.savers: tuple[Savers, ...] = ()
         self.pauses = False
         """A pause is wanted. A fault is repaired first."""
         self.ahead = 1
@@ -298,20 +300,19 @@ class Controller:
 
     def replicas(self, rank: int, groups: Sequence[ReplicaGroup]) -> list[Effect]:
         """A rank tells in whose company it holds its state: one group for each kind of optimizer."""
-        if not self.company:
-            self.company = [[] for _ in groups]
+        if not self.groups:
+            self.groups = [[] for _ in groups]
         if wrong := self._wrong_groups(rank, groups):
             return self._end(f"rank {rank}: {wrong}")
         for kind, group in enumerate(groups):
-            for members in replica_sets(group):
-                if members not in self.company[kind]:
-                    self.company[kind].append(members)
+            if group not in self.groups[kind]:
+                self.groups[kind].append(group)
         return []
 
     def _wrong_groups(self, rank: int, groups: Sequence[ReplicaGroup]) -> str:
         """Why these can't be right; empty if they can."""
-        if len(groups) != len(self.company):
-            return f"it has {len(groups)} kinds of optimizer, and others have {len(self.company)}"
+        if len(groups) != len(self.groups):
+            return f"it has {len(groups)} kinds of optimizer, and others have {len(self.groups)}"
         for kind, group in enumerate(groups):
             if rank not in group.ranks or len(set(group.ranks)) < len(group.ranks):
                 return f"its group {list(group.ranks)} is none that it is in, or names a rank twice"
@@ -321,10 +322,10 @@ class Controller:
                 return f"{len(group.ranks)} ranks can't hold {group.copies} copies"
             if group.shift:
                 return f"replica_shift is {group.shift}, which is not understood here"
-            mine = {each for members in replica_sets(group) for each in members}
-            for other in self.company[kind]:
-                if mine & set(other) and tuple(other) not in replica_sets(group):
-                    return f"its group {list(group.ranks)} contradicts {list(other)} of another rank's"
+            for other in self.groups[kind]:
+                if other != group and set(other.ranks) & set(group.ranks):
+                    mine, theirs = (f"{list(each.ranks)} with {each.copies} copies" for each in (group, other))
+                    return f"its group {mine} contradicts {theirs} of another rank's"
         return ""
 
     def reported(self, rank: int, state: ReportState, code: str = "") -> list[Effect]:
@@ -334,8 +335,10 @@ class Controller:
             case ReportState.RS_INIT_FINISH:
                 return self._came(rank)
             case ReportState.RS_PREREPAIR_FINISH:
-                seat.prepared = seat.reborn
                 seat.reported = state
+                if seat.reborn and not seat.builds:  # it makes its groups when all others do
+                    return self._joined() if self.stage is Stage.JOINING else []
+                seat.prepared = seat.reborn
                 return self._answered_all() if self.stage is Stage.REBUILDING else []
             case ReportState.RS_NORMAL | ReportState.RS_STEP_FINISH:
                 seat.reported = state
@@ -423,7 +426,7 @@ class Controller:
         self.faulty = MappingProxyType({**self.faulty, rank: fault})
         if self.stage in (Stage.SAVING, Stage.RENAMING):
             # Where a script fails, it fails on all ranks, one after the other: those who save hold what they hold.
-            if all(self._holds(each) for ranks in self.savers for each in ranks):
+            if all(self._holds(each) for savers in self.savers for each in savers.ranks):
                 return told
             self.round += 1
             return [*told, *self._save()]
@@ -467,6 +470,9 @@ class Controller:
             seat.damaged = False
             seat.whole = answer.code == 2
             self.low |= {rank} if answer.code == 2 else frozenset()
+            return ""
+        if self.stage is Stage.REBUILDING and not answer.code:
+            seat.prepared = seat.reborn
             return ""
         if answer.code == NOT_WHOLE:
             seat.whole = False
@@ -575,29 +581,31 @@ class Controller:
         return self._joined() if self.stage is Stage.JOINING else []
 
     def _joined(self) -> list[Effect]:
-        reborn = [rank for rank in sorted(self.lost) if self.seats[rank].reported is ReportState.RS_INIT_FINISH]
+        reborn = [rank for rank in sorted(self.lost) if self.seats[rank].reported in _CAME]
         if len(reborn) < len(self.lost):
             return []
         begun: list[Effect] = []
+        with_all = []
         for rank in reborn:
-            self.seats[rank].reported, self.seats[rank].builds = None, True
-            begun.append(To(rank, Go(round=self.round, step=self.target)))
-        lost = tuple(sorted(self.lost))
-        return [
-            *begun,
-            *self._give(Stage.REBUILDING, {r: Rebuild(round=self.round, lost=lost) for r in self._steady()}),
-        ]
+            seat = self.seats[rank]
+            seat.builds = True
+            if seat.reported is ReportState.RS_PREREPAIR_FINISH:
+                with_all.append(rank)
+            else:
+                seat.reported = None
+                begun.append(To(rank, Go(round=self.round, step=self.target)))
+        order = Rebuild(round=self.round, lost=tuple(sorted(self.lost)))
+        return [*begun, *self._give(Stage.REBUILDING, dict.fromkeys([*self._steady(), *with_all], order))]
 
     def _repair(self) -> list[Effect]:
         sources = self._sources()
         assert sources is not None, "was looked at when all were clean"
         for _, target in sources:
             self.seats[target].whole = False  # until it has all of what comes
-        parts = self._parts(sources)
-        faulty, rebuilt = tuple(sorted(self.faulty)), bool(self.lost)
+        ranks = tuple(sorted({*sources.values(), *(target for _, target in sources)}))
         orders: dict[int, AnyOrder] = {
-            rank: Repair(round=self.round, step=self.target, rebuilt=rebuilt, faulty=faulty, parts=tuple(own))
-            for rank, own in parts.items()
+            rank: Repair(round=self.round, step=self.target, parts=tuple(own), ranks=ranks)
+            for rank, own in self._parts(sources).items()
         }
         return [Note("plan", -1, "state is on its way", self._plan(sources)), *self._give(Stage.REPAIRING, orders)]
 
@@ -609,7 +617,8 @@ class Controller:
 
     def _parts(self, sources: dict[tuple[int, int], int]) -> dict[int, list[Part]]:
         """Who sends to whom, and how each gets it."""
-        parts: dict[int, list[Part]] = {}
+        # A device that has lost memory is made ready before its state is given away.
+        parts = {rank: [Part(0, RepairType.RT_UCE_LOWLEVEL.value, (), ())] for rank in sorted(self.low)}
         for kind in sorted({kind for kind, _ in sources}):
             pairs = [(source, target) for (each, target), source in sorted(sources.items()) if each == kind]
             for donor in sorted({source for source, _ in pairs}):
@@ -624,8 +633,6 @@ class Controller:
                     else RepairType.RT_UCE_HIGHLEVEL
                 )
                 parts.setdefault(target, []).append(Part(kind, how.value, (source,), (target,)))
-        for rank in sorted(self.low):
-            parts.setdefault(rank, []).append(Part(0, RepairType.RT_UCE_LOWLEVEL.value, (), ()))
         return parts
 
     def _had_uce(self, rank: int) -> bool:
@@ -662,21 +669,25 @@ class Controller:
         Ranks that are further, or not so far, get what these hold. What a lost rank alone had applied is computed
         again.
         """
-        told = {rank for sets in self.company for members in sets for rank in members}
-        if len(told) < len(self.seats):
+        company = self._company()
+        if any(sum(map(len, sets)) < len(self.seats) for sets in company or [[]]):
             return 0  # what the others hold may be in nobody's hands, or be taken for what it is not
         steps = {seat.step for seat in self.seats if seat.whole and seat.present}
         for step in sorted(steps, reverse=True):
             able = {rank for rank, seat in enumerate(self.seats) if seat.whole and seat.present and seat.step == step}
-            if all(able & set(members) for sets in self.company for members in sets):
+            if all(able & set(members) for sets in company for members in sets):
                 return step
         return 0
+
+    def _company(self) -> list[list[tuple[int, ...]]]:
+        """For each kind of optimizer the sets of ranks whose members hold the same."""
+        return [[members for group in groups for members in replica_sets(group)] for groups in self.groups]
 
     def _sources(self) -> dict[tuple[int, int], int] | None:
         """(kind, rank without state) -> rank that gives it; None where nobody can."""
         found: dict[tuple[int, int], int] = {}
         load: dict[int, int] = {}
-        for kind, sets in enumerate(self.company):
+        for kind, sets in enumerate(self._company()):
             members = {rank for each in sets for rank in each}
             holders = set(filter(self._holds, members))
             sources = assign_sources(sets, members - holders, holders, load)
@@ -685,14 +696,15 @@ class Controller:
             found |= {(kind, rank): source for rank, source in sources.items()}
         return found
 
-    def _complete_set(self) -> tuple[tuple[int, ...], ...] | None:
-        """For each kind one rank of each set, all whole and there; None: some part is nowhere."""
+    def _complete_set(self) -> tuple[Savers, ...] | None:
+        """Of each group of each kind one rank of each set, all whole and there; None: some part is nowhere."""
         chosen = []
-        for sets in self.company:
-            able = [next(filter(self._holds, members), None) for members in sets]
-            if None in able:
-                return None
-            chosen.append(tuple(rank for rank in able if rank is not None))
+        for kind, groups in enumerate(self.groups):
+            for group in groups:
+                able = [next(filter(self._holds, members), None) for members in replica_sets(group)]
+                if None in able:
+                    return None
+                chosen.append(Savers(kind, tuple(rank for rank in able if rank is not None)))
         return tuple(chosen)
 
     # -- the end
@@ -707,11 +719,14 @@ class Controller:
         if chosen is None or self.target == 0:
             return self._end(f"{self.hopeless}; no ranks hold a complete state, nothing is saved")
         self.savers = chosen
-        order = Save(round=self.round, step=self.target, savers=chosen)
-        return self._give(Stage.SAVING, {rank: order for ranks in chosen for rank in ranks})
+        orders: dict[int, AnyOrder] = {}
+        for rank in sorted({each for savers in chosen for each in savers.ranks}):
+            own = tuple(savers for savers in chosen if rank in savers.ranks)
+            orders[rank] = Save(round=self.round, step=self.target, savers=own)
+        return self._give(Stage.SAVING, orders)
 
     def _saved(self) -> list[Effect]:
-        return self._give(Stage.RENAMING, {self.savers[0][0]: Rename(round=self.round, step=self.target)})
+        return self._give(Stage.RENAMING, {self.savers[0].ranks[0]: Rename(round=self.round, step=self.target)})
 
     def _renamed(self) -> list[Effect]:
         return self._end(self.hopeless, self.target)
@@ -728,14 +743,15 @@ class Controller:
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.seats = [seat.copy() for seat in self.seats]
-        new.company = [list(sets) for sets in self.company]
+        new.groups = [list(groups) for groups in self.groups]
         return new
 
 
-def replica_sets(group: ReplicaGroup) -> list[tuple[int, ...]]:
+@functools.cache
+def replica_sets(group: ReplicaGroup) -> tuple[tuple[int, ...], ...]:
     """The sets of ranks whose members hold the same part."""
     parts = len(group.ranks) // group.copies
-    return [group.ranks[part::parts] for part in range(parts)]
+    return tuple(group.ranks[part::parts] for part in range(parts))
 
 
 _KINDS = {
@@ -743,6 +759,12 @@ _KINDS = {
     ReportState.RS_UCE_CORRUPTED: FaultKind.UCE,
     ReportState.RS_HCCL_FAILED: FaultKind.NETWORK,
 }
+
+_CAME = (ReportState.RS_INIT_FINISH, ReportState.RS_PREREPAIR_FINISH)
+"""What a rank that came back reports: before it makes its model, as MindSpore's, or at its first step, as
+MindSpeed-LLM's.
+"""
+
 _ORDER: dict[Stage, type[Order]] = {
     Stage.LOCKING: Lock,
     Stage.HALTING: Halt,

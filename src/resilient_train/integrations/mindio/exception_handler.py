@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from resilient_train.integrations.mindio.frames import Action, ReportState
-from resilient_train.integrations.mindio.processor import Processor
+from resilient_train.integrations.mindio.processor import Processor, free_cached_memory
 
 log = logging.getLogger("resilient_train.mindio")
 
@@ -64,33 +64,47 @@ def meaning_of(text: str, *, repairs_devices: bool = True) -> tuple[ReportState,
     return state, code[1][:_CODE_MAX] if code else ""
 
 
-def handled(function: Callable[..., Any], own: Callable[[], Processor]) -> Callable[..., Any]:
-    """``function``, called again with the same arguments behind each fault that was repaired.
+def handled(
+    function: Callable[..., Any], own: Callable[[], Processor], over: Callable[[], object]
+) -> Callable[..., Any]:
+    """``function``, called again behind each fault that was repaired, with the same arguments, but for those that a
+    handler has put others in the place of: handlers get the list of them. Behind its return ``over`` is called.
 
     What can't be repaired is raised, behind the end-of-life checkpoint.
     """
 
     @functools.wraps(function)
     def train(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        own().set_args(given)
         while True:
             try:
-                return function(*args, **kwargs)
+                result = function(*given, **kwargs)
             except RuntimeError as error:
                 processor = own()
                 state, code = meaning_of(str(error), repairs_devices=processor.repairs_devices)
                 log.warning("rank %d reports %s: %s", processor.rank, state.name, error)
+                if state is not ReportState.RS_UNKNOWN:
+                    _let_go_of_tensors(error)
                 processor.report(state, code)
                 if state is ReportState.RS_UNKNOWN or processor.wait_next_action() is Action.EXIT:
                     raise
             except Exception:
                 own().report(ReportState.RS_UNKNOWN)
                 raise
-            _empty_cache()
+            else:
+                over()
+                return result
+            free_cached_memory()
 
     return train
 
 
-def _empty_cache() -> None:
-    """What the function before has left is of no use to the next."""
-    if (module := sys.modules.get("torch_npu")) is not None:
-        module.npu.empty_cache()
+def _let_go_of_tensors(error: BaseException) -> None:
+    """The frames that it came through keep their variables alive: a model that is made anew needs their room."""
+    met: set[int] = set()
+    chain: BaseException | None = error
+    while chain is not None and id(chain) not in met:
+        met.add(id(chain))
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__

@@ -13,7 +13,8 @@ from types import ModuleType
 _NAME = "mindio_ttp"
 _HERE = __package__
 _EMPTY = (f"{_NAME}.mindspore_api",)
-_FULL = (f"{_NAME}.framework_ttp", f"{_NAME}.controller_ttp", f"{_NAME}.utils")
+_PACKAGE = f"{_NAME}.framework_ttp"
+_FULL = (_PACKAGE, f"{_PACKAGE}.ttp_decorator", f"{_NAME}.controller_ttp", f"{_NAME}.utils")
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -27,7 +28,9 @@ class _Finder(MetaPathFinder, Loader):
             return ModuleSpec(fullname, self, is_package=True)
         # Not into MindIO's own package, which may be an older one without some of these modules.
         ours = getattr(sys.modules.get(_NAME), "__loader__", None) is self
-        return ModuleSpec(fullname, self) if ours and fullname in (*_EMPTY, *_FULL) else None
+        if not ours or fullname not in (*_EMPTY, *_FULL):
+            return None
+        return ModuleSpec(fullname, self, is_package=fullname == _PACKAGE)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:  # noqa: ARG002 - likewise
         return None

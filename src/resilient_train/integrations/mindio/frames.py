@@ -193,12 +193,11 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Repair(Order, frozen=True, kw_only=True):
-    """State is sent or taken."""
+    """State is sent or taken. ``ranks``: all that send or take any, of whatever kind."""
 
     step: int
-    rebuilt: bool
-    faulty: tuple[int, ...]
     parts: tuple[Part, ...]
+    ranks: tuple[int, ...]
 
 
 class Rollback(Order, frozen=True, kw_only=True):
@@ -213,11 +212,18 @@ class Go(Order, frozen=True, kw_only=True):
     step: int
 
 
+class Savers(msgspec.Struct, frozen=True):
+    """Ranks that hold one optimizer state of this kind together, each part once."""
+
+    kind: int
+    ranks: tuple[int, ...]
+
+
 class Save(Order, frozen=True, kw_only=True):
-    """An end-of-life checkpoint; ``savers``: for each kind of optimizer the ranks that write it."""
+    """An end-of-life checkpoint; ``savers``: the states of which this rank writes a part, and with whom."""
 
     step: int
-    savers: tuple[tuple[int, ...], ...]
+    savers: tuple[Savers, ...]
 
 
 class Rename(Order, frozen=True, kw_only=True):

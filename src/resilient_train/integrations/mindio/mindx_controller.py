@@ -151,7 +151,7 @@ class MindXController(Controller):
         """What is not answered yet."""
         if not self.stops:
             return self._wait_in(Stage.REPORTING, self.wait_s)
-        if not self.company:
+        if not self.groups:
             self.hopeless = "a fault came before any rank had told of its replicas"
             return [Report("report_stop_complete", (NO_RANKS, self.hopeless, self._kinds())), *self._leave()]
         if not self.named:

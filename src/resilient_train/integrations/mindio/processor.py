@@ -8,12 +8,14 @@ at once, so that a stop can cut what hangs.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from resilient_train.errors import ProtocolError, ResilientError
@@ -58,9 +60,13 @@ FORCE_STOP = "FORCE STOP. ForceStopError: the controller has stopped the trainin
 _SETTLE_S = 3.0
 """A rank behind the others may come to where they are; when nothing moves for so long, it stands."""
 _POLL_S = 0.05
+_STOP_S = 180.0
+"""How long a training thread may take to leave its loop before it is saved without that. As MindIO's."""
 _EXIT_CODE = 2
 _RETRY_S = 1.0
 _AT_ONCE = (Lock, Halt, Release, Stop, Exit, Go)
+_MADE_ANEW = (RepairType.RT_UCE_HIGHLEVEL.value, RepairType.RT_LOAD_REBUILD.value)
+"""Repairs before which model and optimizer are to be made anew, in memory that is not damaged."""
 
 Handler = Callable[..., Any]
 End = Callable[[int], object]
@@ -83,9 +89,12 @@ class Processor:
         self.reborn = False
         self.repairs_devices = True
         """Errors of a device are reported as such (``enable_uce``); else they are the script's."""
+        self.cleans_before_save = False
+        """The device is stopped and cleaned before an end-of-life checkpoint: what it hangs in would hold that up."""
         self.repair_type = "unknow"  # MindIO's spelling
         self.repair_step = 0
         self._secret, self._end = secret, end
+        self._to_own_device = _device_setter()
         self._changed = threading.Condition()
         self._handling = threading.Lock()
         self._round = 0
@@ -135,9 +144,9 @@ class Processor:
         threading.Thread(target=self._read, args=(frames,), name="rt-mindio", daemon=True).start()
 
     def close(self) -> None:
-        """The training is over: nobody is told, nothing is handled any more."""
-        self._over = True
-        if self._socket is not None:
+        """The training is over: nobody is told, nothing is handled any more. Again: nothing."""
+        was_over, self._over = self._over, True
+        if self._socket is not None and not was_over:
             self._send(Bye())
             self._socket.close()
 
@@ -328,6 +337,9 @@ class Processor:
 
     def _stop(self, order: Stop) -> Any:
         self.repair_type = order.repair
+        return self._stop_training()
+
+    def _stop_training(self) -> Any:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -344,6 +356,7 @@ class Processor:
     def _clean(self, order: Clean) -> Any:
         code = self._call("clean", order.uce, self.args)
         self._whole = self._whole or (code == 2 and not self._torn)
+        free_cached_memory()
         return code
 
     def _rebuild(self, order: Rebuild) -> Any:
@@ -357,9 +370,9 @@ class Processor:
         with self._changed:
             self._moved_s = time.monotonic()
             self._whole = self._whole and not gets
-        for part in order.parts:
-            told = _repair_info(part)
-            self._call("repair", order.step, order.rebuilt, list(order.faulty), told, self.args)
+        for how in dict.fromkeys(part.how for part in order.parts):
+            told = _repair_info(how, [part for part in order.parts if part.how == how], order.ranks)
+            self._call("repair", order.step, how in _MADE_ANEW, [*told["dst"]], told, self.args)
         with self._changed:
             self._step, self._whole, self._torn = order.step, True, False
         return 0
@@ -383,10 +396,26 @@ class Processor:
 
     def _save(self, order: Save) -> Any:
         self.repair_type = "dump"
+        if self.cleans_before_save:
+            self._free_device()
         if not self._holds(order.step):
             return NOT_WHOLE
-        told = [{"type": kind, "ranks": list(ranks)} for kind, ranks in enumerate(order.savers)]
+        told = [{"type": savers.kind, "ranks": list(savers.ranks)} for savers in order.savers]
         return self._call("save_ckpt", order.step, told, self.args)
+
+    def _free_device(self) -> None:
+        """Stops it and cleans it. What fails is logged: the checkpoint may come about all the same."""
+        try:
+            self._stop_training()
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._waits, _STOP_S):
+                    log.error(
+                        "rank %d: its training thread does not leave its loop; it is saved as it stands", self.rank
+                    )
+            if code := self._call("clean", False, self.args):
+                log.error("rank %d: clean says %s before the end-of-life checkpoint", self.rank, code)
+        except Exception:
+            log.exception("rank %d can't free its device before the end-of-life checkpoint", self.rank)
 
     def _rename(self, order: Rename) -> Any:
         handler, context = self._handler("rename")
@@ -408,6 +437,7 @@ class Processor:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         handler, context = self._handler(name)
+        self._to_own_device()
         return handler(*arguments, context)
 
     def _handler(self, name: str) -> tuple[Handler, Any]:
@@ -439,13 +469,31 @@ class Processor:
     }
 
 
-def _repair_info(part: Part) -> dict[str, Any]:
-    """As a repair handler gets it."""
-    ranks = sorted({*part.sources, *part.targets})
+def _repair_info(how: int, parts: Sequence[Part], ranks: tuple[int, ...]) -> dict[str, Any]:
+    """As a repair handler gets it: lists side by side, with an entry for each transfer. MindSpeed-LLM sorts them."""
     return {
-        "type": part.kind,
-        "repair_type": RepairType(part.how).value,
-        "src": list(part.sources),
-        "dst": list(part.targets),
-        "rank_list": ranks,
+        "type": [part.kind for part in parts for _ in part.targets],
+        "repair_type": how,
+        "src": [source for part in parts for source in part.sources],
+        "dst": [target for part in parts for target in part.targets],
+        "rank_list": [*ranks],
     }
+
+
+def _device_setter() -> Callable[[], object]:
+    """What gives a thread the device of the one that calls this: a new thread begins with the first one."""
+    if (module := sys.modules.get("torch_npu")) is None:
+        return lambda: None
+    device = module.npu.current_device()
+    return lambda: module.npu.set_device(device)
+
+
+def free_cached_memory() -> None:
+    """What a training thread has left is of no use to who comes next, and room is scarce in a repair."""
+    if (module := sys.modules.get("torch_npu")) is None:
+        return
+    gc.collect()
+    try:
+        module.npu.empty_cache()
+    except RuntimeError:
+        log.exception("the cached memory of the device can't be freed")

@@ -26,7 +26,14 @@ from resilient_train.integrations.mindio.processor import Handler, Processor
 
 log = logging.getLogger("resilient_train.mindio")
 
-__all__ = ["Action", "OptimizerType", "RepairType", "ReportState"]
+__all__ = [
+    "Action",
+    "OptimizerType",
+    "RepairType",
+    "ReportState",
+    "get_mindio_export_version",
+    "set_mindio_export_version",
+]
 
 _wanted: tuple[int, Policy] | None = None
 """Of how many ranks the controller is to be, and what it may do."""
@@ -36,6 +43,8 @@ _hub: HubThread | None = None
 _processor: Processor | None = None
 _mindx: dict[str, Callable[..., Any]] = {}
 """What MindX has registered, by its action."""
+_framework = ""
+"""Who has said that its training loop is the one that is decorated."""
 
 
 def _own() -> Processor:
@@ -111,6 +120,7 @@ def tft_init_processor(
         _leave_signals_to_the_launcher()
     _processor = Processor(rank, world_size, _secret())
     _processor.repairs_devices = enable_uce
+    _processor.cleans_before_save = config.cleans_before_save() or bool(_framework)
 
 
 def _leave_signals_to_the_launcher() -> None:
@@ -128,7 +138,7 @@ def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
 
 
 def tft_destroy_processor() -> None:
-    """The training is over."""
+    """The training is over. A second call, behind that of the decorator's, does nothing."""
     c_api.disconnect()
     _own().close()
 
@@ -143,15 +153,33 @@ def tft_get_reboot_type() -> str:
     return "arf" if _own().reborn else ""
 
 
+def set_mindio_export_version(framework_type: str) -> None:
+    """The framework whose loop is decorated: handlers get that function's arguments, and no others. Its devices are
+    stopped and cleaned before an end-of-life checkpoint. Raises ValueError for one that is not known.
+    """
+    global _framework
+    if framework_type not in ("MindSpeed", "MindSpeed-LLM"):
+        raise ValueError(f"{framework_type!r} is neither MindSpeed nor MindSpeed-LLM")
+    _framework = framework_type
+    if _processor is not None:
+        _processor.cleans_before_save = True
+
+
+def get_mindio_export_version() -> str | None:
+    """Which one it is; None: nobody has said so."""
+    return _framework or None
+
+
 def tft_set_step_args(args: Any) -> None:
-    """What handlers get as ``args``."""
-    _own().set_args(args)
+    """What handlers get as ``args``. Nothing where a framework has said that it decorates its loop."""
+    if not _framework:
+        _own().set_args(args)
 
 
 def tft_set_optimizer_replica(rank: int, replica_info: Sequence[Mapping[str, Any]]) -> None:
-    """The ranks that hold what this one holds: one entry for each kind of optimizer."""
+    """The ranks that hold what this one holds: one entry for each kind of optimizer. Their order is that of numbers."""
     groups = tuple(
-        ReplicaGroup(tuple(each["rank_list"]), int(each["replica_cnt"]), int(each.get("replica_shift", 0)))
+        ReplicaGroup(tuple(sorted(each["rank_list"])), int(each["replica_cnt"]), int(each.get("replica_shift", 0)))
         for each in replica_info
     )
     _own().set_replicas(groups)
@@ -204,8 +232,17 @@ def tft_wait_repair_action() -> int:
 
 
 def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a training function: it is called again behind each fault that was repaired."""
-    return exception_handler.handled(func, _own)
+    """Decorates a training function: it is called again behind each fault that was repaired. Its positional arguments
+    are a list that handlers get as ``args``. When it returns, the controller and the processor are destroyed.
+    """
+    if not callable(func):
+        raise TypeError(f"tft_exception_handler: {func!r} can't be called")
+    return exception_handler.handled(func, _own, _destroy)
+
+
+def _destroy() -> None:
+    tft_destroy_processor()
+    tft_destroy_controller()
 
 
 def tft_register_exception_handler(

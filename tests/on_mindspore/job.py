@@ -17,6 +17,7 @@ if os.environ["MS_ROLE"] == "MS_SCHED":
 import doubles
 import mindspore as ms
 import numpy as np
+import recorder
 from collectives import Collectives
 from mindspore import Tensor, nn, ops
 from mindspore.train import Callback, Model
@@ -102,6 +103,8 @@ def dataset():
     return ms.dataset.GeneratorDataset(list(samples()), ["data", "label"], shuffle=False).batch(BATCH)
 
 
+if ("record", "0", "0") in PLAN:
+    recorder.begin(FOLDER / f"recorded{RANK}.{len(list(FOLDER.glob(f'recorded{RANK}.*')))}")
 _tft_handler.init(config=None)
 reborn = Reborn(reborn=_tft_handler.get_tft().tft_is_reboot_node())
 network = nn.SequentialCell(nn.Dense(8, 16), nn.ReLU(), nn.Dense(16, 1))

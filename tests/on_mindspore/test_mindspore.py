@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import recorder
 
 pytest.importorskip("mindspore")
 
@@ -40,7 +41,7 @@ class Ended(NamedTuple):
 
 
 @contextmanager
-def started(folder: Path, plan: str, ranks: int, switches: str) -> Iterator[subprocess.Popen[str]]:
+def started(folder: Path, plan: str, ranks: int, switches: str, steps: int = STEPS) -> Iterator[subprocess.Popen[str]]:
     """Its processes die with it."""
     command = [
         LAUNCHER,
@@ -50,7 +51,7 @@ def started(folder: Path, plan: str, ranks: int, switches: str) -> Iterator[subp
         str(folder / "run"),
         JOB,
         str(folder),
-        str(STEPS),
+        str(steps),
         plan,
     ]
     environ = {**os.environ, "MS_ENABLE_TFT": switches, "GLOG_v": "3"}
@@ -62,8 +63,8 @@ def started(folder: Path, plan: str, ranks: int, switches: str) -> Iterator[subp
         process.wait()
 
 
-def run(folder: Path, plan: str = "", ranks: int = 2, switches: str = SWITCHES) -> Ended:
-    with started(folder, plan, ranks, switches) as process:
+def run(folder: Path, plan: str = "", ranks: int = 2, switches: str = SWITCHES, steps: int = STEPS) -> Ended:
+    with started(folder, plan, ranks, switches, steps) as process:
         _, told = process.communicate(timeout=200)
     ends = [path.read_text() for path in sorted(folder.glob("end*"))]
     events = [json.loads(line) for line in (folder / "run/events.jsonl").read_text().splitlines()]
@@ -135,6 +136,13 @@ def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path) -> None:
         _, told = process.communicate(timeout=100)
     assert process.returncode == 143, told
     assert 3 <= saved(tmp_path) < STEPS
+
+
+def test_what_is_replayed_without_mindspore_is_what_it_says(tmp_path: Path) -> None:
+    """``tests/pure/test_mindspore_calls.py`` does so."""
+    jobs = recorder.record(tmp_path, lambda where, plan, switches: run(where, plan, 2, switches, recorder.STEPS))
+    kept = json.loads(recorder.KEPT.read_text())
+    assert recorder.of_each_thread(jobs) == recorder.of_each_thread(kept)
 
 
 def test_a_controller_in_rank_0(tmp_path: Path, undisturbed: dict[int, list[str]]) -> None:

@@ -18,9 +18,11 @@ from resilient_train.errors import ConfigError
 from resilient_train.integrations.mindio import provided, wire
 from resilient_train.integrations.mindio.controller import Controller, Ended, Policy, Stage, To, replica_sets
 from resilient_train.integrations.mindio.frames import (
+    Action,
     Clean,
     Did,
     Exit,
+    Go,
     Hello,
     Lock,
     Part,
@@ -407,6 +409,18 @@ def test_handlers_run_on_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatc
     thread.start()
     thread.join()
     assert (seen, npu.emptied) == ([3], [3])
+
+
+def test_who_is_to_go_on_goes_on_though_the_controller_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the last update another rank may be at its end before this one has heard of it."""
+    rank = lone(monkeypatch)
+    rank.report(ReportState.RS_HCCL_FAILED)
+    rank._go(Go(round=1, step=1))
+    rank._let_go()
+    assert rank.wait_next_action() is Action.RETRY
+    rank.report(ReportState.RS_HCCL_FAILED)
+    rank._let_go()
+    assert rank.wait_next_action() is Action.EXIT
 
 
 def test_a_replica_table_is_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

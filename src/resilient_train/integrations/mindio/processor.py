@@ -289,7 +289,9 @@ class Processor:
 
     def _let_go(self) -> None:
         with self._changed:
-            self._limit, self._action = None, Action.EXIT
+            self._limit = None
+            if self._action is None:  # else it was told to go on, and has not heard it yet
+                self._action = Action.EXIT
             self._changed.notify_all()
 
     def _carry_out(self, order: AnyOrder) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 KEPT = Path(__file__).parents[1] / "pure/mindspore_calls.json"
 STEPS = 6
+RS_UNKNOWN = 8
 JOBS = [
     ("hcce:1:2 uce:1:3 low:0:5", "{TTP:1,UCE:1,HCCE:1,ARF:1}"),
     ("kill:1:3 hcce:0:5", "{TTP:1,UCE:1,HCCE:1,ARF:1}"),
@@ -115,14 +116,15 @@ def record(folder: Path, run: Callable[[Path, str, str], object]) -> list[dict[s
 
 def of_each_thread(jobs: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
     """What is the same each time. A stop that MindSpore refuses is ordered again, some number of times; one may come
-    when its rank is in ``tft_pause_train`` still.
+    when its rank is in ``tft_pause_train`` still. Whose script has failed is ended some time behind its report.
     """
     found = []
     for process in (process for job in jobs for process in job["processes"]):
         threads: dict[str, list[Any]] = {}
         for event in process["events"]:
             mine = threads.setdefault(event[0], [])
-            if event[1:3] != ["returned", "tft_pause_train"]:
+            failed = mine and mine[-1][1:4] == ["call", "tft_report_error", [RS_UNKNOWN]]
+            if event[1:3] != ["returned", "tft_pause_train"] and not failed:
                 mine.append(event)
             if event[1] == "raised":
                 del mine[max(index for index, (_, what, *_) in enumerate(mine) if what == "told") :]

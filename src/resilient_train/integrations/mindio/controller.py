@@ -555,7 +555,7 @@ class Controller:
         elif left:
             self.hopeless = f"ranks {left} have come to their end, and would not train on"
         elif self.lost and not self.policy.arf:
-            self.hopeless = f"ranks {sorted(self.lost)} are lost, and are not replaced (no ARF)"
+            self.hopeless = f"ranks {sorted(self.lost)} are lost, and replacing lost ranks is switched off (no ARF)"
         elif any(seat.damaged for seat in self.seats) and not self.policy.uce:
             self.hopeless = "memory has lost data, and is not repaired (no UCE)"
         elif not (self.lost or self.policy.hcce or self.policy.uce):

@@ -153,6 +153,8 @@ class MindSporeAgent:
         self._budget.reached(stands)
         if self._ended is None and not (code == 0 and at_its_end):
             self._consider(process, code, at_its_end=at_its_end)
+        elif self._ended is not None and rank in self._hub.controller.lost:  # it was missed before its end was seen
+            self._say(f"rank {rank} {end_of(code)}")
         if len(self._codes) == self._spec.world_size:
             self._over.set()
             self._hurry.set()

@@ -4,7 +4,8 @@
 
     context, get_rank, get_group_size      it is an Ascend device, and the job is data parallel
     ops.AllReduce, TensorReport            the sum of ``tft_g_one_flag``; the mark that an update begins
-    _stop_device                           what hangs in a collective raises ForceStopError
+    _stop_device                           what hangs in a collective raises ForceStopError, and whoever calls one
+    clean_tdt_channel                      collectives can be called again
     _repair_device, _get_uce_*             memory that lost data; whether state was in it
     send_recv, reset_params                parameters from one rank to another, by ``copy_`` (``set_data`` would leave
                                            the compiled optimizer on old buffers)
@@ -108,12 +109,13 @@ def replace(comm: Collectives) -> None:
     stock.get_rank, stock.get_group_size = lambda: comm.rank, lambda: comm.world_size
     stock.ops, stock.TensorReport = _Ops(comm), _TensorReport
     stock._stop_device = lambda _: comm.abort()
+    stock.clean_tdt_channel = comm.resume
     stock._get_uce_process_strategy = lambda: comm.uce
     stock.send_recv, stock.reset_params = send_recv, reset_params
     stock.direct_copy_to_host = lambda parameter: parameter.asnumpy().reshape(-1)[0]
     manager = SimpleNamespace(resume_hccl_comm=nothing)
     stock.CollectiveManager = SimpleNamespace(get_instance=lambda: manager)
-    idle = ("_repair_device", "_tft_sem_enable", "_tft_sem_post", "clean_tdt_channel", "_get_uce_mem_info")
+    idle = ("_repair_device", "_tft_sem_enable", "_tft_sem_post", "_get_uce_mem_info")
     idle += (
         "_reset_opt_event_info",
         "_finalize_comm",

@@ -88,7 +88,6 @@ class Reborn(Callback):
         self.reborn = reborn
 
     def on_train_step_begin(self, _: object) -> None:
-        comm.resume()
         if self.reborn:
             self.reborn = False
             raise RuntimeError("ARF FINISH , do next step repair weight.")

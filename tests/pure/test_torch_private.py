@@ -239,7 +239,7 @@ def test_a_recorder_that_is_too_large_to_be_asked_is_not_asked(monkeypatch: pyte
 
 
 def test_a_sharded_model_has_what_is_asked_of_it() -> None:
-    """What ``frameworks/torch/sharded.py`` asks; ``tests/pure/test_sharding_of_models.py`` does it."""
+    """What ``frameworks/torch/sharded.py`` asks; ``test_sharding_of_models.py`` and ``test_sharded_cut.py`` do it."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -249,7 +249,10 @@ def test_a_sharded_model_has_what_is_asked_of_it() -> None:
     assert callable(FSDPModule._get_fsdp_state)
     assert callable(FSDPModule.reset_iter_state)
     assert callable(FSDPModule.reshard)
-    assert {"_is_root", "_state_ctx", "_fsdp_param_groups"} <= vars(FSDPState()).keys()
+    assert callable(FSDPParam.to_sharded)
+    state = vars(FSDPState())
+    assert {"_is_root", "_state_ctx", "_fsdp_param_groups"} <= state.keys()
+    assert state["_training_state"] is type(state["_training_state"]).IDLE
     assert isinstance(FSDPParamGroup.is_sharded, property)
     assert {"_unsharded_param", "unsharded_accumulated_grad", "sharded_param"} <= FSDPParam.__annotations__.keys()
     assert "all_gather_work" in AllGatherResult._fields

@@ -418,8 +418,9 @@ def test_who_is_to_go_on_goes_on_though_the_controller_is_over(monkeypatch: pyte
     rank._go(Go(round=1, step=1))
     rank._let_go()
     assert rank.wait_next_action() is Action.RETRY
-    rank.report(ReportState.RS_HCCL_FAILED)
-    rank._let_go()
+    rank.report(ReportState.RS_HCCL_FAILED)  # nobody hears it
+    assert rank.wait_next_action() is Action.EXIT
+    rank.report(ReportState.RS_UNKNOWN, limit_s=1e9)
     assert rank.wait_next_action() is Action.EXIT
 
 

@@ -112,6 +112,9 @@ class Processor:
         self._waits = False
         """The training thread has reported, and is out of its loop."""
         self._action: Action | None = None
+        """What it is told, until it hears it."""
+        self._alone = False
+        """There is no controller any more: EXIT is the answer to all that is reported from now on."""
         self._over = False
         self._socket: socket.socket | None = None
         self._sending = threading.Lock()
@@ -235,15 +238,14 @@ class Processor:
         self._send(Reported(state, code))
         if state is ReportState.RS_UNKNOWN:
             with self._changed:
-                self._changed.wait_for(lambda: self._action is Action.EXIT or self._over, limit_s)
+                self._changed.wait_for(lambda: self._action is Action.EXIT or self._alone or self._over, limit_s)
 
     def wait_next_action(self) -> Action:
         """Waits for what becomes of what was reported."""
         with self._changed:
-            self._changed.wait_for(lambda: self._action is not None)
+            self._changed.wait_for(lambda: self._action is not None or self._alone)
             action, self._action = self._action, None
-            assert action is not None
-            return action
+            return action if action is not None else Action.EXIT
 
     def reset_limit(self) -> None:
         """The training thread may update again."""
@@ -289,9 +291,7 @@ class Processor:
 
     def _let_go(self) -> None:
         with self._changed:
-            self._limit = None
-            if self._action is None:  # else it was told to go on, and has not heard it yet
-                self._action = Action.EXIT
+            self._limit, self._alone = None, True
             self._changed.notify_all()
 
     def _carry_out(self, order: AnyOrder) -> None:

@@ -38,8 +38,8 @@ STACKS_SIGNAL = signal.SIGRTMIN + 4
 """Asks a rank for its Python stacks, see ``session/pulse.py``."""
 _OURS = "resilient_train."
 _BODIES_OF_OURS = ("resilient_train.demo", "resilient_train.testing")
-_WHOLE_CALLS = frozenset({"__del__", "__enter__", "__exit__", "__aenter__", "__aexit__", "_lazy_init", "_carry_out"})
-_WHOLE_MODULES = ("importlib._bootstrap", "logging")
+_WHOLE_CALLS = frozenset({"__del__", "__enter__", "__exit__", "__aenter__", "__aexit__", "_lazy_init"})
+_WHOLE_MODULES = ("importlib._bootstrap", "logging", "resilient_train.session.injection")
 _LOCKING_MODULES = ("threading", "queue", "multiprocessing.", "concurrent.futures.")
 _WAITS = frozenset({"Condition.wait", "Thread._wait_for_tstate_lock"})
 """The waits that clear up behind themselves when they are cut in ``lock.acquire()``, and there only."""

@@ -154,10 +154,10 @@ class Injector:
             if clause.generation not in (-1, generation if generation >= 0 else self._generation()):
                 continue
             self.clauses.remove(clause)
-            self._carry_out(clause, step)
+            self._hit(clause, step)
             return
 
-    def _carry_out(self, clause: Injection, step: int) -> None:
+    def _hit(self, clause: Injection, step: int) -> None:
         detail: dict[str, object] = {"kind": clause.kind, "at": clause.at}
         ordered = self._ordered is not None and self._ordered[0] is clause
         if self._ordered is not None and ordered:

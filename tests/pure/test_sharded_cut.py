@@ -21,12 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 
 from resilient_train.frameworks.torch.sharded import Sharding  # noqa: E402
-from resilient_train.interrupt import _WHOLE_CALLS  # noqa: E402
+from resilient_train.interrupt import _whole_calls  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(1200)]
 Place = tuple[str, int, int]
 """A function, a line of its file, and how often the pass was there before."""
 VARIANTS = ("base", "kept", "mixed", "ahead")
+LONG = [pytest.param(each, marks=pytest.mark.long) for each in VARIANTS]
+OF_EACH = pytest.mark.parametrize("variant", ["base", *LONG])
 
 
 class Done(dist.Work):
@@ -98,7 +100,7 @@ class Lines:
         self._times: dict[tuple[str, int], int] = {}
 
     def of_call(self, frame: FrameType, _event: str, _argument: object) -> Any:
-        return self.of_line if "/_fully_shard/" in frame.f_code.co_filename and _may_be_cut(frame) else None
+        return self.of_line if "/_fully_shard/" in frame.f_code.co_filename and not _whole_calls(frame) else None
 
     def of_line(self, frame: FrameType, event: str, _argument: object) -> Any:
         if event == "line":
@@ -111,15 +113,6 @@ class Lines:
         return self.of_line
 
 
-def _may_be_cut(frame: FrameType | None) -> bool:
-    """See ``Interrupt``."""
-    while frame is not None:
-        if frame.f_code.co_name in _WHOLE_CALLS:
-            return False
-        frame = frame.f_back
-    return True
-
-
 class Job:
     def __init__(self, variant: str) -> None:
         torch.manual_seed(0)
@@ -127,8 +120,6 @@ class Job:
         flags: dict[str, Any] = {"mesh": mesh}
         if variant == "kept":
             flags["reshard_after_forward"] = False
-        if variant == "partly":
-            flags["reshard_after_forward"] = 1
         if variant == "mixed":
             flags["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 5), nn.ReLU()), nn.Linear(5, 2))
@@ -175,7 +166,7 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.usefixtures("four_ranks")
-@pytest.mark.parametrize("variant", ["base", *(pytest.param(each, marks=pytest.mark.long) for each in VARIANTS)])
+@OF_EACH
 def test_in_later_passes(variant: str, request: pytest.FixtureRequest) -> None:
     """One job has them all, one behind the other. Every day the first time at each line."""
     every = any(request.node.iter_markers("long"))
@@ -188,7 +179,7 @@ def test_in_later_passes(variant: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-@pytest.mark.parametrize("variant", ["base", *(pytest.param(each, marks=pytest.mark.long) for each in VARIANTS)])
+@OF_EACH
 def test_in_the_first_passes(variant: str, request: pytest.FixtureRequest) -> None:
     """Each has a job of its own. Every day those lines to which later passes do not come, and those in front of what
     is made at the first use.

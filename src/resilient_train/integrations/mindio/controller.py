@@ -363,12 +363,16 @@ class Controller:
         seat = self.seats[rank]
         if not seat.present or self.stage is Stage.OVER:
             return []
-        self.seats[rank] = Seat()
-        self.seats[rank].whole = False
+        self._vacate(rank)
         if self.stage is Stage.STARTING:
             return []
         self.lost |= {rank}
         return self._fault(rank, "its process is gone")
+
+    def _vacate(self, rank: int) -> None:
+        """Its process holds nothing any more, whether it lives or not."""
+        self.seats[rank] = Seat()
+        self.seats[rank].whole = False
 
     def bye(self, rank: int) -> list[Effect]:
         """A rank's training is over: nobody who is lost from here on can train on, this one would not take part."""

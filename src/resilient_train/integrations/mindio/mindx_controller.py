@@ -24,7 +24,6 @@ from resilient_train.integrations.mindio.controller import (
     Note,
     Policy,
     Report,
-    Seat,
     Stage,
     Timer,
     To,
@@ -204,8 +203,7 @@ class MindXController(Controller):
         """They end, and are lost."""
         told: list[Effect] = [To(rank, Exit(round=self.round)) for rank in ranks if self.seats[rank].present]
         for rank in ranks:
-            self.seats[rank] = Seat()
-            self.seats[rank].whole = False
+            self._vacate(rank)
         self.lost |= set(ranks)
         return told
 

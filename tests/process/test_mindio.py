@@ -219,6 +219,7 @@ def test_ranks_that_know_no_controller_save_by_themselves(tmp_path: Path, *, ask
     script = tmp_path / "alone.py"
     script.write_text(
         "import os, pathlib, signal, sys, time\n"
+        "if os.environ['MS_ROLE'] == 'MS_SCHED':\n    signal.pause()  # else it would say that rank 0 is there\n"
         "rank, folder = os.environ['RANK_ID'], pathlib.Path(sys.argv[1])\n"
         "def save(*_):\n    time.sleep(0.3)\n    (folder / f'saved{rank}').touch()\n    sys.exit(143)\n"
         "signal.signal(signal.SIGTERM, save)\n"

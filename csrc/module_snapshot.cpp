@@ -21,6 +21,7 @@
 #include "module.hpp"
 #include "snapshot/copier.hpp"
 #include "snapshot/memory.hpp"
+#include "snapshot/nan.hpp"
 #include "snapshot/xxh3.hpp"
 
 namespace nb = nanobind;
@@ -163,6 +164,12 @@ void populate_buffer(nb::handle object) {
   populate(buffer.data(), buffer.bytes());
 }
 
+bool buffer_holds_nan(nb::handle object, unsigned item_bytes, std::uint64_t largest) {
+  const Buffer buffer(object, false);
+  const nb::gil_scoped_release unlocked;
+  return holds_nan(buffer.data(), buffer.bytes(), item_bytes, largest);
+}
+
 }  // namespace
 
 void bind_snapshot(nb::module_& module) {
@@ -189,6 +196,7 @@ void bind_snapshot(nb::module_& module) {
       .def("exchange_if", &PyWord::exchange_if, "expected"_a, "desired"_a)
       .def("close", &PyWord::close);
   module.def("populate", &populate_buffer, "buffer"_a);
+  module.def("holds_nan", &buffer_holds_nan, "numbers"_a, "item_bytes"_a, "largest"_a);
   module.def("limit_instructions", [](const std::string& name) { return limit_instructions(name.c_str()); }, "name"_a);
   module.attr("DIGEST_CHUNK_BYTES") = nb::int_(digest_chunk_bytes);
 }

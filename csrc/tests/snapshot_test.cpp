@@ -23,6 +23,7 @@
 #include "check.hpp"
 #include "snapshot/copier.hpp"
 #include "snapshot/memory.hpp"
+#include "snapshot/nan.hpp"
 #include "snapshot/xxh3.hpp"
 
 using namespace resilient;
@@ -294,6 +295,23 @@ void test_populate() {
   check_throws<std::system_error>([&] { populate(nullptr, 4096); });
 }
 
+// At each place of several blocks and a tail, in memory that ends there.
+void test_nan() {
+  constexpr std::size_t count = 2 * 4096 / sizeof(float) + 3;
+  std::unique_ptr<std::byte[]> memory(new std::byte[count * sizeof(float)]());
+  const std::uint32_t nan = 0xFFC0'0000, infinity = 0x7F80'0000;
+  for (std::size_t at = 0; at < count; ++at) {
+    std::byte* number = memory.get() + at * sizeof(float);
+    std::memcpy(number, &infinity, sizeof infinity);
+    CHECK(!holds_nan(memory.get(), count * sizeof(float), sizeof(float), infinity));
+    std::memcpy(number, &nan, sizeof nan);
+    CHECK(holds_nan(memory.get(), count * sizeof(float), sizeof(float), infinity));
+    CHECK(!holds_nan(memory.get(), at * sizeof(float) + 3, sizeof(float), infinity));
+    std::memset(number, 0, sizeof nan);
+  }
+  CHECK(!holds_nan(nullptr, 0, 8, 1));
+}
+
 }  // namespace
 
 int main() {
@@ -304,6 +322,7 @@ int main() {
   test_one_at_a_time_and_abort();
   test_forks();
   test_populate();
+  test_nan();
   std::puts("snapshot_test: all passed");
   return 0;
 }

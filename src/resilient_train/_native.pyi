@@ -373,6 +373,12 @@ def populate(buffer: Buffer) -> None:
     OSError if there are no pages to be had. Beyond a control group's limit the kernel kills a process instead.
     """
 
+def holds_nan(numbers: Buffer, item_bytes: int, largest: int) -> bool:
+    """Whether one of the numbers is a NaN: its bits without the sign are above those of `largest`. Without the GIL.
+
+    ValueError for a number of `item_bytes` bytes that is none of 1, 2, 4, 8.
+    """
+
 def limit_instructions(name: str) -> bool:
     """Hash with "avx2", "sse2" or "portable" instructions from now on; False if this machine can't. For tests."""
 

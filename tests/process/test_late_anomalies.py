@@ -267,3 +267,45 @@ def test_an_update_is_left_out_behind_an_error_that_asks(tmp_path: Path, left_ou
     assert run.code == 0, run.explain()
     assert digests(run) == digests(left_out)
     assert [event["step"] for event in run.of("update_left_out")] == [AT, AT]
+
+
+NAN = (*WRONG, "--factor", "nan", "--look", "1000")
+"""Nobody looks: there is no norm, and the script says nothing."""
+
+
+def test_a_state_that_becomes_nan_is_told(tmp_path: Path) -> None:
+    """Without a switch, by ranks that hold the same. No checkpoint of it takes the last good one's place."""
+    run = late(tmp_path / "run", "--save", "4", *NAN, RESILIENT_KEEP_CHECKPOINTS="1")
+    assert run.code == 0, run.explain()
+    (told,) = [line for line in run.err.splitlines() if "holds NaN" in line and "rank" in line]
+    assert "holds NaN in 12 of 16 tensors ('model.0.module.0.weight' for one) after update 16" in told
+    assert "there was none after update 8. " in told
+    assert {event["rank"] for event in run.of("holds_nan")} == {0, 1}
+    assert "the state at the end holds NaN" in run.err
+    assert run.err.count("written, with values that are not numbers: NaN in") == 1
+    spoilt, sound = (
+        [event["detail"]["step"] for event in run.of("saved") if bool(event["detail"].get("nan_tensors")) == nan]
+        for nan in (True, False)
+    )
+    kept = {path.name for path in (run.run_dir / "checkpoints").iterdir()}
+    assert kept == {f"step_{max(spoilt)}", f"step_{max(sound)}"}
+    assert max(sound) <= AT < min(spoilt)
+
+
+def test_for_nan_all_go_back(tmp_path: Path, plain: Run) -> None:
+    """With the switch; no process has looked at a norm or a loss."""
+    run = late(tmp_path / "run", "--save", "4", *NAN, "--once")
+    assert run.code == 0, run.explain()
+    assert digests(run) == digests(plain)
+    (again,) = run.of("restart_all")
+    assert "since step 8 can't be right: it holds NaN in 12 of 16 tensors" in again["detail"]["reason"]
+    assert "the state at the end" not in run.err
+
+
+@pytest.mark.long
+def test_nan_that_the_script_makes_is_told_the_second_time(tmp_path: Path) -> None:
+    run = late(tmp_path / "run", "--save", "4", *NAN)
+    assert run.code == 0, run.explain()
+    assert len(run.of("restart_all")) == 1, run.explain()
+    assert "all have gone back for that already: it is written down, and training goes on" in run.err
+    assert "the state at the end holds NaN" in run.err

@@ -12,6 +12,7 @@ from resilient_train.state.checkpoint.manifest import FileEntry, Kind
 from resilient_train.state.checkpoint.restore import Checkpoint
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.image import ImagePlan, plan_image
+from resilient_train.state.nan import NanFound
 from resilient_train.state.sharding import Piece, Shape
 
 NUMPY = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "u1", "BOOL": "?", "F16": "<f2"}
@@ -81,6 +82,7 @@ def write(
     kind: Kind = "periodic",
     read_back: bool = False,
     libraries: Mapping[str, str] | None = None,
+    nan: NanFound | None = None,
 ) -> Path:
     """A complete checkpoint of ``shards`` replica groups of one rank each."""
     with CheckpointDraft.begin(folder, step, kind) as draft:
@@ -92,6 +94,7 @@ def write(
             replica_groups=[[rank] for rank in range(shards)],
             shards=shards,
             libraries=libraries or libraries_here(),
+            nan=nan,
             read_back=read_back,
         )
 

@@ -12,6 +12,7 @@ import pytest
 from pure.checkpoint_rig import write
 from resilient_train.launch.cli.tool import main
 from resilient_train.state.checkpoint.libraries import libraries_here
+from resilient_train.state.nan import NanFound
 
 
 @pytest.fixture
@@ -53,6 +54,25 @@ def test_all_of_a_run(where: str, run: Path, capsys: pytest.CaptureFixture[str])
         "step_10",
     ]
     assert lines[3] == f"newest complete: {run}/checkpoints/ttp_saved_checkpoints-step_15"
+
+
+def test_nan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is no fault of the checkpoint's."""
+    path = write(run / "checkpoints", 30, nan=NanFound(3, 6, "model.0.weight"))
+    assert main(["verify", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"{path}: holds NaN in 3 of 6 tensors ('model.0.weight' for one)"
+    assert lines[-2:] == [
+        f"newest complete: {path}",
+        f"newest complete without NaN: {run}/checkpoints/step_20",
+    ]
+    main(["verify", "--json", str(run)])
+    told = json.loads(capsys.readouterr().out)
+    assert (told["newest_complete"], told["newest_without_nan"]) == (str(path), str(run / "checkpoints" / "step_20"))
+    assert [each["nan"] for each in told["checkpoints"][:2]] == [
+        {"tensors": 3, "of": 6, "first": "model.0.weight"},
+        None,
+    ]
 
 
 def test_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

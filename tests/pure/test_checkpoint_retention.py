@@ -10,6 +10,7 @@ from resilient_train.state.checkpoint.draft import CheckpointDraft
 from resilient_train.state.checkpoint.manifest import REPLACED
 from resilient_train.state.checkpoint.retention import retain, set_aside, tidy
 from resilient_train.state.checkpoint.verify import newest_complete, verify
+from resilient_train.state.nan import NanFound
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
@@ -18,6 +19,22 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert [path.name for path in retain(tmp_path, 2)] == ["step_10", "step_9", "step_8"]
     assert names(tmp_path) == ["step_100", "step_11"]
     assert retain(tmp_path, 2) == []
+
+
+def test_the_newest_without_nan_stays_too(tmp_path: Path) -> None:
+    nan = NanFound(1, 6, "model.0.weight")
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step, nan=nan if step > 2 else None)
+    assert [path.name for path in retain(tmp_path, 1)] == ["step_3", "step_1"]
+    assert retain(tmp_path, 1) == []
+    write(tmp_path, 5, nan=nan)
+    assert [path.name for path in retain(tmp_path, 2)] == []
+    assert names(tmp_path) == ["step_2", "step_4", "step_5"]
+    (tmp_path / "step_2" / "manifest.json").write_text("{}")
+    write(tmp_path, 1)
+    assert [path.name for path in retain(tmp_path, 1)] == ["step_4", "step_2"], "that one is not whole"
+    write(tmp_path, 6)
+    assert [path.name for path in retain(tmp_path, 1)] == ["step_5", "step_1"], "the newest one is without"
 
 
 def test_those_that_the_job_went_back_behind_neither_count_nor_go(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from resilient_train.protocol.messages import (
     Differs,
     Finished,
     Held,
+    HoldsNan,
     Joined,
     Late,
     Plan,
@@ -841,6 +842,46 @@ def test_a_value_behind_its_update_sends_all_back_once() -> None:
     assert (kept.step, len(kept.values)) == (12, 2)
     assert isinstance(note, Note)
     assert note.detail["told"] == told.format(12) + "; all have gone back for that already"
+
+
+def test_for_nan_all_go_back_once() -> None:
+    """It shows somewhere between two looks; what shows again in between, however they lie then, is the same."""
+    controller = running()
+    job = controller.job
+    job.can_go_back, job.saved_before = (lambda: True), (lambda step: step >= 4)
+    job.aware = True
+    only_told = controller.holds_nan(1, 0, HoldsNan(16, 16, "NaN in 3 of 4 tensors", without=8))
+    (note,) = of(only_told, Note)
+    assert (note.kind, note.rank, note.detail["first"], note.detail["may_go_back"]) == ("holds_nan", 1, True, False)
+    (note,) = of(controller.holds_nan(0, 0, HoldsNan(16, 16, "NaN in 3 of 4 tensors", without=8)), Note)
+    assert not note.detail["first"], "one line for all ranks"
+    commands = controller.holds_nan(1, 0, HoldsNan(16, 16, "NaN", without=8, since=8))
+    assert [spawn.rank for spawn in of(commands, Spawn)] == [0, 1, 2]
+    again = next(each for each in of(commands, Note) if each.kind == "restart_all")
+    assert again.detail["reason"] == "rank 1 says that what was trained since step 8 can't be right: it holds NaN"
+    assert controller.holds_nan(0, 0, HoldsNan(16, 16, "NaN", without=8, since=8)) == [], "an old process"
+    for rank in range(3):
+        controller.started(rank, 1, Started("all", ("world",)))
+    first, late = of(controller.holds_nan(0, 1, HoldsNan(14, 14, "NaN", without=10, since=10)), Note)
+    assert first.detail["first"], "in this start nothing was told yet"
+    assert late.detail["told"].endswith("all have gone back for that already")
+    assert of(controller.holds_nan(0, 1, HoldsNan(24, 24, "NaN", without=16, since=16)), Spawn), "that is another one"
+
+
+def test_nan_that_the_redone_step_has_come_to_again_sends_nobody_back() -> None:
+    controller = running()
+    controller.job.can_go_back = controller.job.saved_before = lambda *_: True
+    controller.job.know_anomalies({("norm", 9): (math.nan, math.nan)})
+    for since, until, why in ((4, 9, ""), (9, 16, "for it already"), (10, 16, "")):
+        message = HoldsNan(until, until, "NaN", without=since, since=since)
+        commands = controller.holds_nan(1, controller.job.incarnations[1], message)
+        late = next(each for each in of(commands, Note) if each.kind == "late_anomaly")
+        assert late.detail["goes_back"] == (not why), (since, until)
+        if not why:
+            for rank in range(3):
+                controller.started(rank, controller.job.incarnations[rank], Started("all", ("world",)))
+        else:
+            assert str(late.detail["told"]).endswith(why)
 
 
 def test_going_back_needs_no_replacements() -> None:

@@ -19,6 +19,7 @@ from resilient_train.launch.agent import saves as saves_module
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.protocol.messages import Captured, Source
+from resilient_train.state.nan import NanFound
 from resilient_train.state.vault.flush import Flushed
 from resilient_train.state.vault.slots import SlotPair, create
 
@@ -81,10 +82,10 @@ class Rig:
         for rank in range(2):
             self.saves.captured(rank, Captured(step, step, sequence, store=True, fingerprint=7), PAIR)
 
-    def lands(self, step: int) -> None:
+    def lands(self, step: int, nan: NanFound | None = None) -> None:
         """The flush under way is over."""
         path = checkpoint_rig.write(self.folder, step)
-        self.holder.value = msgspec.msgpack.encode(Flushed(str(path), 1, True, ""))
+        self.holder.value = msgspec.msgpack.encode(Flushed(str(path), 1, True, "", nan))
         self.saves._hear()
 
     async def set_aside(self) -> None:
@@ -128,6 +129,26 @@ def test_one_that_is_being_written_when_all_go_back(rig: Rig) -> None:
 
     asyncio.run(job())
     assert [detail["step"] for kind, detail in rig.events if kind == "saved"] == [16]
+
+
+def test_one_that_holds_nan_is_told_once(rig: Rig) -> None:
+    """And at the end of the job in the sentence that says where the state is."""
+    nan, ends = NanFound(3, 6, "w"), []
+
+    async def job() -> None:
+        for step in (16, 24):
+            rig.captured(step)
+            rig.lands(step, nan)
+        last = {rank: Captured(32, 32, 1, store=True, fingerprint=7) for rank in range(2)}
+        rig.saves.store_last(last, PAIR, PAIR, "asked for", ends.append)
+        rig.lands(32, nan)
+
+    asyncio.run(job())
+    (told,) = rig.told
+    assert told.startswith("checkpoint of step 16: written, with values that are not numbers: NaN in 3 of 6 tensors")
+    assert [detail["nan_tensors"] for kind, detail in rig.events if kind == "saved"] == [3, 3, 3]
+    (end,) = ends
+    assert end.endswith("step_32. It holds NaN in 3 of 6 tensors ('w' for one)")
 
 
 def test_a_mistake_of_ours_there_is_seen(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

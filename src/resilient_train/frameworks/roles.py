@@ -16,6 +16,7 @@ from resilient_train._native import Copier, Probes
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.state.capture import Capture
 from resilient_train.state.checkpoint.target import BlockTarget
+from resilient_train.state.nan import NanFound
 from resilient_train.state.transfer import Span
 from resilient_train.state.tree import Path
 
@@ -520,6 +521,10 @@ class State(Protocol):
         """Begins a digest of parameters and optimizer state: equal on all ranks of a replica group, and nowhere else by
         chance. ``after``: memory is read when that copy is over.
         """
+        ...
+
+    def nan(self) -> NanFound | None:
+        """NaN in what this rank holds of parameters and optimizer state."""
         ...
 
     def on_host(self) -> bool:

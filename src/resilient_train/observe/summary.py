@@ -18,6 +18,8 @@ def summary(events: Sequence[Event], code: int) -> str:
     if run.saved.written:
         newest = run.saved.written[-1]
         parts.append(f"newest checkpoint: step {newest.step} ({newest.path})")
+    if any(event.kind == "session_end" and number_of(event, "nan_tensors") for event in events):
+        parts.append("the state at the end holds NaN")
     return f"{end} after {seconds:.0f} s: {', '.join(parts)}"
 
 

@@ -23,7 +23,18 @@ from resilient_train.protocol.commands import Command, Note, Spawn
 from resilient_train.protocol.disagreement import Doubt, alone, evidence, sentence
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
-from resilient_train.protocol.messages import Anomaly, Computed, Differs, Finished, Held, Joined, Late, Plan, Started
+from resilient_train.protocol.messages import (
+    Anomaly,
+    Computed,
+    Differs,
+    Finished,
+    Held,
+    HoldsNan,
+    Joined,
+    Late,
+    Plan,
+    Started,
+)
 from resilient_train.protocol.neighbours import Found, Round, judge
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.progress import Progress
@@ -246,15 +257,32 @@ class Controller:
             job.late_told.add((job.attempt, step))
             return commands
         job.gone_back_to.add(step)
+        job.gone_back_until = max(job.gone_back_until, message.until)
         return [*commands, *self._fault(fault)]
+
+    def holds_nan(self, rank: int, incarnation: int, message: HoldsNan) -> list[Command]:
+        """A rank's state has become NaN. All go back if that is wanted; the others tell the same of theirs."""
+        job = self.job
+        if not job.current(rank, incarnation) or job.stage not in _RUNS:
+            return []
+        detail: dict[str, object] = {"commits": message.commits, "told": f"rank {rank} holds {message.told}"}
+        detail |= {"without": message.without, "first": job.nan_told != job.attempt, "may_go_back": message.since >= 0}
+        job.nan_told = job.attempt
+        note = Note("holds_nan", rank=rank, detail=detail)
+        if message.since < 0:
+            return [note]
+        late = Late(message.since, f"it holds {message.told}", until=message.step)
+        return [note, *self.late(rank, incarnation, late)]
 
     def _stays(self, message: Late, fault: Fault) -> str:
         """Why nobody goes back for that; empty if all do."""
         job, step = self.job, message.step
-        if step in job.gone_back_to:
+        if step in job.gone_back_to or (message.until >= 0 and step < job.gone_back_until):
             return f"{fault.detail}; all have gone back for that already"
         if message.seen is not None and (message.seen.what, step) in job.anomalies:  # also in an earlier run of the job
             return f"{fault.detail}; the step has been run again for that already"
+        if any(step <= seen < message.until for _, seen in job.anomalies):
+            return f"{fault.detail}; a step since then has been run again for it already"
         nothing = f"{fault.detail}; nothing of before is saved"
         if not job.can_go_back():
             return nothing

@@ -97,6 +97,10 @@ class Job:
         """Before which update replicas were found to differ last; -1: they never were."""
         self.gone_back_to: set[int] = set()
         """Steps since which the script has said that all is wrong: once each, all have gone back for that."""
+        self.gone_back_until = -1
+        """Before which step that showed last for which all went back, if that is known."""
+        self.nan_told = -1
+        """In which attempt people were told of NaN last."""
         self.late_told: set[tuple[int, int]] = set()
         """Attempt and step, where people were told of it and nobody went back."""
         self.pause_at: int | None = None

@@ -205,6 +205,8 @@ class Late(msgspec.Struct, tag="late", frozen=True):
     step: Annotated[int, msgspec.Meta(ge=0)]
     reason: str = ""
     seen: Anomaly | None = None
+    until: int = -1
+    """It shows before this step: what shows again in between is the same. -1: nothing is known of that."""
 
 
 class Computed(msgspec.Struct, tag="computed", frozen=True):
@@ -381,6 +383,20 @@ class Shared(msgspec.Struct, tag="shared", frozen=True):
     rows: list[tuple[str, str]]
 
 
+class HoldsNan(msgspec.Struct, tag="holds_nan", frozen=True):
+    """There is NaN in what the rank holds before update ``commits`` and step ``step``, as ``told`` says, and there was
+    none before. Nothing is waited for.
+    """
+
+    commits: int
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    told: str
+    without: int = -1
+    """Before which update it had looked last, and found none; -1: this process never had."""
+    since: int = -1
+    """Before which step that was, if all are to go back to it."""
+
+
 class Resume(msgspec.Struct, tag="resume", frozen=True):
     """Everyone is done: train. ``over``: a loop has ended, by a ``break`` that who copied its state did not see.
 
@@ -508,6 +524,7 @@ FromRank = (
     | Differs
     | Held
     | Shared
+    | HoldsNan
     | OpenVault
     | Captured
     | Skipped

@@ -76,7 +76,7 @@ class Comparison:
     def head(self, commits: int, *, shown: bool) -> bool:
         """A window begins, and nothing of it was done yet. ``shown``: a snapshot will show what it begins with.
 
-        Whether all compare.
+        Whether it is one of those updates.
         """
         since = commits - self._origin
         seldom = since > 0 and since & (since - 1) == 0
@@ -89,7 +89,7 @@ class Comparison:
             held = self.write(commits)
             if asked:
                 self._link.channel.send(Held(commits, held))
-        return usual and not self.alone
+        return usual
 
     def not_shown(self, commits: int) -> None:
         """No snapshot shows what the window begins with, and no body has begun."""

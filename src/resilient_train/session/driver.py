@@ -55,6 +55,7 @@ from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.link import Link, leave
 from resilient_train.session.loader import Cursor
+from resilient_train.session.nan_watch import NanWatch
 from resilient_train.session.neighbour_inputs import NeighbourInputs
 from resilient_train.session.pauses import ScriptPauses
 from resilient_train.session.publication import Publication
@@ -155,6 +156,7 @@ class Driver:
         self._without_update = BodiesWithoutUpdate(engine.step, self._event, tells=agent.rank == 0)
         self._tells = agent.rank == 0
         self._anomalies = self._anomaly_check(limits, skips=skips, looks=switches.tre > 0)
+        self._nan = NanWatch(link, engine.state, goes_back=self._anomalies is not None)
         self._clock = ComputeClock(engine.collectives.waited_ns, self._peers.add_computed)
         plan, who = parse_plan(settings.faults), (agent.rank, agent.incarnation)
         self._injector = Injector(
@@ -709,7 +711,9 @@ class Driver:
         match effect.where:
             case "head":
                 if comparison.head(commits, shown=self.saving.will_show):
-                    self._look_at_model()
+                    self._nan.look(commits, self._rank.number)
+                    if not comparison.alone:
+                        self._look_at_model()
             case "target":
                 comparison.write(commits)
             case "copied":
@@ -719,6 +723,7 @@ class Driver:
                     self._records.take(self._rank.number, None, self._cursor.place)
                 self._digests = self._engine.state.fingerprint().digest(), self._publication.digest()
                 comparison.write(commits, self._digests[0])
+                self._nan.look(commits, self._rank.number)
 
     def _look_at_model(self) -> None:
         """Tells, once, that no new process could take its state up: a script builds its model in front of its loop."""
@@ -1179,6 +1184,8 @@ class Driver:
             self._write_values(1)
         params, own = self._digests
         detail = {"params_digest": params, "rank_digest": own, "steps": self._rank.number}
+        if self._nan.found:
+            detail["nan_tensors"] = self._nan.found.tensors
         self._event("session_end", {**detail, "commits": self._rank.commits, "redone": self._redone})
 
     def _release(self, *, for_another: bool = False) -> None:

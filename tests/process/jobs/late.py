@@ -1,8 +1,9 @@
 """A loop whose later look at a step finds it wrong: a parameter was changed on all ranks alike, by a machine or not.
 
-In step ``--at`` all ranks double their gradients, each time or (``--once``) the first time. ``--look`` steps later, or
-when a wrong checkpoint is written, rank 0 says so. Every ``--save`` updates there is a checkpoint, if storage is ready.
-From step ``--stage`` on nothing is dropped out, which a new process does as well, and nobody takes back.
+In step ``--at`` all ranks multiply their gradients by ``--factor``, each time or (``--once``) the first time.
+``--look`` steps later, or when a wrong checkpoint is written, rank 0 says so. Every ``--save`` updates there is a
+checkpoint, if storage is ready. From step ``--stage`` on nothing is dropped out, which a new process does as well, and
+nobody takes back.
 With ``--nan`` the gradients are right, and rank 1 gives NaN for the loss of that step, behind its update; with
 ``--raises`` it raises what asks for the step once more.
 """
@@ -24,6 +25,7 @@ from resilient_train.config import read_link
 parser = argparse.ArgumentParser()
 parser.add_argument("steps", type=int)
 parser.add_argument("--at", type=int, default=-1)
+parser.add_argument("--factor", type=float, default=2.0)
 parser.add_argument("--look", type=int, default=5)
 parser.add_argument("--once", action="store_true")
 parser.add_argument("--save", type=int, default=0)
@@ -88,7 +90,7 @@ with rt.Session(model=model, optimizer=optimizer, on_anomaly=asked.on_anomaly) a
             loss.backward()
             if step.number == asked.at and wrong and looks:
                 for parameter in core.parameters():
-                    parameter.grad.mul_(2)
+                    parameter.grad.mul_(asked.factor)
             if step.number == asked.leave_out:
                 optimizer.zero_grad()
             optimizer.step()

@@ -32,11 +32,13 @@ from resilient_train.frameworks.torch.leaves import (
     span_of,
     state_of,
 )
+from resilient_train.frameworks.torch.nan import nan_in
 from resilient_train.frameworks.torch.optimizer_groups import described, found, groups_of, places, regroup
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.sharded import Replicas, Sharding, placed_like
 from resilient_train.frameworks.torch.staging import Staging, on_host
 from resilient_train.state.checkpoint.target import BlockTarget
+from resilient_train.state.nan import NanFound
 from resilient_train.state.transfer import Span, view
 from resilient_train.state.transfer import digest as digest_of
 from resilient_train.state.tree import Path, Slot, flatten, unflatten
@@ -266,6 +268,10 @@ class State:
         self.sharding.reshard()
         self._fingerprint = Fingerprint(self.tree(core=True, found=True), self._copier, after)
         return self._fingerprint
+
+    def nan(self) -> NanFound | None:
+        self.sharding.reshard()
+        return nan_in(self.tree(core=True, found=True))
 
     def on_host(self) -> bool:
         return all(on_host(local(each)) for model in self._objects.models for each in model.parameters())

@@ -411,6 +411,8 @@ class Agent:
                 self._carry_out(controller.anomaly(rank, incarnation, frame))
             case m.Late():
                 self._carry_out(controller.late(rank, incarnation, frame))
+            case m.HoldsNan():
+                self._carry_out(controller.holds_nan(rank, incarnation, frame))
             case m.Computed():
                 self._carry_out(controller.computed(rank, incarnation, frame))
             case m.Finish(generation=generation, left_at=left_at, exits=exits):

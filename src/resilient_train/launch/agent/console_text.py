@@ -34,6 +34,13 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         raised = detail["what"] == "raised"
         then = "this is the script's own error" if raised else "it is written down, and training goes on"
         yield f"{detail['told']}: {then}"
+    elif kind == "holds_nan" and detail["first"] and not detail["may_go_back"]:
+        before = f"there was none after update {detail['without']}. " if detail["without"] >= 0 else ""
+        yield (
+            f"{detail['told']} after update {detail['commits']}; {before}NaN stays and spreads, so "
+            "what is trained from here on is of no use. Training goes on, since the script may have come to it by "
+            "itself; with TRE:1 all go back to before, once"
+        )
     elif kind == "resumed" and "verifies" not in detail:
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
     elif kind == "held_wrong":

@@ -43,6 +43,7 @@ _SEE_S = 10.0
 _TOLD = {
     "save_failed": "not written",
     "save_skipped": "skipped",
+    "nan_saved": "written, with values that are not numbers",
     "retention_failed": "older ones could not be deleted",
     "wrong_stay": "those that are wrong could not be set aside",
 }
@@ -466,7 +467,8 @@ class Saves:
         flushed = msgspec.msgpack.decode(value, type=Flushed)
         took_ns = time.monotonic_ns() - save.begun_ns
         detail = {"step": save.step, "commits": save.commits, "path": flushed.path, "duration_ns": took_ns}
-        self._note("saved", detail={**detail, "bytes": flushed.size_bytes})
+        nan = {"nan_tensors": flushed.nan.tensors} if flushed.nan else {}
+        self._note("saved", detail={**detail, "bytes": flushed.size_bytes, **nan})
         if self._wrong_since is None or save.step <= self._wrong_since:
             self._stored_steps.append(save.step)
         if "save_failed" in self._troubles:
@@ -474,8 +476,11 @@ class Saves:
             self._say(f"checkpoint of step {save.step}: written; saving is well again")
         if flushed.untidy:
             self._trouble("retention_failed", save.step, flushed.untidy)
+        holds = f". It holds {flushed.nan}" if flushed.nan else ""
+        if flushed.nan and save.over is None:
+            self._trouble("nan_saved", save.step, f"{flushed.nan}; the newest one without is kept")
         if save.over is not None:
-            save.over(f"its state from after {save.commits} updates is saved: {flushed.path}")
+            save.over(f"its state from after {save.commits} updates is saved: {flushed.path}{holds}")
         self._over(save.commits)
         self._go_on()
 

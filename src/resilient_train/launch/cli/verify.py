@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from resilient_train.errors import ConfigError
 from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.observe.report import Line
@@ -36,6 +38,7 @@ def as_dict(found: list[Report]) -> dict[str, Any]:
     return {
         "ok": all(report.ok for report in found),
         "newest_complete": str(newest.path) if newest else None,
+        "newest_without_nan": next((str(report.path) for report in found if report.ok and report.without_nan), None),
         "checkpoints": [_checkpoint(report) for report in found],
     }
 
@@ -47,6 +50,7 @@ def _checkpoint(report: Report) -> dict[str, Any]:
         "path": str(report.path),
         "ok": report.ok,
         **{name: getattr(made, name) for name in fields},
+        "nan": msgspec.to_builtins(made.nan) if made and made.nan else None,
         "differences": [each._asdict() for each in differences(made.libraries)] if made else [],
         "size_bytes": report.size_bytes,
         "problems": [problem._asdict() for problem in report.problems],
@@ -61,6 +65,8 @@ def as_lines(found: list[Report]) -> list[Line]:
             made = report.manifest
             text = f"step {made.step}, {made.kind}, {made.world_size} ranks, {made.shards} shards"
             result.append(Line(f"{report.path}: complete ({text}, {report.size_bytes / 1e6:.1f} MB)"))
+        if report.manifest and report.manifest.nan:
+            result.append(Line(f"{report.path}: holds {report.manifest.nan}", "yellow"))
         if report.manifest and (others := differences(report.manifest.libraries)):
             told = ", ".join(f"{name} {made} (here {here or 'none'})" for name, made, here in others)
             result.append(Line(f"{report.path}: written with {told}", "yellow"))
@@ -68,4 +74,7 @@ def as_lines(found: list[Report]) -> list[Line]:
     if len(found) > 1:
         newest = next((str(report.path) for report in found if report.ok), "none")
         result.append(Line(f"newest complete: {newest}"))
+        sound = next((str(report.path) for report in found if report.ok and report.without_nan), "none")
+        if sound != newest:
+            result.append(Line(f"newest complete without NaN: {sound}"))
     return result

@@ -41,6 +41,7 @@ from resilient_train.state.checkpoint.manifest import (
 )
 from resilient_train.state.checkpoint.verify import verify
 from resilient_train.state.digest import chunk_digests, digest_of, tree_digest
+from resilient_train.state.nan import NanFound
 
 
 class WrittenShard(NamedTuple):
@@ -143,6 +144,7 @@ class CheckpointDraft:
         shards: int,
         libraries: Mapping[str, str],
         without_own_state: Sequence[int] = (),
+        nan: NanFound | None = None,
         read_back: bool = False,
     ) -> Path:
         """Writes the manifest and makes the draft a checkpoint; returns its directory.
@@ -163,6 +165,7 @@ class CheckpointDraft:
             replica_groups=tuple(map(tuple, replica_groups)),
             shards=shards,
             without_own_state=tuple(sorted(without_own_state)),
+            nan=nan or msgspec.UNSET,
             libraries={name: f"{version}" for name, version in libraries.items()},  # torch's is no plain str
             files=tuple(sorted(files, key=lambda entry: entry.name)),
         )

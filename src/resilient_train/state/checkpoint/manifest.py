@@ -9,6 +9,7 @@ import msgspec
 
 from resilient_train.errors import CheckpointError
 from resilient_train.state.digest import digest_of
+from resilient_train.state.nan import NanFound
 
 Kind = Literal["periodic", "ttp"]
 """``ttp``: an end-of-life checkpoint, written by survivors of a job that cannot go on."""
@@ -108,6 +109,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     shards: int
     without_own_state: tuple[int, ...] = ()
     """Ranks whose own state was lost with them; only at the end of life."""
+    nan: NanFound | msgspec.UnsetType = msgspec.UNSET
+    """Left out where there is none."""
     libraries: dict[str, str]
     files: tuple[FileEntry, ...]
     digest: str = ""
@@ -169,6 +172,8 @@ def _check(manifest: Manifest) -> None:
         raise CheckpointError(MANIFEST, f"has replica groups that are not the {world_size} ranks, each once")
     if not lost <= set(range(world_size)) or (lost and manifest.kind != "ttp"):
         raise CheckpointError(MANIFEST, "lacks the own state of ranks whose state it must have")
+    if manifest.nan and not 1 <= manifest.nan.tensors <= manifest.nan.of:
+        raise CheckpointError(MANIFEST, f"has {manifest.nan.tensors} tensors with NaN of {manifest.nan.of}")
     names = {shard_name(shard, manifest.shards) for shard in range(manifest.shards)}
     names |= {tree_name(group, groups) for group in range(groups)}
     names |= {rank_name(rank, world_size) for rank in range(world_size) if rank not in lost}

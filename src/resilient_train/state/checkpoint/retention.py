@@ -18,21 +18,24 @@ def retain(folder: Path, keep: int, *, newest_step: int | None = None) -> list[P
     Those of steps after ``newest_step``, the one just written, neither count nor go: the job went back behind them,
     since they could not be taken up.
 
+    The newest one without NaN stays as well, if all of those have some: there is nothing else to go on from.
+
     Complete means here: all files are there with their sizes and headers (reading every byte after each save would cost
     as much as the save). End-of-life checkpoints are never deleted. Raises StorageError.
     """
     assert keep >= 1
     removed: list[Path] = []
-    complete = 0
+    complete, sound = 0, False
     with storing(folder):
         for name, path in candidates(folder):
             if name.kind != "periodic" or name.suffix or (newest_step is not None and name.step > newest_step):
                 continue
-            if complete == keep:
+            report = None if complete == keep and sound else verify(path, digests=False)
+            if report is not None and report.ok and (complete < keep or report.without_nan):
+                complete, sound = min(complete + 1, keep), sound or report.without_nan
+            elif complete == keep:
                 remove(path)
                 removed.append(path)
-            elif verify(path, digests=False).ok:
-                complete += 1
     return removed
 
 

@@ -38,6 +38,10 @@ class Report(NamedTuple):
         return not self.problems
 
     @property
+    def without_nan(self) -> bool:
+        return self.manifest is not None and not self.manifest.nan
+
+    @property
     def size_bytes(self) -> int:
         """Of all files that the manifest lists."""
         return sum(entry.size_bytes for entry in self.manifest.files) if self.manifest else 0

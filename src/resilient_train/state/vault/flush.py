@@ -14,6 +14,7 @@ from resilient_train.errors import ProtocolError, StorageError
 from resilient_train.state.checkpoint.draft import CheckpointDraft
 from resilient_train.state.checkpoint.manifest import FileEntry, Kind, rank_name
 from resilient_train.state.checkpoint.retention import retain
+from resilient_train.state.nan import NanFound, tensors_with_nan
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.work import PinnedSnapshot, WorkOrder
 
@@ -53,6 +54,8 @@ class Flushed(msgspec.Struct, frozen=True, array_like=True):
     direct: bool
     untidy: str
     """Why older ones could not be deleted; empty if they could."""
+    nan: NanFound | None = None
+    """What of the state is NaN."""
 
 
 def flush(order: WorkOrder) -> bytes:
@@ -67,13 +70,15 @@ def flush(order: WorkOrder) -> bytes:
     files: list[FileEntry] = []
     with CheckpointDraft.begin(Path(job.folder), job.step, job.kind) as draft:
         direct = [_add(draft, files, part, job) for part in order.parts]
-        path = _commit(draft, files, job)
+        nan = _nan(order)
+        path = _commit(draft, files, job, nan)
     untidy = draft.untidy
     try:
         retain(path.parent, job.keep, newest_step=job.step)
     except StorageError as error:  # the checkpoint itself is complete
         untidy = str(error)
-    return msgspec.msgpack.encode(Flushed(str(path), sum(each.size_bytes for each in files), all(direct), untidy))
+    size_bytes = sum(each.size_bytes for each in files)
+    return msgspec.msgpack.encode(Flushed(str(path), size_bytes, all(direct), untidy, nan))
 
 
 def _add(draft: CheckpointDraft, files: list[FileEntry], part: PinnedSnapshot, job: Flush) -> bool:
@@ -91,7 +96,17 @@ def _add(draft: CheckpointDraft, files: list[FileEntry], part: PinnedSnapshot, j
     return written.direct
 
 
-def _commit(draft: CheckpointDraft, files: list[FileEntry], job: Flush) -> Path:
+def _nan(order: WorkOrder) -> NanFound | None:
+    """Beside the training, and of what is written: so it costs the ranks nothing, and is true of the checkpoint."""
+    names, spoilt = set[str](), set[str]()
+    for part in order.parts:
+        held, found = tensors_with_nan(part.region, part.snapshot.image_bytes)
+        names |= held
+        spoilt |= found
+    return NanFound(len(spoilt), len(names), min(spoilt)) if spoilt else None
+
+
+def _commit(draft: CheckpointDraft, files: list[FileEntry], job: Flush, nan: NanFound | None) -> Path:
     ranks = [rank for group in job.replica_groups for rank in group]
     names = {entry.name for entry in files}
     return draft.commit(
@@ -102,5 +117,6 @@ def _commit(draft: CheckpointDraft, files: list[FileEntry], job: Flush) -> Path:
         shards=len(job.writers()),
         libraries=job.libraries,
         without_own_state=[rank for rank in ranks if rank_name(rank, len(ranks)) not in names],
+        nan=nan,
         read_back=job.kind == "ttp",
     )

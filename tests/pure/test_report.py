@@ -11,6 +11,7 @@ from resilient_train.observe.deviations import count_deviations
 from resilient_train.observe.history import events_of
 from resilient_train.observe.report import as_dict, lines, show
 from resilient_train.observe.sinks import read_events
+from resilient_train.observe.summary import summary
 from resilient_train.observe.timeline import PHASES, read_run
 
 
@@ -95,6 +96,26 @@ def test_who_had_other_bits_is_counted():
     assert [each["rank"] for each in told] == [2, 2, 1, 2, 0]
     assert told[1] == {"rank": 2, "what": "held", "at": 12, "device": ""}
     assert "held after 12 updates" in text_of(events[: len(beginning()) + 3])
+
+
+def test_a_state_that_became_nan():
+    seen = {"commits": 16, "without": 8, "told": "rank 1 holds NaN in 3 of 4 tensors ('w' for one)", "first": True}
+    events = [
+        *beginning(),
+        at(1000, "holds_nan", 1, **seen),
+        at(1100, "holds_nan", 0, **{**seen, "first": False}),
+        at(2000, "holds_nan", 0, **{**seen, "without": -1, "told": "rank 0 holds NaN"}),
+    ]
+    text = text_of(events)
+    first = "rank 1 holds NaN in 3 of 4 tensors ('w' for one) after 16 updates; there was none after 8 updates\n"
+    assert first in text
+    assert "rank 0 holds NaN after 16 updates\n" in text
+    assert text.count("holds NaN") == 2
+    told = as_dict(read_run(events))["nan"]
+    assert told[1] == {"told": "rank 0 holds NaN", "commits": 16, "without": None}
+    end = at(3000, "session_end", 0, steps=20, nan_tensors=3)
+    assert summary([*events, end], 0).endswith(", the state at the end holds NaN")
+    assert "NaN" not in summary([*events, at(3000, "session_end", 0, steps=20)], 0)
 
 
 def test_each_device_is_counted_by_itself(tmp_path):

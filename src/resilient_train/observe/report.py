@@ -12,7 +12,7 @@ from resilient_train.observe.deviations import Deviation
 from resilient_train.observe.paused import PauseOutcome, PauseRecord
 from resilient_train.observe.saved import NotSaved, Origin, Saved
 from resilient_train.observe.slower import Straggler
-from resilient_train.observe.timeline import Copy, PhaseSpan, Recovery, RecoveryOutcome, Run
+from resilient_train.observe.timeline import Copy, NanSeen, PhaseSpan, Recovery, RecoveryOutcome, Run
 
 _BAR_WIDTH = 40
 _LABEL_WIDTH = 8
@@ -45,6 +45,7 @@ def as_dict(run: Run) -> dict[str, Any]:
         "updates_lost": run.saved.updates_lost,
         "saved": saved_as_dict(run.saved),
         "deviations": msgspec.to_builtins(run.deviations),
+        "nan": msgspec.to_builtins(run.nan),
         "stragglers": msgspec.to_builtins(run.stragglers),
         "compute": {str(rank): msgspec.to_builtins(pace) for rank, pace in sorted(run.paces.items())},
         "recoveries": [recovery_as_dict(recovery) for recovery in run.recoveries],
@@ -112,7 +113,7 @@ def lines(run: Run) -> list[Line]:
         found += [Line(""), *recovery_lines(recovery)]
     for pause in run.pauses:
         found += [Line(""), *pause_lines(pause)]
-    for about in (deviation_lines(run.deviations), pace_lines(run), saved_lines(run.saved)):
+    for about in (deviation_lines(run.deviations), nan_lines(run.nan), pace_lines(run), saved_lines(run.saved)):
         found += [Line(""), *about] if about else []
     found += [Line(""), *_ending(run)]
     return found
@@ -128,6 +129,15 @@ def deviation_lines(deviations: Iterable[Deviation]) -> list[Line]:
         Line(f"rank {rank}{on} had other bits than it should {_times(len(found))}: {_first_and_last(found)}", "red")
         for (rank, device), found in sorted(by_rank.items())
         for on in [f" ({device})" if device else ""]
+    ]
+
+
+def nan_lines(seen: Iterable[NanSeen]) -> list[Line]:
+    """When the state became NaN; nothing if it never did."""
+    return [
+        Line(f"{each.told} after {_updates(each.commits)}{before}", "red")
+        for each in seen
+        for before in [f"; there was none after {_updates(each.without)}" if each.without is not None else ""]
     ]
 
 

@@ -107,6 +107,18 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
         return next((span for span in self.spans if span.phase == phase), None)
 
 
+class NanSeen(msgspec.Struct, frozen=True):
+    """There was NaN in the state, and when a rank had looked before there was none. Told by the first rank, once for
+    each start of all.
+    """
+
+    told: str
+    commits: int | None
+    """After how many updates it was seen."""
+    without: int | None
+    """After how many there was none; None: that process had never looked."""
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run; ``exit_code`` and ``end_reason`` are None where the job's end was not written (yet)."""
 
@@ -120,6 +132,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     pauses: tuple[PauseRecord, ...]
     """In none of the times of ``recoveries``: what stands because somebody wants it loses nothing."""
     deviations: tuple[Deviation, ...]
+    nan: tuple[NanSeen, ...]
     stragglers: tuple[Straggler, ...]
     paces: dict[int, Pace]
     """By rank: how long it computed in a step at the end, or when the job was asked to end."""
@@ -162,6 +175,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(one for (one,) in found) if all(len(each) == 1 for each in found) else None
 
 
+def _nan_seen(event: Event) -> NanSeen:
+    without = number_of(event, "without")
+    known = without if without is None or without >= 0 else None
+    return NanSeen(text_of(event, "told") or "", number_of(event, "commits"), known)
+
+
 def _all_left_well(ordered: Sequence[Event]) -> bool:
     """Where no Session says that it is over: each rank's newest process has ended with 0."""
     newest: dict[int, bool] = {}
@@ -186,6 +205,7 @@ def read_run(events: Iterable[Event]) -> Run:
         saved=read_saved(ordered),
         pauses=read_pauses(ordered),
         deviations=read_deviations(ordered),
+        nan=tuple(map(_nan_seen, (e for e in ordered if e.kind == "holds_nan" and e.detail.get("first") is True))),
         stragglers=read_stragglers(ordered),
         paces=read_paces(ordered),
         finished=any(event.kind == "finished" for event in ordered) or (not ends and _all_left_well(ordered)),

@@ -5,6 +5,7 @@ each flip the rank, the step, the element and the bits (one, or up to four) are 
 
     found            the job went back, or computed again, and all ranks have the bits of the undisturbed run
     masked           nobody has noticed, and the bits are right: it was rounded away, or nothing used it
+    told             a rank has said that its state is NaN, and nobody goes back for that (without TRE)
     healed           nobody has noticed, all replicas are equal, and the bits are others
     not replicated   the same, of what one rank alone has when it is flipped: no comparison of replicas can see it
     wrong            it was found, and the bits are others; or another rank was named, or of three replicas and more
@@ -55,10 +56,10 @@ ALONE: dict[Kind, str] = {
     ("buffer", "COMPUTE", "start"): "a buffer of BatchNorm, before the bodies",
 }
 """What a rank gives to the others, or has alone."""
-COLUMNS = ("found", "masked", "healed", "not replicated", "wrong")
+COLUMNS = ("found", "masked", "told", "healed", "not replicated", "wrong")
 UNSEEN = ("healed", "not replicated")
 BITS = ("sign", "exponent", "upper mantissa", "lower mantissa")
-FINDS = ("replicas_differ", "anomaly", "deviates")
+FINDS = ("replicas_differ", "anomaly", "late_anomaly", "holds_nan", "deviates")
 NAMES = {"replicas_differ": "alone", "held_wrong": "ranks", "deviates": "ranks"}
 """Where each of these events names ranks."""
 CLEAN = {"plain": [], "bf16": ["--bf16"], "accumulating": ["--accumulate", "2"]}
@@ -241,6 +242,8 @@ def _column(
         return "wrong", misplaced[0]
     if [*held] == [*right]:
         return "found" if seen else "masked", how
+    if how == "holds_nan":
+        return "told", how
     if seen:
         return "wrong", f"{how}, and other bits"
     if len({each.shared for each in held}) > 1:
@@ -258,7 +261,8 @@ def _misplaced(flip: Flip, event: Mapping[str, Any], ranks: int) -> str:
     """Whether another rank is named. Where a majority stands against it, nobody is one as well; of two replicas who was
     wrong is known later, or never.
     """
-    named, nobody = _named(event), event["kind"] == "anomaly" or (event["kind"] == "replicas_differ" and ranks == 2)
+    named = _named(event)
+    nobody = event["kind"] not in NAMES or (event["kind"] == "replicas_differ" and ranks == 2)
     right = named == [flip.rank] or (not named and nobody)
     return "" if right else f"{event['kind']} names {named}"
 

@@ -460,7 +460,8 @@ class State(Protocol):
     """What replicas share: parameters, buffers, optimizers, schedulers, scaler, and what else was registered.
 
     Called by ``session/driver.py``, ``session.py`` (before the loop), ``from_replica.py``, ``saving.py`` and
-    ``from_saved.py`` (to storage and back), ``comparison.py``, ``verification.py`` and ``pauses.py`` (is it the same?).
+    ``from_saved.py`` (to storage and back), ``comparison.py``, ``verification.py`` and ``pauses.py`` (is it the same?)
+    and ``nan_watch.py``.
     """
 
     def check(self) -> None:

@@ -35,12 +35,7 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         then = "this is the script's own error" if raised else "it is written down, and training goes on"
         yield f"{detail['told']}: {then}"
     elif kind == "holds_nan" and detail["first"] and not detail["may_go_back"]:
-        before = f"there was none after update {detail['without']}. " if detail["without"] >= 0 else ""
-        yield (
-            f"{detail['told']} after update {detail['commits']}; {before}NaN stays and spreads, so "
-            "what is trained from here on is of no use. Training goes on, since the script may have come to it by "
-            "itself; with TRE:1 all go back to before, once"
-        )
+        yield _nan(detail["told"], detail["commits"], detail["without"])
     elif kind == "resumed" and "verifies" not in detail:
         yield f"recovery {generation}: training again after {took_ms:.0f} ms, {detail['commits']} updates committed"
     elif kind == "held_wrong":
@@ -84,6 +79,14 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
         yield f"replacements are only forked with their imports done, not {detail['asked']}: {detail['reason']}"
     elif kind == "job_end" and detail["code"]:
         yield f"the job ends: {detail['reason']}"
+
+
+def _nan(told: str, commits: int, without: int) -> str:
+    before = f"there was none after update {without}. " if without >= 0 else ""
+    return (
+        f"{told} after update {commits}; {before}NaN stays and spreads, so what is trained from here on is of no use. "
+        "Training goes on, since the script may have come to it by itself; with TRE:1 all go back to before, once"
+    )
 
 
 def newest_told(told: Mapping[int, str], silent: Sequence[int]) -> str:

@@ -38,7 +38,7 @@ class Xxh3Stream {
 
 Digest xxh3_128(const void* data, std::size_t bytes);
 
-// The name of the instructions in use ("avx2", "sse2", "portable"); `limit_instructions` takes one of them
+// The name of the instructions in use ("avx2", "sse2", "neon", "portable"); `limit_instructions` takes one of them
 // and returns false where the machine has it not. For tests: call it before threads use the functions above.
 const char* xxh3_instructions();
 bool limit_instructions(const char* name);

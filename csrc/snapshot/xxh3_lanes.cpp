@@ -8,6 +8,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace resilient {
@@ -37,7 +39,7 @@ std::uint64_t read64(const std::uint8_t* at) {
   return value;
 }
 
-// Plain C++, unrolled so that the lanes stay in registers; on aarch64 a multiply-add is one instruction for each.
+// Plain C++, unrolled so that the lanes stay in registers.
 void stripes_portable(std::uint64_t* lanes, const std::uint8_t* data, std::size_t count, const std::uint8_t* secret) {
   std::uint64_t sums[8];
   std::memcpy(sums, lanes, sizeof(sums));
@@ -74,6 +76,7 @@ constexpr Xxh3Lanes portable{"portable", stripes_portable, blocks_portable};
 #define RESILIENT_VECTOR __m128i
 #define RESILIENT_BITS(operation) _mm_##operation##_si128
 #define RESILIENT_WORDS(operation) _mm_##operation
+#define RESILIENT_CROSSED(value) _mm_shuffle_epi32(value, _MM_SHUFFLE(1, 0, 3, 2))
 #include "snapshot/xxh3_lanes.inc"
 
 #define RESILIENT_TARGET [[gnu::target("avx2")]]
@@ -81,6 +84,7 @@ constexpr Xxh3Lanes portable{"portable", stripes_portable, blocks_portable};
 #define RESILIENT_VECTOR __m256i
 #define RESILIENT_BITS(operation) _mm256_##operation##_si256
 #define RESILIENT_WORDS(operation) _mm256_##operation
+#define RESILIENT_CROSSED(value) _mm256_shuffle_epi32(value, _MM_SHUFFLE(1, 0, 3, 2))
 #include "snapshot/xxh3_lanes.inc"
 
 constexpr Xxh3Lanes sse2{"sse2", stripes_sse2, blocks_sse2};
@@ -92,6 +96,30 @@ const Xxh3Lanes* find(const char* name) {
   if (wanted(avx2) && __builtin_cpu_supports("avx2")) return &avx2;
   if (wanted(sse2)) return &sse2;
   return wanted(portable) ? &portable : nullptr;
+}
+
+#elif defined(__aarch64__)
+
+// Every one of these processors has NEON. Its shifts take their count as a constant: hence macros.
+#define RESILIENT_TARGET
+#define RESILIENT_NAME(function) function##_neon
+#define RESILIENT_VECTOR uint64x2_t
+#define RESILIENT_BITS(operation) neon_##operation
+#define RESILIENT_WORDS(operation) neon_##operation
+#define RESILIENT_CROSSED(value) vextq_u64(value, value, 1)
+#define neon_xor(one, other) veorq_u64(one, other)
+#define neon_add_epi64(one, other) vaddq_u64(one, other)
+#define neon_mul_epu32(one, other) vmull_u32(vmovn_u64(one), vmovn_u64(other))
+#define neon_srli_epi64(value, bits) vshrq_n_u64(value, bits)
+#define neon_slli_epi64(value, bits) vshlq_n_u64(value, bits)
+#define neon_set1_epi32(value) vreinterpretq_u64_u32(vdupq_n_u32(value))
+#include "snapshot/xxh3_lanes.inc"
+
+constexpr Xxh3Lanes neon{"neon", stripes_neon, blocks_neon};
+
+const Xxh3Lanes* find(const char* name) {
+  if (name == nullptr || std::strcmp(name, neon.name) == 0) return &neon;
+  return std::strcmp(name, portable.name) == 0 ? &portable : nullptr;
 }
 
 #else

@@ -380,7 +380,10 @@ def holds_nan(numbers: Buffer, item_bytes: int, largest: int) -> bool:
     """
 
 def limit_instructions(name: str) -> bool:
-    """Hash with "avx2", "sse2" or "portable" instructions from now on; False if this machine can't. For tests."""
+    """Hash with "avx2", "sse2", "neon" or "portable" instructions from now on; False if this machine can't.
+
+    For tests.
+    """
 
 def death_watch_supported() -> bool:
     """Whether the kernel has futex_waitv."""

@@ -5,6 +5,7 @@ import errno
 import gc
 import mmap
 import os
+import platform
 import random
 import signal
 import tempfile
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier, Word, limit_instructions, populate
 
-INSTRUCTIONS = ("avx2", "sse2", "portable")
+INSTRUCTIONS = ("neon", "portable") if platform.machine() == "aarch64" else ("avx2", "sse2", "portable")
 EDGES = (0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 240, 241, 1023, 1024, 1025, 16383, 16384, 16447, 16448, 16449, 65536)
 CHUNK_EDGES = tuple(DIGEST_CHUNK_BYTES + more for more in (-1, 0, 1, 63, 64, 65, 240, 241, 16448))
 TIMEOUT_MS = 20_000

@@ -67,7 +67,26 @@ WORLDS = [
     pytest.param(Layout(2, (0,)), Faults(kills=1, errors=1), id="2-ranks-1-kill-1-error", marks=LONG),
     pytest.param(Layout(3, (0,)), Faults(kills=1), id="3-ranks-1-update-1-kill", marks=LONG),
 ]
+TWICE = Layout(2, (0,), twice=1)
+ONE = Layout(2, (0,))
 DEEP_WORLDS = [
+    (ONE, Faults(pauses=1, damages=1)),
+    (ONE, Faults(pauses=1, cuts=1)),
+    (ONE, Faults(pauses=1, anomalies=1)),
+    (ONE, Faults(pauses=1, hangs=1)),
+    (ONE, Faults(anomalies=1, cuts=1)),
+    (ONE, Faults(anomalies=1, asked=1)),
+    (TWICE, Faults(pauses=1, deviations=1)),
+    (TWICE, Faults(damages=1)),
+    (TWICE, Faults(asked=1, deviations=1)),
+    (Layout(2, (0,), pulls=True), Faults(kills=2)),
+    (Layout(2, (1, 0), replaces=False), Faults(kills=1)),
+    (Layout(2, (0,), replaces=False), Faults(kills=1, glitches=1)),
+    (Layout(3, (((0, 1), (1, 2)),)), Faults(kills=1)),
+    (Layout(2, (((0,), (0, 1)), 0)), Faults(kills=1)),
+    (BESIDE, Faults(asked=1, deviations=1)),
+    (BESIDE, Faults(damages=1, deviations=1)),
+    (BESIDE, Faults(pauses=1, deviations=1)),
     (Layout(2, (0, 0)), Faults(kills=2)),
     (Layout(2, (1, 0)), Faults(kills=2)),
     (Layout(2, (2,)), Faults(kills=2)),

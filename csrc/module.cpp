@@ -19,9 +19,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "glance.hpp"
-#include "kin.hpp"
+#include "memory_spans.hpp"
 #include "module.hpp"
+#include "parentage.hpp"
 #include "probes/alarm.hpp"
 #include "probes/ascend_errors.hpp"
 #include "probes/probes.hpp"

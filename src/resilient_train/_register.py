@@ -44,12 +44,12 @@ def _register(distributed: Any) -> None:
         return
 
     def create(options: Any, backend_options: Any) -> Any:
-        from resilient_train.frameworks.torch.group import create as create_group
+        from resilient_train.frameworks.torch.process_group import create as create_group
 
         return create_group(options, backend_options)
 
     def create_hccl(options: Any, backend_options: Any) -> Any:
-        from resilient_train.frameworks.torch.group import create as create_group
+        from resilient_train.frameworks.torch.process_group import create as create_group
         from resilient_train.frameworks.torch.transports.hccl import HcclGroup
 
         return create_group(options, backend_options, kind=HcclGroup)

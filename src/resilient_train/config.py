@@ -13,7 +13,7 @@ import msgspec
 
 from resilient_train.errors import ConfigError
 from resilient_train.faults import ANOMALIES, nearest, parse_plan
-from resilient_train.switches import DEFAULT_SWITCHES, SWITCHES, Switches, auto_save, normal_form, parse_switches
+from resilient_train.tft_switches import DEFAULT_SWITCHES, SWITCHES, Switches, auto_save, normal_form, parse_switches
 
 PREFIX = "RESILIENT_"
 DEPTHS = ("forked", "built")

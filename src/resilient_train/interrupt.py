@@ -35,7 +35,7 @@ from resilient_train.errors import TrainingInterrupted
 
 SIGNAL = signal.SIGURG
 STACKS_SIGNAL = signal.SIGRTMIN + 4
-"""Asks a rank for its Python stacks, see ``session/pulse.py``."""
+"""Asks a rank for its Python stacks, see ``session/liveness.py``."""
 _OURS = "resilient_train."
 _BODIES_OF_OURS = ("resilient_train.demo", "resilient_train.testing")
 _WHOLE_CALLS = frozenset({"__del__", "__enter__", "__exit__", "__aenter__", "__aexit__", "_lazy_init"})

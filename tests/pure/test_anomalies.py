@@ -28,7 +28,7 @@ from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.session.anomalies import Anomalies, AnomalyLimits, AppliedValues, FoundAnomaly
 from resilient_train.session.explain import asks_for_redo
 from resilient_train.state import abnormal
-from resilient_train.switches import Switches
+from resilient_train.tft_switches import Switches
 
 NAN, INF = math.nan, math.inf
 

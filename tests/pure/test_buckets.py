@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from resilient_train.errors import TransferError  # noqa: E402
 from resilient_train.frameworks.torch import buckets as buckets_module  # noqa: E402
-from resilient_train.frameworks.torch import group as group_module  # noqa: E402
+from resilient_train.frameworks.torch import process_group as group_module  # noqa: E402
 from resilient_train.frameworks.torch.buckets import Buckets  # noqa: E402
-from resilient_train.frameworks.torch.group import ResilientGroup  # noqa: E402
+from resilient_train.frameworks.torch.process_group import ResilientGroup  # noqa: E402
 
 
 class CutError(Exception):

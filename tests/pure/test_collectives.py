@@ -19,9 +19,9 @@ from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch import groups as groups_module  # noqa: E402
 from resilient_train.frameworks.torch.collectives import Collectives  # noqa: E402
-from resilient_train.frameworks.torch.group import works  # noqa: E402
 from resilient_train.frameworks.torch.groups import Groups  # noqa: E402
-from resilient_train.frameworks.torch.works import GuardedWork  # noqa: E402
+from resilient_train.frameworks.torch.guarded_works import GuardedWork  # noqa: E402
+from resilient_train.frameworks.torch.process_group import works  # noqa: E402
 from resilient_train.protocol.rank_effects import Mode  # noqa: E402
 
 pytestmark = pytest.mark.torch

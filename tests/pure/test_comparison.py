@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from resilient_train._native import Board, Page
-from resilient_train.protocol.disagreement import SharedObjects, alone, first_difference, sentence
+from resilient_train.protocol.difference_report import SharedObjects, alone, first_difference, sentence
 from resilient_train.protocol.messages import Differs, Held, Shared
 from resilient_train.protocol.replicas import alike, disagreeing
-from resilient_train.session.comparison import Comparison, fingerprint
 from resilient_train.session.peers import Peers
+from resilient_train.session.replica_comparison import Comparison, fingerprint
 from resilient_train.state.arena import Arena
 
 COMPUTE, READY = 1, 2

@@ -13,7 +13,7 @@ from resilient_train.config import (
     why_off,
 )
 from resilient_train.errors import ConfigError
-from resilient_train.switches import DEFAULT_SWITCHES, Switches
+from resilient_train.tft_switches import DEFAULT_SWITCHES, Switches
 
 
 def test_default_switches() -> None:

@@ -8,7 +8,7 @@ import pytest
 from resilient_train.config import Described, Settings, describe, read_settings
 from resilient_train.errors import ConfigError
 from resilient_train.launch.cli.doctor import Facts, Grade, Probe, StandingBy, as_dict, as_lines, gather, judge
-from resilient_train.switches import DEFAULT_SWITCHES, Switches
+from resilient_train.tft_switches import DEFAULT_SWITCHES, Switches
 
 HEALTHY = Facts(
     system="Linux",

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from resilient_train.errors import ProtocolError, UsageError
-from resilient_train.frameworks.torch import group as group_module
-from resilient_train.frameworks.torch.group import BuiltGroup, ResilientGroup
+from resilient_train.frameworks.torch import process_group as group_module
+from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup
 from resilient_train.frameworks.torch.transports import gloo
 
 Connection = tuple[socket.socket, socket.socket]

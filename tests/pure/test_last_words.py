@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from resilient_train.launch.agent.last_words import how_it_failed
+from resilient_train.launch.agent.how_it_failed import how_it_failed
 
 IN_HANDLER = "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise RuntimeError('second')"
 IN_JSON = "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from pure.stories import HOSTILE, at, beginning, normal_end, ns, one_kill, whole_run
+from resilient_train.observe.closing_line import summary
 from resilient_train.observe.deviations import count_deviations
 from resilient_train.observe.history import events_of
 from resilient_train.observe.report import as_dict, lines, show
 from resilient_train.observe.sinks import read_events
-from resilient_train.observe.summary import summary
 from resilient_train.observe.timeline import PHASES, read_run
 
 

@@ -18,7 +18,7 @@ from resilient_train.protocol.messages import Refused, Source
 from resilient_train.session.from_saved import FromSaved
 from resilient_train.session.from_saved import Own as FromSavedOwn
 from resilient_train.session.loader import Cursor
-from resilient_train.session.published import Published, read
+from resilient_train.session.publication_format import Published, read
 from resilient_train.session.resharding import reshard
 
 torch = pytest.importorskip("torch")

@@ -20,8 +20,8 @@ from resilient_train.frameworks.torch import staging  # noqa: E402
 from resilient_train.protocol.messages import Captured, OpenVault, Skipped, Unsaved, VaultOpened  # noqa: E402
 from resilient_train.session import saving as saving_module  # noqa: E402
 from resilient_train.session.cadence import Due, Wish  # noqa: E402
-from resilient_train.session.comparison import Comparison, fingerprint  # noqa: E402
 from resilient_train.session.peers import Peers  # noqa: E402
+from resilient_train.session.replica_comparison import Comparison, fingerprint  # noqa: E402
 from resilient_train.session.saving import Saving  # noqa: E402
 from resilient_train.session.snapshot_names import OFF  # noqa: E402
 from resilient_train.state.arena import Arena  # noqa: E402

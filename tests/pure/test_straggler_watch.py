@@ -16,7 +16,7 @@ from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import Stage
 from resilient_train.protocol.policy import Policy
-from resilient_train.switches import Switches
+from resilient_train.tft_switches import Switches
 
 RANKS = 2
 SLOW_AT = 100

@@ -6,7 +6,7 @@ import pytest
 
 from pure.stories import at, beginning, whole_run
 from resilient_train.events import Event
-from resilient_train.observe.summary import missed, summary
+from resilient_train.observe.closing_line import missed, summary
 
 
 def ends(*steps: int) -> list[Event]:

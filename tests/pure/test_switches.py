@@ -11,7 +11,7 @@ from pure.test_docs import rows
 from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.launch.cli.mindspore_view import differs
-from resilient_train.switches import (
+from resilient_train.tft_switches import (
     SWITCHES,
     AutoSave,
     Switches,

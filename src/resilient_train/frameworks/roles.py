@@ -340,7 +340,7 @@ class Given:
 class Collectives(Protocol):
     """What the user's code calls of the groups: how each call is carried out, and whether all went well.
 
-    Called by ``session/driver.py``, ``verification.py`` (``note_into``); and by ``session.py`` (``set_up_problem``).
+    Called by ``session/driver.py``, ``computed_twice.py`` (``note_into``); and by ``session.py`` (``set_up_problem``).
     """
 
     def set_up_problem(self) -> str:
@@ -460,8 +460,8 @@ class State(Protocol):
     """What replicas share: parameters, buffers, optimizers, schedulers, scaler, and what else was registered.
 
     Called by ``session/driver.py``, ``session.py`` (before the loop), ``from_replica.py``, ``saving.py`` and
-    ``from_saved.py`` (to storage and back), ``comparison.py``, ``verification.py`` and ``pauses.py`` (is it the same?)
-    and ``nan_watch.py``.
+    ``from_saved.py`` (to storage and back), ``replica_comparison.py``, ``computed_twice.py`` and ``pauses.py`` (is it
+    the same?) and ``nan_watch.py``.
     """
 
     def check(self) -> None:
@@ -712,7 +712,7 @@ class Gradients(Protocol):
     """What the loop computes of its gradients and its loss.
 
     Called by ``session/driver.py`` for the anomaly check (``TRE``), and only where that is on; whatever is on, by
-    ``comparison.py`` (``averages``) and ``verification.py`` (``digest``).
+    ``replica_comparison.py`` (``averages``) and ``computed_twice.py`` (``digest``).
     """
 
     def averages(self) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.commands import Command, Note, Spawn
-from resilient_train.protocol.disagreement import Doubt, alone, evidence, sentence
+from resilient_train.protocol.difference_report import Doubt, alone, evidence, sentence
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE, NOBODY_LEFT, Job, Stage
 from resilient_train.protocol.messages import (

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 
 from resilient_train.protocol.commands import Command, EndJob, Kill, Note, RaiseStop, Send
-from resilient_train.protocol.disagreement import Doubt
+from resilient_train.protocol.difference_report import Doubt
 from resilient_train.protocol.holders import Holders
 from resilient_train.protocol.messages import Computed, End, Finished, Joined, Paused, Plan, Resume, Started, Stop
 from resilient_train.protocol.neighbours import Round

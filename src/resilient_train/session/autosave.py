@@ -16,7 +16,7 @@ from resilient_train.session.meter import Meter
 from resilient_train.state.advisor import Advisor
 from resilient_train.state.failures import MEMORY_SHARE, TRUSTED_FAILURES, AtoInfo, guess, parse_ato_info
 from resilient_train.state.planner import Planner, SavePlan
-from resilient_train.switches import AutoSave, auto_save
+from resilient_train.tft_switches import AutoSave, auto_save
 
 
 class ByAdvice:

@@ -44,8 +44,8 @@ from resilient_train.protocol.progress import Activity
 from resilient_train.session.anomalies import Anomalies, AnomalyLimits, FoundAnomaly, What
 from resilient_train.session.bodies_without_update import BodiesWithoutUpdate
 from resilient_train.session.collective_report import CollectiveReport
-from resilient_train.session.comparison import Comparison
 from resilient_train.session.compute_clock import ComputeClock
+from resilient_train.session.computed_twice import Compared, Verification
 from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
 from resilient_train.session.explain import Explainer, asks_for_redo
@@ -54,17 +54,17 @@ from resilient_train.session.from_replica import FromReplica
 from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.link import Link, leave
+from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
 from resilient_train.session.nan_watch import NanWatch
 from resilient_train.session.neighbour_inputs import NeighbourInputs
 from resilient_train.session.pauses import ScriptPauses
 from resilient_train.session.publication import Publication
-from resilient_train.session.pulse import Pulse
 from resilient_train.session.rank_trace import RankTrace
 from resilient_train.session.rebuild import build_groups
+from resilient_train.session.replica_comparison import Comparison
 from resilient_train.session.saving import Saving
 from resilient_train.session.step import Step
-from resilient_train.session.verification import Compared, Verification
 from resilient_train.session.watch import Watch
 
 _WATCHDOG_S = 5.0

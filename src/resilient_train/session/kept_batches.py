@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from resilient_train.frameworks.roles import Data, RankState, Remembered
 from resilient_train.protocol.progress import Activity
+from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import NO_BATCH, Batch, Cursor, Drawn
-from resilient_train.session.pulse import Pulse
 
 _COPIED = 2
 """So many windows keep copies of what they draw, and compare: what a body writes it writes each time, as a rule."""

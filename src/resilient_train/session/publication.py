@@ -9,7 +9,7 @@ import msgspec
 from resilient_train.frameworks.roles import Data, RankState
 from resilient_train.session.link import Link
 from resilient_train.session.loader import Cursor, DataPosition
-from resilient_train.session.published import Published, read
+from resilient_train.session.publication_format import Published, read
 from resilient_train.session.resharding import reshard
 from resilient_train.state.transfer import digest
 

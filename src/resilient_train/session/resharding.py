@@ -16,7 +16,7 @@ import msgspec
 
 from resilient_train.frameworks.roles import Data, RankState, Strides
 from resilient_train.session.loader import Cursor
-from resilient_train.session.published import Published
+from resilient_train.session.publication_format import Published
 
 
 class _Place(NamedTuple):

@@ -34,10 +34,10 @@ from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Skipped, Source, Unsaved, VaultOpened
 from resilient_train.session.autosave import cadence_for
 from resilient_train.session.cadence import Cadence, Due, Wish
-from resilient_train.session.comparison import Comparison, fingerprint
 from resilient_train.session.from_saved import FromSaved, Own
 from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
+from resilient_train.session.replica_comparison import Comparison, fingerprint
 from resilient_train.session.snapshot_in_flight import SnapshotInFlight
 from resilient_train.session.snapshot_names import SnapshotNames
 from resilient_train.state.capture import Capture
@@ -46,7 +46,7 @@ from resilient_train.state.vault import trailer
 from resilient_train.state.vault.backing import Backing
 from resilient_train.state.vault.client import Vault
 from resilient_train.state.vault.slots import SlotPair, SnapshotDraft
-from resilient_train.switches import auto_save, snapshot_steps
+from resilient_train.tft_switches import auto_save, snapshot_steps
 
 _REPLY_TIMEOUT_S = 2.0
 """The training waits meanwhile: if the holder does not answer, this snapshot is not taken."""

@@ -604,8 +604,8 @@ class World:
         return sum(value for _, value in self.tail_calls[who.machine.generation, commits, index])
 
     def exchanged(self, who: SimRank, commits: int, index: int) -> int | None:
-        """The result of a collective by what its members have published, as ``frameworks/torch/tail.py`` has it; None:
-        it is not there yet.
+        """The result of a collective by what its members have published, see ``frameworks/torch/tail_collectives.py``.
+        None: it is not there yet.
         """
         members = self.layout.calls(commits - 1)[index]
         found = {rank: entry for rank in members if (entry := self._logged(rank, commits, index)) is not None}

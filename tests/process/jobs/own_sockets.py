@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
 from resilient_train.config import read_link
-from resilient_train.frameworks.torch import group as group_module
+from resilient_train.frameworks.torch import process_group as group_module
 from resilient_train.frameworks.torch.transports.gloo import inode
 
 MOST = 200

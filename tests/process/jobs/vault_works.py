@@ -5,7 +5,7 @@ from pathlib import Path
 
 import xxhash
 
-from resilient_train.state.vault.work import WorkOrder
+from resilient_train.state.vault.holder_work import WorkOrder
 
 
 def digest(order: WorkOrder) -> bytes:

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import PrefixStore
 from pure.npu_signatures import signature
 from resilient_train.config import read_link
 from resilient_train.frameworks.torch.address_store import AddressStore, FirstAddresses
-from resilient_train.frameworks.torch.group import drop
+from resilient_train.frameworks.torch.process_group import drop
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, done
 

@@ -1,9 +1,9 @@
 """Whether gloo's threads have come to rest: then none of them writes anything any more.
 
 A recovery leaves a collective when nothing of it can still write into gradients. Most end with an error as soon as the
-connections are shut. One that gloo has forgotten (``works.py``) never ends; one that is slow (it adds up what had come)
-ends later. What tells them apart is what the kernel says of the threads: the forgotten one sleeps, and nobody is left
-who would wake it. So three things together are enough, and each can be seen:
+connections are shut. One that gloo has forgotten (``guarded_works.py``) never ends; one that is slow (it adds up what
+had come) ends later. What tells them apart is what the kernel says of the threads: the forgotten one sleeps, and nobody
+is left who would wake it. So three things together are enough, and each can be seen:
 
 * nothing comes by any connection any more, and all that had come is read;
 * the threads that read sleep. They wake up each 10 ms to see whether they are to end, and find nothing then;

@@ -26,7 +26,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.errors import ConfigError, TransferError
-from resilient_train.frameworks.torch.group import alone
+from resilient_train.frameworks.torch.process_group import alone
 
 
 class Pass(msgspec.Struct, array_like=True, frozen=True):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.torch.group import drop
+from resilient_train.frameworks.torch.process_group import drop
 from resilient_train.frameworks.torch.transports.gloo import sockets, stock_group
 
 _TIMEOUT = timedelta(days=30)

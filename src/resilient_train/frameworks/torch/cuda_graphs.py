@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from resilient_train.errors import UsageError
-from resilient_train.place import line
+from resilient_train.script_place import line
 
 _CALLS = ("capture_begin", "replay")
 

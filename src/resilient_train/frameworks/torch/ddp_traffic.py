@@ -17,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
-from resilient_train.place import line
+from resilient_train.script_place import line
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep  # noqa: PTH120 - names in code are text
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - likewise

@@ -1,4 +1,4 @@
-"""All process groups of this process: see ``frameworks/roles.Groups``. One of them: ``group.py``."""
+"""All process groups of this process: see ``frameworks/roles.Groups``. One of them: ``process_group.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from resilient_train.frameworks.roles import Addresses, Problem
 from resilient_train.frameworks.supported import torch_problem
 from resilient_train.frameworks.torch import pipelines
 from resilient_train.frameworks.torch.at_rest import AtRest
-from resilient_train.frameworks.torch.group import BuiltGroup, ResilientGroup, groups, works
+from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup, groups, works
 from resilient_train.frameworks.torch.transports.hccl import HcclGroup
 from resilient_train.state.transfer import Span, chunks, view
 

@@ -25,10 +25,10 @@ from resilient_train.errors import ConfigError
 from resilient_train.frameworks import set_up_recall
 from resilient_train.frameworks.torch.call_codec import bytes_of, fill_all, header_of, size_of, told
 from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
+from resilient_train.frameworks.torch.guarded_works import GuardedWork, KeptWork
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, DoneMessage, Tensors, completed, root_of
-from resilient_train.frameworks.torch.works import GuardedWork, KeptWork
-from resilient_train.place import line
+from resilient_train.script_place import line
 from resilient_train.state.set_up_record import (
     RESULT_BYTES,
     TOTAL_BYTES,

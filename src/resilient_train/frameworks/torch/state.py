@@ -17,7 +17,6 @@ from resilient_train.frameworks.torch import fitting
 from resilient_train.frameworks.torch.checkpoint import piece_of
 from resilient_train.frameworks.torch.containers import copy_tree, dressed
 from resilient_train.frameworks.torch.damage import move
-from resilient_train.frameworks.torch.entries import entries_of, put_entries
 from resilient_train.frameworks.torch.fingerprint import Fingerprint, rows_of
 from resilient_train.frameworks.torch.images import Images
 from resilient_train.frameworks.torch.kept_state import KeptState
@@ -33,6 +32,7 @@ from resilient_train.frameworks.torch.leaves import (
     state_of,
 )
 from resilient_train.frameworks.torch.nan import nan_in
+from resilient_train.frameworks.torch.optimizer_entries import entries_of, put_entries
 from resilient_train.frameworks.torch.optimizer_groups import described, found, groups_of, places, regroup
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.sharded import Replicas, Sharding, placed_like

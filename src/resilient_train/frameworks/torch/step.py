@@ -26,7 +26,7 @@ from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import RankState
 from resilient_train.frameworks.torch.state import State
-from resilient_train.place import line
+from resilient_train.script_place import line
 
 
 class _Start(NamedTuple):

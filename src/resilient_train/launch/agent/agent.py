@@ -28,8 +28,8 @@ from resilient_train.launch.agent.console_text import end_of, line, newest_told,
 from resilient_train.launch.agent.credentials import Admission, RankConnection, new_token
 from resilient_train.launch.agent.event_loop import BackgroundTasks, add_signal_handlers
 from resilient_train.launch.agent.hang_watch import LOOK_S, HangWatch
+from resilient_train.launch.agent.how_it_failed import how_it_failed, how_it_fails
 from resilient_train.launch.agent.last_save import LastSave
-from resilient_train.launch.agent.last_words import how_it_failed, how_it_fails
 from resilient_train.launch.agent.logs import SHOW_EVERY_S, Logs
 from resilient_train.launch.agent.operators import Operators
 from resilient_train.launch.agent.pauses import Pauses
@@ -60,13 +60,13 @@ from resilient_train.protocol.commands import (
     Spawn,
 )
 from resilient_train.protocol.controller import Controller
-from resilient_train.protocol.disagreement import SharedObjects
+from resilient_train.protocol.difference_report import SharedObjects
 from resilient_train.protocol.hang import Stall, Suspicion
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.progress import Activity, progress_of
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.server import Listener
-from resilient_train.session.pulse import STACKS_FOLDER
+from resilient_train.session.liveness import STACKS_FOLDER
 from resilient_train.state import abnormal
 from resilient_train.state.arena import DEFAULT_SLOT_BYTES, Arena
 from resilient_train.transport import listen

@@ -27,7 +27,7 @@ from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.integrations.mindio.wire import read_secret
 from resilient_train.launch.agent.console_text import end_of, line, told
 from resilient_train.launch.agent.event_loop import BackgroundTasks, add_signal_handlers
-from resilient_train.launch.agent.last_words import how_it_failed
+from resilient_train.launch.agent.how_it_failed import how_it_failed
 from resilient_train.launch.agent.logs import SCHEDULER, SHOW_EVERY_S, Logs
 from resilient_train.launch.agent.mindspore_operators import MindSporeOperators
 from resilient_train.launch.agent.processes import RankProcess, start_cold

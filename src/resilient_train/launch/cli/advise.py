@@ -20,7 +20,7 @@ from resilient_train.state.advisor import behind
 from resilient_train.state.failures import DEVICE_MTBF_S, TRUSTED_FAILURES, FailureRate, guess, parse_ato_info
 from resilient_train.state.interval import Tier, best_steps, fewest_steps, overhead
 from resilient_train.state.nested import Nested, nested_overhead, nested_steps
-from resilient_train.switches import auto_save
+from resilient_train.tft_switches import auto_save
 
 _HOUR_S = 3600.0
 _DAY_S = 86_400.0

@@ -28,7 +28,7 @@ from resilient_train.launch.cli.mindspore_environ import look
 from resilient_train.launch.cli.mindspore_view import differs
 from resilient_train.observe.report import Line
 from resilient_train.protocol.messages import Query
-from resilient_train.switches import Switches, normal_form
+from resilient_train.tft_switches import Switches, normal_form
 
 _DESCRIPTORS_MIN = 4096
 _DEVICES = {"NVIDIA GPU": "/dev/nvidia0", "Ascend NPU": "/dev/davinci0"}

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Collection
 
 from resilient_train.errors import ConfigError
-from resilient_train.switches import SWITCHES, Switches, parse_switches
+from resilient_train.tft_switches import SWITCHES, Switches, parse_switches
 
 _IN_CPP = ("UCE", "HCCE", "ARF", "TRE", "RSC")
 """What the C++ code asks for."""

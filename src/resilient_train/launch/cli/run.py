@@ -33,10 +33,10 @@ from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_WRONG_INPUT
 from resilient_train.launch.fork.imports import target_of, uses
 from resilient_train.launch.fork.zygote import Born, Root, start_root
 from resilient_train.launch.spec import JobSpec
+from resilient_train.observe.closing_line import missed, summary
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
-from resilient_train.observe.summary import missed, summary
 from resilient_train.protocol.policy import DEFAULT_MAX_RESTARTS, Policy
-from resilient_train.switches import Switches
+from resilient_train.tft_switches import Switches
 
 
 def _check_torch() -> None:

@@ -24,7 +24,7 @@ from resilient_train import config, standby
 from resilient_train.launch.fork.environ_watch import ALL, EnvironWatch
 from resilient_train.launch.fork.frames import Gate, Life, Unready, Waits
 from resilient_train.launch.fork.zygote import fatal, take_streams
-from resilient_train.place import place
+from resilient_train.script_place import place
 
 _TORCH_ITSELF = frozenset(
     {
@@ -181,7 +181,7 @@ def _tell_torch(rank: int) -> None:
         return
     from torch._C._distributed_c10d import _set_global_rank
 
-    from resilient_train.frameworks.torch.group import groups
+    from resilient_train.frameworks.torch.process_group import groups
 
     for group in groups.values():
         group.learn_rank(rank)

@@ -1,4 +1,4 @@
-"""From memory to storage: the holder's work (``work.py``) that makes a checkpoint of all ranks' snapshots.
+"""From memory to storage: the holder's work (``holder_work.py``) that makes a checkpoint of all ranks' snapshots.
 
 One call makes it all, so that neither a rank's nor the agent's death cuts a checkpoint whose snapshots are complete,
 and what storage has refused leaves nothing behind.
@@ -16,7 +16,7 @@ from resilient_train.state.checkpoint.manifest import FileEntry, Kind, rank_name
 from resilient_train.state.checkpoint.retention import retain
 from resilient_train.state.nan import NanFound, tensors_with_nan
 from resilient_train.state.vault import trailer
-from resilient_train.state.vault.work import PinnedSnapshot, WorkOrder
+from resilient_train.state.vault.holder_work import PinnedSnapshot, WorkOrder
 
 WORK = "flush"
 PLACE = f"{__name__}:flush"

@@ -1,7 +1,7 @@
 """The holder: one small process per node that owns the memory of snapshots, so that these outlive ranks and agents.
 
-It creates sealed memfds, hands them out, counts pins, runs works (``state/vault/work.py``), and ends by itself when
-its last member has been gone for the grace time. It imports no torch and no numpy, and maps no image but while it
+It creates sealed memfds, hands them out, counts pins, runs works (``state/vault/holder_work.py``), and ends by itself
+when its last member has been gone for the grace time. It imports no torch and no numpy, and maps no image but while it
 works on one, so the kernel has little reason to choose it when memory runs out.
 
 It leads a session of its own: what is meant for the job's process group does not reach it. SIGINT, SIGHUP and
@@ -34,8 +34,8 @@ from resilient_train.errors import ProtocolError
 from resilient_train.server import SMALL, Connection, Listener, Server
 from resilient_train.state.vault import frames, slots
 from resilient_train.state.vault.client import socket_path
+from resilient_train.state.vault.holder_work import Pinned, Work, load, perform
 from resilient_train.state.vault.snapshot_index import RefusedError, SnapshotIndex, describe
-from resilient_train.state.vault.work import Pinned, Work, load, perform
 from resilient_train.transport import listen
 
 GRACE_S = 60.0

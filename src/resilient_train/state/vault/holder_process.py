@@ -32,7 +32,7 @@ async def find_holder(
 ) -> Found:
     """A connection, as a member, to the holder of this run and node; and its process, if it had to be started.
 
-    The caller reaps that process some time. ``works`` maps names to ``MODULE:FUNCTION``, see ``state/vault/work.py``.
+    The caller reaps that process some time. ``works`` maps names to ``MODULE:FUNCTION``, see ``holder_work.py``.
     A holder that is there keeps the grace time and the works that it was started with. Raises HolderLostError if none
     comes up. The event loop is held up by no more than ``reply_timeout_s`` at a time: a holder that is stopped.
     """

@@ -1,4 +1,4 @@
-"""A process group over HCCL that outlives its members: see ``frameworks/torch/group.py``.
+"""A process group over HCCL that outlives its members: see ``frameworks/torch/process_group.py``.
 
 HCCL has no sockets of ours to shut: what waits in it ends when the device is stopped (``NpuDevice.cut``). Where all
 members live, the communicators are kept and resumed, by torch_npu's own ``reinit_process_group``, which finds them in
@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOp
 from resilient_train import config
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Addresses
-from resilient_train.frameworks.torch.group import BuiltGroup, ResilientGroup, drop
+from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup, drop
 from resilient_train.frameworks.torch_npu.errors import kind_of
 
 BACKEND = "hccl"

@@ -1,5 +1,5 @@
 // Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
-#include "kin.hpp"
+#include "parentage.hpp"
 
 #include <cerrno>
 #include <system_error>

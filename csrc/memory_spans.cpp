@@ -1,5 +1,5 @@
 // Copyright 2026 The resilient_train authors. SPDX-License-Identifier: Apache-2.0
-#include "glance.hpp"
+#include "memory_spans.hpp"
 
 #include <cstring>
 

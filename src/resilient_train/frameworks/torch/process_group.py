@@ -27,11 +27,17 @@ from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Addresses
 from resilient_train.frameworks.torch.address_store import AddressStore, FirstAddresses
 from resilient_train.frameworks.torch.call_forms import in_places
+from resilient_train.frameworks.torch.guarded_works import (
+    GuardedMessage,
+    GuardedWork,
+    MonitoredBarrier,
+    ScatteredWork,
+    Works,
+)
 from resilient_train.frameworks.torch.own_objects import take_own
 from resilient_train.frameworks.torch.set_up import SetUpCollectives
 from resilient_train.frameworks.torch.transports import gloo
 from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, run_alone
-from resilient_train.frameworks.torch.works import GuardedMessage, GuardedWork, MonitoredBarrier, ScatteredWork, Works
 
 BACKEND = "resilient"
 _NO_RANK = -1
@@ -362,7 +368,7 @@ class ResilientGroup(dist.ProcessGroup):
             source = -1 if verb == "recv_anysource" else args[1]
             return GuardedMessage(getattr(self.inner, verb)(*args), works, source)
         if self._hung_up or self._hangups.poll(0, 1):
-            # gloo would find out as well, but may forget a waiter over it (see works.py): don't even begin.
+            # gloo would find out as well, but may forget a waiter over it (see guarded_works.py): don't even begin.
             raise RuntimeError(f"a peer of process group {self._name!r} has hung up")
         work = getattr(self.inner, verb)(*args)
         try:

@@ -478,7 +478,7 @@ class Saves:
             self._trouble("retention_failed", save.step, flushed.untidy)
         holds = f". It holds {flushed.nan}" if flushed.nan else ""
         if flushed.nan and save.over is None:
-            self._trouble("nan_saved", save.step, f"{flushed.nan}; the newest one without is kept")
+            self._trouble("nan_saved", save.step, f"{flushed.nan}; the newest one without stays, if there is one")
         if save.over is not None:
             save.over(f"its state from after {save.commits} updates is saved: {flushed.path}{holds}")
         self._over(save.commits)

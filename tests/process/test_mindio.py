@@ -202,6 +202,36 @@ def test_a_rank_that_is_not_replaced_ends_the_job_behind_a_checkpoint(
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        pytest.param("killm@0:1", "rank 1 has failed by itself; its state", marks=pytest.mark.long),
+        ("killn@0:1", "rank 0 was lost before it answered, and rank 1 finds the checkpoint under its name"),
+    ],
+    ids=["before it has", "behind that"],
+)
+def test_who_dies_as_it_names_the_checkpoint_is_stood_in_for(tmp_path: Path, plan: str, told: str) -> None:
+    job = run(tmp_path, f"raise@1:5 {plan}")
+    assert job.code == 1, job.explain()
+    assert saved(tmp_path) == 4
+    assert told in job.err
+    assert "its state from after 4 updates is saved" in job.err
+
+
+@pytest.mark.process
+def test_a_checkpoint_that_nobody_can_answer_for_is_perhaps_saved(tmp_path: Path) -> None:
+    """All die before they have named it. What a person is told to look for is there."""
+    job = run(tmp_path, "raise@1:5 killm@0:1 killm@1:1 killm@2:1")
+    assert job.code == 75, job.explain()
+    (end,) = job.of("job_end")
+    assert end["detail"]["code"] == 75
+    for text in (job.err, end["detail"]["reason"]):
+        assert "its state from after 4 updates is PERHAPS saved" in text
+        assert "nothing is saved" not in text
+    assert [path.name for path in tmp_path.glob("ckpt-*")] == ["ckpt-4_tmp"]
+
+
+@pytest.mark.process
 def test_who_dies_before_all_have_come_ends_the_job_at_once(tmp_path: Path) -> None:
     script = tmp_path / "early.py"
     script.write_text("import os, time\nos.kill(os.getpid(), 9) if os.environ['RANK_ID'] == '1' else time.sleep(60)")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from resilient_train.integrations.mindio.controller import Controller, Effect, Ended, Policy, Report, Stage, To
 from resilient_train.integrations.mindio.frames import (
+    NAMED,
     NOT_WHOLE,
     PASSED,
     Clean,
@@ -73,6 +74,8 @@ class SimRank:
         self.locking: Lock | Halt | None = None
         self.saving: tuple[Save, int | None] | None = None
         """The order, and the state when it began to write."""
+        self.renaming: tuple[Rename, int | None] | None = None
+        """The order, and what is answered to it when it is carried out."""
         self.hangs: Repair | None = None
         """It waits for state from a rank that has not sent it."""
         self.down: tuple[Any, ...] = ()
@@ -190,6 +193,8 @@ class World:
                 said.append("stands")
         if rank.saving is not None:
             said.append("has saved")
+        if rank.renaming is not None:
+            said.append("renames" if rank.renaming[1] is None else "has renamed")
         if rank.hangs is not None and self._given(index, rank.hangs) is not None:
             said.append("gets state")
         if rank.main in ("trains", "enters") and rank.stopped:
@@ -277,7 +282,7 @@ class World:
 
     def _dies(self, rank: SimRank) -> None:
         rank.alive, rank.state, rank.main, rank.down = False, None, "dead", ()
-        rank.locking = rank.hangs = rank.saving = None
+        rank.locking = rank.hangs = rank.saving = rank.renaming = None
 
     def _uce(self, _: int, rank: SimRank) -> None:
         self._spend("uces")
@@ -404,8 +409,7 @@ class World:
                 newest = max(number for number, _, _ in self.saved)
                 files = {state for number, _, state in self.saved if number == newest}
                 require(files == {step}, f"what is named {step} holds {files}")
-                self.named = True
-                self._did(rank, order)
+                rank.renaming = order, None
             case Exit():
                 self._dies(rank)
 
@@ -425,6 +429,19 @@ class World:
         self.saved |= {(order.round, index, before if before == rank.state else TORN)}
         self._did(rank, order)
         rank.saving = None
+
+    def _renames(self, _: int, rank: SimRank) -> None:
+        """Between this and the answer a rank may die, and lose its memory."""
+        assert rank.renaming is not None
+        rank.renaming = rank.renaming[0], NAMED if self.named else 0
+        self.named = True
+
+    def _has_renamed(self, _: int, rank: SimRank) -> None:
+        assert rank.renaming is not None
+        order, code = rank.renaming
+        assert code is not None
+        self._did(rank, order, code)
+        rank.renaming = None
 
     def _stands(self, _: int, rank: SimRank) -> None:
         """As soon as nothing is written: it may have waited too long for more."""
@@ -481,7 +498,13 @@ class World:
     def _check_end(self, end: Ended) -> None:
         if end.saved >= 0:
             require(self.named, "a checkpoint is told of that has no name")
+        elif end.unnamed >= 0:
+            able = [index for index, rank in enumerate(self.ranks) if rank.alive and rank.main in ("trains", "out")]
+            # Who is on its way to a first step has no handlers yet; MindX may have let others go.
+            untried = {index for index in able if index in self.controller.steady()} - set(self.controller.renamers)
+            require(not untried, f"ranks {untried} were not asked to name what is written: {end}")
         else:
+            require(not self.named, f"nothing is said of a checkpoint that has its name: {end}")
             there = [r for r in self.ranks if r.alive and r.main != "done"]
             whole = [r for r in there if r.state is not None and r.state >= 1 and r.main != "updates"]
             # At its first step a heedless rank may hold a first update, of which it has not told yet.
@@ -501,6 +524,7 @@ class World:
         seats = tuple(tuple(seat.__dict__.values()) for seat in job.seats)
         named = (job.stage, job.round, job.target, job.pending, job.lost, bool(job.hopeless), job.low)
         named += (job.pauses, job.ahead, self.was_left, frozenset(job.faulty), self.asked, self.chosen)
+        named += tuple(job.renamers.items())
         if isinstance(job, MindXController):
             named += (frozenset(job.faulty.items()), job.stops, job.named, job.offered, job.chosen, job.leaves)
         return hash((seats, named, job.savers, self.budget, self.sent, self.ended is None, self.named, self.saved,

@@ -124,7 +124,11 @@ def save(step, info, args, ctx) -> None:
 
 
 def rename(step, ctx) -> None:
+    if due("killm", 1):
+        die()
     (FOLDER / f"ckpt-{step}_tmp").rename(FOLDER / f"ckpt-{step}")
+    if due("killn", 1):
+        die()
 
 
 def leave(ctx) -> None:

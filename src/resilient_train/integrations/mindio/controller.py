@@ -24,7 +24,17 @@ last is there, the next stage follows:
     OVER         all are told to end
 
 A fault in any of them begins a new *round* at LOCKING: MindIO gives up there. What an older round is answered counts
-for nothing. ``step`` is the number of updates that a rank's state has behind it; whether it is *whole* is all that
+for nothing. In RENAMING all is written, and what befalls a rank takes nothing of that away. The answer is waited for:
+
+    answered, done                  the checkpoint has its name
+    it has lost memory, or fails    a name needs no device: it still answers
+    its process is gone             it may have renamed, or not: another one is asked
+    no answer in time               likewise
+    answered, failed                likewise: another one may be able to
+    another one finds it renamed    the checkpoint has its name
+    nobody is left to ask           perhaps it has: who looks, sees it. Nobody says that nothing is saved
+
+``step`` is the number of updates that a rank's state has behind it; whether it is *whole* is all that
 decides who gives state and who gets it.
 """
 
@@ -39,6 +49,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from resilient_train.integrations.mindio.frames import (
+    NAMED,
     NOT_WHOLE,
     PASSED,
     AnyOrder,
@@ -65,6 +76,9 @@ from resilient_train.integrations.mindio.frames import (
     Welcome,
 )
 from resilient_train.protocol.replicas import assign_sources
+
+_RENAMERS_MAX = 3
+"""Storage on which so many ranks can't rename, or don't come back from it, lets nobody."""
 
 
 class Stage(enum.Enum):
@@ -126,13 +140,15 @@ class Note(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The job is over; ``saved``: the step of its checkpoint, -1: there is none; ``failed``: the rank whose script has,
-    -1: none.
+    """The job is over; ``saved``: the step of its checkpoint, -1: there is none that is known of; ``failed``: the rank
+    whose script has, -1: none. ``unnamed``: the step of a checkpoint of which all is written, but whether it has its
+    name nobody has said; -1: there is none.
     """
 
     saved: int
     reason: str
     failed: int = -1
+    unnamed: int = -1
 
 
 class Report(NamedTuple):
@@ -212,6 +228,8 @@ class Controller:
         self.low: frozenset[int] = frozenset()
         """Who has lost memory in which no state was."""
         self.savers: tuple[Savers, ...] = ()
+        self.renamers: Mapping[int, str] = MappingProxyType({})
+        """Who was asked to give the checkpoint its name, in that order, and what has become of it."""
         self.pauses = False
         """A pause is wanted. A fault is repaired first."""
         self.ahead = 1
@@ -275,8 +293,8 @@ class Controller:
         self.round += 1
         self._let_move()
         self.ahead = ahead
-        limit = ahead + max(map(self._reaches, self._steady()), default=0)
-        return self._give(Stage.HALTING, {rank: Halt(round=self.round, limit=limit) for rank in self._steady()})
+        limit = ahead + max(map(self._reaches, self.steady()), default=0)
+        return self._give(Stage.HALTING, {rank: Halt(round=self.round, limit=limit) for rank in self.steady()})
 
     def _let_move(self) -> None:
         """Nobody counts any more on where ranks have said that they stand."""
@@ -288,7 +306,7 @@ class Controller:
         self.round += 1
         self.stage, self.pending = Stage.TRAINING, frozenset()
         self._let_move()
-        return [To(rank, Release(round=self.round)) for rank in self._steady()]
+        return [To(rank, Release(round=self.round)) for rank in self.steady()]
 
     def status(self, rank: int, step: int, *, updating: bool) -> list[Effect]:
         """A rank tells how far it is."""
@@ -296,7 +314,7 @@ class Controller:
         moved = seat.locked and (updating or step != seat.step)
         seat.step, seat.updating = step, updating
         # What was built on where it stood is built anew, and answers to orders of before count for nothing.
-        return self._begin_round() if moved and self.stage is not Stage.OVER else []
+        return self._begin_round() if moved and self.stage not in (Stage.RENAMING, Stage.OVER) else []
 
     def replicas(self, rank: int, groups: Sequence[ReplicaGroup]) -> list[Effect]:
         """A rank tells in whose company it holds its state: one group for each kind of optimizer."""
@@ -391,6 +409,8 @@ class Controller:
         if answer.code == PASSED:  # what is known here of a rank's step is always a little old
             self.seats[rank].step = answer.step
             return self._halt(ahead=self.ahead * 2)
+        if self.stage is Stage.RENAMING:
+            return self._answered_rename(rank, answer.code)
         if failure := self._took(rank, answer):
             kind = FaultKind.UCE if answer.code == NOT_WHOLE else FaultKind.PROCESS
             return self._fault(rank, failure, Fault(kind))
@@ -408,7 +428,9 @@ class Controller:
         if stage is Stage.PAUSED or (stage is Stage.HALTING and not self.hopeless):
             return []
         late = sorted(self.pending or self.lost)
-        if stage in (Stage.SAVING, Stage.RENAMING):
+        if stage is Stage.RENAMING:
+            return self._rename("did not answer in time")
+        if stage is Stage.SAVING:
             return self._end(f"ranks {late} did not save in time")
         self.hopeless = self.hopeless or f"ranks {late} did not come through {stage.name}"
         if stage in (Stage.LOCKING, Stage.HALTING):
@@ -428,14 +450,17 @@ class Controller:
             return self._end(f"rank {rank}: {what}, before all were there")
         told: list[Effect] = [Note("fault", rank, what)]
         self.faulty = MappingProxyType({**self.faulty, rank: fault})
-        if self.stage in (Stage.SAVING, Stage.RENAMING):
+        if self.stage is Stage.RENAMING:
+            gone = rank in self.pending and not self.seats[rank].present
+            return [*told, *(self._rename("was lost before it answered") if gone else [])]
+        if self.stage is Stage.SAVING:
             # Where a script fails, it fails on all ranks, one after the other: those who save hold what they hold.
             if all(self._holds(each) for savers in self.savers for each in savers.ranks):
                 return told
             self.round += 1
             return [*told, *self._save()]
         if self.stage is Stage.LOCKING:
-            self.pending &= frozenset(self._steady())
+            self.pending &= frozenset(self.steady())
             return [*told, *self._answered_all()]
         return [*told, *self._begin_round()]
 
@@ -444,14 +469,14 @@ class Controller:
         self.round += 1
         self.stage = Stage.LOCKING
         told: list[Effect] = [To(each, Exit(round=self.round)) for each in self._half_reborn()]
-        self.lost -= set(self._steady())  # who came back in an earlier round is there as all others are
+        self.lost -= set(self.steady())  # who came back in an earlier round is there as all others are
         self._let_move()
-        self.pending = frozenset(self._steady())
-        limit = max((self._reaches(each) for each in self._steady()), default=0)
+        self.pending = frozenset(self.steady())
+        limit = max((self._reaches(each) for each in self.steady()), default=0)
         told += [To(each, Lock(round=self.round, limit=limit)) for each in sorted(self.pending)]
         return [*told, Timer(self.round, self.stage), *self._answered_all()]
 
-    def _steady(self) -> list[int]:
+    def steady(self) -> list[int]:
         """Ranks whose process was there before this recovery, or has come to its first step since."""
         return [rank for rank, seat in enumerate(self.seats) if seat.present and (seat.prepared or not seat.reborn)]
 
@@ -508,14 +533,12 @@ class Controller:
             case Stage.ROLLING_BACK:
                 return self._goes_on()
             case Stage.SAVING:
-                return self._saved()
-            case Stage.RENAMING:
-                return self._renamed()
+                return self._rename()
         raise AssertionError(f"nothing is waited for in {self.stage.name}")
 
     def _stands(self) -> bool:
         if self.stage is Stage.STOPPING:
-            return all(self.seats[rank].reported is not None for rank in self._steady())
+            return all(self.seats[rank].reported is not None for rank in self.steady())
         if self.stage is Stage.REBUILDING:
             return all(seat.prepared for seat in self.seats if seat.reborn)
         return True
@@ -529,7 +552,7 @@ class Controller:
     # -- from stage to stage
 
     def _locked(self) -> list[Effect]:
-        steady = self._steady()
+        steady = self.steady()
         if self.stage is Stage.HALTING and not self.hopeless:
             self.stage, self.target = Stage.PAUSED, max(self.seats[rank].step for rank in steady)
             return self._paused()
@@ -546,7 +569,7 @@ class Controller:
         return self._stop("recover" if self.lost else "retry")
 
     def _stop(self, repair: str) -> list[Effect]:
-        return self._give(Stage.STOPPING, {rank: Stop(round=self.round, repair=repair) for rank in self._steady()})
+        return self._give(Stage.STOPPING, {rank: Stop(round=self.round, repair=repair) for rank in self.steady()})
 
     def _no_way(self) -> str:
         """Why training can't go on in place."""
@@ -567,7 +590,7 @@ class Controller:
         return self.hopeless
 
     def _stopped(self) -> list[Effect]:
-        orders = {rank: Clean(round=self.round, uce=self.seats[rank].damaged) for rank in self._steady()}
+        orders = {rank: Clean(round=self.round, uce=self.seats[rank].damaged) for rank in self.steady()}
         return self._give(Stage.CLEANING, dict(orders))
 
     def _cleaned(self) -> list[Effect]:
@@ -599,7 +622,7 @@ class Controller:
                 seat.reported = None
                 begun.append(To(rank, Go(round=self.round, step=self.target)))
         order = Rebuild(round=self.round, lost=tuple(sorted(self.lost)))
-        return [*begun, *self._give(Stage.REBUILDING, dict.fromkeys([*self._steady(), *with_all], order))]
+        return [*begun, *self._give(Stage.REBUILDING, dict.fromkeys([*self.steady(), *with_all], order))]
 
     def _repair(self) -> list[Effect]:
         sources = self._sources()
@@ -729,18 +752,38 @@ class Controller:
             orders[rank] = Save(round=self.round, step=self.target, savers=own)
         return self._give(Stage.SAVING, orders)
 
-    def _saved(self) -> list[Effect]:
-        return self._give(Stage.RENAMING, {self.savers[0].ranks[0]: Rename(round=self.round, step=self.target)})
+    def _rename(self, before: str = "") -> list[Effect]:
+        """All parts are written: somebody is asked to name the checkpoint who was not asked yet. ``before``: what has
+        become of who was.
+        """
+        if before:
+            self.round += 1
+            self.renamers = MappingProxyType({**self.renamers, **dict.fromkeys(self.pending, before)})
+        writers = {rank for savers in self.savers for rank in savers.ranks}
+        able = [rank for rank in self.steady() if rank not in self.renamers]
+        able.sort(key=lambda rank: rank not in writers)
+        if not able or len(self.renamers) == _RENAMERS_MAX:
+            told = "; ".join(f"rank {rank} {what}" for rank, what in self.renamers.items())
+            return self._end(f"{self.hopeless}; asked to name the checkpoint, {told}", unnamed=self.target)
+        self.renamers = MappingProxyType({**self.renamers, able[0]: ""})
+        return self._give(Stage.RENAMING, {able[0]: Rename(round=self.round, step=self.target)})
 
-    def _renamed(self) -> list[Effect]:
-        return self._end(self.hopeless, self.target)
+    def _answered_rename(self, rank: int, code: int) -> list[Effect]:
+        if code == 0:
+            return self._end(self.hopeless, self.target)
+        before = [f"rank {each} {what}" for each, what in self.renamers.items() if what]
+        if code == NAMED and before:
+            found = f"{before[-1]}, and rank {rank} finds the checkpoint under its name. If the script keeps a file"
+            found += f" that tells which is the newest, look whether that says {self.target}"
+            return self._end(f"{self.hopeless}; {found}", self.target)
+        return [Note("fault", rank, f"could not rename (code {code})"), *self._rename(f"failed (code {code})")]
 
-    def _end(self, reason: str, saved: int = -1) -> list[Effect]:
+    def _end(self, reason: str, saved: int = -1, unnamed: int = -1) -> list[Effect]:
         self.stage, self.pending = Stage.OVER, frozenset()
         # From the last to the first: the controller runs in the process of rank 0 as a rule, and ends with it.
         present = [rank for rank, seat in enumerate(self.seats) if seat.present]
         exits: list[Effect] = [To(rank, Exit(round=self.round)) for rank in reversed(present)]
-        return [*exits, Ended(saved, reason, self.failed)]
+        return [*exits, Ended(saved, reason, self.failed, unnamed)]
 
     def copy(self) -> Self:
         """An independent one in the same state."""
@@ -749,6 +792,21 @@ class Controller:
         new.seats = [seat.copy() for seat in self.seats]
         new.groups = [list(groups) for groups in self.groups]
         return new
+
+
+def outcome(saved: int, unnamed: int) -> str:
+    """What a person is told of the checkpoint with which a job has ended; empty: there is none."""
+    if saved >= 0:
+        return f"its state from after {saved} updates is saved"
+    if unnamed < 0:
+        return ""
+    return (
+        f"its state from after {unnamed} updates is PERHAPS saved: every part of it is written, but nobody has said "
+        f"that the checkpoint got its name. Look for step {unnamed} where your checkpoints are (MindSpore's: "
+        f"ttp_saved_checkpoints-step_{unnamed}): if it is there without _tmp, it is whole. If it is there with _tmp, "
+        "it is whole as well, and of this job even if one without stands beside it: take that ending off its name "
+        "before you start again"
+    )
 
 
 @functools.cache

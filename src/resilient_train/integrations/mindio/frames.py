@@ -79,6 +79,9 @@ NOT_WHOLE = 3
 PASSED = 4
 """A rank's answer to Halt: it has left that place behind already."""
 
+NAMED = 5
+"""A rank's answer to Rename: what it was to rename is not there any more, and what it was to become is."""
+
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """The first frame. ``proof``: see ``wire.py``."""
@@ -227,7 +230,7 @@ class Save(Order, frozen=True, kw_only=True):
 
 
 class Rename(Order, frozen=True, kw_only=True):
-    """All have written."""
+    """All have written. Another rank may have been asked before."""
 
     step: int
 

@@ -26,6 +26,7 @@ from resilient_train.integrations.mindio.controller import (
     Stage,
     Timer,
     To,
+    outcome,
 )
 from resilient_train.integrations.mindio.frames import Bye, Did, FromProcessor, Hello, Over, Replicas, Reported, Status
 from resilient_train.integrations.mindio.mindx import MindX
@@ -56,8 +57,7 @@ Told = Callable[[Note | Ended], object]
 def log_it(event: Note | Ended) -> None:
     """What people hear where there is nobody to tell them better."""
     if isinstance(event, Ended):
-        saved = f"saved at step {event.saved}" if event.saved >= 0 else "not saved"
-        log.warning("the job ends: %s; %s", event.reason, saved)
+        log.warning("the job ends: %s; %s", event.reason, outcome(event.saved, event.unnamed) or "not saved")
     else:
         log.warning("%s%s: %s", event.kind, f", rank {event.rank}" if event.rank >= 0 else "", event.text)
 

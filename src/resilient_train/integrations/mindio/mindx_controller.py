@@ -27,6 +27,7 @@ from resilient_train.integrations.mindio.controller import (
     Stage,
     Timer,
     To,
+    outcome,
 )
 from resilient_train.integrations.mindio.frames import Exit, FaultKind
 
@@ -252,6 +253,7 @@ class MindXController(Controller):
         self.offered, self.choosing_s = (), self.wait_s
         return [*super()._goes_on(), *result]
 
-    def _end(self, reason: str, saved: int = -1) -> list[Effect]:
-        result = self._result(DONE if saved >= 0 else FAILED, reason, "dump")
-        return [*super()._end(reason, saved), *([] if self.chosen == "exit" else [result])]
+    def _end(self, reason: str, saved: int = -1, unnamed: int = -1) -> list[Effect]:
+        told = f"{reason}; {outcome(-1, unnamed)}" if unnamed >= 0 else reason
+        result = self._result(DONE if saved >= 0 else FAILED, told, "dump")
+        return [*super()._end(reason, saved, unnamed), *([] if self.chosen == "exit" else [result])]

@@ -16,11 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from resilient_train.errors import ProtocolError, ResilientError
 from resilient_train.integrations.mindio import wire
 from resilient_train.integrations.mindio.frames import (
+    NAMED,
     NOT_WHOLE,
     PASSED,
     Action,
@@ -421,8 +423,14 @@ class Processor:
 
     def _rename(self, order: Rename) -> Any:
         handler, context = self._handler("rename")
-        # MindSpore's takes its context here, the others' the arguments of the step.
-        return handler(order.step, self.args if context is None else context)
+        try:
+            # MindSpore's takes its context here, the others' the arguments of the step.
+            return handler(order.step, self.args if context is None else context)
+        except FileNotFoundError as error:
+            if error.filename2 is None or not Path(error.filename2).exists():
+                raise
+            log.warning("rank %d: %s is gone, and %s is there", self.rank, error.filename, error.filename2)
+            return NAMED
 
     def _exit(self, _: Exit) -> None:
         with self._changed:

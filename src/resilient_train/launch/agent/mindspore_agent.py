@@ -22,7 +22,7 @@ from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
 from resilient_train.integrations.mindio import finder
-from resilient_train.integrations.mindio.controller import Ended, Note, Policy, Stage
+from resilient_train.integrations.mindio.controller import Ended, Note, Policy, Stage, outcome
 from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.integrations.mindio.wire import read_secret
 from resilient_train.launch.agent.console_text import end_of, line, told
@@ -176,7 +176,7 @@ class MindSporeAgent:
             self._fail(128 - code, f"{how}, behind its training")
         elif why := self._why_give_up(rank):
             self._fail(EXIT_UNRECOVERABLE, f"{how}, and {why}")
-        elif self._code is None:
+        elif self._code is None and not self._hub.controller.hopeless:
             self._replaced += 1
             self._start(rank, process.incarnation + 1)
 
@@ -237,8 +237,8 @@ class MindSporeAgent:
         else:
             code = failed if failed > 0 else self._code or EXIT_UNRECOVERABLE
             reason = ended.reason if ended is not None else self._reason
-        if ended is not None and ended.saved >= 0:
-            reason = f"{reason}; its state from after {ended.saved} updates is saved"
+        if state := self._what_is_saved():
+            reason = f"{reason}; {state}"
         commits = max((seat.step for seat in self._hub.controller.seats), default=0)
         detail = {"code": code, "reason": reason, "commits": max(commits, self._budget.furthest)}
         self._note("finished" if code == 0 else "job_end", detail=detail)
@@ -247,6 +247,12 @@ class MindSporeAgent:
         if code:
             self._say(f"the job ends: {reason}")
         return code
+
+    def _what_is_saved(self) -> str:
+        if self._ended is not None:
+            return outcome(self._ended.saved, self._ended.unnamed)
+        job = self._hub.controller  # it was killed before it had come to its end
+        return outcome(-1, job.target) if job.stage is Stage.RENAMING else ""
 
     # -- what the controller says
 

@@ -277,6 +277,7 @@ _LINK_VARIABLES = (
     PREFIX + "JOINING",
     PREFIX + "TOKEN",
     PREFIX + "TFT_HOSTED",
+    PREFIX + "TFT_STACKS",
 )
 
 
@@ -320,6 +321,16 @@ def hosted_environ(address: str, port: int, secret_file: str) -> dict[str, str]:
     """The variables by which ``resilient-run`` tells a MindSpore rank where it has the controller of ``mindio_ttp``."""
     where = {"MS_TFT_IP": address, "MS_TFT_PORT": str(port)}
     return {**where, PREFIX + "TFT_SECRET_FILE": secret_file, PREFIX + "TFT_HOSTED": "1"}
+
+
+def stacks_environ(path: str) -> dict[str, str]:
+    """The variable by which it tells a rank where its Python stacks are to be written; see ``stacks_path``."""
+    return {PREFIX + "TFT_STACKS": path}
+
+
+def stacks_path() -> str:
+    """Where they are to be written; empty: nobody asks for them."""
+    return os.environ.get(PREFIX + "TFT_STACKS", "")
 
 
 def is_hosted() -> bool:

@@ -97,6 +97,46 @@ def test_the_end_is_the_undisturbed_one(tmp_path: Path, undisturbed: list[str], 
     assert "the job finished" in story
 
 
+HANGS = {
+    "freeze@1:5": "its process is stopped (SIGSTOP)",
+    "stucku@1:6": "it is writing update 6; the others wait for it",
+    "stuck@1:6": "of a fault elsewhere",
+    "hcce@0:5 freezes@1:1": "",
+}
+"""A rank that is stopped, one that does not come out of native code, and what is said of it in the event."""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("plan", "why"), HANGS.items(), ids=["stopped", "in an update", "in a step", "in a recovery"])
+def test_a_rank_that_hangs_is_replaced(tmp_path: Path, undisturbed: list[str], plan: str, why: str) -> None:
+    """Its processor thread lives, and answers. Where nobody sees who it is, a stop of all tells."""
+    limit = {} if "freeze" in plan else {"RESILIENT_HANG_TIMEOUT_S": "0.8"}
+    job = run(tmp_path, plan, **limit)
+    assert job.code == 0, job.explain()
+    assert ends(tmp_path) == undisturbed, job.explain()
+    assert sorted(event["rank"] for event in job.of("spawned")) == [0, 1, 1, 2], job.explain()
+    assert [event["rank"] for event in job.of("fenced")] == [1], job.explain()
+    assert len(job.of("together")) == ("stuck@" in plan), job.explain()
+    if why:
+        (hung,) = job.of("hung")
+        assert why in hung["detail"]["why"]
+        assert hung["detail"]["stacks"] == [0, 1, 2]
+    if "stuck" in plan:
+        (stacks,) = (tmp_path / "run/stacks").glob("rank_1.0.txt")
+        assert "in hang" in stacks.read_text(), "where it hangs"
+    story = [line.text for line in lines(read_run(read(job.run_dir / "events.jsonl")))]
+    assert "the job finished" in story
+
+
+@pytest.mark.process
+def test_a_rank_that_works_is_not_taken_for_hung(tmp_path: Path, undisturbed: list[str]) -> None:
+    """For more than twice the limit."""
+    job = run(tmp_path, "works@1:6", RESILIENT_HANG_TIMEOUT_S="0.8")
+    assert job.code == 0, job.explain()
+    assert ends(tmp_path) == undisturbed
+    assert not job.of("hung") + job.of("fault"), job.explain()
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["", pytest.param("decorated@0:0 ", marks=pytest.mark.long)])
 def test_an_error_of_the_scripts_ends_the_job_behind_a_checkpoint(tmp_path: Path, how: str) -> None:

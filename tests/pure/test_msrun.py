@@ -110,7 +110,12 @@ def test_what_is_refused(script: str, text: str, told: str, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("FAULTS", "kill rank=1 step=3"), ("VERIFY_EVERY", "100"), ("ON_STRAGGLER", "replace"), ("HANG_TIMEOUT_S", "60")],
+    [
+        ("FAULTS", "kill rank=1 step=3"),
+        ("VERIFY_EVERY", "100"),
+        ("ON_STRAGGLER", "replace"),
+        ("COMPARE_EVERY", "5"),
+    ],
 )
 def test_what_nothing_does_in_such_a_job_is_refused(
     script: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch

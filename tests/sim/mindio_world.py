@@ -49,6 +49,8 @@ class Faults(NamedTuple):
     """Somebody wants the job to end."""
     pauses: int = 0
     """Somebody wants all to stand still."""
+    stalls: int = 0
+    """No rank seems to go on."""
 
 
 class ViolationError(AssertionError):
@@ -153,6 +155,8 @@ class World:
         stands = self.controller.stage is Stage.PAUSED
         if (stands or (self.controller.pauses and self.controller.stage is Stage.HALTING)) and not self.was_left:
             found.append(("unpauses", 0))
+        if self.budget.stalls and self.controller.stage in (Stage.TRAINING, Stage.HALTING):
+            found.append(("stalls", 0))
         if self.budget.leaves:
             found.append(("leaves", 0))
         if self.budget.lates and self.controller.stage not in (Stage.TRAINING, Stage.OVER):
@@ -297,6 +301,10 @@ class World:
         self._spend("lates")
         self.was_late = True
         self._carry_out(self.controller.expired(self.controller.round, self.controller.stage))
+
+    def _stalls(self, _: int, __: SimRank) -> None:
+        self._spend("stalls")
+        self._carry_out(self.controller.stalled("no end"))
 
     def _leaves(self, _: int, __: SimRank) -> None:
         self._spend("leaves")

@@ -7,7 +7,7 @@ from mindio_world import Faults, ViolationError, World
 
 from resilient_train.integrations.mindio.controller import Policy
 
-FAULTS = ("kill", "uce", "hcce", "error", "expires", "leaves", "pauses")
+FAULTS = ("kill", "uce", "hcce", "error", "expires", "leaves", "pauses", "stalls")
 
 
 def explore(world: World, limit: int = 3_000_000) -> tuple[int, int]:
@@ -69,6 +69,9 @@ def explore(world: World, limit: int = 3_000_000) -> tuple[int, int]:
         (3, 1, Faults(kills=1)),
         (2, 2, Faults(kills=1, lates=1)),
         (2, 2, Faults(uces=1, lates=1)),
+        (2, 2, Faults(stalls=1)),
+        (2, 1, Faults(stalls=1, kills=1)),
+        (2, 1, Faults(stalls=1, pauses=1)),
         (2, 2, Faults(leaves=1)),
         (2, 1, Faults(leaves=1, kills=1)),
         pytest.param(2, 2, Faults(leaves=1, kills=1), marks=pytest.mark.long),
@@ -105,6 +108,7 @@ def test_every_interleaving_of_three_ranks_and_two_faults(faults: Faults) -> Non
         Faults(hcces=1),
         Faults(leaves=1),
         pytest.param(Faults(hcces=1, leaves=1), marks=pytest.mark.long),
+        pytest.param(Faults(stalls=1), marks=pytest.mark.long),
         Faults(errors=1),
     ],
     ids=str,

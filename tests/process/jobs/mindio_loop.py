@@ -4,6 +4,7 @@ PLAN``. Rank 0 starts the controller, as MindSpore's does, where ``resilient-run
 The "device" is a dictionary; collectives go through files in FOLDER, and can be aborted: what hangs in one raises.
 """
 
+import ctypes
 import hashlib
 import json
 import logging
@@ -76,9 +77,17 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def hang() -> None:
+    """In native code that no exception ends. It lets other threads run."""
+    while True:
+        ctypes.CDLL(None).pause()
+
+
 def stop(args, ctx) -> None:
     if due("kills", 1):
         die()
+    if due("freezes", 1):
+        os.kill(os.getpid(), signal.SIGSTOP)
     device.aborted.set()
 
 
@@ -147,6 +156,10 @@ def one_step() -> None:
             time.sleep(0.01)
     if due("leave", step):
         sys.exit(0)
+    if due("freeze", step):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if due("stuck", step):
+        hang()
     if due("kill", step) or ("die", RANK, step) in PLAN:
         die()
     for kind in ("hcce", "uce", "low", "raise"):
@@ -165,6 +178,12 @@ def one_step() -> None:
         device.model[index] -= device.moments[index] / 100
         if index == 3 and due("killu", step):
             die()
+        if index == 3 and due("stucku", step):
+            hang()
+        if index == 3 and due("works", step):
+            deadline = time.monotonic() + 2
+            while time.monotonic() < deadline:
+                hashlib.sha256(bytes(1 << 20))
     device.step = step
     tft.tft_end_updating_os(step)
     tft.tft_pause_train(step)

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
@@ -439,6 +439,27 @@ class Controller:
                 self.seats[rank].whole = False
             self.pending = frozenset()
         return self._leave()
+
+    # -- hangs
+
+    def stalled(self, why: str) -> list[Effect]:
+        """No rank goes on, and nobody knows whose fault that is: all leave their step, and do it over."""
+        if self.stage not in (Stage.TRAINING, Stage.HALTING):
+            return []
+        return [Note("fault", -1, why), *self._begin_round()]
+
+    def awaited(self) -> frozenset[int]:
+        """Whose answer, or whose training thread, is waited for now."""
+        if self.stage is not Stage.STOPPING:
+            return self.pending
+        return self.pending | {rank for rank in self.steady() if self.seats[rank].reported is None}
+
+    def can_do_without(self, ranks: Collection[int]) -> bool:
+        """Whether others hold all that these hold."""
+        trial = self.copy()
+        for rank in ranks:
+            trial._vacate(rank)  # noqa: SLF001 - of one like this
+        return trial._held_by_all_sets() > 0  # noqa: SLF001
 
     # -- rounds
 

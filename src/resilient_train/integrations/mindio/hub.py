@@ -141,6 +141,10 @@ class Hub:
         """All are to go on."""
         self._carry_out(self.controller.unpause())
 
+    def give_up_step(self, why: str) -> None:
+        """No rank comes to its end: all are to do it over."""
+        self._carry_out(self.controller.stalled(why))
+
     def obey(self, order: Callable[[MindXController], list[Effect]]) -> None:
         """Something that MindX wants. Raises OrderError where it can't be done."""
         if not isinstance(self.controller, MindXController):

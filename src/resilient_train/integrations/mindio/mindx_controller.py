@@ -181,7 +181,7 @@ class MindXController(Controller):
             ways.append("dump")
         if self.hopeless or self._no_way():
             return tuple(ways)
-        if self.policy.arf and self._can_do_without(self._replaced()):
+        if self.policy.arf and self.can_do_without(self._replaced()):
             ways.append("recover")
         if not self.lost and not self._dead():
             ways.append("retry")
@@ -194,11 +194,6 @@ class MindXController(Controller):
     def _replaced(self) -> list[int]:
         """Who gets a new process besides the lost, if that is chosen: the faulty, where nobody needs one."""
         return self._dead() if self.lost or self._dead() else list(self.faulty)
-
-    def _can_do_without(self, ranks: list[int]) -> bool:
-        trial = self.copy()
-        trial._let_go(ranks)  # noqa: SLF001 - of one like this
-        return trial._held_by_all_sets() > 0  # noqa: SLF001
 
     def _let_go(self, ranks: list[int]) -> list[Effect]:
         """They end, and are lost."""

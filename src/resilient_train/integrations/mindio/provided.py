@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from resilient_train import config
@@ -23,6 +26,8 @@ from resilient_train.integrations.mindio.hub import Hub, HubThread
 from resilient_train.integrations.mindio.mindx import ACTIONS, MindX
 from resilient_train.integrations.mindio.mindx_controller import MindXController, OrderError
 from resilient_train.integrations.mindio.processor import Handler, Processor
+from resilient_train.interrupt import STACKS_SIGNAL
+from resilient_train.observe.sinks import open_to_append
 
 log = logging.getLogger("resilient_train.mindio")
 
@@ -118,6 +123,7 @@ def tft_init_processor(
     _refuse("enable_zit", enable_zit)
     if config.is_hosted():
         _leave_signals_to_the_launcher()
+        _write_stacks_when_asked()
     _processor = Processor(rank, world_size, _secret())
     _processor.repairs_devices = enable_uce
     _processor.cleans_before_save = config.cleans_before_save() or bool(_framework)
@@ -129,6 +135,20 @@ def _leave_signals_to_the_launcher() -> None:
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: log.warning("SIGTERM is left to resilient-run: send it there"))
+
+
+def _write_stacks_when_asked() -> None:
+    """On the signal of the hang watch, also out of native code that does not end. The file stays open."""
+    if not (name := config.stacks_path()):
+        return
+    path = Path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.fdopen(open_to_append(path), "a")
+    except OSError as error:  # a full disk is no reason not to train
+        log.warning("no stacks can be written: %s", error)
+    else:
+        faulthandler.register(STACKS_SIGNAL, file)
 
 
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -232,7 +232,7 @@ class HangWatch:
         }
         if finding.verdict is not Suspicion.BEHIND:
             listening = [process for process in self._processes.living() if _listens(process.pid)]
-            detail["stacks"] = self._ask_for_stacks(listening)
+            detail["stacks"] = ask_for_stacks(listening)
             if self._reported != ranks:  # as a rule the same stall was suspect before
                 self._reported = ranks
                 self._reports.ask(listening)
@@ -243,11 +243,13 @@ class HangWatch:
         elif finding.verdict is Suspicion.TOGETHER:
             keeper.give_up_collective(f"no end for {finding.stalled_ms} ms: {finding.why}")
 
-    def _ask_for_stacks(self, listening: list[RankProcess]) -> list[int]:
-        """The ranks that were asked: only those that listen, for the signal would kill another."""
-        for process in listening:
-            process.signal(STACKS_SIGNAL)
-        return [process.rank for process in listening]
+
+def ask_for_stacks(processes: Iterable[RankProcess]) -> list[int]:
+    """The ranks that were asked: only those that listen, for the signal would kill another."""
+    listening = [process for process in processes if _listens(process.pid)]
+    for process in listening:
+        process.signal(STACKS_SIGNAL)
+    return [process.rank for process in listening]
 
 
 def _listens(pid: int) -> bool:

@@ -14,7 +14,7 @@ import secrets
 import signal
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,22 @@ from resilient_train.integrations.mindio import finder
 from resilient_train.integrations.mindio.controller import Ended, Note, Policy, Stage, outcome
 from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.integrations.mindio.wire import read_secret
-from resilient_train.launch.agent.console_text import end_of, line, told
+from resilient_train.launch.agent.console_text import end_of, line, pause_told, told
 from resilient_train.launch.agent.event_loop import BackgroundTasks, add_signal_handlers
 from resilient_train.launch.agent.how_it_failed import how_it_failed
 from resilient_train.launch.agent.logs import SCHEDULER, SHOW_EVERY_S, Logs
+from resilient_train.launch.agent.mindspore_hang_watch import LOOK_S, MindSporeHangWatch
 from resilient_train.launch.agent.mindspore_operators import MindSporeOperators
 from resilient_train.launch.agent.processes import RankProcess, start_cold
 from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_SAVED
 from resilient_train.launch.spec import SOCKET, JobSpec
 from resilient_train.observe.sinks import Sink
+from resilient_train.protocol.hang import Stall, Suspicion
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.policy import why_give_up
 from resilient_train.protocol.retry_budget import RetryBudget
 from resilient_train.server import Listener
+from resilient_train.session.pulse import STACKS_FOLDER
 from resilient_train.transport import listen
 
 _LAST_WORDS_S = 1.0
@@ -80,6 +83,7 @@ class MindSporeAgent:
         self._redo: list[int] = []
         """Who runs the step that a fault has cut once more."""
         self._operators = MindSporeOperators(self._hub, self._running, self._note)
+        self._hang_watch = MindSporeHangWatch(self._hub.controller, self._running, spec.settings)
 
     async def run(self) -> int:
         """Runs the job to its end."""
@@ -92,7 +96,9 @@ class MindSporeAgent:
         except OSError as error:
             raise ConfigError(f"the agent can't listen at {path}: {error}") from None
         add_signal_handlers(self._spec.signals, self._on_signal)
-        showing = self._background.begin(self._show_logs())
+        beside = [self._background.begin(self._show_logs())]
+        if self._spec.settings.hang:
+            beside.append(self._background.begin(self._watch_for_hangs()))
         try:
             self._start(SCHEDULER, 0)
             for rank in range(self._spec.world_size):
@@ -100,7 +106,8 @@ class MindSporeAgent:
             await self._over.wait()
             await self._ask_to_end()
         finally:
-            showing.cancel()
+            for task in beside:
+                task.cancel()
             listener.close()
             self._kill_all()
             await self._hub.close()
@@ -112,7 +119,8 @@ class MindSporeAgent:
     def _start(self, rank: int, incarnation: int) -> None:
         """Ends the job where the command can't be run."""
         streams = self._logs.open(rank, incarnation)
-        environ = {**self._environ, **_role(rank)}
+        stacks = self._spec.run_dir / STACKS_FOLDER / f"rank_{rank}.{incarnation}.txt"
+        environ = {**self._environ, **_role(rank), **config.stacks_environ(str(stacks))}
         try:
             child = start_cold(self._spec.command, environ, streams)
             process = RankProcess(rank, incarnation, child, start="cold", wraps=False)
@@ -267,7 +275,8 @@ class MindSporeAgent:
             self._fault_ns = time.monotonic_ns()
             lost = sorted(self._hub.controller.lost)
             strategy = "ARF" if lost else "UCE" if "RS_UCE" in event.text else "HCCE"
-            detail: dict[str, Any] = {"lost": lost, "reason": f"rank {event.rank}: {event.text}", "strategy": strategy}
+            reason = f"rank {event.rank}: {event.text}" if event.rank >= 0 else event.text
+            detail: dict[str, Any] = {"lost": lost, "reason": reason, "strategy": strategy}
         else:
             detail = {"reason": event.text, **event.detail}
         if event.kind == "plan":
@@ -284,6 +293,43 @@ class MindSporeAgent:
             took_ms = (time.monotonic_ns() - self._fault_ns) / 1e6
             for text in told(event.kind, self._hub.controller.round, took_ms, detail):
                 self._say(text)
+
+    # -- the hang watch's keeper
+
+    async def _watch_for_hangs(self) -> None:
+        while True:
+            self._hang_watch.look(self)
+            await asyncio.sleep(LOOK_S)
+
+    def give_up(self, ranks: Collection[int], reason: str) -> None:
+        job, detail = self._hub.controller, {"ranks": [*ranks], "reason": reason}
+        if not job.can_do_without(ranks):
+            self._note("spared", detail=detail)
+            for text in told("spared", job.round, 0, detail):
+                self._say(text)
+            return
+        for rank in ranks:
+            if (process := self._running.get(rank)) is not None:
+                self._note("fenced", rank=rank, incarnation=process.incarnation, detail={"reason": reason})
+                self._say(f"rank {rank} {reason}; it is killed")
+                process.signal_group(signal.SIGKILL)
+
+    def give_up_step(self, reason: str) -> None:
+        self._hub.give_up_step(reason)
+
+    def tell(self, finding: Stall, detail: dict[str, Any]) -> None:
+        self._note(finding.verdict.value, rank=finding.ranks[0] if finding.ranks else -1, detail=detail)
+        if finding.verdict is Suspicion.SUSPECT:
+            ranks = ", ".join(map(str, finding.ranks))
+            self._say(
+                f"rank {ranks} has stood still for {finding.stalled_ms / 1000:.1f} s and is given up after "
+                f"{finding.limit_ms / 1000:.1f} s, if it does not use a processor, read or write: {finding.why} "
+                f"(stacks: {self._spec.run_dir / STACKS_FOLDER})"
+            )
+
+    def tell_pause(self, paused_s: float, stopped: Collection[int]) -> None:
+        self._note("stood_still", detail={"paused_s": round(paused_s, 1), "stopped": [*stopped]})
+        self._say(pause_told(paused_s, [self._running[rank].pid for rank in stopped]))
 
     # -- the rest
 

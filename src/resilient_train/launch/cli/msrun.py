@@ -32,7 +32,6 @@ _REFUSED = {
 """Flags of msrun's that are known and not taken over, and what to do instead."""
 _ONLY_WITH_A_SESSION = (
     "faults", "verify_every", "verify_inputs", "deviations", "on_straggler", "compare_every", "drill_records",
-    "hang_timeout_s", "hang_floor_s",
 )  # fmt: skip
 """Settings that ask for what nobody does in a MindSpore job. Faults that never come, say, would seem to be survived."""
 _FLAGS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,215 @@
+"""The hang watch of a MindSpore job: as ``hang_watch.py``, for ranks that tell of their updates and of nothing else.
+
+``protocol/hang.py`` decides; a rank's progress is what it tells its controller. All that is between two updates looks
+the same from there, so who hangs in it is found by a stop: all are to leave their step, and do it over; the one that
+does not leave it hangs. It is killed, and its death is a fault like any other.
+
+Two things differ from a job with a Session. No rank can say that it takes its time (it compiles, evaluates, saves), so
+the limits are longer, and who works (``work.py``) is not given up. And nothing is looked at before each rank has made
+its first update, or behind the end of one, since a loss there can't be repaired.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from resilient_train.config import Settings
+from resilient_train.integrations.mindio.controller import Controller, Seat, Stage
+from resilient_train.launch.agent.hang_watch import ask_for_stacks
+from resilient_train.launch.agent.processes import RankProcess
+from resilient_train.launch.agent.work import Work
+from resilient_train.protocol.hang import HangDetector, Limits, RunState, Stall, Suspicion
+from resilient_train.protocol.jobclock import JobClock
+from resilient_train.protocol.progress import Activity, Progress
+from resilient_train.protocol.standing import Phase
+
+LOOK_S = 0.1
+_STOPPED_LOOKS = 10
+"""So many looks in a row see a rank stopped in a recovery, before it is killed."""
+_FLOORS, _TOGETHER = 10, 30
+"""Times ``RESILIENT_HANG_FLOOR_S``: the least limit of a rank that is behind, and that of a step that no rank ends."""
+_TOLD_NS = 10_000_000_000
+_LEAVING_S = {Stage.LOCKING: 20.0, Stage.STOPPING: 120.0}
+"""Where a training thread is to come out of its step: less than the stage may take, behind which the job ends."""
+
+
+class HangKeeper(Protocol):
+    """What the hang watch may do: implemented by the agent."""
+
+    def give_up(self, ranks: Collection[int], reason: str) -> None:
+        """Has them killed, if others hold their state."""
+        ...
+
+    def give_up_step(self, reason: str) -> None:
+        """All are to leave it, and do it over."""
+        ...
+
+    def tell(self, finding: Stall, detail: dict[str, object]) -> None:
+        """Writes the event, and a line for people."""
+        ...
+
+    def tell_pause(self, paused_s: float, stopped: Collection[int]) -> None:
+        """None of the ranks has run for so long."""
+        ...
+
+
+class MindSporeProgress(Progress):
+    """With words for what is known here."""
+
+    def describe(self) -> str:
+        """For people: updates are counted from 1, as MindSpore does."""
+        if self.phase is Phase.UPDATING:
+            return f"is writing update {self.commits + 1}"
+        return f"is between updates {self.commits} and {self.commits + 1}"
+
+
+class MindSporeHangWatch:
+    """``look`` is called every ``LOOK_S``. ``running``: the processes, by rank."""
+
+    def __init__(
+        self,
+        job: Controller,
+        running: Mapping[int, RankProcess],
+        settings: Settings,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+        work: Work | None = None,
+    ) -> None:
+        floor_ms = int(settings.hang_floor_s * 1000)
+        limits = Limits(
+            floor_ms=_FLOORS * floor_ms,
+            fixed_ms=int(settings.hang_timeout_s * 1000),
+            together_ms=_TOGETHER * floor_ms,
+        )
+        self._leave_s = settings.hang_timeout_s or settings.hang_floor_s
+        self._job, self._running = job, running
+        self._world_size = len(job.seats)
+        self._detector = HangDetector(self._world_size, limits)
+        self._clock = JobClock(self._world_size, settings.beat_ms)
+        self._monotonic_ns = clock
+        self._work = work or Work(int(self._leave_s * 1000))
+        self._seen: tuple[Stage, int] = (Stage.STARTING, 0)
+        self._since_ns = 0
+        self._stopped: dict[int, int] = {}
+        self._given_up: set[int] = set()
+        """In this stage of a recovery."""
+        self._last: list[Progress] = []
+        self._pause_told_ns = 0
+
+    def look(self, keeper: HangKeeper) -> None:
+        """One look. Cheap while the job moves."""
+        job = self._job
+        self._tick(keeper)
+        if self._seen != (job.stage, job.round):
+            self._seen, self._since_ns = (job.stage, job.round), self._clock.now_ns
+            self._stopped.clear()
+            self._given_up.clear()
+            self._work.forget(self._clock.now_ns / 1e6)
+            self._detector.restart(self._clock.now_ns)
+        if job.stage in (Stage.TRAINING, Stage.HALTING):
+            if all(seat.step and not seat.left for seat in job.seats):
+                self._look_at_training(keeper)
+        else:
+            self._look_at_recovery(keeper)
+
+    def _tick(self, keeper: HangKeeper) -> None:
+        """Ranks have no beat here: the job's time passes while any of them is not stopped."""
+        now_ns = self._monotonic_ns()
+        stopped = [rank for rank in range(self._world_size) if self._state(rank) is RunState.STOPPED]
+        paused_before = self._clock.paused_ns
+        self._clock.tick(now_ns, None if len(stopped) == self._world_size else now_ns, self._state)
+        paused_ns = self._clock.paused_ns
+        if paused_before and not paused_ns:
+            self._detector.resume()
+            self._pause_told_ns = 0
+        elif paused_ns - self._pause_told_ns >= _TOLD_NS:
+            self._pause_told_ns = paused_ns
+            keeper.tell_pause(paused_ns / 1e9, stopped)
+
+    def _state(self, rank: int) -> RunState:
+        process = self._running.get(rank)
+        return process.state() if process is not None else RunState.RUNNING
+
+    def _look_at_training(self, keeper: HangKeeper) -> None:
+        ranks: list[Progress] = [_progress(seat) for seat in self._job.seats]
+        if ranks != self._last:
+            self._work.forget(self._clock.now_ns / 1e6)
+        else:
+            self._look_at_work()
+        self._last = ranks
+        finding = self._detector.observe(self._clock.now_ns, ranks, self._state)
+        if finding is None:
+            return
+        watched = finding.ranks or range(self._world_size)
+        may_be_slow = finding.verdict is not Suspicion.BEHIND and not finding.stopped
+        idle_ms = finding.stalled_ms / (4 if finding.verdict is Suspicion.SUSPECT else 2)
+        if may_be_slow and self._works(watched, idle_ms):
+            self._detector.again(self._clock.now_ns)
+        else:
+            self._act(finding, keeper)
+
+    def _look_at_work(self) -> None:
+        pids = {rank: each.pid for rank, each in self._running.items() if 0 <= rank < self._world_size}
+        self._work.look(self._clock.now_ns / 1e6, pids)
+
+    def _works(self, ranks: Collection[int], idle_ms: float) -> bool:
+        """One that has done something within that time takes its time."""
+        now_ms = self._clock.now_ns / 1e6
+        return any(self._work.idle_ms(rank, now_ms) < idle_ms for rank in ranks)
+
+    def _act(self, finding: Stall, keeper: HangKeeper) -> None:
+        detail: dict[str, object] = {
+            "ranks": list(finding.ranks),
+            "why": finding.why,
+            "stalled_ms": finding.stalled_ms,
+            "limit_ms": finding.limit_ms,
+        }
+        if finding.verdict is not Suspicion.BEHIND:
+            detail["stacks"] = self._ask_for_stacks()
+        keeper.tell(finding, detail)
+        if finding.verdict is Suspicion.HUNG:
+            keeper.give_up(finding.ranks, f"hung for {finding.stalled_ms} ms: {finding.why}")
+        elif finding.verdict is Suspicion.TOGETHER:
+            keeper.give_up_step(f"no end for {finding.stalled_ms} ms: {finding.why}")
+
+    def _ask_for_stacks(self) -> list[int]:
+        return ask_for_stacks([each for rank, each in sorted(self._running.items()) if 0 <= rank < self._world_size])
+
+    # -- in a recovery
+
+    def _look_at_recovery(self, keeper: HangKeeper) -> None:
+        """It waits for ranks, and one that is stopped, or does not leave its step, will never come."""
+        awaited = self._job.awaited() - self._given_up
+        for rank in awaited:
+            stopped = self._state(rank) is RunState.STOPPED and not self._clock.paused_ns
+            self._stopped[rank] = self._stopped.get(rank, 0) + 1 if stopped else 0
+        if due := [rank for rank in sorted(awaited) if self._stopped[rank] >= _STOPPED_LOOKS]:
+            self._give_up(due, "hung: its process was stopped (SIGSTOP) in the middle of a recovery", keeper)
+        elif self._job.stage in _LEAVING_S:
+            self._look_for_who_stays(awaited, keeper)
+
+    def _look_for_who_stays(self, awaited: Collection[int], keeper: HangKeeper) -> None:
+        """Where none has come there is no culprit."""
+        if not awaited or len(awaited) == len(self._job.steady()):
+            return
+        if any(self._state(rank) is RunState.TRACED for rank in awaited):
+            self._since_ns = self._clock.now_ns
+        self._look_at_work()
+        waited_ms = (self._clock.now_ns - self._since_ns) / 1e6
+        limit_ms = min(self._leave_s, _LEAVING_S[self._job.stage]) * 1000
+        if waited_ms < limit_ms or self._works(awaited, waited_ms / 2):
+            return
+        why = f"it did not leave its step within {waited_ms:.0f} ms of a fault elsewhere"
+        self._given_up |= set(awaited)
+        self._act(Stall(Suspicion.HUNG, tuple(sorted(awaited)), int(waited_ms), int(limit_ms), why), keeper)
+
+    def _give_up(self, ranks: Collection[int], reason: str, keeper: HangKeeper) -> None:
+        self._given_up |= set(ranks)
+        keeper.give_up(ranks, reason)
+
+
+def _progress(seat: Seat) -> MindSporeProgress:
+    phase = Phase.UPDATING if seat.updating else Phase.COMPUTE
+    return MindSporeProgress(seat.step, phase, 0, Activity.TRAINING)

@@ -4,6 +4,7 @@ or where rank 0 starts the controller.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import signal
@@ -22,6 +23,7 @@ from collectives import Collectives
 from mindspore import Tensor, nn, ops
 from mindspore.train import Callback, Model
 from mindspore.train.callback import TrainFaultTolerance
+from mindspore.train.callback import _train_fault_tolerance as stock
 from mindspore.utils import _tft_handler
 
 RANK, WORLD = int(os.environ["MS_NODE_ID"]), int(os.environ["MS_WORKER_NUM"])
@@ -42,12 +44,29 @@ def due(kind: str, step: int) -> bool:
     return True
 
 
+def hang() -> None:
+    """In native code that no exception ends. It lets other threads run."""
+    while True:
+        ctypes.CDLL(None).pause()
+
+
 def die_in_a_repair() -> None:
     if due("gives", comm.step):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 comm.before_sending = die_in_a_repair
+rename = stock._rename_save_result
+
+
+def rename_and_die(step: int, context: object) -> None:
+    """MindSpore's own handler, and no answer."""
+    rename(step, context)
+    if due("renames", step):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+stock._rename_save_result = rename_and_die
 
 
 class Step(nn.Cell):
@@ -64,6 +83,10 @@ class Step(nn.Cell):
             time.sleep(0.05)
         if due("kill", comm.step):
             os.kill(os.getpid(), signal.SIGKILL)
+        if due("freeze", comm.step):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if due("stuck", comm.step):
+            hang()
         if due("hcce", comm.step):
             raise RuntimeError("HCCEError error occurs when execute, error_code=507904.")
         if due("uce", comm.step):

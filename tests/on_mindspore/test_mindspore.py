@@ -110,6 +110,20 @@ def test_the_end_is_the_undisturbed_one(
     assert sorted(event["rank"] for event in job.of("spawned")) == sorted([*range(ranks), *killed])
 
 
+def test_a_rank_that_hangs_is_replaced(
+    tmp_path: Path, undisturbed: dict[int, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is stopped; later rank 1 sits in native code in a step, which only a stop of all shows."""
+    monkeypatch.setenv("RESILIENT_HANG_TIMEOUT_S", "1")
+    job = run(tmp_path, "freeze:0:4 stuck:1:8")
+    assert job.code == 0, job.told
+    assert job.ends == undisturbed[2], job.told
+    assert [event["rank"] for event in job.of("fenced")] == [0, 1], job.told
+    assert len(job.of("together")) == 1, job.told
+    assert sorted(event["rank"] for event in job.of("spawned")) == [0, 0, 1, 1], job.told
+    assert "in hang" in (tmp_path / "run/stacks/rank_1.0.txt").read_text()
+
+
 def saved(folder: Path) -> int:
     """The step of the only end-of-life checkpoint; one rank has written it."""
     (found,) = folder.glob("ttp_saved_checkpoints*")
@@ -124,6 +138,14 @@ def test_an_error_of_the_scripts_ends_the_job_behind_a_checkpoint(tmp_path: Path
     assert job.code == 1, job.told
     assert saved(tmp_path) == 4
     assert "its state from after 4 updates is saved" in job.told
+
+
+def test_who_dies_behind_mindspores_own_rename_is_stood_in_for(tmp_path: Path) -> None:
+    """The handler raises when it is asked a second time: there is nothing to rename any more."""
+    job = run(tmp_path, "raise:1:5 renames:0:4", switches="{TTP:1}")
+    assert job.code == 1, job.told
+    assert saved(tmp_path) == 4
+    assert "rank 0 was lost before it answered, and rank 1 finds the checkpoint under its name" in job.told
 
 
 def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path) -> None:

@@ -178,6 +178,8 @@ class MindSporeAgent:
         self._budget.died(rank)
         if code == 0:
             self._fail(1, f"{how} before its training was over")
+        elif not self._hub.known:
+            self._fail(128 - code, f"{how}, and no rank has come to a controller that could have it replaced")
         elif self._hub.controller.stage is Stage.STARTING:
             self._fail(128 - code, f"{how} before all ranks had come to their training")
         elif at_its_end:

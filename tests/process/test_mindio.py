@@ -170,6 +170,28 @@ def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path, number: signal.S
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ("stuckn@0:1", "updates is PERHAPS saved: every part of it is written"),
+        pytest.param("stucks@0:1", "nothing is saved: not every part", marks=pytest.mark.long),
+    ],
+    ids=["named, and not told", "not written"],
+)
+def test_where_the_time_to_save_is_over(tmp_path: Path, plan: str, told: str) -> None:
+    with start(command(tmp_path, f"pace@0:0 {plan}"), MS_ENABLE_TFT=SWITCHES, RESILIENT_EXIT_GRACE_S="1.5") as job:
+        wait_for(tmp_path / "grad3.0")
+        job.send_signal(signal.SIGUSR1)
+        _, err = job.communicate(timeout=60)
+    assert job.returncode == 75, err
+    assert "the time to save is over: what is left of the job is killed" in err
+    (end,) = [event for event in read_events(tmp_path / "run") if event["kind"] == "job_end"]
+    assert told in end["detail"]["reason"]
+    assert f"the job ends: {end['detail']['reason']}" in err
+    assert len(list(tmp_path.glob("ckpt-*"))) == ("PERHAPS" in told)
+
+
+@pytest.mark.process
 def test_an_operator_looks_stops_and_kills(tmp_path: Path, undisturbed: list[str]) -> None:
     """In a pause a rank is killed, and replaced; all come to stand again."""
     run_dir = tmp_path / "run"

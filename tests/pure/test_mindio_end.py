@@ -111,6 +111,40 @@ def test_who_has_written_is_asked_before_who_has_not() -> None:
     assert asked(job.gone(0)) == [3], "and not rank 2, which has not"
 
 
+def of_one_copy() -> Controller:
+    """Ranks 0 and 1 hold a half each, nobody else has it, and both save."""
+    job = Controller(2)
+    for rank in range(2):
+        job.hello(rank)
+    for rank in range(2):
+        job.replicas(rank, (ReplicaGroup((0, 1), 1),))
+        job.status(rank, 3, updating=False)
+    job.leave("somebody wants it to end")
+    for rank in range(2):
+        job.did(rank, Did(job.round, "halt", 0, 3))
+    assert job.pending == {0, 1}
+    return job
+
+
+@pytest.mark.parametrize(
+    "befalls", [lambda job: job.gone(0), lambda job: job.reported(0, ReportState.RS_UCE)], ids=["gone", "memory lost"]
+)
+def test_who_has_written_the_only_copy_is_not_needed_any_more(befalls: Callable[[Controller], list[Effect]]) -> None:
+    job = of_one_copy()
+    job.did(0, Did(job.round, "save", 0, 3))
+    assert not [each for each in befalls(job) if isinstance(each, Ended)]
+    (renamer,) = asked(job.did(1, Did(job.round, "save", 0, 3)))
+    assert ended(answer(job, renamer)).saved == 3
+
+
+def test_who_has_not_written_the_only_copy_takes_it_along() -> None:
+    job = of_one_copy()
+    job.did(1, Did(job.round, "save", 0, 3))
+    end = ended(job.gone(0))
+    assert (end.saved, end.unnamed) == (-1, -1)
+    assert "nothing is saved" in end.reason
+
+
 def test_where_nobody_answers_it_is_perhaps_saved() -> None:
     job = naming(2)
     job.gone(0)

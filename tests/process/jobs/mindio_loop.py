@@ -127,6 +127,8 @@ def rollback(step, args, ctx) -> None:
 
 def save(step, info, args, ctx) -> None:
     assert device.step == step
+    if due("stucks", 1):
+        hang()
     folder = FOLDER / f"ckpt-{step}_tmp"
     folder.mkdir(exist_ok=True)
     (folder / f"rank_{RANK}").write_text(json.dumps({"step": device.step, "model": device.model, "info": info}))
@@ -138,6 +140,8 @@ def rename(step, ctx) -> None:
     (FOLDER / f"ckpt-{step}_tmp").rename(FOLDER / f"ckpt-{step}")
     if due("killn", 1):
         die()
+    if due("stuckn", 1):
+        hang()
 
 
 def leave(ctx) -> None:

@@ -478,6 +478,9 @@ class Controller:
             # Where a script fails, it fails on all ranks, one after the other: those who save hold what they hold.
             if all(self._holds(each) for savers in self.savers for each in savers.ranks):
                 return told
+            # Whose part is written is not needed any more, where nobody else has that part.
+            if self._complete_set() is None and all(map(self._holds, self.pending)):
+                return told
             self.round += 1
             return [*told, *self._save()]
         if self.stage is Stage.LOCKING:

@@ -262,6 +262,8 @@ class MindSporeAgent:
         if self._ended is not None:
             return outcome(self._ended.saved, self._ended.unnamed)
         job = self._hub.controller  # it was killed before it had come to its end
+        if job.stage is Stage.SAVING:
+            return "nothing is saved: not every part of its state was written by then"
         return outcome(-1, job.target) if job.stage is Stage.RENAMING else ""
 
     # -- what the controller says

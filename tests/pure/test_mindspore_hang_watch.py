@@ -16,7 +16,7 @@ from resilient_train.config import Settings
 from resilient_train.integrations.mindio.controller import Controller, Stage
 from resilient_train.integrations.mindio.frames import Did, ReplicaGroup, ReportState
 from resilient_train.launch.agent.mindspore_hang_watch import LOOK_S, MindSporeHangWatch
-from resilient_train.launch.agent.work import Used, Work, read_used
+from resilient_train.launch.agent.process_activity import Used, Work, read_used
 from resilient_train.protocol.hang import RunState, Stall, Suspicion
 
 RANKS = 3

@@ -40,7 +40,7 @@ from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.policy import why_give_up
 from resilient_train.protocol.retry_budget import RetryBudget
 from resilient_train.server import Listener
-from resilient_train.session.pulse import STACKS_FOLDER
+from resilient_train.session.liveness import STACKS_FOLDER
 from resilient_train.transport import listen
 
 _LAST_WORDS_S = 1.0

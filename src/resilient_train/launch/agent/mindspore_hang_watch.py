@@ -5,7 +5,7 @@ the same from there, so who hangs in it is found by a stop: all are to leave the
 does not leave it hangs. It is killed, and its death is a fault like any other.
 
 Two things differ from a job with a Session. No rank can say that it takes its time (it compiles, evaluates, saves), so
-the limits are longer, and who works (``work.py``) is not given up. And nothing is looked at before each rank has made
+the limits are longer, and who works (``process_activity.py``) is not given up. And nothing is looked at before each rank has made
 its first update, or behind the end of one, since a loss there can't be repaired.
 """
 
@@ -18,8 +18,8 @@ from typing import Protocol
 from resilient_train.config import Settings
 from resilient_train.integrations.mindio.controller import Controller, Seat, Stage
 from resilient_train.launch.agent.hang_watch import ask_for_stacks
+from resilient_train.launch.agent.process_activity import Work
 from resilient_train.launch.agent.processes import RankProcess
-from resilient_train.launch.agent.work import Work
 from resilient_train.protocol.hang import HangDetector, Limits, RunState, Stall, Suspicion
 from resilient_train.protocol.jobclock import JobClock
 from resilient_train.protocol.progress import Activity, Progress

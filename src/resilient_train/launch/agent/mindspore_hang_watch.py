@@ -5,8 +5,8 @@ the same from there, so who hangs in it is found by a stop: all are to leave the
 does not leave it hangs. It is killed, and its death is a fault like any other.
 
 Two things differ from a job with a Session. No rank can say that it takes its time (it compiles, evaluates, saves), so
-the limits are longer, and who works (``process_activity.py``) is not given up. And nothing is looked at before each rank
-has made its first update, or behind the end of one, since a loss there can't be repaired.
+the limits are longer, and who works (``process_activity.py``) is not given up. And nothing is looked at before each
+rank has made its first update, or behind the end of one, since a loss there can't be repaired.
 """
 
 from __future__ import annotations

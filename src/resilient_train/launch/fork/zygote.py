@@ -50,7 +50,7 @@ ALWAYS = (
     *("torch", "torch.distributed", "torch.nn.parallel", "torch.profiler._cupti_monitor", "numpy"),
     "torch._dynamo",  # DDP's constructor imports it, and with it what fully_shard and AdamW import when first used
     "torch.utils.serialization",
-    *(f"resilient_train.frameworks.torch.{name}" for name in ("engine", "group")),
+    *(f"resilient_train.frameworks.torch.{name}" for name in ("engine", "process_group")),
     *("resilient_train.session.session", "resilient_train.observe.sinks"),
 )
 """What a rank has imported when its first step is committed (measured), and its script need not name. Some torch lack
@@ -213,7 +213,7 @@ def _import(gate: Gate, order: Import) -> Ready | Unfit:
 
 def is_of_another_torch(module: str) -> bool:
     """One of ``ALWAYS`` that is not there. Its package is imported."""
-    return module in ALWAYS and importlib.util.find_spec(module) is None
+    return module in ALWAYS and module.startswith("torch.") and importlib.util.find_spec(module) is None
 
 
 def _unfit_for_forks() -> str:

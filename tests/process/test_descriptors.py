@@ -72,7 +72,10 @@ def test_the_holder_of_a_limited_job_has_all_there_are(tmp_path: Path) -> None:
     """And ranks that save have the user's own still."""
     run_dir = tmp_path / "run"
     try:
-        with limited(SOFT), start(command(run_dir, "--save", "2", "--pace", str(run_dir / "enough"))) as process:
+        with (
+            limited(SOFT),
+            start(command(run_dir, "--save", "2", "--await-saves", "--pace", str(run_dir / "enough"))) as process,
+        ):
             wait_for(run_dir, process, "saved")
             pids = [holder_pid(run_dir), *(pid_of(run_dir, rank) for rank in range(RANKS))]
             limits = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in pids]

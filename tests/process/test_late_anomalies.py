@@ -10,7 +10,7 @@ STEPS, AT = 26, 9
 """Between two updates of whose states one is kept, where every fourth one is."""
 ON = {"MS_ENABLE_TFT": "{TRE:1,ARF:1}"}
 WRONG = ("--at", str(AT))
-SAVES = ("--save", "1000", "--memory", "4")
+SAVES = ("--save", "1000", "--memory", "4", "--waits")
 
 
 def late(run_dir: Path, *arguments: str, ranks: int = 2, **environ: str) -> Run:
@@ -33,7 +33,7 @@ def left_out(undisturbed_of: Undisturbed) -> Run:
     return undisturbed_of("late.py", str(STEPS), "--leave-out", str(AT), ranks=2, **ON)
 
 
-@pytest.mark.parametrize("kept", [("--save", "4"), ("--save", "1000", "--memory", "4")], ids=["storage", "memory"])
+@pytest.mark.parametrize("kept", [("--save", "4"), SAVES], ids=["storage", "memory"])
 def test_what_a_machine_has_made_wrong_is_trained_anew(tmp_path: Path, plain: Run, kept: tuple[str, ...]) -> None:
     look = "6" if kept[1] == "4" else "2"  # memory holds two snapshots
     run = late(tmp_path / "run", *kept, *WRONG, "--once", "--look", look)
@@ -55,7 +55,7 @@ def test_what_a_machine_has_made_wrong_is_trained_anew(tmp_path: Path, plain: Ru
 
 def test_memory_has_an_older_one_too(tmp_path: Path, plain: Run) -> None:
     """Two steps before it would be overwritten."""
-    run = late(tmp_path / "run", *SAVES, *WRONG, "--once", "--look", "5", "--waits")
+    run = late(tmp_path / "run", *SAVES, *WRONG, "--once", "--look", "5")
     assert run.code == 0, run.explain()
     assert digests(run) == digests(plain)
     assert [event["detail"]["goes_back"] for event in run.of("late_anomaly")] == [True], run.explain()

@@ -14,12 +14,14 @@ from watched_jobs import end_holder, gone, recorded, wait
 from resilient_train.state.checkpoint.verify import verify
 
 SAVING = ("--save", "4")
+IN_TIME = (*SAVING, "--await-saves")
+"""However slow storage is, a job does not come to its end before it has saved."""
 
 
 def cut(run_dir: Path, awaited: str = "saved", times: int = 2) -> None:
     """Runs the job until there were so many of these events, and kills the launcher; its ranks die with it."""
     (run_dir / "events.jsonl").unlink(missing_ok=True)  # a launcher before this one wrote these
-    with start(command(run_dir, *SAVING, "--pace", str(run_dir / "never"))) as process:
+    with start(command(run_dir, *IN_TIME, "--pace", str(run_dir / "never"))) as process:
         wait_for(run_dir, process, awaited, times)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=30)
@@ -63,7 +65,7 @@ def test_one_rank_without_memory_for_snapshots(run_dir: Path, undisturbed: Refer
 @pytest.mark.shows("DDP", "no holder left", "back")
 def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Reference) -> None:
     pace = run_dir / "fast"
-    with start(command(run_dir, *SAVING, "--pace", str(pace))) as process:
+    with start(command(run_dir, *IN_TIME, "--pace", str(pace))) as process:
         wait_for(run_dir, process, "saved", 2)
         pids = [event["detail"]["pid"] for event in read_events(run_dir) if event["kind"] == "spawned"]
         for pid in pids:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from identity import assert_identical
-from running import Reference, launch
+from running import Reference, Run, launch
 from shared import Undisturbed
 from test_kill_matrix import PLACES, kills
 
@@ -28,6 +28,12 @@ def long(what: tuple[str, ...]) -> list[Any]:
     return [pytest.param(each, marks=pytest.mark.long) for each in what]
 
 
+def only_storage_leaves_snapshots_out(run: Run) -> bool:
+    """It is slow now and then, and what of it is still being written is not overwritten."""
+    reasons = [event["detail"]["reason"] for event in run.of("save_skipped")]
+    return all("still busy" in reason or "still being read" in reason for reason in reasons)
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("what", TOGETHER)
 def test_what_is_written_before_the_update_is_put_back(tmp_path: Path, undisturbed_of: Undisturbed, what: str) -> None:
@@ -41,7 +47,7 @@ def test_what_is_written_before_the_update_is_put_back(tmp_path: Path, undisturb
     assert not run.of("state_lost"), run.explain()
     assert len(run.of("restart_all")) == 1, run.explain()
     assert {event["detail"]["commits"] for event in run.of("restored")} & {3, 6, 9, 12}, run.explain()
-    assert not [each for each in run.of("save_skipped") if "busy" not in each["detail"]["reason"]], run.explain()
+    assert only_storage_leaves_snapshots_out(run), run.explain()
     assert run.ends() == plain.ends(), run.explain()
 
 
@@ -73,7 +79,7 @@ def test_a_snapshot_is_of_what_the_step_found(tmp_path: Path, undisturbed_of: Un
     run = launch(tmp_path / "run", "written_early.py", what, "--save", "3", "--all-die", "11", ranks=2)
     assert run.code == 0, run.explain()
     assert {event["detail"]["commits"] for event in run.of("restored")} & {3, 6, 9}, run.explain()
-    assert not [each for each in run.of("save_skipped") if "busy" not in each["detail"]["reason"]], run.explain()
+    assert only_storage_leaves_snapshots_out(run), run.explain()
     assert run.ends() == plain.ends(), run.explain()
 
 

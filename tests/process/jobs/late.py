@@ -35,7 +35,7 @@ parser.add_argument("--raises", choices=("before", "behind", "between"), default
 parser.add_argument("--on-anomaly", default="redo")
 parser.add_argument("--leave-out", type=int, default=-1, help="the update of this step is made without gradients")
 parser.add_argument("--stage", type=int, default=-1)
-parser.add_argument("--waits", action="store_true", help="rank 0, when it has said so: for the end of its process")
+parser.add_argument("--waits", action="store_true", help="who has said so, the first time: for the end of its process")
 parser.add_argument("--killed", choices=("early", "late"), help="rank 1's second process: before its Session, or in it")
 asked = parser.parse_args()
 
@@ -51,6 +51,7 @@ wrong = link is None or link.incarnation == 0 or not asked.once
 looks = not (asked.nan or asked.raises)
 first = dist.get_rank() == 0 and wrong
 told = False
+began: int | None = None
 
 
 def may_die(when: str) -> None:
@@ -66,9 +67,24 @@ def wrong_is_saved() -> bool:
     return asked.memory is not None or not asked.save or any(int(name[5:]) > asked.at for name in names)
 
 
+def wait_for_storage(commits: int) -> None:
+    """So that no checkpoint is left out because storage is busy with the one before."""
+    with session.slow("waiting for storage"):
+        while session._driver._link.peers.settled < commits:
+            time.sleep(0.005)
+
+
+def wait_for_the_end() -> None:
+    """So that nothing overwrites in memory what all are to go back to, however long the agent and its holder take."""
+    if asked.waits and link is not None and link.attempt == 0:
+        time.sleep(30)
+
+
 def looked_at(step: rt.Step, loss: torch.Tensor) -> None:
     nan = dist.get_rank() == 1 and step.number == asked.at and wrong
     session.check(loss * float("nan") if nan else loss)
+    if nan:
+        wait_for_the_end()
 
 
 def may_raise(step: rt.Step, where: str) -> None:
@@ -103,6 +119,10 @@ with rt.Session(model=model, optimizer=optimizer, on_anomaly=asked.on_anomaly) a
         if step.done:
             may_raise(step, "between")
         time.sleep(0.03)  # as a step of some size takes
+        began = step.number if began is None else began
+        newest = step.number - 1  # the update whose checkpoint is on its way
+        if link is not None and asked.save and asked.memory is None and newest > began and newest % asked.save == 0:
+            wait_for_storage(newest)
         if (
             asked.at >= 0
             and step.number - asked.at >= asked.look
@@ -114,5 +134,5 @@ with rt.Session(model=model, optimizer=optimizer, on_anomaly=asked.on_anomaly) a
         ):
             told = True
             session.anomaly(asked.at, "the validation has become worse")
-            time.sleep(30 if asked.waits else 0)
+            wait_for_the_end()
 dist.destroy_process_group()

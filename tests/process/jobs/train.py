@@ -297,6 +297,12 @@ class Job:
         while events.read_bytes().count(b'"standby_waits"' if waits else b'"standby_ready"') < (count if waits else 1):
             time.sleep(0.02)
 
+    def wait_for_storage(self, session: rt.Session, commits: int) -> None:
+        """Until the checkpoint of this update is written, or was left out."""
+        with session.slow("waiting for storage"):
+            while session._driver._link.peers.settled < commits:
+                time.sleep(0.005)
+
     def show_start(self, step: int) -> None:
         """Writes with what parameters and random numbers this process begins to train."""
         assert self.records is not None
@@ -343,6 +349,7 @@ class Job:
                 mute(dist.get_rank())
             if asked.on_pause:
                 session.on_pause(lambda step: self.pause(session, step, asked.on_pause))
+            began: int | None = None
             for step in session.steps(asked.steps):
                 if step.number == asked.pause_in:
                     session.pause()
@@ -355,6 +362,9 @@ class Job:
                     self.average()
                 if asked.pace and not Path(asked.pace).exists():
                     time.sleep(0.15 if step.number < 20 else 0.4)  # so that few steps are enough for a long story
+                began = step.number if began is None else began
+                if asked.await_saves and step.number - 1 > began and (step.number - 1) % asked.save == 0:
+                    self.wait_for_storage(session, step.number - 1)
                 if step.number in asked.standby_at and step.done:
                     with session.slow("waiting for a standby"):
                         self.wait_for_standby(asked.standby_at.index(step.number) + 1)
@@ -375,6 +385,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--between", action="store_true")
     found.add_argument("--leave-at", type=int, default=-1, help="leave the loop behind this step")
     found.add_argument("--save", type=int, default=0, help="a checkpoint after every so many updates")
+    found.add_argument("--await-saves", action="store_true", help="go on when storage has taken what is due")
     found.add_argument("--save-mode", default="", help="the arguments of save_every, in JSON")
     found.add_argument("--show-start", action="store_true", help="write down what the loop begins with")
     found.add_argument("--pace", default="", help="go slowly until this file exists")

@@ -181,8 +181,8 @@ def test_a_signal_leaves_no_process_behind(tmp_path: Path, number: signal.Signal
     command = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), TRAIN, "--steps", "100000"]
     with start(command) as process:
         wait_for((run_dir / "samples_rank0.jsonl").exists)
+        wait_for(lambda: len(descendants(process.pid)) == 5)  # two ranks, a spare, the zygote and the root
         family = descendants(process.pid)
-        assert len(family) == 5  # two ranks, a spare, the zygote and the root
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 128 + number, err

@@ -17,7 +17,7 @@ from resilient_train.launch.fork.live import cold
 from resilient_train.protocol.messages import FromRank, Hello, Reply
 from resilient_train.transport import FrameBuffer, decode, encode, from_rank
 
-LONG_S = 10.0
+LONG_S = 60.0
 SCRIPTS = {
     "statement": "import resilient_train as rt, resilient_train.config\nfrom resilient_train import Session",
     "a name of it": "from resilient_train import standby_point",

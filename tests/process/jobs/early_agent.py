@@ -25,13 +25,18 @@ from resilient_train.launch.fork import standby_pool  # noqa: E402
 from resilient_train.launch.fork.zygote import Born, start_root  # noqa: E402
 
 SCRIPT = str(Path(__file__).with_name("early.py"))
-LIMIT_S = 1.5
+LIMIT_S, PATIENCE_S = 1.5, 30
+"""A spare's time for the script: where that is to run out, and where it is not, however busy the machine is."""
 FINE = [f"{what}@group" for what in ("file", "lock", "fork that ends", "set another")]
 FINE += ["warm", "raise as a rank", "no point"]
 VARIABLES = ("get", "getenv", "contains", "copy", "bytes", "set", "library", "suppressed", "child reads")
 DEEDS = ("child lives", "raise", "exit", "die", "slow")
 OF_GROUP = ("rank", "sampler", "new group", "objects", "raise", "get")
 ODD = [*(f"{what}@group" for what in (*VARIABLES, *DEEDS)), *(f"{what}@point" for what in OF_GROUP), "end"]
+
+
+def within(limit_s: float) -> Settings:
+    return Settings(standby_depth="built", standby_limit_s=limit_s)
 
 
 class Little:
@@ -50,11 +55,10 @@ class Little:
         link = AgentLink(str(folder / "none.sock"), 2, 3, 1, joining=True, run_dir=str(folder))
         self.environ = {**os.environ, **shared, **link_environ(link)}
         self.command = (sys.executable, "-u", SCRIPT, str(self.mode), str(folder))
-        settings = Settings(standby_depth="built", standby_limit_s=LIMIT_S)
-        self.pool = standby_pool.Pool(root, self.command, settings, lambda *event: self.events.append(event))
+        self.pool = standby_pool.Pool(root, self.command, within(PATIENCE_S), lambda *event: self.events.append(event))
 
     async def until(self, condition) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 2 * PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline, self.events
             await asyncio.sleep(0.005)
@@ -69,6 +73,7 @@ class Little:
             self.pool._spares.remove(spare)
             self.pool._end(spare)
         self.pool._depth = "built"
+        self.pool._settings = within(LIMIT_S if mode.startswith("slow@") else PATIENCE_S)
         self.events.clear()
         self.pool._stock()
         await self.until(lambda: self.has("standby_waits", "standby_shallow"))

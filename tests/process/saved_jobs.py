@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from running import JOBS, LAUNCHER, read_events
+from running import JOBS, LAUNCHER, Run, read_events
 
 RANKS, STEPS = 3, 14
 """Three, because with two no order of additions shows."""
@@ -40,3 +40,9 @@ def pid_of(run_dir: Path, rank: int) -> int:
     """The rank's present process."""
     pids = [e["detail"]["pid"] for e in read_events(run_dir) if e["kind"] == "spawned" and e["rank"] == rank]
     return int(pids[-1])
+
+
+def only_storage_leaves_snapshots_out(run: Run) -> bool:
+    """It is slow now and then, and what of it is still being written is not overwritten."""
+    reasons = [event["detail"]["reason"] for event in run.of("save_skipped")]
+    return all("still busy" in reason or "still being read" in reason for reason in reasons)

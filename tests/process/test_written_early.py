@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from identity import assert_identical
-from running import Reference, Run, launch
+from running import Reference, launch
+from saved_jobs import only_storage_leaves_snapshots_out
 from shared import Undisturbed
 from test_kill_matrix import PLACES, kills
 
@@ -26,12 +27,6 @@ FAULTS = (
 
 def long(what: tuple[str, ...]) -> list[Any]:
     return [pytest.param(each, marks=pytest.mark.long) for each in what]
-
-
-def only_storage_leaves_snapshots_out(run: Run) -> bool:
-    """It is slow now and then, and what of it is still being written is not overwritten."""
-    reasons = [event["detail"]["reason"] for event in run.of("save_skipped")]
-    return all("still busy" in reason or "still being read" in reason for reason in reasons)
 
 
 @pytest.mark.timeout(240)

@@ -871,7 +871,8 @@ def test_for_nan_all_go_back_once() -> None:
 def test_nan_that_the_redone_step_has_come_to_again_sends_nobody_back() -> None:
     controller = running()
     controller.job.can_go_back = controller.job.saved_before = lambda *_: True
-    controller.job.know_anomalies({("norm", 9): (math.nan, math.nan)})
+    cured = {("norm", 4): (math.nan,), ("loss", 5): (math.nan, 46.1)}
+    controller.job.know_anomalies({("norm", 9): (math.nan, math.nan), **cured})
     for since, until, why in ((4, 9, ""), (9, 16, "for it already"), (10, 16, "")):
         message = HoldsNan(until, until, "NaN", without=since, since=since)
         commands = controller.holds_nan(1, controller.job.incarnations[1], message)

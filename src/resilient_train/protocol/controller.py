@@ -16,6 +16,7 @@ What happened becomes a ``Fault``, and a strategy takes it (``strategies/``). Wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from resilient_train.errors import ConfigError
@@ -45,6 +46,11 @@ from resilient_train.strategies import LADDER, rsc, tre, tsp, ttp
 from resilient_train.strategies.base import Fault, Kind
 
 _RUNS = (Stage.RUNNING, Stage.RECOVERING, Stage.PAUSED)
+
+
+def _came_again(values: Sequence[float]) -> bool:
+    """A norm or a loss was no number when its step was run again."""
+    return len(values) > 1 and not math.isfinite(values[-1])
 
 
 class Controller:
@@ -281,7 +287,7 @@ class Controller:
             return f"{fault.detail}; all have gone back for that already"
         if message.seen is not None and (message.seen.what, step) in job.anomalies:  # also in an earlier run of the job
             return f"{fault.detail}; the step has been run again for that already"
-        if any(step <= seen < message.until for _, seen in job.anomalies):
+        if any(step <= seen < message.until and _came_again(each) for (_, seen), each in job.anomalies.items()):
             return f"{fault.detail}; a step since then has been run again for it already"
         nothing = f"{fault.detail}; nothing of before is saved"
         if not job.can_go_back():

@@ -109,7 +109,15 @@ HANGS = {
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("plan", "why"), HANGS.items(), ids=["stopped", "in an update", "in a step", "in a recovery"])
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        pytest.param(plan, why, id=name, marks=[pytest.mark.long] if name == "in a step" else [])
+        for name, (plan, why) in zip(
+            ["stopped", "in an update", "in a step", "in a recovery"], HANGS.items(), strict=True
+        )
+    ],
+)
 def test_a_rank_that_hangs_is_replaced(tmp_path: Path, undisturbed: list[str], plan: str, why: str) -> None:
     """Its processor thread lives, and answers. Where nobody sees who it is, a stop of all tells."""
     limit = {} if "freeze" in plan else {"RESILIENT_HANG_TIMEOUT_S": "0.8"}

@@ -303,6 +303,17 @@ def test_for_nan_all_go_back(tmp_path: Path, plain: Run) -> None:
 
 
 @pytest.mark.long
+def test_for_nan_at_the_end_all_go_back_to_the_newest_without(tmp_path: Path, plain: Run) -> None:
+    """What ranks had looked at last is saved no more."""
+    run = late(tmp_path / "run", "--save", "4", "--at", "24", "--factor", "nan", "--look", "1000", "--once")
+    assert run.code == 0, run.explain()
+    assert digests(run) == digests(plain)
+    (again,) = run.of("restart_all")
+    assert "since step 24 can't be right: it holds NaN in 12 of 16 tensors" in again["detail"]["reason"]
+    assert {event["detail"]["commits"] for event in run.of("restored")} == {24}
+
+
+@pytest.mark.long
 def test_nan_that_the_script_makes_is_told_the_second_time(tmp_path: Path) -> None:
     run = late(tmp_path / "run", "--save", "4", *NAN)
     assert run.code == 0, run.explain()

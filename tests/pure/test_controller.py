@@ -885,6 +885,16 @@ def test_nan_that_the_redone_step_has_come_to_again_sends_nobody_back() -> None:
             assert str(late.detail["told"]).endswith(why)
 
 
+@pytest.mark.parametrize(("saved", "since"), [(-1, 8), (8, 8), (12, 12), (15, 15), (16, 8), (20, 8)])
+def test_for_nan_all_go_back_to_the_newest_state_without(saved: int, since: int) -> None:
+    """It may be newer than what ranks have looked at themselves."""
+    controller = running()
+    controller.job.can_go_back = controller.job.saved_before = lambda *_: True
+    controller.job.newest_without_nan = lambda: saved
+    commands = controller.holds_nan(1, 0, HoldsNan(16, 16, "NaN", without=8, since=8))
+    assert [note.detail["step"] for note in of(commands, Note) if note.kind == "late_anomaly"] == [since]
+
+
 def test_going_back_needs_no_replacements() -> None:
     """Without ARF nobody takes a lost rank's place; here none is lost. Where all are, it is another matter."""
     off = Policy(replace=False)

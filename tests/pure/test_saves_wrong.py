@@ -151,6 +151,26 @@ def test_one_that_holds_nan_is_told_once(rig: Rig) -> None:
     assert end.endswith("step_32. It holds NaN in 3 of 6 tensors ('w' for one)")
 
 
+def test_the_newest_without_nan_is_known(rig: Rig) -> None:
+    """However many with NaN were written since: it is not deleted."""
+
+    async def job() -> None:
+        for step, nan in ((10, None), (12, None), (14, NanFound(1, 6, "w")), (16, NanFound(3, 6, "w")), (18, None)):
+            rig.captured(step)
+            rig.lands(step, nan)
+            if step == 16:
+                assert rig.saves.newest_without_nan == 12
+                assert rig.saves.saved_before(12)
+                assert not rig.saves.saved_before(11)
+        assert rig.saves.newest_without_nan == 18
+        rig.saves.distrust(18)
+        assert rig.saves.newest_without_nan == 18
+        rig.saves.distrust(17)
+        assert rig.saves.newest_without_nan == -1
+
+    asyncio.run(job())
+
+
 def test_a_mistake_of_ours_there_is_seen(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent was never told, and the job went on without saving anything any more."""
 

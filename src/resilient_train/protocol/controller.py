@@ -277,8 +277,9 @@ class Controller:
         note = Note("holds_nan", rank=rank, detail=detail)
         if message.since < 0:
             return [note]
-        late = Late(message.since, f"it holds {message.told}", until=message.step)
-        return [note, *self.late(rank, incarnation, late)]
+        saved = job.newest_without_nan()  # a state from before what has made it NaN, and perhaps a newer one
+        since = saved if message.since < saved < message.step else message.since
+        return [note, *self.late(rank, incarnation, Late(since, f"it holds {message.told}", until=message.step))]
 
     def _stays(self, message: Late, fault: Fault) -> str:
         """Why nobody goes back for that; empty if all do."""

@@ -42,7 +42,7 @@ class Stage(enum.StrEnum):
 class Job:
     """Methods return the commands to carry out, in order.
 
-    What is saved, and what the script is, the agent knows: it puts the first four in.
+    What is saved, and what the script is, the agent knows: it puts the first five in.
     """
 
     can_go_back: Callable[[], bool] = staticmethod(lambda: False)
@@ -55,6 +55,8 @@ class Job:
     """Whether a state from before that step, or an older one, is known to be saved. Asked last, where all go back to
     it if it is.
     """
+    newest_without_nan: Callable[[], int] = staticmethod(lambda: -1)
+    """The step of the newest saved state that is known to hold no NaN; -1: none is."""
     uses_us: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the script imports this library, as far as its text tells. Asked where no rank has said so yet."""
 

@@ -136,6 +136,7 @@ class Agent:
         self._job.can_go_back = self._saves.can_go_back
         self._job.newest_saved = lambda: self._saves.newest
         self._job.saved_before = self._saves.saved_before
+        self._job.newest_without_nan = lambda: self._saves.newest_without_nan
         self._job.uses_us = functools.cache(functools.partial(uses_us, target_of(spec.command)))
         self._last_save = LastSave(self._board, self._controller, self._saves, self._arenas, spec.settings)
         self._ending: EndJob | None = None

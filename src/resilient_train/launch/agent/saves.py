@@ -98,6 +98,8 @@ class Saves:
         """What all ranks start from: the newest state that is whole. None: from the script's own."""
         self.newest = -1
         """From before which update a state was saved or taken up last, the replicas being equal; -1: none was."""
+        self.newest_without_nan = -1
+        """The step of the newest checkpoint that this job has written without any. -1: none is known. It is not deleted."""
         self._wanted = False
         """The ranks keep snapshots, or would."""
         self._opening = asyncio.Lock()
@@ -289,13 +291,15 @@ class Saves:
         if self._under_way is not None and self._under_way.step > step:
             self._under_way = self._under_way._replace(wrong=True)
         self._stored_steps = deque((each for each in self._stored_steps if each <= step), self._stored_steps.maxlen)
+        if self.newest_without_nan > step:
+            self.newest_without_nan = -1
         self._kept_steps = deque((each for each in self._kept_steps if each <= step), SLOTS)
 
     def saved_before(self, step: int) -> bool:
         """Whether a state from before that step, or an older one, is known to be saved. To be asked if all go back to
         it then: what the ranks would overwrite in memory stays until ``choose`` is over.
         """
-        return any(saved <= step for saved in self._stored_steps) or self._pin(step)
+        return any(0 <= saved <= step for saved in (*self._stored_steps, self.newest_without_nan)) or self._pin(step)
 
     def _pin(self, step: int) -> bool:
         """Has memory keep the newest snapshot of those from before that step. False: none is there any more."""
@@ -471,6 +475,7 @@ class Saves:
         self._note("saved", detail={**detail, "bytes": flushed.size_bytes, **nan})
         if self._wrong_since is None or save.step <= self._wrong_since:
             self._stored_steps.append(save.step)
+            self.newest_without_nan = self.newest_without_nan if flushed.nan else save.step
         if "save_failed" in self._troubles:
             self._troubles.clear()
             self._say(f"checkpoint of step {save.step}: written; saving is well again")

@@ -99,7 +99,7 @@ class Saves:
         self.newest = -1
         """From before which update a state was saved or taken up last, the replicas being equal; -1: none was."""
         self.newest_without_nan = -1
-        """The step of the newest checkpoint that this job has written without any. -1: none is known. It is not deleted."""
+        """The step of the newest checkpoint that this job has written without any; -1: none. It is not deleted."""
         self._wanted = False
         """The ranks keep snapshots, or would."""
         self._opening = asyncio.Lock()

@@ -96,10 +96,10 @@ class Saves:
         self._newest_over = 0
         self.source: Source | None = None
         """What all ranks start from: the newest state that is whole. None: from the script's own."""
-        self.newest = -1
-        """From before which update a state was saved or taken up last, the replicas being equal; -1: none was."""
-        self.newest_without_nan = -1
-        """The step of the newest checkpoint that this job has written without any; -1: none. It is not deleted."""
+        self.newest = self.newest_without_nan = -1
+        """From before which update a state was saved or taken up last, the replicas being equal; -1: none was. And of
+        which step the newest checkpoint is that this job has written without NaN (it is not deleted).
+        """
         self._wanted = False
         """The ranks keep snapshots, or would."""
         self._opening = asyncio.Lock()

@@ -97,9 +97,7 @@ class Saves:
         self.source: Source | None = None
         """What all ranks start from: the newest state that is whole. None: from the script's own."""
         self.newest = self.newest_without_nan = -1
-        """From before which update a state was saved or taken up last, the replicas being equal; -1: none was. And of
-        which step the newest checkpoint is that this job has written without NaN (it is not deleted).
-        """
+        """The update before the newest equal state that is saved; the step of the newest one stored without NaN."""
         self._wanted = False
         """The ranks keep snapshots, or would."""
         self._opening = asyncio.Lock()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from resilient_train.integrations.mindio.controller import Controller, Effect, Ended, Stage, To, outcome
-from resilient_train.integrations.mindio.frames import NAMED, Did, Rename, ReplicaGroup, ReportState
+from resilient_train.integrations.mindio.frames import NAMED, WORDS, Did, Rename, ReplicaGroup, ReportState, Stop
 from resilient_train.integrations.mindio.mindx_controller import FAILED, MindXController
 from resilient_train.integrations.mindio.processor import Processor
 
@@ -193,6 +193,17 @@ def test_a_rank_sees_whether_it_is_renamed(tmp_path: Path, draft: bool, final: b
             (folder / "rank_0").mkdir(parents=True)
     rank.handlers["rename"] = (lambda step, ctx: os.rename(before, behind), None)  # noqa: PTH104 - as it does
     assert rank._do(Rename(round=0, step=3)) == code
+
+
+@pytest.mark.parametrize("returned", sorted(WORDS))
+@pytest.mark.parametrize("order", [Rename(round=0, step=3), Stop(round=0, repair="retry")], ids=["rename", "stop"])
+def test_what_a_handler_returns_is_no_word_of_ours(order: Rename | Stop, returned: int) -> None:
+    """A rename that had failed with such a code was taken for one that had been done before."""
+    rank = Processor(0, 2)
+    rank.handlers[order.name()] = (lambda *_: returned, None)
+    assert rank._do(order) == 1
+    rank.handlers[order.name()] = (lambda *_: returned + 10, None)
+    assert rank._do(order) == returned + 10
 
 
 def test_another_file_that_is_not_there_says_nothing(tmp_path: Path) -> None:

@@ -82,6 +82,9 @@ PASSED = 4
 NAMED = 5
 """A rank's answer to Rename: what it was to rename is not there any more, and what it was to become is."""
 
+WORDS = frozenset({NOT_WHOLE, PASSED, NAMED})
+"""Of ours, among codes that are handlers': none of those may be taken for one."""
+
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """The first frame. ``proof``: see ``wire.py``."""

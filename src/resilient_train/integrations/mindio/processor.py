@@ -25,6 +25,7 @@ from resilient_train.integrations.mindio.frames import (
     NAMED,
     NOT_WHOLE,
     PASSED,
+    WORDS,
     Action,
     AnyOrder,
     Bye,
@@ -425,7 +426,7 @@ class Processor:
         handler, context = self._handler("rename")
         try:
             # MindSpore's takes its context here, the others' the arguments of the step.
-            return handler(order.step, self.args if context is None else context)
+            return self._code("rename", handler(order.step, self.args if context is None else context))
         except FileNotFoundError as error:
             if error.filename2 is None or not Path(error.filename2).exists():
                 raise
@@ -448,7 +449,14 @@ class Processor:
     def _call(self, name: str, *arguments: Any) -> Any:
         handler, context = self._handler(name)
         self._to_own_device()
-        return handler(*arguments, context)
+        return self._code(name, handler(*arguments, context))
+
+    def _code(self, name: str, returned: Any) -> Any:
+        """What a handler has returned. One that is also a word of ours is told, and is a failure like any other."""
+        if returned not in WORDS:
+            return returned
+        log.error("rank %d: its %s handler returned %s", self.rank, name, returned)
+        return 1
 
     def _handler(self, name: str) -> tuple[Handler, Any]:
         if name not in self.handlers:

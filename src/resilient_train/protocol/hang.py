@@ -76,6 +76,11 @@ class Stall(msgspec.Struct, frozen=True):
     why: str
     stopped: bool = False
 
+    def detail(self) -> dict[str, object]:
+        """For its event."""
+        told = {"why": self.why, "stalled_ms": self.stalled_ms, "limit_ms": self.limit_ms}
+        return {"ranks": list(self.ranks), **told}
+
 
 class HangDetector:
     """``observe`` is called every few milliseconds. Each finding comes once in a stall."""

@@ -1,8 +1,4 @@
-"""What this rank lets the agent's hang watch see of its progress, and its Python stacks on request.
-
-The stacks are written by ``faulthandler`` from inside the signal handler: no bytecode runs, no lock is taken, so they
-come also out of a loop that never lets go of the GIL. A stopped process writes nothing.
-"""
+"""What this rank lets the agent's hang watch see of its progress, and its Python stacks on request."""
 
 from __future__ import annotations
 
@@ -15,11 +11,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from resilient_train.interrupt import STACKS_SIGNAL
-from resilient_train.observe.sinks import open_to_append, say_aside
+from resilient_train.observe.sinks import say_aside
+from resilient_train.observe.stacks import listen_for_stacks, stacks_file
 from resilient_train.protocol.progress import Activity
 from resilient_train.session.link import Link
-
-STACKS_FOLDER = "stacks"
 
 
 class Pulse:
@@ -28,20 +23,17 @@ class Pulse:
     def __init__(self, link: Link, run_dir: str, tell: Callable[[str, dict[str, Any]], None]) -> None:
         self._link = link
         self._tell = tell
-        self.folder = Path(run_dir) / STACKS_FOLDER
-        self._path = self.folder / f"rank_{link.rank}.{link.incarnation}.txt"
+        self._path = stacks_file(Path(run_dir), link.rank, link.incarnation)
+        self.folder = self._path.parent
         self._file: IO[str] | None = None
         self._activity = Activity.TRAINING
 
     def open(self) -> None:
         """From now on the hang watch may ask for stacks."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.fdopen(open_to_append(self._path), "a")
+            self._file = listen_for_stacks(self._path)
         except OSError as error:  # a full disk is no reason not to train
             say_aside(f"rank {self._link.rank} can't write stacks: {error}")
-        else:
-            faulthandler.register(STACKS_SIGNAL, self._file)
         self.at(Activity.TRAINING)
 
     def close(self) -> None:

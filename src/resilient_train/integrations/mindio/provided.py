@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
-import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +24,7 @@ from resilient_train.integrations.mindio.hub import Hub, HubThread
 from resilient_train.integrations.mindio.mindx import ACTIONS, MindX
 from resilient_train.integrations.mindio.mindx_controller import MindXController, OrderError
 from resilient_train.integrations.mindio.processor import Handler, Processor
-from resilient_train.interrupt import STACKS_SIGNAL
-from resilient_train.observe.sinks import open_to_append
+from resilient_train.observe.stacks import listen_for_stacks
 
 log = logging.getLogger("resilient_train.mindio")
 
@@ -141,14 +138,10 @@ def _write_stacks_when_asked() -> None:
     """On the signal of the hang watch, also out of native code that does not end. The file stays open."""
     if not (name := config.stacks_path()):
         return
-    path = Path(name)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.fdopen(open_to_append(path), "a")
+        listen_for_stacks(Path(name))
     except OSError as error:  # a full disk is no reason not to train
         log.warning("no stacks can be written: %s", error)
-    else:
-        faulthandler.register(STACKS_SIGNAL, file)
 
 
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:

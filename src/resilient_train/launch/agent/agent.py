@@ -46,6 +46,7 @@ from resilient_train.launch.spec import SOCKET, JobSpec
 from resilient_train.observe.deviations import count_deviations
 from resilient_train.observe.history import events_of
 from resilient_train.observe.sinks import Sink
+from resilient_train.observe.stacks import STACKS_FOLDER
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
 from resilient_train.protocol.commands import (
@@ -66,7 +67,6 @@ from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.progress import Activity, progress_of
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.server import Listener
-from resilient_train.session.liveness import STACKS_FOLDER
 from resilient_train.state import abnormal
 from resilient_train.state.arena import DEFAULT_SLOT_BYTES, Arena
 from resilient_train.transport import listen

@@ -224,15 +224,10 @@ class HangWatch:
             keeper.fence(ranks, reason)
 
     def _act(self, finding: Stall, ranks: list[Progress], keeper: HangKeeper) -> None:
-        detail: dict[str, object] = {
-            "ranks": list(finding.ranks),
-            "why": finding.why,
-            "stalled_ms": finding.stalled_ms,
-            "limit_ms": finding.limit_ms,
-        }
+        detail = finding.detail()
         if finding.verdict is not Suspicion.BEHIND:
-            listening = [process for process in self._processes.living() if _listens(process.pid)]
-            detail["stacks"] = ask_for_stacks(listening)
+            listening = ask_for_stacks(self._processes.living())
+            detail["stacks"] = [process.rank for process in listening]
             if self._reported != ranks:  # as a rule the same stall was suspect before
                 self._reported = ranks
                 self._reports.ask(listening)
@@ -244,12 +239,12 @@ class HangWatch:
             keeper.give_up_collective(f"no end for {finding.stalled_ms} ms: {finding.why}")
 
 
-def ask_for_stacks(processes: Iterable[RankProcess]) -> list[int]:
-    """The ranks that were asked: only those that listen, for the signal would kill another."""
+def ask_for_stacks(processes: Iterable[RankProcess]) -> list[RankProcess]:
+    """Those that were asked: only those that listen, for the signal would kill another."""
     listening = [process for process in processes if _listens(process.pid)]
     for process in listening:
         process.signal(STACKS_SIGNAL)
-    return [process.rank for process in listening]
+    return listening
 
 
 def _listens(pid: int) -> bool:

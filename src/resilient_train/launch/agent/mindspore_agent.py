@@ -35,12 +35,12 @@ from resilient_train.launch.agent.processes import RankProcess, start_cold
 from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_SAVED
 from resilient_train.launch.spec import SOCKET, JobSpec
 from resilient_train.observe.sinks import Sink
+from resilient_train.observe.stacks import STACKS_FOLDER, stacks_file
 from resilient_train.protocol.hang import Stall, Suspicion
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.policy import why_give_up
 from resilient_train.protocol.retry_budget import RetryBudget
 from resilient_train.server import Listener
-from resilient_train.session.liveness import STACKS_FOLDER
 from resilient_train.transport import listen
 
 _LAST_WORDS_S = 1.0
@@ -119,7 +119,7 @@ class MindSporeAgent:
     def _start(self, rank: int, incarnation: int) -> None:
         """Ends the job where the command can't be run."""
         streams = self._logs.open(rank, incarnation)
-        stacks = self._spec.run_dir / STACKS_FOLDER / f"rank_{rank}.{incarnation}.txt"
+        stacks = stacks_file(self._spec.run_dir, rank, incarnation)
         environ = {**self._environ, **_role(rank), **config.stacks_environ(str(stacks))}
         try:
             child = start_cold(self._spec.command, environ, streams)

@@ -160,22 +160,15 @@ class MindSporeHangWatch:
         return any(self._work.idle_ms(rank, now_ms) < idle_ms for rank in ranks)
 
     def _act(self, finding: Stall, keeper: HangKeeper) -> None:
-        detail: dict[str, object] = {
-            "ranks": list(finding.ranks),
-            "why": finding.why,
-            "stalled_ms": finding.stalled_ms,
-            "limit_ms": finding.limit_ms,
-        }
+        detail = finding.detail()
         if finding.verdict is not Suspicion.BEHIND:
-            detail["stacks"] = self._ask_for_stacks()
+            ranks = (each for rank, each in sorted(self._running.items()) if 0 <= rank < self._world_size)
+            detail["stacks"] = [process.rank for process in ask_for_stacks(ranks)]
         keeper.tell(finding, detail)
         if finding.verdict is Suspicion.HUNG:
             keeper.give_up(finding.ranks, f"hung for {finding.stalled_ms} ms: {finding.why}")
         elif finding.verdict is Suspicion.TOGETHER:
             keeper.give_up_step(f"no end for {finding.stalled_ms} ms: {finding.why}")
-
-    def _ask_for_stacks(self) -> list[int]:
-        return ask_for_stacks([each for rank, each in sorted(self._running.items()) if 0 <= rank < self._world_size])
 
     # -- in a recovery
 

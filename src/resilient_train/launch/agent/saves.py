@@ -479,11 +479,11 @@ class Saves:
             self._say(f"checkpoint of step {save.step}: written; saving is well again")
         if flushed.untidy:
             self._trouble("retention_failed", save.step, flushed.untidy)
-        holds = f". It holds {flushed.nan}" if flushed.nan else ""
-        if flushed.nan and save.over is None:
-            self._trouble("nan_saved", save.step, f"{flushed.nan}; the newest one without stays, if there is one")
         if save.over is not None:
+            holds = f". It holds {flushed.nan}" if flushed.nan else ""
             save.over(f"its state from after {save.commits} updates is saved: {flushed.path}{holds}")
+        elif flushed.nan:
+            self._trouble("nan_saved", save.step, f"{flushed.nan}; the newest one without stays, if there is one")
         self._over(save.commits)
         self._go_on()
 

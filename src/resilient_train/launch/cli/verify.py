@@ -34,13 +34,16 @@ def reports(path: Path) -> list[Report]:
 
 def as_dict(found: list[Report]) -> dict[str, Any]:
     """For ``--json``."""
-    newest = next((report for report in found if report.ok), None)
     return {
         "ok": all(report.ok for report in found),
-        "newest_complete": str(newest.path) if newest else None,
-        "newest_without_nan": next((str(report.path) for report in found if report.ok and report.without_nan), None),
+        "newest_complete": _newest(found),
+        "newest_without_nan": _newest(found, without_nan=True),
         "checkpoints": [_checkpoint(report) for report in found],
     }
+
+
+def _newest(found: list[Report], *, without_nan: bool = False) -> str | None:
+    return next((str(each.path) for each in found if each.ok and (each.without_nan or not without_nan)), None)
 
 
 def _checkpoint(report: Report) -> dict[str, Any]:
@@ -72,9 +75,8 @@ def as_lines(found: list[Report]) -> list[Line]:
             result.append(Line(f"{report.path}: written with {told}", "yellow"))
         result += [Line(f"{report.path}: {problem.file} {problem.reason}") for problem in report.problems]
     if len(found) > 1:
-        newest = next((str(report.path) for report in found if report.ok), "none")
-        result.append(Line(f"newest complete: {newest}"))
-        sound = next((str(report.path) for report in found if report.ok and report.without_nan), "none")
+        newest, sound = _newest(found), _newest(found, without_nan=True)
+        result.append(Line(f"newest complete: {newest or 'none'}"))
         if sound != newest:
-            result.append(Line(f"newest complete without NaN: {sound}"))
+            result.append(Line(f"newest complete without NaN: {sound or 'none'}"))
     return result

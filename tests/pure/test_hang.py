@@ -88,6 +88,17 @@ def test_two_stopped_processes_are_found_together() -> None:
     assert job.found[-1].ranks == (1, 3)
 
 
+def test_two_that_one_hand_stops_are_found_together_whenever_it_is_looked() -> None:
+    """Named one after the other, the first is killed because the second has its state."""
+    job = running()
+    job.pass_ms(1000)
+    job.states[1] = RunState.STOPPED
+    job.look()
+    job.states[3] = RunState.STOPPED
+    job.until_hung(2000)
+    assert job.found[-1].ranks == (1, 3)
+
+
 def test_a_process_stopped_for_one_look_only_is_not_hung() -> None:
     job = running()
     job.pass_ms(1000)

@@ -85,6 +85,19 @@ def test_who_was_stopped_with_all_others_has_longer() -> None:
     assert recovery.looks() == math.ceil(1 / LOOK_S)
 
 
+@pytest.mark.parametrize("between", [1, 2, 8])
+def test_who_are_stopped_one_after_the_other_are_named_together(between: int) -> None:
+    """Named one after the other, the first is killed because the second has its state, and then that one is alone."""
+    recovery = Recovery(30, 200)
+    assert recovery.looks(most=between + 1) == between + 1
+    recovery.states[2] = RunState.STOPPED
+    for _ in range(8):
+        recovery.watch.look(recovery.keeper)
+    assert recovery.keeper.fenced == []
+    recovery.watch.look(recovery.keeper)
+    assert recovery.keeper.fenced == [[1, 2]]
+
+
 def test_whoever_goes_on_is_not_killed() -> None:
     recovery = Recovery(30, 200)
     for _ in range(5):

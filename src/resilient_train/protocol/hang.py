@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -82,6 +82,33 @@ class Stall(msgspec.Struct, frozen=True):
         return {"ranks": list(self.ranks), **told}
 
 
+class StoppedLooks:
+    """In how many looks in a row each rank's process was stopped."""
+
+    def __init__(self) -> None:
+        self._looks: dict[int, int] = {}
+
+    def clear(self) -> None:
+        """As if nobody had looked."""
+        self._looks.clear()
+
+    def see(self, stopped: Iterable[int]) -> None:
+        """One look: all others run."""
+        self._looks = {rank: self._looks.get(rank, 0) + 1 for rank in stopped}
+
+    def seen(self) -> list[int]:
+        """Those that were stopped when they were looked at last."""
+        return list(self._looks)
+
+    def due(self, looks: int) -> list[int]:
+        """Those that were stopped in so many; nobody while another was in fewer.
+
+        One hand stops several one after the other, and a look may come in between. They have to be named together: a
+        rank may be killed where another one is left that has its state, and that must not be the next to be named.
+        """
+        return list(self._looks) if min(self._looks.values(), default=0) >= looks else []
+
+
 class HangDetector:
     """``observe`` is called every few milliseconds. Each finding comes once in a stall."""
 
@@ -102,14 +129,14 @@ class HangDetector:
         self._warm = 0
         self._excused = True
         self._told: set[Suspicion] = set()
-        self._stopped: frozenset[int] = frozenset()
+        self._stopped = StoppedLooks()
 
     def again(self, now_ns: int) -> None:
         """All compute a window once more, and nothing has happened to anybody."""
         self._moved_ns = now_ns
         self._excused = True
         self._told.clear()
-        self._stopped = frozenset()
+        self._stopped.clear()
 
     def resume(self) -> None:
         """Nobody has run for a while, and somebody does again: until all have made a step, also over a recovery."""
@@ -133,7 +160,7 @@ class HangDetector:
     def _move(self, now_ns: int, commits: int) -> None:
         self._moved_ns = now_ns
         self._told.clear()
-        self._stopped = frozenset()
+        self._stopped.clear()
         if any(each.activity is Activity.SLOW for each in self._last):
             self._excused = True
         if commits <= self._commits:
@@ -155,10 +182,10 @@ class HangDetector:
         if RunState.TRACED in states:
             self._excuse(now_ns)
             return None
-        # Seen twice: a process may be stopped for a moment (a checkpoint of it is taken, its group is signalled).
-        stopped = frozenset(rank for rank, each in enumerate(states) if each is RunState.STOPPED)
-        surely, self._stopped = stopped & self._stopped, stopped
+        self._stopped.see([rank for rank, each in enumerate(states) if each is RunState.STOPPED])
         limit_ms = self.stopped_ms()
+        # Seen twice: a process may be stopped for a moment (a checkpoint of it is taken, its group is signalled).
+        surely = frozenset(self._stopped.due(looks=2))
         if surely and stalled_ms >= limit_ms:
             found = self._find(Suspicion.HUNG, surely, stalled_ms, limit_ms, "its process is stopped (SIGSTOP)")
             return found and msgspec.structs.replace(found, stopped=True)

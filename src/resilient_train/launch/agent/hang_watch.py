@@ -20,7 +20,7 @@ from resilient_train.config import Settings
 from resilient_train.interrupt import STACKS_SIGNAL
 from resilient_train.launch.agent.collective_reports import CollectiveReports, Newest
 from resilient_train.launch.agent.processes import Processes, RankProcess
-from resilient_train.protocol.hang import HangDetector, Limits, RunState, Stall, Suspicion
+from resilient_train.protocol.hang import HangDetector, Limits, RunState, Stall, StoppedLooks, Suspicion
 from resilient_train.protocol.job import Job, Stage
 from resilient_train.protocol.jobclock import JobClock
 from resilient_train.protocol.progress import Activity, Progress, progress_of
@@ -89,7 +89,8 @@ class HangWatch:
         self._since_ns = 0
         self._suspected = False
         """Of those that don't leave their step for this recovery, the stacks were asked for."""
-        self._stopped: dict[int, int] = {}
+        self._stopped_at_start: dict[int, int] = {}
+        self._stopped = StoppedLooks()
         self._named_ns: dict[int, int] = {}
         self._pause_told_ns = 0
         self._outwaited_ns = -_AGAIN_NS
@@ -123,9 +124,9 @@ class HangWatch:
             return
         stopped = [rank for rank in range(job.world_size) if self._state(rank) is RunState.STOPPED]
         blamed = stopped if len(stopped) < job.world_size else []
-        self._stopped = {rank: self._stopped.get(rank, 0) + 1 for rank in blamed}
+        self._stopped_at_start = {rank: self._stopped_at_start.get(rank, 0) + 1 for rank in blamed}
         # Not by _fence: the job's clock stands still before the first step, and all of this may come several times.
-        if due := [rank for rank, looks in self._stopped.items() if looks % _STOPPED_LOOKS == 0]:
+        if due := [rank for rank, looks in self._stopped_at_start.items() if looks % _STOPPED_LOOKS == 0]:
             keeper.fence(due, "hung: its process was stopped (SIGSTOP)")
 
     def _tick(self, ranks: list[Progress], keeper: HangKeeper) -> None:
@@ -168,14 +169,13 @@ class HangWatch:
         if any(ranks[rank].activity is Activity.SLOW or self._state(rank) is RunState.TRACED for rank in waited_for):
             self._since_ns = self._clock.now_ns
         waited_ms = (self._clock.now_ns - self._since_ns) // 1_000_000
-        for rank in range(len(ranks)):
-            stopped = self._state(rank) is RunState.STOPPED
-            self._stopped[rank] = self._stopped.get(rank, 0) + 1 if stopped and not self._clock.paused_ns else 0
+        if self._clock.paused_ns:
+            self._stopped.clear()
+        else:
+            self._stopped.see([rank for rank in range(len(ranks)) if self._state(rank) is RunState.STOPPED])
         if self._finds_hangs:
-            enough = self._stopped_looks()
-            stopped_ranks = [rank for rank, looks in self._stopped.items() if looks >= enough]
             reason = "hung: its process was stopped (SIGSTOP) in the middle of a recovery"
-            self._fence(stopped_ranks, reason, keeper)
+            self._fence(self._stopped.due(self._stopped_looks()), reason, keeper)
             limit_ms = self._detector.leave_limit_ms()
             if waited_ms > limit_ms // 2 and self._job.awaited() and not self._suspected:
                 self._suspected = True
@@ -188,7 +188,7 @@ class HangWatch:
                 self._outwait(waited_ms, max(limit_ms, self._back_ms(ranks)), keeper)
         if waited_ms > self._phase_limit_s * 1000:
             self._since_ns = self._clock.now_ns
-            keeper.expire(self._phase_limit_s, [rank for rank, looks in self._stopped.items() if looks])
+            keeper.expire(self._phase_limit_s, self._stopped.seen())
 
     def _stopped_looks(self) -> int:
         """So many looks in a row have to see a rank stopped in a recovery, before it is killed.

@@ -20,7 +20,7 @@ from resilient_train.integrations.mindio.controller import Controller, Seat, Sta
 from resilient_train.launch.agent.hang_watch import ask_for_stacks
 from resilient_train.launch.agent.process_activity import Work
 from resilient_train.launch.agent.processes import RankProcess
-from resilient_train.protocol.hang import HangDetector, Limits, RunState, Stall, Suspicion
+from resilient_train.protocol.hang import HangDetector, Limits, RunState, Stall, StoppedLooks, Suspicion
 from resilient_train.protocol.jobclock import JobClock
 from resilient_train.protocol.progress import Activity, Progress
 from resilient_train.protocol.standing import Phase
@@ -92,7 +92,7 @@ class MindSporeHangWatch:
         self._work = work or Work(int(self._leave_s * 1000))
         self._seen: tuple[Stage, int] = (Stage.STARTING, 0)
         self._since_ns = 0
-        self._stopped: dict[int, int] = {}
+        self._stopped = StoppedLooks()
         self._given_up: set[int] = set()
         """In this stage of a recovery."""
         self._last: list[Progress] = []
@@ -175,10 +175,11 @@ class MindSporeHangWatch:
     def _look_at_recovery(self, keeper: HangKeeper) -> None:
         """It waits for ranks, and one that is stopped, or does not leave its step, will never come."""
         awaited = self._job.awaited() - self._given_up
-        for rank in awaited:
-            stopped = self._state(rank) is RunState.STOPPED and not self._clock.paused_ns
-            self._stopped[rank] = self._stopped.get(rank, 0) + 1 if stopped else 0
-        if due := [rank for rank in sorted(awaited) if self._stopped[rank] >= _STOPPED_LOOKS]:
+        if self._clock.paused_ns:
+            self._stopped.clear()
+        else:
+            self._stopped.see([rank for rank in sorted(awaited) if self._state(rank) is RunState.STOPPED])
+        if due := self._stopped.due(_STOPPED_LOOKS):
             self._give_up(due, "hung: its process was stopped (SIGSTOP) in the middle of a recovery", keeper)
         elif self._job.stage in _LEAVING_S:
             self._look_for_who_stays(awaited, keeper)

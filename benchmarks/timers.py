@@ -31,7 +31,7 @@ WATCHED: dict[str, tuple[str, ...]] = {
     "capture": ("frameworks.torch.rank_state:RankState.packed", "session.loader:Cursor.position"),
     "pack": ("frameworks.torch.data:pack",),
     "publish": ("session.publication:Publication.publish", "session.peers:Peers.publish"),
-    "begin": ("frameworks.torch.step:Step.begin", "frameworks.torch.collectives:Collectives.begin_tail"),
+    "begin": ("frameworks.torch.window:Step.begin", "frameworks.torch.collectives:Collectives.begin_tail"),
     "machine": ("protocol.rank:Rank.on",),
     "record": ("_native:Page.write", "_native:Page.begin", "_native:Board.set_tail"),
     "arrive": ("_native:Page.arrive",),

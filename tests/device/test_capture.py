@@ -17,9 +17,9 @@ from resilient_train._native import DIGEST_CHUNK_BYTES, Copier  # noqa: E402
 from resilient_train.errors import VaultError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Image, Objects, SaveShare  # noqa: E402
-from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
+from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
 from resilient_train.frameworks.torch.staging import BUFFER_BYTES, Staging  # noqa: E402
-from resilient_train.frameworks.torch.state import State  # noqa: E402
+from resilient_train.frameworks.torch.state import TorchState  # noqa: E402
 from resilient_train.state.checkpoint.held import HeldImage, fill_from  # noqa: E402
 from resilient_train.state.vault.slots import SlotPair, create, image_digest  # noqa: E402
 
@@ -43,7 +43,7 @@ class Job:
         self.model = nn.Sequential(*layers).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused)
         objects = Objects((self.model,), (self.optimizer,))
-        self.state = State(objects, RankState(objects.models, {}), Host(), staging)
+        self.state = TorchState(objects, TorchRankState(objects.models, {}), Host(), staging)
         self.draw = torch.Generator().manual_seed(seed)
 
     def forward_backward(self) -> None:

@@ -99,7 +99,7 @@ def talk_nonsense(path: Path, incarnation: int) -> None:
         encode(m.Hello("rank", 7, 0, 1)) + order,
         encode(m.Hello("somebody")) + order,
         encode(m.Hello("rank", 0, 0, -1)),
-        encode(m.Hello("operator")) + encode(m.Finish(0)) + encode(m.Inject("kill", -1)) + encode(m.Inject("\0", 0)),
+        encode(m.Hello("operator")) + encode(m.LoopOver(0)) + encode(m.Inject("kill", -1)) + encode(m.Inject("\0", 0)),
     ):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(path))

@@ -12,9 +12,9 @@ from pure.fake_accelerator import Machine
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier
 from resilient_train.frameworks.accelerator import Host
 from resilient_train.frameworks.roles import Image, Objects, SaveShare
-from resilient_train.frameworks.torch.rank_state import RankState
+from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.staging import Staging
-from resilient_train.frameworks.torch.state import State
+from resilient_train.frameworks.torch.state import TorchState
 
 STEP = 7
 WHOLE = SaveShare(0, 1, 0, 1)
@@ -53,7 +53,7 @@ class Trained:
         module, pin = (lambda _: machine), machine.pin if machine is not None else torch.empty
         staging = staging or Staging(buffers * DIGEST_CHUNK_BYTES, module, pin)
         objects = Objects((self.model,), (self.optimizer,))
-        self.state = State(objects, RankState((), {}), Host(), staging)
+        self.state = TorchState(objects, TorchRankState((), {}), Host(), staging)
 
     def update(self, factor: float) -> None:
         """What an optimizer does to parameters and moments."""

@@ -24,8 +24,8 @@ from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Engine, Objects  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch.leaves import span_of  # noqa: E402
-from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
-from resilient_train.frameworks.torch.state import State  # noqa: E402
+from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
+from resilient_train.frameworks.torch.state import TorchState  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -193,7 +193,7 @@ def test_a_digest_is_of_the_memory_behind_a_sharded_tensor(fake_world: None) -> 
 
     first, other, same = build(1.0), build(2.0), build(1.0)
     assert first[1].weight.data_ptr() == 0
-    states = [State(Objects((each,), ()), RankState((), {}), Host()) for each in (first, other, same)]
+    states = [TorchState(Objects((each,), ()), TorchRankState((), {}), Host()) for each in (first, other, same)]
     digests = [state.fingerprint().digest() for state in states]
     assert digests[0] == digests[2] != digests[1]
     assert states[0].sources().digest == states[2].sources().digest != states[1].sources().digest

@@ -15,7 +15,7 @@ from resilient_train import config
 from resilient_train.errors import ConfigError, UsageError
 from resilient_train.faults import Injection, parse_plan
 from resilient_train.frameworks.roles import Objects
-from resilient_train.frameworks.torch.gradients import Gradients
+from resilient_train.frameworks.torch.gradients import TorchGradients
 from resilient_train.launch.agent.console_text import told
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
@@ -38,7 +38,7 @@ NAN, INF = math.nan, math.inf
 
 def test_the_norm_on_request_is_that_of_clipping() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-    gradients = Gradients(Objects((model,), ()))
+    gradients = TorchGradients(Objects((model,), ()))
     with pytest.raises(UsageError, match="behind backward"):
         gradients.norm()
     model(torch.ones(5, 3)).sum().backward()
@@ -286,13 +286,13 @@ def test_clipping_is_seen_under_any_name() -> None:
     from torch.nn.utils import clip_grad_norm_  # imported by name before anything is watched
 
     from resilient_train.frameworks.roles import Objects
-    from resilient_train.frameworks.torch.gradients import Gradients
+    from resilient_train.frameworks.torch.gradients import TorchGradients
 
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     for each in (model, other):
         each(torch.ones(1, 3)).sum().backward()
     seen: list[Any] = []
-    watched = Gradients(Objects((model,), ()))
+    watched = TorchGradients(Objects((model,), ()))
     watched.watch(seen.append)
     norm = clip_grad_norm_(model.parameters(), 0.1)
     assert [value.item() for value in seen] == [norm.item()]
@@ -321,9 +321,9 @@ def test_a_loss_is_kept_without_its_graph() -> None:
     torch = pytest.importorskip("torch")
     from resilient_train.errors import UsageError
     from resilient_train.frameworks.roles import Objects
-    from resilient_train.frameworks.torch.gradients import Gradients
+    from resilient_train.frameworks.torch.gradients import TorchGradients
 
-    kept = Gradients(Objects((), ())).kept
+    kept = TorchGradients(Objects((), ())).kept
     loss = (torch.ones(2, requires_grad=True) * 3).sum()
     value = kept(loss)
     assert (value.item(), value.requires_grad, kept(2)) == (6.0, False, 2.0)
@@ -345,7 +345,7 @@ def test_gradients_that_are_dropped_change_nothing_not_even_by_a_closure() -> No
         model = torch.nn.Linear(3, 2)
         optimizer = make(model.parameters())
         engine = engine_for(Objects((model,), (optimizer,)))
-        step, gradients = engine.step, engine.gradients
+        step, gradients = engine.window, engine.gradients
 
         class Updates:
             def before_update(self, _: Any, gradients: Any = gradients) -> None:

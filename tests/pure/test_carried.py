@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from resilient_train.errors import ConfigError, UsageError  # noqa: E402
-from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
+from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
 from resilient_train.session import carried as carried_module  # noqa: E402
 from resilient_train.session.carried import Carried, check_places  # noqa: E402
 
@@ -72,11 +72,11 @@ def test_a_graph_does_not_leave_its_step() -> None:
 def test_what_is_packed_comes_back_in_memory_of_its_own() -> None:
     first = Carried((torch.arange(3), {"x": [torch.ones(2, 2, dtype=torch.bfloat16), 4]}))
     other = Carried(make=counting())
-    packed = RankState((), {"it": first}).packed()
+    packed = TorchRankState((), {"it": first}).packed()
     first.take()[0].add_(100)
     first.put(0)
     for each in (first, other):
-        RankState((), {"it": each}).restore(packed)
+        TorchRankState((), {"it": each}).restore(packed)
         count, named = each.take()
         assert count.tolist() == [0, 1, 2]
         assert named["x"][0].dtype is torch.bfloat16
@@ -85,7 +85,7 @@ def test_what_is_packed_comes_back_in_memory_of_its_own() -> None:
 
 def test_an_empty_place_comes_back_empty() -> None:
     ahead = Carried(make=counting())
-    own = RankState((), {"it": ahead})
+    own = TorchRankState((), {"it": ahead})
     own.keep()
     ahead.fetch()
     own.rollback()
@@ -95,7 +95,7 @@ def test_an_empty_place_comes_back_empty() -> None:
 def test_a_body_is_cut_where_the_place_is_empty() -> None:
     """The place can't tell what it holds there, and is not asked."""
     hidden = Carried((torch.ones(2), [3]))
-    own = RankState((), {"it": hidden})
+    own = TorchRankState((), {"it": hidden})
     own.keep()
     hidden.take()[0].add_(1)
     own.rollback()

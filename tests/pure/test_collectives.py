@@ -18,8 +18,8 @@ from resilient_train.errors import UsageError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch import groups as groups_module  # noqa: E402
-from resilient_train.frameworks.torch.collectives import Collectives  # noqa: E402
-from resilient_train.frameworks.torch.groups import Groups  # noqa: E402
+from resilient_train.frameworks.torch.collectives import TorchCollectives  # noqa: E402
+from resilient_train.frameworks.torch.groups import TorchGroups  # noqa: E402
 from resilient_train.frameworks.torch.guarded_works import GuardedWork  # noqa: E402
 from resilient_train.frameworks.torch.process_group import works  # noqa: E402
 from resilient_train.protocol.rank_effects import Mode  # noqa: E402
@@ -87,8 +87,8 @@ class Rank:
         self.group = group
         self.entered = 0
         self.checked: list[str] = []
-        self.groups = Groups(Host())
-        self.collectives = Collectives(Objects((), ()), self.groups, self.checked.append)
+        self.groups = TorchGroups(Host())
+        self.collectives = TorchCollectives(Objects((), ()), self.groups, self.checked.append)
         self.in_front = False
         conductor = SimpleNamespace(in_front=lambda: self.in_front)
         self.collectives.attach(conductor, SimpleNamespace(enter_collective=self._enter))  # type: ignore[arg-type]

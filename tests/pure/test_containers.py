@@ -12,8 +12,8 @@ from resilient_train.frameworks.accelerator import Host
 from resilient_train.frameworks.roles import Objects, Sources
 from resilient_train.frameworks.torch.containers import copy_tree, dressed, worn
 from resilient_train.frameworks.torch.leaves import TENSORS, pack, state_of, unpack
-from resilient_train.frameworks.torch.rank_state import RankState
-from resilient_train.frameworks.torch.state import State
+from resilient_train.frameworks.torch.rank_state import TorchRankState
+from resilient_train.frameworks.torch.state import TorchState
 from resilient_train.frameworks.torch.watched_state import WatchedState
 from resilient_train.state.transfer import Span, view
 from resilient_train.state.tree import flatten
@@ -110,9 +110,9 @@ def scheduled(model: nn.Module) -> tuple[Any, Any]:
     return optimizer, SequentialLR(optimizer, parts, milestones=[4])
 
 
-def state(**objects: Any) -> State:
+def state(**objects: Any) -> TorchState:
     given = {"models": (), "optimizers": (), **objects}
-    return State(Objects(**given), RankState((), {}), Host())
+    return TorchState(Objects(**given), TorchRankState((), {}), Host())
 
 
 def rates(optimizer: Any, scheduler: Any) -> list[float]:
@@ -124,7 +124,7 @@ def rates(optimizer: Any, scheduler: Any) -> list[float]:
     return found
 
 
-def hand_on(sources: Sources, receiver: State) -> None:
+def hand_on(sources: Sources, receiver: TorchState) -> None:
     def fetch(spans: list[Span]) -> None:
         for here, there in zip(spans, sources.spans, strict=True):
             view(here)[:] = view(there)
@@ -158,7 +158,7 @@ def test_a_module_is_told_its_versions(size: int) -> None:
     other = Versioned(64, size)
     hand_on(sources, state(extra={"ema": other}))
     assert torch.equal(other.weight, ema.weight)
-    own = RankState((), {"ema": ema})
+    own = TorchRankState((), {"ema": ema})
     own.keep()
     own.rollback()
     assert flatten(state_of(ema), TENSORS)[0] == flatten(state_of(other), TENSORS)[0]

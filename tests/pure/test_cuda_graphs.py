@@ -42,17 +42,17 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     model = torch.nn.Linear(2, 2)
     made = engine_for(Objects((model,), (torch.optim.SGD(model.parameters(), lr=0.1),)))
     yield made
-    made.step.detach()
+    made.window.detach()
 
 
 def test_while_the_loop_runs_they_are_refused(engine: Engine) -> None:
     graph = Graph()
     graph.replay()
-    engine.step.attach(Updates())
+    engine.window.attach(Updates())
     for call in (graph.capture_begin, graph.replay):
         with pytest.raises(UsageError, match=r"test_cuda_graphs.py:\d+: a CUDA graph .* has the addresses"):
             call()
-    engine.step.detach()
+    engine.window.detach()
     graph.replay()
     assert graph.done == ["replayed"] * 2
 

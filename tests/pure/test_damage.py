@@ -12,22 +12,22 @@ from resilient_train.errors import TransferError  # noqa: E402
 from resilient_train.frameworks.roles import Damage, Objects  # noqa: E402
 from resilient_train.frameworks.torch.damage import InjectedErrors, assess, extent, move  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
-from resilient_train.frameworks.torch.state import State  # noqa: E402
+from resilient_train.frameworks.torch.state import TorchState  # noqa: E402
 from resilient_train.state.transfer import Span, view  # noqa: E402
 
 
-def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, State]:
+def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, TorchState]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
     state = engine_for(Objects((model,), (optimizer,))).state
-    assert isinstance(state, State)
+    assert isinstance(state, TorchState)
     return model, optimizer, state
 
 
-def copying(source: State, fetched: list[int]):
+def copying(source: TorchState, fetched: list[int]):
     """A ``fetch`` from another copy of the state in this process; notes how many bytes were asked for."""
     remote = source.sources()
 

@@ -6,7 +6,7 @@ import pytest
 
 from pure.stories import at, beginning, normal_end, one_kill, whole_run
 from resilient_train.demo.plot import draw
-from resilient_train.demo.run import DemoOptions, Ended, RunComparison, _problems, as_dict, as_lines, read_losses
+from resilient_train.demo.run import DemoOptions, EndedRun, RunComparison, _problems, as_dict, as_lines, read_losses
 from resilient_train.errors import ConfigError
 from resilient_train.observe.timeline import read_run
 
@@ -19,7 +19,7 @@ def options(tmp_path):
 
 
 def ended(events, name="disturbed", exit_code=0, losses=LOSSES):
-    return Ended(name, Path("/nowhere"), exit_code, 1.0, read_run(events), losses)
+    return EndedRun(name, Path("/nowhere"), exit_code, 1.0, read_run(events), losses)
 
 
 def compared(options, disturbed):

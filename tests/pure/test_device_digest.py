@@ -12,7 +12,7 @@ from resilient_train._native import Copier
 from resilient_train.frameworks.torch import device_digest as module
 from resilient_train.frameworks.torch import fingerprint as fingerprints
 from resilient_train.frameworks.torch.device_digest import device_digest
-from resilient_train.frameworks.torch.fingerprint import Fingerprint, tensor_digest
+from resilient_train.frameworks.torch.fingerprint import TorchFingerprint, tensor_digest
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.complex64,
@@ -91,14 +91,14 @@ def test_of_a_device_the_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(fingerprints, "_on_device", lambda tensor: tensor.dtype is torch.float32)
     monkeypatch.setattr(fingerprints, "dense", _host_only)
     tree = {"here": torch.ones(5, dtype=torch.float64), "there": torch.ones(7), "n": 3}
-    known = {Fingerprint(tree, Copier()).digest()}
+    known = {TorchFingerprint(tree, Copier()).digest()}
     for name in ("here", "there"):
         changed = {**tree, name: tree[name].clone()}
         changed[name][4] = 2
-        known |= {Fingerprint(changed, Copier()).digest(), tensor_digest(changed[name])}
-    known.add(Fingerprint({**tree, "there": torch.ones(8)}, Copier()).digest())
+        known |= {TorchFingerprint(changed, Copier()).digest(), tensor_digest(changed[name])}
+    known.add(TorchFingerprint({**tree, "there": torch.ones(8)}, Copier()).digest())
     assert len(known) == 6
-    assert Fingerprint(tree, Copier()).digest() in known
+    assert TorchFingerprint(tree, Copier()).digest() in known
 
 
 def _host_only(tensor: torch.Tensor) -> torch.Tensor:

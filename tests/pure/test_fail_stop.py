@@ -57,7 +57,7 @@ RELEASED = [
     "pulse.leaving",
     "device.close",
     "collectives.detach",
-    "step.detach",
+    "window.detach",
     "gradients.close",
     "drill.close",
     "errors.tell",
@@ -103,7 +103,7 @@ def test_the_users_exception_leaves_and_all_is_released(failing: str, capsys: py
 
 def test_without_one_the_first_failure_of_the_release_leaves(capsys: pytest.CaptureFixture[str]) -> None:
     parts = MagicMock()
-    parts.step.detach.side_effect = OSError("the first")
+    parts.window.detach.side_effect = OSError("the first")
     parts.sink.close.side_effect = OSError("the second")
     with pytest.raises(OSError, match="the first"), opened(parts):
         pass

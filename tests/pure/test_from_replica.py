@@ -38,7 +38,7 @@ class Rank:
         self.engine = engine_for(Objects((self.model,), (self.optimizer,)))
         link: Any = SimpleNamespace(rank=number, channel=SimpleNamespace(send=self.sent.append))
         groups: Any = SimpleNamespace(send=self._send, receive=self._receive)
-        self.handover = FromReplica(link, self.engine.state, self.engine.step, groups, transfer)
+        self.handover = FromReplica(link, self.engine.state, self.engine.window, groups, transfer)
 
     def _send(self, spans: list[Span], target: int) -> None:
         assert target == 1
@@ -86,9 +86,9 @@ def test_out_of_the_sources_memory(ranks: tuple[Rank, Rank, Offer]) -> None:
     (fetched,) = target.sent
     assert isinstance(fetched, Fetched)
     assert (fetched.source, fetched.way) == (0, "memory")
-    assert target.handover.take_layout() == source.engine.step.layout()
+    assert target.handover.take_layout() == source.engine.window.layout()
     with pytest.raises(TransferError, match="can't be read"):
-        target.engine.step.rebuild_reducer(b"no layout", 9)
+        target.engine.window.rebuild_reducer(b"no layout", 9)
 
 
 def over_the_group(ranks: tuple[Rank, Rank, Offer]) -> None:
@@ -121,8 +121,8 @@ def test_a_copy_that_fails_half_way_leaves_nothing_to_roll_back_to(
 ) -> None:
     """The recovery begins anew, and has this rank roll back: to parts of its own state, among those of the source."""
     source, target, offer = ranks
-    target.engine.step.begin()
-    target.engine.step.save_undo()
+    target.engine.window.begin()
+    target.engine.window.save_undo()
 
     def torn(*_: Any) -> None:
         raise OSError("the source has died")
@@ -132,10 +132,10 @@ def test_a_copy_that_fails_half_way_leaves_nothing_to_roll_back_to(
         target.take(offer)
     torch.rand(3)
     random = torch.get_rng_state()
-    target.engine.step.rollback()
+    target.engine.window.rollback()
     assert torch.equal(torch.get_rng_state(), random)
     target.take(offer)
-    target.engine.step.rollback()
+    target.engine.window.rollback()
     assert target.digest == source.digest
 
 

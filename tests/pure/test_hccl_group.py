@@ -18,7 +18,7 @@ from resilient_train import _register  # noqa: E402
 from resilient_train.errors import UsageError  # noqa: E402
 from resilient_train.frameworks.torch import groups as groups_module  # noqa: E402
 from resilient_train.frameworks.torch import process_group as group_module  # noqa: E402
-from resilient_train.frameworks.torch.groups import Groups  # noqa: E402
+from resilient_train.frameworks.torch.groups import TorchGroups  # noqa: E402
 from resilient_train.frameworks.torch.transports.hccl import HcclGroup  # noqa: E402
 
 NOWHERE: Any = None
@@ -102,7 +102,7 @@ def test_with_a_new_process_it_is_new(group: HcclGroup, made: list[tuple[Any, Ba
 
 
 def test_communicators_that_there_are(group: HcclGroup, made: list[tuple[Any, Backend]]) -> None:
-    groups = Groups(SimpleNamespace())  # type: ignore[arg-type] # it is not asked
+    groups = TorchGroups(SimpleNamespace())  # type: ignore[arg-type] # it is not asked
     assert groups.communicators(3) == []
     made[0][1].comm = 77
     assert groups.communicators(3) == [77]

@@ -120,7 +120,7 @@ def test_an_arena_that_grows_takes_the_place_of_the_old_one(agent: Agent) -> Non
     link = welcome(agent)
     one = open_on(larger)
     assert open_on(agent.arenas[0]) == 2 * one, "the agent's and the rank's"
-    socket.send_fds(agent.connection, [encode(m.Arena(0))], [larger.fd])
+    socket.send_fds(agent.connection, [encode(m.ArenaFrame(0))], [larger.fd])
     link.peers.publish(1, bytes(1 << 16))
     assert (open_on(agent.arenas[0]), open_on(larger)) == (one, 2 * one)
     assert larger.published(1) == link.peers.published(1) == bytes(1 << 16)

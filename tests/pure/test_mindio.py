@@ -16,22 +16,29 @@ import pytest
 
 from resilient_train.errors import ConfigError
 from resilient_train.integrations.mindio import provided, wire
-from resilient_train.integrations.mindio.controller import Controller, Ended, Policy, Stage, To, replica_sets
+from resilient_train.integrations.mindio.controller import (
+    MindioController,
+    MindioStage,
+    Recoveries,
+    To,
+    TrainingEnded,
+    replica_sets,
+)
 from resilient_train.integrations.mindio.frames import (
     Action,
-    Clean,
+    CleanOrder,
     Did,
-    Exit,
-    Go,
-    Hello,
-    Lock,
+    ExitOrder,
+    GoOrder,
+    LockOrder,
     Part,
-    Repair,
+    ProcessorHello,
+    RepairOrder,
     RepairType,
     ReplicaGroup,
     Reported,
     ReportState,
-    Save,
+    SaveOrder,
     Savers,
     Status,
 )
@@ -44,7 +51,7 @@ SECRET = b"s" * 32
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    made = Hub("127.0.0.1", 0, 2, Policy(), SECRET)
+    made = Hub("127.0.0.1", 0, 2, Recoveries(), SECRET)
     thread = HubThread(made)
     yield made
     thread.close()
@@ -96,7 +103,7 @@ def processor(hub: Hub, rank: int, *, world_size: int = 2, secret: bytes = SECRE
     return made
 
 
-def until(hub: Hub, stage: Stage) -> None:
+def until(hub: Hub, stage: MindioStage) -> None:
     deadline = time.monotonic() + 20
     while hub.controller.stage is not stage:
         assert time.monotonic() < deadline, hub.controller.stage
@@ -108,7 +115,7 @@ def test_strangers_are_not_let_in(hub: Hub) -> None:
         with pytest.raises(ControllerLostError, match=f"does not let rank {rank} in"):
             processor(hub, rank, world_size=world_size, secret=secret)
     first, second = processor(hub, 0), processor(hub, 1)
-    until(hub, Stage.TRAINING)
+    until(hub, MindioStage.TRAINING)
     first.close()
     second.close()
 
@@ -116,7 +123,7 @@ def test_strangers_are_not_let_in(hub: Hub) -> None:
 def test_a_recorded_hello_counts_for_nothing(hub: Hub) -> None:
     with socket.create_connection(("127.0.0.1", hub.port)) as recorded:
         number = challenge(recorded)
-        hello = encode(Hello(0, 2, wire.proof(SECRET, number, 0, 2)))
+        hello = encode(ProcessorHello(0, 2, wire.proof(SECRET, number, 0, 2)))
     with socket.create_connection(("127.0.0.1", hub.port)) as again:
         assert challenge(again) != number
         again.sendall(hello)
@@ -134,8 +141,8 @@ def test_hostile_frames_have_no_effect(hub: Hub, times: int) -> None:
     """10^4 of them, or 10^5: garbage, frames that claim too much, ranks' frames without a Hello, cut ones."""
     chance = random.Random(1)
     ranks = [processor(hub, 0), processor(hub, 1)]
-    until(hub, Stage.TRAINING)
-    said = (Status(7, updating=True), Reported(ReportState.RS_UNKNOWN), Hello(0, 2, b"x" * 32))
+    until(hub, MindioStage.TRAINING)
+    said = (Status(7, updating=True), Reported(ReportState.RS_UNKNOWN), ProcessorHello(0, 2, b"x" * 32))
     whole = [encode(each) for each in said]
 
     def attack(times: int) -> None:
@@ -153,12 +160,12 @@ def test_hostile_frames_have_no_effect(hub: Hub, times: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert hub.controller.stage is Stage.TRAINING
+    assert hub.controller.stage is MindioStage.TRAINING
     for each in ranks:
         each.set_replicas((ReplicaGroup((0, 1), 2),))
         each.end_updating(1)
     ranks[0].report(ReportState.RS_HCCL_FAILED)
-    until(hub, Stage.STOPPING)
+    until(hub, MindioStage.STOPPING)
     for each in ranks:
         each.close()
 
@@ -240,7 +247,7 @@ def test_who_holds_the_same() -> None:
 )
 def test_of_what_nobody_has_told_nothing_is_made_up(told: tuple[ReplicaGroup, ...]) -> None:
     """Else a rank would get, or save, a part that is not its own, with exit code 0."""
-    job = Controller(2)
+    job = MindioController(2)
     for rank in range(2):
         job.hello(rank)
         job.status(rank, 3, updating=False)
@@ -248,16 +255,16 @@ def test_of_what_nobody_has_told_nothing_is_made_up(told: tuple[ReplicaGroup, ..
         job.replicas(0, told)
     effects = [*job.reported(0, ReportState.RS_HCCL_FAILED)]
     effects += [each for rank in range(2) for each in job.did(rank, Did(job.round, "lock", 0, 3))]
-    (ended,) = [each for each in effects if isinstance(each, Ended)]
+    (ended,) = [each for each in effects if isinstance(each, TrainingEnded)]
     assert ended.saved < 0
     assert "tft_set_optimizer_replica" in ended.reason
 
 
-def of_two_kinds(dense: int, experts: int) -> Controller:
+def of_two_kinds(dense: int, experts: int) -> MindioController:
     """Four ranks behind update 3. Ranks 0 and 2 are a group of the dense part, 1 and 3 the other, as with two tensor
     parallel ranks; 0 and 1 are one of the experts, 2 and 3 the other. So many copies are in each.
     """
-    job = Controller(4)
+    job = MindioController(4)
     for rank in range(4):
         job.hello(rank)
     for rank in range(4):
@@ -267,7 +274,7 @@ def of_two_kinds(dense: int, experts: int) -> Controller:
     return job
 
 
-def answered(job: Controller, order: str) -> list[To]:
+def answered(job: MindioController, order: str) -> list[To]:
     """What it does when all who are asked have answered."""
     effects = [each for rank in sorted(job.pending) for each in job.did(rank, Did(job.round, order, 0, 3))]
     return [each for each in effects if isinstance(each, To)]
@@ -278,12 +285,12 @@ def test_each_group_is_saved_by_ranks_of_its_own() -> None:
     job = of_two_kinds(2, 1)
     job.gone(0)
     job.leave("it is lost")
-    saves = {to.rank: to.frame.savers for to in answered(job, "lock") if isinstance(to.frame, Save)}
+    saves = {to.rank: to.frame.savers for to in answered(job, "lock") if isinstance(to.frame, SaveOrder)}
     assert saves == {}, "of rank 0's experts nobody has a copy"
     job = of_two_kinds(2, 2)
     job.gone(0)
     job.leave("it is lost")
-    saves = {to.rank: to.frame.savers for to in answered(job, "lock") if isinstance(to.frame, Save)}
+    saves = {to.rank: to.frame.savers for to in answered(job, "lock") if isinstance(to.frame, SaveOrder)}
     assert saves == {1: (Savers(0, (1,)), Savers(1, (1,))), 2: (Savers(0, (2,)), Savers(1, (2,)))}
     renames = answered(job, "save")
     assert [to.frame.name() for to in renames] == ["rename"]
@@ -297,7 +304,7 @@ def test_a_rank_gets_each_kind_from_who_has_it() -> None:
         job.reported(rank, ReportState.RS_NORMAL)
     answered(job, "stop")
     effects = answered(job, "clean")
-    orders = {to.rank: to.frame for to in effects if isinstance(to.frame, Repair)}
+    orders = {to.rank: to.frame for to in effects if isinstance(to.frame, RepairOrder)}
     assert {order.ranks for order in orders.values()} == {(0, 1, 3)}
     high, sends = RepairType.RT_UCE_HIGHLEVEL.value, RepairType.RT_SEND.value
     assert {rank: order.parts for rank, order in orders.items()} == {
@@ -322,12 +329,12 @@ def test_a_repair_is_one_call_for_all_kinds(monkeypatch: pytest.MonkeyPatch) -> 
     rank = lone(monkeypatch, repair=lambda step, anew, errors, info, args, ctx: calls.append((anew, errors, info)))
     high, sends, low = RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_SEND, RepairType.RT_UCE_LOWLEVEL
     parts = (Part(0, high.value, (2,), (0,)), Part(1, high.value, (1,), (0,)))
-    assert rank._repair(Repair(round=0, step=1, parts=parts, ranks=(0, 1, 2))) == 0
+    assert rank._repair(RepairOrder(round=0, step=1, parts=parts, ranks=(0, 1, 2))) == 0
     told = {"type": [0, 1], "repair_type": high.value, "src": [2, 1], "dst": [0, 0], "rank_list": [0, 1, 2]}
     assert calls == [(True, [0, 0], told)]
     calls.clear()
     parts = (Part(0, low.value, (), ()), Part(0, sends.value, (0, 0), (1, 2)), Part(1, sends.value, (0,), (1,)))
-    assert rank._repair(Repair(round=0, step=1, parts=parts, ranks=(0, 1, 2))) == 0
+    assert rank._repair(RepairOrder(round=0, step=1, parts=parts, ranks=(0, 1, 2))) == 0
     none = {"type": [], "repair_type": low.value, "src": [], "dst": [], "rank_list": [0, 1, 2]}
     told = {"type": [0, 0, 1], "repair_type": sends.value, "src": [0] * 3, "dst": [1, 2, 1], "rank_list": [0, 1, 2]}
     assert calls == [(False, [], none), (False, [1, 2, 1], told)], "the device first"
@@ -342,7 +349,7 @@ def test_a_device_is_made_ready_before_what_is_on_it_is_given_away() -> None:
         job.reported(rank, ReportState.RS_NORMAL)
     answered(job, "stop")
     job.did(0, Did(job.round, "clean", 2, 3))
-    orders = {to.rank: to.frame for to in answered(job, "clean") if isinstance(to.frame, Repair)}
+    orders = {to.rank: to.frame for to in answered(job, "clean") if isinstance(to.frame, RepairOrder)}
     assert [RepairType(part.how).name for part in orders[0].parts] == ["RT_UCE_LOWLEVEL", "RT_SEND"]
 
 
@@ -374,7 +381,7 @@ def test_a_device_is_freed_before_the_end_of_life_is_saved(monkeypatch: pytest.M
 
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
-    rank._save(Save(round=0, step=1, savers=(Savers(1, (0, 2)),)))
+    rank._save(SaveOrder(round=0, step=1, savers=(Savers(1, (0, 2)),)))
     thread.join(10)
     assert not thread.is_alive()
     saved = "save 1 [{'type': 1, 'ranks': [0, 2]}]"
@@ -405,7 +412,7 @@ def test_handlers_run_on_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatc
     npu.set_device(3)
     seen = []
     rank = lone(monkeypatch, clean=lambda uce, args, ctx: seen.append(npu.current_device()) or 0)
-    thread = threading.Thread(target=rank._carry_out, args=(Clean(round=0, uce=False),))
+    thread = threading.Thread(target=rank._carry_out, args=(CleanOrder(round=0, uce=False),))
     thread.start()
     thread.join()
     assert (seen, npu.emptied) == ([3], [3])
@@ -415,7 +422,7 @@ def test_who_is_to_go_on_goes_on_though_the_controller_is_over(monkeypatch: pyte
     """Behind the last update another rank may be at its end before this one has heard of it."""
     rank = lone(monkeypatch)
     rank.report(ReportState.RS_HCCL_FAILED)
-    rank._go(Go(round=1, step=1))
+    rank._go(GoOrder(round=1, step=1))
     rank._let_go()
     assert rank.wait_next_action() is Action.RETRY
     rank.report(ReportState.RS_HCCL_FAILED)  # nobody hears it
@@ -448,11 +455,11 @@ def test_a_framework_that_decorates_its_loop_says_so(monkeypatch: pytest.MonkeyP
 
 
 def test_who_comes_when_all_is_over_is_sent_away() -> None:
-    job = Controller(1)
+    job = MindioController(1)
     job.hello(0)
     job.gone(0)
-    assert job.stage is Stage.OVER
-    assert job.hello(0) == [To(0, Exit(round=job.round))]
+    assert job.stage is MindioStage.OVER
+    assert job.hello(0) == [To(0, ExitOrder(round=job.round))]
 
 
 @pytest.mark.parametrize(
@@ -466,13 +473,13 @@ def test_who_comes_when_all_is_over_is_sent_away() -> None:
     ],
 )
 def test_replica_groups_that_can_not_be_right_end_the_job(first: ReplicaGroup, second: ReplicaGroup, says: str) -> None:
-    job = Controller(2)
+    job = MindioController(2)
     job.hello(0)
     job.hello(1)
     assert job.replicas(0, (first,)) == []
-    (ended,) = [each for each in job.replicas(1, (second,)) if isinstance(each, Ended)]
+    (ended,) = [each for each in job.replicas(1, (second,)) if isinstance(each, TrainingEnded)]
     assert says in ended.reason
-    assert job.stage is Stage.OVER
+    assert job.stage is MindioStage.OVER
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -487,12 +494,12 @@ def test_who_left_its_loop_in_an_update_has_no_whole_state(monkeypatch: pytest.M
     rank.report(ReportState.RS_UCE)
     if late:
         rank.mark_updating()
-    assert rank._lock(Lock(round=0, limit=1)) == 1, "at once: nothing more comes of that update"
-    rank._clean(Clean(round=0, uce=True))
-    assert rank._lock(Lock(round=0, limit=1)) == 1
+    assert rank._lock(LockOrder(round=0, limit=1)) == 1, "at once: nothing more comes of that update"
+    rank._clean(CleanOrder(round=0, uce=True))
+    assert rank._lock(LockOrder(round=0, limit=1)) == 1
     part = Part(0, RepairType.RT_RECV_REPAIR.value, (1,), (0,))
-    rank._repair(Repair(round=0, step=1, parts=(part,), ranks=(0, 1)))
-    assert rank._lock(Lock(round=0, limit=1)) == 0
+    rank._repair(RepairOrder(round=0, step=1, parts=(part,), ranks=(0, 1)))
+    assert rank._lock(LockOrder(round=0, limit=1)) == 0
 
 
 def test_memory_that_was_lost_where_no_state_is_leaves_it_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,15 +508,15 @@ def test_memory_that_was_lost_where_no_state_is_leaves_it_whole(monkeypatch: pyt
     rank.handlers["clean"] = (lambda uce, args, ctx: 2, None)
     rank.end_updating(1)
     rank.report(ReportState.RS_UCE)
-    assert rank._lock(Lock(round=0, limit=1)) == 1
-    rank._clean(Clean(round=0, uce=True))
-    assert rank._lock(Lock(round=0, limit=1)) == 0
+    assert rank._lock(LockOrder(round=0, limit=1)) == 1
+    rank._clean(CleanOrder(round=0, uce=True))
+    assert rank._lock(LockOrder(round=0, limit=1)) == 0
 
 
 def test_pauses_in_a_fast_loop(hub: Hub) -> None:
     """What is known of a rank's step is always old here: they have passed each place before they hear of it."""
     ranks = [processor(hub, 0), processor(hub, 1)]
-    until(hub, Stage.TRAINING)
+    until(hub, MindioStage.TRAINING)
     wanted, over = threading.Event(), threading.Event()
     collective = threading.Barrier(2, action=lambda: over.set() if wanted.is_set() else None, timeout=20)
     steps = [0, 0]
@@ -532,7 +539,7 @@ def test_pauses_in_a_fast_loop(hub: Hub) -> None:
         thread.start()
     for _ in range(30):
         order(hub.pause)
-        until(hub, Stage.PAUSED)
+        until(hub, MindioStage.PAUSED)
         stands = [*steps]
         assert stands[0] == stands[1]
         time.sleep(0.002)

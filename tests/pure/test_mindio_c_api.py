@@ -181,8 +181,8 @@ class Scripted:
         self._rank, _ = self._server.accept()
         self._rank.settimeout(20)
         self._rank.sendall(encode(wire.Challenge(b"n" * 32)))
-        self.hear(frames.Hello)
-        self._rank.sendall(encode(frames.Welcome(reborn=False)))
+        self.hear(frames.ProcessorHello)
+        self._rank.sendall(encode(frames.ProcessorWelcome(reborn=False)))
         starting.join(20)
         return rank
 
@@ -233,19 +233,19 @@ def test_an_update_is_told(controller: Scripted, rank: Processor) -> None:
 def lock(controller: Scripted, rank: Processor) -> None:
     rank.end_updating(1)
     controller.hear(frames.Status)
-    controller.order(frames.Lock(round=1, limit=1))
+    controller.order(frames.LockOrder(round=1, limit=1))
     assert controller.hear(frames.Did) == frames.Did(1, "lock", 0, 1)
 
 
 ORDERS = {
-    "repair": frames.Repair(
+    "repair": frames.RepairOrder(
         round=1,
         step=1,
         parts=(frames.Part(0, frames.RepairType.RT_SEND.value, (0,), (1,)),),
         ranks=(0, 1),
     ),
-    "rollback": frames.Rollback(round=1, step=1),
-    "save": frames.Save(round=1, step=1, savers=(frames.Savers(0, (0,)),)),
+    "rollback": frames.RollbackOrder(round=1, step=1),
+    "save": frames.SaveOrder(round=1, step=1, savers=(frames.Savers(0, (0,)),)),
 }
 
 
@@ -267,7 +267,7 @@ def test_nor_is_the_update_behind_it_taken_for_it(controller: Scripted, rank: Pr
     assert [controller.hear(frames.Status).step for _ in range(2)] == [1, 2]
     controller.order(ORDERS[name])
     assert controller.hear(frames.Did).code == frames.NOT_WHOLE
-    controller.order(frames.Lock(round=2, limit=2))
+    controller.order(frames.LockOrder(round=2, limit=2))
     assert controller.hear(frames.Did) == frames.Did(2, "lock", 0, 2)
 
 

@@ -6,13 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from resilient_train.integrations.mindio.controller import Controller, Effect, Ended, Stage, To, outcome
-from resilient_train.integrations.mindio.frames import NAMED, WORDS, Did, Rename, ReplicaGroup, ReportState, Stop
+from resilient_train.integrations.mindio.controller import (
+    Effect,
+    MindioController,
+    MindioStage,
+    To,
+    TrainingEnded,
+    outcome,
+)
+from resilient_train.integrations.mindio.frames import (
+    NAMED,
+    WORDS,
+    Did,
+    RenameOrder,
+    ReplicaGroup,
+    ReportState,
+    StopOrder,
+)
 from resilient_train.integrations.mindio.mindx_controller import FAILED, MindXController
 from resilient_train.integrations.mindio.processor import Processor
 
 
-def naming(world_size: int = 4, made: type[Controller] = Controller) -> Controller:
+def naming(world_size: int = 4, made: type[MindioController] = MindioController) -> MindioController:
     """All hold the same behind update 3. Rank 0 has saved it, and is asked to name it."""
     job = made(world_size)
     for rank in range(world_size):
@@ -24,20 +39,20 @@ def naming(world_size: int = 4, made: type[Controller] = Controller) -> Controll
     for rank in range(world_size):
         job.did(rank, Did(job.round, "halt", 0, 3))
     assert asked(job.did(0, Did(job.round, "save", 0, 3))) == [0]
-    assert job.stage is Stage.RENAMING
+    assert job.stage is MindioStage.RENAMING
     return job
 
 
 def asked(effects: list[Effect]) -> list[int]:
-    return [each.rank for each in effects if isinstance(each, To) and isinstance(each.frame, Rename)]
+    return [each.rank for each in effects if isinstance(each, To) and isinstance(each.frame, RenameOrder)]
 
 
-def ended(effects: list[Effect]) -> Ended:
-    (end,) = [each for each in effects if isinstance(each, Ended)]
+def ended(effects: list[Effect]) -> TrainingEnded:
+    (end,) = [each for each in effects if isinstance(each, TrainingEnded)]
     return end
 
 
-def answer(job: Controller, rank: int, code: int = 0) -> list[Effect]:
+def answer(job: MindioController, rank: int, code: int = 0) -> list[Effect]:
     return job.did(rank, Did(job.round, "rename", code, 3))
 
 
@@ -52,7 +67,9 @@ def answer(job: Controller, rank: int, code: int = 0) -> list[Effect]:
     ],
     ids=["memory lost", "script failed", "it moves", "another is gone", "another is at its end"],
 )
-def test_what_befalls_ranks_takes_nothing_from_what_is_written(befalls: Callable[[Controller], list[Effect]]) -> None:
+def test_what_befalls_ranks_takes_nothing_from_what_is_written(
+    befalls: Callable[[MindioController], list[Effect]],
+) -> None:
     job = naming()
     number = job.round
     told = befalls(job)
@@ -66,17 +83,17 @@ def test_what_befalls_ranks_takes_nothing_from_what_is_written(befalls: Callable
     [
         lambda job: job.gone(0),
         lambda job: job.bye(0),
-        lambda job: job.expired(job.round, Stage.RENAMING),
+        lambda job: job.expired(job.round, MindioStage.RENAMING),
         lambda job: answer(job, 0, 1),
     ],
     ids=["gone", "at its end", "late", "failed"],
 )
-def test_another_rank_names_it(befalls: Callable[[Controller], list[Effect]]) -> None:
+def test_another_rank_names_it(befalls: Callable[[MindioController], list[Effect]]) -> None:
     job = naming()
     before = job.round
     assert asked(befalls(job)) == [1]
     assert job.did(0, Did(before, "rename", 0, 3)) == [], "what comes too late counts for nothing"
-    assert job.expired(before, Stage.RENAMING) == [], "rank 1 has its own time"
+    assert job.expired(before, MindioStage.RENAMING) == [], "rank 1 has its own time"
     assert ended(answer(job, 1))[:2] == (3, "somebody wants it to end")
 
 
@@ -94,7 +111,7 @@ def test_who_is_asked_first_can_not_find_it_named() -> None:
 
 
 def test_who_has_written_is_asked_before_who_has_not() -> None:
-    job = Controller(4)
+    job = MindioController(4)
     for rank in range(4):
         job.hello(rank)
     for rank in range(4):
@@ -111,9 +128,9 @@ def test_who_has_written_is_asked_before_who_has_not() -> None:
     assert asked(job.gone(0)) == [3], "and not rank 2, which has not"
 
 
-def of_one_copy() -> Controller:
+def of_one_copy() -> MindioController:
     """Ranks 0 and 1 hold a half each, nobody else has it, and both save."""
-    job = Controller(2)
+    job = MindioController(2)
     for rank in range(2):
         job.hello(rank)
     for rank in range(2):
@@ -129,10 +146,12 @@ def of_one_copy() -> Controller:
 @pytest.mark.parametrize(
     "befalls", [lambda job: job.gone(0), lambda job: job.reported(0, ReportState.RS_UCE)], ids=["gone", "memory lost"]
 )
-def test_who_has_written_the_only_copy_is_not_needed_any_more(befalls: Callable[[Controller], list[Effect]]) -> None:
+def test_who_has_written_the_only_copy_is_not_needed_any_more(
+    befalls: Callable[[MindioController], list[Effect]],
+) -> None:
     job = of_one_copy()
     job.did(0, Did(job.round, "save", 0, 3))
-    assert not [each for each in befalls(job) if isinstance(each, Ended)]
+    assert not [each for each in befalls(job) if isinstance(each, TrainingEnded)]
     (renamer,) = asked(job.did(1, Did(job.round, "save", 0, 3)))
     assert ended(answer(job, renamer)).saved == 3
 
@@ -157,9 +176,9 @@ def test_where_nobody_answers_it_is_perhaps_saved() -> None:
 def test_only_so_many_ranks_are_asked() -> None:
     """Each may take three minutes not to answer, and there may be a thousand of them."""
     job = naming(9)
-    assert asked(job.expired(job.round, Stage.RENAMING)) == [1]
+    assert asked(job.expired(job.round, MindioStage.RENAMING)) == [1]
     assert asked(answer(job, 1, 1)) == [2]
-    end = ended(job.expired(job.round, Stage.RENAMING))
+    end = ended(job.expired(job.round, MindioStage.RENAMING))
     assert end.unnamed == 3
     assert "rank 0 did not answer in time; rank 1 failed (code 1); rank 2 did not answer in time" in end.reason
 
@@ -192,12 +211,14 @@ def test_a_rank_sees_whether_it_is_renamed(tmp_path: Path, draft: bool, final: b
         if there:
             (folder / "rank_0").mkdir(parents=True)
     rank.handlers["rename"] = (lambda step, ctx: os.rename(before, behind), None)  # noqa: PTH104 - as it does
-    assert rank._do(Rename(round=0, step=3)) == code
+    assert rank._do(RenameOrder(round=0, step=3)) == code
 
 
 @pytest.mark.parametrize("returned", sorted(WORDS))
-@pytest.mark.parametrize("order", [Rename(round=0, step=3), Stop(round=0, repair="retry")], ids=["rename", "stop"])
-def test_what_a_handler_returns_is_no_word_of_ours(order: Rename | Stop, returned: int) -> None:
+@pytest.mark.parametrize(
+    "order", [RenameOrder(round=0, step=3), StopOrder(round=0, repair="retry")], ids=["rename", "stop"]
+)
+def test_what_a_handler_returns_is_no_word_of_ours(order: RenameOrder | StopOrder, returned: int) -> None:
     """A rename that had failed with such a code was taken for one that had been done before."""
     rank = Processor(0, 2)
     rank.handlers[order.name()] = (lambda *_: returned, None)
@@ -209,4 +230,4 @@ def test_what_a_handler_returns_is_no_word_of_ours(order: Rename | Stop, returne
 def test_another_file_that_is_not_there_says_nothing(tmp_path: Path) -> None:
     rank = Processor(0, 2)
     rank.handlers["rename"] = (lambda step, ctx: (tmp_path / "tracker").read_text(), None)
-    assert rank._do(Rename(round=0, step=3)) == 1
+    assert rank._do(RenameOrder(round=0, step=3)) == 1

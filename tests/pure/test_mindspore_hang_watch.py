@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from resilient_train.config import Settings
-from resilient_train.integrations.mindio.controller import Controller, Stage
+from resilient_train.integrations.mindio.controller import MindioController, MindioStage
 from resilient_train.integrations.mindio.frames import Did, ReplicaGroup, ReportState
 from resilient_train.launch.agent.mindspore_hang_watch import LOOK_S, MindSporeHangWatch
 from resilient_train.launch.agent.process_activity import Used, Work, read_used
@@ -27,7 +27,7 @@ class Job:
     """A job of three ranks that hold the same, in a time of its own. It is what the watch is to keep."""
 
     def __init__(self, *, updates: int = 20, **settings: float) -> None:
-        self.controller = Controller(RANKS)
+        self.controller = MindioController(RANKS)
         for rank in range(RANKS):
             self.controller.hello(rank)
         for rank in range(RANKS):
@@ -77,7 +77,9 @@ class Job:
 
     def stands(self, *ranks: int) -> None:
         """They answer what is asked of them."""
-        order = {Stage.LOCKING: "lock", Stage.STOPPING: "stop", Stage.CLEANING: "clean"}[self.controller.stage]
+        order = {MindioStage.LOCKING: "lock", MindioStage.STOPPING: "stop", MindioStage.CLEANING: "clean"}[
+            self.controller.stage
+        ]
         for rank in ranks:
             self.controller.did(rank, Did(self.controller.round, order, 0, self.controller.seats[rank].step))
 
@@ -112,7 +114,7 @@ def test_a_step_that_no_rank_ends_is_given_up_after_half_an_hour() -> None:
     job.passes(2 * 60)
     (reason,) = job.steps_given_up
     assert "all ranks is between updates 20 and 21, and none of them goes on" in reason
-    assert job.controller.stage is Stage.LOCKING
+    assert job.controller.stage is MindioStage.LOCKING
 
 
 @pytest.mark.parametrize("working", [{0}, {0, 1, 2}])
@@ -226,7 +228,7 @@ def test_who_does_not_leave_its_step_is_given_up() -> None:
     job = Job()
     job.give_up_step("no end")
     job.stands(0, 1, 2)
-    assert job.controller.stage is Stage.STOPPING
+    assert job.controller.stage is MindioStage.STOPPING
     job.stands(0, 1, 2)
     for rank in (0, 2):
         job.controller.reported(rank, ReportState.RS_NORMAL)
@@ -283,10 +285,10 @@ def test_who_does_not_come_to_stand_is_given_up_before_the_job_is() -> None:
     assert [ranks for ranks, _ in job.given_up] == [[1]]
 
 
-@pytest.mark.parametrize("stage", [Stage.LOCKING, Stage.STOPPING, Stage.SAVING])
-def test_who_is_stopped_in_a_recovery_is_given_up_after_a_second(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", [MindioStage.LOCKING, MindioStage.STOPPING, MindioStage.SAVING])
+def test_who_is_stopped_in_a_recovery_is_given_up_after_a_second(stage: MindioStage) -> None:
     job = Job()
-    if stage is Stage.SAVING:
+    if stage is MindioStage.SAVING:
         job.controller.gone(2)
         job.controller.hopeless = "over"
         job.stands(0, 1)
@@ -294,7 +296,7 @@ def test_who_is_stopped_in_a_recovery_is_given_up_after_a_second(stage: Stage) -
     else:
         blamed = 1
         job.give_up_step("no end")
-        if stage is Stage.STOPPING:
+        if stage is MindioStage.STOPPING:
             job.stands(0, 1, 2)
     assert job.controller.stage is stage
     job.states[blamed] = RunState.STOPPED
@@ -304,8 +306,8 @@ def test_who_is_stopped_in_a_recovery_is_given_up_after_a_second(stage: Stage) -
     assert [ranks for ranks, _ in job.given_up] == [[blamed]]
 
 
-@pytest.mark.parametrize("stage", [Stage.PAUSED, Stage.OVER])
-def test_where_nobody_is_waited_for_nobody_is_late(stage: Stage) -> None:
+@pytest.mark.parametrize("stage", [MindioStage.PAUSED, MindioStage.OVER])
+def test_where_nobody_is_waited_for_nobody_is_late(stage: MindioStage) -> None:
     job = Job()
     job.controller.stage = stage
     job.states[1] = RunState.STOPPED
@@ -314,7 +316,7 @@ def test_where_nobody_is_waited_for_nobody_is_late(stage: Stage) -> None:
 
 
 def test_who_holds_what_nobody_else_does() -> None:
-    job = Controller(4)
+    job = MindioController(4)
     for rank in range(4):
         job.hello(rank)
     for rank in range(4):

@@ -13,8 +13,16 @@ import pytest
 from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.integrations.mindio import provided
-from resilient_train.integrations.mindio.controller import Effect, Ended, Report, Stage, To
-from resilient_train.integrations.mindio.frames import Action, Did, Exit, ReplicaGroup, ReportState, Save, Stop
+from resilient_train.integrations.mindio.controller import Effect, MindioStage, MindXCall, To, TrainingEnded
+from resilient_train.integrations.mindio.frames import (
+    Action,
+    Did,
+    ExitOrder,
+    ReplicaGroup,
+    ReportState,
+    SaveOrder,
+    StopOrder,
+)
 from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.integrations.mindio.mindx import ACTIONS
 from resilient_train.integrations.mindio.mindx_controller import MindXController, OrderError
@@ -111,10 +119,10 @@ class Job:
         assert provided._hub is not None
         self.hub: Hub = provided._hub._hub
         self.ranks = [Rank(rank, self.hub.port) for rank in range(2)]
-        self.until(Stage.TRAINING)
+        self.until(MindioStage.TRAINING)
         wait_for(lambda: all(seat.step == 1 for seat in self.hub.controller.seats), self.hub.controller.seats)
 
-    def until(self, stage: Stage) -> None:
+    def until(self, stage: MindioStage) -> None:
         wait_for(lambda: self.hub.controller.stage is stage, self.hub.controller)
 
 
@@ -170,7 +178,7 @@ def test_a_fault_is_repaired_as_mindx_says(taskd: Callable[..., Taskd], at_once:
         ("report_result", 0, "all go on behind update 1", faults, "retry"),
     ]
     assert [rank.done for rank in job.ranks] == [["stop", "clean", "rollback"]] * 2
-    assert job.hub.controller.stage is Stage.TRAINING
+    assert job.hub.controller.stage is MindioStage.TRAINING
     job.ranks[1].processor.report(ReportState.RS_HCCL_FAILED)
     mindx.until("report_result", times=2)
     assert [call[0] for call in mindx.calls] == [*ACTIONS, *ACTIONS], "and so it is the next time"
@@ -235,10 +243,10 @@ def test_mindx_has_all_stand_and_go_on(taskd: Callable[..., Taskd]) -> None:
     for rank in job.ranks:
         rank.processor.end_updating(2)
     assert mindx.until("report_stop_complete") == (0, "all ranks stand behind update 2", {})
-    assert job.hub.controller.stage is Stage.PAUSED
+    assert job.hub.controller.stage is MindioStage.PAUSED
     assert provided.tft_notify_controller_change_strategy("continue") == 0
     assert mindx.until("report_result") == (0, "training goes on", {}, "continue")
-    assert job.hub.controller.stage is Stage.TRAINING
+    assert job.hub.controller.stage is MindioStage.TRAINING
 
 
 def test_a_pause_that_mindx_forgets_is_the_end(taskd: Callable[..., Taskd]) -> None:
@@ -271,7 +279,7 @@ def test_orders_that_can_not_be_carried_out_are_refused(
     assert "change_strategy('retry') in TRAINING, where [] can be chosen" in caplog.text
     assert "fault 1 of rank 2: there are ranks 0 to 1" in caplog.text
     assert "fault 3 of rank 0" in caplog.text
-    assert job.hub.controller.stage is Stage.TRAINING
+    assert job.hub.controller.stage is MindioStage.TRAINING
     assert not job.hub.controller.faulty
 
 
@@ -322,17 +330,17 @@ def controller(ranks: int = 3) -> MindXController:
     return job
 
 
-def stand(job: MindXController) -> list[Report]:
+def stand(job: MindXController) -> list[MindXCall]:
     """All that are waited for have come to stand."""
     told = [each for rank in sorted(job.pending) for each in job.did(rank, Did(job.round, "lock", 0, 3))]
     return reports(told)
 
 
-def reports(effects: list[Effect]) -> list[Report]:
-    return [each for each in effects if isinstance(each, Report)]
+def reports(effects: list[Effect]) -> list[MindXCall]:
+    return [each for each in effects if isinstance(each, MindXCall)]
 
 
-def asked(job: MindXController, faults: dict[int, int] | None = None) -> Report:
+def asked(job: MindXController, faults: dict[int, int] | None = None) -> MindXCall:
     """Until MindX is to choose."""
     job.stop_train({})
     (report,) = reports(job.on_global_rank(faults or {}))
@@ -343,14 +351,14 @@ def test_a_rank_that_only_mindx_knows_to_be_faulty_is_replaced() -> None:
     job = controller()
     assert not reports(job.stop_train({1: PROCESS}))
     assert stand(job) == [
-        Report("report_fault_ranks", ({1: PROCESS}, {1: ""})),
-        Report("report_stop_complete", (0, "all ranks stand behind update 3", {1: PROCESS})),
+        MindXCall("report_fault_ranks", ({1: PROCESS}, {1: ""})),
+        MindXCall("report_stop_complete", (0, "all ranks stand behind update 3", {1: PROCESS})),
     ]
     (report,) = reports(job.on_global_rank({1: PROCESS}))
-    assert report == Report("report_strategies", ({1: PROCESS}, ["exit", "dump", "recover"]))
+    assert report == MindXCall("report_strategies", ({1: PROCESS}, ["exit", "dump", "recover"]))
     effects = job.change_strategy("recover")
-    assert To(1, Exit(round=job.round)) in effects
-    assert [each.rank for each in effects if isinstance(each, To) and isinstance(each.frame, Stop)] == [0, 2]
+    assert To(1, ExitOrder(round=job.round)) in effects
+    assert [each.rank for each in effects if isinstance(each, To) and isinstance(each.frame, StopOrder)] == [0, 2]
     assert job.lost == {1}
     assert job.gone(1) == [], "it is known to be lost"
 
@@ -383,11 +391,11 @@ def test_a_script_that_fails_can_only_be_saved() -> None:
     job = controller()
     job.reported(2, ReportState.RS_UNKNOWN)
     stand(job)
-    assert asked(job) == Report("report_strategies", ({2: PROCESS}, ["exit", "dump"]))
+    assert asked(job) == MindXCall("report_strategies", ({2: PROCESS}, ["exit", "dump"]))
     with pytest.raises(OrderError, match="where \\['exit', 'dump'\\] can be chosen"):
         job.change_strategy("retry")
     effects = job.change_strategy("dump")
-    assert any(isinstance(each, To) and isinstance(each.frame, Save) for each in effects)
+    assert any(isinstance(each, To) and isinstance(each.frame, SaveOrder) for each in effects)
 
 
 def test_a_fault_before_mindx_has_chosen_is_reported_and_the_open_question_asked_anew() -> None:
@@ -401,12 +409,12 @@ def test_a_fault_before_mindx_has_chosen_is_reported_and_the_open_question_asked
         job.change_strategy("retry")  # an answer to what was asked before
     both = {0: NETWORK, 1: PROCESS}
     assert stand(job) == [
-        Report("report_fault_ranks", (both, {0: "", 1: ""})),
-        Report("report_strategies", (both, ["exit", "dump", "recover"])),
+        MindXCall("report_fault_ranks", (both, {0: "", 1: ""})),
+        MindXCall("report_strategies", (both, ["exit", "dump", "recover"])),
     ]
     assert job.stop_train(both) == []
     job.change_strategy("recover")
-    assert job.stage is Stage.STOPPING
+    assert job.stage is MindioStage.STOPPING
 
 
 @pytest.mark.parametrize(
@@ -425,9 +433,9 @@ def test_a_fault_in_what_mindx_has_chosen_is_its_result(second: Callable[[MindXC
     assert report.action == "report_result"
     assert report.arguments[0] == code
     assert report.arguments[2:] == ({0: NETWORK, 1: PROCESS}, "retry")
-    assert job.stage is Stage.CHOOSING
+    assert job.stage is MindioStage.CHOOSING
     job.change_strategy("recover" if code == 405 else "dump")
-    assert job.stage is (Stage.STOPPING if code == 405 else Stage.SAVING)
+    assert job.stage is (MindioStage.STOPPING if code == 405 else MindioStage.SAVING)
 
 
 def test_a_fault_before_ranks_have_told_of_replicas() -> None:
@@ -441,7 +449,7 @@ def test_a_fault_before_ranks_have_told_of_replicas() -> None:
     stopped, result = reports(effects)
     assert stopped.arguments == (404, "a fault came before any rank had told of its replicas", {1: PROCESS})
     assert result.arguments[0] == 400
-    assert any(isinstance(each, Ended) for each in effects)
+    assert any(isinstance(each, TrainingEnded) for each in effects)
 
 
 def test_nobody_holds_the_state_any_more() -> None:
@@ -456,17 +464,17 @@ def test_nobody_holds_the_state_any_more() -> None:
     told = [each for rank in range(2) for each in job.did(rank, Did(job.round, "lock", 1, 3))]
     (report,) = reports(told)
     assert report.arguments[0] == 499
-    assert any(isinstance(each, Ended) for each in job.change_strategy("exit"))
+    assert any(isinstance(each, TrainingEnded) for each in job.change_strategy("exit"))
 
 
 def test_who_wants_the_end_is_not_asked_how() -> None:
     job = controller()
     job.reported(0, ReportState.RS_HCCL_FAILED)
     stand(job)
-    assert job.stage is Stage.REPORTING
+    assert job.stage is MindioStage.REPORTING
     job.leave("somebody wants the end")
     assert stand(job) == []
-    assert job.stage is Stage.SAVING
+    assert job.stage is MindioStage.SAVING
 
 
 def test_mindx_gives_up_those_who_do_not_come_back() -> None:
@@ -480,6 +488,6 @@ def test_mindx_gives_up_those_who_do_not_come_back() -> None:
         job.did(rank, Did(job.round, "stop", 0, 3))
     for rank in (0, 2):
         job.did(rank, Did(job.round, "clean", 0, 3))
-    assert job.stage is Stage.JOINING
+    assert job.stage is MindioStage.JOINING
     job.change_strategy("dump")
-    assert job.stage is Stage.SAVING
+    assert job.stage is MindioStage.SAVING

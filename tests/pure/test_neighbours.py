@@ -15,7 +15,7 @@ from resilient_train.frameworks.torch.collectives import _note_message
 from resilient_train.frameworks.torch.leaves import unpack
 from resilient_train.frameworks.torch.shared_batch import share
 from resilient_train.protocol.messages import Computed
-from resilient_train.protocol.neighbours import Found, Round, judge, neighbour
+from resilient_train.protocol.neighbours import Judgement, Round, judge, neighbour
 
 Computes = Callable[[int, int, int], object]
 """What a rank makes of another one's inputs in the n-th run."""
@@ -57,7 +57,7 @@ def test_each_computes_from_another_one_and_all_are_computed_from(size: int) -> 
 def test_where_all_compute_alike_there_is_one_round(size: int) -> None:
     group = tuple(range(size))
     assert len(rounds(group, right)) == 1
-    assert judge([group], rounds(group, right)) == Found({}, ())
+    assert judge([group], rounds(group, right)) == Judgement({}, ())
 
 
 @pytest.mark.parametrize("size", range(3, 8))
@@ -65,7 +65,7 @@ def test_a_device_that_always_errs_is_named(size: int) -> None:
     group = tuple(range(size))
     for wrong in group:
         told = judge([group], rounds(group, lambda rank, owner, _, w=wrong: (owner, rank == w)))
-        assert told == Found({wrong: 3}, ())
+        assert told == Judgement({wrong: 3}, ())
 
 
 @pytest.mark.parametrize("size", range(3, 8))
@@ -73,7 +73,7 @@ def test_a_device_that_errs_on_its_own_inputs_is_named(size: int) -> None:
     group = tuple(range(size))
     for wrong in group:
         told = judge([group], rounds(group, lambda rank, owner, _, w=wrong: (owner, rank == owner == w)))
-        assert told == Found({wrong: 1}, ())
+        assert told == Judgement({wrong: 1}, ())
 
 
 @pytest.mark.parametrize("size", range(2, 8))
@@ -81,19 +81,19 @@ def test_a_device_that_errs_once_is_named(size: int) -> None:
     group = tuple(range(size))
     for wrong in group:
         told = judge([group], rounds(group, lambda rank, owner, run, w=wrong: (owner, rank == w and run == 1)))
-        assert told == Found({wrong: 1}, ())
+        assert told == Judgement({wrong: 1}, ())
 
 
 def test_of_two_nothing_says_which_always_errs() -> None:
     for wrong in (0, 1):
         told = judge([(0, 1)], rounds((0, 1), lambda rank, owner, _, w=wrong: (owner, rank == w)))
-        assert told == Found({}, (0, 1))
+        assert told == Judgement({}, (0, 1))
 
 
 @pytest.mark.parametrize("size", range(2, 8))
 def test_a_script_that_looks_at_its_rank_is_nobodys_doing(size: int) -> None:
     group = tuple(range(size))
-    assert judge([group], rounds(group, lambda rank, _owner, __: rank)) == Found({}, group)
+    assert judge([group], rounds(group, lambda rank, _owner, __: rank)) == Judgement({}, group)
 
 
 @pytest.mark.parametrize("size", range(5, 8))
@@ -110,10 +110,10 @@ def test_of_two_devices_that_err_no_third_one_is_named(size: int) -> None:
 def test_groups_are_asked_apart() -> None:
     groups = ((0, 2, 4), (1, 3, 5))
     wrong = rounds(groups[0], lambda rank, owner, _: (owner, rank == 2))
-    assert judge(groups, wrong) == Found({2: 3}, ())
+    assert judge(groups, wrong) == Judgement({2: 3}, ())
     odd = rounds(groups[1], lambda rank, _owner, __: rank)
     both = [Round(a.distance, {**a.differ, **b.differ}) for a, b in zip(wrong, odd, strict=True)]
-    assert judge(groups, both) == Found({2: 3}, groups[1])
+    assert judge(groups, both) == Judgement({2: 3}, groups[1])
 
 
 @pytest.mark.parametrize(

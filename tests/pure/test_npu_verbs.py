@@ -203,7 +203,7 @@ class QuietDriver(Driver):
         self._link: Any = SimpleNamespace(rank=0)
         self._clock: Any = SimpleNamespace(stop=lambda: None)
         self._device = DeviceErrors(peers, engine.device, self._event, mends=True)
-        self._from_replica = FromReplica(self._link, engine.state, engine.step, engine.groups, "auto")
+        self._from_replica = FromReplica(self._link, engine.state, engine.window, engine.groups, "auto")
 
     def _event(self, kind: str, detail: dict[str, Any]) -> None:
         self.events.append(f"{kind}: {detail.get('tensors', detail.get('error'))}")
@@ -212,7 +212,7 @@ class QuietDriver(Driver):
 def stopped_engine(found: Damage) -> Any:
     groups = SimpleNamespace(sockets=list, close=lambda: None)
     device = SimpleNamespace(confirm=lambda _: found, errors=lambda wait: [], notes=list)
-    return SimpleNamespace(groups=groups, device=device, state=None, step=None)
+    return SimpleNamespace(groups=groups, device=device, state=None, window=None)
 
 
 def test_damage_that_only_the_check_finds() -> None:

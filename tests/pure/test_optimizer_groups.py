@@ -28,7 +28,7 @@ class Rank:
         self.optimizer = make(self.model[2].parameters(), lr=1e-2)
         self.objects = Objects((self.model,), (self.optimizer,))
         self.engine = engine_for(self.objects)
-        self.state, self.step = self.engine.state, self.engine.step
+        self.state, self.step = self.engine.state, self.engine.window
 
     def unfreeze(self, lr: float = 1e-3) -> None:
         self.optimizer.add_param_group({"params": list(self.model[0].parameters()), "lr": lr})

@@ -20,7 +20,7 @@ from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.controller import Controller
-from resilient_train.protocol.orders import LISTENING, NOBODY, Order
+from resilient_train.protocol.orders import LISTENING, NOBODY, FaultOrder
 from resilient_train.protocol.policy import Policy
 from resilient_train.session.injection import Injector
 from resilient_train.session.peers import Peers
@@ -31,7 +31,7 @@ from resilient_train.state.arena import Arena
 @pytest.mark.parametrize("number", [1, 2, orders.NUMBER_MAX])
 def test_round_trip(kind: str, number: int) -> None:
     for target in TARGETS if kind == "uce" else ("",):
-        order = Order(number, kind, target)
+        order = FaultOrder(number, kind, target)
         word = orders.pack(order)
         assert word.bit_length() <= 32
         assert word not in {NOBODY, LISTENING}
@@ -137,7 +137,7 @@ def test_an_order_hits_in_the_next_step_once(board: Board) -> None:
     rank.listen()
     rank.step(0)
     assert (rank.events, rank.drill.hooks) == ([], {}), "nothing is hooked before it is needed"
-    assert board.exchange_order(1, LISTENING, orders.pack(Order(7, "hcce")))
+    assert board.exchange_order(1, LISTENING, orders.pack(FaultOrder(7, "hcce")))
     rank.step(1)
     rank.step(2)
     assert rank.drill.done == ["hcce"]
@@ -151,7 +151,7 @@ def test_memory_is_lost_in_the_middle_of_a_pass(board: Board) -> None:
     rank = Rank(board)
     rank.listen()
     for number, target in enumerate(TARGETS):
-        board.set_order(1, orders.pack(Order(number + 1, "uce", target)))
+        board.set_order(1, orders.pack(FaultOrder(number + 1, "uce", target)))
         rank.step(number)
     assert rank.drill.done == [f"uce {target}" for target in TARGETS]
     places = ["backward" if target == "gradient" else "forward" for target in TARGETS]
@@ -161,7 +161,7 @@ def test_memory_is_lost_in_the_middle_of_a_pass(board: Board) -> None:
 def test_a_step_that_was_cut_before_the_fault_leaves_it_to_the_next(board: Board) -> None:
     rank = Rank(board)
     rank.listen()
-    board.set_order(1, orders.pack(Order(1, "uce", "param")))
+    board.set_order(1, orders.pack(FaultOrder(1, "uce", "param")))
     rank.enter(3)
     rank.number = 4  # between two steps, or in a validation pass, the model is the user's
     rank.drill.hooks["forward"]()
@@ -175,7 +175,7 @@ def test_a_step_that_was_cut_before_the_fault_leaves_it_to_the_next(board: Board
 def test_a_plan_and_an_order(board: Board) -> None:
     rank = Rank(board, "hcce rank=1 step=1; hcce rank=1 step=2 at=forward; hcce rank=0 step=1")
     rank.listen()
-    board.set_order(1, orders.pack(Order(1, "uce", "buffer")))
+    board.set_order(1, orders.pack(FaultOrder(1, "uce", "buffer")))
     rank.step(1)
     rank.step(2)
     assert rank.drill.done == ["hcce", "uce buffer", "hcce"]
@@ -248,7 +248,7 @@ class Desk:
         (m.Inject("hcce", 2**63), "there is no rank"),
         (m.Inject("kill", 1), "rank 1 is not running now"),
         (m.Inject("hcce", 0), "it is in no loop of a Session now"),
-        (m.Finish(1), "an operator can't send Finish"),
+        (m.LoopOver(1), "an operator can't send LoopOver"),
         (m.Done(1, False, 3), "an operator can't send Done"),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_second_order_waits_for_the_first(board: Board) -> None:
     board.set_order(0, LISTENING)
     first = desk.ask(m.Inject("uce", 0, "optimizer"))
     assert (first.error, first.status["order"], first.status["incarnation"]) == ("", 1, 3)
-    assert orders.unpack(board.order(0)) == Order(1, "uce", "optimizer")
+    assert orders.unpack(board.order(0)) == FaultOrder(1, "uce", "optimizer")
     assert "ordered before" in desk.ask(m.Inject("hcce", 0)).error
     board.set_order(0, LISTENING)
     assert desk.ask(m.Inject("hcce", 0)).status["order"] == 2

@@ -218,7 +218,7 @@ def test_who_is_a_source_offers_first() -> None:
     plan = Plan(1, 0, {3: 1, 0: 1, 2: 5})
     rank = rank_after(*recovering(plan, *IN_BODY, on.Exit("interrupted"), STOP))
     effects = rank.on(on.Ok())
-    assert do.Offer((0, 3)) in effects
+    assert do.SendOffers((0, 3)) in effects
     assert names(rank.on(Pull(1, 1, 3))) == ["Serve"]
     assert names(rank.on(on.Ok())) == ["AwaitResume"]
 
@@ -377,7 +377,7 @@ def test_who_comes_after_a_break_ends_too() -> None:
 def test_the_last_snapshot() -> None:
     last = Plan(1, 0, {}, last=True)
     rank = rank_after(*recovering(last, *IN_BODY, on.Exit("interrupted"), STOP), on.Ok())
-    assert names(rank.on(Resume(1))) == ["Compare", "SetMode", "Save"]
+    assert names(rank.on(Resume(1))) == ["Compare", "SetMode", "SaveState"]
     assert isinstance(rank.state, Save)
     assert names(rank.on(on.Stopped())) == ["Quiesce"], "a fault in it is a recovery like any other"
 
@@ -393,13 +393,13 @@ def test_the_last_snapshot_of_who_is_left() -> None:
     assert rank.state == Save(At.HOOK)
     rank = rank_after(*recovering(SAVE, *IN_TAIL, on.TailCut(stopped=True)))
     assert rank.state == Tail(SAVE), "the tail runs to its end first"
-    assert names(rank.on(on.Next(9))) == ["Record", "Publish", "Save"]
+    assert names(rank.on(on.Next(9))) == ["Record", "Publish", "SaveState"]
     rank = rank_after(*recovering(SAVE, *IN_TAIL, on.TailCut(stopped=True)))
     assert names(rank.copy().on(on.Exit())) == names(rank.copy().on(on.Exit("leaves"))) == ["Return"], "it goes on"
-    assert names(rank.on(on.Exit("error", "KeyError: 3"))) == ["TellTailFailed", "Record", "Publish", "Save"]
+    assert names(rank.on(on.Exit("error", "KeyError: 3"))) == ["TellTailFailed", "Record", "Publish", "SaveState"]
     assert names(rank_after(*IN_TAIL).on(on.Exit("error", "KeyError: 3"))) == ["Return"], "the user's own"
     rank = rank_after(*IN_TAIL, on.Exit(), STOP, on.Quieted(1))
-    assert names(rank.on(SAVE)) == ["Rollback", "Publish", "Save"], "what its tail drew is published nowhere yet"
+    assert names(rank.on(SAVE)) == ["Rollback", "Publish", "SaveState"], "what its tail drew is published nowhere yet"
     (waits,) = rank_after(*IN_BODY, on.Exit("interrupted"), STOP, on.Quieted(1)).on(SaveLast(1, 1))
     assert waits == do.AwaitEnd()
 

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402 - only where torch is
 from resilient_train.errors import ProtocolError, StateError  # noqa: E402
 from resilient_train.frameworks.torch import rank_state  # noqa: E402
 from resilient_train.frameworks.torch.leaves import pack, unpack  # noqa: E402
-from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
+from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
 
 
 class Counter:
@@ -38,13 +38,13 @@ def train(net: nn.Module, steps: int = 1) -> None:
         net(torch.randn(6, 4))
 
 
-def plainly(state: RankState) -> bytes:
+def plainly(state: TorchRankState) -> bytes:
     return pack({"buffers": state.buffers.changed(), "extra": {}})
 
 
 def test_the_bytes_are_those_of_the_slow_way() -> None:
     net = model()
-    state = RankState((net,), {})
+    state = TorchRankState((net,), {})
     for _ in range(3):
         train(net)
         assert state.packed() == plainly(state)
@@ -52,7 +52,7 @@ def test_the_bytes_are_those_of_the_slow_way() -> None:
 
 def test_while_nothing_changes_nothing_is_packed() -> None:
     net = model()
-    state = RankState((net,), {})
+    state = TorchRankState((net,), {})
     train(net)
     first = state.packed()
     assert state.packed() is first
@@ -63,7 +63,7 @@ def test_while_nothing_changes_nothing_is_packed() -> None:
 def test_batch_norms_silent_writes_are_seen() -> None:
     """They don't tell the version counter."""
     net = model()
-    state = RankState((net,), {})
+    state = TorchRankState((net,), {})
     seen = set()
     for _ in range(4):
         train(net)
@@ -75,7 +75,7 @@ def test_batch_norms_silent_writes_are_seen() -> None:
 def test_buffers_that_are_exchanged_are_seen(how: str) -> None:
     net: Any = model()
     net[0].register_buffer("mask", torch.ones(3))
-    state = RankState((net,), {})
+    state = TorchRankState((net,), {})
     train(net)
     before = state.packed()
     if how == "another object":
@@ -88,21 +88,21 @@ def test_buffers_that_are_exchanged_are_seen(how: str) -> None:
 
 
 def test_no_buffers_are_no_bytes() -> None:
-    assert RankState((nn.Linear(2, 2),), {}).packed() == b""
+    assert TorchRankState((nn.Linear(2, 2),), {}).packed() == b""
 
 
 def test_what_the_user_calls_its_own_comes_along() -> None:
     counter, other = Counter(), Counter()
     counter.value = 5
-    packed = RankState((model(),), {"counter": counter}).packed()
-    RankState((model(),), {"counter": other}).restore(packed)
+    packed = TorchRankState((model(),), {"counter": counter}).packed()
+    TorchRankState((model(),), {"counter": other}).restore(packed)
     assert other.value == 5
 
 
 def test_a_rollback_takes_first_changes_back() -> None:
     net: Any = nn.Linear(4, 4)
     net.register_buffer("mask", torch.ones(3))
-    state = RankState((net,), {})
+    state = TorchRankState((net,), {})
     state.keep()
     assert state.packed() == b""
     net.mask.zero_()
@@ -112,7 +112,7 @@ def test_a_rollback_takes_first_changes_back() -> None:
 
 def test_a_rollback_brings_the_begin_of_the_window_back() -> None:
     net = model()
-    state = RankState((net,), {})
+    state = TorchRankState((net,), {})
     train(net)
     begin = state.packed()
     state.keep()
@@ -126,7 +126,7 @@ def test_a_rollback_brings_the_begin_of_the_window_back() -> None:
 def test_a_buffer_on_a_device_or_in_pieces_goes_the_slow_way() -> None:
     net: Any = nn.Linear(4, 4)
     net.register_buffer("table", torch.arange(12.0).reshape(3, 4).t())
-    state = RankState((net,), {})
+    state = TorchRankState((net,), {})
     net.table.add_(1)
     assert state.packed() == plainly(state)
     assert state._same is None
@@ -134,7 +134,7 @@ def test_a_buffer_on_a_device_or_in_pieces_goes_the_slow_way() -> None:
 
 def test_foreign_bytes_are_refused() -> None:
     with pytest.raises(ProtocolError):
-        RankState((model(),), {}).restore(b"\x93 no state")
+        TorchRankState((model(),), {}).restore(b"\x93 no state")
 
 
 def test_what_the_module_looks_at_is_what_it_says() -> None:
@@ -163,7 +163,7 @@ class Cooling(nn.Linear):
 
 def test_extra_state_of_modules_is_a_ranks_own() -> None:
     net, other, newcomer = (nn.Sequential(nn.Linear(4, 4), Cooling()) for _ in range(3))
-    state = RankState((net,), {})
+    state = TorchRankState((net,), {})
     train(net)
     begin, was = state.packed(), net[1].get_extra_state()["heat"]
     state.keep()
@@ -171,8 +171,8 @@ def test_extra_state_of_modules_is_a_ranks_own() -> None:
     assert state.packed() != begin
     state.rollback()
     assert (net[1].heat, state.packed()) == (was, begin)
-    RankState((other,), {}).restore(begin)
-    RankState((newcomer,), {}).adopt(begin)
+    TorchRankState((other,), {}).restore(begin)
+    TorchRankState((newcomer,), {}).adopt(begin)
     assert other[1].heat == newcomer[1].heat == was
     assert other[1].seen.most_common() == [(6, 1)]
 
@@ -181,7 +181,7 @@ def test_extra_state_that_cannot_be_carried_names_its_module() -> None:
     net = nn.Sequential(Cooling())
     net[0].heat = {1, 2}
     with pytest.raises(StateError, match=r"'extra_state\.0\.0\.heat' is a set"):
-        RankState((net,), {}).packed()
+        TorchRankState((net,), {}).packed()
 
 
 class Banks(nn.Module):
@@ -210,7 +210,7 @@ class Banks(nn.Module):
 def test_buffers_of_another_shape_are_put_back(rows: int) -> None:
     """With one row they were filled with copies of it, and nobody was told."""
     net = Banks(rows)
-    state = RankState((net,), {})
+    state = TorchRankState((net,), {})
     for step in range(3):
         before, begin = net.told(), state.packed()
         state.keep()
@@ -231,7 +231,7 @@ def test_a_buffer_whose_memory_comes_back_is_seen() -> None:
     """Two forward passes in a step: the second one's buffer may get the memory that the first one's had."""
     net: Any = nn.Linear(2, 2)
     net.register_buffer("mean", torch.zeros(4))
-    state = RankState((net,), {})
+    state = TorchRankState((net,), {})
     assert state.packed() == b""
     for _ in range(8):
         for _ in range(2):

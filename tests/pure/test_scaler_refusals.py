@@ -20,7 +20,7 @@ class Loop:
         self.optimizers = tuple(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.model)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
         self.told: list[tuple[str, int]] = []
-        self.step = engine_for(Objects((self.model,), self.optimizers, (), self.scaler, {}, {})).step
+        self.step = engine_for(Objects((self.model,), self.optimizers, (), self.scaler, {}, {})).window
         self.step.attach(self)
         self.step.begin()
 

@@ -22,11 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from resilient_train.errors import ConfigError, LayoutError, StateError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
 from resilient_train.frameworks.roles import Damage, Objects, SaveShare  # noqa: E402
-from resilient_train.frameworks.torch.gradients import Gradients  # noqa: E402
+from resilient_train.frameworks.torch.gradients import TorchGradients  # noqa: E402
 from resilient_train.frameworks.torch.leaves import TENSORS, local, pack, version_of  # noqa: E402
-from resilient_train.frameworks.torch.rank_state import RankState  # noqa: E402
+from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
 from resilient_train.frameworks.torch.sharded import Sharding, placed_like  # noqa: E402
-from resilient_train.frameworks.torch.state import State  # noqa: E402
+from resilient_train.frameworks.torch.state import TorchState  # noqa: E402
 from resilient_train.state.checkpoint.held import _lacking  # noqa: E402
 from resilient_train.state.sharding import Piece  # noqa: E402
 from resilient_train.state.transfer import Span, view  # noqa: E402
@@ -72,7 +72,7 @@ def test_a_norm_that_is_looked_at_costs_no_collective(norm_type: float) -> None:
     model, seen = net(hsdp()), []
     plain = clipping(model, norm_type)
     assert plain[0] > 0
-    watched = Gradients(Objects((model,), ()))
+    watched = TorchGradients(Objects((model,), ()))
     watched.watch(seen.append)
     try:
         with CommDebugMode() as counted:
@@ -144,14 +144,14 @@ def test_a_part_is_saved_once_under_its_own_name(four_ranks: None) -> None:
     model: Any = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     model = replicate(parallelize_module(model, whole[names[1]], plan), mesh=whole[names[0]])
-    state = State(Objects((model,), ()), RankState((model,), {}), Host())
+    state = TorchState(Objects((model,), ()), TorchRankState((model,), {}), Host())
     assert state.replicas(()) == ((0, 2), (1, 3))
     with pytest.raises(ConfigError, match=r"replicas=\(\(0, 1\), \(2, 3\)\), but by the model's meshes"):
         state.replicas(((0, 1), (2, 3)))
     share = SaveShare(0, 1, 0, 4)
     assert state.image(0, share).names[:4] == tuple(f"model.0.{at}.{what}" for at in (0, 1) for what in KINDS)
     plain = nn.Linear(2, 2)
-    beside = State(Objects((plain,), ()), RankState((plain,), {}), Host())
+    beside = TorchState(Objects((plain,), ()), TorchRankState((plain,), {}), Host())
     assert beside.replicas(((1, 2), (0, 3))) == ((1, 2), (0, 3))
     assert beside.image(0, share).names == ("model.0.weight@1", "model.0.bias@1")
     assert beside.replicas(()) == ()
@@ -170,7 +170,7 @@ def test_what_is_beside_a_parameter_of_one_number_stays_what_it_was(four_ranks: 
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    state = State(Objects((model,), (optimizer,)), RankState((model,), {}), Host())
+    state = TorchState(Objects((model,), (optimizer,)), TorchRankState((model,), {}), Host())
     image = state.image(1, SaveShare(0, 1, 0, 4))
     state.load(image.tree, image.names, lambda _targets, _division: None)
     for parameter in model.parameters():
@@ -203,7 +203,7 @@ def test_a_backward_pass_that_is_cut_leaves_nothing(four_ranks: None) -> None:
     """``reset_iter_state`` leaves the gradients of whole tensors, to which the next pass would add."""
     model = net(hsdp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = State(Objects((model,), (optimizer,)), RankState((model,), {}), Host())
+    state = TorchState(Objects((model,), (optimizer,)), TorchRankState((model,), {}), Host())
     parameters = [*model.parameters()]
 
     def cut(*_: object) -> None:
@@ -226,14 +226,14 @@ def test_a_backward_pass_that_is_cut_leaves_nothing(four_ranks: None) -> None:
 def test_only_the_parts_that_were_hit_come_from_a_replica(four_ranks: None) -> None:
     """Into new memory, of which ``fully_shard`` must know: it gathers out of it. This rank has 8 of 12 numbers."""
 
-    def trained() -> State:
+    def trained() -> TorchState:
         torch.manual_seed(0)
         model = fully_shard(nn.Sequential(nn.Linear(6, 3)), mesh=hsdp())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        return State(Objects((model,), (optimizer,)), RankState((model,), {}), Host())
+        return TorchState(Objects((model,), (optimizer,)), TorchRankState((model,), {}), Host())
 
     def fetch(spans: list[Span]) -> None:
         for span, source in zip(spans, sources.spans, strict=True):
@@ -284,7 +284,7 @@ def test_what_an_optimizer_has_placed_in_its_own_way_is_refused(four_ranks: None
     """A new process would make it like the parameter."""
     model = net(hsdp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = State(Objects((model,), (optimizer,)), RankState((model,), {}), Host())
+    state = TorchState(Objects((model,), (optimizer,)), TorchRankState((model,), {}), Host())
     weight = next(iter(model.parameters()))
     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     state.check()
@@ -344,7 +344,9 @@ def test_divided_state_of_the_users_is_refused(four_ranks: None) -> None:
 
     model = net(hsdp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = State(Objects((model,), (optimizer,), extra={"ema": Average(model)}), RankState((model,), {}), Host())
+    state = TorchState(
+        Objects((model,), (optimizer,), extra={"ema": Average(model)}), TorchRankState((model,), {}), Host()
+    )
     with pytest.raises(StateError, match=r"'extra.ema.0' is a DTensor: .* only parameters"):
         state.check()
 

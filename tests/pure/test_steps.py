@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402 - only where torch is
 from resilient_train.errors import UsageError  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
-from resilient_train.frameworks.torch.step import Step  # noqa: E402
+from resilient_train.frameworks.torch.window import TorchWindow  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -57,14 +57,14 @@ def registered(model: nn.Module) -> Communicating:
 
 
 @pytest.fixture
-def steps(model: nn.Module, registered: Communicating) -> Iterator[tuple[Step, Told]]:
-    steps, told = engine_for(Objects((model,), (registered,))).step, Told()
+def steps(model: nn.Module, registered: Communicating) -> Iterator[tuple[TorchWindow, Told]]:
+    steps, told = engine_for(Objects((model,), (registered,))).window, Told()
     steps.attach(told)
     yield steps, told
     steps.detach()
 
 
-def test_a_collective_in_a_step_is_the_optimizers(steps: tuple[Step, Told], registered: Communicating) -> None:
+def test_a_collective_in_a_step_is_the_optimizers(steps: tuple[TorchWindow, Told], registered: Communicating) -> None:
     seen, told = steps
     registered.step()
     registered.call = lambda: seen.check_collective("allreduce")
@@ -77,7 +77,7 @@ def test_a_collective_in_a_step_is_the_optimizers(steps: tuple[Step, Told], regi
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_collective_in_a_closure_is_the_users(
-    steps: tuple[Step, Told], registered: Communicating, *, named: bool
+    steps: tuple[TorchWindow, Told], registered: Communicating, *, named: bool
 ) -> None:
     seen, _ = steps
     calls = []
@@ -94,7 +94,9 @@ def test_a_collective_in_a_closure_is_the_users(
         registered.step(closure)
 
 
-def test_a_foreign_optimizer_on_a_registered_parameter_is_refused(steps: tuple[Step, Told], model: nn.Module) -> None:
+def test_a_foreign_optimizer_on_a_registered_parameter_is_refused(
+    steps: tuple[TorchWindow, Told], model: nn.Module
+) -> None:
     _, told = steps
     before = model.weight.clone()
     foreign = torch.optim.AdamW([model.weight], lr=0.5)
@@ -104,7 +106,9 @@ def test_a_foreign_optimizer_on_a_registered_parameter_is_refused(steps: tuple[S
     assert told.told == []
 
 
-def test_a_foreign_optimizer_of_something_else_is_nobodys_business(steps: tuple[Step, Told], model: nn.Module) -> None:
+def test_a_foreign_optimizer_of_something_else_is_nobodys_business(
+    steps: tuple[TorchWindow, Told], model: nn.Module
+) -> None:
     latent = nn.Parameter(torch.ones(2))
     latent.grad = torch.ones(2)
     foreign = torch.optim.SGD([latent], lr=0.5)
@@ -127,7 +131,7 @@ def test_what_a_registered_optimizer_calls_is_its_own_doing(model: nn.Module) ->
     model(torch.ones(1, 3)).sum().backward()
     outer = Outer(model.parameters(), lr=0.1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps, told = engine_for(Objects((model,), (outer,))).step, Told()
+    steps, told = engine_for(Objects((model,), (outer,))).window, Told()
     steps.attach(told)
     try:
         outer.step()

@@ -60,7 +60,7 @@ def test_scaler_keeps_what_was_unscaled_where_a_redo_clears_it() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    step = engine_for(Objects((model,), (optimizer,), (), scaler, {}, {})).step
+    step = engine_for(Objects((model,), (optimizer,), (), scaler, {}, {})).window
     for _ in range(2):
         step.begin()
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()
@@ -226,10 +226,10 @@ def test_the_recorder_sees_gloo_by_the_names_of_our_groups() -> None:
 def test_a_recorder_that_is_too_large_to_be_asked_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     from resilient_train.errors import UsageError
     from resilient_train.frameworks.accelerator import Accelerator
-    from resilient_train.frameworks.torch.groups import Groups
+    from resilient_train.frameworks.torch.groups import TorchGroups
 
     nobody: Accelerator = None  # type: ignore[assignment] # it has no part in this
-    groups = Groups(nobody)
+    groups = TorchGroups(nobody)
     assert b'"version"' in groups.recorded()
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "20001")
     with pytest.raises(UsageError, match="keeps 20001 collectives"):

@@ -33,7 +33,7 @@ FRAMES = [
     m.Pull(1, 2, 3),
     m.Fetched(1, 2, 3, 4, "memory"),
     m.Done(1, True, 7),
-    m.Finish(1),
+    m.LoopOver(1),
     m.Refused("no"),
     m.Inject("kill", 0),
     m.Inject("uce", 1, "gradient"),
@@ -188,8 +188,8 @@ def test_descriptors(ends: tuple[Channel, socket.socket], tmp_path: Path) -> Non
     path = tmp_path / "given"
     path.write_text("content")
     with path.open() as file:
-        socket.send_fds(agent, [encode(m.Arena(1))], [file.fileno()])
-    assert channel.receive() == m.Arena(1)
+        socket.send_fds(agent, [encode(m.ArenaFrame(1))], [file.fileno()])
+    assert channel.receive() == m.ArenaFrame(1)
     (descriptor,) = channel.take_descriptors(1)
     assert os.read(descriptor, 100) == b"content"
     assert not os.get_inheritable(descriptor)

@@ -46,8 +46,8 @@ class Rig:
         self.now += self._look_s(self.now)
         return self.now >= self._stop_s
 
-    def waits(self, *, limited: bool = True) -> on.Event:
-        found: on.Event = self.driver._await_stop(do.AwaitStop(limited=limited))
+    def waits(self, *, limited: bool = True) -> on.RankEvent:
+        found: on.RankEvent = self.driver._await_stop(do.AwaitStop(limited=limited))
         return found
 
 

@@ -9,28 +9,36 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from resilient_train.integrations.mindio.controller import Controller, Effect, Ended, Policy, Report, Stage, To
+from resilient_train.integrations.mindio.controller import (
+    Effect,
+    MindioController,
+    MindioStage,
+    MindXCall,
+    Recoveries,
+    To,
+    TrainingEnded,
+)
 from resilient_train.integrations.mindio.frames import (
     NAMED,
     NOT_WHOLE,
     PASSED,
-    Clean,
+    CleanOrder,
     Did,
-    Exit,
-    Go,
-    Halt,
-    Lock,
-    Rebuild,
-    Release,
-    Rename,
-    Repair,
+    ExitOrder,
+    GoOrder,
+    HaltOrder,
+    LockOrder,
+    ProcessorWelcome,
+    RebuildOrder,
+    ReleaseOrder,
+    RenameOrder,
+    RepairOrder,
     RepairType,
     ReplicaGroup,
     ReportState,
-    Rollback,
-    Save,
-    Stop,
-    Welcome,
+    RollbackOrder,
+    SaveOrder,
+    StopOrder,
 )
 from resilient_train.integrations.mindio.mindx_controller import MindXController
 
@@ -73,12 +81,12 @@ class SimRank:
         """
         self.limit: int | None = None
         self.stopped = False
-        self.locking: Lock | Halt | None = None
-        self.saving: tuple[Save, int | None] | None = None
+        self.locking: LockOrder | HaltOrder | None = None
+        self.saving: tuple[SaveOrder, int | None] | None = None
         """The order, and the state when it began to write."""
-        self.renaming: tuple[Rename, int | None] | None = None
+        self.renaming: tuple[RenameOrder, int | None] | None = None
         """The order, and what is answered to it when it is carried out."""
-        self.hangs: Repair | None = None
+        self.hangs: RepairOrder | None = None
         """It waits for state from a rank that has not sent it."""
         self.down: tuple[Any, ...] = ()
         self.up: tuple[Any, ...] = ()
@@ -106,14 +114,14 @@ class World:
         ranks: int,
         updates: int,
         faults: Faults,
-        policy: Policy | None = None,
+        policy: Recoveries | None = None,
         *,
         heedless: bool = False,
         mindx: bool = False,
         by_itself: bool = False,
     ) -> None:
         self.updates, self.budget, self.heedless, self.by_itself = updates, faults, heedless, by_itself
-        self.controller = MindXController(ranks, policy) if mindx else Controller(ranks, policy)
+        self.controller = MindXController(ranks, policy) if mindx else MindioController(ranks, policy)
         self.asked = ""
         """What MindX was called for last."""
         self.chosen = ""
@@ -124,7 +132,7 @@ class World:
         self.ranks = [SimRank() for _ in range(ranks)]
         self.sent: frozenset[tuple[int, int, int, Any]] = frozenset()
         """(round, source, target, state)"""
-        self.ended: Ended | None = None
+        self.ended: TrainingEnded | None = None
         self.saved: frozenset[tuple[int, int, int | None]] = frozenset()
         """(round, rank, the state in its file)"""
         self.named = False
@@ -150,16 +158,16 @@ class World:
         found += [("uce", index) for index in trains if self.budget.uces]
         found += [("hcce", index) for index in trains if self.budget.hcces and self.ranks[index].main == "enters"]
         found += [("error", index) for index in trains if self.budget.errors]
-        if self.budget.pauses and self.controller.stage is not Stage.OVER:
+        if self.budget.pauses and self.controller.stage is not MindioStage.OVER:
             found.append(("pauses", 0))
-        stands = self.controller.stage is Stage.PAUSED
-        if (stands or (self.controller.pauses and self.controller.stage is Stage.HALTING)) and not self.was_left:
+        stands = self.controller.stage is MindioStage.PAUSED
+        if (stands or (self.controller.pauses and self.controller.stage is MindioStage.HALTING)) and not self.was_left:
             found.append(("unpauses", 0))
-        if self.budget.stalls and self.controller.stage in (Stage.TRAINING, Stage.HALTING):
+        if self.budget.stalls and self.controller.stage in (MindioStage.TRAINING, MindioStage.HALTING):
             found.append(("stalls", 0))
         if self.budget.leaves:
             found.append(("leaves", 0))
-        if self.budget.lates and self.controller.stage not in (Stage.TRAINING, Stage.OVER):
+        if self.budget.lates and self.controller.stage not in (MindioStage.TRAINING, MindioStage.OVER):
             found.append(("expires", 0))
         return found
 
@@ -168,13 +176,13 @@ class World:
         if not isinstance(self.controller, MindXController):
             return []
         match self.controller.stage:
-            case Stage.REPORTING:
+            case MindioStage.REPORTING:
                 return ["MindX stops"]
-            case Stage.NAMING:
+            case MindioStage.NAMING:
                 return ["MindX names"]
-            case Stage.CHOOSING:
+            case MindioStage.CHOOSING:
                 return [f"MindX chooses {each}" for each in self.controller.offered]
-            case Stage.JOINING:
+            case MindioStage.JOINING:
                 return ["MindX chooses dump"]
         return []
 
@@ -193,7 +201,7 @@ class World:
             said.append("hears")
         if rank.locking is not None and rank.main != "updates":
             waits = rank.main not in ("trains", "enters")
-            if isinstance(rank.locking, Lock) or waits or rank.step >= rank.locking.limit:
+            if isinstance(rank.locking, LockOrder) or waits or rank.step >= rank.locking.limit:
                 said.append("stands")
         if rank.saving is not None:
             said.append("has saved")
@@ -221,7 +229,7 @@ class World:
     def _all_rebuilt(self, number: int) -> bool:
         return all(each.rebuilt == number for each in self.ranks if each.main not in ("builds", "boots", "waits"))
 
-    def _given(self, index: int, order: Repair) -> Any:
+    def _given(self, index: int, order: RepairOrder) -> Any:
         sources = {part.sources[0] for part in order.parts if part.how != SENDS and part.sources}
         found = [s for n, source, to, s in self.sent if (n, to) == (order.round, index) and source in sources]
         return found[0] if found else None
@@ -331,12 +339,12 @@ class World:
         self._carry_out(self.controller.on_global_rank({}))
 
     def _mindx_chooses(self, strategy: str) -> None:
-        if self.controller.stage is Stage.CHOOSING:
+        if self.controller.stage is MindioStage.CHOOSING:
             require(self.asked in ("report_strategies", "report_result"), f"it was asked for {self.asked}")
         self.chosen = strategy
         self._carry_out(self.controller.change_strategy(strategy))
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: MindXCall) -> None:
         self.asked = report.action
         if report.action != "report_result":
             return
@@ -373,7 +381,7 @@ class World:
 
     def _hears(self, index: int, rank: SimRank) -> None:
         order, rank.down = rank.down[0], rank.down[1:]
-        if isinstance(order, Welcome):
+        if isinstance(order, ProcessorWelcome):
             require(order.reborn, "the job began long ago")
             if self.by_itself:
                 self._out(rank, ReportState.RS_PREREPAIR_FINISH)
@@ -385,48 +393,50 @@ class World:
             return
         rank.round = order.round
         match order:
-            case Halt(limit=limit) if rank.step > limit or (rank.step == limit and rank.main in ("enters", "updates")):
+            case HaltOrder(limit=limit) if rank.step > limit or (
+                rank.step == limit and rank.main in ("enters", "updates")
+            ):
                 self._did(rank, order, PASSED)
-            case Lock(limit=limit) | Halt(limit=limit):
+            case LockOrder(limit=limit) | HaltOrder(limit=limit):
                 rank.limit, rank.locking = limit, order
-            case Release():
+            case ReleaseOrder():
                 rank.limit = rank.locking = None
-            case Stop():
+            case StopOrder():
                 rank.stopped, rank.hangs = True, None
                 self._did(rank, order)
-            case Clean(uce=uce):
+            case CleanOrder(uce=uce):
                 require(rank.main == "out", f"rank {index} is cleaned while its training thread {rank.main}")
                 require(uce == (rank.state is None) or not uce, f"rank {index} lost no memory")
                 self._did(rank, order)
-            case Rebuild():
+            case RebuildOrder():
                 rank.rebuilt = order.round
                 self._did(rank, order)
-            case Repair() | Rollback() | Save() if self._lost_it(rank, order):
+            case RepairOrder() | RollbackOrder() | SaveOrder() if self._lost_it(rank, order):
                 self._did(rank, order, NOT_WHOLE)
-            case Repair():
+            case RepairOrder():
                 self._repairs(index, rank, order)
-            case Rollback(step=step):
+            case RollbackOrder(step=step):
                 require(rank.state == step, f"rank {index} is rolled back to {step} with {rank.state}")
                 self._did(rank, order)
-            case Go(step=step):
+            case GoOrder(step=step):
                 self._goes(index, rank, step)
-            case Save(step=step):
+            case SaveOrder(step=step):
                 require(rank.state == step, f"rank {index} saves {rank.state} as {step}")
                 rank.saving = order, rank.state
-            case Rename(step=step):
+            case RenameOrder(step=step):
                 newest = max(number for number, _, _ in self.saved)
                 files = {state for number, _, state in self.saved if number == newest}
                 require(files == {step}, f"what is named {step} holds {files}")
                 rank.renaming = order, None
-            case Exit():
+            case ExitOrder():
                 self._dies(rank)
 
     def _did(self, rank: SimRank, order: Any, code: int = 0) -> None:
         rank.up += (Did(order.round, order.name(), code, rank.step),)
 
-    def _lost_it(self, rank: SimRank, order: Repair | Rollback | Save) -> bool:
+    def _lost_it(self, rank: SimRank, order: RepairOrder | RollbackOrder | SaveOrder) -> bool:
         """It would have to hold the state behind that update, and does not any more (``Processor._holds``)."""
-        if isinstance(order, Repair) and not any(part.how == SENDS for part in order.parts):
+        if isinstance(order, RepairOrder) and not any(part.how == SENDS for part in order.parts):
             return False
         return rank.state != order.step and (self.heedless or rank.state is None)
 
@@ -460,7 +470,7 @@ class World:
             self._did(rank, rank.locking, int(rank.state is None))
         rank.locking = None
 
-    def _repairs(self, index: int, rank: SimRank, order: Repair) -> None:
+    def _repairs(self, index: int, rank: SimRank, order: RepairOrder) -> None:
         sends = [target for part in order.parts if part.how == SENDS for target in part.targets]
         gets = [part for part in order.parts if part.how != SENDS and part.sources]
         require(not (sends and gets), f"rank {index} sends, and is to get")
@@ -497,13 +507,13 @@ class World:
                 target = self.ranks[effect.rank] = self.ranks[effect.rank].copy()
                 if target.alive:
                     target.down += (effect.frame,)
-            elif isinstance(effect, Ended):
+            elif isinstance(effect, TrainingEnded):
                 self.ended = effect
                 self._check_end(effect)
-            elif isinstance(effect, Report):
+            elif isinstance(effect, MindXCall):
                 self._report(effect)
 
-    def _check_end(self, end: Ended) -> None:
+    def _check_end(self, end: TrainingEnded) -> None:
         if end.saved >= 0:
             require(self.named, "a checkpoint is told of that has no name")
         elif end.unnamed >= 0:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from resilient_train.protocol import rank as machine
-from resilient_train.protocol.rank import At, Effects, Rank, State
+from resilient_train.protocol.rank import At, Effects, MachineState, Rank
 from resilient_train.testing.answers import kind_of
 from resilient_train.testing.cluster import DrivenParts, Faults, Layout
 from resilient_train.testing.rank import Program
@@ -179,7 +179,7 @@ def shapes() -> frozenset[Shape]:
     return frozenset(answered())
 
 
-def _changing(change: Callable[[Rank, State, str, Effects], Effects]) -> type[Rank]:
+def _changing(change: Callable[[Rank, MachineState, str, Effects], Effects]) -> type[Rank]:
     def on(self: Rank, event: Any) -> Effects:
         row, before = _row_of(self, event), self.state
         return change(self, before, row, Rank.on(self, event))
@@ -188,7 +188,7 @@ def _changing(change: Callable[[Rank, State, str, Effects], Effects]) -> type[Ra
 
 
 def _without(row: str, names: tuple[str, ...], index: int) -> type[Rank]:
-    def change(_: Rank, __: State, at: str, effects: Effects) -> Effects:
+    def change(_: Rank, __: MachineState, at: str, effects: Effects) -> Effects:
         if at == row and _names(effects) == names:
             return effects[:index] + effects[index + 1 :]
         return effects
@@ -197,7 +197,7 @@ def _without(row: str, names: tuple[str, ...], index: int) -> type[Rank]:
 
 
 def _swapped(row: str, names: tuple[str, ...], index: int) -> type[Rank]:
-    def change(_: Rank, __: State, at: str, effects: Effects) -> Effects:
+    def change(_: Rank, __: MachineState, at: str, effects: Effects) -> Effects:
         if at == row and _names(effects) == names:
             return (*effects[:index], effects[index + 1], effects[index], *effects[index + 2 :])
         return effects
@@ -206,7 +206,7 @@ def _swapped(row: str, names: tuple[str, ...], index: int) -> type[Rank]:
 
 
 def _following(row: str, after: str, other: str) -> type[Rank]:
-    def change(rank: Rank, before: State, at: str, effects: Effects) -> Effects:
+    def change(rank: Rank, before: MachineState, at: str, effects: Effects) -> Effects:
         if at == row and kind_of(rank.state) == after:
             rank.state = before if other == "unchanged" else _like(other, before, rank.state)
         return effects
@@ -214,7 +214,7 @@ def _following(row: str, after: str, other: str) -> type[Rank]:
     return _changing(change)
 
 
-def _like(kind: str, before: State, after: State) -> State:
+def _like(kind: str, before: MachineState, after: MachineState) -> MachineState:
     """A state of that kind, with the plan, if it needs one, of those on both sides."""
     name, _, told = kind.rstrip(")").partition("(")
     cls = getattr(machine, name)
@@ -388,7 +388,7 @@ TOUCHES = {
     "Publish": "arena own",
     "Arrive": "record",
     "ResetLog": "log",
-    "Offer": "channel model",
+    "SendOffers": "channel model",
     "SendDone": "channel",
     "SendDamaged": "channel",
     "SendStarted": "channel",

@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 from mindio_world import Faults, ViolationError, World
 
-from resilient_train.integrations.mindio.controller import Policy
+from resilient_train.integrations.mindio.controller import Recoveries
 
 FAULTS = ("kill", "uce", "hcce", "error", "expires", "leaves", "pauses", "stalls")
 
@@ -146,8 +146,8 @@ def test_ranks_that_come_back_to_their_first_step_by_themselves(faults: Faults) 
 
 def test_what_moves_while_it_is_saved_is_saved_again() -> None:
     """The only one that is left is saved in the middle of a step, and updates all the same."""
-    explore(World(2, 2, Faults(kills=1), Policy(arf=False), heedless=True))
+    explore(World(2, 2, Faults(kills=1), Recoveries(arf=False), heedless=True))
 
 
 def test_without_arf_a_loss_is_the_end_behind_a_checkpoint() -> None:
-    explore(World(2, 2, Faults(kills=1), Policy(arf=False)))
+    explore(World(2, 2, Faults(kills=1), Recoveries(arf=False)))

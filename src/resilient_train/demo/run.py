@@ -58,7 +58,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         return f"{in_step}; kill rank=0 step={2 * self.steps // 3} phase=UPDATING"
 
 
-class Ended(msgspec.Struct, frozen=True):
+class EndedRun(msgspec.Struct, frozen=True):
     """One of the two runs. ``losses`` is rank -> step -> loss, of the last time that the step ran."""
 
     name: str
@@ -79,8 +79,8 @@ class RunComparison(msgspec.Struct, frozen=True):
     """Both runs, and what is wrong with them (nothing, one hopes)."""
 
     options: DemoOptions
-    expected: Ended
-    disturbed: Ended | None
+    expected: EndedRun
+    disturbed: EndedRun | None
     problems: list[str]
 
     @property
@@ -111,7 +111,7 @@ def compare(options: DemoOptions, progress: Progress) -> RunComparison:
     return RunComparison(options, expected, disturbed, _problems(options, expected, disturbed))
 
 
-def _train(options: DemoOptions, name: str, faults: str, progress: Progress) -> Ended:
+def _train(options: DemoOptions, name: str, faults: str, progress: Progress) -> EndedRun:
     run_dir = (options.run_dir / name).absolute()
     arguments = ["--nproc-per-node", str(options.ranks)]
     arguments += ["--faults", faults] if faults else []
@@ -123,7 +123,7 @@ def _train(options: DemoOptions, name: str, faults: str, progress: Progress) -> 
     if events:
         write_trace(events, run_dir / TRACE_FILE)
     losses = {rank: read_losses(run_dir / f"loss_rank{rank}.jsonl") for rank in range(options.ranks)}
-    return Ended(name, run_dir, exit_code, time.monotonic() - begin, read_run(events), losses)
+    return EndedRun(name, run_dir, exit_code, time.monotonic() - begin, read_run(events), losses)
 
 
 def _follow(process: Popen[bytes], name: str, run_dir: Path, steps: int, progress: Progress) -> int | None:
@@ -178,7 +178,7 @@ def _last_step(path: Path) -> int:
     return max(read_losses(path), default=-1)
 
 
-def _problems(options: DemoOptions, expected: Ended, disturbed: Ended) -> list[str]:
+def _problems(options: DemoOptions, expected: EndedRun, disturbed: EndedRun) -> list[str]:
     if disturbed.digest is None:
         return [_failure(disturbed)]
     story, found = disturbed.story, []
@@ -200,7 +200,7 @@ def _problems(options: DemoOptions, expected: Ended, disturbed: Ended) -> list[s
     return found + [f"rank {rank} saw other losses than undisturbed" for rank in _other_losses(expected, disturbed)]
 
 
-def _other_losses(expected: Ended, disturbed: Ended) -> list[int]:
+def _other_losses(expected: EndedRun, disturbed: EndedRun) -> list[int]:
     """Ranks whose losses differ at a step that both runs recorded (one killed in its update never wrote that step)."""
     return [
         rank
@@ -209,7 +209,7 @@ def _other_losses(expected: Ended, disturbed: Ended) -> list[int]:
     ]
 
 
-def _failure(run: Ended) -> str:
+def _failure(run: EndedRun) -> str:
     """Why a run has no digest, with the end of its log."""
     log = run.run_dir / LAUNCHER_LOG
     how = "took too long and was ended" if run.exit_code is None else f"ended with exit code {run.exit_code}"
@@ -264,6 +264,6 @@ def as_lines(comparison: RunComparison) -> list[Line]:
     return found
 
 
-def _complete_rank(expected: Ended, disturbed: Ended) -> int:
+def _complete_rank(expected: EndedRun, disturbed: EndedRun) -> int:
     """The rank with the most losses to show: one that was never killed has them all."""
     return max(expected.losses, key=lambda rank: (len(disturbed.losses[rank]), -rank))

@@ -33,7 +33,7 @@ class Objects(NamedTuple):
 
 
 class Updates(Protocol):
-    """What ``Step`` reports to: the driver."""
+    """What ``Window`` reports to: the driver."""
 
     def before_update(self, optimizer: Any) -> None:
         """An optimizer is about to write; or it would be, if a gradient scaler had not refused."""
@@ -634,7 +634,7 @@ class Data(Protocol):
         ...
 
 
-class Step(Protocol):
+class Window(Protocol):
     """A window (the steps up to and including one update): its updates are seen, and it can be taken back.
 
     Called by ``session/driver.py``, ``from_replica.py``, ``saving.py`` and ``from_saved.py`` (the layout that travels
@@ -806,7 +806,7 @@ class Engine(NamedTuple):
     state: State
     rank_state: RankState
     data: Data
-    step: Step
+    window: Window
     gradients: Gradients
     drill: Drill
 

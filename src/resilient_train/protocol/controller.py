@@ -36,7 +36,7 @@ from resilient_train.protocol.messages import (
     Plan,
     Started,
 )
-from resilient_train.protocol.neighbours import Found, Round, judge
+from resilient_train.protocol.neighbours import Judgement, Round, judge
 from resilient_train.protocol.policy import Policy
 from resilient_train.protocol.progress import Progress
 from resilient_train.protocol.replicas import agreed
@@ -369,7 +369,7 @@ class Controller:
             return []
         found = judge(job.replicas.groups, rounds)
         if not all(tre.deviants(each.differ).located for each in rounds):
-            found = Found({}, tuple(sorted({rank for each in rounds for rank in each.differ})))
+            found = Judgement({}, tuple(sorted({rank for each in rounds for rank in each.differ})))
         told = {rank: frame for each in rounds for rank, frame in each.differ.items()}
         detail["beside"] = len(rounds)
         if not (found.wrong or found.unclear):

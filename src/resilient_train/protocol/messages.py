@@ -95,18 +95,18 @@ class Unrestorable(msgspec.Struct, tag="unrestorable", frozen=True):
 
 
 class Reserve(msgspec.Struct, tag="reserve", frozen=True):
-    """The rank's published state outgrew its arena; an Arena frame with a larger one answers."""
+    """The rank's published state outgrew its arena; an ArenaFrame with a larger one answers."""
 
     slot_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 44)]
 
 
 class Borrow(msgspec.Struct, tag="borrow", frozen=True):
-    """The rank wants to read the arena of another one; an Arena frame answers."""
+    """The rank wants to read the arena of another one; an ArenaFrame answers."""
 
     rank: int
 
 
-class Arena(msgspec.Struct, tag="arena", frozen=True):
+class ArenaFrame(msgspec.Struct, tag="arena", frozen=True):
     """An arena for the rank that asked; its descriptor comes with the frame."""
 
     rank: int
@@ -150,7 +150,7 @@ class Trouble(msgspec.Struct, tag="trouble", frozen=True):
     detail: str
 
 
-class Raised(msgspec.Struct, tag="raised", frozen=True):
+class LeftByException(msgspec.Struct, tag="raised", frozen=True):
     """An exception of the script's has left the rank's loop, and ends the job. What the rank holds is whole: it waits
     for a stop, takes part in saving it, and ends with ``code`` after that.
 
@@ -426,7 +426,7 @@ class Paused(msgspec.Struct, tag="paused", frozen=True):
     generation: int
 
 
-class Finish(msgspec.Struct, tag="finish", frozen=True):
+class LoopOver(msgspec.Struct, tag="finish", frozen=True):
     """The rank's loop is over. Nobody leaves before everybody has said so.
 
     ``left_at``, of a loop that has not come to its last number: the rank's step record (``protocol/progress.py``) of
@@ -504,7 +504,7 @@ FromRank = (
     | Strayed
     | Started
     | Trouble
-    | Raised
+    | LeftByException
     | Unfinishable
     | Damaged
     | Anomaly
@@ -518,7 +518,7 @@ FromRank = (
     | Fetched
     | Done
     | Reached
-    | Finish
+    | LoopOver
     | Refused
     | Plain
     | Differs
@@ -540,7 +540,7 @@ FromRank = (
 FromAgent = (
     Welcome
     | SetUp
-    | Arena
+    | ArenaFrame
     | VaultOpened
     | Stop
     | Plan

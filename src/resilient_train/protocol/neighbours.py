@@ -22,7 +22,7 @@ class Round(NamedTuple):
     differ: Mapping[int, Computed]
 
 
-class Found(NamedTuple):
+class Judgement(NamedTuple):
     """``wrong``: how often each rank stood alone against two. ``unclear``: ranks among which some must be wrong, and
     nothing says which; or their script computes something of its own on each rank.
     """
@@ -41,7 +41,7 @@ def neighbour(group: Sequence[int], rank: int, distance: int) -> int:
     return group[(group.index(rank) + 1 + (distance - 1) % others) % len(group)]
 
 
-def judge(groups: Sequence[Sequence[int]], rounds: Sequence[Round]) -> Found:
+def judge(groups: Sequence[Sequence[int]], rounds: Sequence[Round]) -> Judgement:
     """Of all groups. Without a second round all is well."""
     wrong: Counter[int] = Counter()
     unclear: list[int] = []
@@ -53,7 +53,7 @@ def judge(groups: Sequence[Sequence[int]], rounds: Sequence[Round]) -> Found:
                 unclear += group
             else:
                 wrong += alone
-    return Found(wrong, tuple(unclear))
+    return Judgement(wrong, tuple(unclear))
 
 
 def _outvoted(group: Sequence[int], first: Round, second: Round) -> Counter[int] | None:

@@ -17,7 +17,7 @@ NUMBER_MAX = 0xFFFF
 _FIRST_KIND = 2
 
 
-class Order(NamedTuple):
+class FaultOrder(NamedTuple):
     """``number``, from 1, tells one order of a job from the next; ``target`` is empty unless the kind is ``uce``."""
 
     number: int
@@ -25,17 +25,17 @@ class Order(NamedTuple):
     target: str = ""
 
 
-def pack(order: Order) -> int:
+def pack(order: FaultOrder) -> int:
     """The order as a word."""
     assert 0 < order.number <= NUMBER_MAX, order
     target = TARGETS.index(order.target) if order.target else 0
     return order.number << 16 | target << 8 | (INJECTABLE.index(order.kind) + _FIRST_KIND)
 
 
-def unpack(word: int) -> Order | None:
+def unpack(word: int) -> FaultOrder | None:
     """The order of a word; None for a word that is none."""
     number, target, kind = word >> 16, word >> 8 & 0xFF, (word & 0xFF) - _FIRST_KIND
     if not (number and 0 <= kind < len(INJECTABLE) and target < len(TARGETS)):
         return None
     name = INJECTABLE[kind]
-    return Order(number, name, TARGETS[target] if name == "uce" else "")
+    return FaultOrder(number, name, TARGETS[target] if name == "uce" else "")

@@ -59,37 +59,37 @@ class At(enum.IntEnum):
     """A collective of the tail has."""
 
 
-class State(msgspec.Struct, frozen=True, tag=True):
+class MachineState(msgspec.Struct, frozen=True, tag=True):
     """Base of all."""
 
 
-class Setup(State, frozen=True):
+class Setup(MachineState, frozen=True):
     """Before the loop."""
 
 
-class Open(State, frozen=True):
+class Open(MachineState, frozen=True):
     """Between the bodies of one window."""
 
 
-class Body(State, frozen=True):
+class Body(MachineState, frozen=True):
     """``held``: an optimizer writes under ``undo``."""
 
     held: bool = False
 
 
-class Update(State, frozen=True):
+class Update(MachineState, frozen=True):
     """``plan``: that under which a rank applies what it was READY for."""
 
     plan: Plan | None = None
 
 
-class Tail(State, frozen=True):
+class Tail(MachineState, frozen=True):
     """``duty``: what is to be done at the next head."""
 
     duty: Plan | SaveLast | None = None
 
 
-class Drain(State, frozen=True):
+class Drain(MachineState, frozen=True):
     """``duty``: a plan that waits at the next head. ``stopped``: a stop has cut the body. Else something failed."""
 
     duty: Plan | None = None
@@ -97,74 +97,74 @@ class Drain(State, frozen=True):
     text: str = ""
 
 
-class Meet(State, frozen=True):
+class Meet(MachineState, frozen=True):
     """Waits for the first Resume."""
 
 
-class Verify(State, frozen=True):
+class Verify(MachineState, frozen=True):
     """Waits for the window's collectives."""
 
     at: At
 
 
-class Barrier(State, frozen=True):
+class Barrier(MachineState, frozen=True):
     """Waits for all ranks."""
 
     at: At
 
 
-class Ask(State, frozen=True):
+class Ask(MachineState, frozen=True):
     """Waits for a stop that explains what failed, or answers an anomaly, or a window that is to be computed again."""
 
     at: At
 
 
-class Quiet(State, frozen=True):
+class Quiet(MachineState, frozen=True):
     """Waits until nothing runs any more."""
 
     at: At
 
 
-class Agree(State, frozen=True):
+class Agree(MachineState, frozen=True):
     """Waits for the plan."""
 
     at: At
 
 
-class Build(State, frozen=True):
+class Build(MachineState, frozen=True):
     """Waits for the process groups."""
 
     at: At
     plan: Plan
 
 
-class Restore(State, frozen=True):
+class Restore(MachineState, frozen=True):
     """Waits for the state."""
 
     plan: Plan
 
 
-class Target(State, frozen=True):
+class Target(MachineState, frozen=True):
     """Waits for Resume."""
 
     plan: Plan
 
 
-class Halt(State, frozen=True):
+class Halt(MachineState, frozen=True):
     """Waits for the stop that brings all to the head at which it stands."""
 
 
-class Finish(State, frozen=True):
+class Finish(MachineState, frozen=True):
     """Waits for the other ranks' ends."""
 
 
-class Save(State, frozen=True):
+class Save(MachineState, frozen=True):
     """Waits for the end of the process."""
 
     at: At
 
 
-class Left(State, frozen=True):
+class Left(MachineState, frozen=True):
     """Nothing more is to come."""
 
 
@@ -231,7 +231,7 @@ class Rank:
         self.standing = Standing(0, Phase.APPLIED)
         self.intact = not joining
         """Whether the replicated state is usable."""
-        self.state: State = _SETUP
+        self.state: MachineState = _SETUP
         self.total = 0
         self.base = self.place = self.drawn = self.attempt = 0
         self.written: frozenset[int] = frozenset()
@@ -301,13 +301,13 @@ class Rank:
 
 
 Row = Callable[[Rank, Any, Any], Effects]
-TABLE: dict[tuple[type[State], type], Row] = {}
+TABLE: dict[tuple[type[MachineState], type], Row] = {}
 """(state, event) -> what happens."""
 
 R = TypeVar("R", bound=Row)
 
 
-def _row(states: type[State] | tuple[type[State], ...], *events: type) -> Callable[[R], R]:
+def _row(states: type[MachineState] | tuple[type[MachineState], ...], *events: type) -> Callable[[R], R]:
     def enter(row: R) -> R:
         for state in states if isinstance(states, tuple) else (states,):
             for event in events:
@@ -496,7 +496,7 @@ def _save_failed_tail(rank: Rank, order: SaveLast) -> Effects:
 def _save_behind_tail(rank: Rank, order: SaveLast) -> Effects:
     rank.standing = Standing(rank.standing.commits, Phase.COMPUTE)
     rank.state = Save(At.HEAD)
-    return (_RECORD, _PUBLISH, do.Save(order))
+    return (_RECORD, _PUBLISH, do.SaveState(order))
 
 
 @_row(Tail, on.UpdateBegins)
@@ -607,14 +607,14 @@ def _exit_in_drain(rank: Rank, _: Drain, event: on.Exit) -> Effects:
 
 
 @_row(WAITS_IN_CODE, on.Exit)
-def _thrown_out(rank: Rank, _: State, __: on.Exit) -> Effects:
+def _thrown_out(rank: Rank, _: MachineState, __: on.Exit) -> Effects:
     # What it waited for has raised: the job's end, as a rule. That goes through the user's code, and ends the process.
     rank.state = _LEFT
     return _JUST_RETURN
 
 
 @_row((Body, Tail, Update, Drain), on.Enter)
-def _enter_again(rank: Rank, _: State, __: on.Enter) -> Effects:
+def _enter_again(rank: Rank, _: MachineState, __: on.Enter) -> Effects:
     return (do.Misuse(f"step {rank.number} was used twice: one `with step:` for each step of the loop"),)
 
 
@@ -672,7 +672,7 @@ def _stopped(rank: Rank, state: Barrier | Agree | Build | Save, _: on.Stopped) -
 
 
 @_row((Restore, Target, Halt, Finish), on.Stopped)
-def _stopped_at_head(rank: Rank, _: State, __: on.Stopped) -> Effects:
+def _stopped_at_head(rank: Rank, _: MachineState, __: on.Stopped) -> Effects:
     return _quiet(rank, At.HEAD)
 
 
@@ -696,7 +696,7 @@ def _tail_failed(rank: Rank, at: At) -> bool:
 @_row(Agree, Plan)
 def _agreed(rank: Rank, state: Agree, plan: Plan) -> Effects:
     rank.state = Build(state.at, plan)
-    return (do.Build(plan),)
+    return (do.BuildGroups(plan),)
 
 
 @_row(Agree, SaveLast)
@@ -712,7 +712,7 @@ def _save_last(rank: Rank, state: Agree, order: SaveLast) -> Effects:
     rank.state = Save(state.at)
     # Between the end of its tail and the next head: what the tail has changed of its own is not published yet.
     publish = () if rank.drawn else (_PUBLISH,)
-    return (_ROLLBACK, *publish, do.Save(order))
+    return (_ROLLBACK, *publish, do.SaveState(order))
 
 
 @_row(Build, on.Ok)
@@ -765,7 +765,7 @@ def _restored(rank: Rank, state: Restore, event: on.Ok) -> Effects:
 
 
 @_row((Restore, Target), on.Failed)
-def _not_restored(rank: Rank, _: State, event: on.Failed) -> Effects:
+def _not_restored(rank: Rank, _: MachineState, event: on.Failed) -> Effects:
     # The source may have died under the copy: then a newer generation names another one.
     return _ask(rank, At.HEAD, event.text)
 
@@ -775,7 +775,7 @@ def _target(rank: Rank, plan: Plan, *, copied: bool, redone: bool) -> Effects:
     rank.copied = rank.copied or copied
     rank.state = Target(plan)
     targets = tuple(target for target, source in sorted(plan.copies.items()) if source == rank.me)
-    offer = (do.Offer(targets),) if targets else ()  # first of all: others wait for it
+    offer = (do.SendOffers(targets),) if targets else ()  # first of all: others wait for it
     shown = do.ShowState("copied" if copied else "target")
     done = (shown, do.RebuildReducer(copied), do.SendDone(redone), do.AwaitResume())
     return (_RECORD, *offer, *done)
@@ -800,7 +800,7 @@ def _resumed(rank: Rank, state: Target, resume: Resume) -> Effects:
     if state.plan.last and not rank.over and rank.number < rank.total:
         rank.state = Save(At.HEAD)
         publish = () if rank.drawn else (_PUBLISH,)
-        return (*direct, *publish, do.Save(None))
+        return (*direct, *publish, do.SaveState(None))
     return (*direct, *_head(rank, stopped=False))
 
 
@@ -830,7 +830,7 @@ def _finished(rank: Rank, _: Finish, __: Finished) -> Effects:
 
 @_row((Setup, Left), on.Over)
 @_row(Left, on.Next)
-def _gone(_: Rank, __: State, ___: Any) -> Effects:
+def _gone(_: Rank, __: MachineState, ___: Any) -> Effects:
     return (do.ReturnEnd(),)
 
 

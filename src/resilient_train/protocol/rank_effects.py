@@ -116,7 +116,7 @@ class SendFinish(Effect, frozen=True):
     """Tells the agent: the loop is over."""
 
 
-class Offer(Effect, frozen=True):
+class SendOffers(Effect, frozen=True):
     """Describes the state to each rank that is to copy it. It stays unchanged until Resume."""
 
     targets: tuple[int, ...]
@@ -263,7 +263,7 @@ class AwaitEnd(Effect, frozen=True):
     """Stopped, or nothing: the agent ends this process."""
 
 
-class Build(Effect, frozen=True):
+class BuildGroups(Effect, frozen=True):
     """Builds the groups of the generation. Ok, Failed or Stopped."""
 
     plan: Plan
@@ -284,7 +284,7 @@ class Serve(Effect, frozen=True):
     pull: Pull
 
 
-class Save(Effect, frozen=True):
+class SaveState(Effect, frozen=True):
     """Takes the snapshot with which the job ends, and waits for the end. Stopped, or nothing: the process ends.
 
     ``order``: this rank's part, where not all ranks are left.

@@ -11,14 +11,14 @@ from typing import Literal
 import msgspec
 
 
-class Event(msgspec.Struct, frozen=True, tag=True):
+class RankEvent(msgspec.Struct, frozen=True, tag=True):
     """``stopped``, where there is one: a stop newer than the rank's generation was raised by then."""
 
 
 # -- the user's code
 
 
-class Begin(Event, frozen=True):
+class Begin(RankEvent, frozen=True):
     """The loop begins with step ``number``, after ``commits`` updates; ``total``: see Next."""
 
     total: int
@@ -26,7 +26,7 @@ class Begin(Event, frozen=True):
     commits: int = 0
 
 
-class Next(Event, frozen=True):
+class Next(RankEvent, frozen=True):
     """The loop wants its next step; it goes to ``total`` - 1."""
 
     total: int
@@ -35,11 +35,11 @@ class Next(Event, frozen=True):
     """All are to stop before this step, or were to before an earlier one."""
 
 
-class Enter(Event, frozen=True):
+class Enter(RankEvent, frozen=True):
     """The body of a step begins."""
 
 
-class Exit(Event, frozen=True):
+class Exit(RankEvent, frozen=True):
     """The body of a step ended.
 
     ``fault``: with an error that a fault explains (``damaged``: memory of the device lost data; ``lost``: replicated
@@ -53,13 +53,13 @@ class Exit(Event, frozen=True):
     lost: bool = False
 
 
-class Over(Event, frozen=True):
+class Over(RankEvent, frozen=True):
     """The loop is over, by its end or by a ``break``."""
 
     stopped: bool = False
 
 
-class Raised(Event, frozen=True):
+class Raised(RankEvent, frozen=True):
     """An exception of the script's leaves the loop, and will end the process with ``code``."""
 
     text: str = ""
@@ -69,19 +69,19 @@ class Raised(Event, frozen=True):
 # -- hooks
 
 
-class UpdateBegins(Event, frozen=True):
+class UpdateBegins(RankEvent, frozen=True):
     """Optimizer ``index`` is about to write."""
 
     index: int = 0
 
 
-class UpdateEnds(Event, frozen=True):
+class UpdateEnds(RankEvent, frozen=True):
     """Optimizer ``index`` has written."""
 
     index: int = 0
 
 
-class TailCut(Event, frozen=True):
+class TailCut(RankEvent, frozen=True):
     """A collective of the tail failed."""
 
     text: str = ""
@@ -91,31 +91,31 @@ class TailCut(Event, frozen=True):
 # -- outcomes of the effect that the rank waits for
 
 
-class Ok(Event, frozen=True):
+class Ok(RankEvent, frozen=True):
     """It is done. ``value``: what it says, see the effect."""
 
     value: int = 1
 
 
-class Failed(Event, frozen=True):
+class Failed(RankEvent, frozen=True):
     """It can't be done."""
 
     text: str = ""
 
 
-class Anomalous(Event, frozen=True):
+class Anomalous(RankEvent, frozen=True):
     """Outcome of CheckCollectives: they have succeeded, and the norm or the loss of the window can't be right."""
 
 
-class Doubtful(Event, frozen=True):
+class Doubtful(RankEvent, frozen=True):
     """The same: they have succeeded, and the agent, which was told what the window has come to, answers with a stop."""
 
 
-class Stopped(Event, frozen=True):
+class Stopped(RankEvent, frozen=True):
     """A newer stop was raised meanwhile, and it was given up."""
 
 
-class Quieted(Event, frozen=True):
+class Quieted(RankEvent, frozen=True):
     """Outcome of Quiesce: the rank can join ``generation``. ``damaged``: registered memory has lost data."""
 
     generation: int

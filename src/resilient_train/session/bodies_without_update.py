@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.roles import Step
+from resilient_train.frameworks.roles import Window
 from resilient_train.observe.sinks import say_aside
 
 PATIENCE = 100
@@ -19,14 +19,14 @@ PATIENCE = 100
 class BodiesWithoutUpdate:
     """``event`` writes an event of this rank; ``tells``: it is the rank that speaks for all."""
 
-    def __init__(self, step: Step, event: Callable[[str, dict[str, Any]], None], *, tells: bool) -> None:
-        self._step = step
+    def __init__(self, window: Window, event: Callable[[str, dict[str, Any]], None], *, tells: bool) -> None:
+        self._window = window
         self._event = event
         self._tells = tells
 
     def body_ended(self, step: int, begun: int) -> None:
         """The body of ``step`` ended without an update; the window began with step ``begun``. Raises UsageError."""
-        name = self._step.changed_unasked()
+        name = self._window.changed_unasked()
         if name:
             raise UsageError(
                 f"step {step} has changed parameter {name!r} without a step() of a registered optimizer: such an "
@@ -43,7 +43,7 @@ class BodiesWithoutUpdate:
 
     def tell_untrained(self) -> None:
         """The job begins: says which parameters nobody will update."""
-        names = self._step.without_optimizer() if self._tells else []
+        names = self._window.without_optimizer() if self._tells else []
         if names:
             shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
             say_aside(

@@ -89,7 +89,7 @@ def _failures(steps: Iterable[Callable[[], object]]) -> Iterator[BaseException]:
 
 
 class Driver:
-    """One rank under an agent: the Body of each step; what the engine's ``Step`` and ``Collectives`` report to."""
+    """One rank under an agent: the Body of each step; what the engine's ``Window`` and ``Collectives`` report to."""
 
     calling = False
     """The loop calls its bodies (``calls.py``), and a fault must bring it back to one that it knows."""
@@ -151,9 +151,9 @@ class Driver:
             self._link, engine.state, engine.gradients, groups, settings.compare_every, self._inputs
         )
         self.saving = Saving(
-            link, engine.state, engine.step, self._publication, agent.run_dir, groups, self._event, self._comparison
+            link, engine.state, engine.window, self._publication, agent.run_dir, groups, self._event, self._comparison
         )
-        self._without_update = BodiesWithoutUpdate(engine.step, self._event, tells=agent.rank == 0)
+        self._without_update = BodiesWithoutUpdate(engine.window, self._event, tells=agent.rank == 0)
         self._tells = agent.rank == 0
         self._anomalies = self._anomaly_check(limits, skips=skips, looks=switches.tre > 0)
         self._nan = NanWatch(link, engine.state, goes_back=self._anomalies is not None)
@@ -168,7 +168,7 @@ class Driver:
         self.slow = self._pulse.slow
         self._pauses = ScriptPauses(agent, engine.state, engine.data, self.slow, self._event)
         self.on_pause = self._pauses.add
-        self._from_replica = FromReplica(self._link, engine.state, engine.step, engine.groups, settings.transfer)
+        self._from_replica = FromReplica(self._link, engine.state, engine.window, engine.groups, settings.transfer)
         self._device = DeviceErrors(self._peers, engine.device, self._event, mends=switches.uce)
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         report = CollectiveReport(self._link, self._pulse.folder, engine.groups.recorded)
@@ -294,7 +294,7 @@ class Driver:
         allow_readers()
         self._injector.open(lambda: self._rank.number, lambda: self._rank.generation)
         self._pulse.open()
-        self._engine.step.attach(self)
+        self._engine.window.attach(self)
         if self._anomalies is not None:
             self._engine.gradients.watch(self._norm_clipped)
         self._engine.collectives.attach(self, self._peers)
@@ -575,7 +575,7 @@ class Driver:
             do.ResetLog: self._reset_log,
             do.SendStarted: self._send_started,
             do.SendTrouble: self._send_trouble,
-            do.SendRaised: lambda effect: self._link.channel.send(m.Raised(effect.text, effect.code)),
+            do.SendRaised: lambda effect: self._link.channel.send(m.LeftByException(effect.text, effect.code)),
             do.SendDamaged: self._send_damaged,
             do.TellTailFailed: self._tell_tail_failed,
             do.SendAnomaly: self._send_anomaly,
@@ -583,7 +583,7 @@ class Driver:
             do.SendDone: self._send_done,
             do.SendReached: lambda _: self._link.channel.send(m.Reached(self._rank.generation)),
             do.SendFinish: self._send_finish,
-            do.Offer: self._offer,
+            do.SendOffers: self._offer,
             do.SnapshotBegin: lambda _: self.saving.head(self._rank.commits, self._rank.number),
             do.SnapshotFence: lambda _: self.saving.fence(),
             do.ShowState: self._show_state,
@@ -593,7 +593,7 @@ class Driver:
             do.Disarm: lambda _: self._watch.interrupt.disarm(),
             do.SetMode: lambda effect: self._engine.collectives.set_mode(effect.mode),
             do.Exchange: self._exchange,
-            do.Mark: lambda _: self._engine.step.begin(),
+            do.Mark: lambda _: self._engine.window.begin(),
             do.Draw: self._draw,
             do.Rollback: self._rollback,
             do.ForgetBatches: lambda _: self._batches.forget(),
@@ -612,10 +612,10 @@ class Driver:
             do.AwaitPlan: lambda _: self._await(m.Plan, m.SaveLast),
             do.AwaitFinished: self._await_finished,
             do.AwaitEnd: lambda _: self._await(),
-            do.Build: self._build,
+            do.BuildGroups: self._build,
             do.Fetch: self._fetch,
             do.Serve: self._serve,
-            do.Save: self._save,
+            do.SaveState: self._save,
             do.Return: self._return,
             do.ReturnStep: self._return_step,
             do.ReturnEnd: lambda _: None,
@@ -647,7 +647,7 @@ class Driver:
     def _arrive(self, _: do.Arrive) -> None:
         self._peers.arrive(self._rank.standing, self._number)
 
-    def _offer(self, effect: do.Offer) -> None:
+    def _offer(self, effect: do.SendOffers) -> None:
         self._from_replica.offer(self._rank.generation, effect.targets, within=self._step is not None)
 
     def _reset_log(self, _: do.ResetLog) -> None:
@@ -704,7 +704,7 @@ class Driver:
     def _send_finish(self, _: do.SendFinish) -> None:
         self.saving.wait()
         self._pulse.at(Activity.FINISHED)
-        self._link.channel.send(m.Finish(self._rank.generation, self._left_at, self._exits))
+        self._link.channel.send(m.LoopOver(self._rank.generation, self._left_at, self._exits))
 
     def _show_state(self, effect: do.ShowState) -> None:
         commits, comparison = self._rank.commits, self._comparison
@@ -727,7 +727,7 @@ class Driver:
 
     def _look_at_model(self) -> None:
         """Tells, once, that no new process could take its state up: a script builds its model in front of its loop."""
-        changed = "" if self._told_outgrown else self._engine.step.outgrown()
+        changed = "" if self._told_outgrown else self._engine.window.outgrown()
         if not changed:
             return
         self._told_outgrown = True
@@ -807,7 +807,7 @@ class Driver:
 
     def _rollback(self, _: do.Rollback) -> None:
         between, self._left_with = self._between or self._moved_since(self._left_with), {}
-        lost = self._engine.step.rollback(intact=self._rank.intact)
+        lost = self._engine.window.rollback(intact=self._rank.intact)
         if between and self.calling:
             lost = lost or f"state[{between!r}], changed between two calls of session.call(),"
         if lost and self._rank.intact:
@@ -825,10 +825,10 @@ class Driver:
         fail_stop(self._event, "state_lost", told)
 
     def _gradients_ready(self, _: do.LearnLayout) -> None:
-        self._tell_written(self._engine.step.gradients_ready(self._rank.commits))
+        self._tell_written(self._engine.window.gradients_ready(self._rank.commits))
 
     def _save_undo(self, _: do.SaveUndo) -> None:
-        self._tell_written(self._engine.step.save_undo())
+        self._tell_written(self._engine.window.save_undo())
 
     def _tell_written(self, found: WrittenEarly | None) -> None:
         """What the bodies have written before their update, and will be copied first from now on."""
@@ -855,7 +855,7 @@ class Driver:
 
     def _committed(self, _: do.Committed) -> None:
         self._batches.forget()
-        self._engine.step.forget()
+        self._engine.window.forget()
         self._engine.collectives.begin_tail(self._rank.commits)
 
     def _committed_and_usual(self, effect: do.Committed) -> None:
@@ -889,11 +889,11 @@ class Driver:
 
     def _rebuild_reducer(self, effect: do.RebuildReducer) -> None:
         layout = self._from_replica.take_layout() if effect.copied else None
-        self._engine.step.rebuild_reducer(layout, self._rank.commits)
+        self._engine.window.rebuild_reducer(layout, self._rank.commits)
 
     # -- what the rank waits for
 
-    def _check_collectives(self, _: do.CheckCollectives) -> on.Event:
+    def _check_collectives(self, _: do.CheckCollectives) -> on.RankEvent:
         intact = self._engine.collectives.intact()
         if intact:
             try:
@@ -905,12 +905,12 @@ class Driver:
         self._clock.stop()
         return on.Ok(int(intact))
 
-    def _check_and_look(self, effect: do.CheckCollectives) -> on.Event:
+    def _check_and_look(self, effect: do.CheckCollectives) -> on.RankEvent:
         """With ``TRE``: also at what the bodies have computed, on a device that is at rest."""
         event = self._check_collectives(effect)
         return on.Anomalous() if event == on.Ok() and self._is_anomalous() else event
 
-    def _check_and_compare(self, effect: do.CheckCollectives) -> on.Event:
+    def _check_and_compare(self, effect: do.CheckCollectives) -> on.RankEvent:
         """Of a window that is computed twice the agent is told what has come of it, by all ranks: so before any of them
         looks for an anomaly, which may be one rank's alone.
         """
@@ -969,13 +969,13 @@ class Driver:
         if self._anomalies is not None:
             self._anomalies.begin()
             self._engine.gradients.begin()
-        self._engine.step.begin(whole=whole)
+        self._engine.window.begin(whole=whole)
 
-    def _cross(self, _: do.Cross) -> on.Event:
+    def _cross(self, _: do.Cross) -> on.RankEvent:
         rank = self._rank
         return on.Ok() if self._peers.cross(rank.standing, self._number, rank.generation) else on.Stopped()
 
-    def _await_stop(self, effect: do.AwaitStop) -> on.Event:
+    def _await_stop(self, effect: do.AwaitStop) -> on.RankEvent:
         """Somebody may know why a collective failed; ``Trouble`` has asked. Only time in which both could run counts:
         an agent that is stopped will answer when it is continued, and one that is gone hangs up.
         """
@@ -995,7 +995,7 @@ class Driver:
             self._pulse.at(Activity.TRAINING)
         return on.Ok()
 
-    def _quiesce(self, effect: do.Quiesce) -> on.Event:
+    def _quiesce(self, effect: do.Quiesce) -> on.RankEvent:
         self._descriptors.lift()
         self.saving.wait()
         self._from_replica.forget()
@@ -1045,7 +1045,7 @@ class Driver:
         except JobEnded as error:
             raise SystemExit(str(error)) from None
 
-    def _build(self, effect: do.Build) -> on.Event:
+    def _build(self, effect: do.BuildGroups) -> on.RankEvent:
         self._descriptors.lift()
         generation = effect.plan.generation
         replaced = bool(effect.plan.replaced)
@@ -1063,7 +1063,7 @@ class Driver:
         self._link.channel.send(m.Built(generation))
         return on.Ok()
 
-    def _fetch(self, effect: do.Fetch) -> on.Event:
+    def _fetch(self, effect: do.Fetch) -> on.RankEvent:
         offer = self._await(m.Offer)
         if isinstance(offer, on.Stopped):
             return offer
@@ -1110,7 +1110,7 @@ class Driver:
             "of the undisturbed run; a loader must find each place again (docs/how-to/load-data.md, Another place)"
         )
 
-    def _serve(self, effect: do.Serve) -> on.Event:
+    def _serve(self, effect: do.Serve) -> on.RankEvent:
         try:
             self._from_replica.serve(effect.pull)
         except RuntimeError as error:
@@ -1118,10 +1118,10 @@ class Driver:
             return on.Failed(f"sending state: {error}")
         return on.Ok()
 
-    def _save(self, effect: do.Save) -> on.Event:
+    def _save(self, effect: do.SaveState) -> on.RankEvent:
         rank = self._rank
         self.saving.last(rank.generation, rank.commits, rank.base, effect.order)
-        event: on.Event = self._await()
+        event: on.RankEvent = self._await()
         return event
 
     # -- the thread is the user's again
@@ -1213,7 +1213,7 @@ class Driver:
             self._pulse.leaving,
             self._engine.device.close,
             self._engine.collectives.detach,
-            self._engine.step.detach,
+            self._engine.window.detach,
             self._engine.gradients.close,
             self._engine.drill.close,
             self._device.tell,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from resilient_train.errors import ConfigError, TransferError
-from resilient_train.frameworks.roles import Damage, Groups, Sources, State, Step
+from resilient_train.frameworks.roles import Damage, Groups, Sources, State, Window
 from resilient_train.protocol.messages import Fetched, Offer, Plan, Pull
 from resilient_train.session.link import Link
 from resilient_train.state.transfer import Span, read_from
@@ -32,10 +32,10 @@ class Offered(msgspec.Struct, array_like=True):
 class FromReplica:
     """``transfer`` is the setting of that name. ``damaged``: what of this rank's state is lost, where not all is."""
 
-    def __init__(self, link: Link, state: State, step: Step, groups: Groups, transfer: str) -> None:
+    def __init__(self, link: Link, state: State, window: Window, groups: Groups, transfer: str) -> None:
         self._link = link
         self._state = state
-        self._step = step
+        self._window = window
         self._groups = groups
         self._transfer = transfer
         self._sources: Sources | None = None
@@ -50,7 +50,9 @@ class FromReplica:
         """
         self._sources = sources = self._state.sources()
         spans = [(span.address, span.size) for span in sources.spans]
-        manifest = msgspec.msgpack.encode(Offered(sources.manifest, spans, self._step.layout(within=within), self.loop))
+        manifest = msgspec.msgpack.encode(
+            Offered(sources.manifest, spans, self._window.layout(within=within), self.loop)
+        )
         for target in targets:
             self._link.channel.send(Offer(generation, self._link.rank, target, os.getpid(), manifest, sources.digest))
 
@@ -72,7 +74,7 @@ class FromReplica:
         begun_ns = time.monotonic_ns()
         offered = _read(offer)
         self._check_loop(offer.source, offered.loop)
-        self._step.forget()  # a rollback would mix what it remembers with the state that comes
+        self._window.forget()  # a rollback would mix what it remembers with the state that comes
         size, way = self._receive(offer, offered)
         took_ns = time.monotonic_ns() - begun_ns
         self._link.channel.send(Fetched(plan.generation, offer.source, size, took_ns, way))

@@ -18,7 +18,7 @@ from resilient_train.errors import (
     TransferError,
     VaultError,
 )
-from resilient_train.frameworks.roles import State, Step
+from resilient_train.frameworks.roles import State, Window
 from resilient_train.protocol.messages import Refused, Source, Unrestorable
 from resilient_train.protocol.replicas import alike
 from resilient_train.session.link import Link
@@ -53,7 +53,7 @@ class FromSaved:
         self,
         link: Link,
         state: State,
-        step: Step,
+        window: Window,
         publication: Publication,
         run_dir: Path,
         groups: tuple[tuple[int, ...], ...],
@@ -61,7 +61,7 @@ class FromSaved:
     ) -> None:
         self._link = link
         self._state = state
-        self._step = step
+        self._window = window
         self._publication = publication
         self._run_dir = run_dir
         self._groups = groups
@@ -85,7 +85,7 @@ class FromSaved:
             self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}", whole))
             self._link.wait_for_the_end()
         # A job that people start again may have another script, which freezes other layers.
-        self._step.rebuild_reducer(own.layout, source.commits, modes=self._link.attempt > 0)
+        self._window.rebuild_reducer(own.layout, source.commits, modes=self._link.attempt > 0)
         self._event("restored", {"source": source.kind, "commits": source.commits, "path": source.path})
         return own.published
 

@@ -51,10 +51,10 @@ _BEFORE = {
     do.Cross: ("READY", "barrier"),
     do.Committed: ("UPDATING", "end"),
     do.Quiesce: ("STOP", "start"),
-    do.Build: ("REBUILD", "start"),
+    do.BuildGroups: ("REBUILD", "start"),
     do.SendDone: ("RESTORE", "end"),
 }
-_AFTER = {do.Cross: ("UPDATING", "start"), do.Build: ("REBUILD", "end")}
+_AFTER = {do.Cross: ("UPDATING", "start"), do.BuildGroups: ("REBUILD", "end")}
 """Places, by effect; those behind one count only if it went well."""
 
 
@@ -83,7 +83,7 @@ class Injector:
         self._drill = drill
         self._peers = peers
         self._owner_pid = os.getpid()
-        self._ordered: tuple[Injection, orders.Order] | None = None
+        self._ordered: tuple[Injection, orders.FaultOrder] | None = None
         self._hooks: dict[str, Callable[[], None]] = {}
         self._generation: Callable[[], int] = lambda: 0
         self._acts: dict[str, Act] = {
@@ -102,7 +102,7 @@ class Injector:
         if self._peers.order() != orders.LISTENING:
             self._look_for_order(step)
 
-    def asked(self, event: on.Event, rank: Rank) -> None:
+    def asked(self, event: on.RankEvent, rank: Rank) -> None:
         """The user's code has come here, and the machine is about to hear of it."""
         match event:
             case on.Enter():
@@ -114,7 +114,7 @@ class Injector:
             case on.Next() | on.Over() if rank.standing.phase is Phase.APPLIED:
                 self.at("BETWEEN", "start", step=rank.number)
 
-    def answered(self, event: on.Event, rank: Rank) -> None:
+    def answered(self, event: on.RankEvent, rank: Rank) -> None:
         """The thread goes back to the user's code, or to an optimizer: where an operation of the device can raise."""
         step = rank.number - (rank.standing.phase is Phase.APPLIED)
         if isinstance(event, on.UpdateBegins):
@@ -129,12 +129,12 @@ class Injector:
             return
         if isinstance(effect, do.Quiesce):
             self.at(*place, generation=self._peers.stop_generation)
-        elif isinstance(effect, do.Build):
+        elif isinstance(effect, do.BuildGroups):
             self.at(*place, generation=effect.plan.generation)
         else:  # by the time of Committed the update counts already
             self.at(*place, step=rank.number - isinstance(effect, do.Committed))
 
-    def after(self, effect: do.Effect, outcome: on.Event | None, rank: Rank) -> None:
+    def after(self, effect: do.Effect, outcome: on.RankEvent | None, rank: Rank) -> None:
         """The effect was performed."""
         if isinstance(effect, do.Record) and rank.standing.phase is Phase.APPLIED:
             self.at("APPLIED", "start", step=rank.number - 1)

@@ -10,7 +10,7 @@ from resilient_train.config import AgentLink
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError
 from resilient_train.protocol.messages import (
     Address,
-    Arena,
+    ArenaFrame,
     Borrow,
     End,
     FromAgent,
@@ -64,7 +64,7 @@ class Link:
         return self._receive_arena()
 
     def _receive_arena(self) -> int:
-        self.expect(Arena)
+        self.expect(ArenaFrame)
         return self.channel.take_descriptors(1)[0]
 
     def expect(self, kind: type[_Frame]) -> _Frame:

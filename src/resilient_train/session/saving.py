@@ -29,7 +29,7 @@ from resilient_train.errors import (
     TransferError,
     VaultError,
 )
-from resilient_train.frameworks.roles import Image, SaveShare, State, Step
+from resilient_train.frameworks.roles import Image, SaveShare, State, Window
 from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Skipped, Source, Unsaved, VaultOpened
 from resilient_train.session.autosave import cadence_for
@@ -60,7 +60,7 @@ class Saving:
         self,
         link: Link,
         state: State,
-        step: Step,
+        window: Window,
         publication: Publication,
         run_dir: str,
         groups: tuple[tuple[int, ...], ...],
@@ -70,7 +70,7 @@ class Saving:
         self._comparison = comparison
         self._link = link
         self._state = state
-        self._layout = step.layout
+        self._layout = window.layout
         self._publication = publication
         self._run_dir = Path(run_dir)
         self._groups = groups
@@ -80,7 +80,7 @@ class Saving:
         self._vault: Vault | None = None
         self._pair: SlotPair | None = None
         self._backing: Backing | None = None
-        self._restoring = FromSaved(link, state, step, publication, self._run_dir, self._groups, event)
+        self._restoring = FromSaved(link, state, window, publication, self._run_dir, self._groups, event)
         self._copier = Copier()
         self._names = SnapshotNames(link.peers)
         self._in_flight: SnapshotInFlight | None = None

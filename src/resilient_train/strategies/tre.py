@@ -16,7 +16,7 @@ from typing import NamedTuple
 from resilient_train.protocol.commands import Command, KeepAnomalies, Note
 from resilient_train.protocol.job import Job
 from resilient_train.protocol.messages import Anomaly, Computed, Late
-from resilient_train.protocol.neighbours import Found, Round
+from resilient_train.protocol.neighbours import Judgement, Round
 from resilient_train.strategies.base import Fault, Kind
 
 NAME = "TRE"
@@ -125,7 +125,7 @@ def evidence(ranks: Sequence[int], told: Mapping[int, Computed]) -> dict[str, ob
     }
 
 
-def beside_neighbours(found: Found, step: int) -> tuple[str, str]:
+def beside_neighbours(found: Judgement, step: int) -> tuple[str, str]:
     """What is told of ranks that come to something else than their replicas from the same inputs, and of the job."""
     if found.unclear:
         who = f"ranks {', '.join(map(str, found.unclear))} come to different bits from the same inputs (step {step})"

@@ -11,10 +11,10 @@ import msgspec
 
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.messages import Plan, SaveLast
-from resilient_train.protocol.rank import WAITS_IN_CODE, At, Effects, Rank, State
+from resilient_train.protocol.rank import WAITS_IN_CODE, At, Effects, MachineState, Rank
 
 
-def kind_of(state: State) -> str:
+def kind_of(state: MachineState) -> str:
     """The state's class and what tells its behaviour from that of others of its class."""
     told = []
     for name in state.__struct_fields__:
@@ -26,7 +26,7 @@ def kind_of(state: State) -> str:
     return type(state).__name__ + (f"({','.join(told)})" if told else "")
 
 
-def kind_of_event(event: Any, state: State) -> str:
+def kind_of_event(event: Any, state: MachineState) -> str:
     """The event's class and what the rows of ``state`` look at in it."""
     told: list[str] = []
     match event:
@@ -40,7 +40,7 @@ def kind_of_event(event: Any, state: State) -> str:
     return type(event).__name__ + (f"({','.join(told)})" if told else "")
 
 
-def answer_of(before: State, event: Any, effects: Effects, after: State) -> str:
+def answer_of(before: MachineState, event: Any, effects: Effects, after: MachineState) -> str:
     """``state + event: effects -> state``, in words."""
     did = " ".join(type(effect).__name__ for effect in effects)
     return f"{kind_of(before)} + {kind_of_event(event, before)}: {did} -> {kind_of(after)}"

@@ -27,7 +27,7 @@ from resilient_train.protocol.standing import Phase, Standing
 from resilient_train.strategies import tsp, ttp
 from resilient_train.testing import checks, values
 from resilient_train.testing.checks import ViolationError
-from resilient_train.testing.rank import WORLD, At, Program, SimRank
+from resilient_train.testing.rank import WORLD, Program, ProgramAt, SimRank
 from resilient_train.testing.values import Chains
 
 
@@ -229,7 +229,7 @@ class World:
     def final(self) -> bool:
         """Every rank has left, or the job has ended for want of a replica. A rank may die after all have finished."""
         if self.controller.job.stage is Stage.FINISHED:
-            return all(rank.at is At.LEFT or not rank.alive for rank in self.ranks)
+            return all(rank.at is ProgramAt.LEFT or not rank.alive for rank in self.ranks)
         return self.ended is not None
 
     def moves(self) -> list[Move]:
@@ -257,10 +257,10 @@ class World:
         alive = [rank for rank in self.ranks if rank.alive]
         found = [Move("fault", rank.rank, "kill") for rank in alive] if self.budget.kills else []
         if self.budget.cuts:
-            found += [Move("fault", rank.rank, "cut") for rank in alive if rank.at is At.WRITE and rank.idle]
+            found += [Move("fault", rank.rank, "cut") for rank in alive if rank.at is ProgramAt.WRITE and rank.idle]
         if self.budget.glitches:
             found += [Move("fault", rank.rank, "glitch") for rank in alive if rank.in_collective]
-            talking = [rank for rank in alive if rank.at is At.WRITE and rank.idle] if self.program.talks else []
+            talking = [rank for rank in alive if rank.at is ProgramAt.WRITE and rank.idle] if self.program.talks else []
             found += [Move("fault", rank.rank, "glitch") for rank in talking]
         if self.budget.failures:
             found += [Move("fault", rank.rank, "failure") for rank in alive if rank.can_fail]
@@ -406,11 +406,11 @@ class World:
                 self.carry_out(controller.done(rank, incarnation, generation, step=step, over=over))
             case m.Reached(generation=generation):
                 self.carry_out(controller.reached(rank, incarnation, generation))
-            case m.Finish(generation=generation):
+            case m.LoopOver(generation=generation):
                 self.carry_out(controller.finish(rank, incarnation, generation))
             case m.Trouble():
                 self.troubles += ((self.controller.job.attempt, frame),)
-            case m.Raised(code=code):
+            case m.LeftByException(code=code):
                 self.carry_out(controller.raised(rank, incarnation, code, self.standings))
             case m.Damaged(generation=generation, detail=detail):
                 self.carry_out(controller.damaged(rank, incarnation, generation, detail, self.standings))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from resilient_train.testing import checks
 from resilient_train.testing.checks import ViolationError
 from resilient_train.testing.cluster import DrivenParts, Faults, Layout, Move, World
-from resilient_train.testing.rank import At
+from resilient_train.testing.rank import ProgramAt
 
 
 class Explored(NamedTuple):
@@ -54,9 +54,9 @@ def explore(layout: Layout, faults: Faults, driver: DrivenParts | None = None, *
 
 def started(world: World) -> World:
     """The world after a start without faults: every rank is about to begin its first step."""
-    while any(rank.at < At.BODY for rank in world.ranks):
+    while any(rank.at < ProgramAt.BODY for rank in world.ranks):
         moves = world.moves()
-        world.step(next(m for m in moves if m.actor == "agent" or world.ranks[m.about].at < At.BODY))
+        world.step(next(m for m in moves if m.actor == "agent" or world.ranks[m.about].at < ProgramAt.BODY))
     return world
 
 

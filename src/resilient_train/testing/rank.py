@@ -27,7 +27,7 @@ WORLD = -1
 """The group of all ranks."""
 
 
-class At(enum.IntEnum):
+class ProgramAt(enum.IntEnum):
     """Where the user's program stands."""
 
     BOOT = 0
@@ -70,22 +70,22 @@ class Program(NamedTuple):
 
 
 STEPS_OUTSIDE, CHANGES_UNSEEN = "steps outside", "changes unseen"
-MISUSES: dict[str, tuple[At, bool, on.Event]] = {
-    "steps twice": (At.REDUCED, True, on.UpdateBegins()),
-    "steps twice in the tail": (At.TAIL, True, on.UpdateBegins()),
-    STEPS_OUTSIDE: (At.DEAD, False, on.UpdateBegins()),
-    "enters twice": (At.BODY, False, on.Enter()),
-    "enters twice in the update": (At.REDUCED, True, on.Enter()),
-    "enters twice in the tail": (At.TAIL, True, on.Enter()),
-    "enters twice behind a cut": (At.HEAD, False, on.Enter()),
-    "leaves behind a cut": (At.HEAD, False, on.Over()),
-    CHANGES_UNSEEN: (At.BODY, False, on.Exit()),
-    "fails": (At.BODY, False, on.Exit("error", "the script's")),
-    "fails in the update": (At.REDUCED, True, on.Exit("error", "the script's")),
-    "fails in the tail": (At.TAIL, True, on.Exit("error", "the script's")),
-    "fails as it writes": (At.WRITE, False, on.Exit("error", "the script's")),
-    "leaves its body": (At.BODY, False, on.Exit("leaves")),
-    "leaves in the update": (At.REDUCED, True, on.Exit("leaves")),
+MISUSES: dict[str, tuple[ProgramAt, bool, on.RankEvent]] = {
+    "steps twice": (ProgramAt.REDUCED, True, on.UpdateBegins()),
+    "steps twice in the tail": (ProgramAt.TAIL, True, on.UpdateBegins()),
+    STEPS_OUTSIDE: (ProgramAt.DEAD, False, on.UpdateBegins()),
+    "enters twice": (ProgramAt.BODY, False, on.Enter()),
+    "enters twice in the update": (ProgramAt.REDUCED, True, on.Enter()),
+    "enters twice in the tail": (ProgramAt.TAIL, True, on.Enter()),
+    "enters twice behind a cut": (ProgramAt.HEAD, False, on.Enter()),
+    "leaves behind a cut": (ProgramAt.HEAD, False, on.Over()),
+    CHANGES_UNSEEN: (ProgramAt.BODY, False, on.Exit()),
+    "fails": (ProgramAt.BODY, False, on.Exit("error", "the script's")),
+    "fails in the update": (ProgramAt.REDUCED, True, on.Exit("error", "the script's")),
+    "fails in the tail": (ProgramAt.TAIL, True, on.Exit("error", "the script's")),
+    "fails as it writes": (ProgramAt.WRITE, False, on.Exit("error", "the script's")),
+    "leaves its body": (ProgramAt.BODY, False, on.Exit("leaves")),
+    "leaves in the update": (ProgramAt.REDUCED, True, on.Exit("leaves")),
 }
 """Where each is done, whether an optimizer has written by then, and what the session sees of it: what the documentation
 forbids, and a script's own errors.
@@ -93,7 +93,7 @@ forbids, and a script's own errors.
 
 
 VISIBLE = (
-    *(fx.Record, fx.Publish, fx.Arrive, fx.ResetLog, fx.Offer, fx.SendStarted, fx.SendTrouble, fx.SendDamaged),
+    *(fx.Record, fx.Publish, fx.Arrive, fx.ResetLog, fx.SendOffers, fx.SendStarted, fx.SendTrouble, fx.SendDamaged),
     *(fx.SendAnomaly, fx.SendJoined, fx.SendDone, fx.SendReached, fx.SendFinish, fx.SendRaised),
 )
 """Effects that others can see. (Snapshots have a simulation of their own, ``tests/sim/test_kept.py``.)"""
@@ -105,19 +105,19 @@ _FRAMES: dict[type[fx.Effect], tuple[type[Any], ...]] = {
 }
 _ENDS = frozenset((
     *(fx.CheckCollectives, fx.Cross, fx.AwaitStop, fx.Quiesce, fx.AwaitResume, fx.AwaitPlan, fx.AwaitFinished),
-    *(fx.AwaitEnd, fx.Build, fx.Fetch, fx.Serve, fx.Save),
+    *(fx.AwaitEnd, fx.BuildGroups, fx.Fetch, fx.Serve, fx.SaveState),
     *(fx.Return, fx.ReturnStep, fx.ReturnEnd, fx.Cut, fx.GiveUp, fx.Misuse),
 ))  # fmt: skip
 """With one of these a list ends: the rank waits, or the thread is the user's again."""
 _IN_A_BODY = frozenset((fx.Disarm, fx.Return, fx.Misuse))
 """What is done with interrupts let in."""
 _NEXT_CALL = {
-    At.BOOT: "connects",
-    At.HEAD: "asks for a step",
-    At.REDUCED: "updates",
-    At.WRITE: "has written",
-    At.END: "ends the body",
-    At.TAIL: "goes on in the tail",
+    ProgramAt.BOOT: "connects",
+    ProgramAt.HEAD: "asks for a step",
+    ProgramAt.REDUCED: "updates",
+    ProgramAt.WRITE: "has written",
+    ProgramAt.END: "ends the body",
+    ProgramAt.TAIL: "goes on in the tail",
 }
 """What the user's program does next, where that does not depend on others."""
 _HEAD, _HOOK, _EXIT, _CALL, _OTHER = range(5)
@@ -132,7 +132,7 @@ class SimRank:
 
     def __init__(self, rank: int, incarnation: int, machine: Rank) -> None:
         self.rank, self.incarnation, self.machine = rank, incarnation, machine
-        self.at = At.BOOT
+        self.at = ProgramAt.BOOT
         self.alive, self.connected = True, False
         self.todo: tuple[fx.Effect, ...] = ()
         self.pending: fx.Effect | None = None
@@ -230,7 +230,7 @@ class SimRank:
     def die(self) -> None:
         """What this process alone knew is gone."""
         self.alive = self.connected = False
-        self.at = At.DEAD
+        self.at = ProgramAt.DEAD
         self.todo, self.pending, self.offer, self.undo, self.start = (), None, None, None, None
         self.model = self.base = self.own = self.grad = 0
         self.grads, self.batches, self.calls = (), (), {}
@@ -250,7 +250,7 @@ class SimRank:
         """Whether a collective that this rank is in, or that it waits for, may fail."""
         if self.in_check:
             return True
-        return self.idle and self.at in (At.REDUCE, At.IN_TAIL) and self.mode is not fx.Mode.LOOPBACK
+        return self.idle and self.at in (ProgramAt.REDUCE, ProgramAt.IN_TAIL) and self.mode is not fx.Mode.LOOPBACK
 
     @property
     def in_check(self) -> bool:
@@ -260,7 +260,7 @@ class SimRank:
     @property
     def can_fail(self) -> bool:
         """Whether what this rank waits for may fail although nobody died."""
-        waits = isinstance(self.pending, (fx.Build, fx.Fetch, fx.Serve)) or self.pending == fx.AwaitStop()
+        waits = isinstance(self.pending, (fx.BuildGroups, fx.Fetch, fx.Serve)) or self.pending == fx.AwaitStop()
         return (waits and not self.todo) or self._misled
 
     def may_be_anomalous(self, world: World) -> bool:
@@ -277,12 +277,12 @@ class SimRank:
     @property
     def _misled(self) -> bool:
         """Whether the rest of a body gets this rank's own values for everybody's, and may not like them."""
-        return self.idle and self.at is At.TAIL and self.mode is fx.Mode.LOOPBACK and not self.outside
+        return self.idle and self.at is ProgramAt.TAIL and self.mode is fx.Mode.LOOPBACK and not self.outside
 
     @property
     def in_body(self) -> bool:
         """Whether its memory may be damaged in the body of a step."""
-        return self.idle and self.at in (At.BODY, At.REDUCED, At.END)
+        return self.idle and self.at in (ProgramAt.BODY, ProgramAt.REDUCED, ProgramAt.END)
 
     @property
     def at_rest(self) -> bool:
@@ -293,32 +293,36 @@ class SimRank:
     @property
     def may_find_out(self) -> bool:
         """Whether the script may say that what was trained is wrong: it runs, and has trained something."""
-        between = self.at in (At.HEAD, At.BODY, At.TAIL)
+        between = self.at in (ProgramAt.HEAD, ProgramAt.BODY, ProgramAt.TAIL)
         return self.connected and self.idle and between and self.machine.standing.commits > 0 and not self.wrong
 
     def may_raise(self, world: World) -> bool:
         """Whether the script may fail here by itself, and a fault does not explain it."""
         if not self.idle or self.wrong or self.swallowed:
             return False
-        in_body = self.at in (At.BODY, At.REDUCED, At.END) and not (self.stopped(world) and self.armed)
-        return in_body or self.at is At.TAIL or (self.at is At.HEAD and not self.breaks)
+        in_body = self.at in (ProgramAt.BODY, ProgramAt.REDUCED, ProgramAt.END) and not (
+            self.stopped(world) and self.armed
+        )
+        return in_body or self.at is ProgramAt.TAIL or (self.at is ProgramAt.HEAD and not self.breaks)
 
     def may_ask_again(self, world: World) -> bool:
         """Whether the script may ask here for its step once more, and it has not been run again for that already."""
         explained = self.stopped(world) and self.armed
-        in_body = self.idle and self.at in (At.BODY, At.REDUCED, At.END) and self._may_be_left(world)
+        in_body = (
+            self.idle and self.at in (ProgramAt.BODY, ProgramAt.REDUCED, ProgramAt.END) and self._may_be_left(world)
+        )
         return in_body and not (self.wrong or explained or self.machine.number in self.machine.tolerated)
 
     def _may_be_left(self, world: World) -> bool:
         """Whether the user's code that runs now is a body of which nothing has to stay."""
-        in_body = self.at in (At.BODY, At.REDUCE, At.REDUCED, At.END) and not self.swallowed
+        in_body = self.at in (ProgramAt.BODY, ProgramAt.REDUCE, ProgramAt.REDUCED, ProgramAt.END) and not self.swallowed
         return in_body and (world.program.undo or not self.writer)
 
     # -- which transitions there are
 
     def moves(self, world: World) -> list[str]:
         """What this rank may do next."""
-        if not self.alive or self.at is At.LEFT:
+        if not self.alive or self.at is ProgramAt.LEFT:
             return []
         if self.todo:
             return [f"does {type(self.todo[0]).__name__}"]
@@ -396,7 +400,7 @@ class SimRank:
         world.send(self, m.Damaged(self.machine.generation, effect.text))
 
     def _send_raised(self, world: World, effect: fx.SendRaised) -> None:
-        world.send(self, m.Raised(effect.text, effect.code))
+        world.send(self, m.LeftByException(effect.text, effect.code))
 
     def _tell_tail_failed(self, world: World, _: fx.Effect) -> None:
         """Who was cut in that tail and can end it is asked first."""
@@ -454,9 +458,9 @@ class SimRank:
     def _send_finish(self, world: World, _: fx.Effect) -> None:
         self._has_shown("comes to its end")
         self.copying = False
-        world.send(self, m.Finish(self.machine.generation))
+        world.send(self, m.LoopOver(self.machine.generation))
 
-    def _offer(self, world: World, effect: fx.Offer) -> None:
+    def _offer(self, world: World, effect: fx.SendOffers) -> None:
         commits = self.machine.standing.commits
         require(
             self.model == world.chains.model[world.shard[self.rank]][commits], f"rank {self.rank} offers a wrong state"
@@ -596,17 +600,17 @@ class SimRank:
         require(self.called in wanted, f"rank {self.rank} is answered what it has not asked")
         if self.mode is not fx.Mode.LOOPBACK:
             self._has_groups()
-        if effect.value and self.at is At.IN_TAIL:  # the collective is called again
-            self.at = At.TAIL
+        if effect.value and self.at is ProgramAt.IN_TAIL:  # the collective is called again
+            self.at = ProgramAt.TAIL
             require(self.mode is not fx.Mode.LOG, f"rank {self.rank} calls a collective of a group that is gone")
         elif effect.value:
             self._goes_on_behind_a_cut()
-        elif self.at is At.HEAD:
-            self.at = At.BODY
-        elif self.at is At.BODY:  # a micro-step's end
-            self.at = At.HEAD
-        elif self.at is At.REDUCED:
-            self.at = At.WRITE
+        elif self.at is ProgramAt.HEAD:
+            self.at = ProgramAt.BODY
+        elif self.at is ProgramAt.BODY:  # a micro-step's end
+            self.at = ProgramAt.HEAD
+        elif self.at is ProgramAt.REDUCED:
+            self.at = ProgramAt.WRITE
             require(not self.copying, f"rank {self.rank} writes while a snapshot is copied")
             mode = fx.Mode.DIRECT if program.undo else fx.Mode.UPDATE
             require(self.mode is mode, f"rank {self.rank} writes in mode {self.mode}")
@@ -614,13 +618,13 @@ class SimRank:
                 self._has_looked("writes")
             if self.model != values.TORN:
                 self.base, self.model = self.model, values.TORN
-        elif self.at is At.WRITE:
+        elif self.at is ProgramAt.WRITE:
             self.writer += 1
             self._to_the_next_write(world)
-        elif self.at is At.END:
+        elif self.at is ProgramAt.END:
             self.outside = True
             self._tail_begins()
-        elif self.at is At.TAIL:
+        elif self.at is ProgramAt.TAIL:
             self._leaves_the_body(world)
         self._check_armed(world)
 
@@ -632,9 +636,9 @@ class SimRank:
         program = world.program
         writers = self._writers(world)
         if self.writer < writers:
-            self.at = At.REDUCED
+            self.at = ProgramAt.REDUCED
         elif program.undo or self.swallowed or writers < program.optimizers:
-            self.at = At.END
+            self.at = ProgramAt.END
         else:
             self._tail_begins()
 
@@ -642,16 +646,16 @@ class SimRank:
         return world.program.writers(self.step // world.program.accumulate)
 
     def _tail_begins(self) -> None:
-        self.at, self.tail_index = At.TAIL, 0
+        self.at, self.tail_index = ProgramAt.TAIL, 0
         require(self.mode not in (fx.Mode.DIRECT, fx.Mode.UPDATE), f"rank {self.rank} has a tail in mode {self.mode}")
 
     def _leaves_the_body(self, world: World) -> None:
         self.tails += 1
-        self.at = At.HEAD
+        self.at = ProgramAt.HEAD
         self.breaks = world.program.breaks and self.machine.standing.commits == len(world.layout.tails)
 
     def _goes_on_behind_a_cut(self) -> None:
-        self.at, self.behind_cut = At.HEAD, True
+        self.at, self.behind_cut = ProgramAt.HEAD, True
         require(self.mode is fx.Mode.LOOPBACK, f"rank {self.rank} goes on behind a cut body in mode {self.mode}")
 
     def _leaves_the_session(self, world: World) -> None:
@@ -675,7 +679,7 @@ class SimRank:
 
     def _return_step(self, world: World, _: fx.Effect) -> None:
         require(self.called == _HEAD, f"rank {self.rank} is given a step that it has not asked for")
-        self.at, self.writer = At.HEAD, 0
+        self.at, self.writer = ProgramAt.HEAD, 0
         self.behind_cut = self.swallowed = self.outside = False
         self.step = self.machine.number
         commits = self.machine.standing.commits
@@ -707,7 +711,7 @@ class SimRank:
         if world.program.breaks and not self.breaks:  # it was told, and says so itself all the same
             self.breaks = True
             self.feed(world, on.Over(self.stopped(world)))
-        self.at, self.connected = At.LEFT, False
+        self.at, self.connected = ProgramAt.LEFT, False
 
     def _cut(self, world: World, _: fx.Effect) -> None:
         """Raised in the hook of an optimizer."""
@@ -739,12 +743,12 @@ class SimRank:
             return ["has checked"]
         if kind is fx.Quiesce or kind is fx.AwaitStop:
             return ["sees the stop"] if stopped else []
-        if kind is fx.Save:
+        if kind is fx.SaveState:
             return ["is stopped"] * stopped
         if kind is fx.Cross:
             ready = world.all_reached(self.rank, Standing(self.machine.standing.commits, Phase.READY))
             return ["passes"] * ready + ["is stopped"] * stopped
-        if kind is fx.Build:
+        if kind is fx.BuildGroups:
             # What was built before a stop is not used after it.
             return ["is stopped"] if stopped else ["has built"] * world.complete(self, WORLD)
         if isinstance(effect, fx.Serve):
@@ -835,7 +839,7 @@ class SimRank:
 
     def _begins_to_save(self, world: World) -> None:
         effect = self.pending
-        assert isinstance(effect, fx.Save)
+        assert isinstance(effect, fx.SaveState)
         commits = self.machine.standing.commits
         whole = self.model == world.chains.model[world.shard[self.rank]][commits]
         require(whole, f"rank {self.rank} saves a wrong state")
@@ -897,19 +901,19 @@ class SimRank:
     def _next_calls(self, world: World, *, stopped: bool) -> list[str]:
         if world.program.misuse and self._misuses(world):
             return ["misuses the step"]
-        if self.at is At.REDUCE:
+        if self.at is ProgramAt.REDUCE:
             return ["has reduced"] * world.complete(self, world.shard[self.rank])
-        if self.at is At.IN_TAIL:
+        if self.at is ProgramAt.IN_TAIL:
             return self._in_tail(world, stopped=stopped)
-        if self.at is At.BODY:
+        if self.at is ProgramAt.BODY:
             last = self.machine.place == world.program.accumulate - 1
             return ["reduces" if last else "ends the body"]
         return [_NEXT_CALL[self.at]]
 
     def _misuses(self, world: World) -> bool:
         at, written, event = MISUSES[world.program.misuse]
-        where = self.behind_cut if at is At.HEAD else written == (self.writer > 0)
-        redone = at is At.BODY or (at is At.WRITE and world.program.undo)
+        where = self.behind_cut if at is ProgramAt.HEAD else written == (self.writer > 0)
+        redone = at is ProgramAt.BODY or (at is ProgramAt.WRITE and world.program.undo)
         explained = redone and isinstance(event, on.Exit) and event.how == "error" and self.stopped(world)
         return self.at is at and where and not self.outside and self._late(world) and not explained
 
@@ -928,7 +932,7 @@ class SimRank:
         require(not self.alive or self.wrong, f"rank {self.rank} {kind}, and nobody has told it")
 
     def _connect(self, world: World) -> None:
-        self.at, self.connected, self.called = At.HEAD, True, _HEAD
+        self.at, self.connected, self.called = ProgramAt.HEAD, True, _HEAD
         world.greet(self)
         begun = world.source
         self.feed(world, on.Begin(self._total(world), begun * world.program.accumulate, begun))
@@ -957,7 +961,7 @@ class SimRank:
         self.entered = True
         world.enter(self, shard, ("grad", commits, self.laid), self.grad)
         self.laid = commits > 0
-        self.at = At.REDUCE
+        self.at = ProgramAt.REDUCE
 
     def _compute(self) -> None:
         """The body's forward and backward pass."""
@@ -981,7 +985,7 @@ class SimRank:
         self.feed(world, on.UpdateEnds(self.writer))
 
     def _end_body(self, world: World) -> None:
-        if self.at is At.BODY:
+        if self.at is ProgramAt.BODY:
             self._compute()
         self.called = _EXIT
         self.feed(world, on.Exit())
@@ -1004,7 +1008,7 @@ class SimRank:
             world.log(self.rank, commits, index, values.logged(self.rank, commits, index))
         if self.mode is fx.Mode.LOG:
             world.enter_tail(self, commits, index)
-        self.at = At.IN_TAIL
+        self.at = ProgramAt.IN_TAIL
 
     def _in_tail(self, world: World, *, stopped: bool) -> list[str]:
         commits, index = self.machine.standing.commits, self.tail_index
@@ -1025,7 +1029,7 @@ class SimRank:
             assert result is not None
             world.take_result(self, commits, index, result)
         self.tail_index += 1
-        self.at = At.TAIL
+        self.at = ProgramAt.TAIL
 
     def _tail_cut(self, world: World) -> None:
         self.called = _CALL
@@ -1036,7 +1040,7 @@ class SimRank:
     def raises(self, world: World) -> None:
         """The script fails on this rank by itself: in a body, behind its update, or between two bodies."""
         self._goes_wrong()
-        if self.at is At.HEAD or self.outside:
+        if self.at is ProgramAt.HEAD or self.outside:
             self._leaves_the_session(world)
         else:
             self.called = _EXIT
@@ -1050,19 +1054,19 @@ class SimRank:
 
     def fail(self, world: World) -> None:
         """A collective failed, the update was cut, or what the rank waits for."""
-        if isinstance(self.pending, (fx.Build, fx.Fetch, fx.Serve, fx.AwaitStop)):
+        if isinstance(self.pending, (fx.BuildGroups, fx.Fetch, fx.Serve, fx.AwaitStop)):
             self._receive(world, "fails")
         elif self._misled:
             self._goes_wrong()
             self.called = _EXIT
             self.feed(world, on.Exit("error", "this one is missing"))
-        elif self.at is At.IN_TAIL:
+        elif self.at is ProgramAt.IN_TAIL:
             self._tail_cut(world)
         elif isinstance(self.pending, fx.CheckCollectives):
             self._receive(world, "finds them failed")
         else:
             self.cut, self.called = True, _EXIT
-            self.untold = self.at is At.WRITE and not world.program.talks
+            self.untold = self.at is ProgramAt.WRITE and not world.program.talks
             self.feed(world, on.Exit("fault", "failed", damaged=self.untold, lost=self.untold))
 
     def finds_an_anomaly(self, world: World) -> None:
@@ -1146,7 +1150,7 @@ class SimRank:
         fx.SendFinish: _send_finish,
         fx.SendReached: _send_reached,
         fx.OnPause: _on_pause,
-        fx.Offer: _offer,
+        fx.SendOffers: _offer,
         fx.Arm: _arm,
         fx.Disarm: _disarm,
         fx.SnapshotBegin: _snapshot_begin,
@@ -1177,8 +1181,8 @@ class SimRank:
         **dict.fromkeys((fx.CheckCollectives, fx.Cross, fx.AwaitStop, fx.AwaitResume, fx.AwaitPlan), _nothing),
         **dict.fromkeys((fx.AwaitFinished, fx.AwaitEnd, fx.Fetch, fx.Serve), _nothing),
         fx.Quiesce: _begins_to_quiesce,
-        fx.Build: _begins_to_build,
-        fx.Save: _begins_to_save,
+        fx.BuildGroups: _begins_to_build,
+        fx.SaveState: _begins_to_save,
     }
     _CALLS: ClassVar[dict[str, Callable[..., None]]] = {
         "connects": _connect,
@@ -1197,9 +1201,9 @@ class SimRank:
 
 
 def _effect_key(effect: fx.Effect | None) -> Any:
-    if isinstance(effect, (fx.Build, fx.Fetch, fx.Exchange)):
+    if isinstance(effect, (fx.BuildGroups, fx.Fetch, fx.Exchange)):
         return (type(effect).__name__, effect.plan.generation)
-    if isinstance(effect, fx.Save):
+    if isinstance(effect, fx.SaveState):
         return ("Save", effect.order and (effect.order.generation, effect.order.part))
     return effect
 

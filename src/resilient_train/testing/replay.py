@@ -24,7 +24,7 @@ from resilient_train.protocol.rank import TABLE, Rank
 from resilient_train.session.rank_trace import FOLDER, Made, Torn, Turn
 from resilient_train.testing.answers import answer_of
 
-_EVENT: Any = functools.reduce(operator.or_, {*on.Event.__subclasses__(), *(event for _, event in TABLE)})
+_EVENT: Any = functools.reduce(operator.or_, {*on.RankEvent.__subclasses__(), *(event for _, event in TABLE)})
 _EFFECTS: Any = tuple[functools.reduce(operator.or_, do.Effect.__subclasses__()), ...]  # type: ignore[misc]
 _LINE = msgspec.json.Decoder(Made | Turn | Torn)
 

@@ -18,7 +18,7 @@ from resilient_train.frameworks.roles import Conductor, Given, Objects, Tails
 from resilient_train.frameworks.torch import process_group as group_module
 from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
-from resilient_train.frameworks.torch.groups import Groups
+from resilient_train.frameworks.torch.groups import TorchGroups
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, NotBegun
 from resilient_train.frameworks.torch.process_group import ResilientGroup, works
 from resilient_train.frameworks.torch.storages import Memory, registered
@@ -35,10 +35,10 @@ _pass_under_way = torch._C._current_graph_task_id
 _SYNC_BUFFERS = DistributedDataParallel._sync_module_buffers.__code__
 
 
-class Collectives:
+class TorchCollectives:
     """``check`` is told of each call, and raises UsageError for one that may not be."""
 
-    def __init__(self, objects: Objects, groups: Groups, check: Callable[[str], None]) -> None:
+    def __init__(self, objects: Objects, groups: TorchGroups, check: Callable[[str], None]) -> None:
         self._objects = objects
         self._groups = groups
         self._check = check

@@ -22,8 +22,8 @@ from resilient_train.errors import DeviceError
 from resilient_train.frameworks.accelerator import Accelerator, Host
 from resilient_train.frameworks.roles import Damage
 from resilient_train.frameworks.torch.damage import InjectedErrors, assess, move
-from resilient_train.frameworks.torch.rank_state import RankState
-from resilient_train.frameworks.torch.state import State
+from resilient_train.frameworks.torch.rank_state import TorchRankState
+from resilient_train.frameworks.torch.state import TorchState
 from resilient_train.frameworks.torch_npu.device import NpuDevice
 from resilient_train.state.transfer import Span
 
@@ -35,15 +35,15 @@ _LOOKING = ("waiting", "opening", "polling")
 _REPAIR_LIMIT_MS = 5000
 
 
-class Device:
+class TorchDevice:
     """Asks for errors only where there is a device to ask; else it has no thread."""
 
     def __init__(
         self,
         settings: Settings,
         accelerator: Accelerator,
-        state: State,
-        rank_state: RankState,
+        state: TorchState,
+        rank_state: TorchRankState,
         communicators: Callable[[int], list[int]],
     ) -> None:
         """``communicators``: HCCL's that there are by now; they are asked for errors where RESILIENT_HCCL is on."""

@@ -14,23 +14,23 @@ import xxhash
 from resilient_train.errors import ConfigError, StateError
 from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.checkpoint import names_of
-from resilient_train.frameworks.torch.device import Device
+from resilient_train.frameworks.torch.device import TorchDevice
 from resilient_train.frameworks.torch.extra_state import ExtraState
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.generators import by_generator, random_state
-from resilient_train.frameworks.torch.groups import Groups
+from resilient_train.frameworks.torch.groups import TorchGroups
 from resilient_train.frameworks.torch.kept_state import LIVES_ON
 from resilient_train.frameworks.torch.leaves import TENSORS, gradients_of, local, state_of
-from resilient_train.frameworks.torch.state import State
+from resilient_train.frameworks.torch.state import TorchState
 from resilient_train.state.tree import flatten
 
 _WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
-class Drill:
+class TorchDrill:
     """``device`` reports what is poisoned."""
 
-    def __init__(self, objects: Objects, groups: Groups, device: Device, state: State) -> None:
+    def __init__(self, objects: Objects, groups: TorchGroups, device: TorchDevice, state: TorchState) -> None:
         self._objects = objects
         self._groups = groups
         self._device = device

@@ -7,14 +7,14 @@ import torch.distributed as dist
 from resilient_train import config
 from resilient_train.frameworks.roles import Engine, Objects
 from resilient_train.frameworks.torch import admission, data, generators
-from resilient_train.frameworks.torch.collectives import Collectives
-from resilient_train.frameworks.torch.device import Device, accelerator
-from resilient_train.frameworks.torch.drill import Drill
-from resilient_train.frameworks.torch.gradients import Gradients
-from resilient_train.frameworks.torch.groups import Groups
-from resilient_train.frameworks.torch.rank_state import RankState
-from resilient_train.frameworks.torch.state import State
-from resilient_train.frameworks.torch.step import Step
+from resilient_train.frameworks.torch.collectives import TorchCollectives
+from resilient_train.frameworks.torch.device import TorchDevice, accelerator
+from resilient_train.frameworks.torch.drill import TorchDrill
+from resilient_train.frameworks.torch.gradients import TorchGradients
+from resilient_train.frameworks.torch.groups import TorchGroups
+from resilient_train.frameworks.torch.rank_state import TorchRankState
+from resilient_train.frameworks.torch.state import TorchState
+from resilient_train.frameworks.torch.window import TorchWindow
 
 
 def engine_for(objects: Objects) -> Engine:
@@ -23,20 +23,20 @@ def engine_for(objects: Objects) -> Engine:
     data.shield_workers()
     device_of_rank = accelerator(dist.get_rank() if dist.is_initialized() else 0)
     generators.follow(device_of_rank)
-    groups = Groups(device_of_rank)
-    rank_state = RankState(objects.models, objects.rank_extra)
-    state = State(objects, rank_state, device_of_rank)
-    device = Device(config.read_settings(), device_of_rank, state, rank_state, groups.communicators)
-    gradients = Gradients(objects)
-    step = Step(objects, state, rank_state, gradients.behind_closure)
+    groups = TorchGroups(device_of_rank)
+    rank_state = TorchRankState(objects.models, objects.rank_extra)
+    state = TorchState(objects, rank_state, device_of_rank)
+    device = TorchDevice(config.read_settings(), device_of_rank, state, rank_state, groups.communicators)
+    gradients = TorchGradients(objects)
+    window = TorchWindow(objects, state, rank_state, gradients.behind_closure)
     return Engine(
         groups=groups,
-        collectives=Collectives(objects, groups, step.check_collective),
+        collectives=TorchCollectives(objects, groups, window.check_collective),
         device=device,
         state=state,
         rank_state=rank_state,
         data=data,
-        step=step,
+        window=window,
         gradients=gradients,
-        drill=Drill(objects, groups, device, state),
+        drill=TorchDrill(objects, groups, device, state),
     )

@@ -20,7 +20,7 @@ from resilient_train.state.transfer import digest, view
 from resilient_train.state.tree import flatten
 
 
-class Fingerprint:
+class TorchFingerprint:
     """See ``frameworks/roles.Fingerprint``. ``copier`` is its own until ``digest`` was asked for. ``after``: memory of
     the host is read when this one's copy is over.
     """

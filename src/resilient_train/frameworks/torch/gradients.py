@@ -21,7 +21,7 @@ from resilient_train.frameworks.torch.leaves import gradients_of, is_sharded
 from resilient_train.frameworks.torch.sharded import is_fsdp
 
 
-class Gradients:
+class TorchGradients:
     """Of the registered models."""
 
     def __init__(self, objects: Objects) -> None:

@@ -26,7 +26,7 @@ _CHUNK_BYTES = 16 << 20
 _RECORDED_MAX = 20_000
 
 
-class Groups:
+class TorchGroups:
     """``accelerator``: the device computes and communicates again together, so both are stopped and begun here."""
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -22,7 +22,7 @@ from resilient_train.frameworks.torch.leaves import TENSORS, pack, restore_objec
 from resilient_train.state.tree import flatten
 
 
-class RankState:
+class TorchRankState:
     """All of it together, as one tree: see ``frameworks/roles.RankState``."""
 
     def __init__(self, models: tuple[torch.nn.Module, ...], extra: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from resilient_train.frameworks.torch import fitting
 from resilient_train.frameworks.torch.checkpoint import piece_of
 from resilient_train.frameworks.torch.containers import copy_tree, dressed
 from resilient_train.frameworks.torch.damage import move
-from resilient_train.frameworks.torch.fingerprint import Fingerprint, rows_of
+from resilient_train.frameworks.torch.fingerprint import TorchFingerprint, rows_of
 from resilient_train.frameworks.torch.images import Images
 from resilient_train.frameworks.torch.kept_state import KeptState
 from resilient_train.frameworks.torch.leaves import (
@@ -34,7 +34,7 @@ from resilient_train.frameworks.torch.leaves import (
 from resilient_train.frameworks.torch.nan import nan_in
 from resilient_train.frameworks.torch.optimizer_entries import entries_of, put_entries
 from resilient_train.frameworks.torch.optimizer_groups import described, found, groups_of, places, regroup
-from resilient_train.frameworks.torch.rank_state import RankState
+from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.sharded import Replicas, Sharding, placed_like
 from resilient_train.frameworks.torch.staging import Staging, on_host
 from resilient_train.state.checkpoint.target import BlockTarget
@@ -86,11 +86,11 @@ _Landing = tuple[torch.Tensor, torch.Tensor]
 """A tensor of the state, and the host memory in which this rank's part of it arrives."""
 
 
-class State:
+class TorchState:
     """``rank_state``: what it says of buffers counts where both know of one."""
 
     def __init__(
-        self, objects: Objects, rank_state: RankState, accelerator: Accelerator, staging: Staging | None = None
+        self, objects: Objects, rank_state: TorchRankState, accelerator: Accelerator, staging: Staging | None = None
     ) -> None:
         self._objects = objects
         self._rank_state = rank_state
@@ -103,7 +103,7 @@ class State:
         """This rank's replica group and its number, where there are several."""
         self._checked_plans = 0
         self._copier = _native.Copier()
-        self._fingerprint: Fingerprint | None = None
+        self._fingerprint: TorchFingerprint | None = None
         self._built = fitting.layout_of(objects.models)
         self._kept: list[list[_Settings]] = [[] for _ in objects.optimizers]
         for name, thing in objects.extra.items():
@@ -262,11 +262,11 @@ class State:
         spans = [span_of(tensor) for tensor in kept]
         return Sources(payload, digest_of(payload, spans), spans, kept)
 
-    def fingerprint(self, after: _native.Copier | None = None) -> Fingerprint:
+    def fingerprint(self, after: _native.Copier | None = None) -> TorchFingerprint:
         if self._fingerprint is not None:
             self._fingerprint.digest()
         self.sharding.reshard()
-        self._fingerprint = Fingerprint(self.tree(core=True, found=True), self._copier, after)
+        self._fingerprint = TorchFingerprint(self.tree(core=True, found=True), self._copier, after)
         return self._fingerprint
 
     def nan(self) -> NanFound | None:
@@ -350,7 +350,7 @@ class State:
         return image._replace(division=self.sharding.division)
 
     def outgrown(self) -> str:
-        """See ``frameworks/roles.Step``."""
+        """See ``frameworks/roles.Window``."""
         self.sharding.reshard()
         return fitting.difference(self._built, fitting.layout_of(self._objects.models)) or self._misplaced()
 

@@ -3,7 +3,7 @@
 A job goes through stages. In each but the first two the controller has given orders and waits for the answers; when the
 last is there, the next stage follows:
 
-    STARTING     all ranks are to say Hello
+    STARTING     all ranks are to say ProcessorHello
     TRAINING     nobody reports anything
     LOCKING      all come to the end of the same update, and begin none behind it
     HALTING      the same, where nothing is wrong: all make one more update. A pause follows, or the end
@@ -53,27 +53,27 @@ from resilient_train.integrations.mindio.frames import (
     NOT_WHOLE,
     PASSED,
     AnyOrder,
-    Clean,
+    CleanOrder,
     Did,
-    Exit,
+    ExitOrder,
     FaultKind,
-    Go,
-    Halt,
-    Lock,
+    GoOrder,
+    HaltOrder,
+    LockOrder,
     Order,
     Part,
-    Rebuild,
-    Release,
-    Rename,
-    Repair,
+    ProcessorWelcome,
+    RebuildOrder,
+    ReleaseOrder,
+    RenameOrder,
+    RepairOrder,
     RepairType,
     ReplicaGroup,
     ReportState,
-    Rollback,
-    Save,
+    RollbackOrder,
+    SaveOrder,
     Savers,
-    Stop,
-    Welcome,
+    StopOrder,
 )
 from resilient_train.protocol.replicas import assign_sources
 
@@ -81,7 +81,7 @@ _RENAMERS_MAX = 3
 """Storage on which so many ranks can't rename, or don't come back from it, lets nobody."""
 
 
-class Stage(enum.Enum):
+class MindioStage(enum.Enum):
     """See above."""
 
     STARTING = enum.auto()
@@ -103,7 +103,7 @@ class Stage(enum.Enum):
     OVER = enum.auto()
 
 
-class Policy(msgspec.Struct, frozen=True):
+class Recoveries(msgspec.Struct, frozen=True):
     """Which recoveries are on: without any a fault is the job's end, behind a checkpoint."""
 
     uce: bool = True
@@ -117,7 +117,7 @@ class To(NamedTuple):
     """Send this to that rank."""
 
     rank: int
-    frame: AnyOrder | Welcome
+    frame: AnyOrder | ProcessorWelcome
 
 
 class Timer(NamedTuple):
@@ -126,11 +126,11 @@ class Timer(NamedTuple):
     """
 
     round: int
-    stage: Stage
+    stage: MindioStage
     limit_s: float = 0.0
 
 
-class Note(NamedTuple):
+class Notice(NamedTuple):
     """Something to tell people. ``detail``: more of it, for the event."""
 
     kind: str
@@ -139,7 +139,7 @@ class Note(NamedTuple):
     detail: Mapping[str, object] = MappingProxyType({})
 
 
-class Ended(NamedTuple):
+class TrainingEnded(NamedTuple):
     """The job is over; ``saved``: the step of its checkpoint, -1: there is none that is known of; ``failed``: the rank
     whose script has, -1: none. ``unnamed``: the step of a checkpoint of which all is written, but whether it has its
     name nobody has said; -1: there is none.
@@ -151,24 +151,24 @@ class Ended(NamedTuple):
     unnamed: int = -1
 
 
-class Report(NamedTuple):
+class MindXCall(NamedTuple):
     """Call what MindX has registered for ``action``."""
 
     action: str
     arguments: tuple[Any, ...]
 
 
-Effect = To | Timer | Note | Ended | Report
+Effect = To | Timer | Notice | TrainingEnded | MindXCall
 
 
-class Fault(NamedTuple):
+class RankFault(NamedTuple):
     """What a rank was told of. ``code``: the device's."""
 
     kind: FaultKind
     code: str = ""
 
 
-PROCESS = Fault(FaultKind.PROCESS)
+PROCESS = RankFault(FaultKind.PROCESS)
 
 
 class Seat:
@@ -203,15 +203,15 @@ class Seat:
         return new
 
 
-class Controller:
+class MindioController:
     """One job of ``world_size`` ranks."""
 
-    def __init__(self, world_size: int, policy: Policy | None = None) -> None:
-        self.policy = policy or Policy()
+    def __init__(self, world_size: int, policy: Recoveries | None = None) -> None:
+        self.policy = policy or Recoveries()
         self.seats = [Seat() for _ in range(world_size)]
         self.groups: list[list[ReplicaGroup]] = []
         """For each kind of optimizer the groups that hold a state together, as far as ranks have told."""
-        self.stage = Stage.STARTING
+        self.stage = MindioStage.STARTING
         self.round = 0
         self.target = 0
         """The update behind which the job goes on, or is saved."""
@@ -219,7 +219,7 @@ class Controller:
         """Who has not answered yet."""
         self.lost: frozenset[int] = frozenset()
         """Ranks whose process is gone, in this recovery."""
-        self.faulty: Mapping[int, Fault] = MappingProxyType({})
+        self.faulty: Mapping[int, RankFault] = MappingProxyType({})
         """All that a fault was told of, in this recovery, and the last of each."""
         self.hopeless = ""
         """Why this recovery can only be the job's end."""
@@ -239,35 +239,35 @@ class Controller:
 
     def hello(self, rank: int) -> list[Effect]:
         """A process has connected."""
-        if self.stage is Stage.OVER:
-            return [To(rank, Exit(round=self.round))]
+        if self.stage is MindioStage.OVER:
+            return [To(rank, ExitOrder(round=self.round))]
         seat = self.seats[rank]
-        reborn = self.stage is not Stage.STARTING
+        reborn = self.stage is not MindioStage.STARTING
         self.seats[rank] = Seat()
         self.seats[rank].present = True
         if not reborn:
-            told: list[Effect] = [To(rank, Welcome(reborn=False))]
+            told: list[Effect] = [To(rank, ProcessorWelcome(reborn=False))]
             if all(each.present for each in self.seats):
-                self.stage = Stage.TRAINING
-                told.append(Note("started", -1, "all ranks are there"))
+                self.stage = MindioStage.TRAINING
+                told.append(Notice("started", -1, "all ranks are there"))
             return told
         told = []
         if seat.present:  # its connection, or its end, was not heard of yet
             told += self.gone(rank)
         self.seats[rank].reborn, self.seats[rank].whole = True, False
         self.seats[rank].present = True
-        return [*told, To(rank, Welcome(reborn=True))]
+        return [*told, To(rank, ProcessorWelcome(reborn=True))]
 
     def leave(self, reason: str) -> list[Effect]:
         """Somebody wants the job to end, behind a checkpoint."""
-        if self.stage in (Stage.SAVING, Stage.RENAMING, Stage.OVER):
+        if self.stage in (MindioStage.SAVING, MindioStage.RENAMING, MindioStage.OVER):
             return []
         self.hopeless = self.hopeless or reason
-        if self.stage is Stage.STARTING:
+        if self.stage is MindioStage.STARTING:
             return self._end(reason)
-        if self.stage is Stage.HALTING:  # for a pause: all come to stand in any case
+        if self.stage is MindioStage.HALTING:  # for a pause: all come to stand in any case
             return []
-        if self.stage is not Stage.TRAINING:
+        if self.stage is not MindioStage.TRAINING:
             return self._begin_round()
         return self._halt()
 
@@ -277,16 +277,16 @@ class Controller:
         if any(seat.left for seat in self.seats):
             return []
         self.pauses = True
-        return self._halt() if self.stage is Stage.TRAINING else []
+        return self._halt() if self.stage is MindioStage.TRAINING else []
 
     def unpause(self) -> list[Effect]:
         """All are to go on."""
         self.pauses = False
-        if self.stage is not Stage.PAUSED and (self.stage is not Stage.HALTING or self.hopeless):
+        if self.stage is not MindioStage.PAUSED and (self.stage is not MindioStage.HALTING or self.hopeless):
             return []
-        if self.stage is Stage.HALTING:
-            return [*self._release(), Note("pause_withdrawn", -1, "nobody wants it any more")]
-        return [*self._release(), Note("resumed", -1, "the pause is over", {"step": self.target})]
+        if self.stage is MindioStage.HALTING:
+            return [*self._release(), Notice("pause_withdrawn", -1, "nobody wants it any more")]
+        return [*self._release(), Notice("resumed", -1, "the pause is over", {"step": self.target})]
 
     def _halt(self, ahead: int = 1) -> list[Effect]:
         # Who is on the way to an update can't save before it is over: MindSpore's flag stands from the collective on.
@@ -294,7 +294,9 @@ class Controller:
         self._let_move()
         self.ahead = ahead
         limit = ahead + max(map(self._reaches, self.steady()), default=0)
-        return self._give(Stage.HALTING, {rank: Halt(round=self.round, limit=limit) for rank in self.steady()})
+        return self._give(
+            MindioStage.HALTING, {rank: HaltOrder(round=self.round, limit=limit) for rank in self.steady()}
+        )
 
     def _let_move(self) -> None:
         """Nobody counts any more on where ranks have said that they stand."""
@@ -304,9 +306,9 @@ class Controller:
     def _release(self) -> list[Effect]:
         """Whoever stands goes on; nothing has happened to it."""
         self.round += 1
-        self.stage, self.pending = Stage.TRAINING, frozenset()
+        self.stage, self.pending = MindioStage.TRAINING, frozenset()
         self._let_move()
-        return [To(rank, Release(round=self.round)) for rank in self.steady()]
+        return [To(rank, ReleaseOrder(round=self.round)) for rank in self.steady()]
 
     def status(self, rank: int, step: int, *, updating: bool) -> list[Effect]:
         """A rank tells how far it is."""
@@ -314,7 +316,7 @@ class Controller:
         moved = seat.locked and (updating or step != seat.step)
         seat.step, seat.updating = step, updating
         # What was built on where it stood is built anew, and answers to orders of before count for nothing.
-        return self._begin_round() if moved and self.stage not in (Stage.RENAMING, Stage.OVER) else []
+        return self._begin_round() if moved and self.stage not in (MindioStage.RENAMING, MindioStage.OVER) else []
 
     def replicas(self, rank: int, groups: Sequence[ReplicaGroup]) -> list[Effect]:
         """A rank tells in whose company it holds its state: one group for each kind of optimizer."""
@@ -355,15 +357,15 @@ class Controller:
             case ReportState.RS_PREREPAIR_FINISH:
                 seat.reported = state
                 if seat.reborn and not seat.builds:  # it makes its groups when all others do
-                    return self._joined() if self.stage is Stage.JOINING else []
+                    return self._joined() if self.stage is MindioStage.JOINING else []
                 seat.prepared = seat.reborn
-                return self._answered_all() if self.stage is Stage.REBUILDING else []
+                return self._answered_all() if self.stage is MindioStage.REBUILDING else []
             case ReportState.RS_NORMAL | ReportState.RS_STEP_FINISH:
                 seat.reported = state
-                if self.stage is Stage.STOPPING:
+                if self.stage is MindioStage.STOPPING:
                     return self._answered_all()
-                if self.stage is Stage.TRAINING:
-                    return self._fault(rank, "left its loop, and nobody had stopped it", Fault(FaultKind.NETWORK))
+                if self.stage is MindioStage.TRAINING:
+                    return self._fault(rank, "left its loop, and nobody had stopped it", RankFault(FaultKind.NETWORK))
                 return []
         seat.reported = state
         if state in (ReportState.RS_UCE, ReportState.RS_UCE_CORRUPTED):
@@ -374,15 +376,15 @@ class Controller:
             self.failed = rank if self.failed < 0 else self.failed
         elif state is ReportState.RS_RETRY:
             self.hopeless = self.hopeless or f"rank {rank} wants to load a checkpoint, which nobody has registered"
-        return self._fault(rank, f"{state.name} {code}".strip(), Fault(_KINDS.get(state, FaultKind.PROCESS), code))
+        return self._fault(rank, f"{state.name} {code}".strip(), RankFault(_KINDS.get(state, FaultKind.PROCESS), code))
 
     def gone(self, rank: int) -> list[Effect]:
         """A process has ended, or is not heard any more."""
         seat = self.seats[rank]
-        if not seat.present or self.stage is Stage.OVER:
+        if not seat.present or self.stage is MindioStage.OVER:
             return []
         self._vacate(rank)
-        if self.stage is Stage.STARTING:
+        if self.stage is MindioStage.STARTING:
             return []
         self.lost |= {rank}
         return self._fault(rank, "its process is gone")
@@ -395,10 +397,10 @@ class Controller:
     def bye(self, rank: int) -> list[Effect]:
         """A rank's training is over: nobody who is lost from here on can train on, this one would not take part."""
         self.seats[rank].present, self.seats[rank].left = False, True
-        if self.stage is Stage.HALTING:  # there is no update more: the others come to their ends as well
+        if self.stage is MindioStage.HALTING:  # there is no update more: the others come to their ends as well
             self.hopeless, self.pauses = "", False
             return self._release()
-        if self.stage in (Stage.TRAINING, Stage.STARTING, Stage.OVER):
+        if self.stage in (MindioStage.TRAINING, MindioStage.STARTING, MindioStage.OVER):
             return []
         return self._fault(rank, "has come to its end in the middle of a recovery")
 
@@ -409,11 +411,11 @@ class Controller:
         if answer.code == PASSED:  # what is known here of a rank's step is always a little old
             self.seats[rank].step = answer.step
             return self._halt(ahead=self.ahead * 2)
-        if self.stage is Stage.RENAMING:
+        if self.stage is MindioStage.RENAMING:
             return self._answered_rename(rank, answer.code)
         if failure := self._took(rank, answer):
             kind = FaultKind.UCE if answer.code == NOT_WHOLE else FaultKind.PROCESS
-            return self._fault(rank, failure, Fault(kind))
+            return self._fault(rank, failure, RankFault(kind))
         self.pending -= {rank}
         return self._answered_all()
 
@@ -421,19 +423,23 @@ class Controller:
         order = _ORDER.get(self.stage)
         return order is not None and (answer.round, answer.order) == (self.round, order.name())
 
-    def expired(self, number: int, stage: Stage) -> list[Effect]:
+    def expired(self, number: int, stage: MindioStage) -> list[Effect]:
         """A stage has taken too long."""
-        if (number, stage) != (self.round, self.stage) or stage in (Stage.STARTING, Stage.TRAINING, Stage.OVER):
+        if (number, stage) != (self.round, self.stage) or stage in (
+            MindioStage.STARTING,
+            MindioStage.TRAINING,
+            MindioStage.OVER,
+        ):
             return []
-        if stage is Stage.PAUSED or (stage is Stage.HALTING and not self.hopeless):
+        if stage is MindioStage.PAUSED or (stage is MindioStage.HALTING and not self.hopeless):
             return []
         late = sorted(self.pending or self.lost)
-        if stage is Stage.RENAMING:
+        if stage is MindioStage.RENAMING:
             return self._rename("did not answer in time")
-        if stage is Stage.SAVING:
+        if stage is MindioStage.SAVING:
             return self._end(f"ranks {late} did not save in time")
         self.hopeless = self.hopeless or f"ranks {late} did not come through {stage.name}"
-        if stage in (Stage.LOCKING, Stage.HALTING):
+        if stage in (MindioStage.LOCKING, MindioStage.HALTING):
             # Who does not stand still may be writing: nothing that it holds is counted on.
             for rank in late:
                 self.seats[rank].whole = False
@@ -444,13 +450,13 @@ class Controller:
 
     def stalled(self, why: str) -> list[Effect]:
         """No rank goes on, and nobody knows whose fault that is: all leave their step, and do it over."""
-        if self.stage not in (Stage.TRAINING, Stage.HALTING):
+        if self.stage not in (MindioStage.TRAINING, MindioStage.HALTING):
             return []
-        return [Note("fault", -1, why), *self._begin_round()]
+        return [Notice("fault", -1, why), *self._begin_round()]
 
     def awaited(self) -> frozenset[int]:
         """Whose answer, or whose training thread, is waited for now."""
-        if self.stage is not Stage.STOPPING:
+        if self.stage is not MindioStage.STOPPING:
             return self.pending
         return self.pending | {rank for rank in self.steady() if self.seats[rank].reported is None}
 
@@ -463,18 +469,18 @@ class Controller:
 
     # -- rounds
 
-    def _fault(self, rank: int, what: str, fault: Fault = PROCESS) -> list[Effect]:
+    def _fault(self, rank: int, what: str, fault: RankFault = PROCESS) -> list[Effect]:
         """A round begins: where nobody can be helped, so does the end."""
-        if self.stage is Stage.OVER:
+        if self.stage is MindioStage.OVER:
             return []
-        if self.stage is Stage.STARTING:
+        if self.stage is MindioStage.STARTING:
             return self._end(f"rank {rank}: {what}, before all were there")
-        told: list[Effect] = [Note("fault", rank, what)]
+        told: list[Effect] = [Notice("fault", rank, what)]
         self.faulty = MappingProxyType({**self.faulty, rank: fault})
-        if self.stage is Stage.RENAMING:
+        if self.stage is MindioStage.RENAMING:
             gone = rank in self.pending and not self.seats[rank].present
             return [*told, *(self._rename("was lost before it answered") if gone else [])]
-        if self.stage is Stage.SAVING:
+        if self.stage is MindioStage.SAVING:
             # Where a script fails, it fails on all ranks, one after the other: those who save hold what they hold.
             if all(self._holds(each) for savers in self.savers for each in savers.ranks):
                 return told
@@ -483,7 +489,7 @@ class Controller:
                 return told
             self.round += 1
             return [*told, *self._save()]
-        if self.stage is Stage.LOCKING:
+        if self.stage is MindioStage.LOCKING:
             self.pending &= frozenset(self.steady())
             return [*told, *self._answered_all()]
         return [*told, *self._begin_round()]
@@ -491,13 +497,13 @@ class Controller:
     def _begin_round(self) -> list[Effect]:
         """All are to stand."""
         self.round += 1
-        self.stage = Stage.LOCKING
-        told: list[Effect] = [To(each, Exit(round=self.round)) for each in self._half_reborn()]
+        self.stage = MindioStage.LOCKING
+        told: list[Effect] = [To(each, ExitOrder(round=self.round)) for each in self._half_reborn()]
         self.lost -= set(self.steady())  # who came back in an earlier round is there as all others are
         self._let_move()
         self.pending = frozenset(self.steady())
         limit = max((self._reaches(each) for each in self.steady()), default=0)
-        told += [To(each, Lock(round=self.round, limit=limit)) for each in sorted(self.pending)]
+        told += [To(each, LockOrder(round=self.round, limit=limit)) for each in sorted(self.pending)]
         return [*told, Timer(self.round, self.stage), *self._answered_all()]
 
     def steady(self) -> list[int]:
@@ -515,23 +521,23 @@ class Controller:
     def _took(self, rank: int, answer: Did) -> str:
         """Notes what an answer says. Returns what has failed, if anything."""
         seat = self.seats[rank]
-        if self.stage in (Stage.LOCKING, Stage.HALTING):
+        if self.stage in (MindioStage.LOCKING, MindioStage.HALTING):
             seat.step, seat.updating, seat.whole = answer.step, False, not answer.code  # it knows best
             seat.locked = True
             return ""
-        if self.stage is Stage.CLEANING and seat.damaged and answer.code in (0, 2):
+        if self.stage is MindioStage.CLEANING and seat.damaged and answer.code in (0, 2):
             seat.damaged = False
             seat.whole = answer.code == 2
             self.low |= {rank} if answer.code == 2 else frozenset()
             return ""
-        if self.stage is Stage.REBUILDING and not answer.code:
+        if self.stage is MindioStage.REBUILDING and not answer.code:
             seat.prepared = seat.reborn
             return ""
         if answer.code == NOT_WHOLE:
             seat.whole = False
             return f"has lost its state before it could {answer.order}"
         if answer.code:
-            seat.whole = seat.whole and self.stage is not Stage.SAVING
+            seat.whole = seat.whole and self.stage is not MindioStage.SAVING
             self.hopeless = self.hopeless or f"rank {rank} failed to {answer.order} (code {answer.code})"
             return f"could not {answer.order} (code {answer.code})"
         return ""
@@ -544,30 +550,30 @@ class Controller:
 
     def _next(self) -> list[Effect]:
         match self.stage:
-            case Stage.LOCKING | Stage.HALTING:
+            case MindioStage.LOCKING | MindioStage.HALTING:
                 return self._locked()
-            case Stage.STOPPING:
+            case MindioStage.STOPPING:
                 return self._stopped()
-            case Stage.CLEANING:
+            case MindioStage.CLEANING:
                 return self._cleaned()
-            case Stage.REBUILDING:
+            case MindioStage.REBUILDING:
                 return self._repair()
-            case Stage.REPAIRING:
+            case MindioStage.REPAIRING:
                 return self._repaired()
-            case Stage.ROLLING_BACK:
+            case MindioStage.ROLLING_BACK:
                 return self._goes_on()
-            case Stage.SAVING:
+            case MindioStage.SAVING:
                 return self._rename()
         raise AssertionError(f"nothing is waited for in {self.stage.name}")
 
     def _stands(self) -> bool:
-        if self.stage is Stage.STOPPING:
+        if self.stage is MindioStage.STOPPING:
             return all(self.seats[rank].reported is not None for rank in self.steady())
-        if self.stage is Stage.REBUILDING:
+        if self.stage is MindioStage.REBUILDING:
             return all(seat.prepared for seat in self.seats if seat.reborn)
         return True
 
-    def _give(self, stage: Stage, orders: dict[int, AnyOrder]) -> list[Effect]:
+    def _give(self, stage: MindioStage, orders: dict[int, AnyOrder]) -> list[Effect]:
         """The next stage, and its orders."""
         self.stage, self.pending = stage, frozenset(orders)
         told: list[Effect] = [To(rank, order) for rank, order in sorted(orders.items())]
@@ -577,14 +583,14 @@ class Controller:
 
     def _locked(self) -> list[Effect]:
         steady = self.steady()
-        if self.stage is Stage.HALTING and not self.hopeless:
-            self.stage, self.target = Stage.PAUSED, max(self.seats[rank].step for rank in steady)
+        if self.stage is MindioStage.HALTING and not self.hopeless:
+            self.stage, self.target = MindioStage.PAUSED, max(self.seats[rank].step for rank in steady)
             return self._paused()
         self.target = self._held_by_all_sets()
         return self._decide()
 
     def _paused(self) -> list[Effect]:
-        return [Note("paused", -1, "all stand", {"step": self.target})]
+        return [Notice("paused", -1, "all stand", {"step": self.target})]
 
     def _decide(self) -> list[Effect]:
         """What is done about the fault, now that all stand."""
@@ -593,7 +599,9 @@ class Controller:
         return self._stop("recover" if self.lost else "retry")
 
     def _stop(self, repair: str) -> list[Effect]:
-        return self._give(Stage.STOPPING, {rank: Stop(round=self.round, repair=repair) for rank in self.steady()})
+        return self._give(
+            MindioStage.STOPPING, {rank: StopOrder(round=self.round, repair=repair) for rank in self.steady()}
+        )
 
     def _no_way(self) -> str:
         """Why training can't go on in place."""
@@ -614,8 +622,8 @@ class Controller:
         return self.hopeless
 
     def _stopped(self) -> list[Effect]:
-        orders = {rank: Clean(round=self.round, uce=self.seats[rank].damaged) for rank in self.steady()}
-        return self._give(Stage.CLEANING, dict(orders))
+        orders = {rank: CleanOrder(round=self.round, uce=self.seats[rank].damaged) for rank in self.steady()}
+        return self._give(MindioStage.CLEANING, dict(orders))
 
     def _cleaned(self) -> list[Effect]:
         if self._sources() is None:
@@ -623,13 +631,13 @@ class Controller:
             return self._leave()
         if not self.lost:
             return self._repair()
-        self.stage, self.pending = Stage.JOINING, frozenset()
+        self.stage, self.pending = MindioStage.JOINING, frozenset()
         return [Timer(self.round, self.stage), *self._joined()]
 
     def _came(self, rank: int) -> list[Effect]:
         seat = self.seats[rank]
         seat.reported = ReportState.RS_INIT_FINISH
-        return self._joined() if self.stage is Stage.JOINING else []
+        return self._joined() if self.stage is MindioStage.JOINING else []
 
     def _joined(self) -> list[Effect]:
         reborn = [rank for rank in sorted(self.lost) if self.seats[rank].reported in _CAME]
@@ -644,9 +652,9 @@ class Controller:
                 with_all.append(rank)
             else:
                 seat.reported = None
-                begun.append(To(rank, Go(round=self.round, step=self.target)))
-        order = Rebuild(round=self.round, lost=tuple(sorted(self.lost)))
-        return [*begun, *self._give(Stage.REBUILDING, dict.fromkeys([*self.steady(), *with_all], order))]
+                begun.append(To(rank, GoOrder(round=self.round, step=self.target)))
+        order = RebuildOrder(round=self.round, lost=tuple(sorted(self.lost)))
+        return [*begun, *self._give(MindioStage.REBUILDING, dict.fromkeys([*self.steady(), *with_all], order))]
 
     def _repair(self) -> list[Effect]:
         sources = self._sources()
@@ -655,10 +663,13 @@ class Controller:
             self.seats[target].whole = False  # until it has all of what comes
         ranks = tuple(sorted({*sources.values(), *(target for _, target in sources)}))
         orders: dict[int, AnyOrder] = {
-            rank: Repair(round=self.round, step=self.target, parts=tuple(own), ranks=ranks)
+            rank: RepairOrder(round=self.round, step=self.target, parts=tuple(own), ranks=ranks)
             for rank, own in self._parts(sources).items()
         }
-        return [Note("plan", -1, "state is on its way", self._plan(sources)), *self._give(Stage.REPAIRING, orders)]
+        return [
+            Notice("plan", -1, "state is on its way", self._plan(sources)),
+            *self._give(MindioStage.REPAIRING, orders),
+        ]
 
     def _plan(self, sources: Mapping[tuple[int, int], int]) -> dict[str, object]:
         """For people: what all go on from, who gives state to whom, who runs the step behind it once more."""
@@ -693,18 +704,18 @@ class Controller:
         for seat in self.seats:
             seat.whole, seat.step = True, self.target
         return self._give(
-            Stage.ROLLING_BACK,
-            {rank: Rollback(round=self.round, step=self.target) for rank in range(len(self.seats))},
+            MindioStage.ROLLING_BACK,
+            {rank: RollbackOrder(round=self.round, step=self.target) for rank in range(len(self.seats))},
         )
 
     def _goes_on(self) -> list[Effect]:
-        self.stage, self.pending, self.lost = Stage.TRAINING, frozenset(), frozenset()
+        self.stage, self.pending, self.lost = MindioStage.TRAINING, frozenset(), frozenset()
         self.low, self.faulty = frozenset(), MappingProxyType({})
         for seat in self.seats:
             seat.reported, seat.reborn, seat.builds, seat.prepared, seat.locked = None, False, False, False, False
         ranks = range(len(self.seats))
-        told: list[Effect] = [To(rank, Go(round=self.round, step=self.target)) for rank in ranks]
-        told.append(Note("resumed", -1, f"all go on behind update {self.target}", {"commits": self.target}))
+        told: list[Effect] = [To(rank, GoOrder(round=self.round, step=self.target)) for rank in ranks]
+        told.append(Notice("resumed", -1, f"all go on behind update {self.target}", {"commits": self.target}))
         return told + (self._halt() if self.pauses else [])
 
     # -- state
@@ -762,7 +773,7 @@ class Controller:
 
     def _leave(self) -> list[Effect]:
         self.round += 1
-        return [Note("leaving", -1, self.hopeless), *self._save()]
+        return [Notice("leaving", -1, self.hopeless), *self._save()]
 
     def _save(self) -> list[Effect]:
         self.target = self._held_by_all_sets()
@@ -773,8 +784,8 @@ class Controller:
         orders: dict[int, AnyOrder] = {}
         for rank in sorted({each for savers in chosen for each in savers.ranks}):
             own = tuple(savers for savers in chosen if rank in savers.ranks)
-            orders[rank] = Save(round=self.round, step=self.target, savers=own)
-        return self._give(Stage.SAVING, orders)
+            orders[rank] = SaveOrder(round=self.round, step=self.target, savers=own)
+        return self._give(MindioStage.SAVING, orders)
 
     def _rename(self, before: str = "") -> list[Effect]:
         """All parts are written: somebody is asked to name the checkpoint who was not asked yet. ``before``: what has
@@ -790,7 +801,7 @@ class Controller:
             told = "; ".join(f"rank {rank} {what}" for rank, what in self.renamers.items())
             return self._end(f"{self.hopeless}; asked to name the checkpoint, {told}", unnamed=self.target)
         self.renamers = MappingProxyType({**self.renamers, able[0]: ""})
-        return self._give(Stage.RENAMING, {able[0]: Rename(round=self.round, step=self.target)})
+        return self._give(MindioStage.RENAMING, {able[0]: RenameOrder(round=self.round, step=self.target)})
 
     def _answered_rename(self, rank: int, code: int) -> list[Effect]:
         if code == 0:
@@ -800,14 +811,14 @@ class Controller:
             found = f"{before[-1]}, and rank {rank} finds the checkpoint under its name. If the script keeps a file"
             found += f" that tells which is the newest, look whether that says {self.target}"
             return self._end(f"{self.hopeless}; {found}", self.target)
-        return [Note("fault", rank, f"could not rename (code {code})"), *self._rename(f"failed (code {code})")]
+        return [Notice("fault", rank, f"could not rename (code {code})"), *self._rename(f"failed (code {code})")]
 
     def _end(self, reason: str, saved: int = -1, unnamed: int = -1) -> list[Effect]:
-        self.stage, self.pending = Stage.OVER, frozenset()
+        self.stage, self.pending = MindioStage.OVER, frozenset()
         # From the last to the first: the controller runs in the process of rank 0 as a rule, and ends with it.
         present = [rank for rank, seat in enumerate(self.seats) if seat.present]
-        exits: list[Effect] = [To(rank, Exit(round=self.round)) for rank in reversed(present)]
-        return [*exits, Ended(saved, reason, self.failed, unnamed)]
+        exits: list[Effect] = [To(rank, ExitOrder(round=self.round)) for rank in reversed(present)]
+        return [*exits, TrainingEnded(saved, reason, self.failed, unnamed)]
 
     def copy(self) -> Self:
         """An independent one in the same state."""
@@ -851,14 +862,14 @@ _CAME = (ReportState.RS_INIT_FINISH, ReportState.RS_PREREPAIR_FINISH)
 MindSpeed-LLM's.
 """
 
-_ORDER: dict[Stage, type[Order]] = {
-    Stage.LOCKING: Lock,
-    Stage.HALTING: Halt,
-    Stage.STOPPING: Stop,
-    Stage.CLEANING: Clean,
-    Stage.REBUILDING: Rebuild,
-    Stage.REPAIRING: Repair,
-    Stage.ROLLING_BACK: Rollback,
-    Stage.SAVING: Save,
-    Stage.RENAMING: Rename,
+_ORDER: dict[MindioStage, type[Order]] = {
+    MindioStage.LOCKING: LockOrder,
+    MindioStage.HALTING: HaltOrder,
+    MindioStage.STOPPING: StopOrder,
+    MindioStage.CLEANING: CleanOrder,
+    MindioStage.REBUILDING: RebuildOrder,
+    MindioStage.REPAIRING: RepairOrder,
+    MindioStage.ROLLING_BACK: RollbackOrder,
+    MindioStage.SAVING: SaveOrder,
+    MindioStage.RENAMING: RenameOrder,
 }

@@ -77,16 +77,16 @@ NOT_WHOLE = 3
 """A rank's answer to an order for which it would need the state, which it has lost in the meantime."""
 
 PASSED = 4
-"""A rank's answer to Halt: it has left that place behind already."""
+"""A rank's answer to HaltOrder: it has left that place behind already."""
 
 NAMED = 5
-"""A rank's answer to Rename: what it was to rename is not there any more, and what it was to become is."""
+"""A rank's answer to RenameOrder: what it was to rename is not there any more, and what it was to become is."""
 
 WORDS = frozenset({NOT_WHOLE, PASSED, NAMED})
 """Of ours, among codes that are handlers': none of those may be taken for one."""
 
 
-class Hello(msgspec.Struct, tag="hello", frozen=True):
+class ProcessorHello(msgspec.Struct, tag="hello", frozen=True):
     """The first frame. ``proof``: see ``wire.py``."""
 
     rank: int
@@ -134,17 +134,21 @@ class Bye(msgspec.Struct, tag="bye", frozen=True):
 # -- to a processor
 
 
-class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+class ProcessorWelcome(msgspec.Struct, tag="welcome", frozen=True):
     """``reborn``: the process before had this rank, and the job goes on."""
 
     reborn: bool
 
 
-class Over(msgspec.Struct, tag="over", frozen=True):
+class TrainingOver(msgspec.Struct, tag="over", frozen=True):
     """The controller's own training is over, and so is it."""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower):
+def _word(name: str) -> str:
+    return name.removesuffix("Order").lower()
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, tag=_word):
     """Something to do, and to answer with Did."""
 
     round: int
@@ -155,35 +159,35 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower):
         return str(cls.__struct_config__.tag)
 
 
-class Lock(Order, frozen=True, kw_only=True):
+class LockOrder(Order, frozen=True, kw_only=True):
     """Go on to the end of update ``limit``, and begin none behind it. Answered when the state stands still."""
 
     limit: int
 
 
-class Halt(Order, frozen=True, kw_only=True):
+class HaltOrder(Order, frozen=True, kw_only=True):
     """The same, where all train: however long it takes to come there."""
 
     limit: int
 
 
-class Release(Order, frozen=True, kw_only=True):
+class ReleaseOrder(Order, frozen=True, kw_only=True):
     """Nothing has happened: whoever stands goes on. Not answered."""
 
 
-class Stop(Order, frozen=True, kw_only=True):
+class StopOrder(Order, frozen=True, kw_only=True):
     """The training thread is to raise out of whatever it does. ``repair``: what comes of it (retry, recover, dump)."""
 
     repair: str
 
 
-class Clean(Order, frozen=True, kw_only=True):
+class CleanOrder(Order, frozen=True, kw_only=True):
     """The device is made ready for more."""
 
     uce: bool
 
 
-class Rebuild(Order, frozen=True, kw_only=True):
+class RebuildOrder(Order, frozen=True, kw_only=True):
     """Groups are made with those who came back."""
 
     lost: tuple[int, ...]
@@ -198,7 +202,7 @@ class Part(msgspec.Struct, frozen=True):
     targets: tuple[int, ...]
 
 
-class Repair(Order, frozen=True, kw_only=True):
+class RepairOrder(Order, frozen=True, kw_only=True):
     """State is sent or taken. ``ranks``: all that send or take any, of whatever kind."""
 
     step: int
@@ -206,13 +210,13 @@ class Repair(Order, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
 
 
-class Rollback(Order, frozen=True, kw_only=True):
+class RollbackOrder(Order, frozen=True, kw_only=True):
     """What is not state (a place in the data) goes to that step."""
 
     step: int
 
 
-class Go(Order, frozen=True, kw_only=True):
+class GoOrder(Order, frozen=True, kw_only=True):
     """The training thread goes on, from behind ``step`` updates. Not answered."""
 
     step: int
@@ -225,22 +229,35 @@ class Savers(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-class Save(Order, frozen=True, kw_only=True):
+class SaveOrder(Order, frozen=True, kw_only=True):
     """An end-of-life checkpoint; ``savers``: the states of which this rank writes a part, and with whom."""
 
     step: int
     savers: tuple[Savers, ...]
 
 
-class Rename(Order, frozen=True, kw_only=True):
+class RenameOrder(Order, frozen=True, kw_only=True):
     """All have written. Another rank may have been asked before."""
 
     step: int
 
 
-class Exit(Order, frozen=True, kw_only=True):
+class ExitOrder(Order, frozen=True, kw_only=True):
     """The process is to end. Not answered."""
 
 
-FromProcessor = Hello | Replicas | Status | Reported | Did | Bye
-AnyOrder = Lock | Halt | Release | Stop | Clean | Rebuild | Repair | Rollback | Go | Save | Rename | Exit
+FromProcessor = ProcessorHello | Replicas | Status | Reported | Did | Bye
+AnyOrder = (
+    LockOrder
+    | HaltOrder
+    | ReleaseOrder
+    | StopOrder
+    | CleanOrder
+    | RebuildOrder
+    | RepairOrder
+    | RollbackOrder
+    | GoOrder
+    | SaveOrder
+    | RenameOrder
+    | ExitOrder
+)

@@ -17,18 +17,27 @@ from concurrent.futures import Future
 from resilient_train.errors import ConfigError, ProtocolError
 from resilient_train.integrations.mindio import wire
 from resilient_train.integrations.mindio.controller import (
-    Controller,
     Effect,
-    Ended,
-    Note,
-    Policy,
-    Report,
-    Stage,
+    MindioController,
+    MindioStage,
+    MindXCall,
+    Notice,
+    Recoveries,
     Timer,
     To,
+    TrainingEnded,
     outcome,
 )
-from resilient_train.integrations.mindio.frames import Bye, Did, FromProcessor, Hello, Over, Replicas, Reported, Status
+from resilient_train.integrations.mindio.frames import (
+    Bye,
+    Did,
+    FromProcessor,
+    ProcessorHello,
+    Replicas,
+    Reported,
+    Status,
+    TrainingOver,
+)
 from resilient_train.integrations.mindio.mindx import MindX
 from resilient_train.integrations.mindio.mindx_controller import MindXController, OrderError
 from resilient_train.transport import FrameBuffer, decode, encode
@@ -39,11 +48,11 @@ _MINUTE_S = 60.0
 _ACTION_S = 180.0
 """MindIO's TTP_NORMAL_ACTION_TIME_LIMIT."""
 _LIMITS_S = {
-    Stage.LOCKING: 30.0,
-    Stage.HALTING: 10 * _MINUTE_S,
-    Stage.JOINING: 10 * _MINUTE_S,
-    Stage.REBUILDING: 10 * _MINUTE_S,
-    Stage.SAVING: 30 * _MINUTE_S,
+    MindioStage.LOCKING: 30.0,
+    MindioStage.HALTING: 10 * _MINUTE_S,
+    MindioStage.JOINING: 10 * _MINUTE_S,
+    MindioStage.REBUILDING: 10 * _MINUTE_S,
+    MindioStage.SAVING: 30 * _MINUTE_S,
 }
 """How long each stage may take, as MindIO has it; the others _ACTION_S."""
 _GREETING_S = 10.0
@@ -51,12 +60,12 @@ _OBEYED_S = 10.0
 _STRANGERS_MAX = 64
 
 
-Told = Callable[[Note | Ended], object]
+Told = Callable[[Notice | TrainingEnded], object]
 
 
-def log_it(event: Note | Ended) -> None:
+def log_it(event: Notice | TrainingEnded) -> None:
     """What people hear where there is nobody to tell them better."""
-    if isinstance(event, Ended):
+    if isinstance(event, TrainingEnded):
         log.warning("the job ends: %s; %s", event.reason, outcome(event.saved, event.unnamed) or "not saved")
     else:
         log.warning("%s%s: %s", event.kind, f", rank {event.rank}" if event.rank >= 0 else "", event.text)
@@ -70,7 +79,7 @@ class Hub:
         address: str,
         port: int,
         world_size: int,
-        policy: Policy,
+        policy: Recoveries,
         secret: bytes = b"",
         told: Told = log_it,
         mindx: MindX | None = None,
@@ -83,7 +92,7 @@ class Hub:
         self._secret, self._world_size, self._told = secret, world_size, told
         self._mindx = mindx
         self.controller = (
-            Controller(world_size, policy) if mindx is None else MindXController(world_size, policy, mindx.wait_s)
+            MindioController(world_size, policy) if mindx is None else MindXController(world_size, policy, mindx.wait_s)
         )
         """For others to look at."""
         self._seated: dict[int, _Visitor] = {}
@@ -110,7 +119,7 @@ class Hub:
         if self._mindx is not None:
             self._mindx.close()
         for each in self._seated.values():
-            each.send(Over())
+            each.send(TrainingOver())
         self._server.close()
         visitors = list(self._visitors)
         for visitor in visitors:
@@ -194,13 +203,13 @@ class Hub:
 
     def _admit(self, visitor: _Visitor, frame: FromProcessor, number: bytes) -> None:
         """Raises ProtocolError for who is no rank of this job."""
-        if not isinstance(frame, Hello) or not wire.is_proven(self._secret, number, frame):
+        if not isinstance(frame, ProcessorHello) or not wire.is_proven(self._secret, number, frame):
             raise ProtocolError("a stranger")
         if frame.world_size != self._world_size or not 0 <= frame.rank < self._world_size:
             raise ProtocolError(f"rank {frame.rank} of {frame.world_size} comes to a job of {self._world_size} ranks")
         before = self._seated.get(frame.rank)
         if before is not None:
-            if self.controller.stage is Stage.STARTING:
+            if self.controller.stage is MindioStage.STARTING:
                 raise ProtocolError(f"rank {frame.rank} is there already")
             before.writer.close()
         self._seated[frame.rank] = visitor
@@ -233,13 +242,13 @@ class Hub:
                 case Timer(round=number, stage=stage, limit_s=given_s):
                     limit_s = given_s or _LIMITS_S.get(stage, _ACTION_S)
                     asyncio.get_running_loop().call_later(limit_s, self._expire, number, stage)
-                case Report():
+                case MindXCall():
                     assert self._mindx is not None, "nobody else is asked"
                     self._mindx.report(effect)
-                case Note() | Ended():
+                case Notice() | TrainingEnded():
                     self._told(effect)
 
-    def _expire(self, number: int, stage: Stage) -> None:
+    def _expire(self, number: int, stage: MindioStage) -> None:
         self._carry_out(self.controller.expired(number, stage))
 
 
@@ -289,7 +298,7 @@ class HubThread:
 
 
 class _Visitor:
-    """A connection, and the task that listens to it. ``rank``: -1 until it has said Hello."""
+    """A connection, and the task that listens to it. ``rank``: -1 until it has said ProcessorHello."""
 
     def __init__(self, writer: asyncio.StreamWriter, task: asyncio.Task[None]) -> None:
         self.writer, self.task = writer, task

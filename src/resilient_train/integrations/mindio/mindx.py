@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from resilient_train.integrations.mindio.controller import Report
+from resilient_train.integrations.mindio.controller import MindXCall
 
 log = logging.getLogger("resilient_train.mindio")
 
@@ -26,13 +26,13 @@ class MindX:
         assert set(callbacks) == set(ACTIONS), "it is asked everything, or nothing"
         self.wait_s = wait_s
         self._callbacks = dict(callbacks)
-        self._reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[MindXCall | None] = queue.SimpleQueue()
 
     def start(self, failed: Callable[[str], object]) -> None:
         """From here on callbacks are called. ``failed`` gets a sentence when one has raised."""
         threading.Thread(target=self._run, args=(failed,), name="rt-mindx", daemon=True).start()
 
-    def report(self, report: Report) -> None:
+    def report(self, report: MindXCall) -> None:
         """Behind those of before."""
         self._reports.put(report)
 
@@ -51,7 +51,7 @@ class MindX:
                 failed(f"MindX's callback {report.action} has failed ({error!r})")
 
 
-def _fitting(callback: Callable[..., Any], report: Report) -> tuple[Any, ...]:
+def _fitting(callback: Callable[..., Any], report: MindXCall) -> tuple[Any, ...]:
     """Older callbacks for faulty ranks take no error codes."""
     if report.action != "report_fault_ranks":
         return report.arguments

@@ -18,37 +18,37 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from resilient_train.integrations.mindio.controller import (
-    Controller,
     Effect,
-    Fault,
-    Note,
-    Policy,
-    Report,
-    Stage,
+    MindioController,
+    MindioStage,
+    MindXCall,
+    Notice,
+    RankFault,
+    Recoveries,
     Timer,
     To,
     outcome,
 )
-from resilient_train.integrations.mindio.frames import Exit, FaultKind
+from resilient_train.integrations.mindio.frames import ExitOrder, FaultKind
 
 DONE, FAILED, NO_RANKS, MAY_RECOVER, MAY_DUMP, MAY_EXIT = 0, 400, 404, 405, 406, 499
 """Results, as MindIO numbers them. The last three say what may be chosen now."""
 _QUESTIONS = {
-    Stage.REPORTING: ("report_fault_ranks", "tft_notify_controller_stop_train"),
-    Stage.NAMING: ("report_stop_complete", "tft_notify_controller_on_global_rank"),
-    Stage.CHOOSING: ("report_strategies or report_result", "tft_notify_controller_change_strategy"),
+    MindioStage.REPORTING: ("report_fault_ranks", "tft_notify_controller_stop_train"),
+    MindioStage.NAMING: ("report_stop_complete", "tft_notify_controller_on_global_rank"),
+    MindioStage.CHOOSING: ("report_strategies or report_result", "tft_notify_controller_change_strategy"),
 }
-_BUSY = (Stage.STARTING, Stage.SAVING, Stage.RENAMING, Stage.OVER)
+_BUSY = (MindioStage.STARTING, MindioStage.SAVING, MindioStage.RENAMING, MindioStage.OVER)
 
 
 class OrderError(Exception):
     """What MindX wants can't be done now. Nothing has changed."""
 
 
-class MindXController(Controller):
+class MindXController(MindioController):
     """``wait_s``: how long MindX may take to answer (MINDIO_WAIT_MINDX_TIME)."""
 
-    def __init__(self, world_size: int, policy: Policy | None = None, wait_s: float = 30.0) -> None:
+    def __init__(self, world_size: int, policy: Recoveries | None = None, wait_s: float = 30.0) -> None:
         super().__init__(world_size, policy)
         self.wait_s = wait_s
         self.stops = False
@@ -72,25 +72,25 @@ class MindXController(Controller):
         self._refuse_if(self.stage in _BUSY, "stop_train")
         told = self._add(faults)
         self.stops = True
-        if self.stage is Stage.REPORTING:
+        if self.stage is MindioStage.REPORTING:
             return [*told, *self._ask()]
-        if self.stage in (Stage.TRAINING, Stage.HALTING, Stage.PAUSED):
+        if self.stage in (MindioStage.TRAINING, MindioStage.HALTING, MindioStage.PAUSED):
             self.pauses, self.pausing_s = False, 0.0
             return [*told, *self._begin_round()]
         return told
 
     def on_global_rank(self, faults: Mapping[int, int], choosing_s: float = 1.0) -> list[Effect]:
         """These are all faulty ranks. MindX may take ``choosing_s`` to choose, or ``wait_s`` if that is longer."""
-        self._refuse_if(not self.stops or self.stage not in (Stage.LOCKING, Stage.NAMING), "on_global_rank")
+        self._refuse_if(not self.stops or self.stage not in (MindioStage.LOCKING, MindioStage.NAMING), "on_global_rank")
         told = self._add(faults)
         self.named, self.choosing_s = True, max(choosing_s, self.wait_s)
-        return [*told, *self._ask()] if self.stage is Stage.NAMING else told
+        return [*told, *self._ask()] if self.stage is MindioStage.NAMING else told
 
     def change_strategy(self, strategy: str) -> list[Effect]:
         """This is done. While lost ranks are waited for, MindX may give them up."""
         if strategy == "continue":
             return self._continue()
-        able = {Stage.CHOOSING: self.offered, Stage.JOINING: ("dump", "exit")}.get(self.stage, ())
+        able = {MindioStage.CHOOSING: self.offered, MindioStage.JOINING: ("dump", "exit")}.get(self.stage, ())
         if strategy not in able:
             raise OrderError(f"change_strategy({strategy!r}) in {self.stage.name}, where {list(able)} can be chosen")
         self.chosen = strategy
@@ -105,13 +105,13 @@ class MindXController(Controller):
 
     def pause_train(self, limit_s: float) -> list[Effect]:
         """All are to stand, until ``change_strategy("continue")``, for ``limit_s`` at most."""
-        self._refuse_if(self.stage is not Stage.TRAINING or self.pauses or not self.policy.pause, "a pause")
+        self._refuse_if(self.stage is not MindioStage.TRAINING or self.pauses or not self.policy.pause, "a pause")
         self._refuse_if(any(seat.left for seat in self.seats), "a pause, with ranks at their end,")
         self.pausing_s = max(limit_s, 1.0)
         return self.pause()
 
     def _continue(self) -> list[Effect]:
-        self._refuse_if(not self.pausing_s or self.stage not in (Stage.HALTING, Stage.PAUSED), "continue")
+        self._refuse_if(not self.pausing_s or self.stage not in (MindioStage.HALTING, MindioStage.PAUSED), "continue")
         self.pausing_s = 0.0
         return [*self.unpause(), self._result(DONE, "training goes on", "continue")]
 
@@ -131,8 +131,8 @@ class MindXController(Controller):
         for rank, kind in faults.items():
             if rank in self.faulty and self.faulty[rank].kind == kind:
                 continue
-            told.append(Note("fault", rank, f"MindX says so ({FaultKind(kind).name})"))
-            self.faulty = MappingProxyType({**self.faulty, rank: Fault(FaultKind(kind))})
+            told.append(Notice("fault", rank, f"MindX says so ({FaultKind(kind).name})"))
+            self.faulty = MappingProxyType({**self.faulty, rank: RankFault(FaultKind(kind))})
             if kind == FaultKind.UCE:
                 self.seats[rank].damaged, self.seats[rank].whole = True, False
         return told
@@ -145,32 +145,32 @@ class MindXController(Controller):
         if self.chosen:
             return self._ask_again()
         codes = {rank: fault.code for rank, fault in self.faulty.items()}
-        return [Report("report_fault_ranks", (self._kinds(), codes)), *self._ask()]
+        return [MindXCall("report_fault_ranks", (self._kinds(), codes)), *self._ask()]
 
     def _ask(self) -> list[Effect]:
         """What is not answered yet."""
         if not self.stops:
-            return self._wait_in(Stage.REPORTING, self.wait_s)
+            return self._wait_in(MindioStage.REPORTING, self.wait_s)
         if not self.groups:
             self.hopeless = "a fault came before any rank had told of its replicas"
-            return [Report("report_stop_complete", (NO_RANKS, self.hopeless, self._kinds())), *self._leave()]
+            return [MindXCall("report_stop_complete", (NO_RANKS, self.hopeless, self._kinds())), *self._leave()]
         if not self.named:
             stands = f"all ranks stand behind update {self.target}"
-            told = Report("report_stop_complete", (DONE, stands, self._kinds()))
-            return [told, *self._wait_in(Stage.NAMING, self.wait_s)]
+            told = MindXCall("report_stop_complete", (DONE, stands, self._kinds()))
+            return [told, *self._wait_in(MindioStage.NAMING, self.wait_s)]
         self.target = self._held_by_all_sets()  # MindX may have named ranks that were counted on
         self.offered = self._ways()
-        told = Report("report_strategies", (self._kinds(), list(self.offered)))
-        return [told, *self._wait_in(Stage.CHOOSING, self.choosing_s)]
+        told = MindXCall("report_strategies", (self._kinds(), list(self.offered)))
+        return [told, *self._wait_in(MindioStage.CHOOSING, self.choosing_s)]
 
     def _ask_again(self) -> list[Effect]:
         self.offered = self._ways()
         code = MAY_RECOVER if "recover" in self.offered else MAY_DUMP if "dump" in self.offered else MAY_EXIT
         told = self._result(code, self.hopeless or "a fault came before it was over", self.chosen)
         self.chosen = ""
-        return [told, *self._wait_in(Stage.CHOOSING, self.choosing_s)]
+        return [told, *self._wait_in(MindioStage.CHOOSING, self.choosing_s)]
 
-    def _wait_in(self, stage: Stage, limit_s: float) -> list[Effect]:
+    def _wait_in(self, stage: MindioStage, limit_s: float) -> list[Effect]:
         self.stage, self.pending = stage, frozenset()
         return [Timer(self.round, stage, limit_s)]
 
@@ -197,7 +197,7 @@ class MindXController(Controller):
 
     def _let_go(self, ranks: list[int]) -> list[Effect]:
         """They end, and are lost."""
-        told: list[Effect] = [To(rank, Exit(round=self.round)) for rank in ranks if self.seats[rank].present]
+        told: list[Effect] = [To(rank, ExitOrder(round=self.round)) for rank in ranks if self.seats[rank].present]
         for rank in ranks:
             self._vacate(rank)
         self.lost |= set(ranks)
@@ -206,8 +206,8 @@ class MindXController(Controller):
     def _kinds(self) -> dict[int, int]:
         return {rank: fault.kind.value for rank, fault in sorted(self.faulty.items())}
 
-    def _result(self, code: int, text: str, strategy: str) -> Report:
-        return Report("report_result", (code, text, self._kinds(), strategy))
+    def _result(self, code: int, text: str, strategy: str) -> MindXCall:
+        return MindXCall("report_result", (code, text, self._kinds(), strategy))
 
     # -- no answer
 
@@ -218,14 +218,14 @@ class MindXController(Controller):
         self.hopeless = self.hopeless or reason
         return self._leave()
 
-    def expired(self, number: int, stage: Stage) -> list[Effect]:
+    def expired(self, number: int, stage: MindioStage) -> list[Effect]:
         """A stage has taken too long."""
         if (number, stage) != (self.round, self.stage):
             return []
         if stage in _QUESTIONS:
             asked, answer = _QUESTIONS[stage]
             return self.forsaken(f"MindX has not answered {asked} by {answer} in time")
-        if stage is Stage.PAUSED and self.pausing_s:
+        if stage is MindioStage.PAUSED and self.pausing_s:
             return self.leave(f"MindX has not let the job go on within {self.pausing_s:g} s")
         return super().expired(number, stage)
 
@@ -239,8 +239,8 @@ class MindXController(Controller):
     def _paused(self) -> list[Effect]:
         if not self.pausing_s:
             return super()._paused()
-        stands = Report("report_stop_complete", (DONE, f"all ranks stand behind update {self.target}", {}))
-        return [*super()._paused(), stands, Timer(self.round, Stage.PAUSED, self.pausing_s)]
+        stands = MindXCall("report_stop_complete", (DONE, f"all ranks stand behind update {self.target}", {}))
+        return [*super()._paused(), stands, Timer(self.round, MindioStage.PAUSED, self.pausing_s)]
 
     def _goes_on(self) -> list[Effect]:
         result = [self._result(DONE, f"all go on behind update {self.target}", self.chosen)] if self.chosen else []

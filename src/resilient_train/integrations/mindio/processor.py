@@ -29,30 +29,30 @@ from resilient_train.integrations.mindio.frames import (
     Action,
     AnyOrder,
     Bye,
-    Clean,
+    CleanOrder,
     Did,
-    Exit,
+    ExitOrder,
     FromProcessor,
-    Go,
-    Halt,
-    Hello,
-    Lock,
-    Over,
+    GoOrder,
+    HaltOrder,
+    LockOrder,
     Part,
-    Rebuild,
-    Release,
-    Rename,
-    Repair,
+    ProcessorHello,
+    ProcessorWelcome,
+    RebuildOrder,
+    ReleaseOrder,
+    RenameOrder,
+    RepairOrder,
     RepairType,
     ReplicaGroup,
     Replicas,
     Reported,
     ReportState,
-    Rollback,
-    Save,
+    RollbackOrder,
+    SaveOrder,
     Status,
-    Stop,
-    Welcome,
+    StopOrder,
+    TrainingOver,
 )
 from resilient_train.transport import FrameBuffer, decode, encode
 
@@ -67,7 +67,7 @@ _STOP_S = 180.0
 """How long a training thread may take to leave its loop before it is saved without that. As MindIO's."""
 _EXIT_CODE = 2
 _RETRY_S = 1.0
-_AT_ONCE = (Lock, Halt, Release, Stop, Exit, Go)
+_AT_ONCE = (LockOrder, HaltOrder, ReleaseOrder, StopOrder, ExitOrder, GoOrder)
 _MADE_ANEW = (RepairType.RT_UCE_HIGHLEVEL.value, RepairType.RT_LOAD_REBUILD.value)
 """Repairs before which model and optimizer are to be made anew, in memory that is not damaged."""
 
@@ -140,9 +140,9 @@ class Processor:
         challenge = next(frames, None)
         if isinstance(challenge, wire.Challenge):
             proof = wire.proof(self._secret, challenge.number, self.rank, self.world_size)
-            self._send(Hello(self.rank, self.world_size, proof))
+            self._send(ProcessorHello(self.rank, self.world_size, proof))
         welcome = next(frames, None)
-        if not isinstance(welcome, Welcome):
+        if not isinstance(welcome, ProcessorWelcome):
             raise ControllerLostError(f"the controller at {address}:{port} does not let rank {self.rank} in")
         self.reborn = welcome.reborn
         self._whole = not self.reborn
@@ -266,11 +266,11 @@ class Processor:
     def _read(self, frames: Any) -> None:
         try:
             for frame in frames:
-                if isinstance(frame, Over):
+                if isinstance(frame, TrainingOver):
                     self._let_go()
                     return
-                assert not isinstance(frame, wire.Challenge | Welcome)
-                if isinstance(frame, Go | Release):  # what comes behind it counts from there
+                assert not isinstance(frame, wire.Challenge | ProcessorWelcome)
+                if isinstance(frame, GoOrder | ReleaseOrder):  # what comes behind it counts from there
                     self._carry_out(frame)
                     continue
                 threading.Thread(
@@ -307,7 +307,7 @@ class Processor:
         else:
             with self._handling:
                 code = self._do(order) if order.round == self._round else -1
-        if not isinstance(order, Go | Release | Exit):
+        if not isinstance(order, GoOrder | ReleaseOrder | ExitOrder):
             self._send(Did(order.round, order.name(), code, self._step))
 
     def _do(self, order: AnyOrder) -> int:
@@ -318,12 +318,12 @@ class Processor:
             log.exception("rank %d can't %s", self.rank, order.name())
             return 1
 
-    def _halt(self, order: Halt) -> int:
+    def _halt(self, order: HaltOrder) -> int:
         with self._changed:
             # Together with the lock's own beginning: in between the training thread could pass that place.
             return PASSED if self._passed >= order.limit else self._lock(order)
 
-    def _lock(self, order: Lock | Halt) -> int:
+    def _lock(self, order: LockOrder | HaltOrder) -> int:
         with self._changed:
             self._limit = order.limit
             self._changed.notify_all()  # who stood at a lower one goes on
@@ -335,12 +335,12 @@ class Processor:
             self._limit = self._step
             return 0 if self._whole else 1
 
-    def _stands(self, order: Lock | Halt) -> bool:
-        if isinstance(order, Lock) and time.monotonic() - self._moved_s > _SETTLE_S:
+    def _stands(self, order: LockOrder | HaltOrder) -> bool:
+        if isinstance(order, LockOrder) and time.monotonic() - self._moved_s > _SETTLE_S:
             return True
         return not self._handling.locked() and (self._step >= order.limit or self._waits)
 
-    def _stop(self, order: Stop) -> Any:
+    def _stop(self, order: StopOrder) -> Any:
         self.repair_type = order.repair
         return self._stop_training()
 
@@ -358,16 +358,16 @@ class Processor:
                     raise
             time.sleep(_POLL_S)
 
-    def _clean(self, order: Clean) -> Any:
+    def _clean(self, order: CleanOrder) -> Any:
         code = self._call("clean", order.uce, self.args)
         self._whole = self._whole or (code == 2 and not self._torn)
         free_cached_memory()
         return code
 
-    def _rebuild(self, order: Rebuild) -> Any:
+    def _rebuild(self, order: RebuildOrder) -> Any:
         return self._call("rebuild_group", list(order.lost), self.args)
 
-    def _repair(self, order: Repair) -> int:
+    def _repair(self, order: RepairOrder) -> int:
         sends = any(part.how == RepairType.RT_SEND.value for part in order.parts)
         if sends and not self._holds(order.step):
             return NOT_WHOLE
@@ -382,15 +382,15 @@ class Processor:
             self._step, self._whole, self._torn = order.step, True, False
         return 0
 
-    def _rollback(self, order: Rollback) -> Any:
+    def _rollback(self, order: RollbackOrder) -> Any:
         if not self._holds(order.step):
             return NOT_WHOLE
         return self._call("rollback", order.step, self.args) if "rollback" in self.handlers else 0
 
-    def _release(self, _: Release) -> None:
+    def _release(self, _: ReleaseOrder) -> None:
         self.reset_limit()
 
-    def _go(self, order: Go) -> None:
+    def _go(self, order: GoOrder) -> None:
         with self._changed:
             self.repair_step = order.step
             if self._waits:  # else it is new, and has no state yet
@@ -399,7 +399,7 @@ class Processor:
             self._limit, self._stopped, self._waits, self._action = None, False, False, Action.RETRY
             self._changed.notify_all()
 
-    def _save(self, order: Save) -> Any:
+    def _save(self, order: SaveOrder) -> Any:
         self.repair_type = "dump"
         if self.cleans_before_save:
             self._free_device()
@@ -422,7 +422,7 @@ class Processor:
         except Exception:
             log.exception("rank %d can't free its device before the end-of-life checkpoint", self.rank)
 
-    def _rename(self, order: Rename) -> Any:
+    def _rename(self, order: RenameOrder) -> Any:
         handler, context = self._handler("rename")
         try:
             # MindSpore's takes its context here, the others' the arguments of the step.
@@ -433,7 +433,7 @@ class Processor:
             log.warning("rank %d: %s is gone, and %s is there", self.rank, error.filename, error.filename2)
             return NAMED
 
-    def _exit(self, _: Exit) -> None:
+    def _exit(self, _: ExitOrder) -> None:
         with self._changed:
             self._action = Action.EXIT
             self._changed.notify_all()
@@ -472,18 +472,18 @@ class Processor:
             log.debug("rank %d has no controller to tell", self.rank, exc_info=True)
 
     _DO: ClassVar[dict[type[AnyOrder], Callable[[Any, Any], Any]]] = {
-        Lock: _lock,
-        Halt: _halt,
-        Release: _release,
-        Stop: _stop,
-        Clean: _clean,
-        Rebuild: _rebuild,
-        Repair: _repair,
-        Rollback: _rollback,
-        Go: _go,
-        Save: _save,
-        Rename: _rename,
-        Exit: _exit,
+        LockOrder: _lock,
+        HaltOrder: _halt,
+        ReleaseOrder: _release,
+        StopOrder: _stop,
+        CleanOrder: _clean,
+        RebuildOrder: _rebuild,
+        RepairOrder: _repair,
+        RollbackOrder: _rollback,
+        GoOrder: _go,
+        SaveOrder: _save,
+        RenameOrder: _rename,
+        ExitOrder: _exit,
     }
 
 

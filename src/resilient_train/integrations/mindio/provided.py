@@ -18,7 +18,7 @@ from typing import Any
 from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.integrations.mindio import c_api, exception_handler, wire
-from resilient_train.integrations.mindio.controller import Effect, Policy
+from resilient_train.integrations.mindio.controller import Effect, Recoveries
 from resilient_train.integrations.mindio.frames import Action, OptimizerType, RepairType, ReplicaGroup, ReportState
 from resilient_train.integrations.mindio.hub import Hub, HubThread
 from resilient_train.integrations.mindio.mindx import ACTIONS, MindX
@@ -37,7 +37,7 @@ __all__ = [
     "set_mindio_export_version",
 ]
 
-_wanted: tuple[int, Policy] | None = None
+_wanted: tuple[int, Recoveries] | None = None
 """Of how many ranks the controller is to be, and what it may do."""
 _in_agent = False
 """It is to be in no rank's process: MindX decides about faults, if it has registered that it does."""
@@ -72,7 +72,7 @@ def tft_init_controller(
     switches = config.read_switches()
     _in_agent = rank < 0
     arf = bool(enable_arf)
-    _wanted = world_size, Policy(uce=switches.uce, hcce=switches.hcce, arf=arf, pause=arf or switches.tsp)
+    _wanted = world_size, Recoveries(uce=switches.uce, hcce=switches.hcce, arf=arf, pause=arf or switches.tsp)
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:

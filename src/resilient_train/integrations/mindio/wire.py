@@ -17,7 +17,13 @@ from pathlib import Path
 import msgspec
 
 from resilient_train.errors import ConfigError
-from resilient_train.integrations.mindio.frames import AnyOrder, FromProcessor, Hello, Over, Welcome
+from resilient_train.integrations.mindio.frames import (
+    AnyOrder,
+    FromProcessor,
+    ProcessorHello,
+    ProcessorWelcome,
+    TrainingOver,
+)
 
 VARIABLE = "RESILIENT_TFT_SECRET_FILE"
 GREETING_BYTES = 4 << 10
@@ -33,19 +39,19 @@ class Challenge(msgspec.Struct, tag="challenge", frozen=True):
     number: bytes
 
 
-FromController = Challenge | Welcome | Over | AnyOrder
+FromController = Challenge | ProcessorWelcome | TrainingOver | AnyOrder
 from_processor: msgspec.msgpack.Decoder[FromProcessor] = msgspec.msgpack.Decoder(FromProcessor)
 from_controller: msgspec.msgpack.Decoder[FromController] = msgspec.msgpack.Decoder(FromController)
 
 
 def proof(secret: bytes, number: bytes, rank: int, world_size: int) -> bytes:
-    """What a Hello has to carry; empty where there is no secret."""
+    """What a ProcessorHello has to carry; empty where there is no secret."""
     if not secret:
         return b""
     return hashlib.blake2b(number + f"{rank}/{world_size}".encode(), key=secret, digest_size=_KEY_BYTES).digest()
 
 
-def is_proven(secret: bytes, number: bytes, hello: Hello) -> bool:
+def is_proven(secret: bytes, number: bytes, hello: ProcessorHello) -> bool:
     """Whether who says this knows the secret."""
     return hmac.compare_digest(hello.proof, proof(secret, number, hello.rank, hello.world_size))
 

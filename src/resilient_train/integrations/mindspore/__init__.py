@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from resilient_train.integrations.mindspore.exception_checkpoint import ExceptionCheckpoint
     from resilient_train.integrations.mindspore.fault_tolerance import FaultTolerance
-    from resilient_train.integrations.mindspore.resume import Position
+    from resilient_train.integrations.mindspore.resume import TrainingPosition
 
-__all__ = ["ExceptionCheckpoint", "FaultTolerance", "Position"]
-_WHERE = {"ExceptionCheckpoint": "exception_checkpoint", "FaultTolerance": "fault_tolerance", "Position": "resume"}
+__all__ = ["ExceptionCheckpoint", "FaultTolerance", "TrainingPosition"]
+_WHERE = {
+    "ExceptionCheckpoint": "exception_checkpoint",
+    "FaultTolerance": "fault_tolerance",
+    "TrainingPosition": "resume",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ from resilient_train.integrations.mindspore.network_state import (
 )
 from resilient_train.integrations.mindspore.preemption import SIGNALS, Preemption
 from resilient_train.integrations.mindspore.replica_groups import check_groups, found_groups, own_ranks
-from resilient_train.integrations.mindspore.resume import Position
+from resilient_train.integrations.mindspore.resume import TrainingPosition
 from resilient_train.integrations.mindspore.ttp_directory import Groups
 
 log = logging.getLogger("resilient_train.mindspore")
@@ -105,7 +105,7 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
             own = self._folder if self._ranks.rank == 0 else self._folder / f"rank_{self._ranks.rank}"
             limits = {"norm": self._settings.norm_threshold, "loss": self._settings.loss_threshold}
             self._abnormal = AbnormalSteps(own, limits, norm)
-        self._start: Position | None = None
+        self._start: TrainingPosition | None = None
         self._dataset: Any = None
         self._params: Any = None
         self._preemption: Preemption | None = None
@@ -123,7 +123,7 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         self._turn = threading.Lock()
         """Held by whoever saves: the training thread between steps, or that of ``Preemption``."""
 
-    def resume(self, network: nn.Cell | Model, dataset: Any) -> Position:
+    def resume(self, network: nn.Cell | Model, dataset: Any) -> TrainingPosition:
         """The newest whole checkpoint goes into ``network`` (the one that trains, or its Model) and ``dataset``.
 
         Returns where training goes on: ``Model.train`` is given its ``epoch`` as ``initial_epoch``. Step 0 where there
@@ -132,7 +132,7 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         """
         network = network.train_network if isinstance(network, Model) else network
         found = resume.find(self._folder, self._ranks, self._tell)
-        self._start = Position(0, 0) if found is None else resume.fill(network, dataset, found)
+        self._start = TrainingPosition(0, 0) if found is None else resume.fill(network, dataset, found)
         self._dataset = dataset
         self._tell(f"training begins behind step {self._start.step}" + ("" if found else ": there is no checkpoint"))
         return self._start

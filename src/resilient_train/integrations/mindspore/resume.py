@@ -21,19 +21,19 @@ NOTE = "resilient_train"
 """The entry in which a file says what MindSpore's own entries do not, as JSON."""
 
 
-class Position(NamedTuple):
+class TrainingPosition(NamedTuple):
     """Where a training is: behind ``step`` steps in all, which are ``epoch`` whole epochs and some more."""
 
     step: int
     epoch: int
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     step: int
     values: dict[str, Any]
 
 
-def find(folder: Path, ranks: Ranks, tell: Callable[[str], None]) -> Found | None:
+def find(folder: Path, ranks: Ranks, tell: Callable[[str], None]) -> FoundCheckpoint | None:
     """The state of the newest checkpoint that is whole; None where there never was one.
 
     All files of a checkpoint are read by all ranks, so that all come to the same one. What is damaged is told, and set
@@ -42,7 +42,7 @@ def find(folder: Path, ranks: Ranks, tell: Callable[[str], None]) -> Found | Non
     broken = [str(path) for path in ttp_directory.damaged(folder)]
     for step, path in ttp_directory.complete(folder):
         try:
-            return Found(step, _whole(path, step, ranks))
+            return FoundCheckpoint(step, _whole(path, step, ranks))
         except CheckpointError as error:
             tell(f"{error}; the checkpoint before it is taken, and {path.name} gets the ending _damaged")
             broken.append(str(path))
@@ -84,7 +84,7 @@ def note_of(values: Mapping[str, Any]) -> Any:
     return json.loads(values[NOTE])
 
 
-def fill(network: nn.Cell, dataset: Any, found: Found) -> Position:
+def fill(network: nn.Cell, dataset: Any, found: FoundCheckpoint) -> TrainingPosition:
     """Nothing is written unless all fits. Raises LayoutError for another model's state, UsageError for other data."""
     batches, seed = dataset.get_dataset_size(), mindspore.dataset.config.get_seed()
     wanted = int(found.values["batch_num"].asnumpy()), note_of(found.values)["data_seed"]
@@ -105,7 +105,7 @@ def fill(network: nn.Cell, dataset: Any, found: Found) -> Position:
         raise LayoutError(f"the checkpoint is of another model: {', '.join((wrong or left)[:5])} does not fit")
     put_back(state, found.values)
     set_back(dataset, found.step)
-    return Position(found.step, found.step // batches)
+    return TrainingPosition(found.step, found.step // batches)
 
 
 def set_back(dataset: Any, step: int) -> None:

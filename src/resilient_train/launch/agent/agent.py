@@ -334,7 +334,7 @@ class Agent:
             case m.Reserve(slot_bytes=slot_bytes):
                 self._grow(rank, slot_bytes, connection)
             case m.Borrow(rank=lender) if 0 <= lender < self._spec.world_size:
-                connection.send(m.Arena(lender), [self._arenas[lender].fd])
+                connection.send(m.ArenaFrame(lender), [self._arenas[lender].fd])
             case m.Address(ranks=ranks):
                 if frame.generation == self._job.generation:
                     self._carry_out([Send(other, frame) for other in ranks if 0 <= other < self._spec.world_size])
@@ -365,7 +365,7 @@ class Agent:
             self._loop.call_later(_SHORT_S, self._grow, rank, slot_bytes, connection)
             return
         arena.close()
-        connection.send(m.Arena(rank), [self._arenas[rank].fd])
+        connection.send(m.ArenaFrame(rank), [self._arenas[rank].fd])
 
     def _on_shared(self, rank: int, frame: m.Shared) -> None:
         group = next((group for group in self._job.replicas.groups if rank in group), (rank,))
@@ -402,7 +402,7 @@ class Agent:
             case m.Trouble(generation=generation, detail=text):
                 of = generation, self._job.attempt
                 self._on_trouble(of, f"rank {rank}: {text}", time.monotonic() + _LEAVING_S)
-            case m.Raised():
+            case m.LeftByException():
                 self._on_raised(rank, incarnation, frame)
             case m.Unfinishable(generation=generation, reason=text):
                 self._carry_out(controller.unfinishable(generation, text))
@@ -416,7 +416,7 @@ class Agent:
                 self._carry_out(controller.holds_nan(rank, incarnation, frame))
             case m.Computed():
                 self._carry_out(controller.computed(rank, incarnation, frame))
-            case m.Finish(generation=generation, left_at=left_at, exits=exits):
+            case m.LoopOver(generation=generation, left_at=left_at, exits=exits):
                 left = progress_of(left_at) if left_at is not None else None
                 self._carry_out(controller.finish(rank, incarnation, generation, left, exits=exits))
             case m.Differs():
@@ -467,7 +467,7 @@ class Agent:
         }
         self._note("fetched", rank=rank, incarnation=incarnation, generation=frame.generation, detail=detail)
 
-    def _on_raised(self, rank: int, incarnation: int, frame: m.Raised) -> None:
+    def _on_raised(self, rank: int, incarnation: int, frame: m.LeftByException) -> None:
         process = self._processes.current[rank]
         if process.incarnation == incarnation:
             self._failed.add(process)

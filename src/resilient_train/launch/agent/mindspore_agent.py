@@ -22,7 +22,7 @@ from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
 from resilient_train.integrations.mindio import finder
-from resilient_train.integrations.mindio.controller import Ended, Note, Policy, Stage, outcome
+from resilient_train.integrations.mindio.controller import MindioStage, Notice, Recoveries, TrainingEnded, outcome
 from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.integrations.mindio.wire import read_secret
 from resilient_train.launch.agent.console_text import end_of, line, pause_told, told
@@ -57,7 +57,9 @@ class MindSporeAgent:
         self._spec, self._sink = spec, sink
         self._logs = Logs(spec)
         of_job = spec.policy
-        policy = Policy(uce=of_job.mend, hcce=of_job.rebuild, arf=of_job.replace, pause=of_job.replace or of_job.pause)
+        policy = Recoveries(
+            uce=of_job.mend, hcce=of_job.rebuild, arf=of_job.replace, pause=of_job.replace or of_job.pause
+        )
         secret = spec.settings.tft_secret_file or _write_secret(spec.run_dir / _SECRET)
         if theirs := finder.of_mindio():
             self._say(f"mindio_ttp is installed ({theirs}): faults are MindIO's business, and no rank is replaced here")
@@ -73,7 +75,7 @@ class MindSporeAgent:
         """How each rank's newest process has ended, of those that have."""
         self._background = BackgroundTasks()
         self._over = asyncio.Event()
-        self._ended: Ended | None = None
+        self._ended: TrainingEnded | None = None
         self._code: int | None = None
         """The exit code of a job that can't end well any more."""
         self._reason = "it was ended"
@@ -180,7 +182,7 @@ class MindSporeAgent:
             self._fail(1, f"{how} before its training was over")
         elif not self._hub.known:
             self._fail(128 - code, f"{how}, and no rank has come to a controller that could have it replaced")
-        elif self._hub.controller.stage is Stage.STARTING:
+        elif self._hub.controller.stage is MindioStage.STARTING:
             self._fail(128 - code, f"{how} before all ranks had come to their training")
         elif at_its_end:
             self._fail(128 - code, f"{how}, behind its training")
@@ -227,7 +229,7 @@ class MindSporeAgent:
         """The job ends, behind a checkpoint if there can be one."""
         if self._code is None:
             self._code, self._reason = code, reason
-        if self._hub.controller.stage is Stage.STARTING:
+        if self._hub.controller.stage is MindioStage.STARTING:
             self._over.set()  # nothing is trained yet
         elif self._ended is None:
             self._say(f"{reason}. The state is saved if all of it is there, then the job ends")
@@ -262,14 +264,14 @@ class MindSporeAgent:
         if self._ended is not None:
             return outcome(self._ended.saved, self._ended.unnamed)
         job = self._hub.controller  # it was killed before it had come to its end
-        if job.stage is Stage.SAVING:
+        if job.stage is MindioStage.SAVING:
             return "nothing is saved: not every part of its state was written by then"
-        return outcome(-1, job.target) if job.stage is Stage.RENAMING else ""
+        return outcome(-1, job.target) if job.stage is MindioStage.RENAMING else ""
 
     # -- what the controller says
 
-    def _on_told(self, event: Note | Ended) -> None:
-        if isinstance(event, Ended):
+    def _on_told(self, event: Notice | TrainingEnded) -> None:
+        if isinstance(event, TrainingEnded):
             self._ended = event
             self._loop.call_later(self._spec.shutdown_timeout_s, self._give_up, "not all ranks have ended")
             if len(self._codes) == self._spec.world_size:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from resilient_train.config import Settings
-from resilient_train.integrations.mindio.controller import Controller, Seat, Stage
+from resilient_train.integrations.mindio.controller import MindioController, MindioStage, Seat
 from resilient_train.launch.agent.hang_watch import ask_for_stacks
 from resilient_train.launch.agent.process_activity import Work
 from resilient_train.launch.agent.processes import RankProcess
@@ -31,11 +31,11 @@ _STOPPED_LOOKS = 10
 _FLOORS, _TOGETHER = 10, 30
 """Times ``RESILIENT_HANG_FLOOR_S``: the least limit of a rank that is behind, and that of a step that no rank ends."""
 _TOLD_NS = 10_000_000_000
-_LEAVING_S = {Stage.LOCKING: 20.0, Stage.STOPPING: 120.0}
+_LEAVING_S = {MindioStage.LOCKING: 20.0, MindioStage.STOPPING: 120.0}
 """Where a training thread is to come out of its step: less than the stage may take, behind which the job ends."""
 
 
-class HangKeeper(Protocol):
+class MindSporeHangKeeper(Protocol):
     """What the hang watch may do: implemented by the agent."""
 
     def give_up(self, ranks: Collection[int], reason: str) -> None:
@@ -70,7 +70,7 @@ class MindSporeHangWatch:
 
     def __init__(
         self,
-        job: Controller,
+        job: MindioController,
         running: Mapping[int, RankProcess],
         settings: Settings,
         *,
@@ -90,7 +90,7 @@ class MindSporeHangWatch:
         self._clock = JobClock(self._world_size, settings.beat_ms)
         self._monotonic_ns = clock
         self._work = work or Work(int(self._leave_s * 1000))
-        self._seen: tuple[Stage, int] = (Stage.STARTING, 0)
+        self._seen: tuple[MindioStage, int] = (MindioStage.STARTING, 0)
         self._since_ns = 0
         self._stopped = StoppedLooks()
         self._given_up: set[int] = set()
@@ -98,7 +98,7 @@ class MindSporeHangWatch:
         self._last: list[Progress] = []
         self._pause_told_ns = 0
 
-    def look(self, keeper: HangKeeper) -> None:
+    def look(self, keeper: MindSporeHangKeeper) -> None:
         """One look. Cheap while the job moves."""
         job = self._job
         self._tick(keeper)
@@ -108,13 +108,13 @@ class MindSporeHangWatch:
             self._given_up.clear()
             self._work.forget(self._clock.now_ns / 1e6)
             self._detector.restart(self._clock.now_ns)
-        if job.stage in (Stage.TRAINING, Stage.HALTING):
+        if job.stage in (MindioStage.TRAINING, MindioStage.HALTING):
             if all(seat.step and not seat.left for seat in job.seats):
                 self._look_at_training(keeper)
         else:
             self._look_at_recovery(keeper)
 
-    def _tick(self, keeper: HangKeeper) -> None:
+    def _tick(self, keeper: MindSporeHangKeeper) -> None:
         """Ranks have no beat here: the job's time passes while any of them is not stopped."""
         now_ns = self._monotonic_ns()
         stopped = [rank for rank in range(self._world_size) if self._state(rank) is RunState.STOPPED]
@@ -132,7 +132,7 @@ class MindSporeHangWatch:
         process = self._running.get(rank)
         return process.state() if process is not None else RunState.RUNNING
 
-    def _look_at_training(self, keeper: HangKeeper) -> None:
+    def _look_at_training(self, keeper: MindSporeHangKeeper) -> None:
         ranks: list[Progress] = [_progress(seat) for seat in self._job.seats]
         if ranks != self._last:
             self._work.forget(self._clock.now_ns / 1e6)
@@ -159,7 +159,7 @@ class MindSporeHangWatch:
         now_ms = self._clock.now_ns / 1e6
         return any(self._work.idle_ms(rank, now_ms) < idle_ms for rank in ranks)
 
-    def _act(self, finding: Stall, keeper: HangKeeper) -> None:
+    def _act(self, finding: Stall, keeper: MindSporeHangKeeper) -> None:
         detail = finding.detail()
         if finding.verdict is not Suspicion.BEHIND:
             ranks = (each for rank, each in sorted(self._running.items()) if 0 <= rank < self._world_size)
@@ -172,7 +172,7 @@ class MindSporeHangWatch:
 
     # -- in a recovery
 
-    def _look_at_recovery(self, keeper: HangKeeper) -> None:
+    def _look_at_recovery(self, keeper: MindSporeHangKeeper) -> None:
         """It waits for ranks, and one that is stopped, or does not leave its step, will never come."""
         awaited = self._job.awaited() - self._given_up
         if self._clock.paused_ns:
@@ -184,7 +184,7 @@ class MindSporeHangWatch:
         elif self._job.stage in _LEAVING_S:
             self._look_for_who_stays(awaited, keeper)
 
-    def _look_for_who_stays(self, awaited: Collection[int], keeper: HangKeeper) -> None:
+    def _look_for_who_stays(self, awaited: Collection[int], keeper: MindSporeHangKeeper) -> None:
         """Where none has come there is no culprit."""
         if not awaited or len(awaited) == len(self._job.steady()):
             return
@@ -199,7 +199,7 @@ class MindSporeHangWatch:
         self._given_up |= set(awaited)
         self._act(Stall(Suspicion.HUNG, tuple(sorted(awaited)), int(waited_ms), int(limit_ms), why), keeper)
 
-    def _give_up(self, ranks: Collection[int], reason: str, keeper: HangKeeper) -> None:
+    def _give_up(self, ranks: Collection[int], reason: str, keeper: MindSporeHangKeeper) -> None:
         self._given_up |= set(ranks)
         keeper.give_up(ranks, reason)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from resilient_train.errors import ProtocolError
-from resilient_train.integrations.mindio.controller import Stage
+from resilient_train.integrations.mindio.controller import MindioStage
 from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.launch.agent.processes import RankProcess
 from resilient_train.protocol import messages as m
@@ -16,13 +16,13 @@ from resilient_train.session.injection import SIGNALS
 from resilient_train.transport import from_rank
 
 _WORDS = {
-    Stage.STARTING: "STARTING",
-    Stage.TRAINING: "RUNNING",
-    Stage.HALTING: "RUNNING",
-    Stage.PAUSED: "PAUSED",
-    Stage.SAVING: "LEAVING",
-    Stage.RENAMING: "LEAVING",
-    Stage.OVER: "ENDED",
+    MindioStage.STARTING: "STARTING",
+    MindioStage.TRAINING: "RUNNING",
+    MindioStage.HALTING: "RUNNING",
+    MindioStage.PAUSED: "PAUSED",
+    MindioStage.SAVING: "LEAVING",
+    MindioStage.RENAMING: "LEAVING",
+    MindioStage.OVER: "ENDED",
 }
 """The stages as jobs of all frameworks have them; all others are a recovery's."""
 
@@ -109,7 +109,10 @@ class MindSporeOperators(Server[m.FromRank]):
             return m.Reply(error="MindSpore's ranks stand still with TSP:1 or ARF:1 in MS_ENABLE_TFT only")
         if frame.step >= 0:
             return m.Reply(error="a MindSpore job stops behind its next update, and not before a given step")
-        if job.stage in (Stage.STARTING, Stage.SAVING, Stage.RENAMING, Stage.OVER) or job.hopeless:
+        if (
+            job.stage in (MindioStage.STARTING, MindioStage.SAVING, MindioStage.RENAMING, MindioStage.OVER)
+            or job.hopeless
+        ):
             return m.Reply(error=f"the job does not train: it is {self._stage()}")
         if any(seat.left for seat in job.seats):
             return m.Reply(error="ranks have come to the end of their training")
@@ -123,7 +126,7 @@ class MindSporeOperators(Server[m.FromRank]):
         job = self._hub.controller
         if not job.pauses:
             return m.Reply(error=f"no pause is asked for; the job is {self._stage()}")
-        stood_s = self.stood_s() if job.stage is Stage.PAUSED else 0.0
+        stood_s = self.stood_s() if job.stage is MindioStage.PAUSED else 0.0
         status: dict[str, object] = {"was": self._stage(), "step": job.target, "paused_s": stood_s}
         self._hub.unpause()
         return m.Reply(status=status)

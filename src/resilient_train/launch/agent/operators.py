@@ -81,7 +81,7 @@ class Operators:
         """Leaves the order where the rank looks when its next step begins; the rank writes the event when it hits."""
         rank = process.rank
         number = self._orders % orders.NUMBER_MAX + 1
-        word = orders.pack(orders.Order(number, frame.kind, frame.target))
+        word = orders.pack(orders.FaultOrder(number, frame.kind, frame.target))
         if not self._board.exchange_order(rank, orders.LISTENING, word):
             if self._board.order(rank) == orders.NOBODY:
                 why = (

@@ -66,7 +66,7 @@ class Vault:
         wire = Wire(endpoint, _decoder, lambda reason: HolderLostError(f"the holder at {path} {reason}"))
         vault = cls(wire, reply_timeout_s)
         try:
-            vault._ask(frames.Enter(member), frames.Done)
+            vault._ask(frames.Attach(member), frames.Acknowledged)
         except HolderLostError:  # it was just ending
             vault.close()
             raise
@@ -79,13 +79,13 @@ class Vault:
         again with what is in them; else new ones are made, and the old stay until a newer snapshot is complete. Raises
         MemoryLimitError, before anything is allocated, if that would be too much.
         """
-        reply = self._ask(frames.Reserve(rank, image_bytes), frames.Stores)
+        reply = self._ask(frames.ReserveStore(rank, image_bytes), frames.Stores)
         (pair,) = self._map(reply, 1, writes=True)
         return pair
 
     def open(self, rank: int) -> list[SlotPair]:
         """All slots of ``rank``, to read, those with the newest snapshot first; the caller closes them."""
-        reply = self._ask(frames.Open(rank), frames.Stores)
+        reply = self._ask(frames.OpenStores(rank), frames.Stores)
         return self._map(reply, len(reply.stores), writes=False)
 
     @contextlib.contextmanager
@@ -114,26 +114,26 @@ class Vault:
     def pin(self, rank: int, sequence: int) -> bool:
         """Keeps a complete snapshot from being overwritten until ``unpin``. False: it is not there (any more)."""
         try:
-            self._ask(frames.Pin(rank, sequence), frames.Done)
+            self._ask(frames.Pin(rank, sequence), frames.Acknowledged)
         except _GoneError:
             return False
         return True
 
     def unpin(self, rank: int, sequence: int) -> None:
         """Takes one ``pin`` back."""
-        self._ask(frames.Unpin(rank, sequence), frames.Done)
+        self._ask(frames.Unpin(rank, sequence), frames.Acknowledged)
 
     def adopt(self, held: Control) -> None:
         """Gives a new holder what this process has mapped. Nothing happens if it has it already."""
-        self._ask(frames.Adopt(), frames.Done, [held.fd])
+        self._ask(frames.Adopt(), frames.Acknowledged, [held.fd])
 
     def drop(self, rank: int) -> None:
         """Holds nothing for ``rank`` any longer; its memory is free when nobody maps it."""
-        self._ask(frames.Drop(rank), frames.Done)
+        self._ask(frames.Drop(rank), frames.Acknowledged)
 
     def inventory(self) -> frames.Inventory:
         """All that is held, and by how many processes."""
-        return self._ask(frames.Ask(), frames.Inventory)
+        return self._ask(frames.AskInventory(), frames.Inventory)
 
     def submit(self, work: str, snapshots: Iterable[tuple[int, int]], argument: bytes = b"") -> int:
         """Has the holder do ``work`` on snapshots (rank, sequence). They stay pinned for it, even if this process dies.
@@ -175,7 +175,7 @@ class Vault:
 
     def finish(self) -> None:
         """The job is over for good: the holder need not wait for another agent."""
-        self._ask(frames.Finish(), frames.Done)
+        self._ask(frames.JobOver(), frames.Acknowledged)
 
     def fileno(self) -> int:
         """Readable when a result is there, or the holder is gone; -1 when closed."""
@@ -193,11 +193,11 @@ class Vault:
                 case frames.Result():
                     self._results[reply.number] = reply
                     continue
-                case frames.Refused(cause="memory"):
+                case frames.Denied(cause="memory"):
                     raise MemoryLimitError(reply.text)
-                case frames.Refused(cause="gone"):
+                case frames.Denied(cause="gone"):
                     raise _GoneError(reply.text)
-                case frames.Refused():
+                case frames.Denied():
                     raise VaultError(reply.text)
                 case None:
                     self.close()  # or a late answer would be taken for that to the next question

@@ -12,21 +12,21 @@ import msgspec
 
 from resilient_train.state.vault.record import Snapshot
 
-VERSION = 1
+VERSION = 2
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Size = Annotated[int, msgspec.Meta(gt=0, le=1 << 44)]
 
 
-class Enter(msgspec.Struct, tag=True, frozen=True):
-    """First frame of a client. The holder lives as long as it has members; a visitor does not keep it alive. Done
-    answers: from then on a member can rely on it.
+class Attach(msgspec.Struct, tag=True, frozen=True):
+    """First frame of a client. The holder lives as long as it has members; a visitor does not keep it alive.
+    Acknowledged answers: from then on a member can rely on it.
     """
 
     member: bool
     version: int = VERSION
 
 
-class Reserve(msgspec.Struct, tag=True, frozen=True):
+class ReserveStore(msgspec.Struct, tag=True, frozen=True):
     """The client is the writer of ``rank`` and wants slots for images of up to ``image_bytes``; Stores with one store
     answers. What the rank has already is handed out again if it is large enough.
     """
@@ -35,39 +35,41 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     image_bytes: _Size
 
 
-class Open(msgspec.Struct, tag=True, frozen=True):
+class OpenStores(msgspec.Struct, tag=True, frozen=True):
     """Stores answers, with all that is held for ``rank``, newest first."""
 
     rank: _Rank
 
 
 class Adopt(msgspec.Struct, tag=True, frozen=True):
-    """A store of which the client has a descriptor, which comes along: the holder before this one is dead. Done
+    """A store of which the client has a descriptor, which comes along: the holder before this one is dead. Acknowledged
     answers.
     """
 
 
 class Pin(msgspec.Struct, tag=True, frozen=True):
-    """The snapshot must stay until Unpin, or until the client is gone. Done answers, or Refused if it is not there."""
+    """The snapshot must stay until Unpin, or until the client is gone. Acknowledged answers, or Denied if it is not
+    there.
+    """
 
     rank: _Rank
     sequence: int
 
 
 class Unpin(msgspec.Struct, tag=True, frozen=True):
-    """Takes one Pin back. Done answers."""
+    """Takes one Pin back. Acknowledged answers."""
 
     rank: _Rank
     sequence: int
 
 
 class Drop(msgspec.Struct, tag=True, frozen=True):
-    """Nothing is held for ``rank`` any more. Done answers. Memory is free when nobody maps it any longer."""
+    """Nothing is held for ``rank`` any more. Acknowledged answers. Memory is free when nobody maps it any longer."""
 
     rank: _Rank
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class AskInventory(msgspec.Struct, tag=True, frozen=True):
     """Inventory answers."""
 
 
@@ -83,8 +85,8 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     argument: bytes
 
 
-class Finish(msgspec.Struct, tag=True, frozen=True):
-    """The job is over: when its members are gone and work is done, the holder ends without its grace time. Done
+class JobOver(msgspec.Struct, tag=True, frozen=True):
+    """The job is over: when its members are gone and work is done, the holder ends without its grace time. Acknowledged
     answers.
     """
 
@@ -116,7 +118,7 @@ class Inventory(msgspec.Struct, tag=True, frozen=True):
     works: int
 
 
-class Done(msgspec.Struct, tag=True, frozen=True):
+class Acknowledged(msgspec.Struct, tag=True, frozen=True):
     """It is so."""
 
 
@@ -128,7 +130,7 @@ class Result(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class Denied(msgspec.Struct, tag=True, frozen=True):
     """It can't be. ``cause`` is ``memory`` (the limit is too small), ``gone`` (no such snapshot), ``wrong`` (the
     request).
     """
@@ -137,8 +139,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-ToHolder = Enter | Reserve | Open | Adopt | Pin | Unpin | Drop | Ask | Submit | Finish
+ToHolder = Attach | ReserveStore | OpenStores | Adopt | Pin | Unpin | Drop | AskInventory | Submit | JobOver
 """Every frame that the holder reads."""
 
-FromHolder = Stores | Inventory | Done | Result | Refused
+FromHolder = Stores | Inventory | Acknowledged | Result | Denied
 """Every frame that a client reads."""

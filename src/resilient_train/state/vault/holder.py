@@ -74,7 +74,7 @@ class Holder(Server[frames.ToHolder]):
     """Everything runs in the event loop's thread, but works. A connection is the owner of its pins."""
 
     decoder = msgspec.msgpack.Decoder(frames.ToHolder)
-    greeting = frames.Enter
+    greeting = frames.Attach
     takes_descriptors = True
 
     def __init__(
@@ -169,7 +169,7 @@ class Holder(Server[frames.ToHolder]):
 
     def on_frame(self, connection: _Client, frame: frames.ToHolder) -> None:
         self._news.set()
-        if isinstance(frame, frames.Enter):
+        if isinstance(frame, frames.Attach):
             self._enter(connection, frame)
             return
         if isinstance(frame, frames.Submit):
@@ -181,7 +181,7 @@ class Holder(Server[frames.ToHolder]):
             reply, descriptors = refused.frame, []
         connection.send(reply, descriptors)
 
-    def _enter(self, client: _Client, frame: frames.Enter) -> None:
+    def _enter(self, client: _Client, frame: frames.Attach) -> None:
         if frame.version != frames.VERSION:
             raise ProtocolError(f"speaks version {frame.version} of these frames, the holder {frames.VERSION}")
         client.admit(SMALL)
@@ -189,14 +189,14 @@ class Holder(Server[frames.ToHolder]):
             self._members.add(client)
             self._alone_until_s = None
             self._finished = False  # the run goes on after all
-        client.send(frames.Done())
+        client.send(frames.Acknowledged())
 
     def _handle(self, client: _Client, frame: frames.ToHolder) -> tuple[frames.FromHolder, list[int]]:
         held = self._index
         match frame:
-            case frames.Reserve(rank, image_bytes):
+            case frames.ReserveStore(rank, image_bytes):
                 return _stores([held.reserve(rank, image_bytes)], held.sequence(rank))
-            case frames.Open(rank):
+            case frames.OpenStores(rank):
                 return _stores(held.of(rank), held.sequence(rank))
             case frames.Adopt():
                 held.adopt(client.take_descriptor())
@@ -206,11 +206,11 @@ class Holder(Server[frames.ToHolder]):
                 held.unpin(client, rank, sequence)
             case frames.Drop(rank):
                 held.drop(rank)
-            case frames.Ask():
+            case frames.AskInventory():
                 return frames.Inventory(os.getpid(), held.describe(), len(self._members), self._under_way), []
-            case frames.Finish():
+            case frames.JobOver():
                 self._finished = True
-        return frames.Done(), []
+        return frames.Acknowledged(), []
 
     # -- works
 

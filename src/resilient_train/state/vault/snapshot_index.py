@@ -16,7 +16,7 @@ class RefusedError(Exception):
 
     def __init__(self, cause: str, text: str) -> None:
         super().__init__(text)
-        self.frame = frames.Refused(cause, text)
+        self.frame = frames.Denied(cause, text)
 
 
 class SnapshotIndex:

@@ -1,4 +1,4 @@
-"""A window of steps, and every optimizer of this process: see ``frameworks/roles.Step``.
+"""A window of steps, and every optimizer of this process: see ``frameworks/roles.Window``.
 
 The registered optimizers are seen for the Session, the others for what they may break.
 """
@@ -24,8 +24,8 @@ from resilient_train.frameworks.torch.containers import copy_tree
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
 from resilient_train.frameworks.torch.parameter_samples import Samples
-from resilient_train.frameworks.torch.rank_state import RankState
-from resilient_train.frameworks.torch.state import State
+from resilient_train.frameworks.torch.rank_state import TorchRankState
+from resilient_train.frameworks.torch.state import TorchState
 from resilient_train.script_place import line
 
 
@@ -45,13 +45,13 @@ class _Learnt(PassHistory, array_like=True):
     modes: Modes | None = None
 
 
-class Step:
+class TorchWindow:
     """Knows the registered optimizers whose ``step()`` is under way, as long as they are not in a closure of the
     user's. ``behind_closure`` is called when one has run.
     """
 
     def __init__(
-        self, objects: Objects, state: State, rank_state: RankState, behind_closure: Callable[[], None]
+        self, objects: Objects, state: TorchState, rank_state: TorchRankState, behind_closure: Callable[[], None]
     ) -> None:
         self._behind_closure = behind_closure
         self._objects = objects

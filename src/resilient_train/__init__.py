@@ -33,7 +33,7 @@ from resilient_train.errors import (
     UsageError,
     VaultError,
 )
-from resilient_train.standby import standby_point
+from resilient_train.standby_stage import standby_point
 
 if TYPE_CHECKING:
     from resilient_train.session import Carried, Session, Step, resilient

@@ -13,7 +13,7 @@ import sys
 from types import FrameType, ModuleType
 from typing import Any
 
-from resilient_train import config, standby
+from resilient_train import config, standby_stage
 from resilient_train.errors import ConfigError, JobEnded, ProtocolError
 
 BOOT = "from resilient_train.launch.fork.live import begin; begin()"
@@ -55,7 +55,7 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 def _is_rank() -> bool:
     """Not where the job runs already, so that its agent knows; nor in a process that has no rank yet."""
-    if standby.stage is not None:
+    if standby_stage.stage is not None:
         return False
     link = _link()
     return link is not None and not link.joining

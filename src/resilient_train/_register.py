@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-from resilient_train import config, standby
+from resilient_train import config, standby_stage
 
 _TARGET = "torch.distributed"
 _BACKEND = "resilient"
@@ -81,7 +81,7 @@ def _wrap_init(distributed: Any, c10d: Any) -> None:
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         ours = (backend or "").lower() == _BACKEND or (_is_ours() and _is_for_gloo(backend, c10d))
-        if standby.stage is not None and ours and not config.init_barrier_wanted():
+        if standby_stage.stage is not None and ours and not config.init_barrier_wanted():
             given = len(args) >= _RANK_PLACE or kwargs.get("rank", -1) != -1
             if not given:
                 kwargs["rank"] = 0  # until it is known; a group of ours can learn it later
@@ -165,8 +165,8 @@ def _is_for_hccl(backend: str | None) -> bool:
 
 def _joins() -> bool:
     """Whether this process is to take a rank's place: others listen to it only when it says so to the agent."""
-    link = config.read_link() if standby.stage is None else None
-    return standby.stage is not None or (link is not None and link.joining)
+    link = config.read_link() if standby_stage.stage is None else None
+    return standby_stage.stage is not None or (link is not None and link.joining)
 
 
 def _late_store(store: Any) -> Any:
@@ -176,8 +176,8 @@ def _late_store(store: Any) -> Any:
 
 def _is_ours() -> bool:
     """Whether a group that is made now is to be one that can be rebuilt."""
-    if standby.stage is not None:
-        return standby.stage.wraps
+    if standby_stage.stage is not None:
+        return standby_stage.stage.wraps
     return config.read_link() is not None and config.wraps_backend()
 
 

@@ -184,9 +184,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import hangs
 import resilient_train as rt
-from resilient_train import standby
+from resilient_train import standby_stage
 
-if standby.stage is not None and sys.argv[1] == "spare":
+if standby_stage.stage is not None and sys.argv[1] == "spare":
     hangs.once("spare")
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(4, 2))

@@ -6,10 +6,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from resilient_train.session import watch
+from resilient_train.session import stop_delivery
 from resilient_train.session.driver import Driver
 from resilient_train.session.fail_stop import lost_worker
 from resilient_train.session.session import Session
+from resilient_train.session.stop_delivery import StopDelivery
 
 KILLED = "DataLoader worker (pid 4711) is killed by signal: Killed. "
 
@@ -61,7 +62,7 @@ RELEASED = [
     "gradients.close",
     "drill.close",
     "errors.tell",
-    "watch.close",
+    "stop_delivery.close",
     "saving.close",
     "verification.close",
     "pulse.close",
@@ -79,7 +80,7 @@ def opened(parts: MagicMock) -> Session:
     driver = Driver.__new__(Driver)
     driver._released = driver._begun = driver._told_end = False
     driver._engine, driver._device, driver.saving = parts, parts.errors, parts.saving
-    for name in ("pulse", "verification", "watch", "records", "trace", "sink", "injector", "link"):
+    for name in ("pulse", "verification", "stop_delivery", "records", "trace", "sink", "injector", "link"):
         setattr(driver, f"_{name}", getattr(parts, name))
     session = Session.__new__(Session)
     session._driver, session._calls = driver, None
@@ -113,7 +114,7 @@ def test_without_one_the_first_failure_of_the_release_leaves(capsys: pytest.Capt
 
 def test_who_ends_the_process_in_the_release_does_so_behind_it() -> None:
     parts = MagicMock()
-    parts.watch.close.side_effect = KeyboardInterrupt
+    parts.stop_delivery.close.side_effect = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt), opened(parts):
         raise ValueError("the user's")
     assert released(parts) == RELEASED
@@ -122,8 +123,8 @@ def test_who_ends_the_process_in_the_release_does_so_behind_it() -> None:
 def test_sigterm_is_given_back_by_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python gives a signal back in the main thread only, where the Session need not be closed."""
     left = MagicMock()
-    monkeypatch.setattr(watch, "leave_terminate", left)
-    closed = watch.Watch.__new__(watch.Watch)
+    monkeypatch.setattr(stop_delivery, "leave_terminate", left)
+    closed = StopDelivery.__new__(StopDelivery)
     closed.interrupt, closed._thread, closed._report, closed._watchdog = left.interrupt, left, left.report, left.dog
     left.is_alive.return_value = False
     left.interrupt.remove.side_effect = ValueError("signal only works in main thread")

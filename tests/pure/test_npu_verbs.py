@@ -199,7 +199,7 @@ class QuietDriver(Driver):
         peers: Any = SimpleNamespace(rank=0, alarms=list, clear_alarms=lambda: None, stop_generation=4)
         nothing: Any = SimpleNamespace(wait=lambda: None, notice=lambda _: None, lift=lambda: None)
         self._engine, self._peers, self._descriptors = engine, peers, nothing
-        self.saving = self._watch = nothing
+        self.saving = self._stop_delivery = nothing
         self._link: Any = SimpleNamespace(rank=0)
         self._clock: Any = SimpleNamespace(stop=lambda: None)
         self._device = DeviceErrors(peers, engine.device, self._event, mends=True)

@@ -16,15 +16,15 @@ from torch import nn  # noqa: E402
 from torch._C import _distributed_c10d as c10d  # noqa: E402
 from torch._C._distributed_c10d import _create_work_from_future  # noqa: E402
 
-from resilient_train import config, standby  # noqa: E402
+from resilient_train import config, standby_stage  # noqa: E402
 from resilient_train.errors import ConfigError  # noqa: E402
 from resilient_train.frameworks import set_up_recall  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch.call_codec import bytes_of, header_of  # noqa: E402
 from resilient_train.frameworks.torch.clique import Clique  # noqa: E402
+from resilient_train.frameworks.torch.collective_results import VERBS, run_alone  # noqa: E402
 from resilient_train.frameworks.torch.set_up import SetUpCollectives  # noqa: E402
 from resilient_train.frameworks.torch.storages import registered  # noqa: E402
-from resilient_train.frameworks.torch.verbs import VERBS, run_alone  # noqa: E402
 from resilient_train.state.set_up_record import Recorded, SetUpRecord  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -262,12 +262,12 @@ def test_a_standby_waits_alone_and_is_compared_later(monkeypatch: pytest.MonkeyP
     packed = first.finish(nothing)
     for barriers in (1, 2):
         ahead = later(monkeypatch, packed)
-        monkeypatch.setattr(standby, "stage", Stage())
+        monkeypatch.setattr(standby_stage, "stage", Stage())
         for _ in range(barriers):
             ahead.issue(Group(alone=True), "barrier", barrier)
         with pytest.raises(LookupError, match="calls allreduce"):
             ahead.issue(Group(alone=True), "allreduce", ([one()], c10d.AllreduceOptions()))
-        monkeypatch.setattr(standby, "stage", None)
+        monkeypatch.setattr(standby_stage, "stage", None)
         if barriers == 1:
             ahead.issue(Group(alone=True), "allreduce", ([one()], c10d.AllreduceOptions()))
             assert ahead.finish(nothing) == b""

@@ -71,7 +71,7 @@ def test_scaler_keeps_what_was_unscaled_where_a_redo_clears_it() -> None:
 
 
 def test_group_can_be_subclassed_with_all_verbs() -> None:
-    from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS
+    from resilient_train.frameworks.torch.collective_results import POINT_TO_POINT, VERBS
 
     for verb in (*VERBS, *POINT_TO_POINT):
         assert hasattr(dist.ProcessGroup, verb), verb

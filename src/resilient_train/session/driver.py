@@ -65,7 +65,7 @@ from resilient_train.session.rebuild import build_groups
 from resilient_train.session.replica_comparison import Comparison
 from resilient_train.session.saving import Saving
 from resilient_train.session.step import Step
-from resilient_train.session.watch import Watch
+from resilient_train.session.stop_delivery import StopDelivery
 
 _WATCHDOG_S = 5.0
 _LOOK_MS = 100
@@ -173,7 +173,9 @@ class Driver:
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         report = CollectiveReport(self._link, self._pulse.folder, engine.groups.recorded)
         self._descriptors = RecoveryLimit()
-        self._watch = Watch(self._peers, self._link.generation, engine.groups.release_waiters, report, settings)
+        self._stop_delivery = StopDelivery(
+            self._peers, self._link.generation, engine.groups.release_waiters, report, settings
+        )
         own = engine.rank_state if objects.rank_extra else None
         self._batches = KeptBatches(cursor, engine.data, self._pulse, self.outlive, own)
         self._left_with: dict[str, StateMark] = {}
@@ -299,7 +301,7 @@ class Driver:
             self._engine.gradients.watch(self._norm_clipped)
         self._engine.collectives.attach(self, self._peers)
         self._engine.device.watch(self._peers.alarm_by)
-        self._watch.start()
+        self._stop_delivery.start()
         self.saving.open()
         commits, source = 0, self._link.source
         if not self._rank.joining:
@@ -347,8 +349,8 @@ class Driver:
 
     def leave(self, step: Step, error: BaseException | None) -> bool:  # noqa: ARG002 - a Body is asked so
         """The body ended. True: the step will run again."""
-        if self._watch.interrupt.armed:
-            self._watch.interrupt.disarm()
+        if self._stop_delivery.interrupt.armed:
+            self._stop_delivery.interrupt.disarm()
         self._clock.stop()
         if error is None:
             again = bool(self._drive(_ENDS_WELL))
@@ -510,7 +512,7 @@ class Driver:
 
     def before_update(self, optimizer: Any) -> None:
         """The optimizer is about to write: interrupts are held from here to the head of the loop."""
-        self._watch.interrupt.insist()
+        self._stop_delivery.interrupt.insist()
         self._drive(on.UpdateBegins(self._optimizers[id(optimizer)]))
 
     def after_update(self, optimizer: Any) -> None:
@@ -589,8 +591,8 @@ class Driver:
             do.ShowState: self._show_state,
             do.Compare: self._compare,
             do.CheckUnchanged: self._check_unchanged,
-            do.Arm: lambda _: self._watch.interrupt.arm(self._rank.generation),
-            do.Disarm: lambda _: self._watch.interrupt.disarm(),
+            do.Arm: lambda _: self._stop_delivery.interrupt.arm(self._rank.generation),
+            do.Disarm: lambda _: self._stop_delivery.interrupt.disarm(),
             do.SetMode: lambda effect: self._engine.collectives.set_mode(effect.mode),
             do.Exchange: self._exchange,
             do.Mark: lambda _: self._engine.window.begin(),
@@ -655,7 +657,7 @@ class Driver:
 
     def _send_started(self, _: do.SendStarted) -> None:
         digest, groups = self._engine.state.fingerprint().digest(), self._engine.groups
-        self._watch.guard_sockets(groups.sockets())
+        self._stop_delivery.guard_sockets(groups.sockets())
         self._link.channel.send(m.Started(digest, groups.names(), self._replicas, self._rank.number))
 
     def _send_trouble(self, effect: do.SendTrouble) -> None:
@@ -1001,7 +1003,7 @@ class Driver:
         self._from_replica.forget()
         generation = self._peers.stop_generation
         damage = None if effect.tail else self._device.heard()  # there the alarm stays for the recovery after this one
-        self._watch.notice(generation)
+        self._stop_delivery.notice(generation)
         self._quiet_since_ns = time.time_ns()
         guarded = bool(self._engine.groups.sockets())
         self._engine.groups.close()
@@ -1056,7 +1058,7 @@ class Driver:
             self._error = built
             return on.Failed(f"building groups: {built}")
         self._engine.groups.adopt(built, replaced=replaced)
-        self._watch.guard_sockets(self._engine.groups.sockets())
+        self._stop_delivery.guard_sockets(self._engine.groups.sockets())
         # A stop that the watchdog handled before it knew of the new sockets would find nothing to shut.
         if self._peers.stop_raised(generation):
             return on.Stopped()
@@ -1217,7 +1219,7 @@ class Driver:
             self._engine.gradients.close,
             self._engine.drill.close,
             self._device.tell,
-            self._watch.close,
+            self._stop_delivery.close,
             self.saving.close,
             self._verification.close,
             self._pulse.close,

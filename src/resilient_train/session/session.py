@@ -38,7 +38,7 @@ from resilient_train.session.link import say_once
 from resilient_train.session.loader import Cursor
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
-from resilient_train.standby import standby_point
+from resilient_train.standby_stage import standby_point
 
 Groups = tuple[tuple[int, ...], ...]
 P = ParamSpec("P")

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch.call_forms import OPTIONS
+from resilient_train.frameworks.torch.collective_results import AS_IT_LIES, is_dense
 from resilient_train.frameworks.torch.leaves import dense, dtype_of, span_of
-from resilient_train.frameworks.torch.verbs import AS_IT_LIES, is_dense
 from resilient_train.state.transfer import view
 
 _FIELDS = ("rootRank", "rootTensor")

@@ -17,13 +17,13 @@ from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Conductor, Given, Objects, Tails
 from resilient_train.frameworks.torch import process_group as group_module
 from resilient_train.frameworks.torch.buckets import wrappers_in
+from resilient_train.frameworks.torch.collective_results import POINT_TO_POINT, VERBS, flat
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.groups import TorchGroups
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, NotBegun
 from resilient_train.frameworks.torch.process_group import ResilientGroup, works
 from resilient_train.frameworks.torch.storages import Memory, registered
 from resilient_train.frameworks.torch.tail_collectives import LoggedTail
-from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, flat
 from resilient_train.frameworks.torch.waits import waits
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.script_place import line

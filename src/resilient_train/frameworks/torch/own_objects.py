@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from resilient_train.frameworks.torch.verbs import root_of
+from resilient_train.frameworks.torch.collective_results import root_of
 
 _TORCHS = dist.distributed_c10d.__file__
 _TAKING = {

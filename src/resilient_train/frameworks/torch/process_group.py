@@ -2,8 +2,8 @@
 
 ``ResilientGroup`` hands every call to an inner group (gloo) that is replaced at each recovery, while the object that
 the user, DDP or a DeviceMesh holds stays the same. In a process that is going to *join* a running job there is no inner
-group yet: collectives act as if this rank were alone (``verbs.py``), so that it can build its model and its DDP wrapper
-without waiting for the others. In a standby that builds them ahead, the rank itself is not known yet.
+group yet: collectives act as if this rank were alone (``collective_results.py``), so that it can build its model and
+its DDP wrapper without waiting for the others. In a standby that builds them ahead, the rank itself is not known yet.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import GroupName
 
-from resilient_train import config, standby
+from resilient_train import config, standby_stage
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Addresses
 from resilient_train.frameworks.torch.address_store import AddressStore, FirstAddresses
 from resilient_train.frameworks.torch.call_forms import in_places
+from resilient_train.frameworks.torch.collective_results import POINT_TO_POINT, VERBS, run_alone
 from resilient_train.frameworks.torch.guarded_works import (
     GuardedMessage,
     GuardedWork,
@@ -37,7 +38,6 @@ from resilient_train.frameworks.torch.guarded_works import (
 from resilient_train.frameworks.torch.own_objects import take_own
 from resilient_train.frameworks.torch.set_up import SetUpCollectives
 from resilient_train.frameworks.torch.transports import gloo
-from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, run_alone
 
 BACKEND = "resilient"
 _NO_RANK = -1
@@ -127,7 +127,7 @@ class ResilientGroup(dist.ProcessGroup):
         self.inner: dist.ProcessGroup | None = None
         self.sockets: list[tuple[int, int]] = []
         self.solo = True
-        self._nobody = standby.stage is not None
+        self._nobody = standby_stage.stage is not None
         """It has no rank yet: what it was made with is only assumed."""
         self._hangups = select.epoll()
         self._hung_up = False
@@ -234,8 +234,8 @@ class ResilientGroup(dist.ProcessGroup):
         return BACKEND  # in C++: where DDP hears "gloo", it looks for a backend in the base class
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
-        if self._nobody and standby.stage is not None:
-            return standby.stage.rank_asked()
+        if self._nobody and standby_stage.stage is not None:
+            return standby_stage.stage.rank_asked()
         return _NO_RANK if _set_up is not None and _set_up.takes_objects(self) else self._rank
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
@@ -428,7 +428,7 @@ def create(options: Any, backend_options: Any, *, kind: type[ResilientGroup] = R
             f"pg_options ({type(backend_options).__name__}) can't be kept for a group that is rebuilt after a fault: "
             "leave them out"
         )
-    link = config.read_link() if standby.stage is None else None
+    link = config.read_link() if standby_stage.stage is None else None
     if _set_up is None and not _loop_has_begun and _is_replaceable(link):
         _set_up = SetUpCollectives()
     group = kind(
@@ -439,7 +439,7 @@ def create(options: Any, backend_options: Any, *, kind: type[ResilientGroup] = R
         list(options.global_ranks_in_group),
         options.timeout,
     )
-    if not (link and link.joining) and standby.stage is None:
+    if not (link and link.joining) and standby_stage.stage is None:
         addresses = FirstAddresses(options.store, link.attempt if link else 0)
         group.adopt(group.build(0, addresses, replaced=False))
     groups[group.group_name] = group
@@ -449,7 +449,7 @@ def create(options: Any, backend_options: Any, *, kind: type[ResilientGroup] = R
 def _is_replaceable(link: config.AgentLink | None) -> bool:
     """Whether another process may take this one's place, or this one takes another's."""
     if link is None:
-        return standby.stage is not None
+        return standby_stage.stage is not None
     switches = config.read_switches()
     return switches.arf and not config.why_off(config.read_settings(), switches)
 

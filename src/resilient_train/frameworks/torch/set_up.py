@@ -20,14 +20,21 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from resilient_train import config, standby
+from resilient_train import config, standby_stage
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks import set_up_recall
 from resilient_train.frameworks.torch.call_codec import bytes_of, fill_all, header_of, size_of, told
+from resilient_train.frameworks.torch.collective_results import (
+    POINT_TO_POINT,
+    VERBS,
+    DoneMessage,
+    Tensors,
+    completed,
+    root_of,
+)
 from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, KeptWork
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
-from resilient_train.frameworks.torch.verbs import POINT_TO_POINT, VERBS, DoneMessage, Tensors, completed, root_of
 from resilient_train.script_place import line
 from resilient_train.state.set_up_record import (
     RESULT_BYTES,
@@ -108,9 +115,9 @@ class SetUpCollectives:
         if self._first.full or self._ddp.is_this():
             return group.run(verb, args)
         call = _Call(group, verb, args, header_of(verb, args), line())
-        if standby.stage is not None:
+        if standby_stage.stage is not None:
             if verb != _WAITING:
-                standby.stage.needs_rank(f"calls {verb}")
+                standby_stage.stage.needs_rank(f"calls {verb}")
             self._ahead.append((group.group_name, call.header, call.place))
             return call.run()
         later = self._as_later()
@@ -123,7 +130,7 @@ class SetUpCollectives:
         """
         asking = sys._getframe(2).f_code
         where = (asking.co_filename, asking.co_name)
-        return where == _OBJECTS and group.size() > 1 and standby.stage is None and self._as_later() is not None
+        return where == _OBJECTS and group.size() > 1 and standby_stage.stage is None and self._as_later() is not None
 
     def _as_later(self) -> _Later | None:
         """None in the first process of a rank."""

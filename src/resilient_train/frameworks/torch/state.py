@@ -13,7 +13,7 @@ from resilient_train import _native, config
 from resilient_train.errors import ConfigError, LayoutError, StateError, TransferError
 from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.roles import Damage, Image, Objects, SaveShare, Sources, StateMark
-from resilient_train.frameworks.torch import fitting
+from resilient_train.frameworks.torch import layout_check
 from resilient_train.frameworks.torch.checkpoint import piece_of
 from resilient_train.frameworks.torch.containers import copy_tree, dressed
 from resilient_train.frameworks.torch.damage import move
@@ -104,7 +104,7 @@ class TorchState:
         self._checked_plans = 0
         self._copier = _native.Copier()
         self._fingerprint: TorchFingerprint | None = None
-        self._built = fitting.layout_of(objects.models)
+        self._built = layout_check.layout_of(objects.models)
         self._kept: list[list[_Settings]] = [[] for _ in objects.optimizers]
         for name, thing in objects.extra.items():
             if not callable(getattr(thing, "load_state_dict", None)) and not callable(
@@ -343,7 +343,7 @@ class TorchState:
         called = self._called if self._group is not None else None
         image = self._images.image(self.tree(found=True), step, share, self.kept.lost, called=called)
         if self._images.plans != self._checked_plans:
-            fitting.check_unchanged(self._built, fitting.layout_of(self._objects.models))
+            layout_check.check_unchanged(self._built, layout_check.layout_of(self._objects.models))
             if told := self._misplaced():
                 raise LayoutError(told)
             self._checked_plans = self._images.plans
@@ -352,7 +352,7 @@ class TorchState:
     def outgrown(self) -> str:
         """See ``frameworks/roles.Window``."""
         self.sharding.reshard()
-        return fitting.difference(self._built, fitting.layout_of(self._objects.models)) or self._misplaced()
+        return layout_check.difference(self._built, layout_check.layout_of(self._objects.models)) or self._misplaced()
 
     def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget], str], object]) -> None:
         """What lies on an accelerator is written to when all has come whole, and not before."""
@@ -375,7 +375,7 @@ class TorchState:
         divided in another way.
         """
         told = unflatten(manifest, TENSORS, lambda _, slot: slot)
-        fitting.check(told, self._objects)
+        layout_check.check(told, self._objects)
         self._regroup(told)
         numbered = [[(p, group) for group in o.param_groups for p in group["params"]] for o in self._objects.optimizers]
         here = self._own_tensors()

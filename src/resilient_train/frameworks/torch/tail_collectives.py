@@ -28,8 +28,8 @@ from resilient_train.frameworks.roles import Conductor, LoggedCall, Tails
 from resilient_train.frameworks.torch.call_codec import bytes_of, call_of, check_repeatable, fill_all, header_of
 from resilient_train.frameworks.torch.caller import carries_objects
 from resilient_train.frameworks.torch.clique import Clique
+from resilient_train.frameworks.torch.collective_results import VERBS, Args, Tensors, done
 from resilient_train.frameworks.torch.process_group import ResilientGroup
-from resilient_train.frameworks.torch.verbs import VERBS, Args, Tensors, done
 from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.script_place import line

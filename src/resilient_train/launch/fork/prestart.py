@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from resilient_train import config, standby
+from resilient_train import config, standby_stage
 from resilient_train.launch.fork.environ_watch import ALL, EnvironWatch
 from resilient_train.launch.fork.frames import Gate, Life, Unready, Waits
 from resilient_train.launch.fork.zygote import fatal, take_streams
@@ -52,7 +52,7 @@ def run_ahead(gate: Gate, attempt: str, script: Callable[[], None]) -> None:
             watcher.failed(error)
         raise
     if watcher.goes_on():
-        watcher.refuse(f"the script ended before it came to {standby.NAME}")
+        watcher.refuse(f"the script ended before it came to {standby_stage.NAME}")
 
 
 class _Watcher:
@@ -67,7 +67,7 @@ class _Watcher:
 
     def begin(self) -> None:
         """From here on the script may run."""
-        standby.enter(self)
+        standby_stage.enter(self)
         self._watch.begin()
 
     def goes_on(self) -> bool:
@@ -77,15 +77,15 @@ class _Watcher:
     def at_point(self) -> None:
         """See Stage."""
         if os.getpid() != self._pid:
-            self.refuse(f"a process that the script has forked came to {standby.NAME}")
+            self.refuse(f"a process that the script has forked came to {standby_stage.NAME}")
         if started := _children():
             self.refuse(
-                f"{place()} comes to {standby.NAME} while processes run that the script has started "
+                f"{place()} comes to {standby_stage.NAME} while processes run that the script has started "
                 f"({', '.join(map(str, started))}): start them behind that line"
             )
         life, logs = self._receive_life()
         self._over = True
-        standby.enter(None)
+        standby_stage.enter(None)
         self._watch.end()
         with fatal():
             _flush()
@@ -103,7 +103,7 @@ class _Watcher:
 
     def needs_rank(self, what: str) -> NoReturn:
         """See Stage."""
-        self.refuse(f"{place()} {what} before {standby.NAME}: move it behind that line")
+        self.refuse(f"{place()} {what} before {standby_stage.NAME}: move it behind that line")
 
     def _on_variable(self, name: str) -> None:
         what = "takes all environment variables, also a rank's own," if name == ALL else f"uses {name}"
@@ -112,9 +112,9 @@ class _Watcher:
     def failed(self, error: BaseException) -> NoReturn:
         """The script raised before it came to where it waits."""
         if isinstance(error, SystemExit):
-            self.refuse(f"the script ended (exit code {error.code}) before it came to {standby.NAME}")
+            self.refuse(f"the script ended (exit code {error.code}) before it came to {standby_stage.NAME}")
         traceback.print_exception(error)
-        self.refuse(f"the script raised {type(error).__name__} before it came to {standby.NAME}: {error}")
+        self.refuse(f"the script raised {type(error).__name__} before it came to {standby_stage.NAME}: {error}")
 
     def refuse(self, reason: str) -> NoReturn:
         """Tells the agent, and ends this process: whatever the script would do now is not for one that is no rank."""
@@ -132,7 +132,7 @@ class _Watcher:
             self._gate.send(Waits(time.process_time()))
             life, logs = self._gate.next()
         except Exception as error:
-            self.refuse(f"waiting in {standby.NAME} failed: {error!r}")
+            self.refuse(f"waiting in {standby_stage.NAME} failed: {error!r}")
         if not isinstance(life, Life):
             os._exit(0)  # nobody needs it any more
         return life, logs

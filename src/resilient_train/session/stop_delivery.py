@@ -22,7 +22,7 @@ _GRACE_S = 0.1
 _WAKE_MS = 100
 
 
-class Watch:
+class StopDelivery:
     """``interrupt`` is armed while a body runs. ``release`` lets the waiters on collectives go, on any thread."""
 
     def __init__(

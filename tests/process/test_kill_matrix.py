@@ -145,7 +145,7 @@ class Outside:
         return [*LAUNCHER, *flags, str(JOBS / "train.py"), "--steps", str(steps), "--pace", str(run_dir / "enough")]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in read_events(self._run_dir) if event["kind"] == kind]
+        return [event for event in read_events(self._run_dir, torn=True) if event["kind"] == kind]
 
     def committed(self) -> int:
         """So many steps has rank 0 recorded."""
@@ -153,12 +153,14 @@ class Outside:
         return progress.read_bytes().count(b"\n") if progress.exists() else 0
 
     def kill(self, victims: tuple[int, ...], after: int) -> None:
-        """When rank 0 has committed so many steps more."""
+        """When rank 0 has committed so many steps more. The agent sees them all at once."""
         before = self.committed()
         self._wait_until(lambda: self.committed() >= before + after)
         pids = {event["rank"]: event["detail"]["pid"] for event in self.events("spawned")}
+        self._process.send_signal(signal.SIGSTOP)
         for rank in victims:
             os.kill(pids[rank], signal.SIGKILL)
+        self._process.send_signal(signal.SIGCONT)
 
     def await_recovery(self, faults: int) -> None:
         self._wait_until(lambda: len(self.events("fault")) == faults and self.events("resumed"))
@@ -173,13 +175,13 @@ class Outside:
     def end(self) -> Run:
         self._enough.touch()
         out, err = self._process.communicate(timeout=100)
-        return Run(self._run_dir, self._process.returncode, out, err, read_events(self._run_dir))
+        return Run(self._run_dir, self._process.returncode, out, err, read_events(self._run_dir, torn=True))
 
 
 def test_several_at_once(tmp_path: Path, undisturbed: Reference) -> None:
     """Three of four, of which one lives on; when all have gone on, two."""
-    run_dir = tmp_path / "run"
-    with start(Outside.command(run_dir, ranks=4, steps=12)) as process:
+    run_dir, steps = tmp_path / "run", 40
+    with start(Outside.command(run_dir, ranks=4, steps=steps)) as process:
         outside = Outside(process, run_dir)
         outside.kill((0, 1, 3), after=3)
         outside.await_recovery(faults=3)
@@ -187,7 +189,7 @@ def test_several_at_once(tmp_path: Path, undisturbed: Reference) -> None:
         run = outside.end()
     assert run.code == 0, run.explain()
     assert len(run.of("fault")) == 3 + 2, run.explain()
-    assert run.digests() == undisturbed(ranks=4, steps=12).digests(), run.explain()
+    assert run.digests() == undisturbed(ranks=4, steps=steps).digests(), run.explain()
 
 
 def test_all_at_once_is_a_clear_end(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ the data).
 import argparse
 import collections
 import ctypes
+import functools
 import json
 import os
 import random
@@ -80,7 +81,8 @@ def look(run_dir: Path, acknowledged: int) -> str:
         vault.close()
 
 
-def kill_one(run_dir: Path, kind: str, draw: random.Random) -> str:
+def kill_one(run_dir: Path, kind: str, draw: random.Random, *, awaited: bool) -> str:
+    """``awaited``: not before there is a snapshot, however slow the machine is."""
     hears, tells = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -90,6 +92,8 @@ def kill_one(run_dir: Path, kind: str, draw: random.Random) -> str:
             os._exit(1)
     os.close(tells)
     first = os.read(hears, _COMMITS.size)
+    while awaited and not any(first) and first:
+        first = os.read(hears, _COMMITS.size)
     assert first, "the writer died by itself"
     time.sleep(draw.uniform(0, 0.01))
     os.kill(pid, signal.SIGKILL)
@@ -108,7 +112,8 @@ def main() -> None:
     arguments = parser.parse_args()
     keeper = Vault.connect(arguments.run_dir)
     draw = random.Random(arguments.seed)
-    found = collections.Counter(kill_one(arguments.run_dir, arguments.kind, draw) for _ in range(arguments.kills))
+    kill = functools.partial(kill_one, arguments.run_dir, arguments.kind, draw)
+    found = collections.Counter(kill(awaited=number > 0) for number in range(arguments.kills))
     keeper.close()
     print(json.dumps(found))
 

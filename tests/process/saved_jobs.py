@@ -21,9 +21,12 @@ def command(run_dir: Path, *arguments: str, flags: tuple[str, ...] = ()) -> list
 def wait_for(run_dir: Path, process: subprocess.Popen[str], kind: str, times: int = 1, **detail: Any) -> None:
     """Until so many such events are written."""
     deadline = time.monotonic() + 60
-    while sum(event["kind"] == kind and detail.items() <= event.items() for event in read_events(run_dir)) < times:
+    while True:
+        ended = process.poll() is not None  # asked first: what a job writes last may come behind the look at its events
+        if sum(each["kind"] == kind and detail.items() <= each.items() for each in read_events(run_dir)) >= times:
+            return
         assert time.monotonic() < deadline, f"no {kind} came"
-        assert process.poll() is None, process.communicate()
+        assert not ended, process.communicate()
         time.sleep(0.005)
 
 

@@ -86,7 +86,7 @@ def test_without_torch(installed: Path, tmp_path: Path) -> None:
     checkpoint_rig.write(over / "checkpoints", 3)
     assert "step_3: complete" in run([tool, "verify", over], tmp_path, code=0).stdout
     job = [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), str(JOBS / "train.py")]
-    with start([*job, "--pace", str(tmp_path / "never")]) as process:
+    with start([*job, "--steps", "100000", "--pace", str(tmp_path / "never")]) as process:
         wait_for(tmp_path / "run", process, "started")
         status = json.loads(run([tool, "status", tmp_path / "run", "--json"], tmp_path, code=0).stdout)
         assert len(status["ranks"]) == 2

@@ -124,13 +124,15 @@ def trial(folder: Path, wrong: str, *, die_at: int = 0, wait_s: float = 0) -> in
 
 
 def at_any_instant(folder: Path, trials: int, seed: int) -> Iterator[str]:
-    """Each writer goes on from what the one before has left. On a busy machine more of them are needed."""
+    """Each writer goes on from what the one before has left. On a busy machine more of them are needed, which live
+    longer and longer: storage may take more than LONGEST_S for one checkpoint.
+    """
     draw = random.Random(seed)
     acknowledged = 0
     for number in itertools.count():
         if number >= trials and acknowledged >= trials / 4:
             return
-        acknowledged = max(acknowledged, trial(folder, "", wait_s=draw.uniform(0, LONGEST_S)))
+        acknowledged = max(acknowledged, trial(folder, "", wait_s=draw.uniform(0, LONGEST_S) * (1 + number / trials)))
         yield from (f"trial {number}: {text}" for text in violations(folder, acknowledged))
 
 

@@ -365,8 +365,8 @@ class Job:
                 began = step.number if began is None else began
                 if asked.await_saves and step.number - 1 > began and (step.number - 1) % asked.save == 0:
                     self.wait_for_storage(session, step.number - 1)
-                if step.number == asked.saved_by:
-                    self.wait_for_storage(session, 1)
+                if step.number == asked.saved_by[0]:
+                    self.wait_for_storage(session, asked.saved_by[1])
                 if step.number in asked.standby_at and step.done:
                     with session.slow("waiting for a standby"):
                         self.wait_for_standby(asked.standby_at.index(step.number) + 1)
@@ -388,7 +388,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--leave-at", type=int, default=-1, help="leave the loop behind this step")
     found.add_argument("--save", type=int, default=0, help="a checkpoint after every so many updates")
     found.add_argument("--await-saves", action="store_true", help="go on when storage has taken what is due")
-    found.add_argument("--saved-by", type=int, default=-1, help="wait behind this step until there is a checkpoint")
+    found.add_argument(
+        "--saved-by", type=int, nargs=2, default=(-1, 0), help="wait behind this step for that update's checkpoint"
+    )
     found.add_argument("--save-mode", default="", help="the arguments of save_every, in JSON")
     found.add_argument("--show-start", action="store_true", help="write down what the loop begins with")
     found.add_argument("--pace", default="", help="go slowly until this file exists")

@@ -74,14 +74,32 @@ def running(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> It
 
     SIGTERM ends the block like Ctrl-C does. Raises OSError if the process can't be started.
     """
-    with log.open("wb") as stream, sigterm_unwinds():
-        process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
-        )
-        try:
-            yield process
-        finally:
-            _end(process)
+    with log.open("wb") as stream, sigterm_unwinds(), contextlib.ExitStack() as stack:
+        with _postponed_signals():
+            process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+            )
+            stack.callback(_end, process)
+        yield process
+
+
+@contextlib.contextmanager
+def _postponed_signals() -> Iterator[None]:
+    """SIGTERM and Ctrl-C wait until the block is over: a process that has just been started is known to nobody."""
+    heard: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: each for number, each in before.items() if callable(each)}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, _frame: heard.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if heard:
+        signal.raise_signal(heard[0])
 
 
 @contextlib.contextmanager

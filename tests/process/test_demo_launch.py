@@ -109,6 +109,21 @@ def test_nothing_outlives_the_block(tmp_path, monkeypatch):
         wait_for(lambda pid=pid: gone(pid))
 
 
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_that_comes_while_a_process_is_started(number, how, tmp_path, monkeypatch):
+    started, real = [], subprocess.Popen
+
+    def start(*arguments, **options):
+        started.append(real(*arguments, **options))
+        os.kill(os.getpid(), number)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(how), child.running(["sleep", "600"], tmp_path / "log", dict(os.environ)):
+        raise AssertionError("it came too late")
+    assert started[0].returncode == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_demonstration_and_its_processes(number, tmp_path):
     code = (

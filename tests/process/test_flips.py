@@ -186,13 +186,17 @@ def test_a_script_that_looks_at_its_rank_is_told_at_once(tmp_path: Path) -> None
 
 
 def test_faults_where_ranks_compute_from_each_others_inputs(tmp_path: Path, undisturbed: Reference) -> None:
-    """A kill ends the comparison, not the window's own verification; a flip is outvoted, and its rank replaced."""
-    plan = f"flip rank=1 step=3 generation=3 index=701 mask={EXPONENT:#x} target=gradient; "
-    plan += "kill rank=2 step=7 generation=8 phase=COMPUTE at=backward; hcce rank=0 step=11 generation=11"
+    """A kill ends the comparison, not the window's own verification; a flip is outvoted, and its rank replaced.
+
+    The flip comes last: whoever is given up for one trains on until its death is seen, and may have begun to compare
+    the next window by then.
+    """
+    plan = "kill rank=2 step=3 generation=4 phase=COMPUTE at=backward; hcce rank=0 step=7 generation=7; "
+    plan += f"flip rank=1 step=11 generation=9 index=701 mask={EXPONENT:#x} target=gradient"
     run = beside_replicas(tmp_path / "run", plan)
     assert run.code == 0, run.explain()
     assert run.digests() == undisturbed(ranks=3, steps=STEPS).digests()
-    assert [event["detail"]["kind"] for event in run.of("injected")] == ["flip", "kill", "hcce"]
+    assert [event["detail"]["kind"] for event in run.of("injected")] == ["kill", "hcce", "flip"]
     (told,) = run.of("deviates")
     assert told["detail"]["ranks"] == [1]
     assert {event["rank"] for event in run.of("spawned") if event["detail"].get("joining", True)} >= {1, 2}

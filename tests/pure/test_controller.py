@@ -368,6 +368,18 @@ def test_who_had_finished_finishes_again_after_a_recovery() -> None:
     assert sent(controller.finish(0, 0, 1), Finished)
 
 
+def test_who_is_killed_has_not_finished() -> None:
+    """Its word was on the way when it was killed, and the others' come before its death is seen."""
+    controller = running()
+    assert killed(controller.fence({1}, "came to other bits", COMPUTE_0)) == [1]
+    assert [controller.finish(rank, 0, 0) for rank in range(3)] == [[], [], []]
+    assert of(controller.lost(1, 0, "came to other bits", COMPUTE_0), Spawn)
+    recover(controller, 1)
+    finish_recovery(controller)
+    assert controller.finish(0, 0, 1) == controller.finish(2, 0, 1) == []
+    assert sent(controller.finish(1, 1, 1), Finished)
+
+
 def test_who_does_not_join_in_time_is_killed() -> None:
     controller = running()
     controller.lost(1, 0, "died", COMPUTE_0)

@@ -612,8 +612,8 @@ class Controller:
             job.left[rank] = left_at
         if exits:
             job.exited.add(rank)
-        if len(job.finished) < job.world_size:
-            return []
+        if len(job.finished) < job.world_size or job.holders.dying():
+            return []  # who was killed may have said so before: all say it again when another has taken its place
         if job.exited and job.exited != job.finished:
             return self._fault(self._left_alone(min(job.exited)))
         job.stage = Stage.FINISHED

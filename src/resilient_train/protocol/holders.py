@@ -46,6 +46,10 @@ class Holders:
         """It is killed; its death is not seen yet."""
         self._killed.add(rank)
 
+    def dying(self) -> bool:
+        """Whether somebody is killed whose death is not seen yet."""
+        return bool(self._killed)
+
     def gone(self) -> bool:
         """Whether nobody is left of some group who may have its state."""
         return any(self.absent.issuperset(group) for group in self._groups)

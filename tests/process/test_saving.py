@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from running import Reference, Run, launch, read_events, start
 from saved_jobs import RANKS, STEPS, command, wait_for
-from watched_jobs import end_holder, gone, recorded, wait
+from watched_jobs import end_holder, gone, recorded, stop, wait
 
 from resilient_train.state.checkpoint.verify import verify
 
@@ -18,13 +18,17 @@ IN_TIME = (*SAVING, "--await-saves")
 """However slow storage is, a job does not come to its end before it has saved."""
 
 
-def cut(run_dir: Path, awaited: str = "saved", times: int = 2) -> None:
-    """Runs the job until there were so many of these events, and kills the launcher; its ranks die with it."""
+def cut(run_dir: Path, awaited: str = "saved", times: int = 2, *, before: int = STEPS) -> None:
+    """Runs the job until there were so many of these events, and kills the launcher; its ranks die with it.
+
+    ``before``: it comes to the end of no step from this one on, and so saves nothing from behind it.
+    """
     (run_dir / "events.jsonl").unlink(missing_ok=True)  # a launcher before this one wrote these
-    with start(command(run_dir, *IN_TIME, "--pace", str(run_dir / "never"))) as process:
+    held = ("--pace", str(run_dir / "never"), "--hold-in", str(before - 1))
+    with start(command(run_dir, *IN_TIME, *held)) as process:
         wait_for(run_dir, process, awaited, times)
         os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 @pytest.fixture
@@ -68,10 +72,12 @@ def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Re
     with start(command(run_dir, *IN_TIME, "--pace", str(pace))) as process:
         wait_for(run_dir, process, "saved", 2)
         pids = [event["detail"]["pid"] for event in read_events(run_dir) if event["kind"] == "spawned"]
+        stop(process.pid)  # the agent could replace the first one before the others die
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         wait(lambda: all(map(gone, pids)), "killed ranks live on")
         trained = recorded(run_dir, RANKS)
+        os.kill(process.pid, signal.SIGCONT)
         pace.touch()
         out, err = process.communicate(timeout=100)
     run = Run(run_dir, process.returncode, out, err, read_events(run_dir))
@@ -85,8 +91,8 @@ def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Re
 @pytest.mark.shows("DDP", "started again", "goes on")
 def test_one_loss_after_the_other(run_dir: Path, undisturbed: Reference) -> None:
     """Of a launcher, which costs nothing; of the holder too; and of the newest checkpoint."""
-    cut(run_dir)
-    cut(run_dir, "restored", RANKS)
+    cut(run_dir, before=12)
+    cut(run_dir, "restored", RANKS, before=12)
     assert restored(run_dir) == {"memory"}
     end_holder(run_dir)
     cut(run_dir, "saved", 1)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from running import Reference
-from watched_jobs import RANKS, Job, end_holder, gone, holder_pid, job, wait, wrongs
+from watched_jobs import RANKS, Job, end_holder, gone, holder_pid, job, state_of, wait, wrongs
 
 from resilient_train.state.vault.client import Vault
 
@@ -53,20 +53,29 @@ class Bandit:
         self.hits = 0
 
     def strike(self, job: Job, victims: str) -> bool:
-        """False: the job ended, or was about to, before that."""
+        """False: the job ended, or was about to, before that. Where ranks were hit, something was done about it."""
         # Without all of its ranks a job goes on from what was saved; where nothing was yet, it ends, and rightly so.
         job.await_more("saved" if job.pids or "ranks" in victims else "started")
         until = committed(job) + self._random.randrange(6)
         wait(lambda: committed(job) >= until or not job.running(), "no steps were made")
         time.sleep(self._random.uniform(0, 0.03))
+        # It stands still while they are hit: else it replaces the first one before the last one dies.
+        job.process.send_signal(signal.SIGSTOP)
+        wait(lambda: state_of(job.process.pid) == "T" or not job.running(), "the agent does not stop")
         job.heard("saved")
         if not job.running() or committed(job) > STEPS - QUIET_STEPS:
+            job.process.send_signal(signal.SIGCONT)
             return False
+        after = "restart_all" if victims.endswith("ranks") else "resumed"
+        told = len(job.heard(after))
         for victim in victims.split(" and "):
             for pid in self._pids(job, victim):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     self.hits += 1
+        job.process.send_signal(signal.SIGCONT)
+        if "rank" in victims:
+            wait(lambda: len(job.heard(after)) > told or not job.running(), f"no {after} came")
         return True
 
     def _pids(self, job: Job, victim: str) -> list[int]:
@@ -96,8 +105,6 @@ def run_story(run_dir: Path, seed: int, story: tuple[str, ...], reference: Refer
                 if "launcher" in victims:
                     after_launcher(running)
                     break
-                if "rank" in victims:
-                    running.await_more("restart_all" if victims.endswith("ranks") else "resumed")
             else:
                 run = running.end(120)
             back = [int(each["commits"]) for each in running.heard("restored")]

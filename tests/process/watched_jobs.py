@@ -45,12 +45,23 @@ def end_holder(run_dir: Path) -> None:
     wait(lambda: gone(pid), "the holder did not end")
 
 
+def state_of(pid: int) -> str:
+    """As /proc has it; a process that nobody has reaped is in it, one that is reaped in none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def gone(pid: int) -> bool:
     """Whether the process runs no more; nobody may have reaped it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    return state_of(pid) in ("Z", "")
+
+
+def stop(pid: int) -> None:
+    """The process runs no more until SIGCONT: when this returns, and not a little later."""
+    os.kill(pid, signal.SIGSTOP)
+    wait(lambda: state_of(pid) == "T", f"process {pid} does not stop")
 
 
 def recorded(run_dir: Path, ranks: int) -> int:

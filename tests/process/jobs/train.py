@@ -357,6 +357,10 @@ class Job:
                     self.show_start(step.number)
                     asked.show_start = False
                 with step:
+                    if asked.pace and step.number == (asked.hold_in if asked.hold_in >= 0 else asked.steps - 1):
+                        with session.slow("waiting to be let go"):
+                            while not Path(asked.pace).exists():
+                                time.sleep(0.01)
                     self.body(step)
                 if "early" in self.variant:  # it does not ask whether the step is done
                     self.average()
@@ -393,7 +397,8 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--save-mode", default="", help="the arguments of save_every, in JSON")
     found.add_argument("--show-start", action="store_true", help="write down what the loop begins with")
-    found.add_argument("--pace", default="", help="go slowly until this file exists")
+    found.add_argument("--pace", default="", help="go slowly until this file exists, and not to the end")
+    found.add_argument("--hold-in", type=int, default=-1, help="nor beyond this step")
     found.add_argument("--standby-at", type=int, nargs="*", default=[], help="wait for a standby behind this step")
     found.add_argument("--on-pause", default="", help="what a function does in a pause: look, resume, fail, ...")
     found.add_argument("--pause-in", type=int, default=-1, help="ask for a pause in this step")

@@ -27,6 +27,7 @@ from resilient_train.testing.fake_device import VARIABLE, FakeDevice
 dist.init_process_group("resilient")
 rank = dist.get_rank()
 path = Path(sys.argv[1]) / f"device-{rank}"
+events = Path(os.environ["RESILIENT_RUN_DIR"]) / "events.jsonl"
 begun_anew = path.exists()
 device = FakeDevice.create(path)
 # The name as it is: that this one does no harm is seen by it, and so ranks are forks (see ``fork/imports.py``).
@@ -58,7 +59,8 @@ def strike(kind: str) -> None:
         device.send_xid(79)
     if kind == "hang":
         device.hang("nvmlDeviceGetTotalEccErrors")
-        time.sleep(3)  # a call may take two seconds
+        while b'"probe_disabled"' not in events.read_bytes():
+            time.sleep(0.01)
     elif kind in ("spin", "bus"):
         sum(itertools.repeat(0))  # no bytecode ends: no signal handler runs, no other thread has a turn
     else:

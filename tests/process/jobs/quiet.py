@@ -1,6 +1,6 @@
 """Trains, and writes nothing but, at its end, ``FOLDER/rank_N`` with what it has learnt: ``quiet.py FOLDER [SAVE]``.
 
-It goes slowly until ``FOLDER/enough`` exists, and has begun when ``FOLDER/begun_N`` does.
+It goes slowly until ``FOLDER/enough`` exists, and not to its end; it has begun when ``FOLDER/begun_N`` does.
 """
 
 import hashlib
@@ -26,6 +26,8 @@ with rt.Session(model=model, optimizer=optimizer) as session:
         session.save_every(steps=int(sys.argv[2]))
     for step in session.steps(60):
         with step:
+            while step.number == 59 and not (folder / "enough").exists():
+                time.sleep(0.01)
             model(torch.randn(4, 8)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -357,10 +357,9 @@ class Job:
                     self.show_start(step.number)
                     asked.show_start = False
                 with step:
-                    if asked.pace and step.number == (asked.hold_in if asked.hold_in >= 0 else asked.steps - 1):
-                        with session.slow("waiting to be let go"):
-                            while not Path(asked.pace).exists():
-                                time.sleep(0.01)
+                    held = asked.pace and step.number == (asked.steps - 1 if asked.hold_in < 0 else asked.hold_in)
+                    while held and not Path(asked.pace).exists():
+                        time.sleep(0.01)
                     self.body(step)
                 if "early" in self.variant:  # it does not ask whether the step is done
                     self.average()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from running import JOBS, LAUNCHER, Run, read_events
+from watched_jobs import gone, stop, wait
 
 RANKS, STEPS = 3, 14
 """Three, because with two no order of additions shows."""
@@ -43,6 +47,16 @@ def pid_of(run_dir: Path, rank: int) -> int:
     """The rank's present process."""
     pids = [e["detail"]["pid"] for e in read_events(run_dir) if e["kind"] == "spawned" and e["rank"] == rank]
     return int(pids[-1])
+
+
+def kill_together(launcher: subprocess.Popen[str], pids: Iterable[int]) -> None:
+    """The agent stands still meanwhile: else it could replace the first from the others' memory before these die."""
+    pids = list(pids)
+    stop(launcher.pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait(lambda: all(map(gone, pids)), "they do not end")
+    launcher.send_signal(signal.SIGCONT)
 
 
 def only_storage_leaves_snapshots_out(run: Run) -> bool:

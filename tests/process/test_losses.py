@@ -16,14 +16,22 @@ from pathlib import Path
 import psutil
 import pytest
 from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
-from saved_jobs import RANKS, STEPS, command, pid_of, wait_for, wait_for_step
+from saved_jobs import RANKS, command, kill_together, pid_of, wait_for, wait_for_step
 from watched_jobs import end_holder
+
+STEPS = 40
+"""Ten seconds, of a job that goes slowly: more than there is between two lines of a test."""
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "run"
     end_holder(tmp_path / "run")
+
+
+def slow(run_dir: Path, *arguments: str) -> list[str]:
+    """Until ``enough``."""
+    return command(run_dir, "--steps", str(STEPS), "--pace", str(run_dir / "enough"), *arguments)
 
 
 def ended(process: subprocess.Popen[str], run_dir: Path) -> Run:
@@ -33,8 +41,9 @@ def ended(process: subprocess.Popen[str], run_dir: Path) -> Run:
 
 @pytest.mark.timeout(120)
 def test_a_killed_data_loader_worker_costs_its_rank(run_dir: Path, undisturbed: Reference) -> None:
-    """As the kernel kills one when memory runs out."""
-    with start(command(run_dir, "--variant", "workers", "--pace", str(run_dir / "enough"))) as process:
+    """As the kernel kills one when memory runs out. It lives as long as its rank: others are gone between epochs."""
+    variant = "workers+persistent"
+    with start(slow(run_dir, "--variant", variant)) as process:
         wait_for_step(run_dir, 2)
         worker = psutil.Process(pid_of(run_dir, 1)).children()[0]
         worker.kill()
@@ -42,7 +51,7 @@ def test_a_killed_data_loader_worker_costs_its_rank(run_dir: Path, undisturbed: 
         (run_dir / "enough").touch()
         run = ended(process, run_dir)
     assert run.code == 0, run.explain()
-    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS, variant="workers").digests(), run.explain()
+    assert run.digests() == undisturbed(ranks=RANKS, steps=STEPS, variant=variant).digests(), run.explain()
     (lost,) = run.of("worker_lost")
     assert lost["rank"] == 1
     assert f"(pid {worker.pid}) is killed by signal" in lost["detail"]["error"]
@@ -59,10 +68,9 @@ def test_a_rank_that_leaves_with_0_ends_the_job_with_1(run_dir: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_all_lost_before_the_first_snapshot_begin_anew(run_dir: Path, undisturbed: Reference) -> None:
-    with start(command(run_dir, "--save", "50", "--pace", str(run_dir / "enough"))) as process:
+    with start(slow(run_dir, "--save", "50")) as process:
         wait_for_step(run_dir, 3)
-        for rank in range(RANKS):
-            os.kill(pid_of(run_dir, rank), signal.SIGKILL)
+        kill_together(process, [pid_of(run_dir, rank) for rank in range(RANKS)])
         wait_for(run_dir, process, "started", 2)
         (run_dir / "enough").touch()
         run = ended(process, run_dir)
@@ -72,10 +80,9 @@ def test_all_lost_before_the_first_snapshot_begin_anew(run_dir: Path, undisturbe
 
 
 def test_all_lost_without_saves_end_the_job(run_dir: Path) -> None:
-    with start(command(run_dir, "--pace", str(run_dir / "never"))) as process:
+    with start(slow(run_dir)) as process:
         wait_for_step(run_dir, 3)
-        for rank in range(RANKS):
-            os.kill(pid_of(run_dir, rank), signal.SIGKILL)
+        kill_together(process, [pid_of(run_dir, rank) for rank in range(RANKS)])
         run = ended(process, run_dir)
     assert run.code == 75, run.explain()
 

@@ -1,7 +1,8 @@
 """Loses rank 1 when all have their group and their Session, and none is at its first step; the first time only.
 
 With ``all``: all ranks, before they have a group. With ``behind``: rank 1 at its second step, and the others by the
-process that comes in its place, which has no group yet then.
+process that comes in its place, which has no group yet then. Nor has one that comes in the place of the first of these
+before the second is dead: it waits.
 """
 
 import os
@@ -23,8 +24,9 @@ if mode == "all" and not link.attempt:
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "behind" and not link.attempt:
     if link.joining:
-        for file in Path(link.run_dir).glob("pid_*"):
-            os.kill(int(file.read_text()), signal.SIGKILL)
+        if link.rank == 1:
+            for file in Path(link.run_dir).glob("pid_*"):
+                os.kill(int(file.read_text()), signal.SIGKILL)
         signal.pause()
     if link.rank != 1:
         Path(link.run_dir, f"pid_{link.rank}").write_text(str(os.getpid()))

@@ -2,7 +2,7 @@
 
 ``--kill STEP:RANK:WHERE ...``: in that step's tail the rank dies in its first collective (``first``), or in the barrier
 that ends the tail (``last``), having published what it gives to it; the others come there when it is dead. What each
-rank gets is in ``tail_rank<r>.jsonl``.
+rank gets is in ``tail_rank<r>.jsonl``. ``--until FILE``: the bodies of the last steps wait for it.
 """
 
 import argparse
@@ -31,6 +31,7 @@ assert WORLD == 4
 CHAIN = [dist.new_group([low, low + 1]) for low in range(3)]
 MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
 THREE = dist.new_group([3, 1, 2], backend="gloo")
+LAST = 10
 MINE = [CHAIN[low] for low in range(3) if RANK in (low, low + 1)]
 Results = list[torch.Tensor]
 
@@ -230,6 +231,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=len(KINDS))
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
     parser.add_argument("--kill", nargs="*", default=[])
+    parser.add_argument("--until", type=Path)
     asked = parser.parse_args()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(8, 8))
@@ -242,6 +244,8 @@ def main() -> None:
         deaths = Deaths(asked.kill, session, run_dir)
         for step in session.steps(asked.steps):
             with step:
+                while asked.until and step.number >= asked.steps - LAST and not asked.until.exists():
+                    time.sleep(0.001)
                 loss = model(torch.randn(4, 8)).square().mean()
                 share = loss.detach().clone()
                 for group in MINE:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -66,6 +67,18 @@ class Run:
 
 Reference = Callable[..., Run]
 """``undisturbed(ranks=3, variant="base", steps=20)``: see ``conftest.py``."""
+
+
+@contextlib.contextmanager
+def free_port() -> Iterator[int]:
+    """Where a process can listen meanwhile, and nobody else is put: it is bound here already, by who does not listen.
+
+    The kernel gives a port that was closed to the next who asks for any; with SO_REUSEADDR two may have this one.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -5,14 +5,13 @@ for the experts.
 import functools
 import json
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import JOBS, Run, finish
+from running import JOBS, Run, finish, free_port
 
 RANKS = 4
 STEPS = 14
@@ -23,10 +22,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def run(folder: Path, plan: str = "") -> Run:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     how: dict[str, Any] = {"forked": True}
-    return finish([sys.executable, LOOP, str(folder), str(port), str(STEPS), plan], folder, 60, **how)
+    with free_port() as port:
+        return finish([sys.executable, LOOP, str(folder), str(port), str(STEPS), plan], folder, **how)
 
 
 def codes(job: Run) -> list[int]:

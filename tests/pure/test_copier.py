@@ -301,8 +301,8 @@ def test_a_signal_is_handled_while_waiting() -> None:
         raise HeardError
 
     before = signal.signal(signal.SIGUSR1, hear)
-    # Never written to, so it is one page of zeros, read for a tenth of a second or more.
-    memory = mmap.mmap(-1, 4 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    # Never written to, so it is one page of zeros, read for seconds: until it is aborted.
+    memory = mmap.mmap(-1, 64 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     copier = Copier(1)
     about_to_wait = threading.Event()
 

@@ -37,6 +37,13 @@ class Agent:
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(str(path))
         self.listener.listen(1)
+        self.serves = threading.Thread(target=self.serve)
+
+    def end(self) -> None:
+        """It has heard then all that was said."""
+        with socket.socket(socket.AF_UNIX) as last:
+            last.connect(str(self.path))
+        self.serves.join()
 
     def serve(self) -> None:
         while True:
@@ -51,6 +58,7 @@ class Agent:
                 connection.recv(1)  # until the other end has closed
 
     def told(self) -> list[tuple[str, int, int, str]]:
+        self.end()
         hellos = [each for each in self.heard if isinstance(each, Hello)]
         return [(each.role, each.rank, each.incarnation, each.token) for each in hellos]
 
@@ -58,12 +66,9 @@ class Agent:
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agent]:
     agent = Agent(tmp_path / "agent.sock")
-    thread = threading.Thread(target=agent.serve)
-    thread.start()
+    agent.serves.start()
     yield agent
-    with socket.socket(socket.AF_UNIX) as last:
-        last.connect(str(agent.path))
-    thread.join()
+    agent.end()
     agent.listener.close()
 
 

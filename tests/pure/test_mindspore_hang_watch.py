@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
@@ -357,23 +356,24 @@ def test_what_counts_as_work(used: Any, *, works: bool) -> None:
 
 def test_what_the_kernel_tells() -> None:
     """Also of what a rank has started."""
-    text = "import os, time\nif not os.fork():\n    deadline = time.monotonic() + 60\n"
-    text += "    while time.monotonic() < deadline: {}\nos.fork()\ntime.sleep(60)"
+    text = "import os, time\nif not os.fork():\n    deadline = time.monotonic() + 60\n    print(flush=True)\n"
+    text += "    while time.monotonic() < deadline: {}\nos.fork()\nprint(flush=True)\ntime.sleep(60)"
     children = [
-        subprocess.Popen([sys.executable, "-c", text.format(what)], start_new_session=True)
+        subprocess.Popen([sys.executable, "-c", text.format(what)], stdout=subprocess.PIPE, start_new_session=True)
         for what in ("pass", "time.sleep(1)")
     ]
     busy, idle = (child.pid for child in children)
     try:
-        time.sleep(0.3)
-        before = read_used([busy, idle])
-        time.sleep(0.5)
-        used = read_used([busy, idle])
+        for child in children:
+            assert child.stdout is not None
+            assert [child.stdout.readline() for _ in range(3)] == [b"\n"] * 3, "all that it starts is there"
+        before = used = read_used([busy, idle])
+        while used[busy].cpu_ms - before[busy].cpu_ms < 200:
+            used = read_used([busy, idle])
         assert set(used) == {busy, idle}
-        assert used[busy].cpu_ms - before[busy].cpu_ms >= 50
         assert used[idle].cpu_ms - before[idle].cpu_ms < 50
         assert used[idle].moved_bytes > 0
     finally:
         for child in children:
             os.killpg(child.pid, 9)
-            child.wait()
+            child.communicate()

@@ -315,8 +315,8 @@ def test_a_signal_handler_runs_during_a_wait(board: Board, wait: str) -> None:
     timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1))
     try:
         start = time.monotonic()
-        timer.start()
         with pytest.raises(InterruptedByTestError):
+            timer.start()
             if wait == "cross":
                 Page(board, 0).cross(1, 1, 2, 1, 0)
             else:

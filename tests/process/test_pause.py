@@ -160,9 +160,9 @@ def test_all_stand_before_one_step_and_go_on(
 def test_faults_in_a_pause_and_around_it(
     tmp_path: Path, undisturbed: Reference, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with training(tmp_path / "run", capsys, RESILIENT_HANG_TIMEOUT_S="1") as job:
+    with training(tmp_path / "run", capsys, RESILIENT_HANG_TIMEOUT_S="2") as job:
         step = job.tool("pause")["step"]
-        job.stands(step, 1.5)  # longer than anybody may stand still in a step
+        job.stands(step, 2.5)  # longer than anybody may stand still in a step
         job.kill(1)
         job.waits("paused", 2)
         job.stands(step)

@@ -1,11 +1,10 @@
 """Groups that the user holds stay the same objects and keep working: DeviceMesh, new_group, functional collectives."""
 
 import json
-import socket
 import sys
 from pathlib import Path
 
-from running import JOBS, launch, start
+from running import JOBS, free_port, launch, start
 from shared import Undisturbed
 
 
@@ -22,10 +21,7 @@ def test_groups_of_the_users_survive(tmp_path: Path, undisturbed_of: Undisturbed
 
 def test_what_counts_as_a_failed_collective() -> None:
     """Told by the state of the group's connections, never by the error's text."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    with start([sys.executable, str(JOBS / "gloo_failures.py"), port]) as process:
+    with free_port() as port, start([sys.executable, str(JOBS / "gloo_failures.py"), str(port)]) as process:
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert json.loads(out) == {"healthy": "intact", "timeout": "broken", "shut": "broken", "death": "broken"}

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import JOBS, Run, finish, read_events, start
+from running import JOBS, Run, finish, free_port, read_events, start
 from served import LAUNCHER
 
 from resilient_train.launch.cli.tool import main
@@ -189,7 +188,8 @@ def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path, number: signal.S
     ids=["named, and not told", "not written"],
 )
 def test_where_the_time_to_save_is_over(tmp_path: Path, plan: str, told: str) -> None:
-    with start(command(tmp_path, f"pace@0:0 {plan}"), MS_ENABLE_TFT=SWITCHES, RESILIENT_EXIT_GRACE_S="1.5") as job:
+    environ = {"MS_ENABLE_TFT": SWITCHES, "RESILIENT_EXIT_GRACE_S": "5"}
+    with start(command(tmp_path, f"pace@0:0 {plan}", LONG), **environ) as job:
         wait_for(tmp_path / "grad3.0")
         job.send_signal(signal.SIGUSR1)
         _, err = job.communicate(timeout=60)
@@ -344,26 +344,25 @@ def test_ranks_that_know_no_controller_save_by_themselves(tmp_path: Path, *, ask
 @pytest.mark.process
 def test_a_controller_in_rank_0(tmp_path: Path, undisturbed: list[str]) -> None:
     """Without ``resilient-run``, as MindSpore starts it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     code = "from resilient_train.integrations.mindio import finder; finder.install(); import runpy, sys; "
     code += "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    environ = {**os.environ, "MS_ENABLE_TFT": SWITCHES, "MS_TFT_IP": "127.0.0.1", "MS_TFT_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, LOOP, str(tmp_path), str(STEPS), "hcce@1:5 uce@2:7"],
-            env={**environ, "MS_NODE_ID": str(rank), "MS_WORKER_NUM": str(RANKS)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        told = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    with free_port() as port:
+        environ = {**os.environ, "MS_ENABLE_TFT": SWITCHES, "MS_TFT_IP": "127.0.0.1", "MS_TFT_PORT": str(port)}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, LOOP, str(tmp_path), str(STEPS), "hcce@1:5 uce@2:7"],
+                env={**environ, "MS_NODE_ID": str(rank), "MS_WORKER_NUM": str(RANKS)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+        try:
+            told = [rank.communicate(timeout=60)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
     assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(told)
     assert ends(tmp_path) == undisturbed
 
@@ -375,16 +374,11 @@ UCE, PROCESS, NETWORK = 0, 1, 2
 
 def decided_by_mindx(folder: Path, plan: str) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
     """A job whose controller is taskd's, and what that was called for."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    environ = {
-        "MS_ENABLE_TFT": SWITCHES,
-        "MS_TFT_IP": "127.0.0.1",
-        "MS_TFT_PORT": str(port),
-        "MS_WORKER_NUM": str(RANKS),
-    }
+    environ = {**os.environ, "MS_ENABLE_TFT": SWITCHES, "MS_TFT_IP": "127.0.0.1", "MS_WORKER_NUM": str(RANKS)}
     words = [sys.executable, TASKD, str(folder), str(STEPS), plan]
-    job = subprocess.run(words, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60, check=False)
+    with free_port() as port:
+        environ["MS_TFT_PORT"] = str(port)
+        job = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=False)
     return job, [json.loads(line) for line in (folder / "mindx").read_text().splitlines()]
 
 

@@ -43,6 +43,8 @@ class Device:
         self.moments = [0.0] * 8
         self.step = 0
         self.aborted = threading.Event()
+        self.stopped = threading.Event()
+        """And not cleaned since: what comes from another rank would belong to a recovery that is given up."""
 
     def reduce(self, name: str, value: list[float]) -> list[float]:
         """The sum over all ranks, the same whenever it is asked for. Raises RuntimeError where it is aborted."""
@@ -89,9 +91,11 @@ def stop(args, ctx) -> None:
     if due("freezes", 1):
         os.kill(os.getpid(), signal.SIGSTOP)
     device.aborted.set()
+    device.stopped.set()
 
 
 def clean(is_uce, args, ctx) -> int:
+    device.stopped.clear()
     return 2 if is_uce and ctx["low"] else 0
 
 
@@ -111,12 +115,10 @@ def repair(step, need_rebuild, error_ranks, info, args, ctx) -> None:
             write(path, [device.model, device.moments, device.step])
         return
     path = FOLDER / f"state.{RANK}.{step}"
-    # Who sends may have been killed: then nothing comes, and the repair has failed.
-    deadline = time.monotonic() + (2 if any(kind == "killr" for kind, _, _ in PLAN) else 5)
+    # Who sends may have been killed: then nothing comes, and all are stopped once more.
     while not path.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError("nothing is sent")
-        time.sleep(0.002)
+        if device.stopped.wait(0.002):
+            raise RuntimeError("FORCE STOP, ForceStopError: aborted")
     device.model, device.moments, device.step = json.loads(path.read_text())
     path.unlink()
 

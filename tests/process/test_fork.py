@@ -66,7 +66,7 @@ def said(script: str, folder: Path, **environ: str) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(line)
         left = [psutil.Process(pid) for pid in result["left"]]
         process.kill()
-        result["stayed"] = [each.pid for each in psutil.wait_procs(left, timeout=10)[1]]
+        result["stayed"] = [each.pid for each in psutil.wait_procs(left, timeout=60)[1]]
     return result
 
 
@@ -116,8 +116,7 @@ def test_what_is_odd_is_started_cold(told: dict[str, Any]) -> None:
 
 
 def test_a_zygote_is_made_again_at_once_and_one_that_dies_again_is_not(told: dict[str, Any]) -> None:
-    at_once, after_a_pause = told["again_s"]
-    assert at_once < 1.5 <= after_a_pause, "what its pause is set to; to refuse a rank meanwhile does not wait for it"
+    assert told["again_s"] == [0.0, 1.5], "what its pause is set to"
 
 
 def test_nothing_outlives_the_agent(told: dict[str, Any]) -> None:
@@ -221,7 +220,7 @@ def test_whatever_is_killed_nothing_is_left(tmp_path: Path, depth: str, victims:
         enough.touch()
         _, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
-        assert psutil.wait_procs(seen.values(), timeout=10)[1] == []
+        assert psutil.wait_procs(seen.values(), timeout=60)[1] == []
     assert starts(read_events(run_dir)) == ["forked", "forked", depth]
 
 
@@ -232,12 +231,12 @@ def test_nothing_is_left_where_the_agent_is_killed(tmp_path: Path, depth: str) -
         family = wait_for_family(process.pid, run_dir, depth)
         process.kill()
         assert process.wait(60) == -9
-        assert psutil.wait_procs(family.values(), timeout=10)[1] == []
+        assert psutil.wait_procs(family.values(), timeout=60)[1] == []
     assert starts(read_events(run_dir)) == ["forked", "forked"]
 
 
 def standing_by(run_dir: Path, *arguments: str) -> list[str]:
-    script = [str(JOBS / "train.py"), "--steps", "60", "--standby-at", "3", *arguments]
+    script = [str(JOBS / "train.py"), "--steps", "200", "--standby-at", "3", *arguments]
     return [*LAUNCHER, "--nproc-per-node", "2", "--run-dir", str(run_dir), *script]
 
 

@@ -139,7 +139,7 @@ async def main(folder: Path, root) -> None:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    standby_pool._PAUSE_S = 0.01
+    standby_pool._PAUSE_S, standby_pool._ANSWER_S = 0.01, 60
     first = start_root(place / "standby.log", environ_copy())
     if isinstance(first, Born):
         first.begin()

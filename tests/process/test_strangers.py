@@ -13,7 +13,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -94,9 +94,7 @@ def connect(path: Path) -> None:
 
 def listening(pids: list[int]) -> set[tuple[str, int]]:
     """Addresses on which these processes take TCP connections, from whatever interface."""
-    # Each thread may have descriptors of its own: the store's has.
-    opened = (each for pid in pids for each in Path(f"/proc/{pid}/task").glob("*/fd/*") if each.is_symlink())
-    held = {str(each.readlink()) for each in opened}
+    held = {link for pid in pids for link in opened_by(pid)}
     found = set()
     for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
@@ -107,6 +105,15 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
                 turned = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
                 found.add((socket.inet_ntop(family, turned), int(port, 16)))
     return found
+
+
+def opened_by(pid: int) -> Iterator[str]:
+    """What the descriptors of its threads lead to: each may have its own, and the store's has."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            for descriptor in (thread / "fd").iterdir():
+                with suppress(FileNotFoundError):  # it was just closed
+                    yield str(descriptor.readlink())
 
 
 def family(launcher: int) -> list[int]:
@@ -188,7 +195,7 @@ def test_what_is_put_into_the_store_spoils_no_recovery(tmp_path: Path) -> None:
         stranger = threading.Thread(target=spoil)
         stranger.start()
         try:
-            assert spoilt.wait(30)
+            assert spoilt.wait(60)
             for rank in range(RANKS):
                 os.kill(pid_of(run_dir, rank), signal.SIGKILL)
                 wait_for(run_dir, process, "resumed", rank + 1)
@@ -251,7 +258,7 @@ def hogged(address: tuple[str, int]) -> Iterator[threading.Event]:
     def take() -> None:
         with ExitStack() as held:
             while not over.is_set():
-                client = socket.create_connection(address, 5)
+                client = socket.create_connection(address, 60)
                 if is_kept(client):
                     held.enter_context(client)
                 else:
@@ -274,7 +281,7 @@ def test_who_holds_all_connections_of_the_store_stops_no_recovery(tmp_path: Path
         wait_for_step(run_dir, 2)
         (address,) = listening([process.pid])
         with allowed(process.pid, 20), hogged(address) as full:
-            assert full.wait(30)
+            assert full.wait(60)
             for times, rank in enumerate((0, 2), 1):
                 os.kill(pid_of(run_dir, rank), signal.SIGKILL)
                 wait_for(run_dir, process, "resumed", times)

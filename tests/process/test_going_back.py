@@ -18,10 +18,11 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     end_holder(tmp_path / "run")
 
 
-def kill_ranks(running: Job) -> int:
-    """All at once. Returns how many updates they had recorded."""
+def kill_ranks(running: Job, *others: int) -> int:
+    """All at once, and then these processes. Returns how many updates they had recorded."""
     running.heard("spawned")
-    pids = list(running.pids.values())
+    # A holder that is stopped is the last: while a rank lives, another one would save what it trains.
+    pids = [*running.pids.values(), *others]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait(lambda: all(map(gone, pids)), "killed ranks live on")
@@ -60,15 +61,16 @@ def test_one_way_back_after_the_other(run_dir: Path, tmp_path: Path, who_fails: 
         holder = stop_holder(run_dir)
         older, newest = steps_of(folder)[-2:]
         with failing.failing("read", folder / f"step_{newest}" / "shard-0-*", who_fails):
-            os.kill(holder, signal.SIGKILL)
-            trained = kill_ranks(running)
+            trained = kill_ranks(running, holder)
             running.await_more("restored", RANKS)
         assert {(each["source"], each["commits"]) for each in running.heard("restored")} == {("storage", older)}
         check_told(running, folder / f"step_{newest}", trained, who_fails)
 
         running.await_more("saved")  # by another holder
+        holder = stop_holder(run_dir)  # it would make the folder anew
         folder.rename(run_dir / "out of sight")
         folder.write_text("in the way")
+        os.kill(holder, signal.SIGCONT)
         hold.touch()
         backs = len(running.heard("restart_all"))
         kill_ranks(running)
@@ -92,8 +94,7 @@ def test_storage_that_comes_back(run_dir: Path) -> None:
         holder = stop_holder(run_dir)
         folder.rename(away)
         folder.write_text("in the way")
-        os.kill(holder, signal.SIGKILL)
-        kill_ranks(running)
+        kill_ranks(running, holder)
         wait(lambda: bool(running.heard("storage_unreadable")), "nobody has said that storage can't be read")
         folder.unlink()
         away.rename(folder)

@@ -365,6 +365,7 @@ class Job:
                     self.average()
                 if asked.pace and not Path(asked.pace).exists():
                     time.sleep(0.15 if step.number < 20 else 0.4)  # so that few steps are enough for a long story
+                time.sleep(asked.rest_s)
                 began = step.number if began is None else began
                 if asked.await_saves and step.number - 1 > began and (step.number - 1) % asked.save == 0:
                     self.wait_for_storage(session, step.number - 1)
@@ -398,6 +399,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--show-start", action="store_true", help="write down what the loop begins with")
     found.add_argument("--pace", default="", help="go slowly until this file exists, and not to the end")
     found.add_argument("--hold-in", type=int, default=-1, help="nor beyond this step")
+    found.add_argument("--rest-s", type=float, default=0.0, help="rest so long behind each step")
     found.add_argument("--standby-at", type=int, nargs="*", default=[], help="wait for a standby behind this step")
     found.add_argument("--on-pause", default="", help="what a function does in a pause: look, resume, fail, ...")
     found.add_argument("--pause-in", type=int, default=-1, help="ask for a pause in this step")

@@ -17,6 +17,7 @@
           +-- VaultError            the machine's: memory snapshots can't be kept, or are gone
           |    +-- MemoryLimitError ... there is too little memory for them; nothing was allocated
           |    +-- HolderLostError  ... the process that holds them is gone
+          |         +-- HolderSilentError  ... it is there, and does not answer in time
           +-- DeviceError           the accelerator's: it does not do what a recovery tells it; the process ends
           +-- JobEnded              the job's: the agent ended the run; the text says why
 """
@@ -83,6 +84,10 @@ class HolderLostError(VaultError):
     """The process that holds this node's snapshots is gone. They live on in the processes that have mapped them: a new
     holder can adopt them from there.
     """
+
+
+class HolderSilentError(HolderLostError):
+    """That process did not answer in time: it is stopped, or the machine is at its end. It may hold all there is."""
 
 
 class DeviceError(ResilientError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from running import Reference, Run, launch, read_events, start
 from saved_jobs import RANKS, STEPS, command, wait_for
-from watched_jobs import end_holder, gone, recorded, stop, wait
+from watched_jobs import end_holder, gone, holder_pid, recorded, stop, wait
 
 from resilient_train.state.checkpoint.verify import verify
 
@@ -67,7 +67,9 @@ def test_one_rank_without_memory_for_snapshots(run_dir: Path, undisturbed: Refer
 
 
 @pytest.mark.shows("DDP", "no holder left", "back")
-def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Reference) -> None:
+@pytest.mark.parametrize("holder", ["runs", "is stopped"])
+def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Reference, holder: str) -> None:
+    """A holder that does not answer is waited for: to begin anew, or from an older state, may cost days."""
     pace = run_dir / "fast"
     with start(command(run_dir, *IN_TIME, "--pace", str(pace))) as process:
         wait_for(run_dir, process, "saved", 2)
@@ -77,7 +79,13 @@ def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Re
             os.kill(pid, signal.SIGKILL)
         wait(lambda: all(map(gone, pids)), "killed ranks live on")
         trained = recorded(run_dir, RANKS)
+        holding = holder_pid(run_dir)
+        if holder == "is stopped":
+            stop(holding)
         os.kill(process.pid, signal.SIGCONT)
+        if holder == "is stopped":
+            wait_for(run_dir, process, "holder_silent")
+            os.kill(holding, signal.SIGCONT)
         pace.touch()
         out, err = process.communicate(timeout=100)
     run = Run(run_dir, process.returncode, out, err, read_events(run_dir))

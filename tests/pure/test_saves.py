@@ -6,18 +6,22 @@ import asyncio
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from pure import checkpoint_rig
 from pure.silent_holder import silent_holder
+from resilient_train.errors import HolderLostError, HolderSilentError
 from resilient_train.launch.agent import restore_points
 from resilient_train.launch.agent import saves as saves_module
 from resilient_train.launch.agent.restore_points import Stored
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.spec import CHECKPOINTS
-from resilient_train.protocol.messages import Captured, Source
+from resilient_train.protocol.messages import Captured, Source, VaultOpened
+from resilient_train.state.vault import holder_process
+from resilient_train.state.vault.client import socket_path
 
 
 def saves(run_dir: Path) -> Saves:
@@ -49,11 +53,71 @@ def test_a_job_that_saves_may_begin_anew(tmp_path: Path, monkeypatch: pytest.Mon
     async def found(*_: object, **__: object) -> tuple[None, None]:
         raise OSError("none comes up")
 
-    monkeypatch.setattr(saves_module, "find_holder", found)
+    monkeypatch.setattr(holder_process, "find_holder", found)
     each = saves(tmp_path)
-    assert "none comes up" in asyncio.run(each.open())
+    assert "none comes up" in asyncio.run(each.open()).error
     assert each.can_go_back()
     assert choose(each, needed=True) == ""
+
+
+def test_a_holder_that_does_not_come_up_is_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one that comes up late the job would train without saves to its end."""
+    now_s, looked = 1000.0, list[float]()
+
+    async def found(*_: object, patience_s: float, **__: object) -> tuple[Any, None]:
+        looked.append(patience_s)
+        if len(looked) < 3:
+            raise HolderLostError("it takes its time")
+        return Holding(), None
+
+    monkeypatch.setattr(holder_process, "find_holder", found)
+    monkeypatch.setattr(holder_process.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(Saves, "_keep_to", lambda *_: None)
+    each = saves(tmp_path)
+    for times in (1, 2):
+        for _ in range(3):
+            assert asyncio.run(each.open()) == VaultOpened("it takes its time", later=True)
+        assert len(looked) == times, "the ranks ask at each step, and wait"
+        now_s += 31
+    assert asyncio.run(each.open()) == VaultOpened()
+    assert looked == [20, 0, 0], "all train meanwhile"
+    looked.clear()
+    assert asyncio.run(each.open()).later
+    now_s += 3601
+    assert asyncio.run(each.open()) == VaultOpened("it takes its time"), "they leave off"
+
+
+def silent(*_: object, **__: object) -> None:
+    raise HolderSilentError("the holder did not answer within 2 s")
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_nobody_begins_anew_beside_a_holder_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed: bool
+) -> None:
+    socket_path(tmp_path).touch()
+    monkeypatch.setattr(saves_module.Vault, "connect", silent)
+    monkeypatch.setattr(saves_module, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(saves_module, "_LOOK_AGAIN_S", 0.01)
+    each = saves(tmp_path)
+    assert "did not answer within 2 s, and may hold snapshots of this run" in choose(each, needed=needed)
+    checkpoint_rig.write(tmp_path / CHECKPOINTS, 4)
+    assert not choose(each, needed=needed)
+    assert each.source is not None
+    assert Path(each.source.path).name == "step_4"
+
+
+def test_a_holder_that_answers_in_the_end_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    socket_path(tmp_path).touch()
+    answers = [silent, silent, lambda *_, **__: Holding()]
+    monkeypatch.setattr(saves_module.Vault, "connect", lambda *_, **__: answers.pop(0)() if answers else Holding())
+    monkeypatch.setattr(saves_module, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(saves_module, "common_commits", lambda *_: [6])
+    monkeypatch.setattr(Saves, "_keep_to", lambda self, vault: setattr(self, "_vault", vault))
+    checkpoint_rig.write(tmp_path / CHECKPOINTS, 4)
+    each = saves(tmp_path)
+    assert not choose(each, needed=True)
+    assert each.source == Source("memory", 6), "what is on storage is older"
 
 
 def test_the_newest_that_is_whole(tmp_path: Path) -> None:

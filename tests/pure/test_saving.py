@@ -48,6 +48,7 @@ class Rank:
         self.arena.publish(1, b"published")
         self.pair: SlotPair | None = None
         self.lacking = ""
+        self.opened = VaultOpened()
         vault = SimpleNamespace(reserve=self._reserve, open=lambda _: [], hear=lambda: None, close=lambda: None)
         monkeypatch.setattr(saving_module, "Copier", lambda: self.copier)
         monkeypatch.setattr(saving_module.Vault, "connect", lambda *_, **__: vault)
@@ -57,7 +58,7 @@ class Rank:
             generation=4,
             peers=Peers(self.board, RANK, self.arena, nobody, nobody),
             channel=SimpleNamespace(send=self.heard.append),
-            expect=lambda _: VaultOpened(""),
+            expect=lambda _: self.opened,
         )
         made = SimpleNamespace(digest=lambda: DIGEST)
         state: Any = SimpleNamespace(image=trained.state.image, fingerprint=lambda after: made, on_host=lambda: True)
@@ -337,6 +338,17 @@ def test_a_rank_without_memory_leaves_off(rank: Rank, capsys: pytest.CaptureFixt
     assert rank.board.kept(RANK) == (1, OFF), "what all ranks hold stays"
     rank.head(3)
     assert rank.told() == []
+
+
+def test_without_a_holder_at_the_moment_a_rank_asks_again(rank: Rank) -> None:
+    rank.copier.go.set()
+    rank.opened = VaultOpened("it takes its time", later=True)
+    rank.head(1)
+    assert rank.told() == [Skipped(1, 1, "rank 1: it takes its time")]
+    assert rank.events == []
+    rank.opened = VaultOpened()
+    rank.head(2)
+    assert rank.pair is not None
 
 
 def test_a_holder_that_does_not_answer_costs_one_snapshot(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

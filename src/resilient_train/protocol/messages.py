@@ -50,9 +50,10 @@ class OpenVault(msgspec.Struct, tag="open_vault", frozen=True):
 
 
 class VaultOpened(msgspec.Struct, tag="vault_opened", frozen=True):
-    """There is a holder (``state/vault``), unless ``error`` says why not."""
+    """There is a holder (``state/vault``), unless ``error`` says why not. ``later``: it is worth asking again."""
 
     error: str = ""
+    later: bool = False
 
 
 class Captured(msgspec.Struct, tag="captured", frozen=True):

@@ -167,7 +167,7 @@ class Saving:
     def _connected(self) -> Vault:
         """The holder: the one that there was, or a new one, which takes over what this rank has mapped.
 
-        Raises HolderLostError if it is just gone, VaultError if there will be none.
+        Raises HolderLostError if there is none at the moment, VaultError if there will be none.
         """
         if self._vault is not None:
             try:
@@ -177,9 +177,9 @@ class Saving:
                 self._vault.close()
                 self._vault = None
         self._link.channel.send(OpenVault())
-        error = self._link.expect(VaultOpened).error
-        if error:
-            raise VaultError(error)
+        answer = self._link.expect(VaultOpened)
+        if answer.error:
+            raise HolderLostError(answer.error) if answer.later else VaultError(answer.error)
         vault = Vault.connect(self._run_dir, reply_timeout_s=_REPLY_TIMEOUT_S)
         if self._pair is not None:
             try:

@@ -377,7 +377,7 @@ class Agent:
             )
 
     async def _open_vault(self, connection: RankConnection) -> None:
-        connection.send(m.VaultOpened(await self._saves.open()))
+        connection.send(await self._saves.open())
 
     def _on_report(self, rank: int, incarnation: int, frame: m.FromRank) -> None:
         controller = self._controller

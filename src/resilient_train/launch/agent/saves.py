@@ -18,16 +18,16 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from resilient_train.errors import HolderLostError, VaultError
+from resilient_train.errors import HolderLostError, HolderSilentError, VaultError
 from resilient_train.launch.agent.restore_points import Stored, find_stored, is_there, set_wrong_aside
 from resilient_train.launch.spec import CHECKPOINTS
-from resilient_train.protocol.messages import Captured, Skipped, Source
+from resilient_train.protocol.messages import Captured, Skipped, Source, VaultOpened
 from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.checkpoint.libraries import libraries_here
 from resilient_train.state.checkpoint.manifest import parse_name
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK, Flush, Flushed
-from resilient_train.state.vault.holder_process import find_holder
+from resilient_train.state.vault.holder_process import HolderSearch
 from resilient_train.state.vault.slots import SLOTS
 
 _REPLY_TIMEOUT_S = 2.0
@@ -105,6 +105,7 @@ class Saves:
         self._listened = -1
         """The vault's descriptor while the event loop looks at it. The vault may have closed it itself by the end."""
         self._holder: Popen[bytes] | None = None
+        self._search = HolderSearch(run_dir, {WORK: PLACE}, _REPLY_TIMEOUT_S)
         self._captured: dict[int, dict[int, Captured]] = {}
         self._under_way: _Save | None = None
         self._last: Callable[[], None] | None = None
@@ -116,9 +117,7 @@ class Saves:
         the ranks do not begin anew, which may cost more than a look at the machine.
         """
         self._wrong_since: int | None = None
-        """The step since which the script says that all is wrong; None: nobody says so, or a newer state was saved
-        since all went back. Until then wrong ones may lie in memory.
-        """
+        """The step since which the script says that all is wrong, while wrong states may lie in memory; else None."""
         self._wrong_stored: int | None = None
         """The same of storage. Until what lies there from behind that step is set aside, and none of it can still land,
         nothing new is written: nobody could tell the two apart.
@@ -136,29 +135,30 @@ class Saves:
         self._stored_steps: deque[int] = deque(maxlen=keep)
         """Of the newest checkpoints that this run has written, or begun with."""
         self._refused: set[Source] = set()
+        self._silent = ""
         self.others = False
         """What is in memory is of ranks that held other parts of the model."""
         self._told: set[str] = set()
         self._troubles: set[str] = set()
         """Kinds of trouble that the console was told of: it hears the first of each, until saving is well again."""
 
-    async def open(self) -> str:
+    async def open(self) -> VaultOpened:
         """The ranks want to keep snapshots, and need a holder: the one that there is, or a new one if that is gone.
 
-        Returns why they can't; empty if they can.
+        Where there is none, since the machine is at its end, there may be one later.
         """
         self._wanted = True
         async with self._opening:
             self._hear()
             if self._vault is not None:
-                return ""
+                return VaultOpened()
             try:
-                vault, process = await find_holder(self._run_dir, works={WORK: PLACE}, reply_timeout_s=_REPLY_TIMEOUT_S)
-            except (VaultError, OSError) as error:
-                return str(error)
+                vault, process = await self._search.look()
+            except VaultError as error:
+                return VaultOpened(str(error), later=isinstance(error, HolderLostError))
             self._holder = process or self._holder
             self._keep_to(vault)
-            return ""
+            return VaultOpened()
 
     def _keep_to(self, vault: Vault) -> None:
         """This process is a member from now on, so that the holder stays."""
@@ -191,10 +191,19 @@ class Saves:
         if self._aside is not None:
             await asyncio.wait([self._aside])
         memory, stored = await self._look()
-        while stored.unreadable and memory is None and time.monotonic() < deadline:
-            self._tell_unreadable(stored.unreadable)
+        # A holder that does not answer is waited for at a job's start as well: nothing is lost by that but the time.
+        patience = time.monotonic() + _PATIENCE_S
+        while memory is None and (
+            (stored.unreadable and time.monotonic() < deadline) or (self._silent and time.monotonic() < patience)
+        ):
+            self._tell_unanswered(stored.unreadable)
             await asyncio.sleep(_LOOK_AGAIN_S)
             memory, stored = await self._look()
+        if self._silent and memory is None and stored.source is None:
+            return (
+                f"{self._silent}, and may hold snapshots of this run: continue its process (kill -CONT) and start the "
+                "job again, or choose another --run-dir"
+            )
         if stored.unreadable and memory is None:
             return (
                 f"{self._folder} can't be read ({stored.unreadable}), and may hold checkpoints of this run: mend it, "
@@ -204,6 +213,8 @@ class Saves:
             self._trouble("retention_failed", None, stored.untidy)
         if stored.unreadable:
             self._pass_over(str(self._folder), stored.unreadable)
+        if self._silent:
+            self._pass_over("memory", self._silent)
         for path, reason in stored.skipped:
             self._pass_over(path, reason)
         self.source = _newest(memory, stored.source)
@@ -225,6 +236,7 @@ class Saves:
         return "nothing is saved" if needed and self.source is None and not self._wanted else ""
 
     async def _look(self) -> tuple[Source | None, Stored]:
+        self._silent = ""
         memory = self._held() if socket_path(self._run_dir).exists() else None
         refused = [Path(source.path) for source in self._refused if source.kind == "storage"]
         slow = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_slow)
@@ -241,11 +253,15 @@ class Saves:
         finally:
             slow.cancel()
 
-    def _tell_unreadable(self, reason: str) -> None:
-        if "storage_unreadable" not in self._troubles:
+    def _tell_unanswered(self, unreadable: str) -> None:
+        if unreadable and "storage_unreadable" not in self._troubles:
             self._troubles.add("storage_unreadable")
-            self._note("storage_unreadable", detail={"reason": reason})
-            self._say(f"{self._folder} can't be read ({reason}); that is tried for {_PATIENCE_S:g} s")
+            self._note("storage_unreadable", detail={"reason": unreadable})
+            self._say(f"{self._folder} can't be read ({unreadable}); that is tried for {_PATIENCE_S:g} s")
+        if self._silent and "holder_silent" not in self._troubles:
+            self._troubles.add("holder_silent")
+            self._note("holder_silent", detail={"reason": self._silent})
+            self._say(f"{self._silent}, and may hold the newest state; that is tried for {_PATIENCE_S:g} s")
 
     def _tell_slow(self) -> None:
         self._say(f"the checkpoints in {self._folder} are still being read")
@@ -526,7 +542,8 @@ class Saves:
                 self._keep_to(
                     Vault.connect(self._run_dir, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S)
                 )
-            except VaultError:
+            except VaultError as error:
+                self._silent = str(error) if isinstance(error, HolderSilentError) else ""
                 return None
         return self._in_memory()
 
@@ -537,12 +554,17 @@ class Saves:
         return Vault.connect(self._run_dir, member=False, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S)
 
     def _in_memory(self) -> Source | None:
+        """``_silent`` says afterwards why the holder could not be asked, though it is there; empty: it was."""
+        self._silent = ""
         try:
             vault = self._visit()
             try:
                 stores = vault.inventory().stores
             finally:
                 vault.close()
+        except HolderSilentError as error:
+            self._silent = str(error)
+            return None
         except VaultError:
             return None
         commits = common_commits(stores, self._world_size)

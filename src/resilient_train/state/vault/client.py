@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from resilient_train.errors import HolderLostError, MemoryLimitError, ProtocolError, VaultError
+from resilient_train.errors import HolderLostError, HolderSilentError, MemoryLimitError, ProtocolError, VaultError
 from resilient_train.state.vault import frames
 from resilient_train.state.vault.record import Snapshot
 from resilient_train.state.vault.slots import Control, SlotPair
@@ -34,8 +34,9 @@ class Vault:
     process and others have mapped. So it does once a holder has not answered in time: the connection is closed then.
     """
 
-    def __init__(self, wire: Wire[frames.FromHolder], reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
+    def __init__(self, wire: Wire[frames.FromHolder], reply_timeout_s: float = REPLY_TIMEOUT_S, pid: int = 0) -> None:
         self._wire = wire
+        self._pid = pid
         self._reply_timeout_s = reply_timeout_s
         self._submitted = 0
         self._results: dict[int, frames.Result] = {}
@@ -53,18 +54,22 @@ class Vault:
         """Connects as a ``member``, for which the holder stays, or as a visitor. ``reply_timeout_s``: how long each
         answer is waited for, this one too.
 
-        Raises HolderLostError if there is no holder, VaultError if one of another user listens there.
+        Raises HolderLostError if there is no holder, HolderSilentError if there is one that does not answer, VaultError
+        if one of another user listens there.
         """
         path = socket_path(run_dir, node)
         try:
             endpoint = connect(str(path), timeout_s)
+        except (TimeoutError, BlockingIOError):  # so many wait for it already that the kernel takes no more
+            raise HolderSilentError(f"the holder at {path} does not answer") from None
         except OSError as error:
             raise HolderLostError(f"no holder of memory snapshots listens at {path} ({error})") from None
-        if not peer_of(endpoint).trusted:
+        peer = peer_of(endpoint)
+        if not peer.trusted:
             endpoint.close()
             raise VaultError(f"the holder at {path} belongs to another user: its snapshots are not to be trusted")
         wire = Wire(endpoint, _decoder, lambda reason: HolderLostError(f"the holder at {path} {reason}"))
-        vault = cls(wire, reply_timeout_s)
+        vault = cls(wire, reply_timeout_s, peer.pid)
         try:
             vault._ask(frames.Attach(member), frames.Acknowledged)
         except HolderLostError:  # it was just ending
@@ -201,7 +206,8 @@ class Vault:
                     raise VaultError(reply.text)
                 case None:
                     self.close()  # or a late answer would be taken for that to the next question
-                    raise HolderLostError(f"the holder did not answer within {self._reply_timeout_s:.0f} s")
+                    what = f"the holder of memory snapshots (process {self._pid})"
+                    raise HolderSilentError(f"{what} did not answer within {self._reply_timeout_s:.0f} s")
             if not isinstance(reply, answer):
                 raise ProtocolError(f"the holder answered {type(request).__name__} with {type(reply).__name__}")
             return reply

@@ -81,19 +81,14 @@ def test_a_stopped_process_is_found_within_two_slow_steps_and_200_ms() -> None:
         assert "SIGSTOP" in job.found[-1].why
 
 
-def test_two_stopped_processes_are_found_together() -> None:
-    job = running()
-    job.states[1] = job.states[3] = RunState.STOPPED
-    job.until_hung(2000)
-    assert job.found[-1].ranks == (1, 3)
-
-
-def test_two_that_one_hand_stops_are_found_together_whenever_it_is_looked() -> None:
-    """Named one after the other, the first is killed because the second has its state."""
+@pytest.mark.parametrize("looks", [0, 1])
+def test_two_that_one_hand_stops_are_found_together(looks: int) -> None:
+    """Whether or not it is looked in between. Named alone, the first would be killed since the second has its state."""
     job = running()
     job.pass_ms(1000)
     job.states[1] = RunState.STOPPED
-    job.look()
+    for _ in range(looks):
+        job.look()
     job.states[3] = RunState.STOPPED
     job.until_hung(2000)
     assert job.found[-1].ranks == (1, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,9 @@ from resilient_train.launch.agent.restore_points import Stored
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.protocol.messages import Captured, Source, VaultOpened
-from resilient_train.state.vault import holder_process
+from resilient_train.state.vault import holder_process, slots
 from resilient_train.state.vault.client import socket_path
+from resilient_train.state.vault.slots import SlotPair
 
 
 def saves(run_dir: Path) -> Saves:
@@ -85,6 +87,57 @@ def test_a_holder_that_does_not_come_up_is_looked_for_again(tmp_path: Path, monk
     assert asyncio.run(each.open()).later
     now_s += 3601
     assert asyncio.run(each.open()) == VaultOpened("it takes its time"), "they leave off"
+
+
+def test_what_a_silent_holder_has_of_a_history_that_was_left_is_no_snapshot_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All went on from storage, and come to the same updates again: a rank must not find that of before there."""
+    with contextlib.closing(SlotPair(slots.create(0, 4096), writes=True)) as pair:
+        for commits in (5, 6):
+            draft = pair.begin()
+            assert draft is not None
+            draft.commit(commits=commits, step=commits, image_bytes=0, generation=0, world=2)
+        answers: list[Any] = [Visiting(pair), silent, Visiting(pair)]
+
+        def connect(*_: object, **__: object) -> Any:
+            answer = answers.pop(0) if len(answers) > 1 else answers[0]
+            return answer() if answer is silent else answer
+
+        async def found(*_: object, **__: object) -> tuple[Any, None]:
+            return connect(), None
+
+        monkeypatch.setattr(holder_process, "find_holder", found)
+        monkeypatch.setattr(saves_module.Vault, "connect", connect)
+        monkeypatch.setattr(Saves, "_keep_to", lambda self, vault: setattr(self, "_vault", vault))
+        monkeypatch.setattr(Saves, "_let_go", lambda self: setattr(self, "_vault", None))
+        each = saves(tmp_path)
+        each.newest = 5
+        checkpoint_rig.write(tmp_path / CHECKPOINTS, 5)
+        assert not choose(each)
+        opened = asyncio.run(each.open())
+        assert (opened.error != "", opened.later) == (True, True), "it stands still once more"
+        assert [held.commits for held in pair.complete()] == [6, 5]
+        assert asyncio.run(each.open()) == VaultOpened()
+        assert [held.commits for held in pair.complete()] == [5]
+        assert asyncio.run(each.open()) == VaultOpened()
+
+
+class Visiting:
+    """A connection to a holder of this pair."""
+
+    def __init__(self, pair: SlotPair) -> None:
+        self._pair = pair
+
+    def open(self, rank: int) -> list[Any]:
+        of = SimpleNamespace(complete=self._pair.complete, discard=self._pair.discard, close=lambda: None)
+        return [] if rank else [of]
+
+    def hear(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def silent(*_: object, **__: object) -> None:

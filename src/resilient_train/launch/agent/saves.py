@@ -28,6 +28,7 @@ from resilient_train.state.checkpoint.manifest import parse_name
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK, Flush, Flushed
 from resilient_train.state.vault.holder_process import HolderSearch
+from resilient_train.state.vault.record import Snapshot
 from resilient_train.state.vault.slots import SLOTS
 
 _REPLY_TIMEOUT_S = 2.0
@@ -100,6 +101,8 @@ class Saves:
         """The update before the newest equal state that is saved; the step of the newest one stored without NaN."""
         self._wanted = False
         """The ranks keep snapshots, or would."""
+        self._begun = -1
+        """After so many updates the ranks begin, and memory may hold later ones, of a history that is left; -1: not."""
         self._opening = asyncio.Lock()
         self._vault: Vault | None = None
         self._listened = -1
@@ -119,9 +122,7 @@ class Saves:
         self._wrong_since: int | None = None
         """The step since which the script says that all is wrong, while wrong states may lie in memory; else None."""
         self._wrong_stored: int | None = None
-        """The same of storage. Until what lies there from behind that step is set aside, and none of it can still land,
-        nothing new is written: nobody could tell the two apart.
-        """
+        """The same of storage. Nothing new is written before that is set aside: nobody could tell the two apart."""
         self._wrong_held = False
         """Wrong snapshots may lie in memory: all were told to go back, and have not taken a new one since."""
         self._going_back = False
@@ -150,14 +151,18 @@ class Saves:
         self._wanted = True
         async with self._opening:
             self._hear()
-            if self._vault is not None:
-                return VaultOpened()
-            try:
-                vault, process = await self._search.look()
-            except VaultError as error:
-                return VaultOpened(str(error), later=isinstance(error, HolderLostError))
-            self._holder = process or self._holder
-            self._keep_to(vault)
+            if self._vault is None:
+                try:
+                    vault, process = await self._search.look()
+                except VaultError as error:
+                    return VaultOpened(str(error), later=isinstance(error, HolderLostError))
+                self._holder = process or self._holder
+                self._keep_to(vault)
+            begun = self._begun
+            if begun >= 0 and not self._discard(lambda each: each.commits > begun):
+                self._lost("it does not answer")
+                return VaultOpened("snapshots of a history that is left could not be taken out of memory", later=True)
+            self._begun = -1
             return VaultOpened()
 
     def _keep_to(self, vault: Vault) -> None:
@@ -219,6 +224,7 @@ class Saves:
             self._pass_over(path, reason)
         self.source = _newest(memory, stored.source)
         self.newest = self.source.commits if self.source is not None else -1
+        self._begun = max(self.newest, 0)
         if self.source is not None and not stored.unreadable and self._under_way is None:
             self._wrong_stored = None  # it was set aside; else that is tried again, see ``_store``
         wrong = self._wrong_since
@@ -599,7 +605,8 @@ class Saves:
                 f"back, and could not be set aside: take them out of {self._folder} before the job is started again"
             )
         if self._vault is not None:
-            clean = not self._wrong_held or self._discard_wrong()
+            since = self._wrong_since
+            clean = not self._wrong_held or self._discard(lambda each: since is not None and each.step > since)
             if not clean and (failed or self._unsaved):
                 self._say(f"what is in memory is given up: what is wrong there since step {self._wrong_since} stays")
             try:
@@ -610,9 +617,8 @@ class Saves:
             finally:
                 self._let_go()
 
-    def _discard_wrong(self) -> bool:
-        """Snapshots from behind the wrong step count no more, for whoever starts the job again. False: they may."""
-        since = self._wrong_since
+    def _discard(self, wrong: Callable[[Snapshot], bool]) -> bool:
+        """Such snapshots count no more, for whoever looks for one from now on. False: they may."""
         try:
             with contextlib.ExitStack() as stack:
                 vault = self._visit()
@@ -621,7 +627,7 @@ class Saves:
                     for pair in vault.open(rank):
                         stack.callback(pair.close)
                         for snapshot in pair.complete():
-                            if since is not None and snapshot.step > since:
+                            if wrong(snapshot):
                                 pair.discard(snapshot.sequence)
         except (VaultError, OSError):
             return False

@@ -83,8 +83,10 @@ def test_all_ranks_lost_at_once_go_on_from_memory(run_dir: Path, undisturbed: Re
         if holder == "is stopped":
             stop(holding)
         os.kill(process.pid, signal.SIGCONT)
-        if holder == "is stopped":
-            wait_for(run_dir, process, "holder_silent")
+        try:
+            if holder == "is stopped":
+                wait_for(run_dir, process, "holder_silent")
+        finally:  # a stopped process would outlive the test
             os.kill(holding, signal.SIGCONT)
         pace.touch()
         out, err = process.communicate(timeout=100)

@@ -138,14 +138,14 @@ def test_survivors_that_are_paused_in_a_recovery_are_waited_for(tmp_path: Path, 
     """They alone have the state: as once after a second, so after any time."""
     with training(tmp_path / "run", **SHORT) as job:
         job.signal({0: signal.SIGSTOP, 2: signal.SIGSTOP, 1: signal.SIGKILL})
-        wait_for(job.run_dir, job.process, "spared")
-        time.sleep(3.5)
-        job.go_on(0, 2)
+        wait_for(job.run_dir, job.process, "spared", 2)  # hung, and later than anybody may come
+        job.go_on(0, 2)  # the next look at who has not come is as far away as it can be
         job.await_resumed(1)
         run = job.end()
     assert_identical(run, undisturbed(ranks=RANKS, steps=STEPS), ranks=RANKS, recoveries=run.recoveries())
     assert {event["rank"] for event in run.of("spawned")[RANKS:]} == {1}, run.explain()
     assert "nobody else has its state" in run.err
+    assert "did not join the recovery within 3 s" in run.of("spared")[1]["detail"]["reason"], run.explain()
 
 
 @pytest.mark.timeout(120)

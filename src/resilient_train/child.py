@@ -85,7 +85,10 @@ def running(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> It
 
 @contextlib.contextmanager
 def _postponed_signals() -> Iterator[None]:
-    """SIGTERM and Ctrl-C wait until the block is over: a process that has just been started is known to nobody."""
+    """SIGTERM and Ctrl-C wait until the block is over: a process that has just been started is known to nobody.
+
+    By handlers, which a new program does not inherit: a mask it would.
+    """
     heard: list[int] = []
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -98,8 +101,8 @@ def _postponed_signals() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if heard:
-        signal.raise_signal(heard[0])
+        if heard:
+            signal.raise_signal(heard[0])
 
 
 @contextlib.contextmanager

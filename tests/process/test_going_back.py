@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from failing_storage import FailingStorage
-from watched_jobs import RANKS, STEPS, Job, end_holder, gone, holder_pid, job, recorded, steps_of, wait
+from watched_jobs import RANKS, STEPS, Job, end_holder, gone, holder_pid, job, recorded, steps_of, stop, wait
 
 
 @pytest.fixture
@@ -32,8 +32,7 @@ def kill_ranks(running: Job, *others: int) -> int:
 def stop_holder(run_dir: Path) -> int:
     """No checkpoint is committed from now on. Returns the holder's process id."""
     pid = holder_pid(run_dir)
-    os.kill(pid, signal.SIGSTOP)
-    wait(lambda: "(stopped)" in Path(f"/proc/{pid}/status").read_text(), "the holder does not stop")
+    stop(pid)
     return pid
 
 

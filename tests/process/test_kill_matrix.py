@@ -5,8 +5,6 @@ own in the events.
 """
 
 import itertools
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 from identity import assert_identical
 from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
+from saved_jobs import kill_together
 
 PLACES = (
     "phase=COMPUTE at=start",
@@ -157,10 +156,7 @@ class Outside:
         before = self.committed()
         self._wait_until(lambda: self.committed() >= before + after)
         pids = {event["rank"]: event["detail"]["pid"] for event in self.events("spawned")}
-        self._process.send_signal(signal.SIGSTOP)
-        for rank in victims:
-            os.kill(pids[rank], signal.SIGKILL)
-        self._process.send_signal(signal.SIGCONT)
+        kill_together(self._process, [pids[rank] for rank in victims])
 
     def await_recovery(self, faults: int) -> None:
         self._wait_until(lambda: len(self.events("fault")) == faults and self.events("resumed"))

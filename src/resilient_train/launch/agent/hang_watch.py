@@ -89,7 +89,6 @@ class HangWatch:
         self._since_ns = 0
         self._suspected = False
         """Of those that don't leave their step for this recovery, the stacks were asked for."""
-        self._stopped_at_start: dict[int, int] = {}
         self._stopped = StoppedLooks()
         self._named_ns: dict[int, int] = {}
         self._pause_told_ns = 0
@@ -123,10 +122,10 @@ class HangWatch:
         if not (self._finds_hangs and job.uses_a_session()):
             return
         stopped = [rank for rank in range(job.world_size) if self._state(rank) is RunState.STOPPED]
-        blamed = stopped if len(stopped) < job.world_size else []
-        self._stopped_at_start = {rank: self._stopped_at_start.get(rank, 0) + 1 for rank in blamed}
+        self._stopped.see(stopped if len(stopped) < job.world_size else [])
         # Not by _fence: the job's clock stands still before the first step, and all of this may come several times.
-        if due := [rank for rank, looks in self._stopped_at_start.items() if looks % _STOPPED_LOOKS == 0]:
+        if due := self._stopped.due(_STOPPED_LOOKS):
+            self._stopped.clear()
             keeper.fence(due, "hung: its process was stopped (SIGSTOP)")
 
     def _tick(self, ranks: list[Progress], keeper: HangKeeper) -> None:

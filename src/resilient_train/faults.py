@@ -14,7 +14,8 @@ makes this step and all later ones of the process take ``value=`` times as long 
 
 ``step`` is the loop's step number. A clause hits the process that was started first for that rank (``incarnation=0``)
 unless it says otherwise, and hits once. Clauses for the phases of a recovery (STOP, REBUILD, RESTORE) need no step;
-``generation=N`` picks the recovery; in the phases of a step, it asks for N recoveries before (a step that is redone).
+``generation=N`` picks the recovery, ``step=N`` the first one that finds the rank in that step, or behind it. In the
+phases of a step, ``generation=N`` asks for N recoveries before (a step that is redone).
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ PLACES: dict[str, tuple[str, ...]] = {
 
 RECOVERY_PHASES = ("STOP", "REBUILD", "RESTORE")
 """Phases that belong to a recovery, not to a step."""
+_COPIES = ("RESTORE", "start")
 
 ANOMALY_PLACE = ("READY", "before")
 """Where the check looks."""
@@ -173,6 +175,8 @@ def _checked(clause: str, kind: str, numbers: dict[str, int], words: dict[str, s
         raise ConfigError(f"fault plan: phase {phase} has no place {at!r} in {clause!r}; it has {places}")
     if phase not in RECOVERY_PHASES and "step" not in numbers:
         raise ConfigError(f"fault plan: {clause!r} names no step (step=N)")
+    if (phase, at) == _COPIES and "step" in numbers:
+        raise ConfigError(f"fault plan: {clause!r}: who copies has no step yet: say incarnation=N, or generation=N")
     target, value = _target(clause, kind, words, (phase, at)), _value(clause, kind, words, (phase, at))
     mask = _mask(clause, kind, numbers, words)
     return Injection(kind=kind, phase=phase, at=at, target=target, value=value, mask=mask, **numbers)

@@ -39,7 +39,9 @@ def injections(draw: st.DrawFn) -> Injection:
     if kind == "flip":
         phase, at = draw(st.sampled_from(FLIP_PLACES[target]))
     numbers = st.integers(0, 10**9)
-    step = draw(numbers) if phase not in RECOVERY_PHASES else draw(numbers | st.just(-1))
+    step = draw(numbers if phase not in RECOVERY_PHASES else numbers | st.just(-1))
+    if (phase, at) == ("RESTORE", "start"):  # who copies has none
+        step = -1
     return Injection(
         kind=kind,
         rank=draw(numbers),
@@ -119,6 +121,10 @@ def test_phase_may_be_written_small() -> None:
 
 def test_phases_of_a_recovery_need_no_step() -> None:
     assert parse_plan("kill rank=0 phase=REBUILD generation=2")[0].generation == 2
+    assert parse_plan("kill rank=0 step=7 phase=REBUILD")[0].step == 7
+    assert parse_plan("kill rank=0 phase=RESTORE incarnation=1")[0].step == -1
+    with pytest.raises(ConfigError, match="has no step yet"):
+        parse_plan("kill rank=0 step=7 phase=RESTORE")
 
 
 @given(st.text())

@@ -182,6 +182,18 @@ def test_a_plan_and_an_order(board: Board) -> None:
     assert [event.detail.get("order") for event in rank.events] == [None, 1, None]
 
 
+def test_in_a_recovery_a_clause_names_the_first_step_that_it_may_find(board: Board) -> None:
+    plan = "hcce rank=1 step=7 phase=REBUILD at=end; hcce rank=1 phase=STOP; hcce rank=1 step=9 phase=STOP"
+    rank = Rank(board, plan)
+    hits: list[int] = []
+    for step, phase, at in [(6, "REBUILD", "end"), (6, "STOP", "start"), (8, "REBUILD", "end"), (8, "STOP", "start")]:
+        rank.injector.at(phase, at, step=step, generation=1)
+        hits.append(len(rank.events))
+    assert hits == [0, 1, 2, 2]
+    rank.injector.at("STOP", "start", step=12, generation=1)
+    assert [event.step for event in rank.events] == [-1, 7, 9], "as the plan has it"
+
+
 @pytest.mark.parametrize("word", [NOBODY, 1 << 16, 0xFFFF_FFFF])
 def test_a_foreign_word_does_nothing(board: Board, word: int) -> None:
     rank = Rank(board)

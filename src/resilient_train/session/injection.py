@@ -14,7 +14,15 @@ import signal
 from collections.abc import Callable, Sequence
 
 from resilient_train.events import now
-from resilient_train.faults import ANOMALIES, FLIP, FROM_OUTSIDE, SLOW, Injection, place_in_step
+from resilient_train.faults import (
+    ANOMALIES,
+    FLIP,
+    FROM_OUTSIDE,
+    RECOVERY_PHASES,
+    SLOW,
+    Injection,
+    place_in_step,
+)
 from resilient_train.frameworks.roles import Drill
 from resilient_train.observe.sinks import Sink
 from resilient_train.protocol import orders
@@ -56,6 +64,11 @@ _BEFORE = {
 }
 _AFTER = {do.Cross: ("UPDATING", "start"), do.BuildGroups: ("REBUILD", "end")}
 """Places, by effect; those behind one count only if it went well."""
+
+
+def _left(rank: Rank) -> int:
+    """The step in which a recovery found this rank, or behind which."""
+    return rank.number - (rank.standing.phase is Phase.APPLIED)
 
 
 class Injector:
@@ -116,7 +129,7 @@ class Injector:
 
     def answered(self, event: on.RankEvent, rank: Rank) -> None:
         """The thread goes back to the user's code, or to an optimizer: where an operation of the device can raise."""
-        step = rank.number - (rank.standing.phase is Phase.APPLIED)
+        step = _left(rank)
         if isinstance(event, on.UpdateBegins):
             self.at("UPDATING", "start", step=step, raising=True)
         elif isinstance(event, on.UpdateEnds):
@@ -128,9 +141,11 @@ class Injector:
         if place is None:
             return
         if isinstance(effect, do.Quiesce):
-            self.at(*place, generation=self._peers.stop_generation)
+            self.at(*place, step=_left(rank), generation=self._peers.stop_generation)
         elif isinstance(effect, do.BuildGroups):
-            self.at(*place, generation=effect.plan.generation)
+            self.at(*place, step=_left(rank), generation=effect.plan.generation)
+        elif isinstance(effect, do.SendDone):
+            self.at(*place, step=_left(rank))
         else:  # by the time of Committed the update counts already
             self.at(*place, step=rank.number - isinstance(effect, do.Committed))
 
@@ -139,34 +154,34 @@ class Injector:
         if isinstance(effect, do.Record) and rank.standing.phase is Phase.APPLIED:
             self.at("APPLIED", "start", step=rank.number - 1)
         elif (place := _AFTER.get(type(effect))) is not None and isinstance(outcome, on.Ok):
-            self.at(*place, step=rank.number)
+            self.at(*place, step=_left(rank) if isinstance(effect, do.BuildGroups) else rank.number)
 
     def at(self, phase: str, place: str, *, step: int = -1, generation: int = -1, raising: bool = False) -> None:
-        """At ``place`` of ``phase``: a clause that says so hits this process. ``raising``: one that raises."""
+        """At ``place`` of ``phase``: a clause that says so hits this process. ``raising``: one that raises. ``step``:
+        in a recovery, a clause for that one or an earlier one hits, or for none.
+        """
         in_hook = phase in ("UPDATING", "APPLIED") and place == "start"
         for clause in self.clauses:
             if (clause.phase, clause.at) != (phase, place):
                 continue
             if in_hook and (clause.kind == _RAISING) != raising:
                 continue
-            if clause.step not in (-1, step):
+            if (step < clause.step) if phase in RECOVERY_PHASES else (step != clause.step):
                 continue
             if clause.generation not in (-1, generation if generation >= 0 else self._generation()):
                 continue
             self.clauses.remove(clause)
-            self._hit(clause, step)
+            self._hit(clause)
             return
 
-    def _hit(self, clause: Injection, step: int) -> None:
+    def _hit(self, clause: Injection) -> None:
         detail: dict[str, object] = {"kind": clause.kind, "at": clause.at}
         ordered = self._ordered is not None and self._ordered[0] is clause
         if self._ordered is not None and ordered:
             detail["order"] = self._ordered[1].number
             self._ordered = None
-        event = now(
-            "injected", rank=self._rank, incarnation=self._incarnation, step=step, phase=clause.phase, detail=detail
-        )
-        self._sink.write(event)
+        where = {"rank": self._rank, "incarnation": self._incarnation, "step": clause.step, "phase": clause.phase}
+        self._sink.write(now("injected", **where, detail=detail))
         if ordered:
             self._peers.set_order(orders.LISTENING)
         self._acts[clause.kind](clause)

@@ -305,7 +305,7 @@ def _unfit(options: DrillOptions, code: int | None, story: Run, steps: int) -> s
 
 def outcome_of(clause: Injection, events: Sequence[Event], recoveries: Sequence[Recovery]) -> Blow:
     """What became of one clause of the plan, from the events of the run."""
-    hits = [e for e in events if e.kind == "injected" and _is(clause, e)]
+    hits = [e for e in events if e.kind == "injected" and is_of(clause, e)]
     if not hits:
         return Blow(clause.describe(), False, "", False, None)
     after = [recovery for recovery in recoveries if recovery.end_ns >= hits[0].time_ns]
@@ -318,7 +318,8 @@ def outcome_of(clause: Injection, events: Sequence[Event], recoveries: Sequence[
     return Blow(clause.describe(), True, strategy, True, (end.end_ns - hits[0].time_ns) / 1e6)
 
 
-def _is(clause: Injection, event: Event) -> bool:
+def is_of(clause: Injection, event: Event) -> bool:
+    """Whether this is the event of that fault."""
     found = (event.rank, event.incarnation, event.step, event.phase, event.detail.get("at"))
     return found == (clause.rank, clause.incarnation, clause.step, clause.phase, clause.at)
 

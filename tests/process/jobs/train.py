@@ -351,7 +351,7 @@ class Job:
                 session.on_pause(lambda step: self.pause(session, step, asked.on_pause))
             began: int | None = None
             for step in session.steps(asked.steps):
-                if step.number == asked.pause_in:
+                if step.number in asked.pause_in:
                     session.pause()
                 if asked.show_start and step.attempt == 0 and self.records is not None:
                     self.show_start(step.number)
@@ -402,7 +402,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rest-s", type=float, default=0.0, help="rest so long behind each step")
     found.add_argument("--standby-at", type=int, nargs="*", default=[], help="wait for a standby behind this step")
     found.add_argument("--on-pause", default="", help="what a function does in a pause: look, resume, fail, ...")
-    found.add_argument("--pause-in", type=int, default=-1, help="ask for a pause in this step")
+    found.add_argument("--pause-in", type=int, nargs="*", default=[], help="ask for a pause in these steps")
     found.add_argument(
         "--wrong", type=int, nargs=2, default=(-1, 0), help="this rank always computes otherwise, from this step on"
     )

@@ -1,9 +1,9 @@
 """Every kind of fault at every place of a step, and what became of it: writes the table ``docs/matrix.md``.
 
 One job for each kind and number of ranks, with all its places and samples; the job is that of the process tests. Then
-a second fault at every place of the recovery from a kill, each in a job of its own: how often a recovery begins anew is
-not the same each time, and a plan must name the one that it hits. The rows of a job whose end is not that of the
-undisturbed one, bit for bit, say so, and the exit code is 1.
+a fault at every place of a recovery: from a kill, from an anomaly, where a step is computed again to verify it, on the
+way to a pause. The rows of a job whose end is not that of the undisturbed one, bit for bit, say so, and the exit code
+is 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ from resilient_train.faults import (
     ANOMALIES,
     ANOMALY_PLACE,
     COST_NO_PROCESS,
+    FLIP,
+    FLIP_PLACES,
     PLACES,
     RECOVERY_PHASES,
     TARGETS,
@@ -39,7 +41,16 @@ from resilient_train.testing import drill
 JOB = Path(__file__).parent.parent / "tests" / "process" / "jobs" / "train.py"
 WORLDS = (2, 3, 4)
 HANG_TIMEOUT_S = 2
-SURVIVOR, REPLACEMENT = "a survivor", "the replacement"
+SURVIVOR, REPLACEMENT, ANOTHER, ANY = "a survivor", "the replacement", "another rank", "a rank"
+KILL, ANOMALY, VERIFYING, PAUSE = "kill", "loss", "verifying", "pause"
+"""What a recovery is for in which a fault hits. The last two are no faults: what hits in them is the first one."""
+_AT_WORK = {VERIFYING: ["TRE"], PAUSE: ["TSP"]}
+_VERIFY = {"RESILIENT_VERIFY_EVERY": "10"}
+"""Then steps 9, 19, ... are computed twice."""
+_KEEP = ("--save-mode", '{"steps": 1000000, "memory_steps": 1}')
+"""A snapshot in memory of each step: so replicas are compared behind each."""
+_PAUSES = ("--on-pause", "resume", "--pause-in")
+_MASK = 0x400000
 _LIMIT_S = 900.0
 _EVERY = {"stop": 200}
 """Steps from one fault to the next where it is not 10: these take half a second, in which the hang watch times some."""
@@ -48,7 +59,7 @@ _FIRST = ("COMPUTE", "backward")
 
 
 class Place(NamedTuple):
-    """Of a step; or, with ``whom``, of the recovery from a kill, and then that one is hit too."""
+    """Of a step; or, with ``whom``, of a recovery, in which that one is hit."""
 
     phase: str
     at: str
@@ -73,6 +84,11 @@ class Kind(NamedTuple):
     variant: str = "base"
     target: str = ""
     worlds: Sequence[int] = WORLDS
+    first: str = ""
+    """What the recovery is for, where the places are those of one; or what the job does at each of these steps."""
+    arguments: Sequence[str] = ()
+    """Of the job."""
+    environ: Mapping[str, str] = {}
 
 
 class Sample(NamedTuple):
@@ -116,7 +132,7 @@ def places_of_a_step(*, without_update: bool = False) -> list[Place]:
 
 def places_of_a_recovery(whom: str) -> list[Place]:
     """A survivor copies nothing, and a new process has no step to leave."""
-    left_out = ("RESTORE", "start") if whom == SURVIVOR else ("STOP", "start")
+    left_out = ("STOP", "start") if whom == REPLACEMENT else ("RESTORE", "start")
     every = [(phase, at) for phase in RECOVERY_PHASES for at in PLACES[phase]]
     return [Place(*place, whom) for place in every if place != left_out]
 
@@ -130,6 +146,8 @@ def kinds() -> Iterator[Kind]:
     # There the update counts when the body is over: nothing of it is behind that.
     of_undo = [place for place in every if place != Place("APPLIED", "end")]
     yield Kind("the same, `undo=True`", "kill", of_undo, "undo")
+    yield Kind("the same, in a step that is computed twice", "kill", every, environ=_VERIFY)
+    yield Kind("the same, in a step behind which all pause", "kill", every, first=PAUSE)
     yield Kind("process stopped (SIGSTOP)", "stop", every)
     yield Kind("endless loop that holds the GIL", "loop", every)
     yield Kind("collectives of a rank broken", "hcce", every)
@@ -137,41 +155,73 @@ def kinds() -> Iterator[Kind]:
         yield Kind(f"device memory: {target}", "uce", [Place(*place) for place in UCE_PLACES], target=target)
     for what in ANOMALIES:
         yield Kind(f"the {what} is not a number", what, [Place(*ANOMALY_PLACE)])
-    names = {"kill": "killed", "stop": "stopped", "hcce": "connections cut"}
-    for word, name in names.items():
+    yield from flips()
+    yield from in_recoveries()
+
+
+def flips() -> Iterator[Kind]:
+    """Without what may be of no consequence: activations that nothing uses, buffers that DDP overwrites."""
+    for target in ("param", "optimizer", "gradient"):
+        held = [Place(*place) for place in FLIP_PLACES[target] if place != ("COMPUTE", "backward")]
+        yield Kind(f"a bit flipped: {target}", FLIP, held, target=target, arguments=_KEEP)
+    own = "the same of a rank's own gradient, the step computed twice"
+    yield Kind(own, FLIP, [Place("COMPUTE", "backward")], target="gradient", environ=_VERIFY)
+
+
+def in_recoveries() -> Iterator[Kind]:
+    """A fault at every place of one, or of what goes the same way."""
+    for word, name in {"kill": "killed", "stop": "stopped", "hcce": "connections cut"}.items():
         # Of two ranks the survivor is the only one with the state.
         worlds = WORLDS[1:] if word != "hcce" else WORLDS
-        yield Kind(f"in the recovery from a kill: {name}", word, places_of_a_recovery(SURVIVOR), worlds=worlds)
-        yield Kind(f"in the recovery from a kill: {name}", word, places_of_a_recovery(REPLACEMENT))
+        after = f"in the recovery from a kill: {name}"
+        yield Kind(after, word, places_of_a_recovery(SURVIVOR), worlds=worlds, first=KILL)
+        yield Kind(after, word, places_of_a_recovery(REPLACEMENT), first=KILL)
+        yield Kind(f"as all go back for an anomaly: {name}", word, places_of_a_recovery(ANOTHER), first=ANOMALY)
+        again = f"as a step is computed again: {name}"
+        yield Kind(again, word, places_of_a_recovery(ANY), first=VERIFYING, environ=_VERIFY)
+        yield Kind(f"on the way to a pause: {name}", word, places_of_a_recovery(ANY), first=PAUSE)
 
 
-def plans_of(kind: Kind, ranks: int, count: int) -> Iterator[list[Sample]]:
-    """A list for each job: each place so many times, going round the ranks."""
-    places = list(zip([place for _ in range(count) for place in kind.places], itertools.cycle(range(ranks))))
-    every = _EVERY.get(kind.word, 10)
-    if kind.places[0].whom:
-        yield from ([_disturbed(kind, place, rank, ranks, every)] for place, rank in places)
-        return
-    incarnations = [0] * ranks
-    samples = []
-    for number, (place, rank) in enumerate(places):
-        value = float("nan") if kind.word in ANOMALIES else 0.0
-        step = every * (number + 1) + (kind.variant == "accumulate" and place.phase in _OF_UPDATES)
-        samples.append(Sample(place, (_clause(kind, place, rank, incarnations[rank], step, value),)))
-        incarnations[rank] += kind.word not in COST_NO_PROCESS
-    yield samples
+def samples_of(kind: Kind, ranks: int, count: int) -> list[Sample]:
+    """Those of one job: each place so many times, going round the ranks."""
+    born = [0] * ranks
+    places = [place for _ in range(count) for place in kind.places]
+    steps = (_step_of(kind, place, number) for number, place in enumerate(places))
+    return [_sample(kind, *each, born) for each in zip(places, itertools.cycle(range(ranks)), steps)]
 
 
-def _disturbed(kind: Kind, place: Place, rank: int, ranks: int, step: int) -> Sample:
-    """A recovery from a kill, and a second fault in it."""
-    replaced = place.whom == REPLACEMENT
-    second = _clause(kind, place, rank if replaced else (rank + 1) % ranks, int(replaced))
-    return Sample(place, (Injection("kill", rank, *_FIRST, step=step), second))
+def _step_of(kind: Kind, place: Place, number: int) -> int:
+    step = _EVERY.get(kind.word, 10) * (number + 1)
+    if kind.variant == "accumulate" and place.phase in _OF_UPDATES:
+        return step + 1
+    return step - (kind.environ == _VERIFY)
 
 
-def _clause(kind: Kind, place: Place, rank: int, incarnation: int, step: int = -1, value: float = 0.0) -> Injection:
-    more = {"step": step, "incarnation": incarnation, "target": kind.target, "value": value}
-    return Injection(kind.word, rank, place.phase, place.at, **more)  # type: ignore[arg-type]
+def _sample(kind: Kind, place: Place, rank: int, step: int, born: list[int]) -> Sample:
+    """``born``: by rank, the number of the process that will be there. Counted on."""
+    clauses = []
+    if kind.first in (KILL, ANOMALY):
+        where = _FIRST if kind.first == KILL else ANOMALY_PLACE
+        clauses.append(Injection(kind.first, rank, *where, step=step, incarnation=born[rank], value=float("nan")))
+        born[rank] += kind.first == KILL
+        rank = rank if place.whom == REPLACEMENT else (rank + 1) % len(born)
+    named = step if place.whom != REPLACEMENT else -1
+    clauses.append(
+        Injection(
+            kind.word,
+            rank,
+            place.phase,
+            place.at,
+            step=named,
+            incarnation=born[rank],
+            target=kind.target,
+            value=float("nan") if kind.word in ANOMALIES else 0.0,
+            mask=_MASK if kind.word == FLIP else 0,
+        )
+    )
+    for other in range(len(born)):  # where replicas differ all start again
+        born[other] += (kind.word == FLIP and not kind.environ) or (other == rank and kind.word not in COST_NO_PROCESS)
+    return Sample(place, tuple(clauses))
 
 
 class Jobs:
@@ -181,44 +231,68 @@ class Jobs:
         self._folder = folder
         self._digests: dict[tuple[str, int, int], str | None] = {}
 
-    def _run(self, name: str, ranks: int, variant: str, steps: int, faults: str) -> tuple[int | None, Run, list[Event]]:
-        command = (str(JOB), "--steps", str(steps), "--variant", variant)
+    def _run(self, name: str, ranks: int, kind: Kind, steps: int, faults: str) -> tuple[int | None, Run, list[Event]]:
+        command = (str(JOB), "--steps", str(steps), "--variant", kind.variant, *kind.arguments)
+        if kind.first == PAUSE:
+            command += (*_PAUSES, *map(str, range(10, steps, _EVERY.get(kind.word, 10))))
         options = drill.DrillOptions(command=command, run_dir=self._folder / name, ranks=ranks)
-        return drill.run_once(options, "run", faults, _LIMIT_S)
+        os.environ |= kind.environ
+        try:
+            return drill.run_once(options, "run", faults, _LIMIT_S)
+        finally:
+            for each in kind.environ:
+                del os.environ[each]
 
     def undisturbed(self, ranks: int, variant: str, steps: int) -> str | None:
         """Digest of its end."""
         key = variant, ranks, steps
         if key not in self._digests:
             name = "-".join(map(str, ("undisturbed", *key)))
-            self._digests[key] = self._run(name, ranks, variant, steps, "")[1].digest
+            self._digests[key] = self._run(name, ranks, Kind("", "", (), variant), steps, "")[1].digest
         return self._digests[key]
 
     def run(self, number: int, kind: Kind, ranks: int, count: int) -> dict[Place, Cell]:
         """What became of each place."""
         found: dict[Place, list[Outcome]] = defaultdict(list)
-        for job, samples in enumerate(plans_of(kind, ranks, count)):
-            steps = samples[-1].clauses[0].step + 3
-            plan = "; ".join(clause.describe() for sample in samples for clause in sample.clauses)
-            expected = self.undisturbed(ranks, kind.variant, steps)
-            code, story, events = self._run(f"{number}-{ranks}-{job}", ranks, kind.variant, steps, plan)
-            same = code == 0 and story.digest is not None and story.digest == expected
-            for sample in samples:
-                found[sample.place].append(Outcome(*_outcome(sample, events, story), same))
+        samples = samples_of(kind, ranks, count)
+        steps = _EVERY.get(kind.word, 10) * len(samples) + 4
+        plan = "; ".join(clause.describe() for sample in samples for clause in sample.clauses)
+        expected = self.undisturbed(ranks, kind.variant, steps)
+        code, story, events = self._run(f"{number}-{ranks}", ranks, kind, steps, plan)
+        same = code == 0 and story.digest is not None and story.digest == expected
+        for sample in samples:
+            found[sample.place].append(Outcome(*_outcome(kind, sample, events, story), same))
         return {place: Cell(tuple(each)) for place, each in found.items()}
 
 
-def _outcome(sample: Sample, events: Sequence[Event], story: Run) -> tuple[str, float]:
+def _outcome(kind: Kind, sample: Sample, events: Sequence[Event], story: Run) -> tuple[str, float]:
     """By what it was recovered from, and milliseconds from its first fault until all train again; 0: it was not."""
-    first, *more = sample.clauses
-    hit = {(e.rank, e.incarnation, e.phase, e.detail.get("at")) for e in events if e.kind == "injected"}
-    if not hit.issuperset((each.rank, each.incarnation, each.phase, each.at) for each in more):
+    if kind.word == FLIP:
+        return _outcome_of_flip(sample.clauses[0], events)
+    blows = [drill.outcome_of(clause, events, story.recoveries) for clause in sample.clauses]
+    if not all(blow.happened for blow in blows):
         return "nothing", 0.0
-    blow = drill.outcome_of(first, events, story.recoveries)
-    by = {what.upper(): "TRE" for what in ANOMALIES}.get(blow.strategy, blow.strategy)
-    if more and more[0].kind == "stop" and any(event.kind == "hung" for event in events):
-        by += ", HANG"
-    return by, blow.recovery_ms or 0.0
+    anomaly = {what.upper(): "TRE" for what in ANOMALIES}
+    by = [each for blow in blows for each in anomaly.get(blow.strategy, blow.strategy).split(", ")]
+    return ", ".join(dict.fromkeys(_AT_WORK.get(kind.first, []) + by)), blows[0].recovery_ms or 0.0
+
+
+def _outcome_of_flip(clause: Injection, events: Sequence[Event]) -> tuple[str, float]:
+    """Somebody notices, and what comes of that."""
+    seen = itertools.dropwhile(lambda e: e.kind != "injected" or not drill.is_of(clause, e), events)
+    by, hit = list[str](), 0
+    for event in seen:
+        hit = hit or event.time_ns
+        match event.kind:
+            case "replicas_differ" | "deviates":
+                by.append({"replicas_differ": "compared", "deviates": "TRE"}[event.kind])
+            case "restart_all":
+                by.append("RSC")
+            case "fault" if by:
+                by.append("ARF")
+            case "started" | "resumed" if by:
+                return ", ".join(dict.fromkeys(by)), (event.time_ns - hit) / 1e6
+    return "nothing", 0.0
 
 
 class Known:
@@ -266,7 +340,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="what is in this file is not measured again; what is new is added")
     arguments = parser.parse_args()
     known = Known(arguments.json, arguments.samples)
-    switches = {"MS_ENABLE_TFT": "{ARF:1,UCE:1,HCCE:1,TTP:1,TRE:1}"}
+    switches = {"MS_ENABLE_TFT": "{ARF:1,UCE:1,HCCE:1,TTP:1,TRE:1,TSP:1}"}
     os.environ |= {"RESILIENT_HANG_TIMEOUT_S": str(HANG_TIMEOUT_S), "OMP_NUM_THREADS": "1", **switches}
     table = ["| fault | place | recovered by | " + " | ".join(f"{ranks} ranks, ms" for ranks in WORLDS) + " |"]
     table.append("|---|---|---|" + "---|" * len(WORLDS))

@@ -15,8 +15,9 @@ import pytest
 from pure import checkpoint_rig
 from pure.silent_holder import silent_holder
 from resilient_train.errors import HolderLostError, HolderSilentError
-from resilient_train.launch.agent import restore_points
+from resilient_train.launch.agent import held_snapshots, restore_points, saved_states
 from resilient_train.launch.agent import saves as saves_module
+from resilient_train.launch.agent.held_snapshots import HeldSnapshots
 from resilient_train.launch.agent.restore_points import Stored
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.spec import CHECKPOINTS
@@ -74,7 +75,7 @@ def test_a_holder_that_does_not_come_up_is_looked_for_again(tmp_path: Path, monk
 
     monkeypatch.setattr(holder_process, "find_holder", found)
     monkeypatch.setattr(holder_process.time, "monotonic", lambda: now_s)
-    monkeypatch.setattr(Saves, "_keep_to", lambda *_: None)
+    monkeypatch.setattr(HeldSnapshots, "_keep_to", lambda *_: None)
     each = saves(tmp_path)
     for times in (1, 2):
         for _ in range(3):
@@ -108,11 +109,11 @@ def test_what_a_silent_holder_has_of_a_history_that_was_left_is_no_snapshot_of_t
             return connect(), None
 
         monkeypatch.setattr(holder_process, "find_holder", found)
-        monkeypatch.setattr(saves_module.Vault, "connect", connect)
-        monkeypatch.setattr(Saves, "_keep_to", lambda self, vault: setattr(self, "_vault", vault))
-        monkeypatch.setattr(Saves, "_let_go", lambda self: setattr(self, "_vault", None))
+        monkeypatch.setattr(held_snapshots.Vault, "connect", connect)
+        monkeypatch.setattr(HeldSnapshots, "_keep_to", lambda self, vault: setattr(self, "vault", vault))
+        monkeypatch.setattr(HeldSnapshots, "let_go", lambda self: setattr(self, "vault", None))
         each = saves(tmp_path)
-        each.newest = 5
+        each.states.newest = 5
         checkpoint_rig.write(tmp_path / CHECKPOINTS, 5)
         assert not choose(each)
         opened = asyncio.run(each.open())
@@ -149,7 +150,7 @@ def test_nobody_begins_anew_beside_a_holder_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed: bool
 ) -> None:
     socket_path(tmp_path).touch()
-    monkeypatch.setattr(saves_module.Vault, "connect", silent)
+    monkeypatch.setattr(held_snapshots.Vault, "connect", silent)
     monkeypatch.setattr(saves_module, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(saves_module, "_LOOK_AGAIN_S", 0.01)
     each = saves(tmp_path)
@@ -163,10 +164,10 @@ def test_nobody_begins_anew_beside_a_holder_that_does_not_answer(
 def test_a_holder_that_answers_in_the_end_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     socket_path(tmp_path).touch()
     answers = [silent, silent, lambda *_, **__: Holding()]
-    monkeypatch.setattr(saves_module.Vault, "connect", lambda *_, **__: answers.pop(0)() if answers else Holding())
+    monkeypatch.setattr(held_snapshots.Vault, "connect", lambda *_, **__: answers.pop(0)() if answers else Holding())
     monkeypatch.setattr(saves_module, "_LOOK_AGAIN_S", 0.01)
-    monkeypatch.setattr(saves_module, "common_commits", lambda *_: [6])
-    monkeypatch.setattr(Saves, "_keep_to", lambda self, vault: setattr(self, "_vault", vault))
+    monkeypatch.setattr(saved_states, "common_commits", lambda *_: [6])
+    monkeypatch.setattr(HeldSnapshots, "_keep_to", lambda self, vault: setattr(self, "vault", vault))
     checkpoint_rig.write(tmp_path / CHECKPOINTS, 4)
     each = saves(tmp_path)
     assert not choose(each, needed=True)
@@ -205,25 +206,25 @@ def test_what_was_equal_is_known(
     each = saves(tmp_path)
     for rank, (commits, sequence, fingerprint) in enumerate(frames):
         each.captured(rank, Captured(commits, commits, sequence, store=False, fingerprint=fingerprint), groups)
-    assert each.newest == newest
+    assert each.states.newest == newest
 
 
 def test_once_replicas_have_differed_memory_counts_as_far_as_they_were_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "holder-0.sock").touch()
-    monkeypatch.setattr(saves_module, "Vault", Holding)
-    monkeypatch.setattr(saves_module, "common_commits", lambda *_: [6, 5])
+    monkeypatch.setattr(held_snapshots, "Vault", Holding)
+    monkeypatch.setattr(saved_states, "common_commits", lambda *_: [6, 5])
     each = saves(tmp_path)
-    assert each._in_memory() == Source("memory", 6)
+    assert each._snapshots.newest() == Source("memory", 6)
     for rank in (0, 1):
         each.captured(rank, Captured(5, 5, 1, store=False, fingerprint=7), PAIR)
-    each.doubt()
-    assert each._in_memory() == Source("memory", 5)
-    monkeypatch.setattr(each, "_held", each._in_memory)
+    each.states.doubt()
+    assert each._snapshots.newest() == Source("memory", 5)
+    monkeypatch.setattr(each._snapshots, "newest_to_stay", each._snapshots.newest)
     assert not choose(each)
     assert each.source == Source("memory", 5)
-    monkeypatch.setattr(saves_module, "common_commits", lambda *_: [6])
+    monkeypatch.setattr(saved_states, "common_commits", lambda *_: [6])
     assert choose(each) == "no saved state is left in which they were equal", "it may have been days"
 
 
@@ -231,10 +232,10 @@ def test_what_is_wrong_since_a_step_is_no_source(tmp_path: Path, monkeypatch: py
     (tmp_path / "holder-0.sock").touch()
     snapshots = [SimpleNamespace(commits=each, step=each * 2, sequence=each) for each in (5, 6)]
     monkeypatch.setattr(Holding, "stores", [SimpleNamespace(rank=rank, snapshots=snapshots) for rank in (0, 1)])
-    monkeypatch.setattr(saves_module, "Vault", Holding)
-    monkeypatch.setattr(saves_module, "common_commits", lambda *_: [6, 5])
+    monkeypatch.setattr(held_snapshots, "Vault", Holding)
+    monkeypatch.setattr(saved_states, "common_commits", lambda *_: [6, 5])
     each = saves(tmp_path)
-    monkeypatch.setattr(each, "_held", each._in_memory)
+    monkeypatch.setattr(each._snapshots, "newest_to_stay", each._snapshots.newest)
     assert not each.saved_before(100)
     for rank in (0, 1):
         each.captured(rank, Captured(5, 10, 1, store=False, fingerprint=7), PAIR)
@@ -280,7 +281,7 @@ def test_storage_that_does_not_let_us_see(tmp_path: Path, monkeypatch: pytest.Mo
     assert "can't be read" in choose(blind), "all ranks must not begin anew beside what is there"
     assert blind.source is None
     (tmp_path / "holder-0.sock").touch()
-    monkeypatch.setattr(blind, "_held", lambda: Source("memory", 8))
+    monkeypatch.setattr(blind._snapshots, "newest_to_stay", lambda: Source("memory", 8))
     assert not choose(blind), "what is in memory is as new"
     assert blind.source == Source("memory", 8)
 
@@ -312,7 +313,7 @@ def test_storage_that_hangs_keeps_nobody_from_what_memory_holds(
     monkeypatch.setattr(restore_points, "_look", lambda *_: time.sleep(600))
     monkeypatch.setattr(saves_module, "_PATIENCE_S", 0.05)
     each = saves(tmp_path)
-    monkeypatch.setattr(each, "_held", lambda: Source("memory", 8))
+    monkeypatch.setattr(each._snapshots, "newest_to_stay", lambda: Source("memory", 8))
     before = psutil.Process().children()
     assert not choose(each, needed=True)
     assert each.source == Source("memory", 8)
@@ -333,7 +334,7 @@ def test_storage_that_takes_its_time_is_waited_for_where_it_must_be(
     monkeypatch.setattr(saves_module, "find_stored", slow)
     monkeypatch.setattr(saves_module, "_PATIENCE_S", 0.05)
     each = saves(tmp_path)
-    monkeypatch.setattr(each, "_held", lambda: held)
+    monkeypatch.setattr(each._snapshots, "newest_to_stay", lambda: held)
     if held is not None:
         each.distrust(5)
     assert not choose(each, needed=True)
@@ -346,8 +347,8 @@ def test_a_holder_that_does_not_answer_at_the_end(tmp_path: Path) -> None:
     async def end() -> None:
         with silent_holder() as silent:
             each = saves(tmp_path)
-            each._keep_to(silent)
+            each._snapshots._keep_to(silent)
             await each.finish(0, failed=False)
-            assert each._vault is None
+            assert each._snapshots.vault is None
 
     asyncio.run(end())

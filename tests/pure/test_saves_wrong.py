@@ -14,8 +14,7 @@ import pytest
 
 from pure import checkpoint_rig
 from resilient_train.errors import HolderLostError, StorageError, VaultError
-from resilient_train.launch.agent import restore_points
-from resilient_train.launch.agent import saves as saves_module
+from resilient_train.launch.agent import checkpoint_writer, held_snapshots, restore_points
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.protocol.messages import Captured, Source
@@ -66,10 +65,10 @@ class Rig:
         self.holder = Holder()
         note = lambda kind, *, detail: self.events.append((kind, detail))
         self.saves = Saves(run_dir, 2, 2, note, self.told.append, self.settled.append, self.begin)
-        self.saves._vault = self.holder  # type: ignore[assignment]
-        monkeypatch.setattr(self.saves, "_let_go", lambda: None)
-        monkeypatch.setattr(self.saves, "_held", lambda: Source("memory", 8))
-        monkeypatch.setattr(self.saves, "_in_memory", lambda: Source("memory", 8))
+        self.saves._snapshots.vault = self.holder  # type: ignore[assignment]
+        monkeypatch.setattr(self.saves._snapshots, "let_go", lambda: None)
+        monkeypatch.setattr(self.saves._snapshots, "newest_to_stay", lambda: Source("memory", 8))
+        monkeypatch.setattr(self.saves._snapshots, "newest", lambda: Source("memory", 8))
         (run_dir / "holder-0.sock").touch()
         self.begun: list[asyncio.Task[None]] = []
 
@@ -89,8 +88,8 @@ class Rig:
         self.saves._hear()
 
     async def set_aside(self) -> None:
-        if self.saves._aside is not None:
-            await self.saves._aside
+        if self.saves._writer.aside is not None:
+            await self.saves._writer.aside
 
     def names(self) -> list[str]:
         return checkpoint_rig.names(self.folder)
@@ -159,14 +158,14 @@ def test_the_newest_without_nan_is_known(rig: Rig) -> None:
             rig.captured(step)
             rig.lands(step, nan)
             if step == 16:
-                assert rig.saves.newest_without_nan == 12
+                assert rig.saves.states.newest_without_nan == 12
                 assert rig.saves.saved_before(12)
                 assert not rig.saves.saved_before(11)
-        assert rig.saves.newest_without_nan == 18
+        assert rig.saves.states.newest_without_nan == 18
         rig.saves.distrust(18)
-        assert rig.saves.newest_without_nan == 18
+        assert rig.saves.states.newest_without_nan == 18
         rig.saves.distrust(17)
-        assert rig.saves.newest_without_nan == -1
+        assert rig.saves.states.newest_without_nan == -1
 
     asyncio.run(job())
 
@@ -181,7 +180,7 @@ def test_a_mistake_of_ours_there_is_seen(rig: Rig, monkeypatch: pytest.MonkeyPat
         rig.captured(16)
         rig.saves.distrust(13)
         assert not await choose(rig)
-        monkeypatch.setattr(saves_module, "set_wrong_aside", broken)
+        monkeypatch.setattr(checkpoint_writer, "set_wrong_aside", broken)
         rig.lands(16)
         (task,) = rig.begun
         with pytest.raises(LookupError):
@@ -263,7 +262,7 @@ def test_what_dying_ranks_still_say_is_of_the_history_that_is_left(rig: Rig) -> 
         rig.saves.distrust(13)
         rig.captured(16)
         assert rig.holder.submitted == []
-        assert rig.saves._wrong_since == 13
+        assert rig.saves.states.wrong_since == 13
         assert not await choose(rig)
         rig.captured(12)
         assert rig.holder.submitted == [0]
@@ -290,8 +289,8 @@ def test_memory_is_kept_without_what_is_wrong(rig: Rig, monkeypatch: pytest.Monk
         assert draft is not None
         draft.commit(commits=step, step=step, image_bytes=0, generation=1, world=2, digest=b"")
     visitor = Visitor(pair)
-    monkeypatch.setattr(saves_module.Vault, "connect", lambda *_, **__: visitor)
-    monkeypatch.setattr(rig.saves, "_in_memory", lambda: Source("memory", 9))
+    monkeypatch.setattr(held_snapshots.Vault, "connect", lambda *_, **__: visitor)
+    monkeypatch.setattr(rig.saves._snapshots, "newest", lambda: Source("memory", 9))
     rig.saves.distrust(13)
     asyncio.run(rig.saves.finish(5, failed=True))
     assert [each.commits for each in pair.complete()] == [9]
@@ -303,8 +302,8 @@ def test_memory_that_can_not_be_cleaned_is_given_up(rig: Rig, monkeypatch: pytes
     def silent(*_: object, **__: object) -> None:
         raise HolderLostError("it does not answer")
 
-    monkeypatch.setattr(saves_module.Vault, "connect", silent)
-    monkeypatch.setattr(rig.saves, "_in_memory", lambda: Source("memory", 9))
+    monkeypatch.setattr(held_snapshots.Vault, "connect", silent)
+    monkeypatch.setattr(rig.saves._snapshots, "newest", lambda: Source("memory", 9))
     rig.saves.distrust(13)
     asyncio.run(rig.saves.finish(5, failed=True))
     assert rig.holder.finished
@@ -336,7 +335,7 @@ class Memory:
 
 def test_the_older_one_in_memory_stays_until_all_have_gone_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory((16, 12), (16, 12))
-    monkeypatch.setattr(saves_module.Vault, "connect", lambda *_, **__: memory)
+    monkeypatch.setattr(held_snapshots.Vault, "connect", lambda *_, **__: memory)
 
     async def job() -> None:
         for step in (8, 12, 16):
@@ -357,7 +356,7 @@ def test_the_older_one_in_memory_stays_until_all_have_gone_back(rig: Rig, monkey
 @pytest.mark.parametrize("held", [((16, 12), (16,)), ((16,), (16,)), ((20, 16), (16, 12))])
 def test_one_that_is_being_overwritten_is_none(rig: Rig, monkeypatch: pytest.MonkeyPatch, held: Any) -> None:
     memory = Memory(*held)
-    monkeypatch.setattr(saves_module.Vault, "connect", lambda *_, **__: memory)
+    monkeypatch.setattr(held_snapshots.Vault, "connect", lambda *_, **__: memory)
 
     async def job() -> None:
         rig.captured(12)
@@ -372,7 +371,7 @@ def test_a_holder_that_does_not_answer_has_none(rig: Rig, monkeypatch: pytest.Mo
     def silent(*_: object, **__: object) -> None:
         raise HolderLostError("it does not answer")
 
-    monkeypatch.setattr(saves_module.Vault, "connect", silent)
+    monkeypatch.setattr(held_snapshots.Vault, "connect", silent)
 
     async def job() -> None:
         rig.captured(12)

@@ -134,9 +134,9 @@ class Agent:
         if spec.policy.max_deviations:
             self._job.deviations.update(count_deviations(events_of(spec.run_dir)))
         self._job.can_go_back = self._saves.can_go_back
-        self._job.newest_saved = lambda: self._saves.newest
+        self._job.newest_saved = lambda: self._saves.states.newest
         self._job.saved_before = self._saves.saved_before
-        self._job.newest_without_nan = lambda: self._saves.newest_without_nan
+        self._job.newest_without_nan = lambda: self._saves.states.newest_without_nan
         self._job.uses_us = functools.cache(functools.partial(uses_us, target_of(spec.command)))
         self._last_save = LastSave(self._board, self._controller, self._saves, self._arenas, spec.settings)
         self._ending: EndJob | None = None
@@ -436,7 +436,7 @@ class Agent:
             case m.Skipped():
                 self._saves.skipped(rank, frame, self._job.replicas.groups)
             case m.Unrestorable(source=source, reason=text, whole=whole):
-                self._saves.refuse(source, whole=whole)
+                self._saves.states.refuse(source, whole=whole)
                 self._carry_out(controller.start_again(rank, incarnation, text))
             case m.SetUp(record=record):
                 self._set_ups[rank] = record
@@ -529,7 +529,7 @@ class Agent:
                     if kind == "leaving":
                         self._last_save.begin()
                     if kind == "replicas_differ":
-                        self._saves.doubt()
+                        self._saves.states.doubt()
                     if kind == "late_anomaly" and detail["goes_back"]:
                         assert isinstance(detail["step"], int)
                         self._saves.distrust(detail["step"])
@@ -554,7 +554,7 @@ class Agent:
         if self._ending is not None:
             return
         if blind and again is not None:  # they must not begin anew beside what may be saved
-            code = 2 if self._saves.doubted or self._saves.others else EXIT_UNRECOVERABLE
+            code = 2 if self._saves.states.doubted or self._saves.states.others else EXIT_UNRECOVERABLE
             self._carry_out(self._controller.stop(code, f"{again.detail['reason']}, and {blind}"))
             return
         if blind:

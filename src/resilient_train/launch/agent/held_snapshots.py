@@ -1,0 +1,176 @@
+"""The agent's way to the snapshots that its node's holder has in memory.
+
+The agent is a member, for which the holder stays. What it asks in between goes by another connection, as a visitor: by
+that of the member comes what the holder has sent already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import Popen
+
+from resilient_train.errors import HolderLostError, HolderSilentError, VaultError
+from resilient_train.launch.agent.saved_states import SavedStates
+from resilient_train.protocol.messages import Source, VaultOpened
+from resilient_train.state.vault.client import Vault, socket_path
+from resilient_train.state.vault.flush import PLACE, WORK
+from resilient_train.state.vault.frames import Store
+from resilient_train.state.vault.holder_process import HolderSearch
+from resilient_train.state.vault.record import Snapshot
+
+_REPLY_TIMEOUT_S = 2.0
+"""The agent waits for the holder at the start of ranks only, and not for long: it has recoveries to carry out."""
+
+
+class HeldSnapshots:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        world_size: int,
+        states: SavedStates,
+        heard: Callable[[], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        """``heard``: the holder has sent something. ``lost``: it is gone, or must not be used, and why."""
+        self._run_dir = run_dir
+        self._world_size = world_size
+        self._states = states
+        self._heard = heard
+        self._lost = lost
+        self.vault: Vault | None = None
+        """The member's connection."""
+        self._listened = -1
+        """Its descriptor while the event loop looks at it. The vault may have closed it itself by the end."""
+        self._process: Popen[bytes] | None = None
+        self._search = HolderSearch(run_dir, {WORK: PLACE}, _REPLY_TIMEOUT_S)
+        self._opening = asyncio.Lock()
+        self._begun = -1
+        """After so many updates the ranks begin, and memory may hold later ones, of a history that is left; -1: not."""
+        self._pins: Vault | None = None
+        """By which one of them stays until all have gone back to it."""
+
+    # -- the holder
+
+    async def open(self) -> VaultOpened:
+        """The ranks want to keep snapshots, and need a holder: the one that there is, or a new one if that is gone.
+
+        Where there is none, since the machine is at its end, there may be one later.
+        """
+        async with self._opening:
+            self._heard()
+            if self.vault is None:
+                try:
+                    vault, process = await self._search.look()
+                except VaultError as error:
+                    return VaultOpened(str(error), later=isinstance(error, HolderLostError))
+                self._process = process or self._process
+                self._keep_to(vault)
+            begun = self._begun
+            if begun >= 0 and not self.discard(lambda each: each.commits > begun):
+                self._lost("it does not answer")
+                return VaultOpened("snapshots of a history that is left could not be taken out of memory", later=True)
+            self._begun = -1
+            return VaultOpened()
+
+    def _keep_to(self, vault: Vault) -> None:
+        """This process is a member from now on, so that the holder stays."""
+        self.vault = vault
+        self._listened = vault.fileno()
+        asyncio.get_running_loop().add_reader(self._listened, self._heard)
+
+    def let_go(self) -> None:
+        """The holder need not stay for this process."""
+        if self.vault is not None:
+            asyncio.get_running_loop().remove_reader(self._listened)
+            self.vault.close()
+            self.vault = None
+
+    def _visit(self) -> Vault:
+        """Raises VaultError."""
+        return Vault.connect(self._run_dir, member=False, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S)
+
+    # -- what it holds
+
+    def newest(self) -> Source | None:
+        """What all ranks may go on from. Raises HolderSilentError if the holder does not answer."""
+        try:
+            return self._states.newest_of(self._stores())
+        except HolderSilentError:
+            raise
+        except VaultError:  # there is none
+            return None
+
+    def is_there(self) -> bool:
+        """Whether there is something to go on from, and its holder says so."""
+        with contextlib.suppress(HolderSilentError):
+            return self.newest() is not None
+        return False
+
+    def newest_to_stay(self) -> Source | None:
+        """``newest``, with a holder that stays until the ranks have come for it."""
+        if not socket_path(self._run_dir).exists() or self.newest() is None:
+            return None
+        if self.vault is None:
+            try:
+                self._keep_to(
+                    Vault.connect(self._run_dir, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S)
+                )
+            except HolderSilentError:
+                raise
+            except VaultError:
+                return None
+        return self.newest()
+
+    def _stores(self) -> tuple[Store, ...]:
+        with contextlib.closing(self._visit()) as vault:
+            return vault.inventory().stores
+
+    def pin(self, step: int) -> bool:
+        """Has the holder keep the newest snapshot of those from before that step, until ``unpin``. False: none is there
+        any more.
+        """
+        kept = self._states.kept_before(step)
+        if kept < 0:
+            return False
+        self.unpin()
+        try:
+            self._pins = vault = self._visit()
+            stores = vault.inventory().stores
+            held = [(store.rank, each.sequence) for store in stores for each in store.snapshots if each.step == kept]
+            whole = {rank for rank, _ in held}.issuperset(range(self._world_size))
+            if whole and all(vault.pin(*each) for each in held):
+                return True
+        except VaultError:  # what it holds can't be gone back to
+            pass
+        self.unpin()
+        return False
+
+    def unpin(self) -> None:
+        """What ``pin`` has kept may be overwritten. Idempotent."""
+        if self._pins is not None:
+            self._pins.close()
+            self._pins = None
+
+    def begin_from(self, commits: int) -> None:
+        """The ranks begin after so many updates: ``open`` takes what is of later ones out of memory."""
+        self._begun = commits
+
+    def discard(self, wrong: Callable[[Snapshot], bool]) -> bool:
+        """Such snapshots count no more, for whoever looks for one from now on. False: they may."""
+        try:
+            with contextlib.ExitStack() as stack:
+                vault = stack.enter_context(contextlib.closing(self._visit()))
+                for rank in range(self._world_size):
+                    for pair in vault.open(rank):
+                        stack.callback(pair.close)
+                        for snapshot in pair.complete():
+                            if wrong(snapshot):
+                                pair.discard(snapshot.sequence)
+        except (VaultError, OSError):
+            return False
+        return True

@@ -1,0 +1,64 @@
+"""Which saved states count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from resilient_train.launch.agent.saved_states import SavedStates
+from resilient_train.protocol.messages import Source
+
+
+def held(*by_rank: tuple[int, ...], accumulate: int = 2) -> list[Any]:
+    """What a holder has of each rank: snapshots of these updates."""
+    snapshot = lambda commits: SimpleNamespace(commits=commits, step=commits * accumulate, world=len(by_rank))
+    return [SimpleNamespace(rank=rank, snapshots=[*map(snapshot, each)]) for rank, each in enumerate(by_rank)]
+
+
+def test_what_all_ranks_hold_and_nobody_has_refused() -> None:
+    states = SavedStates(2, keep=2)
+    stores = held((7, 6, 5), (6, 5))
+    assert states.newest_of(stores) == Source("memory", 6)
+    states.refuse(Source("memory", 6), whole=False)
+    assert states.newest_of(stores) == Source("memory", 5)
+    states.refuse(Source("memory", 5), whole=True)
+    assert states.newest_of(stores) is None
+    assert states.why_not_anew().startswith("nothing of it is on storage")
+
+
+def test_trust_that_is_taken_comes_back_with_a_new_snapshot() -> None:
+    states, stores = SavedStates(2, keep=2), held((6, 5), (6, 5))
+    states.equal(5, 10)
+    states.distrust(11)
+    assert (states.newest_of(stores), states.going_back) == (Source("memory", 5), True)
+    assert "before step 11" in states.why_not_anew()
+    states.equal(6, 12)
+    assert states.newest_of(stores) == Source("memory", 6)
+    assert not states.why_not_anew()
+    assert states.wrong_stored == 11, "until that is set aside"
+
+
+def test_a_snapshot_of_a_history_that_is_left_hides_no_newer_one() -> None:
+    """All began again from an older state. What was kept behind that is taken out of memory."""
+    states = SavedStates(2, keep=2)
+    for step in (20, 22, 11):
+        states.equal(step, step)
+    assert states.kept_before(25) == 11
+    assert states.kept_before(10) == -1
+    states.memory_lost()
+    assert states.kept_before(25) == -1
+
+
+def test_checkpoints_that_are_known() -> None:
+    states = SavedStates(1, keep=2)
+    for step, nan in ((10, False), (12, True), (14, True)):
+        states.stored(step, nan=nan)
+    assert [states.stored_before(step) for step in (9, 10, 11, 12)] == [False, True, True, True]
+    states.distrust(13)
+    states.stored(16, nan=False)  # it was on its way
+    assert (states.newest_without_nan, states.stored_before(11), states.stored_before(13)) == (10, True, True)
+    states.distrust(9)
+    assert not states.stored_before(9)
+    assert states.newest_without_nan == -1
+    states.begun_with(Source("storage", 4, "checkpoints/step_8"))
+    assert states.stored_before(9)

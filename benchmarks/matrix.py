@@ -368,10 +368,13 @@ def _head(cells: int, samples: int) -> str:
         f"Written by `benchmarks/matrix.py` on {machine['time'][:10]} at commit {machine['commit']}, on "
         f"{machine['cpus']} cores: {cells} cells, {samples} faults each. Milliseconds from the injection (of the first "
         "fault, where there are two) until all ranks train again: the median, and the longest. "
-        "Everything is at its defaults, so a new process is [a fork](how-to/standbys.md), but for "
+        "Everything is at its defaults, so a new process is [a fork](how-to/standbys.md), but for `TRE:1`, and for "
         f"`RESILIENT_HANG_TIMEOUT_S={HANG_TIMEOUT_S}` instead of [at least a minute](how-to/hangs.md#when): that is "
-        "what an endless loop waits for. A stopped process is found by what a usual step takes, and after 2 s where no "
-        "steps have been timed yet: in the first steps, and in those behind another recovery. Unless a row says "
+        "what an endless loop waits for. Where bits are flipped memory keeps each step: replicas are compared behind "
+        "each (*compared, RSC*: they differ, and all start again from memory); where steps are computed twice it is "
+        "one in ten. A pause lasts no longer than it takes all to stand. A stopped process is found by what a usual "
+        "step takes, and after 2 s where no steps have been timed yet: in the first steps, and in those behind another "
+        "recovery. Unless a row says "
         "otherwise the run ended with the parameters and the optimizer state of the undisturbed one, bit for bit.\n\n"
     )
 

@@ -52,7 +52,7 @@ _KEEP = ("--save-mode", '{"steps": 1000000, "memory_steps": 1}')
 _PAUSES = ("--on-pause", "resume", "--pause-in")
 _MASK = 0x400000
 _LIMIT_S = 900.0
-_EVERY = {"stop": 200}
+_EVERY = {"stop": 80}
 """Steps from one fault to the next where it is not 10: these take half a second, in which the hang watch times some."""
 _FIRST = ("COMPUTE", "backward")
 """Where the kill hits whose recovery a second fault disturbs."""

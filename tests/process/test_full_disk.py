@@ -21,7 +21,7 @@ from test_vault import IMAGE_BYTES, Rig, newest, rig, take  # noqa: F401 - a fix
 from watched_jobs import end_holder
 
 from resilient_train.state.vault.client import socket_path
-from resilient_train.state.vault.holder_process import _log
+from resilient_train.state.vault.holder_search import _log
 
 RANKS = 2
 WRITES = """

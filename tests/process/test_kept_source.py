@@ -20,7 +20,7 @@ def told(run_dir: Path, story: Callable[[Saves], Awaitable[None]]) -> None:
     async def tell() -> None:
         saves = Saves(run_dir, 1, 2, lambda *_, **__: None, lambda _: None, lambda _: None, asyncio.create_task)
         assert not await saves.choose()
-        assert saves.source == Source("memory", 7)
+        assert saves.start.source == Source("memory", 7)
         await story(saves)
 
     asyncio.run(tell())

@@ -21,7 +21,7 @@ from running import JOBS
 from resilient_train._native import Copier, die_with_parent
 from resilient_train.errors import HolderLostError, MemoryLimitError, ProtocolError, VaultError
 from resilient_train.state.vault.client import Vault, common_commits, socket_path
-from resilient_train.state.vault.holder_process import find_holder
+from resilient_train.state.vault.holder_search import find_holder
 from resilient_train.state.vault.slots import SlotPair, image_digest
 
 IMAGE_BYTES = 300_000
@@ -209,7 +209,7 @@ def test_a_foreign_descriptor_is_not_adopted(rig: Rig) -> None:
 def test_the_next_agent_of_the_run_finds_the_snapshots_of_the_one_before(rig: Rig) -> None:
     script = (
         "import asyncio, sys, signal; from pathlib import Path\n"
-        "from resilient_train.state.vault.holder_process import find_holder\n"
+        "from resilient_train.state.vault.holder_search import find_holder\n"
         "vault, holder = asyncio.run(find_holder(Path(sys.argv[1]), grace_s=60))\n"
         "print(holder.pid, flush=True); signal.pause()\n"
     )

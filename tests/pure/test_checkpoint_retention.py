@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pure.checkpoint_rig import names, write
-from resilient_train.launch.agent.restore_points import look
+from resilient_train.launch.agent.stored_checkpoints import look
 from resilient_train.state.checkpoint.draft import CheckpointDraft
 from resilient_train.state.checkpoint.manifest import REPLACED
 from resilient_train.state.checkpoint.retention import retain, set_aside, tidy

@@ -15,14 +15,13 @@ import pytest
 from pure import checkpoint_rig
 from pure.silent_holder import silent_holder
 from resilient_train.errors import HolderLostError, HolderSilentError
-from resilient_train.launch.agent import held_snapshots, restore_points, saved_states
-from resilient_train.launch.agent import saves as saves_module
+from resilient_train.launch.agent import held_snapshots, starting_state, stored_checkpoints, trusted_states
 from resilient_train.launch.agent.held_snapshots import HeldSnapshots
-from resilient_train.launch.agent.restore_points import Stored
 from resilient_train.launch.agent.saves import Saves
+from resilient_train.launch.agent.stored_checkpoints import Stored
 from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.protocol.messages import Captured, Source, VaultOpened
-from resilient_train.state.vault import holder_process, slots
+from resilient_train.state.vault import holder_search, slots
 from resilient_train.state.vault.client import socket_path
 from resilient_train.state.vault.slots import SlotPair
 
@@ -36,7 +35,7 @@ def choose(each: Saves, *, needed: bool = False) -> str:
 
 
 def left(run_dir: Path) -> str:
-    return asyncio.run(saves(run_dir).left())
+    return asyncio.run(saves(run_dir).start.left())
 
 
 @pytest.mark.parametrize("there", [(), (CHECKPOINTS,), (CHECKPOINTS, f"{CHECKPOINTS}/step_4")])
@@ -48,7 +47,7 @@ def test_nothing_was_saved(tmp_path: Path, there: tuple[str, ...]) -> None:
     assert each.can_go_back() == bool(there), "it may be worth a look"
     assert choose(each, needed=True) == "nothing is saved"
     assert choose(each) == ""
-    assert each.source is None
+    assert each.start.source is None
     assert left(tmp_path) == ""
 
 
@@ -56,7 +55,7 @@ def test_a_job_that_saves_may_begin_anew(tmp_path: Path, monkeypatch: pytest.Mon
     async def found(*_: object, **__: object) -> tuple[None, None]:
         raise OSError("none comes up")
 
-    monkeypatch.setattr(holder_process, "find_holder", found)
+    monkeypatch.setattr(holder_search, "find_holder", found)
     each = saves(tmp_path)
     assert "none comes up" in asyncio.run(each.open()).error
     assert each.can_go_back()
@@ -73,8 +72,8 @@ def test_a_holder_that_does_not_come_up_is_looked_for_again(tmp_path: Path, monk
             raise HolderLostError("it takes its time")
         return Holding(), None
 
-    monkeypatch.setattr(holder_process, "find_holder", found)
-    monkeypatch.setattr(holder_process.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(holder_search, "find_holder", found)
+    monkeypatch.setattr(holder_search.time, "monotonic", lambda: now_s)
     monkeypatch.setattr(HeldSnapshots, "_keep_to", lambda *_: None)
     each = saves(tmp_path)
     for times in (1, 2):
@@ -108,7 +107,7 @@ def test_what_a_silent_holder_has_of_a_history_that_was_left_is_no_snapshot_of_t
         async def found(*_: object, **__: object) -> tuple[Any, None]:
             return connect(), None
 
-        monkeypatch.setattr(holder_process, "find_holder", found)
+        monkeypatch.setattr(holder_search, "find_holder", found)
         monkeypatch.setattr(held_snapshots.Vault, "connect", connect)
         monkeypatch.setattr(HeldSnapshots, "_keep_to", lambda self, vault: setattr(self, "vault", vault))
         monkeypatch.setattr(HeldSnapshots, "let_go", lambda self: setattr(self, "vault", None))
@@ -151,27 +150,27 @@ def test_nobody_begins_anew_beside_a_holder_that_does_not_answer(
 ) -> None:
     socket_path(tmp_path).touch()
     monkeypatch.setattr(held_snapshots.Vault, "connect", silent)
-    monkeypatch.setattr(saves_module, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(saves_module, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(starting_state, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(starting_state, "_LOOK_AGAIN_S", 0.01)
     each = saves(tmp_path)
     assert "did not answer within 2 s, and may hold snapshots of this run" in choose(each, needed=needed)
     checkpoint_rig.write(tmp_path / CHECKPOINTS, 4)
     assert not choose(each, needed=needed)
-    assert each.source is not None
-    assert Path(each.source.path).name == "step_4"
+    assert each.start.source is not None
+    assert Path(each.start.source.path).name == "step_4"
 
 
 def test_a_holder_that_answers_in_the_end_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     socket_path(tmp_path).touch()
     answers = [silent, silent, lambda *_, **__: Holding()]
     monkeypatch.setattr(held_snapshots.Vault, "connect", lambda *_, **__: answers.pop(0)() if answers else Holding())
-    monkeypatch.setattr(saves_module, "_LOOK_AGAIN_S", 0.01)
-    monkeypatch.setattr(saved_states, "common_commits", lambda *_: [6])
+    monkeypatch.setattr(starting_state, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(trusted_states, "common_commits", lambda *_: [6])
     monkeypatch.setattr(HeldSnapshots, "_keep_to", lambda self, vault: setattr(self, "vault", vault))
     checkpoint_rig.write(tmp_path / CHECKPOINTS, 4)
     each = saves(tmp_path)
     assert not choose(each, needed=True)
-    assert each.source == Source("memory", 6), "what is on storage is older"
+    assert each.start.source == Source("memory", 6), "what is on storage is older"
 
 
 def test_the_newest_that_is_whole(tmp_path: Path) -> None:
@@ -181,9 +180,9 @@ def test_the_newest_that_is_whole(tmp_path: Path) -> None:
     each = saves(tmp_path)
     assert each.can_go_back()
     assert not choose(each, needed=True)
-    assert each.source is not None
-    assert Path(each.source.path).name == "step_8"
-    assert each.source.path in left(tmp_path)
+    assert each.start.source is not None
+    assert Path(each.start.source.path).name == "step_8"
+    assert each.start.source.path in left(tmp_path)
 
 
 PAIR = ((0, 1),)
@@ -214,7 +213,7 @@ def test_once_replicas_have_differed_memory_counts_as_far_as_they_were_equal(
 ) -> None:
     (tmp_path / "holder-0.sock").touch()
     monkeypatch.setattr(held_snapshots, "Vault", Holding)
-    monkeypatch.setattr(saved_states, "common_commits", lambda *_: [6, 5])
+    monkeypatch.setattr(trusted_states, "common_commits", lambda *_: [6, 5])
     each = saves(tmp_path)
     assert each._snapshots.newest() == Source("memory", 6)
     for rank in (0, 1):
@@ -223,8 +222,8 @@ def test_once_replicas_have_differed_memory_counts_as_far_as_they_were_equal(
     assert each._snapshots.newest() == Source("memory", 5)
     monkeypatch.setattr(each._snapshots, "newest_to_stay", each._snapshots.newest)
     assert not choose(each)
-    assert each.source == Source("memory", 5)
-    monkeypatch.setattr(saved_states, "common_commits", lambda *_: [6])
+    assert each.start.source == Source("memory", 5)
+    monkeypatch.setattr(trusted_states, "common_commits", lambda *_: [6])
     assert choose(each) == "no saved state is left in which they were equal", "it may have been days"
 
 
@@ -233,7 +232,7 @@ def test_what_is_wrong_since_a_step_is_no_source(tmp_path: Path, monkeypatch: py
     snapshots = [SimpleNamespace(commits=each, step=each * 2, sequence=each) for each in (5, 6)]
     monkeypatch.setattr(Holding, "stores", [SimpleNamespace(rank=rank, snapshots=snapshots) for rank in (0, 1)])
     monkeypatch.setattr(held_snapshots, "Vault", Holding)
-    monkeypatch.setattr(saved_states, "common_commits", lambda *_: [6, 5])
+    monkeypatch.setattr(trusted_states, "common_commits", lambda *_: [6, 5])
     each = saves(tmp_path)
     monkeypatch.setattr(each._snapshots, "newest_to_stay", each._snapshots.newest)
     assert not each.saved_before(100)
@@ -243,13 +242,13 @@ def test_what_is_wrong_since_a_step_is_no_source(tmp_path: Path, monkeypatch: py
     each.distrust(11)
     for _ in range(2):  # a rank may die before all have begun anew
         assert not choose(each)
-        assert each.source == Source("memory", 5)
+        assert each.start.source == Source("memory", 5)
     assert each.saved_before(10)
     for rank in (0, 1):
         each.captured(rank, Captured(6, 12, 2, store=False, fingerprint=7), PAIR)
     assert (each.saved_before(9), each.saved_before(11), each.saved_before(12)) == (False, True, True)
     assert not choose(each)
-    assert each.source == Source("memory", 6), "it is a new one"
+    assert each.start.source == Source("memory", 6), "it is a new one"
     each.distrust(9)
     assert choose(each) == "no saved state is left that is from before step 9"
 
@@ -279,11 +278,11 @@ def test_storage_that_does_not_let_us_see(tmp_path: Path, monkeypatch: pytest.Mo
     assert left(tmp_path) == ""
     assert blind.can_go_back(), "whoever tries hears why it is impossible"
     assert "can't be read" in choose(blind), "all ranks must not begin anew beside what is there"
-    assert blind.source is None
+    assert blind.start.source is None
     (tmp_path / "holder-0.sock").touch()
     monkeypatch.setattr(blind._snapshots, "newest_to_stay", lambda: Source("memory", 8))
     assert not choose(blind), "what is in memory is as new"
-    assert blind.source == Source("memory", 8)
+    assert blind.start.source == Source("memory", 8)
 
 
 def test_storage_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +293,9 @@ def test_storage_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monkey
         return Stored()
 
     told: list[str] = []
-    monkeypatch.setattr(saves_module, "find_stored", never)
-    monkeypatch.setattr(saves_module, "_SLOW_S", 0.05)
-    monkeypatch.setattr(saves_module, "_SEE_S", 0.05)
+    monkeypatch.setattr(starting_state, "find_stored", never)
+    monkeypatch.setattr(starting_state, "_SLOW_S", 0.05)
+    monkeypatch.setattr(starting_state, "_SEE_S", 0.05)
     slow = Saves(tmp_path, 2, 2, lambda *_, **__: None, told.append, lambda _: None, asyncio.create_task)
     assert not choose(slow)
     assert len(told) == 1
@@ -310,13 +309,13 @@ def test_storage_that_hangs_keeps_nobody_from_what_memory_holds(
     """What looks there is given up, and left behind if it can't be killed."""
     (tmp_path / CHECKPOINTS).mkdir()
     (tmp_path / "holder-0.sock").touch()
-    monkeypatch.setattr(restore_points, "_look", lambda *_: time.sleep(600))
-    monkeypatch.setattr(saves_module, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(stored_checkpoints, "_look", lambda *_: time.sleep(600))
+    monkeypatch.setattr(starting_state, "_PATIENCE_S", 0.05)
     each = saves(tmp_path)
     monkeypatch.setattr(each._snapshots, "newest_to_stay", lambda: Source("memory", 8))
     before = psutil.Process().children()
     assert not choose(each, needed=True)
-    assert each.source == Source("memory", 8)
+    assert each.start.source == Source("memory", 8)
     assert psutil.Process().children() == before, "killed and reaped"
 
 
@@ -331,14 +330,14 @@ def test_storage_that_takes_its_time_is_waited_for_where_it_must_be(
         return Stored(source=Source("storage", 4, "step_4"))
 
     (tmp_path / "holder-0.sock").touch()
-    monkeypatch.setattr(saves_module, "find_stored", slow)
-    monkeypatch.setattr(saves_module, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(starting_state, "find_stored", slow)
+    monkeypatch.setattr(starting_state, "_PATIENCE_S", 0.05)
     each = saves(tmp_path)
     monkeypatch.setattr(each._snapshots, "newest_to_stay", lambda: held)
     if held is not None:
         each.distrust(5)
     assert not choose(each, needed=True)
-    assert each.source == Source("storage", 4, "step_4")
+    assert each.start.source == Source("storage", 4, "step_4")
 
 
 def test_a_holder_that_does_not_answer_at_the_end(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from pure import checkpoint_rig
 from resilient_train.errors import HolderLostError, StorageError, VaultError
-from resilient_train.launch.agent import checkpoint_writer, held_snapshots, restore_points
+from resilient_train.launch.agent import checkpoint_requests, held_snapshots, stored_checkpoints
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.protocol.messages import Captured, Source
@@ -88,8 +88,8 @@ class Rig:
         self.saves._hear()
 
     async def set_aside(self) -> None:
-        if self.saves._writer.aside is not None:
-            await self.saves._writer.aside
+        if self.saves._requests.aside is not None:
+            await self.saves._requests.aside
 
     def names(self) -> list[str]:
         return checkpoint_rig.names(self.folder)
@@ -113,7 +113,7 @@ def test_one_that_is_being_written_when_all_go_back(rig: Rig) -> None:
         rig.captured(16)
         rig.saves.distrust(13)
         assert not await choose(rig)
-        assert rig.saves.source == Source("memory", 8)
+        assert rig.saves.start.source == Source("memory", 8)
         rig.captured(12)
         assert rig.holder.submitted == [0], "storage is busy"
         rig.lands(16)
@@ -124,7 +124,7 @@ def test_one_that_is_being_written_when_all_go_back(rig: Rig) -> None:
         rig.lands(16)
         assert rig.names() == ["step_16", "step_8", "wrong_step_16"], "the new one of that step is right"
         assert not await choose(rig)
-        assert Path(str(rig.saves.source and rig.saves.source.path)).name == "step_16"
+        assert Path(str(rig.saves.start.source and rig.saves.start.source.path)).name == "step_16"
 
     asyncio.run(job())
     assert [detail["step"] for kind, detail in rig.events if kind == "saved"] == [16]
@@ -180,7 +180,7 @@ def test_a_mistake_of_ours_there_is_seen(rig: Rig, monkeypatch: pytest.MonkeyPat
         rig.captured(16)
         rig.saves.distrust(13)
         assert not await choose(rig)
-        monkeypatch.setattr(checkpoint_writer, "set_wrong_aside", broken)
+        monkeypatch.setattr(checkpoint_requests, "set_wrong_aside", broken)
         rig.lands(16)
         (task,) = rig.begun
         with pytest.raises(LookupError):
@@ -217,9 +217,9 @@ def test_those_that_can_not_be_set_aside(rig: Rig, monkeypatch: pytest.MonkeyPat
     async def job() -> None:
         rig.saves.distrust(13)
         with monkeypatch.context() as read_only:
-            read_only.setattr(restore_points, "set_aside", refused)
+            read_only.setattr(stored_checkpoints, "set_aside", refused)
             assert not await choose(rig)
-            assert rig.saves.source == Source("memory", 8), "the job goes on"
+            assert rig.saves.start.source == Source("memory", 8), "the job goes on"
             rig.captured(12)
             await rig.set_aside()
             assert (rig.holder.submitted, rig.names()) == ([], ["step_16", "step_8"])
@@ -246,7 +246,7 @@ def test_they_are_set_aside_before_the_next_one_is_written(rig: Rig, monkeypatch
     async def job() -> None:
         rig.saves.distrust(13)
         with monkeypatch.context() as read_only:
-            read_only.setattr(restore_points, "set_aside", refused)
+            read_only.setattr(stored_checkpoints, "set_aside", refused)
             assert not await choose(rig)
         rig.captured(12)
         await rig.set_aside()

@@ -169,7 +169,7 @@ class Agent:
             failed = self._ending is not None and self._ending.code != 0
             timeout_s = self._spec.shutdown_timeout_s
             await asyncio.gather(self._saves.finish(timeout_s, failed=failed), self._anomaly_files.finish(timeout_s))
-            if self._ending is not None and self._ending.code and (left := await self._saves.left()):
+            if self._ending is not None and self._ending.code and (left := await self._saves.start.left()):
                 self._say(f"started again with --run-dir {self._spec.run_dir}, the job goes on from {left}")
         finally:
             logs.cancel()
@@ -315,7 +315,7 @@ class Agent:
         self._processes.current[rank].greeted = True
         self._board.set_identity(rank, self._job.generation, hello.incarnation, hello.pid)
         connection.send(
-            m.Welcome(self._job.generation, self._job.attempt, self._saves.source, self._look_at()),
+            m.Welcome(self._job.generation, self._job.attempt, self._saves.start.source, self._look_at()),
             [self._board.fd, self._arenas[rank].fd],
         )
         self._carry_out(self._controller.greeted(rank, hello.incarnation))
@@ -567,7 +567,7 @@ class Agent:
             self._store_anew()
             for rank in range(self._spec.world_size):  # a rank may die before it has a tail, and so a log, of its own
                 self._board.set_tail(rank, 0, 0)
-        self._saves.tell_source()
+        self._saves.start.tell_source()
         self._carry_out(spawns)
 
     def _store_anew(self) -> None:

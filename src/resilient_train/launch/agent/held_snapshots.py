@@ -13,12 +13,12 @@ from pathlib import Path
 from subprocess import Popen
 
 from resilient_train.errors import HolderLostError, HolderSilentError, VaultError
-from resilient_train.launch.agent.saved_states import SavedStates
+from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.protocol.messages import Source, VaultOpened
 from resilient_train.state.vault.client import Vault, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK
 from resilient_train.state.vault.frames import Store
-from resilient_train.state.vault.holder_process import HolderSearch
+from resilient_train.state.vault.holder_search import HolderSearch
 from resilient_train.state.vault.record import Snapshot
 
 _REPLY_TIMEOUT_S = 2.0
@@ -32,7 +32,7 @@ class HeldSnapshots:
         self,
         run_dir: Path,
         world_size: int,
-        states: SavedStates,
+        states: TrustedStates,
         heard: Callable[[], None],
         lost: Callable[[str], None],
     ) -> None:
@@ -42,6 +42,8 @@ class HeldSnapshots:
         self._states = states
         self._heard = heard
         self._lost = lost
+        self.wanted = False
+        """The ranks keep snapshots, or would."""
         self.vault: Vault | None = None
         """The member's connection."""
         self._listened = -1
@@ -61,6 +63,7 @@ class HeldSnapshots:
 
         Where there is none, since the machine is at its end, there may be one later.
         """
+        self.wanted = True
         async with self._opening:
             self._heard()
             if self.vault is None:

@@ -1,49 +1,27 @@
 """The agent's part in saving: has snapshots that all ranks hold written to storage, and knows what to start again from.
 
-The work is the holder's (``state/vault``): it goes on if this process dies. Sources are tried in the order memory,
-storage; one that a rank has refused is not tried again. The holder of a source is held on to until the job is over: the
-ranks may take long to come for it.
+The work is the holder's (``state/vault``): it goes on if this process dies. It is held on to until the job is over: the
+ranks may take long to come for what they start from.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from resilient_train.errors import HolderLostError, HolderSilentError, VaultError
-from resilient_train.launch.agent.checkpoint_writer import CheckpointWriter, Groups
+from resilient_train.errors import HolderLostError, VaultError
+from resilient_train.launch.agent.checkpoint_requests import CheckpointRequests, Groups
 from resilient_train.launch.agent.held_snapshots import HeldSnapshots
-from resilient_train.launch.agent.restore_points import Stored, find_stored, is_there
 from resilient_train.launch.agent.save_troubles import SaveTroubles, Teller
-from resilient_train.launch.agent.saved_states import SavedStates
+from resilient_train.launch.agent.starting_state import StartingState
+from resilient_train.launch.agent.stored_checkpoints import is_there
+from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.launch.spec import CHECKPOINTS
-from resilient_train.protocol.messages import Captured, Skipped, Source, VaultOpened
+from resilient_train.protocol.messages import Captured, Skipped, VaultOpened
 from resilient_train.protocol.replicas import disagreeing
-
-_SLOW_S = 30.0
-_PATIENCE_S = 60.0
-"""For storage that does not let itself be read, when all ranks have lost their state: it may come back. And for storage
-that does not answer, where memory has a state.
-"""
-_LOOK_AGAIN_S = 1.0
-_SEE_S = 10.0
-"""At the end of a job it is told what is left, if storage says so within this time."""
-
-
-class _Seen(NamedTuple):
-    """What there is to go on from. ``silent``: why the holder of memory could not be asked, though it is there."""
-
-    memory: Source | None
-    silent: str
-    stored: Stored
-
-    @property
-    def newest(self) -> Source | None:
-        return _newest(self.memory, self.stored.source)
 
 
 class Saves:
@@ -59,152 +37,33 @@ class Saves:
         settle: Callable[[int], None],
         begin_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        """``settle`` and ``begin_task``: see CheckpointWriter."""
+        """``settle`` and ``begin_task``: see CheckpointRequests."""
         self._folder = run_dir / CHECKPOINTS
         self._world_size = world_size
         self._note = note
         self._say = say
-        self.states = states = SavedStates(world_size, keep)
+        self.states = states = TrustedStates(world_size, keep)
         self._snapshots = HeldSnapshots(run_dir, world_size, states, self._hear, self._lost)
         self._troubles = SaveTroubles(note, say)
-        self._writer = CheckpointWriter(
+        self._requests = CheckpointRequests(
             self._folder, keep, states, self._snapshots, self._troubles, note, settle, begin_task
         )
-        self.source: Source | None = None
-        """What all ranks start from: the newest state that is whole. None: from the script's own."""
-        self._wanted = False
-        """The ranks keep snapshots, or would."""
+        self.start = StartingState(self._folder, states, self._snapshots, self._requests, self._troubles, say)
         self._captured: dict[int, dict[int, Captured]] = {}
 
     async def open(self) -> VaultOpened:
         """The ranks want to keep snapshots, see HeldSnapshots."""
-        self._wanted = True
         return await self._snapshots.open()
 
-    # -- what all start from
-
     async def choose(self, *, needed: bool = False) -> str:
-        """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
-        see, and nothing is in memory (snapshots there are as new as what was written of them). ``needed``: the ranks
-        have lost a state. Then the storage has some time to come back, and it is impossible as well where there is
-        nothing, though it was meant to be kept by the ranks themselves alone; and, once replicas have differed, where
-        nothing is of before.
-        """
+        """From what all ranks start, see StartingState."""
         self._captured.clear()  # by ranks that are no more
-        self._writer.begin_anew()
-        self.source = None
-        try:
-            return self._take(await self._found(_PATIENCE_S if needed else 0), needed=needed)
-        finally:
-            self.states.going_back = False
-            self._snapshots.unpin()
-
-    async def _found(self, patience_s: float) -> _Seen:
-        """``patience_s``: for storage. A holder that does not answer is waited for at a job's start as well: nothing is
-        lost by that but the time.
-        """
-        storage_by = time.monotonic() + patience_s
-        if self.states.wrong_stored is not None:  # what is being written may be wrong, or the newest that is right
-            while self._writer.under_way is not None and time.monotonic() < storage_by:  # noqa: ASYNC110 - results come by the event loop
-                await asyncio.sleep(_LOOK_AGAIN_S)
-        if self._writer.aside is not None:
-            await asyncio.wait([self._writer.aside])
-        memory_by = time.monotonic() + _PATIENCE_S
-        while True:
-            seen, now = await self._look(), time.monotonic()
-            waits = (seen.stored.unreadable and now < storage_by) or (seen.silent and now < memory_by)
-            if seen.memory is not None or not waits:
-                return seen
-            self._tell_unanswered(seen)
-            await asyncio.sleep(_LOOK_AGAIN_S)
-
-    async def _look(self) -> _Seen:
-        memory, silent = None, ""
-        try:
-            memory = self._snapshots.newest_to_stay()
-        except HolderSilentError as error:
-            silent = str(error)
-        slow = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_slow)
-        # Where memory has a state, storage that hangs must not keep the job from it. Not so where what is wrong there
-        # has to be set aside first.
-        wrong_since = self.states.wrong_stored
-        limit_s = _PATIENCE_S if memory is not None and wrong_since is None else None
-        refused, held = self.states.refused_paths, memory is not None
-        try:
-            async with asyncio.timeout(limit_s):
-                stored = await find_stored(self._folder, refused, bytes_too=True, wrong_since=wrong_since, held=held)
-        except TimeoutError:
-            stored = Stored(unreadable="it does not answer")
-        finally:
-            slow.cancel()
-        return _Seen(memory, silent, stored)
-
-    def _take(self, seen: _Seen, *, needed: bool) -> str:
-        """``choose``, when all is seen that there is to see."""
-        silent, stored = seen.silent, seen.stored
-        if silent and seen.newest is None:
-            return (
-                f"{silent}, and may hold snapshots of this run: continue its process (kill -CONT) and start the job "
-                "again, or choose another --run-dir"
-            )
-        if stored.unreadable and seen.memory is None:
-            return (
-                f"{self._folder} can't be read ({stored.unreadable}), and may hold checkpoints of this run: mend it, "
-                "or choose another --run-dir"
-            )
-        if stored.untidy:
-            self._troubles.tell("retention_failed", None, stored.untidy)
-        for path, reason in ((str(self._folder), stored.unreadable), ("memory", silent), *stored.skipped):
-            if reason:
-                self._troubles.pass_over(path, reason)
-        self.source = seen.newest
-        self.states.begun_with(self.source)
-        self._snapshots.begin_from(max(self.states.newest, 0))
-        if self.source is not None:
-            if not stored.unreadable and self._writer.under_way is None:
-                self.states.wrong_stored = None  # it was set aside; else that is tried again, see CheckpointWriter
-            return ""
-        return self.states.why_not_anew() or ("nothing is saved" if needed and not self._wanted else "")
-
-    def _tell_unanswered(self, seen: _Seen) -> None:
-        tried = f"that is tried for {_PATIENCE_S:g} s"
-        if reason := seen.stored.unreadable:
-            self._troubles.tell_once("storage_unreadable", reason, f"{self._folder} can't be read ({reason}); {tried}")
-        if reason := seen.silent:
-            self._troubles.tell_once("holder_silent", reason, f"{reason}, and may hold the newest state; {tried}")
-
-    def _tell_slow(self) -> None:
-        self._say(f"the checkpoints in {self._folder} are still being read")
-
-    def tell_source(self) -> None:
-        """Tells people what the ranks begin with, if that is a saved state, or should be one."""
-        if self.source is not None:
-            self._say(f"all ranks go on from {_described(self.source)}")
-        elif self._wanted:
-            self._say("there is no saved state to go on from: all ranks begin anew")
-
-    async def left(self) -> str:
-        """What a job that is started again in this run directory would go on from, for people; empty if nothing is seen
-        to be there.
-        """
-        memory = None
-        if self._writer.last_failed or self._snapshots.vault is None:
-            with contextlib.suppress(HolderSilentError):
-                memory = self._snapshots.newest()
-        newest = _newest(memory, await self._seen_on_storage())
-        return _described(newest) if newest is not None else ""
-
-    async def _seen_on_storage(self) -> Source | None:
-        """The newest checkpoint that looks whole, its bytes unread; None also where storage does not answer soon."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SEE_S):
-                return (await find_stored(self._folder, bytes_too=False, wrong_since=self.states.wrong_stored)).source
-        return None
+        return await self.start.choose(needed=needed)
 
     def distrust(self, step: int) -> None:
         """What was saved behind that step is wrong: the next ``choose`` sets it aside."""
         self.states.distrust(step)
-        self._writer.distrust(step)
+        self._requests.distrust(step)
 
     def saved_before(self, step: int) -> bool:
         """Whether a state from before that step, or an older one, is known to be saved. To be asked if all go back to
@@ -216,7 +75,7 @@ class Saves:
         """Whether there may be a source; ``choose`` knows. A job that saves, and has come to its end before the first
         time, loses nothing by beginning anew.
         """
-        return self._wanted or self._snapshots.is_there() or is_there(self._folder)
+        return self._snapshots.wanted or self._snapshots.is_there() or is_there(self._folder)
 
     # -- what ranks have saved
 
@@ -241,9 +100,9 @@ class Saves:
         ):
             self.states.equal(frame.commits, frame.step)
         if all(each.store for each in ranks.values()):
-            self._writer.store(ranks, groups)
+            self._requests.store(ranks, groups)
         else:
-            self._writer.over(frame.commits)
+            self._requests.over(frame.commits)
 
     def skipped(self, rank: int, frame: Skipped, groups: Groups) -> None:
         """A rank has no snapshot where one was due: there will be no checkpoint of that update."""
@@ -253,8 +112,8 @@ class Saves:
     def store_last(
         self, captured: Mapping[int, Captured], groups: Groups, savers: Groups, reason: str, over: Callable[[str], None]
     ) -> None:
-        """Writes the end-of-life checkpoint, see CheckpointWriter."""
-        self._writer.store_last(captured, groups, savers, reason, over)
+        """Writes the end-of-life checkpoint, see CheckpointRequests."""
+        self._requests.store_last(captured, groups, savers, reason, over)
 
     def _hear(self) -> None:
         """The holder has a result, or is gone."""
@@ -263,7 +122,7 @@ class Saves:
             return
         try:
             vault.hear()
-            self._writer.take_result(vault)
+            self._requests.take_result(vault)
         except HolderLostError as error:
             self._lost(str(error))
 
@@ -271,7 +130,7 @@ class Saves:
         self._snapshots.let_go()
         self.states.memory_lost()
         self._note("holder_lost", detail={"reason": reason})
-        self._writer.holder_lost(reason)
+        self._requests.holder_lost(reason)
 
     # -- the end
 
@@ -281,12 +140,12 @@ class Saves:
         It stays where the job's last state is nowhere else: for whoever starts the job again, and for a while.
         """
         deadline = time.monotonic() + timeout_s
-        if self.states.going_back and self._writer.under_way is None:  # ``choose`` has not come to it
-            self._writer.set_aside()
-        while self._writer.busy and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
+        if self.states.going_back and self._requests.under_way is None:  # ``choose`` has not come to it
+            self._requests.set_aside()
+        while self._requests.busy and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
             await asyncio.sleep(0.01)
-        if self._writer.under_way is not None:
-            step = self._writer.under_way.step
+        if self._requests.under_way is not None:
+            step = self._requests.under_way.step
             self._say(f"checkpoint of step {step}: storage is still busy with it; its writer goes on")
         if self.states.wrong_stored is not None:
             self._say(
@@ -305,25 +164,9 @@ class Saves:
 
     async def _holder_stays(self, *, failed: bool) -> bool:
         """Whether the job's last state is nowhere but in memory."""
-        since, unsaved = self.states.wrong_since, self._writer.last_failed
+        since, unsaved = self.states.wrong_since, self._requests.last_failed
         if since is not None and not self._snapshots.discard(lambda each: each.step > since):
             if failed or unsaved:
                 self._say(f"what is in memory is given up: what is wrong there since step {since} stays")
             return False
-        return unsaved or (failed and (self.states.others or await self._memory_is_newest()))
-
-    async def _memory_is_newest(self) -> bool:
-        memory = None
-        with contextlib.suppress(HolderSilentError):
-            memory = self._snapshots.newest()
-        stored = await self._seen_on_storage()
-        return memory is not None and (stored is None or stored.commits < memory.commits)
-
-
-def _newest(memory: Source | None, stored: Source | None) -> Source | None:
-    found = [each for each in (memory, stored) if each is not None]
-    return max(found, key=lambda each: each.commits, default=None)  # of equals the first: memory
-
-
-def _described(source: Source) -> str:
-    return f"update {source.commits} ({source.path or 'in memory'})"
+        return unsaved or (failed and (self.states.others or await self.start.memory_is_newest()))

@@ -273,7 +273,7 @@ def claim(path: Path) -> socket.socket | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m resilient_train.state.vault.holder RUN_DIR``; see ``holder_process.find_holder``."""
+    """``python -m resilient_train.state.vault.holder RUN_DIR``; see ``holder_search.find_holder``."""
     parser = argparse.ArgumentParser(prog="resilient_train.state.vault.holder")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--node", type=int, default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from resilient_train.launch.agent.saved_states import SavedStates
+from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.protocol.messages import Source
 
 
@@ -16,7 +16,7 @@ def held(*by_rank: tuple[int, ...], accumulate: int = 2) -> list[Any]:
 
 
 def test_what_all_ranks_hold_and_nobody_has_refused() -> None:
-    states = SavedStates(2, keep=2)
+    states = TrustedStates(2, keep=2)
     stores = held((7, 6, 5), (6, 5))
     assert states.newest_of(stores) == Source("memory", 6)
     states.refuse(Source("memory", 6), whole=False)
@@ -27,7 +27,7 @@ def test_what_all_ranks_hold_and_nobody_has_refused() -> None:
 
 
 def test_trust_that_is_taken_comes_back_with_a_new_snapshot() -> None:
-    states, stores = SavedStates(2, keep=2), held((6, 5), (6, 5))
+    states, stores = TrustedStates(2, keep=2), held((6, 5), (6, 5))
     states.equal(5, 10)
     states.distrust(11)
     assert (states.newest_of(stores), states.going_back) == (Source("memory", 5), True)
@@ -40,7 +40,7 @@ def test_trust_that_is_taken_comes_back_with_a_new_snapshot() -> None:
 
 def test_a_snapshot_of_a_history_that_is_left_hides_no_newer_one() -> None:
     """All began again from an older state. What was kept behind that is taken out of memory."""
-    states = SavedStates(2, keep=2)
+    states = TrustedStates(2, keep=2)
     for step in (20, 22, 11):
         states.equal(step, step)
     assert states.kept_before(25) == 11
@@ -50,7 +50,7 @@ def test_a_snapshot_of_a_history_that_is_left_hides_no_newer_one() -> None:
 
 
 def test_checkpoints_that_are_known() -> None:
-    states = SavedStates(1, keep=2)
+    states = TrustedStates(1, keep=2)
     for step, nan in ((10, False), (12, True), (14, True)):
         states.stored(step, nan=nan)
     assert [states.stored_before(step) for step in (9, 10, 11, 12)] == [False, True, True, True]

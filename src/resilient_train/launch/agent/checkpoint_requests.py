@@ -8,8 +8,8 @@
     one is written, and it is wrong   | it is left out             |                              | (*)
     wrong ones are set aside          | it is left out             |                              | nothing is done
 
-(*) While wrong ones may lie on storage (``SavedStates.wrong_stored``) they are set aside, and nothing is written beside
-them. The end-of-life checkpoint is not left out: it waits until nothing is done.
+(*) While wrong ones may lie on storage (``TrustedStates.wrong_stored``) they are set aside, and nothing is written
+beside them. The end-of-life checkpoint is not left out: it waits until nothing is done.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import msgspec
 
 from resilient_train.errors import HolderLostError, VaultError
 from resilient_train.launch.agent.held_snapshots import HeldSnapshots
-from resilient_train.launch.agent.restore_points import set_wrong_aside
 from resilient_train.launch.agent.save_troubles import SaveTroubles, Teller
-from resilient_train.launch.agent.saved_states import SavedStates
+from resilient_train.launch.agent.stored_checkpoints import set_wrong_aside
+from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.protocol.messages import Captured
 from resilient_train.state.checkpoint.libraries import libraries_here
 from resilient_train.state.vault.client import Vault
@@ -50,14 +50,14 @@ class PendingCheckpoint(NamedTuple):
     """It is of a history that the job has left, and must not be found when it is written."""
 
 
-class CheckpointWriter:
+class CheckpointRequests:
     """See the module's text."""
 
     def __init__(
         self,
         folder: Path,
         keep: int,
-        states: SavedStates,
+        states: TrustedStates,
         snapshots: HeldSnapshots,
         troubles: SaveTroubles,
         note: Teller,

@@ -17,7 +17,7 @@ from resilient_train.state.vault.frames import Store
 from resilient_train.state.vault.slots import SLOTS
 
 
-class SavedStates:
+class TrustedStates:
     """See the module's text."""
 
     def __init__(self, world_size: int, keep: int) -> None:

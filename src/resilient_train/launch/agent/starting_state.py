@@ -1,0 +1,197 @@
+"""What all ranks start from: the newest state that is whole, in memory or on storage. One that a rank has refused is
+not tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from resilient_train.errors import HolderSilentError
+from resilient_train.launch.agent.checkpoint_requests import CheckpointRequests
+from resilient_train.launch.agent.held_snapshots import HeldSnapshots
+from resilient_train.launch.agent.save_troubles import SaveTroubles
+from resilient_train.launch.agent.stored_checkpoints import Stored, find_stored
+from resilient_train.launch.agent.trusted_states import TrustedStates
+from resilient_train.protocol.messages import Source
+
+_SLOW_S = 30.0
+_PATIENCE_S = 60.0
+"""For storage that does not let itself be read, when all ranks have lost their state: it may come back. And for storage
+that does not answer, where memory has a state.
+"""
+_LOOK_AGAIN_S = 1.0
+_SEE_S = 10.0
+"""At the end of a job it is told what is left, if storage says so within this time."""
+
+
+class _Seen(NamedTuple):
+    """What there is to go on from. ``silent``: why the holder of memory could not be asked, though it is there."""
+
+    memory: Source | None
+    silent: str
+    stored: Stored
+
+    @property
+    def newest(self) -> Source | None:
+        return _newest(self.memory, self.stored.source)
+
+
+class StartingState:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        folder: Path,
+        states: TrustedStates,
+        snapshots: HeldSnapshots,
+        requests: CheckpointRequests,
+        troubles: SaveTroubles,
+        say: Callable[[str], None],
+    ) -> None:
+        self._folder = folder
+        self._states = states
+        self._snapshots = snapshots
+        self._requests = requests
+        self._troubles = troubles
+        self._say = say
+        self.source: Source | None = None
+        """None: the script's own."""
+
+    async def choose(self, *, needed: bool = False) -> str:
+        """Sets ``source``. Returns why that is impossible: there may be checkpoints, but the storage does not let us
+        see, and nothing is in memory (snapshots there are as new as what was written of them). ``needed``: the ranks
+        have lost a state. Then the storage has some time to come back, and it is impossible as well where there is
+        nothing, though it was meant to be kept by the ranks themselves alone; and, once replicas have differed, where
+        nothing is of before.
+        """
+        self._requests.begin_anew()
+        self.source = None
+        try:
+            return self._take(await self._found(_PATIENCE_S if needed else 0), needed=needed)
+        finally:
+            self._states.going_back = False
+            self._snapshots.unpin()
+
+    async def _found(self, patience_s: float) -> _Seen:
+        """``patience_s``: for storage. A holder that does not answer is waited for at a job's start as well: nothing is
+        lost by that but the time.
+        """
+        storage_by = time.monotonic() + patience_s
+        if self._states.wrong_stored is not None:  # what is being written may be wrong, or the newest that is right
+            while self._requests.under_way is not None and time.monotonic() < storage_by:  # noqa: ASYNC110 - results come by the event loop
+                await asyncio.sleep(_LOOK_AGAIN_S)
+        if self._requests.aside is not None:
+            await asyncio.wait([self._requests.aside])
+        memory_by = time.monotonic() + _PATIENCE_S
+        while True:
+            seen, now = await self._look(), time.monotonic()
+            waits = (seen.stored.unreadable and now < storage_by) or (seen.silent and now < memory_by)
+            if seen.memory is not None or not waits:
+                return seen
+            self._tell_unanswered(seen)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _look(self) -> _Seen:
+        memory, silent = None, ""
+        try:
+            memory = self._snapshots.newest_to_stay()
+        except HolderSilentError as error:
+            silent = str(error)
+        slow = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_slow)
+        # Where memory has a state, storage that hangs must not keep the job from it. Not so where what is wrong there
+        # has to be set aside first.
+        wrong_since = self._states.wrong_stored
+        limit_s = _PATIENCE_S if memory is not None and wrong_since is None else None
+        refused, held = self._states.refused_paths, memory is not None
+        try:
+            async with asyncio.timeout(limit_s):
+                stored = await find_stored(self._folder, refused, bytes_too=True, wrong_since=wrong_since, held=held)
+        except TimeoutError:
+            stored = Stored(unreadable="it does not answer")
+        finally:
+            slow.cancel()
+        return _Seen(memory, silent, stored)
+
+    def _take(self, seen: _Seen, *, needed: bool) -> str:
+        """``choose``, when all is seen that there is to see."""
+        silent, stored = seen.silent, seen.stored
+        if silent and seen.newest is None:
+            return (
+                f"{silent}, and may hold snapshots of this run: continue its process (kill -CONT) and start the job "
+                "again, or choose another --run-dir"
+            )
+        if stored.unreadable and seen.memory is None:
+            return (
+                f"{self._folder} can't be read ({stored.unreadable}), and may hold checkpoints of this run: mend it, "
+                "or choose another --run-dir"
+            )
+        if stored.untidy:
+            self._troubles.tell("retention_failed", None, stored.untidy)
+        for path, reason in ((str(self._folder), stored.unreadable), ("memory", silent), *stored.skipped):
+            if reason:
+                self._troubles.pass_over(path, reason)
+        self.source = seen.newest
+        self._states.begun_with(self.source)
+        self._snapshots.begin_from(max(self._states.newest, 0))
+        if self.source is not None:
+            if not stored.unreadable and self._requests.under_way is None:
+                self._states.wrong_stored = None  # it was set aside; else that is tried again, see CheckpointRequests
+            return ""
+        return self._states.why_not_anew() or ("nothing is saved" if needed and not self._snapshots.wanted else "")
+
+    def _tell_unanswered(self, seen: _Seen) -> None:
+        tried = f"that is tried for {_PATIENCE_S:g} s"
+        if reason := seen.stored.unreadable:
+            self._troubles.tell_once("storage_unreadable", reason, f"{self._folder} can't be read ({reason}); {tried}")
+        if reason := seen.silent:
+            self._troubles.tell_once("holder_silent", reason, f"{reason}, and may hold the newest state; {tried}")
+
+    def _tell_slow(self) -> None:
+        self._say(f"the checkpoints in {self._folder} are still being read")
+
+    def tell_source(self) -> None:
+        """Tells people what the ranks begin with, if that is a saved state, or should be one."""
+        if self.source is not None:
+            self._say(f"all ranks go on from {_described(self.source)}")
+        elif self._snapshots.wanted:
+            self._say("there is no saved state to go on from: all ranks begin anew")
+
+    async def left(self) -> str:
+        """What a job that is started again in this run directory would go on from, for people; empty if nothing is seen
+        to be there.
+        """
+        memory = None
+        if self._requests.last_failed or self._snapshots.vault is None:
+            with contextlib.suppress(HolderSilentError):
+                memory = self._snapshots.newest()
+        newest = _newest(memory, await self._seen_on_storage())
+        return _described(newest) if newest is not None else ""
+
+    async def _seen_on_storage(self) -> Source | None:
+        """The newest checkpoint that looks whole, its bytes unread; None also where storage does not answer soon."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SEE_S):
+                return (await find_stored(self._folder, bytes_too=False, wrong_since=self._states.wrong_stored)).source
+        return None
+
+    async def memory_is_newest(self) -> bool:
+        """Whether memory has a newer state than storage."""
+        memory = None
+        with contextlib.suppress(HolderSilentError):
+            memory = self._snapshots.newest()
+        stored = await self._seen_on_storage()
+        return memory is not None and (stored is None or stored.commits < memory.commits)
+
+
+def _newest(memory: Source | None, stored: Source | None) -> Source | None:
+    found = [each for each in (memory, stored) if each is not None]
+    return max(found, key=lambda each: each.commits, default=None)  # of equals the first: memory
+
+
+def _described(source: Source) -> str:
+    return f"update {source.commits} ({source.path or 'in memory'})"

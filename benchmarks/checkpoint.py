@@ -18,7 +18,7 @@ import snapshot
 from common import HERE, Table, finish, launcher, show, started, summary, write_json
 from snapshot import ratio
 
-from resilient_train.child import sigterm_unwinds
+from resilient_train.child_job import sigterm_unwinds
 
 ROUNDS = 10
 SECTIONS = ("copies", "take", "store", "share", "overlap", "restore")

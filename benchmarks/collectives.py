@@ -16,7 +16,7 @@ from typing import Any
 
 from common import HERE, MODELS, BenchmarkError, Table, finish, launcher, show, started, summary, write_json
 
-from resilient_train.child import sigterm_unwinds
+from resilient_train.child_job import sigterm_unwinds
 
 LIMIT_S = 580
 AMOUNTS = {"tiny": (60, 100), "10m": (30, 5), "21m": (30, 3)}

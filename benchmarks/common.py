@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from resilient_train.child import clean_environ, running
+from resilient_train.child_job import clean_environ, running
 
 HERE = Path(__file__).parent
 MODELS = ("tiny", "10m", "21m")

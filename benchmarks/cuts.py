@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common import Table, finish, launcher, show, started, summary, write_json
 
-from resilient_train.child import sigterm_unwinds
+from resilient_train.child_job import sigterm_unwinds
 from resilient_train.faults import PLACES
 from resilient_train.observe.sinks import EVENTS_FILE, read_events
 

@@ -37,7 +37,7 @@ from common import (
 )
 from recovery import STEPS_BETWEEN, Hit, Watch, strike, undisturbed_steps_ms
 
-from resilient_train.child import sigterm_unwinds
+from resilient_train.child_job import sigterm_unwinds
 from resilient_train.events import Event
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, read_events
 from resilient_train.observe.timeline import recoveries

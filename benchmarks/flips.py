@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 from common import HERE, BenchmarkError, Table, finish, launcher, log_tail, show, started, write_json
 
-from resilient_train.child import sigterm_unwinds
+from resilient_train.child_job import sigterm_unwinds
 
 Kind = tuple[str, str, str]
 """What is flipped, in which phase of a step, at which place of it."""

@@ -34,7 +34,7 @@ from common import (
 )
 from timers import NOT_OURS, WAITING, WATCHED
 
-from resilient_train.child import sigterm_unwinds
+from resilient_train.child_job import sigterm_unwinds
 
 
 class Amount(NamedTuple):

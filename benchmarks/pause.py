@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common import HERE, BenchmarkError, Case, Table, launcher, log_tail, show, started, summary, write_json
 
-from resilient_train.child import sigterm_unwinds
+from resilient_train.child_job import sigterm_unwinds
 from resilient_train.errors import ResilientError
 from resilient_train.launch.cli.asking import AnnouncedWait, Follower, ask, find
 from resilient_train.protocol.messages import Pause, Query, Unpause

@@ -22,7 +22,7 @@ from peers.picture import drawing
 from peers.systems import PLAIN, SYSTEMS, System, Trial
 from peers.trials import SIGNALS, faults, goodput, undisturbed
 
-from resilient_train.child import sigterm_unwinds
+from resilient_train.child_job import sigterm_unwinds
 
 BASELINE = "plain"
 GOODPUT_EVERY_S = (60, 15)

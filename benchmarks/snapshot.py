@@ -18,7 +18,7 @@ from typing import Any
 
 from common import HERE, BenchmarkError, Table, show, summary, write_json
 
-from resilient_train.child import clean_environ, sigterm_unwinds
+from resilient_train.child_job import clean_environ, sigterm_unwinds
 from resilient_train.state.vault.holder_search import find_holder
 
 ROUNDS = 15

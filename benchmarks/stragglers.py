@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from common import HERE, Table, finish, launcher, show, started, write_json
 from detection import busy
 
-from resilient_train.child import sigterm_unwinds
+from resilient_train.child_job import sigterm_unwinds
 from resilient_train.protocol.stragglers import TOGETHER_NS, Slower, Stragglers
 
 USUAL_NS = 50e6

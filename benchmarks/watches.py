@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from common import HERE, MODELS, BenchmarkError, Case, Table, finish, launcher, show, started, summary, write_json
 
-from resilient_train.child import sigterm_unwinds
+from resilient_train.child_job import sigterm_unwinds
 
 
 class Look(NamedTuple):

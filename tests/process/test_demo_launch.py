@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resilient_train import child
+from resilient_train import child_job
 from resilient_train.demo.run import DemoOptions, as_dict, compare
 
 pytestmark = pytest.mark.process
@@ -77,7 +77,7 @@ def quiet(*_) -> None:
 
 
 def test_both_runs_are_followed_and_compared(tmp_path, monkeypatch):
-    monkeypatch.setattr(child, "_LAUNCH", TRAINS)
+    monkeypatch.setattr(child_job, "_LAUNCH", TRAINS)
     monkeypatch.setenv("RESILIENT_FAULTS", "kill rank=0 step=1")
     told = []
     options = DemoOptions(run_dir=tmp_path / "demo", steps=6, ranks=2)
@@ -93,7 +93,7 @@ def test_both_runs_are_followed_and_compared(tmp_path, monkeypatch):
 
 
 def test_a_run_that_fails_is_told_with_the_end_of_its_log(tmp_path, monkeypatch):
-    monkeypatch.setattr(child, "_LAUNCH", FAILS)
+    monkeypatch.setattr(child_job, "_LAUNCH", FAILS)
     result = compare(DemoOptions(run_dir=tmp_path, steps=6, ranks=2), quiet)
     assert not result.good
     assert "undisturbed run ended with exit code 3" in result.problems[0]
@@ -101,9 +101,9 @@ def test_a_run_that_fails_is_told_with_the_end_of_its_log(tmp_path, monkeypatch)
 
 
 def test_nothing_outlives_the_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(child, "_LAUNCH", HANGS)
-    monkeypatch.setattr(child, "_TERM_GRACE_S", 0.2)
-    with child.launched(tmp_path, []):
+    monkeypatch.setattr(child_job, "_LAUNCH", HANGS)
+    monkeypatch.setattr(child_job, "_TERM_GRACE_S", 0.2)
+    with child_job.launched(tmp_path, []):
         wait_for(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count(" "))
     for pid in map(int, (tmp_path / "pids").read_text().split()):
         wait_for(lambda pid=pid: gone(pid))
@@ -119,7 +119,7 @@ def test_a_signal_that_comes_while_a_process_is_started(number, how, tmp_path, m
         return started[0]
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    with pytest.raises(how), child.running(["sleep", "600"], tmp_path / "log", dict(os.environ)):
+    with pytest.raises(how), child_job.running(["sleep", "600"], tmp_path / "log", dict(os.environ)):
         raise AssertionError("it came too late")
     assert started[0].returncode == -signal.SIGTERM
 
@@ -127,8 +127,8 @@ def test_a_signal_that_comes_while_a_process_is_started(number, how, tmp_path, m
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_demonstration_and_its_processes(number, tmp_path):
     code = (
-        "import sys; from resilient_train import child; from resilient_train.launch.cli.tool import main; "
-        f"child._LAUNCH = {HANGS!r}; child._TERM_GRACE_S = 0.2; "
+        "import sys; from resilient_train import child_job; from resilient_train.launch.cli.tool import main; "
+        f"child_job._LAUNCH = {HANGS!r}; child_job._TERM_GRACE_S = 0.2; "
         f"sys.exit(main(['demo', '--run-dir', {str(tmp_path)!r}]))"
     )
     demo = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -19,7 +19,7 @@ from running import JOBS, LAUNCHER, launch, start
 from saved_jobs import wait_for
 
 from documented import PAGES, ROOT, Block, blocks, write_file
-from resilient_train.child import clean_environ, launched
+from resilient_train.child_job import clean_environ, launched
 from resilient_train.demo import run as demos
 from resilient_train.faults import parse_plan
 from resilient_train.launch.cli.tool import main

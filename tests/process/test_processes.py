@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from resilient_train import child
+from resilient_train import child_job
 from resilient_train.config import Settings
 from resilient_train.launch.agent.processes import RankProcess
 from resilient_train.launch.fork.frames import gates
@@ -125,13 +125,13 @@ def test_a_standby_is_reaped_when_its_group_was_killed(killed: list[tuple[int, i
 def test_a_child_job_is_reaped_when_its_group_was_killed(
     killed: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "_TERM_GRACE_S", 60.0)
+    monkeypatch.setattr(child_job, "_TERM_GRACE_S", 60.0)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
     text = (
         f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {deaf!r}]); "
         "print(p.pid, flush=True); time.sleep(600)"
     )
-    with child.running([sys.executable, "-c", text], tmp_path / "log", dict(os.environ)) as process:
+    with child_job.running([sys.executable, "-c", text], tmp_path / "log", dict(os.environ)) as process:
         until(lambda: (tmp_path / "log").read_text().count("\n") == 2)  # in whichever order both have written
         left = int((tmp_path / "log").read_text().replace("deaf", ""))
     assert killed == [(process.pid, signal.SIGTERM), (process.pid, signal.SIGKILL)]

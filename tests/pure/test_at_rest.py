@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from resilient_train.frameworks.torch import at_rest as module
-from resilient_train.frameworks.torch.at_rest import AtRest
+from resilient_train.frameworks.torch import gloo_at_rest as module
+from resilient_train.frameworks.torch.gloo_at_rest import AtRest
 
 LOOKS_S = 0.15
 """Several times as long as rest takes to be seen."""

@@ -8,7 +8,7 @@ import pytest
 from pure.test_doctor import HEALTHY
 from resilient_train import config
 from resilient_train.errors import ConfigError
-from resilient_train.launch.agent.caches import PLACES, SWITCHES, Cache, given, look
+from resilient_train.launch.agent.compile_caches import PLACES, SWITCHES, Cache, given, look
 from resilient_train.launch.agent.processes import Processes
 from resilient_train.launch.cli.doctor import Grade, as_dict, judge
 from resilient_train.launch.spec import JobSpec

@@ -14,7 +14,7 @@ from resilient_train._native import Board
 from resilient_train.errors import ConfigError
 from resilient_train.session import cadence
 from resilient_train.session.cadence import BySeconds, BySteps, Cadence, Due, Wish, wish
-from resilient_train.session.meter import Meter
+from resilient_train.session.save_cost import Meter
 
 STEPS = 40
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from resilient_train.errors import ConfigError  # noqa: E402
-from resilient_train.frameworks.torch.checkpoint import (  # noqa: E402
+from resilient_train.frameworks.torch.checkpoint_pieces import (  # noqa: E402
     contents,
     local,
     memory_of,

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from resilient_train.errors import ConfigError
-from resilient_train.launch.agent.claim import LOCK, Claim
+from resilient_train.launch.agent.run_dir_claim import LOCK, Claim
 
 HOLD = (
-    "import sys; from pathlib import Path; from resilient_train.launch.agent.claim import Claim\n"
+    "import sys; from pathlib import Path; from resilient_train.launch.agent.run_dir_claim import Claim\n"
     "claim = Claim(Path(sys.argv[1])); print('mine', flush=True); sys.stdin.read()\n"
 )
 

@@ -11,7 +11,7 @@ import pytest
 from pure.checkpoint_rig import CUT, NAMES, NUMPY, WHOLE, image, pieces, value, whole
 from resilient_train._native import Copier
 from resilient_train.errors import ConfigError, VaultError
-from resilient_train.state.checkpoint.held import HeldImage, fill_from
+from resilient_train.state.checkpoint.restore_from_memory import HeldImage, fill_from
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.digest import chunk_digests
 from resilient_train.state.image import plan_image

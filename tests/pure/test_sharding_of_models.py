@@ -27,7 +27,7 @@ from resilient_train.frameworks.torch.leaves import TENSORS, local, pack, versio
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
 from resilient_train.frameworks.torch.sharded import Sharding, placed_like  # noqa: E402
 from resilient_train.frameworks.torch.state import TorchState  # noqa: E402
-from resilient_train.state.checkpoint.held import _lacking  # noqa: E402
+from resilient_train.state.checkpoint.restore_from_memory import _lacking  # noqa: E402
 from resilient_train.state.sharding import Piece  # noqa: E402
 from resilient_train.state.transfer import Span, view  # noqa: E402
 from resilient_train.state.tree import Slot, flatten, unflatten  # noqa: E402

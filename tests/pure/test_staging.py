@@ -16,7 +16,7 @@ from resilient_train.frameworks.roles import Objects, SaveShare  # noqa: E402
 from resilient_train.frameworks.torch import staging  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch.staging import Staging  # noqa: E402
-from resilient_train.state.checkpoint.held import HeldImage, fill_from  # noqa: E402
+from resilient_train.state.checkpoint.restore_from_memory import HeldImage, fill_from  # noqa: E402
 from resilient_train.state.vault.slots import image_digest  # noqa: E402
 
 pytestmark = pytest.mark.torch

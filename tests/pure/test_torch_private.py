@@ -112,7 +112,7 @@ def test_works_have_futures_that_take_callbacks() -> None:
 
 
 def test_sharded_tensors_tell_their_blocks() -> None:
-    """What ``frameworks/torch/checkpoint.py`` asks a DTensor; ``tests/pure/test_checkpoint_torch.py`` compares."""
+    """What ``checkpoint_pieces.py`` asks a DTensor; ``tests/pure/test_checkpoint_torch.py`` compares."""
     from torch.distributed.tensor import DTensor
 
     assert hasattr(DTensor, "__create_chunk_list__")

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from resilient_train.child import LAUNCHER_LOG, check_unused, launched, log_tail
+from resilient_train.child_job import LAUNCHER_LOG, check_unused, launched, log_tail
 from resilient_train.demo.plot import LEGEND, draw
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event

@@ -40,7 +40,7 @@ def stray(link: AgentLink, difference: str) -> SystemExit:
 def _ask(link: AgentLink) -> tuple[Channel, bytes]:
     channel = Channel(link.socket)
     channel.send(Hello("set-up", link.rank, link.incarnation, os.getpid(), token=link.token))
-    answer = channel.receive()  # without a limit: see session/link.py
+    answer = channel.receive()  # without a limit: see session/agent_link.py
     if isinstance(answer, Reply):
         raise ConfigError(answer.error)
     if not isinstance(answer, SetUp):

@@ -26,7 +26,7 @@ from resilient_train import config
 from resilient_train.errors import ConfigError
 from resilient_train.protocol.messages import Refused
 from resilient_train.session import Session
-from resilient_train.session.link import say_once
+from resilient_train.session.agent_link import say_once
 
 
 class ResilientPrecision(Precision):  # type: ignore[misc] # Lightning is not there when types are checked

@@ -33,7 +33,7 @@ from resilient_train import config
 from resilient_train.errors import ConfigError, UsageError
 from resilient_train.protocol.messages import Refused
 from resilient_train.session import Session
-from resilient_train.session.link import say_once
+from resilient_train.session.agent_link import say_once
 
 _SKIP = "the batches that are done with"
 """In place of a checkpoint's folder: the Trainer skips batches if there is one."""

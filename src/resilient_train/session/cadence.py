@@ -16,8 +16,8 @@ from typing import Protocol
 import msgspec
 
 from resilient_train.errors import ConfigError
-from resilient_train.session.meter import Meter
 from resilient_train.session.peers import Peers
+from resilient_train.session.save_cost import Meter
 
 
 class Due(enum.IntEnum):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from resilient_train.observe.collectives import failure_of, file_of, report_of
 from resilient_train.observe.sinks import say_aside
-from resilient_train.session.link import Link
+from resilient_train.session.agent_link import Link
 
 _CLOSE_S = 1.0
 

@@ -41,6 +41,7 @@ from resilient_train.protocol import messages as m
 from resilient_train.protocol import rank_effects as do
 from resilient_train.protocol import rank_events as on
 from resilient_train.protocol.progress import Activity
+from resilient_train.session.agent_link import Link, leave
 from resilient_train.session.anomalies import Anomalies, AnomalyLimits, FoundAnomaly, What
 from resilient_train.session.bodies_without_update import BodiesWithoutUpdate
 from resilient_train.session.collective_report import CollectiveReport
@@ -53,7 +54,6 @@ from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.from_replica import FromReplica
 from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
-from resilient_train.session.link import Link, leave
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
 from resilient_train.session.nan_watch import NanWatch

@@ -13,7 +13,7 @@ import msgspec
 from resilient_train.errors import ConfigError, TransferError
 from resilient_train.frameworks.roles import Damage, Groups, Sources, State, Window
 from resilient_train.protocol.messages import Fetched, Offer, Plan, Pull
-from resilient_train.session.link import Link
+from resilient_train.session.agent_link import Link
 from resilient_train.state.transfer import Span, read_from
 
 NOTHING_DAMAGED = Damage(frozenset(), (), 0)

@@ -21,10 +21,10 @@ from resilient_train.errors import (
 from resilient_train.frameworks.roles import State, Window
 from resilient_train.protocol.messages import Refused, Source, Unrestorable
 from resilient_train.protocol.replicas import alike
-from resilient_train.session.link import Link
+from resilient_train.session.agent_link import Link
 from resilient_train.session.publication import Publication
-from resilient_train.state.checkpoint.held import HeldImage, fill_from
 from resilient_train.state.checkpoint.restore import Checkpoint, read_checkpoint
+from resilient_train.state.checkpoint.restore_from_memory import HeldImage, fill_from
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.vault import trailer
 from resilient_train.state.vault.client import Vault

@@ -14,7 +14,7 @@ from resilient_train.interrupt import STACKS_SIGNAL
 from resilient_train.observe.sinks import say_aside
 from resilient_train.observe.stacks import listen_for_stacks, stacks_file
 from resilient_train.protocol.progress import Activity
-from resilient_train.session.link import Link
+from resilient_train.session.agent_link import Link
 
 
 class Pulse:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from resilient_train.frameworks.roles import State
 from resilient_train.protocol.messages import HoldsNan
-from resilient_train.session.link import Link
+from resilient_train.session.agent_link import Link
 from resilient_train.state.nan import NanFound
 
 

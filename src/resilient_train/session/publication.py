@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from resilient_train.frameworks.roles import Data, RankState
-from resilient_train.session.link import Link
+from resilient_train.session.agent_link import Link
 from resilient_train.session.loader import Cursor, DataPosition
 from resilient_train.session.publication_format import Published, read
 from resilient_train.session.resharding import reshard

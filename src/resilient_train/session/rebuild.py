@@ -9,7 +9,7 @@ from typing import Any
 
 from resilient_train.frameworks.roles import Groups
 from resilient_train.protocol.messages import Address, FromAgent, Stop
-from resilient_train.session.link import Link
+from resilient_train.session.agent_link import Link
 
 
 def build_groups(link: Link, groups: Groups, generation: int, *, replaced: bool) -> Any:

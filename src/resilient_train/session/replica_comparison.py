@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from resilient_train.frameworks.roles import Gradients, State
 from resilient_train.protocol.messages import Differs, Held, Shared
 from resilient_train.protocol.replicas import alike
-from resilient_train.session.link import Link
+from resilient_train.session.agent_link import Link
 
 
 class Comparison:

@@ -32,10 +32,10 @@ from resilient_train.errors import (
 from resilient_train.frameworks.roles import Image, SaveShare, State, Window
 from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Captured, OpenVault, SaveLast, Skipped, Source, Unsaved, VaultOpened
+from resilient_train.session.agent_link import Link
 from resilient_train.session.autosave import cadence_for
 from resilient_train.session.cadence import Cadence, Due, Wish
 from resilient_train.session.from_saved import FromSaved, Own
-from resilient_train.session.link import Link
 from resilient_train.session.publication import Publication
 from resilient_train.session.replica_comparison import Comparison, fingerprint
 from resilient_train.session.snapshot_in_flight import SnapshotInFlight

@@ -29,12 +29,12 @@ from resilient_train.frameworks import engine_for
 from resilient_train.frameworks.roles import Engine, Objects, Problem
 from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Plain, Refused
+from resilient_train.session.agent_link import say_once
 from resilient_train.session.anomalies import AnomalyLimits
 from resilient_train.session.cadence import wish
 from resilient_train.session.calls import BodyCall, Calls, PlainCalls, Position
 from resilient_train.session.carried import Carried, check_places, watch
 from resilient_train.session.driver import Driver
-from resilient_train.session.link import say_once
 from resilient_train.session.loader import Cursor
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step

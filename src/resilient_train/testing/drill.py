@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from resilient_train.child import LAUNCHER_LOG, check_unused, clean_environ, launched, log_tail
+from resilient_train.child_job import LAUNCHER_LOG, check_unused, clean_environ, launched, log_tail
 from resilient_train.errors import ConfigError
 from resilient_train.events import Event
 from resilient_train.faults import COST_NO_PROCESS, INJECTABLE, PLACES, TARGETS, UCE_PLACES, Injection

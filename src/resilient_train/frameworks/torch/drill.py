@@ -13,7 +13,7 @@ import xxhash
 
 from resilient_train.errors import ConfigError, StateError
 from resilient_train.frameworks.roles import Objects
-from resilient_train.frameworks.torch.checkpoint import names_of
+from resilient_train.frameworks.torch.checkpoint_pieces import names_of
 from resilient_train.frameworks.torch.device import TorchDevice
 from resilient_train.frameworks.torch.extra_state import ExtraState
 from resilient_train.frameworks.torch.fingerprint import tensor_digest

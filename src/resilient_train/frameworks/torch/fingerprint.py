@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from resilient_train._native import Copier
-from resilient_train.frameworks.torch.checkpoint import names_of
+from resilient_train.frameworks.torch.checkpoint_pieces import names_of
 from resilient_train.frameworks.torch.device_digest import device_digest
 from resilient_train.frameworks.torch.leaves import TENSORS, dense, local, span_of
 from resilient_train.state.capture import COPY_TIMEOUT_MS

@@ -15,7 +15,7 @@ from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.roles import Addresses, Problem
 from resilient_train.frameworks.supported import torch_problem
 from resilient_train.frameworks.torch import pipelines
-from resilient_train.frameworks.torch.at_rest import AtRest
+from resilient_train.frameworks.torch.gloo_at_rest import AtRest
 from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup, groups, works
 from resilient_train.frameworks.torch.transports.hccl import HcclGroup
 from resilient_train.state.transfer import Span, chunks, view

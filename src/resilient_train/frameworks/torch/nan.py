@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from resilient_train.frameworks.torch.checkpoint import names_of
+from resilient_train.frameworks.torch.checkpoint_pieces import names_of
 from resilient_train.frameworks.torch.leaves import TENSORS, local
 from resilient_train.state.nan import NanFound
 from resilient_train.state.tree import flatten

@@ -14,11 +14,10 @@ from resilient_train.errors import ConfigError, LayoutError, StateError, Transfe
 from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.roles import Damage, Image, Objects, SaveShare, Sources, StateMark
 from resilient_train.frameworks.torch import layout_check
-from resilient_train.frameworks.torch.checkpoint import piece_of
+from resilient_train.frameworks.torch.checkpoint_pieces import piece_of
 from resilient_train.frameworks.torch.containers import copy_tree, dressed
 from resilient_train.frameworks.torch.damage import move
 from resilient_train.frameworks.torch.fingerprint import TorchFingerprint, rows_of
-from resilient_train.frameworks.torch.images import Images
 from resilient_train.frameworks.torch.kept_state import KeptState
 from resilient_train.frameworks.torch.leaves import (
     PLAIN,
@@ -36,6 +35,7 @@ from resilient_train.frameworks.torch.optimizer_entries import entries_of, put_e
 from resilient_train.frameworks.torch.optimizer_groups import described, found, groups_of, places, regroup
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.sharded import Replicas, Sharding, placed_like
+from resilient_train.frameworks.torch.snapshot_images import Images
 from resilient_train.frameworks.torch.staging import Staging, on_host
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.nan import NanFound

@@ -66,10 +66,10 @@ from resilient_train.protocol.hang import Stall, Suspicion
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.progress import Activity, progress_of
 from resilient_train.protocol.standing import Standing, standing_of
-from resilient_train.server import Listener
 from resilient_train.state import abnormal
 from resilient_train.state.arena import DEFAULT_SLOT_BYTES, Arena
 from resilient_train.transport import listen
+from resilient_train.unix_listener import Listener
 
 _SHORT_OF = frozenset((errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM))
 """Descriptors, processes or memory: there may be some again soon."""

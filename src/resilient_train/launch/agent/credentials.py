@@ -17,8 +17,8 @@ from resilient_train.launch.agent.operators import Operators
 from resilient_train.launch.agent.processes import Processes
 from resilient_train.protocol import messages as m
 from resilient_train.protocol.job import Job
-from resilient_train.server import LARGE, SMALL, Connection, Server
 from resilient_train.transport import from_rank
+from resilient_train.unix_listener import LARGE, SMALL, Connection, Server
 
 RankConnection = Connection[m.FromRank]
 _SET_UP = "set-up"

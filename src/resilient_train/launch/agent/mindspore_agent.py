@@ -40,8 +40,8 @@ from resilient_train.protocol.hang import Stall, Suspicion
 from resilient_train.protocol.job import EXIT_UNRECOVERABLE
 from resilient_train.protocol.policy import why_give_up
 from resilient_train.protocol.retry_budget import RetryBudget
-from resilient_train.server import Listener
 from resilient_train.transport import listen
+from resilient_train.unix_listener import Listener
 
 _LAST_WORDS_S = 1.0
 """How long what a rank has sent before its end may take to be read. A process that it has left may hold its socket."""

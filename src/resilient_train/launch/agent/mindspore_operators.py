@@ -11,9 +11,9 @@ from resilient_train.integrations.mindio.controller import MindioStage
 from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.launch.agent.processes import RankProcess
 from resilient_train.protocol import messages as m
-from resilient_train.server import SMALL, Connection, Server
 from resilient_train.session.injection import SIGNALS
 from resilient_train.transport import from_rank
+from resilient_train.unix_listener import SMALL, Connection, Server
 
 _WORDS = {
     MindioStage.STARTING: "STARTING",

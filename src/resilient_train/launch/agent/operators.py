@@ -15,8 +15,8 @@ from resilient_train.launch.agent.waiting import Waiting
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
 from resilient_train.protocol.job import Job
-from resilient_train.server import Connection
 from resilient_train.session.injection import SIGNALS
+from resilient_train.unix_listener import Connection
 
 
 class Operators:

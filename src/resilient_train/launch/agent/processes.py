@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from resilient_train import _native, config
 from resilient_train.descriptors import Limit, restore_limit
-from resilient_train.launch.agent import caches
+from resilient_train.launch.agent import compile_caches
 from resilient_train.launch.agent.logs import Logs, Streams
 from resilient_train.launch.fork.imports import script_of
 from resilient_train.launch.fork.live import cold
@@ -162,7 +162,7 @@ class Processes:
         self._token = token
         self._limit = limit
         # Without restarts nothing is compiled twice: then the user's own places are as good.
-        self._caches = caches.given(job.run_dir, config.environ_copy()) if job.policy.max_restarts > 0 else {}
+        self._caches = compile_caches.given(job.run_dir, config.environ_copy()) if job.policy.max_restarts > 0 else {}
         self.current: dict[int, RankProcess] = {}
 
     def begin(self) -> None:

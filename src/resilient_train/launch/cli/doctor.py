@@ -21,7 +21,7 @@ from resilient_train._native import Probes, ProbeStatus, death_watch_supported
 from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.frameworks.supported import torch_installed, torch_problem
 from resilient_train.integrations.mindio import finder
-from resilient_train.launch.agent import caches
+from resilient_train.launch.agent import compile_caches
 from resilient_train.launch.cli import asking
 from resilient_train.launch.cli.findings import Finding, Grade
 from resilient_train.launch.cli.mindspore_environ import look
@@ -102,9 +102,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     depth: str = "forked"
     standing_by: tuple[StandingBy, ...] = ()
     """Of the job that was started last here, if it runs."""
-    caches: tuple[caches.Cache, ...] = ()
+    caches: tuple[compile_caches.Cache, ...] = ()
     cache_switches: dict[str, str] = {}
-    """Those that the user has set, see ``caches.SWITCHES``."""
+    """Those that the user has set, see ``compile_caches.SWITCHES``."""
 
 
 def gather() -> Facts:
@@ -134,8 +134,8 @@ def gather() -> Facts:
         standby=settings.standby,
         depth=settings.standby_depth,
         standing_by=_standing_by(),
-        caches=caches.look(Path(settings.run_dir or "resilient_runs/<id>"), environ),
-        cache_switches={name: environ[name] for name in caches.SWITCHES if name in environ},
+        caches=compile_caches.look(Path(settings.run_dir or "resilient_runs/<id>"), environ),
+        cache_switches={name: environ[name] for name in compile_caches.SWITCHES if name in environ},
     )
 
 
@@ -251,7 +251,7 @@ def _caches(facts: Facts) -> Iterator[Finding]:
         elif cache.in_memory:
             text = f"{where}: on {cache.filesystem}: it takes memory, and is gone when the machine starts again; {free}"
             yield Finding(Grade.NOTE, cache.variable, text)
-        elif cache.free_bytes < caches.ROOM_BYTES:
+        elif cache.free_bytes < compile_caches.ROOM_BYTES:
             text = f"{where}: only {free}; what is compiled may not be kept"
             yield Finding(Grade.NOTE, cache.variable, text)
         else:
@@ -259,7 +259,7 @@ def _caches(facts: Facts) -> Iterator[Finding]:
             text = f"{where}: on {cache.filesystem}, for {whose}; {free}"
             yield Finding(Grade.OK, cache.variable, text)
     for name, value in facts.cache_switches.items():
-        usual = caches.SWITCHES[name]
+        usual = compile_caches.SWITCHES[name]
         yield Finding(Grade.OK, name, f"{value} (environment; resilient-run would set {usual})")
 
 

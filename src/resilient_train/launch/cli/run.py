@@ -22,9 +22,9 @@ from resilient_train.errors import ConfigError
 from resilient_train.events import now
 from resilient_train.faults import nearest, parse_plan
 from resilient_train.frameworks.supported import torch_problem, version_line
-from resilient_train.launch.agent.claim import Claim
 from resilient_train.launch.agent.console import Console
 from resilient_train.launch.agent.console_text import line
+from resilient_train.launch.agent.run_dir_claim import Claim
 from resilient_train.launch.cli import msrun
 from resilient_train.launch.cli.findings import Grade
 from resilient_train.launch.cli.mindspore_environ import RANK_TABLE, look

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from resilient_train.child import new_run_dir
+from resilient_train.child_job import new_run_dir
 from resilient_train.errors import ConfigError, ResilientError
 from resilient_train.events import Event, now
 from resilient_train.faults import INJECTABLE, TARGETS, check_fault, nearest

@@ -31,12 +31,12 @@ import msgspec
 
 from resilient_train.descriptors import raise_limit
 from resilient_train.errors import ProtocolError
-from resilient_train.server import SMALL, Connection, Listener, Server
 from resilient_train.state.vault import frames, slots
 from resilient_train.state.vault.client import socket_path
 from resilient_train.state.vault.holder_work import Pinned, Work, load, perform
 from resilient_train.state.vault.snapshot_index import RefusedError, SnapshotIndex, describe
 from resilient_train.transport import listen
+from resilient_train.unix_listener import SMALL, Connection, Listener, Server
 
 GRACE_S = 60.0
 """How long memory outlives the last process that knows of it: time for another launcher with the same run directory."""

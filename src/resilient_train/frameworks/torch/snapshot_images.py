@@ -11,7 +11,7 @@ import torch
 
 from resilient_train._native import Copier
 from resilient_train.frameworks.roles import Image, SaveShare
-from resilient_train.frameworks.torch.checkpoint import contents, memory_of, piece_of, skipped_bytes
+from resilient_train.frameworks.torch.checkpoint_pieces import contents, memory_of, piece_of, skipped_bytes
 from resilient_train.frameworks.torch.leaves import is_sharded, local, version_of
 from resilient_train.frameworks.torch.staging import Staging, TensorPart, on_host
 from resilient_train.state.capture import Capture, HostCapture

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from resilient_train import server as module
-from resilient_train.server import LARGE, SMALL, Connection, Listener, ReadLimits, Server
 from resilient_train.transport import FrameBuffer, encode, listen
+from resilient_train.unix_listener import LARGE, SMALL, Connection, Listener, ReadLimits, Server
 
 PATIENCE_S = 20.0
 

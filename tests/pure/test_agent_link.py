@@ -17,7 +17,7 @@ from resilient_train.config import AgentLink
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.set_up_recall import recall
 from resilient_train.protocol import messages as m
-from resilient_train.session.link import Link
+from resilient_train.session.agent_link import Link
 from resilient_train.state.arena import Arena
 from resilient_train.transport import Channel, encode
 

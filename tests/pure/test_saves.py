@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,7 +119,10 @@ def test_what_a_silent_holder_has_of_a_history_that_was_left_is_no_snapshot_of_t
         opened = asyncio.run(each.open())
         assert (opened.error != "", opened.later) == (True, True), "it stands still once more"
         assert [held.commits for held in pair.complete()] == [6, 5]
+        each.states.distrust(5)
+        each.states.going_back = False  # no device's snapshots are ever compared, so nothing else ends it
         assert asyncio.run(each.open()) == VaultOpened()
+        assert each.states.wrong_since is None
         assert [held.commits for held in pair.complete()] == [5]
         assert asyncio.run(each.open()) == VaultOpened()
 
@@ -171,6 +175,73 @@ def test_a_holder_that_answers_in_the_end_is_gone_on_from(tmp_path: Path, monkey
     each = saves(tmp_path)
     assert not choose(each, needed=True)
     assert each.start.source == Source("memory", 6), "what is on storage is older"
+
+
+def test_storage_that_takes_its_time_takes_none_from_the_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look at it takes longer than the holder is waited for; memory may have the newest state."""
+
+    async def slow(*_: object, **__: object) -> Stored:
+        await asyncio.sleep(0.2)
+        return Stored(source=Source("storage", 4, "step_4"))
+
+    answers = [None, Source("memory", 6)]
+
+    def newest() -> Source | None:
+        if (answer := answers.pop(0)) is None:
+            silent()
+        return answer
+
+    monkeypatch.setattr(starting_state, "find_stored", slow)
+    monkeypatch.setattr(starting_state, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(starting_state, "_LOOK_AGAIN_S", 0.01)
+    each = saves(tmp_path)
+    monkeypatch.setattr(each._snapshots, "newest_to_stay", newest)
+    assert not choose(each)
+    assert each.start.source == Source("memory", 6)
+
+
+def test_a_rank_that_dies_makes_nothing_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for a holder as all are told to go back to before what they began with."""
+    each = saves(tmp_path)
+    monkeypatch.setattr(each._snapshots, "vault", SimpleNamespace(hear=lambda: None, result=lambda *_: None))
+    monkeypatch.setattr(each._snapshots, "discard", lambda _: True)
+    for going_back in (True, False):
+        each.distrust(13)
+        each.states.going_back = going_back
+        each._snapshots.begin_from(20)
+        assert asyncio.run(each.open()) == VaultOpened()
+        assert each.states.wrong_since == (13 if going_back else None)
+
+
+def test_ranks_ask_for_a_holder_while_all_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both come to it. The connection that is given up must not stay in the event loop, under another's number."""
+
+    class Ends:
+        def __init__(self) -> None:
+            self.socket, self.other = socket.socketpair()
+            self.fileno, self.close = self.socket.fileno, self.socket.close
+
+        def hear(self) -> None:
+            pass
+
+    async def ask() -> None:
+        each, first, second = saves(tmp_path), Ends(), Ends()
+
+        async def look() -> tuple[Any, None]:
+            each._snapshots._keep_to(first)  # type: ignore[arg-type]
+            return second, None
+
+        monkeypatch.setattr(each._snapshots._search, "look", look)
+        assert await each.open() == VaultOpened()
+        assert each._snapshots.vault is first
+        assert (first.fileno() >= 0, second.fileno()) == (True, -1)
+        each._snapshots.let_go()
+        for end in (first.other, second.other):
+            end.close()
+
+    asyncio.run(ask())
 
 
 def test_the_newest_that_is_whole(tmp_path: Path) -> None:
@@ -254,9 +325,10 @@ def test_what_is_wrong_since_a_step_is_no_source(tmp_path: Path, monkeypatch: py
 
 
 class Holding:
-    """A holder that is there."""
+    """A holder that is there, and has nothing to do."""
 
     stores = ()
+    works = 0
 
     @classmethod
     def connect(cls, *_: object, **__: object) -> Holding:

@@ -14,7 +14,7 @@ import pytest
 
 from pure import checkpoint_rig
 from resilient_train.errors import HolderLostError, StorageError, VaultError
-from resilient_train.launch.agent import checkpoint_requests, held_snapshots, stored_checkpoints
+from resilient_train.launch.agent import checkpoint_requests, held_snapshots, starting_state, stored_checkpoints
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.spec import CHECKPOINTS
 from resilient_train.protocol.messages import Captured, Source
@@ -128,6 +128,130 @@ def test_one_that_is_being_written_when_all_go_back(rig: Rig) -> None:
 
     asyncio.run(job())
     assert [detail["step"] for kind, detail in rig.events if kind == "saved"] == [16]
+
+
+def lands_during_the_look(rig: Rig, monkeypatch: pytest.MonkeyPatch, step: int, pause_s: float) -> None:
+    """What is under way is written behind the first look at storage, and a while before its answer is taken."""
+    real, looks = starting_state.find_stored, list[int]()
+
+    async def look(*arguments: Any, **more: Any) -> Any:
+        found = await real(*arguments, **more)
+        looks.append(step)
+        if len(looks) == 1:
+            rig.lands(step)
+            await asyncio.sleep(pause_s)
+        return found
+
+    monkeypatch.setattr(starting_state, "find_stored", look)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.02, 0.1], ids=["same turn", "while it is set aside", "behind that"])
+@pytest.mark.parametrize("problem", ["", "read-only"])
+def test_one_that_lands_while_all_look(rig: Rig, monkeypatch: pytest.MonkeyPatch, pause_s: float, problem: str) -> None:
+    """It is on storage then, and nobody has seen it there."""
+    real = checkpoint_requests.set_wrong_aside
+
+    async def slow(*arguments: Any, **more: Any) -> str:
+        await asyncio.sleep(0.05)
+        return problem or await real(*arguments, **more)
+
+    async def job() -> None:
+        rig.captured(16)
+        rig.saves.distrust(13)
+        lands_during_the_look(rig, monkeypatch, 16, pause_s)
+        monkeypatch.setattr(checkpoint_requests, "set_wrong_aside", slow)
+        assert not await choose(rig)
+        rig.captured(12)
+        await rig.set_aside()
+        monkeypatch.setattr(checkpoint_requests, "set_wrong_aside", real)
+        rig.captured(14)
+        await rig.set_aside()
+        assert rig.names()[0] == "step_8"
+        assert "step_16" not in rig.names()
+        assert not await choose(rig)
+        assert rig.saves.start.source == Source("memory", 8)
+
+    asyncio.run(job())
+
+
+def test_nothing_right_is_written_beside_what_is_set_aside(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would get a name that nobody goes on from."""
+    real = checkpoint_requests.set_wrong_aside
+
+    async def slow(*arguments: Any, **more: Any) -> str:
+        await asyncio.sleep(0.1)
+        return await real(*arguments, **more)
+
+    async def job() -> None:
+        rig.captured(16)
+        rig.saves.distrust(13)
+        lands_during_the_look(rig, monkeypatch, 16, 0.02)
+        monkeypatch.setattr(checkpoint_requests, "set_wrong_aside", slow)
+        assert not await choose(rig)
+        rig.captured(18)
+        assert rig.holder.submitted == [0]
+        await rig.set_aside()
+        rig.captured(20)
+        assert rig.holder.submitted == [0, 1]
+
+    asyncio.run(job())
+
+
+def test_a_holder_that_was_given_up_may_still_write_what_is_wrong(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood still, and was taken for gone."""
+    stands_still = True
+    monkeypatch.setattr(rig.saves._snapshots, "may_write", lambda: stands_still)
+
+    async def job() -> None:
+        nonlocal stands_still
+        rig.captured(16)
+        rig.saves.distrust(13)
+        assert not await choose(rig)
+        rig.saves._lost("it does not answer")
+        rig.captured(12)
+        await rig.set_aside()
+        assert ("wrong_stay", {"reason": "the holder of memory snapshots may still write one"}) in rig.events
+        checkpoint_rig.write(rig.folder, 16)
+        stands_still = False
+        rig.captured(14)
+        await rig.set_aside()
+        assert rig.names() == ["step_8", "wrong_step_16"]
+        rig.captured(15)
+        assert rig.holder.submitted == [0, 1]
+
+    asyncio.run(job())
+
+
+def test_what_a_holder_says_last_is_heard(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its result and its end come at once."""
+
+    def ends() -> None:
+        raise HolderLostError("it is gone")
+
+    async def job() -> None:
+        rig.captured(16)
+        monkeypatch.setattr(rig.holder, "hear", ends)
+        rig.lands(16)
+        assert [kind for kind, _ in rig.events] == ["saved", "holder_lost"]
+
+    asyncio.run(job())
+
+
+def test_what_is_being_written_may_have_an_older_one_deleted(rig: Rig) -> None:
+    """``keep=2``: what all would go back to has to be there when they come to it."""
+
+    async def job() -> None:
+        for step in (10, 14):
+            rig.captured(step)
+            rig.lands(step)
+        assert rig.saves.saved_before(13)
+        rig.captured(16)
+        assert not rig.saves.saved_before(13), "nothing is in memory here"
+        assert rig.saves.saved_before(14)
+        rig.lands(16)
+        assert not rig.saves.saved_before(13)
+
+    asyncio.run(job())
 
 
 def test_one_that_holds_nan_is_told_once(rig: Rig) -> None:
@@ -281,6 +405,35 @@ def test_a_job_that_ends_before_all_have_gone_back(rig: Rig) -> None:
     asyncio.run(job())
 
 
+def test_a_job_that_ends_while_a_wrong_one_fails(rig: Rig) -> None:
+    """The one before it is wrong too."""
+    checkpoint_rig.write(rig.folder, 14)
+
+    async def job() -> None:
+        rig.captured(16)
+        rig.saves.distrust(13)
+        ended = asyncio.create_task(rig.saves.finish(5, failed=True))
+        await asyncio.sleep(0)
+        rig.holder.error = "no space"
+        rig.saves._hear()
+        await ended
+        assert rig.names() == ["step_8", "wrong_step_14"]
+
+    asyncio.run(job())
+
+
+def test_a_holder_that_goes_while_a_job_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def job() -> None:
+        async def newest() -> bool:
+            rig.saves._snapshots.vault = None
+            return False
+
+        monkeypatch.setattr(rig.saves.start, "memory_is_newest", newest)
+        await rig.saves.finish(1, failed=True)
+
+    asyncio.run(job())
+
+
 def test_memory_is_kept_without_what_is_wrong(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """For who starts a job again that ended before all had begun anew."""
     pair = SlotPair(create(0, 4096), writes=True)
@@ -319,7 +472,7 @@ class Memory:
 
     def inventory(self) -> Any:
         stores = [SimpleNamespace(rank=rank, snapshots=self._held(each)) for rank, each in enumerate(self.steps)]
-        return SimpleNamespace(stores=stores)
+        return SimpleNamespace(stores=stores, works=0)
 
     def _held(self, steps: tuple[int, ...]) -> list[Any]:
         return [SimpleNamespace(step=step, commits=step, sequence=100 + step, world=2) for step in steps]
@@ -385,6 +538,9 @@ class Visitor:
 
     def __init__(self, pair: SlotPair) -> None:
         self._pair = pair
+
+    def inventory(self) -> Any:
+        return SimpleNamespace(stores=(), works=0)
 
     def open(self, rank: int) -> list[SlotPair]:
         return [] if rank else [SlotPair(os.dup(self._pair.fd), writes=False)]

@@ -62,3 +62,15 @@ def test_checkpoints_that_are_known() -> None:
     assert states.newest_without_nan == -1
     states.begun_with(Source("storage", 4, "checkpoints/step_8"))
     assert states.stored_before(9)
+    states.refuse(Source("storage", 4, "checkpoints/step_8"), whole=False)
+    assert not states.stored_before(9)
+
+
+def test_what_all_begin_with_is_no_second_checkpoint() -> None:
+    states = TrustedStates(1, keep=2)
+    for step in (10, 14):
+        states.stored(step, nan=False)
+    states.begun_with(Source("storage", 14, "checkpoints/step_14"))
+    assert states.stored_before(11)
+    assert not states.stored_before(11, one_more=True)
+    assert states.stored_before(14, one_more=True)

@@ -5,11 +5,11 @@
     nothing                           | it is written, or (*)      |                              |
     one is written                    | it is left out             | a later one than that is     | nothing is done
                                       |                            | wrong                        |
-    one is written, and it is wrong   | it is left out             |                              | (*)
+    one is written, and it is wrong   | it is left out             |                              | (*) if it is there
     wrong ones are set aside          | it is left out             |                              | nothing is done
 
-(*) While wrong ones may lie on storage (``TrustedStates.wrong_stored``) they are set aside, and nothing is written
-beside them. The end-of-life checkpoint is not left out: it waits until nothing is done.
+(*) While wrong ones may lie on storage (``TrustedStates.wrong_stored``) they are set aside, and no other is written.
+The end-of-life checkpoint is not left out: it waits until nothing is done, and no longer.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class CheckpointRequests:
         self.over(0 if save.wrong else save.commits)
 
     def holder_lost(self, reason: str) -> None:
-        """Nobody writes what is under way."""
+        """Nobody will say what has become of what is under way. A holder that only stood still may yet write it."""
         save, self.under_way = self.under_way, None
         if save is not None:
             self._failed(save, reason)
@@ -218,7 +218,10 @@ class CheckpointRequests:
 
     async def _set_aside(self) -> None:
         since, held = self._states.wrong_stored, not self._states.going_back or self._snapshots.is_there()
+        unheard = self._snapshots.may_write()  # asked before: what lands behind the look at storage is not found there
         reason = "" if since is None else await set_wrong_aside(self._folder, since, held=held)
+        if unheard and not reason:
+            reason = "the holder of memory snapshots may still write one"
         self.aside = None
         if reason:
             self._troubles.tell("wrong_stay", None, reason)

@@ -22,7 +22,7 @@ from resilient_train.state.vault.holder_search import HolderSearch
 from resilient_train.state.vault.record import Snapshot
 
 _REPLY_TIMEOUT_S = 2.0
-"""The agent waits for the holder at the start of ranks only, and not for long: it has recoveries to carry out."""
+"""The agent does not wait for the holder for long: it has recoveries to carry out."""
 
 
 class HeldSnapshots:
@@ -77,11 +77,17 @@ class HeldSnapshots:
             if begun >= 0 and not self.discard(lambda each: each.commits > begun):
                 self._lost("it does not answer")
                 return VaultOpened("snapshots of a history that is left could not be taken out of memory", later=True)
-            self._begun = -1
+            if begun >= 0:
+                self._begun = -1
+                if not self._states.going_back:  # else it is a dying rank that asks
+                    self._states.memory_clean()
             return VaultOpened()
 
     def _keep_to(self, vault: Vault) -> None:
         """This process is a member from now on, so that the holder stays."""
+        if self.vault is not None:  # since ``open`` has waited: of the same holder
+            vault.close()
+            return
         self.vault = vault
         self._listened = vault.fileno()
         asyncio.get_running_loop().add_reader(self._listened, self._heard)
@@ -132,6 +138,18 @@ class HeldSnapshots:
     def _stores(self) -> tuple[Store, ...]:
         with contextlib.closing(self._visit()) as vault:
             return vault.inventory().stores
+
+    def may_write(self) -> bool:
+        """Whether something may yet land on storage: the holder has work, also what it was given by somebody who has
+        given it up; or it does not answer.
+        """
+        try:
+            with contextlib.closing(self._visit()) as vault:
+                return vault.inventory().works > 0
+        except HolderSilentError:
+            return True
+        except VaultError:  # there is none
+            return False
 
     def pin(self, step: int) -> bool:
         """Has the holder keep the newest snapshot of those from before that step, until ``unpin``. False: none is there

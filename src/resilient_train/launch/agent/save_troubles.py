@@ -21,7 +21,7 @@ class Teller(Protocol):
 
 
 class SaveTroubles:
-    """``say`` writes to the console: of each kind it hears the first, until saving is well again."""
+    """``say`` writes to the console: of each kind it hears the first, until one is written where one had failed."""
 
     def __init__(self, note: Teller, say: Callable[[str], None]) -> None:
         self._note = note
@@ -33,18 +33,9 @@ class SaveTroubles:
         """``step``: of the checkpoint that it is about; None: of none."""
         self._note(kind, detail={"reason": reason} if step is None else {"step": step, "reason": reason})
         subject = "checkpoints" if step is None else f"checkpoint of step {step}"
-        self._once(kind, f"{subject}: {_TOLD[kind]}: {reason}. Training goes on")
-
-    def tell_once(self, kind: str, reason: str, line: str) -> None:
-        """The event too."""
-        if kind not in self._kinds:
-            self._note(kind, detail={"reason": reason})
-            self._once(kind, line)
-
-    def _once(self, kind: str, line: str) -> None:
         if kind not in self._kinds:
             self._kinds.add(kind)
-            self._say(line)
+            self._say(f"{subject}: {_TOLD[kind]}: {reason}. Training goes on")
 
     def pass_over(self, path: str, reason: str) -> None:
         """What lies there is not gone on from. Written down once for each path; not on the console."""

@@ -48,7 +48,7 @@ class Saves:
         self._requests = CheckpointRequests(
             self._folder, keep, states, self._snapshots, self._troubles, note, settle, begin_task
         )
-        self.start = StartingState(self._folder, states, self._snapshots, self._requests, self._troubles, say)
+        self.start = StartingState(self._folder, states, self._snapshots, self._requests, self._troubles, note, say)
         self._captured: dict[int, dict[int, Captured]] = {}
 
     async def open(self) -> VaultOpened:
@@ -69,7 +69,8 @@ class Saves:
         """Whether a state from before that step, or an older one, is known to be saved. To be asked if all go back to
         it then: what the ranks would overwrite in memory stays until ``choose`` is over.
         """
-        return self.states.stored_before(step) or self._snapshots.pin(step)
+        one_more = self._requests.under_way is not None
+        return self.states.stored_before(step, one_more=one_more) or self._snapshots.pin(step)
 
     def can_go_back(self) -> bool:
         """Whether there may be a source; ``choose`` knows. A job that saves, and has come to its end before the first
@@ -120,11 +121,17 @@ class Saves:
         vault = self._snapshots.vault
         if vault is None:
             return
+        lost = ""
         try:
             vault.hear()
+        except HolderLostError as error:  # the last that it said may be a result
+            lost = str(error)
+        try:
             self._requests.take_result(vault)
         except HolderLostError as error:
-            self._lost(str(error))
+            lost = lost or str(error)
+        if lost:
+            self._lost(lost)
 
     def _lost(self, reason: str) -> None:
         self._snapshots.let_go()
@@ -140,10 +147,10 @@ class Saves:
         It stays where the job's last state is nowhere else: for whoever starts the job again, and for a while.
         """
         deadline = time.monotonic() + timeout_s
-        if self.states.going_back and self._requests.under_way is None:  # ``choose`` has not come to it
-            self._requests.set_aside()
-        while self._requests.busy and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
-            await asyncio.sleep(0.01)
+        await self._quiet(deadline)
+        if self.states.wrong_stored is not None and not self._requests.busy:
+            self._requests.set_aside()  # ``choose`` has not come to it, or in vain
+            await self._quiet(deadline)
         if self._requests.under_way is not None:
             step = self._requests.under_way.step
             self._say(f"checkpoint of step {step}: storage is still busy with it; its writer goes on")
@@ -155,12 +162,18 @@ class Saves:
             )
         if self._snapshots.vault is not None:
             try:
-                if not await self._holder_stays(failed=failed):
+                stays = await self._holder_stays(failed=failed)
+                if not stays and self._snapshots.vault is not None:  # it may have gone meanwhile
                     self._snapshots.vault.finish()
             except VaultError:
                 return  # it is gone already
             finally:
                 self._snapshots.let_go()
+
+    async def _quiet(self, deadline: float) -> None:
+        """Until nothing is on its way to storage."""
+        while self._requests.busy and time.monotonic() < deadline:  # noqa: ASYNC110 - results come by the event loop
+            await asyncio.sleep(0.01)
 
     async def _holder_stays(self, *, failed: bool) -> bool:
         """Whether the job's last state is nowhere but in memory."""

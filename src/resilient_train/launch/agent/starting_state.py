@@ -14,15 +14,15 @@ from typing import NamedTuple
 from resilient_train.errors import HolderSilentError
 from resilient_train.launch.agent.checkpoint_requests import CheckpointRequests
 from resilient_train.launch.agent.held_snapshots import HeldSnapshots
-from resilient_train.launch.agent.save_troubles import SaveTroubles
+from resilient_train.launch.agent.save_troubles import SaveTroubles, Teller
 from resilient_train.launch.agent.stored_checkpoints import Stored, find_stored
 from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.protocol.messages import Source
 
 _SLOW_S = 30.0
 _PATIENCE_S = 60.0
-"""For storage that does not let itself be read, when all ranks have lost their state: it may come back. And for storage
-that does not answer, where memory has a state.
+"""For storage that does not let itself be read, when all ranks have lost their state: it may come back. For storage
+that does not answer, where memory has a state. And for a holder that does not answer.
 """
 _LOOK_AGAIN_S = 1.0
 _SEE_S = 10.0
@@ -35,6 +35,8 @@ class _Seen(NamedTuple):
     memory: Source | None
     silent: str
     stored: Stored
+    at_rest: bool
+    """Nothing was being written, so nothing has landed behind the look at storage."""
 
     @property
     def newest(self) -> Source | None:
@@ -51,6 +53,7 @@ class StartingState:
         snapshots: HeldSnapshots,
         requests: CheckpointRequests,
         troubles: SaveTroubles,
+        note: Teller,
         say: Callable[[str], None],
     ) -> None:
         self._folder = folder
@@ -58,6 +61,7 @@ class StartingState:
         self._snapshots = snapshots
         self._requests = requests
         self._troubles = troubles
+        self._note = note
         self._say = say
         self.source: Source | None = None
         """None: the script's own."""
@@ -87,13 +91,14 @@ class StartingState:
                 await asyncio.sleep(_LOOK_AGAIN_S)
         if self._requests.aside is not None:
             await asyncio.wait([self._requests.aside])
-        memory_by = time.monotonic() + _PATIENCE_S
+        memory_by, told = 0.0, set[str]()
         while True:
             seen, now = await self._look(), time.monotonic()
+            memory_by = memory_by or now + _PATIENCE_S  # storage may have taken as long as that
             waits = (seen.stored.unreadable and now < storage_by) or (seen.silent and now < memory_by)
             if seen.memory is not None or not waits:
                 return seen
-            self._tell_unanswered(seen)
+            self._tell_unanswered(seen, told)
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _look(self) -> _Seen:
@@ -106,6 +111,7 @@ class StartingState:
         # Where memory has a state, storage that hangs must not keep the job from it. Not so where what is wrong there
         # has to be set aside first.
         wrong_since = self._states.wrong_stored
+        at_rest = wrong_since is None or not (self._requests.busy or self._snapshots.may_write())
         limit_s = _PATIENCE_S if memory is not None and wrong_since is None else None
         refused, held = self._states.refused_paths, memory is not None
         try:
@@ -115,7 +121,7 @@ class StartingState:
             stored = Stored(unreadable="it does not answer")
         finally:
             slow.cancel()
-        return _Seen(memory, silent, stored)
+        return _Seen(memory, silent, stored, at_rest)
 
     def _take(self, seen: _Seen, *, needed: bool) -> str:
         """``choose``, when all is seen that there is to see."""
@@ -139,17 +145,22 @@ class StartingState:
         self._states.begun_with(self.source)
         self._snapshots.begin_from(max(self._states.newest, 0))
         if self.source is not None:
-            if not stored.unreadable and self._requests.under_way is None:
+            if not stored.unreadable and seen.at_rest:
                 self._states.wrong_stored = None  # it was set aside; else that is tried again, see CheckpointRequests
             return ""
         return self._states.why_not_anew() or ("nothing is saved" if needed and not self._snapshots.wanted else "")
 
-    def _tell_unanswered(self, seen: _Seen) -> None:
-        tried = f"that is tried for {_PATIENCE_S:g} s"
-        if reason := seen.stored.unreadable:
-            self._troubles.tell_once("storage_unreadable", reason, f"{self._folder} can't be read ({reason}); {tried}")
-        if reason := seen.silent:
-            self._troubles.tell_once("holder_silent", reason, f"{reason}, and may hold the newest state; {tried}")
+    def _tell_unanswered(self, seen: _Seen, told: set[str]) -> None:
+        """Each once: ``told``."""
+        unanswered = {
+            "storage_unreadable": (seen.stored.unreadable, f"{self._folder} can't be read ({seen.stored.unreadable})"),
+            "holder_silent": (seen.silent, f"{seen.silent}, and may hold the newest state"),
+        }
+        for kind, (reason, line) in unanswered.items():
+            if reason and kind not in told:
+                told.add(kind)
+                self._note(kind, detail={"reason": reason})
+                self._say(f"{line}; that is tried for {_PATIENCE_S:g} s")
 
     def _tell_slow(self) -> None:
         self._say(f"the checkpoints in {self._folder} are still being read")

@@ -32,9 +32,7 @@ class TrustedStates:
         self.others = False
         """What is in memory is of ranks that held other parts of the model."""
         self.wrong_since: int | None = None
-        """The step since which the script says that all is wrong, while wrong states may lie in memory: all were told
-        to go back, and have not taken a new snapshot since. Else None.
-        """
+        """The step since which the script says that all is wrong, while wrong states may lie in memory. Else None."""
         self.wrong_stored: int | None = None
         """The same of storage. Nothing new is written before that is set aside: nobody could tell the two apart."""
         self.going_back = False
@@ -53,6 +51,10 @@ class TrustedStates:
         """All ranks have a new snapshot, and replicas the same."""
         self.newest = max(self.newest, commits)
         self._kept_steps.append(step)
+        self.memory_clean()
+
+    def memory_clean(self) -> None:
+        """Nothing that is wrong is in memory any more."""
         self.wrong_since = None
 
     def stored(self, step: int, *, nan: bool) -> None:
@@ -68,8 +70,8 @@ class TrustedStates:
     def begun_with(self, source: Source | None) -> None:
         """All ranks start from it; None: from the script's own state."""
         self.newest = source.commits if source is not None else -1
-        if source is not None and (name := parse_name(Path(source.path).name)):
-            self._stored_steps.append(name.step)
+        if source is not None and (step := _step_of(source)) >= 0 and step not in self._stored_steps:
+            self._stored_steps.append(step)
 
     # -- what is not trusted any more
 
@@ -77,6 +79,10 @@ class TrustedStates:
         """A rank could not take this source up. ``whole``: it could, if the model were divided as it was."""
         self._refused.add(source)
         self.others = self.others or whole
+        if (step := _step_of(source)) in self._stored_steps:
+            self._stored_steps.remove(step)
+        if step == self.newest_without_nan:
+            self.newest_without_nan = -1
 
     def doubt(self) -> None:
         """Replicas were found to differ, nobody knows since when."""
@@ -93,9 +99,14 @@ class TrustedStates:
 
     # -- what is left
 
-    def stored_before(self, step: int) -> bool:
-        """Whether a state from before that step, or an older one, is known to be on storage."""
-        return any(0 <= stored <= step for stored in (*self._stored_steps, self.newest_without_nan))
+    def stored_before(self, step: int, *, one_more: bool = False) -> bool:
+        """Whether a state from before that step, or an older one, is known to be on storage, and to stay there.
+        ``one_more``: another one is being written, for which the oldest is deleted.
+        """
+        stored = [*self._stored_steps, self.newest_without_nan]
+        if one_more:
+            stored = stored[len(self._stored_steps) == self._stored_steps.maxlen : -1]
+        return any(0 <= each <= step for each in stored)
 
     def kept_before(self, step: int) -> int:
         """The step of the newest snapshot from before that step which memory may still hold; -1: of none."""
@@ -130,3 +141,9 @@ class TrustedStates:
         if self.wrong_since is not None:
             return f"no saved state is left that is from before step {self.wrong_since}"
         return ""
+
+
+def _step_of(source: Source) -> int:
+    """Of a checkpoint; -1: it is none."""
+    name = parse_name(Path(source.path).name)
+    return name.step if name is not None else -1

@@ -5,8 +5,9 @@ Flags beat variables beat defaults; ``describe`` tells where each value came fro
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
 import msgspec
@@ -374,6 +375,11 @@ def gloo_connects_late() -> bool:
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
 
 
+def checks_for_nan() -> bool:
+    """Whether torch is told to look for NaN in what is given to collectives."""
+    return os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
+
+
 def recorder_entries() -> int:
     """How many collectives torch's flight recorder keeps: by its variable, by that one's older name, or by default."""
     given = os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or ""
@@ -381,6 +387,7 @@ def recorder_entries() -> int:
 
 
 _THREADS = "OMP_NUM_THREADS"
+_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def wraps_backend() -> bool:
@@ -414,6 +421,19 @@ def unset_threads() -> None:
 def environ_copy() -> dict[str, str]:
     """A copy of the environment, for processes that the agent starts."""
     return dict(os.environ)
+
+
+@contextlib.contextmanager
+def cuda_left_alone() -> Iterator[None]:
+    """Inside the block torch asks NVML whether there is a GPU: once it has asked CUDA, no fork of this process may."""
+    before = os.environ.get(_BY_NVML)
+    os.environ[_BY_NVML] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_BY_NVML]
+        if before is not None:
+            os.environ[_BY_NVML] = before
 
 
 PER_RANK = frozenset(

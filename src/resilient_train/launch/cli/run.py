@@ -99,7 +99,8 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
     if not limited:
         args.max_restarts = 0
     try:
-        launch, command, arguments = torchrun.config_from_args(args)
+        with config.cuda_left_alone():
+            launch, command, arguments = torchrun.config_from_args(args)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"{error} (a flag of torchrun's; see resilient-run --help)") from None
     except OSError as error:  # torch makes the directory when it reads the flags

@@ -45,6 +45,7 @@ from resilient_train.launch.fork.frames import (
 )
 from resilient_train.launch.fork.imports import Script, Wanted, foreign_to_forks, hidden, scan
 from resilient_train.launch.fork.live import live
+from resilient_train.launch.fork.quiet_end import end_quietly
 
 ALWAYS = (
     *("torch", "torch.distributed", "torch.nn.parallel", "torch.profiler._cupti_monitor", "numpy"),
@@ -70,6 +71,7 @@ class Born(NamedTuple):
 
     def begin(self) -> None:
         """Runs the script."""
+        end_quietly()
         if self.gate is None:
             live(self.command, self.target)
             return

@@ -56,6 +56,9 @@ def _register(distributed: Any) -> None:
 
     distributed.Backend.register_backend(_BACKEND, create, extended_api=True, devices=["cpu"])
     distributed.Backend.register_backend(_OVER_HCCL, create_hccl, extended_api=True, devices=["npu"])
+    # From 2.15 on torch hooks its recorder into groups that do not record by themselves; in ours the library does.
+    recording: set[str] = getattr(distributed.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.update((_BACKEND, _OVER_HCCL))
     if _for_forks or config.read_link() is not None:
         _wrap(distributed)
 

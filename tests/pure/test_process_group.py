@@ -115,3 +115,31 @@ def test_a_gloo_that_connects_late_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
     with pytest.raises(UsageError, match="TORCH_GLOO_LAZY_INIT"):
         gloo.create(dist.HashStore(), gloo.AddressBook(), 0, 1, timedelta(seconds=1))
+
+
+def test_messages_of_a_group_that_has_no_backend_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 asks in front of a batch of them what the backend can do: of a rank that has not joined, or is cut."""
+    group = ResilientGroup(dist.HashStore(), 0, 2, "group", [0, 1], timedelta(seconds=1))
+    seen: list[str] = []
+    watcher = SimpleNamespace(issue=lambda _group, verb, _args: seen.append(verb))
+    monkeypatch.setattr(group_module, "_watcher", watcher)
+    world = dist.distributed_c10d._world
+    monkeypatch.setitem(world.pg_group_ranks, group, {0: 0, 1: 1})
+    messages = [dist.P2POp(dist.isend, torch.ones(2), group_peer=1, group=group)]
+    (alone,) = dist.batch_isend_irecv(messages)
+    assert alone.is_completed()
+    group.solo = False
+    group.close_inner("a recovery is under way")
+    dist.batch_isend_irecv(messages)
+    assert seen == ["send"]
+    with pytest.raises(UsageError, match="'group' can't answer _get_backend: a recovery is under way"):
+        _ = group.get_backend(torch.device("cpu")).options
+
+
+@pytest.mark.skipif(not hasattr(dist.distributed_c10d, "NanCheckHook"), reason="torch 2.15, or later")
+def test_a_nan_in_a_collective_is_seen_where_torch_is_told_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
+    group = gloo.stock_group(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    group.allreduce([torch.ones(1)]).wait()
+    with pytest.raises(RuntimeError, match="NaN found in input tensor"):
+        group.allreduce([torch.tensor([1.0, float("nan")])])

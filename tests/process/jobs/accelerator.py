@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from datetime import timedelta
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ asked = parser.parse_args()
 device = torch.device(asked.device)
 torch._C._get_accelerator = lambda: device
 torch.accelerator.current_accelerator = lambda check_available=False: None if device.type == "cpu" else device
+torch.accelerator.current_stream = lambda: SimpleNamespace(is_capturing=lambda: False)  # optimizers of torch 2.15 ask
 
 
 def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

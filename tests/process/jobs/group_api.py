@@ -294,6 +294,9 @@ LATER: dict[str, Callable[[], Any]] = (
     else {}
 )
 """What came with torch 2.14."""
+if hasattr(dist.ProcessGroup, "supports_abort_hooks"):  # torch 2.15, or later
+    LATER["supports hooks"] = lambda: [WORLD.supports_abort_hooks, WORLD.supports_completion_hooks]
+ESTIMATES = next(name for name in ("supports_time_estimate", "_supports_time_estimate") if hasattr(backend, name))
 QUESTIONS: dict[str, Callable[[], Any]] = {
     "backend": lambda: [dist.get_backend(), dist.get_backend_config(), WORLD.name(), WORLD._get_backend_name()],
     "backends": lambda: {name: [dist.get_backend(each), dist.get_backend_config(each)] for name, each in made.items()},
@@ -306,7 +309,7 @@ QUESTIONS: dict[str, Callable[[], Any]] = {
     "devices": lambda: [str(WORLD._device_types), str(c10d._get_pg_default_device(WORLD)), WORLD.bound_device_id],
     "for objects": lambda: [str(c10d._get_object_coll_device(WORLD)), str(c10d._device_capability(WORLD))],
     "backend itself": lambda: [type(backend).__name__, backend.name(), backend.rank(), backend.size()],
-    "supports": lambda: [backend.supports_splitting, backend.supports_coalescing, backend.supports_time_estimate],
+    "supports": lambda: [backend.supports_splitting, backend.supports_coalescing, getattr(backend, ESTIMATES)],
     "hooks": lambda: [WORLD._has_hooks(), WORLD.use_pg_for_symm_mem_rendezvous],
     "hook": lambda: WORLD._register_on_completion_hook(print),
     "timing": WORLD._enable_collectives_timing,
@@ -357,7 +360,7 @@ QUESTIONS: dict[str, Callable[[], Any]] = {
     **HERE,
     **LATER,
     "destroyed": lambda: dist.destroy_process_group(made["map"]),
-    "split_group": lambda: dist.split_group(split_ranks=[[0], [1]]),
+    "split_group": lambda: dist.split_group(split_ranks=[[0], [1]]).size(),
     "split": lambda: WORLD.split_group([0]).size(),
     "options": lambda: dist.new_group([0, 1], backend="gloo", pg_options=dist.ProcessGroupGloo._Options()).size(),
     "coalescing by a device": lambda: coalesced(CPU),

@@ -10,6 +10,7 @@ the user's does. ``objects``: collectives of objects behind ``with step:``. ``fo
 import argparse
 import threading
 from collections.abc import Iterator
+from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -66,19 +67,23 @@ def one_step(step: rt.Step) -> None:
         raise ValueError("the log is full, say")
 
 
+UNPICKLED = {"weights_only": True} if "weights_only" in signature(dist.send_object_list).parameters else {}
+"""From torch 2.15 on objects go in another form where that is wanted."""
+
+
 def objects_behind(step: rt.Step) -> None:
     """All say what they have, and are given it."""
     mine, sent, got = ["mine", rank], [f"sent {rank}"], [None]
     dist.broadcast_object_list(sent, src=0)
-    dist.scatter_object_list(got, [f"part {each}" for each in range(size)] if rank == 0 else None, src=0)
+    dist.scatter_object_list(got, [f"part {each}" for each in range(size)] if rank == 0 else None, src=0, **UNPICKLED)
     every = [None] * size
     dist.all_gather_object(every, mine)
     dist.gather_object(mine, [None] * size if rank == 0 else None, dst=0)
     if rank == 1:
-        dist.send_object_list([mine], dst=0)
+        dist.send_object_list([mine], dst=0, **UNPICKLED)
     elif rank == 0:
         taken = [None]
-        dist.recv_object_list(taken, src=1)
+        dist.recv_object_list(taken, src=1, **UNPICKLED)
         assert not step.done or taken == [["mine", 1]], taken
     if step.done:
         assert (sent, got) == (["sent 0"], [f"part {rank}"]), (sent, got)

@@ -92,6 +92,11 @@ def messages() -> list[Any]:
     for request in requests:
         assert request is not None
         request.wait()
+    batched = torch.zeros(1)
+    sends = dist.P2POp(dist.isend, ones(os.getpid()), (me + 1) % size)
+    takes = dist.P2POp(dist.irecv, batched, (me - 1) % size)
+    for request in dist.batch_isend_irecv([sends, takes]):
+        request.wait()
     heard = torch.zeros(1)
     source = -1
     if me:
@@ -99,7 +104,7 @@ def messages() -> list[Any]:
     else:
         source = dist.recv(heard)  # from whoever comes first
         dist.recv(torch.zeros(1))
-    return [got.item(), source, heard.item()]
+    return [got.item(), batched.item(), source, heard.item()]
 
 
 def subgroups() -> list[Any]:

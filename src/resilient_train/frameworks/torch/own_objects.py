@@ -38,7 +38,8 @@ def take_own(verb: str, me: int, args: Sequence[Any]) -> None:
     if frame.f_code.co_name == "scatter_object_list":
         objects = objects[:1]
     pickled: Any = dist.distributed_c10d._object_to_tensor
-    made = [pickled(each, place.device, None) for each in objects]
+    form = {"weights_only": True} if frame.f_locals.get("weights_only") else {}  # torch 2.15: another one than pickle's
+    made = [pickled(each, place.device, None, **form) for each in objects]
     place.copy_(torch.cat([size if place.dtype is torch.long else data for data, size in made]))
 
 

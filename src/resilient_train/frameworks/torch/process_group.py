@@ -41,6 +41,8 @@ from resilient_train.frameworks.torch.transports import gloo
 
 BACKEND = "resilient"
 _NO_RANK = -1
+_BATCHES_ASK = hasattr(dist.ProcessGroup, "supports_abort_hooks")
+"""torch 2.15, or later: see _NoBackend. Before, whoever asks for a backend wants what only a real one gives."""
 
 
 class Watcher(Protocol):
@@ -103,6 +105,18 @@ class BuiltGroup(NamedTuple):
 
     inner: Any
     sockets: list[tuple[int, int]]
+
+
+class _NoBackend:
+    """That of a group which has none now. torch 2.15 asks in front of each batch of messages what it can do."""
+
+    supports_splitting = supports_coalescing = False
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(f"{self._why} ({name})")
 
 
 class ResilientGroup(dist.ProcessGroup):
@@ -264,6 +278,8 @@ class ResilientGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         """That of gloo, of the present generation."""
+        if self.inner is None and _BATCHES_ASK:
+            return _NoBackend(self._why_not("_get_backend"))
         return self._running("_get_backend")._get_backend(device)
 
     get_backend = _get_backend
@@ -271,9 +287,12 @@ class ResilientGroup(dist.ProcessGroup):
 
     def _running(self, asked: str) -> Any:
         if self.inner is None:
-            why = "it has not joined the others yet" if self.solo else self._closed_why
-            raise UsageError(f"process group {self._name!r} can't answer {asked}: {why}")
+            raise UsageError(self._why_not(asked))
         return self.inner
+
+    def _why_not(self, asked: str) -> str:
+        why = "it has not joined the others yet" if self.solo else self._closed_why
+        return f"process group {self._name!r} can't answer {asked}: {why}"
 
     def get_group_store(self) -> Store:
         return self._store
@@ -311,6 +330,8 @@ class ResilientGroup(dist.ProcessGroup):
 
     def merge_remote_group(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError("a group that is merged from two can't be rebuilt after a fault: use dist.new_group(ranks)")
+
+    supports_abort_hooks = supports_completion_hooks = False
 
     supports_window = supports_reconfigure = False
     """A window's memory is registered with connections, which a fault takes away."""

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from resilient_train.config import gloo_connects_late
+from resilient_train.config import checks_for_nan, gloo_connects_late
 from resilient_train.errors import ProtocolError, UsageError
 
 Address = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
@@ -43,6 +44,8 @@ def stock_group(
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_group_name(GroupName(name))
     group._set_group_desc(description)
+    if checks_for_nan() and hasattr(distributed_c10d, "NanCheckHook"):  # not before torch 2.15
+        distributed_c10d.NanCheckHook.attach(group)  # torch hooks it into the outer group, whose calls pass it by
     return group
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from identity import assert_identical
 from running import Reference, launch
+from torch.nn.parallel import DistributedDataParallel
 
 EVERYWHERE = (
     "kill rank=1 step=5 phase=COMPUTE at=backward; kill rank=0 step=7 phase=UPDATING; "
@@ -41,6 +42,9 @@ ALONE = [
     *((each, FROM_THE_START) for each in ("base", "view", "static")),
 ]
 """Each difference alone, to tell which one is to blame."""
+if hasattr(DistributedDataParallel, "finalize_backward"):  # torch 2.15, or later
+    LOOPS.append(("lazy+manual", BOTH))
+    ALONE += [("lazy", FROM_THE_START), ("manual", FROM_THE_START)]
 LOOPS += [pytest.param(*each, marks=pytest.mark.long) for each in ALONE]
 
 

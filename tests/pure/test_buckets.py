@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from resilient_train.errors import TransferError  # noqa: E402
+from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch import buckets as buckets_module  # noqa: E402
 from resilient_train.frameworks.torch import process_group as group_module  # noqa: E402
 from resilient_train.frameworks.torch.buckets import Buckets  # noqa: E402
+from resilient_train.frameworks.torch.kept_state import KeptState  # noqa: E402
 from resilient_train.frameworks.torch.process_group import ResilientGroup  # noqa: E402
 
 
@@ -63,17 +65,24 @@ def wrap(kind: str, group: dist.ProcessGroup | None = None) -> DistributedDataPa
         flags["find_unused_parameters"] = True
     if kind == "view":
         flags["gradient_as_bucket_view"] = True
+    if kind == "lazy":
+        flags["lazy_bucket_allocation"] = True
     model = Reversed(twice=kind == "static-twice", unused=kind in ("static-unused", "dynamic"))
-    return DistributedDataParallel(model, **flags)
+    wrapper: Any = DistributedDataParallel(model, **flags)
+    if kind == "manual":
+        wrapper.require_manual_backward_finalization = True
+    return wrapper
 
 
-def run_pass(wrapper: DistributedDataParallel, *, cut: bool = False) -> None:
+def run_pass(wrapper: Any, *, cut: bool = False) -> None:
     def raise_interrupted(_gradient: torch.Tensor) -> None:
         raise CutError
 
     hook = wrapper.module.layers[3].weight.register_hook(raise_interrupted) if cut else None
     try:
         wrapper(torch.ones(2, 8)).sum().backward()
+        if getattr(wrapper, "require_manual_backward_finalization", False):
+            wrapper.finalize_backward()
     except CutError:
         assert cut
     finally:
@@ -99,6 +108,10 @@ def train(wrapper: DistributedDataParallel, buckets: Buckets, updates: range) ->
 
 
 KINDS = ["plain", "view", "dynamic", "static", "static-twice", "static-unused"]
+NEWER = hasattr(DistributedDataParallel, "finalize_backward")
+"""torch 2.15, or later."""
+if NEWER:
+    KINDS += ["lazy", "manual"]
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -246,6 +259,36 @@ def test_no_collective_of_a_restoration_leaves_the_rank() -> None:
         assert heard == ["allreduce"], "and then the others are there again"
     finally:
         group_module.watch(None)
+
+
+@pytest.mark.skipif(not NEWER, reason="torch 2.15, or later")
+def test_who_ends_its_passes_by_itself_goes_on_so() -> None:
+    """The loop switches; its body is cut between a backward pass and its end, where torch refuses to switch."""
+    survivor: Any = wrap("plain")
+    buckets, kept = Buckets((survivor,)), KeptState(Objects((survivor,), ()))
+    train(survivor, buckets, range(2))
+    kept.begin({})
+    survivor.require_manual_backward_finalization = True
+    survivor(torch.ones(2, 8)).sum().backward()
+    kept.put_back()
+    buckets.restore(None, 2)
+    assert not survivor.require_manual_backward_finalization
+    survivor.require_manual_backward_finalization = True
+    train(survivor, buckets, range(2, 3))
+    kept.begin({})
+    survivor(torch.ones(2, 8)).sum().backward()
+    kept.put_back()
+    buckets.restore(None, 3)
+    replacement: Any = wrap("plain")
+    Buckets((replacement,)).restore(buckets.layout(), 3)
+    KeptState(Objects((replacement,), ())).take_modes(kept.modes(within=True))
+    for wrapper in (survivor, replacement):
+        assert wrapper.require_manual_backward_finalization
+        wrapper(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(RuntimeError, match="finalized the prior backward pass"):
+            wrapper(torch.ones(2, 8))
+        wrapper.finalize_backward()
+        assert layout(wrapper) == layout(survivor)
 
 
 def test_a_job_with_other_wrappers_is_refused() -> None:

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402 - only where torch is
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
@@ -38,6 +38,8 @@ SWITCHES: dict[str, Callable[[Any], None]] = {
     "in_backward": lambda model: model.set_unshard_in_backward(False),
     "async_op": lambda model: model._set_unshard_async_op(True),
 }
+if hasattr(FSDPModule, "set_manual_backward_finalization"):  # torch 2.15, or later
+    SWITCHES["manual"] = lambda model: model.set_manual_backward_finalization(True)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,8 @@ def net() -> Any:
 def switched(model: Any) -> list[Any]:
     """All that torch keeps of switches, comparable with another model's."""
     states = [module._get_fsdp_state() for module in (model, *model[:2])]
-    found: list[Any] = [states[0]._state_ctx.is_last_backward]
+    context = states[0]._state_ctx
+    found: list[Any] = [context.is_last_backward, getattr(context, "manual_backward_finalization", False)]
     for state in states:
         found.append([*map(states.index, state._states_to_forward_prefetch)])
         found.append([*map(states.index, state._states_to_backward_prefetch)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,18 +40,27 @@ def stage(module: nn.Module, number: int, count: int, *, told: bool = True) -> P
 
 
 def test_they_begin_anew(two_ranks: None) -> None:
-    one = ScheduleGPipe(stage(nn.Linear(4, 4), 0, 2), 2, loss_fn=nn.functional.mse_loss)
-    stages = [stage(nn.Linear(4, 4), number, 4) for number in (0, 2)]
+    one: Any = ScheduleGPipe(stage(nn.Linear(4, 4), 0, 2), 2, loss_fn=nn.functional.mse_loss)
+    stages: list[Any] = [stage(nn.Linear(4, 4), number, 4) for number in (0, 2)]
     several: Any = ScheduleInterleaved1F1B(stages, 2, loss_fn=nn.functional.mse_loss)
     one._stage_forward_initialized = several._stages_backward_initialized = True
     one._internal_losses.append(torch.zeros(()))
     several.unsharded_stages.add(0)
+    several._deferred_stages = {2}
+    one._p2p_initialized = True
+    # What a step that was cut was about to receive: torch 2.15 refuses to begin another one beside it.
+    one._stage.grad_recv_info[0] = stages[1].args_recv_info[1] = (SimpleNamespace(buffer=torch.ones(3, 4)),)
+    stages[0]._gradient_reduction_handle = object()
     assert not pipelines.problem()
     pipelines.begin_anew()
     assert not one._stage_forward_initialized
     assert not several._stages_backward_initialized
     assert not one._internal_losses
     assert not several.unsharded_stages
+    assert not several._deferred_stages
+    assert not one._p2p_initialized
+    assert not any((*one._stage.grad_recv_info.values(), *stages[1].args_recv_info.values()))
+    assert stages[0]._gradient_reduction_handle is None
 
 
 def test_what_a_script_has_frozen_is_found(two_ranks: None) -> None:

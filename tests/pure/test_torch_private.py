@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 from pathlib import Path
 
@@ -141,10 +142,21 @@ def test_schedules_of_pipelines_say_whether_they_have_begun() -> None:
         assert f"self._stages_{way}_initialized = False" in multi
     assert "self._internal_losses: list[torch.Tensor] = []" in inspect.getsource(schedules._PipelineSchedule)
     gathered = inspect.getsource(schedules._PipelineScheduleRuntime.__init__)
-    for name in pipelines._OF_SEVERAL_STAGES:
+    newer = hasattr(schedules._PipelineSchedule, "_initialize_pipeline_distributed_state")  # torch 2.15, or later
+    for name in (*pipelines._OF_SEVERAL_STAGES, *(pipelines._OF_2_15 if newer else ())):
         assert f"self.{name}" in gathered
     assert "self._user_meta = _StageMeta(" in inspect.getsource(stage.PipelineStage)
-    assert "needs_dynamic(self._user_meta, has_backward)" in inspect.getsource(stage.PipelineStage._warmup_forward_vote)
+    held = inspect.getsource(stage._PipelineStageBase.__init__)
+    for name in ("args_recv_info", "grad_recv_info"):
+        assert re.search(rf"self\.{name}\b.* = ", held), name
+    if newer:
+        votes = inspect.getsource(schedules._PipelineSchedule._initialize_pipeline_distributed_state)
+        assert "InferenceMode.needs_dynamic(stage._user_meta, has_backward)" in votes
+        assert "self._p2p_initialized = False" in inspect.getsource(schedules._PipelineSchedule.__init__)
+        assert re.search(r"self\._gradient_reduction_handle\b.* = ", held)
+    else:
+        votes = inspect.getsource(stage.PipelineStage._warmup_forward_vote)
+        assert "needs_dynamic(self._user_meta, has_backward)" in votes
 
 
 def test_what_fsdp_can_be_switched_is_where_it_was() -> None:
@@ -169,15 +181,37 @@ def test_what_fsdp_can_be_switched_is_where_it_was() -> None:
         ),
         *("modules_to_forward_prefetch", "reduce_scatter_divide_factor", "reduce_scatter_unused_params"),
         *("requires_all_reduce", "requires_gradient_sync", "reshard_after_backward", "reshard_after_forward"),
-        "unshard_in_backward",
+        *("unshard_in_backward", "manual_backward_finalization"),
     )
     in_front_of_the_loop = (
         *("all_reduce_hook", "allocate_memory_from_process_group_for_comm", "custom_all_gather", "symm_mem_for_comm"),
         *("custom_reduce_scatter", "reduce_scatter_max_input_buffers", "separate_reduce_scatter_group"),
     )
     of_one_pass = ("post_optim_event",)
-    known = {f"set_{name}" for name in (*carried, *in_front_of_the_loop, *of_one_pass)}
+    of_memory_only = ("keep_unsharded_storage",)
+    known = {f"set_{name}" for name in (*carried, *in_front_of_the_loop, *of_one_pass, *of_memory_only)}
     assert {name for name in vars(FSDPModule) if name.startswith("set_")} <= known
+
+
+def test_torchruns_flags_are_read_without_asking_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """To read them torch looks for GPUs. No fork of a process that has asked CUDA for one may use it."""
+    from resilient_train.launch.cli.run import make_job
+
+    switch = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    asked: list[str | None] = []
+
+    def is_available() -> bool:
+        asked.append(os.environ.get(switch))
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.accelerator, "is_available", is_available)
+    monkeypatch.delenv(switch, raising=False)
+    script = tmp_path / "train.py"
+    script.touch()
+    make_job(["--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), str(script)])
+    assert set(asked) == {"1"}
+    assert switch not in os.environ
 
 
 def test_nobody_has_torch_abort_its_groups() -> None:
@@ -223,6 +257,15 @@ def test_the_recorder_sees_gloo_by_the_names_of_our_groups() -> None:
     assert {"retired", "state", "is_p2p", "p2p_seq_id", "output_sizes", "time_created_ns"} <= set(newest)
 
 
+def test_the_recorder_is_not_hooked_into_groups_that_record() -> None:
+    """From torch 2.15 on it would be, into ours, which have no place for it."""
+    c10d = dist.distributed_c10d
+    if hasattr(c10d, "FlightRecorderHook"):
+        hooks = inspect.getsource(c10d._maybe_attach_flight_recorder)
+        assert "in _FR_SELF_RECORDING_BACKENDS" in hooks
+        assert {"resilient", "resilient_hccl"} <= c10d._FR_SELF_RECORDING_BACKENDS
+
+
 def test_a_recorder_that_is_too_large_to_be_asked_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     from resilient_train.errors import UsageError
     from resilient_train.frameworks.accelerator import Accelerator
@@ -254,5 +297,7 @@ def test_a_sharded_model_has_what_is_asked_of_it() -> None:
     assert {"_is_root", "_state_ctx", "_fsdp_param_groups"} <= state.keys()
     assert state["_training_state"] is type(state["_training_state"]).IDLE
     assert isinstance(FSDPParamGroup.is_sharded, property)
-    assert {"_unsharded_param", "unsharded_accumulated_grad", "sharded_param"} <= FSDPParam.__annotations__.keys()
+    assert {"_unsharded_param", "sharded_param"} <= FSDPParam.__annotations__.keys()
+    if "unsharded_accumulated_grad" not in FSDPParam.__annotations__:  # torch 2.15, or later
+        assert "return param.grad" in inspect.getsource(FSDPParam.unsharded_accumulated_grad.fget)
     assert "all_gather_work" in AllGatherResult._fields

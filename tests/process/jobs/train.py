@@ -99,6 +99,7 @@ def survive_building(variant: frozenset[str]) -> None:
 
 def wrap(model: nn.Module, variant: frozenset[str]) -> DistributedDataParallel:
     names = {"unused": "find_unused_parameters", "static": "static_graph", "view": "gradient_as_bucket_view"}
+    names["lazy"] = "lazy_bucket_allocation"  # torch 2.15, or later; "manual" too
     flags = {flag: True for name, flag in names.items() if name in variant}
     return DistributedDataParallel(model, bucket_cap_mb=0.01, **flags)
 
@@ -229,7 +230,12 @@ class Job:
         if "before" in self.variant:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
-        if "accumulate" in self.variant:
+        if "manual" in self.variant:  # the backward pass ends as the last one did
+            loss.backward()
+            if self.model.require_manual_backward_finalization:
+                self.model.finalize_backward()
+            self.model.require_manual_backward_finalization = step.number % 3 > 0
+        elif "accumulate" in self.variant:
             (loss / 2).backward()
             if step.number % 2 == 0:
                 return

@@ -153,8 +153,25 @@ class Buckets:
 
 
 def _restore(wrapper: DistributedDataParallel, parameters: list[torch.nn.Parameter], passes: list[Pass]) -> None:
-    with _as_built(wrapper, parameters), _without_comm_hooks(wrapper):
+    with _ending_by_itself(wrapper), _as_built(wrapper, parameters), _without_comm_hooks(wrapper):
         _lay_out(wrapper, parameters, passes)
+
+
+@contextlib.contextmanager
+def _ending_by_itself(wrapper: DistributedDataParallel) -> Iterator[None]:
+    """Inside the block a backward pass ends when its last bucket is reduced, as a rehearsal has to. From torch 2.15 on
+    the loop may have taken that over (``finalize_backward``); a new reducer hears of it behind the block.
+    """
+    ddp: Any = wrapper
+    if not getattr(ddp, "require_manual_backward_finalization", False):
+        yield
+        return
+    ddp.reducer._reset_state()  # torch refuses to switch in the middle of a pass
+    ddp.require_manual_backward_finalization = False
+    try:
+        yield
+    finally:
+        ddp.require_manual_backward_finalization = True
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ _OF_GROUP = (
 )
 _MESH = "post_forward_mesh_info"
 """Of a group: over which ranks its parameters are divided behind the forward pass; None: they stay whole."""
+_MANUAL = ("manual_backward_finalization", "require_manual_backward_finalization")
+"""From torch 2.15 on, of FSDP's context and of DDP: whether the loop itself ends backward passes."""
 _read_state = operator.attrgetter("_is_root", "_state_ctx.is_last_backward", *_OF_STATE)
 _read_group = operator.attrgetter(_MESH, *_OF_GROUP)
 
@@ -45,6 +47,7 @@ class Switched(msgspec.Struct, array_like=True, frozen=True):
     forward: tuple[int, ...] = ()
     backward: tuple[int, ...] = ()
     groups: tuple[tuple[bool | int | float | None, ...], ...] = ()
+    manual: bool = False
 
 
 class ModuleSwitches:
@@ -59,19 +62,29 @@ class ModuleSwitches:
 
     def held(self) -> Held:
         """Takes less than 1 us for each module of FSDP's."""
-        found: Held = [wrapper.require_backward_grad_sync for wrapper in self._wrappers]
-        found += [(_read_state(each), [*map(_read_group, each._fsdp_param_groups)]) for each in self._states]
+        found: Held = [(wrapper.require_backward_grad_sync, _is_manual(wrapper)) for wrapper in self._wrappers]
+        for each in self._states:
+            own = (*_read_state(each), _is_manual(each._state_ctx))
+            found.append((own, [*map(_read_group, each._fsdp_param_groups)]))
         return found
 
     def put_back(self, held: Held) -> None:
-        """What ``held`` was."""
+        """What ``held`` was, behind a body that may have been cut. The buckets are laid out next."""
+        for wrapper, (_, manual) in zip(self._wrappers, held, strict=False):
+            if _is_manual(wrapper) is not manual:
+                wrapper.reducer._reset_state()  # torch refuses to switch in the middle of a pass
+        self._set(held)
+
+    def _set(self, held: Held) -> None:
         count = len(self._wrappers)
-        for wrapper, reduces in zip(self._wrappers, held[:count], strict=True):
+        for wrapper, (reduces, manual) in zip(self._wrappers, held[:count], strict=True):
             wrapper.require_backward_grad_sync = reduces
+            _set_manual(wrapper, manual)
         # Of one model all have one context from the first forward pass on, which is that of the outermost module: so
         # this one comes last.
         for state, (own, groups) in reversed([*zip(self._states, held[count:], strict=True)]):
-            was_root, state._state_ctx.is_last_backward, *values = own
+            was_root, state._state_ctx.is_last_backward, *values, manual = own
+            _set_manual(state._state_ctx, manual)
             for name, value in zip(_OF_STATE, values, strict=True):
                 setattr(state, name, value)
             for group, (mesh, *switches) in zip(state._fsdp_param_groups, groups, strict=True):
@@ -85,15 +98,16 @@ class ModuleSwitches:
         """``held`` for another process."""
         count = len(self._wrappers)
         return (
-            *(Switched(reduces) for reduces in held[:count]),
+            *(Switched(reduces, manual=manual) for reduces, manual in held[:count]),
             *(self._told(state, *each) for state, each in zip(self._states, held[count:], strict=True)),
         )
 
     def _told(self, state: Any, own: tuple[Any, ...], groups: list[Any]) -> Switched:
-        _, last, automatic, forward, backward = own
+        root, last, automatic, forward, backward, manual = own
+        manual = manual and root is not False  # torch refuses it of an inner module, before the first pass
         pairs = zip(state._fsdp_param_groups, groups, strict=True)
         switches = tuple((_all_or_none(group, mesh), *rest) for group, (mesh, *rest) in pairs)
-        return Switched(True, last, automatic, self._numbers(forward), self._numbers(backward), switches)
+        return Switched(True, last, automatic, self._numbers(forward), self._numbers(backward), switches, manual)
 
     def _numbers(self, states: list[Any]) -> tuple[int, ...]:
         return tuple(self._number[id(each)] for each in states)
@@ -102,21 +116,29 @@ class ModuleSwitches:
         """Those of another process, which has built the same models."""
         held = self.held()
         count = len(self._wrappers)
-        reduces = [each.reduces for each in told[:count]]
-        self.put_back(
-            reduces + [self._taken(*each) for each in zip(self._states, held[count:], told[count:], strict=True)]
-        )
+        of_ddp: Held = [(each.reduces, each.manual) for each in told[:count]]
+        self._set(of_ddp + [self._taken(*each) for each in zip(self._states, held[count:], told[count:], strict=True)])
 
     def _taken(self, state: Any, held: tuple[Any, ...], told: Switched) -> tuple[Any, ...]:
         ahead = ([self._states[number] for number in some] for some in (told.forward, told.backward))
         (is_root, *_), groups = held
         triples = zip(state._fsdp_param_groups, groups, told.groups, strict=True)
         taken = [(_mesh_of(group, mesh, whole), *rest) for group, (mesh, *_), (whole, *rest) in triples]
-        return (is_root, told.last, told.automatic, *ahead), taken
+        return (is_root, told.last, told.automatic, *ahead, told.manual), taken
 
 
 def _state_of(module: Any) -> Any:
     return module._get_fsdp_state()
+
+
+def _is_manual(holder: Any) -> bool:
+    return any(getattr(holder, name, False) for name in _MANUAL)
+
+
+def _set_manual(holder: Any, manual: bool) -> None:
+    for name in _MANUAL:
+        if getattr(holder, name, manual) is not manual:
+            setattr(holder, name, manual)
 
 
 def _all_or_none(group: Any, mesh: Any) -> bool | None:

@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from resilient_train.errors import UsageError
 
 _OF_SEVERAL_STAGES = ("backward_counter", "fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages")
-_OF_A_STEP = ("_internal_losses", *_OF_SEVERAL_STAGES)
+_OF_2_15 = ("_deferred_stages", "_finalized_stages")
+_OF_A_STEP = ("_internal_losses", *_OF_SEVERAL_STAGES, *_OF_2_15)
 """Of a schedule: what it gathers while it makes a step. All but the first: where a rank has several stages."""
 _NOTHING: set[Any] = set()
 _MODULE = "torch.distributed.pipelining.schedules"
@@ -43,9 +44,14 @@ def begin_anew() -> None:
             name = f"_stage{several}_{way}_initialized"
             assert hasattr(schedule, name)
             setattr(schedule, name, False)
+        schedule._p2p_initialized = False  # torch 2.15: neighbours greet each other, which a new process does too
         # Of a step that was cut; the next one would take it for its own, or have too many.
         for name in _OF_A_STEP:
             getattr(schedule, name, _NOTHING).clear()
+        for stage in _stages_of(schedule):
+            stage.args_recv_info.clear()
+            stage.grad_recv_info.clear()
+            stage._gradient_reduction_handle = None  # torch 2.15 would wait for it
 
 
 def _schedules() -> Iterator[Any]:
@@ -66,9 +72,13 @@ def _objects() -> list[Any]:
     return found
 
 
+def _stages_of(schedule: Any) -> list[Any]:
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
+
+
 def _problem_of(schedule: Any) -> str:
     modes = sys.modules[_MODULE].InferenceMode
-    for stage in schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]:
+    for stage in _stages_of(schedule):
         told = f"stage {stage.stage_index} of a pipeline ({type(schedule).__name__})"
         if isinstance(stage.submod, DistributedDataParallel):
             return (

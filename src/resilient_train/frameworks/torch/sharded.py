@@ -169,7 +169,10 @@ def _groups_of(module: Any) -> list[Any]:
 
 
 def _forget_works(state: Any) -> None:
-    """An all-gather that was under way (``set_unshard_async_op``) is cut: to wait for it would raise."""
+    """An all-gather that was under way (``set_unshard_async_op``) is cut: to wait for it would raise. So it is with a
+    reduction (``finalize_backward(async_op=True)``, torch 2.15) of another model that shares this one's streams.
+    """
+    state._comm_ctx.active_gradient_reduction = None
     for each in state._state_ctx.all_states:
         for group in each._fsdp_param_groups:
             result = group._all_gather_result
@@ -181,10 +184,11 @@ def _forget_gradient(parameter: Any) -> None:
     """Of the whole tensor, which a backward pass that was cut has computed and not handed on. ``reset_iter_state``
     leaves it there, and the next pass would add to it: other gradients, and no error.
     """
-    parameter.unsharded_accumulated_grad = None
     whole = getattr(parameter, "_unsharded_param", None)
     if whole is not None:
         whole.grad = None
+    if parameter.unsharded_accumulated_grad is not None:  # from torch 2.15 on it is another name of ``whole.grad``
+        parameter.unsharded_accumulated_grad = None
 
 
 def _placed(parameter: Any) -> _Placed:

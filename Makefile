@@ -73,7 +73,7 @@ test-mindspore: wheel
 
 # Another torch, in an environment of its own (5 GB where PyPI has CUDA builds only; they run on the CPU as well).
 # PYTEST_FLAGS for a part of the tests. To try a TORCH that is refused, name it in `frameworks/supported.py` first.
-TORCH ?= 2.14.1
+TORCH ?= 2.15.0
 OTHER_TORCH = build/torch-$(TORCH)
 test-torch:
 	test -x $(OTHER_TORCH)/bin/python || $(PYTHON) -m venv $(OTHER_TORCH)

@@ -74,7 +74,7 @@ def test_a_session_that_is_closed_in_its_loop_does_not_end_the_training_early(tm
         ("second-session", "a Session is open already"),
         ("no-group", "no process group"),
         ("gloo-kept", "cannot take a replacement in"),
-        ("other-torch", "torch 2.15.0 is installed, and recoveries need 2.13 or 2.14"),
+        ("other-torch", "torch 2.16.0 is installed, and recoveries need 2.13, 2.14 or 2.15"),
         ("bad-replicas", "leave a shard uncovered"),
         ("unequal", "differs at the start"),
         ("bad-state", "cannot be carried"),

@@ -113,7 +113,7 @@ def test_with_another_torch(installed: Path, tmp_path: Path) -> None:
     (packages / "torch/__init__.py").write_text("__version__ = '2.12.1'\n")
     (packages / "torch-2.12.1.dist-info").mkdir()
     (packages / "torch-2.12.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.12.1\n")
-    told = "torch 2.12.1 is installed, and recoveries need 2.13 or 2.14, whose internals they use: "
+    told = "torch 2.12.1 is installed, and recoveries need 2.13, 2.14 or 2.15, whose internals they use: "
     told += "pip install torch==2.13.0"
     assert told in run([installed / "resilient-train", "doctor"], tmp_path, code=1).stdout
     refused = run([installed / "resilient-run", "train.py"], tmp_path, code=2).stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-TORCH = ("2.13", "2.14")
+TORCH = ("2.13", "2.14", "2.15")
 """A recovery uses internals of DDP and of process groups, which change from one minor version to the next: the tests
 were run with each of these (``make test-torch``).
 """
@@ -25,8 +25,9 @@ def torch_problem(version: str | None) -> str:
     if version is None:
         return f"torch is not installed: {_INSTALL}"
     if not version.startswith(tuple(f"{each}." for each in TORCH)):
+        needed = f"{', '.join(TORCH[:-1])} or {TORCH[-1]}"
         return (
-            f"torch {version} is installed, and recoveries need {' or '.join(TORCH)}, whose internals they use: "
+            f"torch {version} is installed, and recoveries need {needed}, whose internals they use: "
             f"{_INSTALL}, or start the script with torchrun (a Session is a plain loop there)"
         )
     return ""

@@ -34,7 +34,7 @@ class Odd:
 
 
 if mode == "other-torch":
-    torch.__version__ = "2.15.0"
+    torch.__version__ = "2.16.0"
 session = rt.Session(
     model=model,
     optimizer=optimizer,

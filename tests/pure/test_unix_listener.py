@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from resilient_train import server as module
+from resilient_train import unix_listener as module
 from resilient_train.transport import FrameBuffer, encode, listen
 from resilient_train.unix_listener import LARGE, SMALL, Connection, Listener, ReadLimits, Server
 

@@ -344,6 +344,18 @@ class Holding:
         pass
 
 
+def test_a_holder_that_has_work_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for who has given it up; and one that does not answer."""
+    each = saves(tmp_path)._snapshots
+    assert not each.may_write(), "there is none"
+    monkeypatch.setattr(held_snapshots, "Vault", Holding)
+    for works in (0, 1):
+        monkeypatch.setattr(Holding, "works", works)
+        assert each.may_write() == bool(works)
+    monkeypatch.setattr(Holding, "connect", silent)
+    assert each.may_write()
+
+
 def test_storage_that_does_not_let_us_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / CHECKPOINTS).write_text("in the way")
     blind = saves(tmp_path)

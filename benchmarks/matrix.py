@@ -90,6 +90,11 @@ class Kind(NamedTuple):
     """Of the job."""
     environ: Mapping[str, str] = {}
 
+    @property
+    def every(self) -> int:
+        """Steps from one fault to the next."""
+        return _EVERY.get(self.word, 10)
+
 
 class Sample(NamedTuple):
     """One time that a place was hit."""
@@ -191,7 +196,7 @@ def samples_of(kind: Kind, ranks: int, count: int) -> list[Sample]:
 
 
 def _step_of(kind: Kind, place: Place, number: int) -> int:
-    step = _EVERY.get(kind.word, 10) * (number + 1)
+    step = kind.every * (number + 1)
     if kind.variant == "accumulate" and place.phase in _OF_UPDATES:
         return step + 1
     return step - (kind.environ == _VERIFY)
@@ -234,7 +239,7 @@ class Jobs:
     def _run(self, name: str, ranks: int, kind: Kind, steps: int, faults: str) -> tuple[int | None, Run, list[Event]]:
         command = (str(JOB), "--steps", str(steps), "--variant", kind.variant, *kind.arguments)
         if kind.first == PAUSE:
-            command += (*_PAUSES, *map(str, range(10, steps, _EVERY.get(kind.word, 10))))
+            command += (*_PAUSES, *map(str, range(kind.every, steps, kind.every)))
         options = drill.DrillOptions(command=command, run_dir=self._folder / name, ranks=ranks)
         os.environ |= kind.environ
         try:
@@ -255,7 +260,7 @@ class Jobs:
         """What became of each place."""
         found: dict[Place, list[Outcome]] = defaultdict(list)
         samples = samples_of(kind, ranks, count)
-        steps = _EVERY.get(kind.word, 10) * len(samples) + 4
+        steps = kind.every * len(samples) + 4
         plan = "; ".join(clause.describe() for sample in samples for clause in sample.clauses)
         expected = self.undisturbed(ranks, kind.variant, steps)
         code, story, events = self._run(f"{number}-{ranks}", ranks, kind, steps, plan)

@@ -217,11 +217,13 @@ class CheckpointRequests:
             self.aside = self._begin_task(self._set_aside())
 
     async def _set_aside(self) -> None:
-        since, held = self._states.wrong_stored, not self._states.going_back or self._snapshots.is_there()
-        unheard = self._snapshots.may_write()  # asked before: what lands behind the look at storage is not found there
-        reason = "" if since is None else await set_wrong_aside(self._folder, since, held=held)
-        if unheard and not reason:
-            reason = "the holder of memory snapshots may still write one"
+        since, reason = self._states.wrong_stored, ""
+        if since is not None:
+            held = not self._states.going_back or self._snapshots.is_there()
+            unheard = self._snapshots.may_write()  # asked before: what lands behind the look at storage is not seen
+            reason = await set_wrong_aside(self._folder, since, held=held)
+            if unheard and not reason:
+                reason = "the holder of memory snapshots may still write one"
         self.aside = None
         if reason:
             self._troubles.tell("wrong_stay", None, reason)

@@ -17,7 +17,7 @@ from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.protocol.messages import Source, VaultOpened
 from resilient_train.state.vault.client import Vault, socket_path
 from resilient_train.state.vault.flush import PLACE, WORK
-from resilient_train.state.vault.frames import Store
+from resilient_train.state.vault.frames import Inventory
 from resilient_train.state.vault.holder_search import HolderSearch
 from resilient_train.state.vault.record import Snapshot
 
@@ -74,13 +74,14 @@ class HeldSnapshots:
                 self._process = process or self._process
                 self._keep_to(vault)
             begun = self._begun
-            if begun >= 0 and not self.discard(lambda each: each.commits > begun):
+            if begun < 0:
+                return VaultOpened()
+            if not self.discard(lambda each: each.commits > begun):
                 self._lost("it does not answer")
                 return VaultOpened("snapshots of a history that is left could not be taken out of memory", later=True)
-            if begun >= 0:
-                self._begun = -1
-                if not self._states.going_back:  # else it is a dying rank that asks
-                    self._states.memory_clean()
+            self._begun = -1
+            if not self._states.going_back:  # else it is a dying rank that asks
+                self._states.memory_clean()
             return VaultOpened()
 
     def _keep_to(self, vault: Vault) -> None:
@@ -99,16 +100,22 @@ class HeldSnapshots:
             self.vault.close()
             self.vault = None
 
-    def _visit(self) -> Vault:
+    def _connect(self, *, member: bool) -> Vault:
         """Raises VaultError."""
-        return Vault.connect(self._run_dir, member=False, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S)
+        limit_s = _REPLY_TIMEOUT_S
+        return Vault.connect(self._run_dir, member=member, timeout_s=limit_s, reply_timeout_s=limit_s)
+
+    def _inventory(self) -> Inventory:
+        """Raises VaultError."""
+        with contextlib.closing(self._connect(member=False)) as vault:
+            return vault.inventory()
 
     # -- what it holds
 
     def newest(self) -> Source | None:
         """What all ranks may go on from. Raises HolderSilentError if the holder does not answer."""
         try:
-            return self._states.newest_of(self._stores())
+            return self._states.newest_of(self._inventory().stores)
         except HolderSilentError:
             raise
         except VaultError:  # there is none
@@ -126,26 +133,19 @@ class HeldSnapshots:
             return None
         if self.vault is None:
             try:
-                self._keep_to(
-                    Vault.connect(self._run_dir, timeout_s=_REPLY_TIMEOUT_S, reply_timeout_s=_REPLY_TIMEOUT_S)
-                )
+                self._keep_to(self._connect(member=True))
             except HolderSilentError:
                 raise
             except VaultError:
                 return None
         return self.newest()
 
-    def _stores(self) -> tuple[Store, ...]:
-        with contextlib.closing(self._visit()) as vault:
-            return vault.inventory().stores
-
     def may_write(self) -> bool:
         """Whether something may yet land on storage: the holder has work, also what it was given by somebody who has
         given it up; or it does not answer.
         """
         try:
-            with contextlib.closing(self._visit()) as vault:
-                return vault.inventory().works > 0
+            return self._inventory().works > 0
         except HolderSilentError:
             return True
         except VaultError:  # there is none
@@ -160,7 +160,7 @@ class HeldSnapshots:
             return False
         self.unpin()
         try:
-            self._pins = vault = self._visit()
+            self._pins = vault = self._connect(member=False)
             stores = vault.inventory().stores
             held = [(store.rank, each.sequence) for store in stores for each in store.snapshots if each.step == kept]
             whole = {rank for rank, _ in held}.issuperset(range(self._world_size))
@@ -185,7 +185,7 @@ class HeldSnapshots:
         """Such snapshots count no more, for whoever looks for one from now on. False: they may."""
         try:
             with contextlib.ExitStack() as stack:
-                vault = stack.enter_context(contextlib.closing(self._visit()))
+                vault = stack.enter_context(contextlib.closing(self._connect(member=False)))
                 for rank in range(self._world_size):
                     for pair in vault.open(rank):
                         stack.callback(pair.close)

@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include <dlfcn.h>
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -25,6 +27,7 @@
 #include "probes/alarm.hpp"
 #include "probes/ascend_errors.hpp"
 #include "probes/probes.hpp"
+#include "probes/trial.hpp"
 #include "process_copy.hpp"
 #include "record.hpp"
 #include "terminate.hpp"
@@ -235,10 +238,33 @@ void bind_threads(nb::module_& module) {
       .def("acknowledge", &Watchdog::acknowledge, "generation"_a);
 }
 
+// Our own program with this very module: what runs here runs there.
+std::vector<std::string> trial_command(std::uint32_t device, const std::string& uuid) {
+  const nb::module_ sys = nb::module_::import_("sys");
+  const nb::object executable = sys.attr("executable");
+  // Python is part of another program: that one is not to be started a second time.
+  if (nb::hasattr(sys, "frozen") || !nb::isinstance<nb::str>(executable) || nb::len(executable) == 0) return {};
+  Dl_info where{};
+  if (::dladdr(reinterpret_cast<const void*>(&trial_command), &where) == 0) return {};
+  constexpr const char* program =
+      "import importlib.util as u, sys\n"
+      "spec = u.spec_from_file_location('_native', sys.argv[1])\n"
+      "module = u.module_from_spec(spec)\n"
+      "spec.loader.exec_module(module)\n"
+      "module.try_probe(int(sys.argv[2]), *sys.argv[3:])";
+  // Isolated, without site-packages: no code of the user's runs.
+  return {nb::cast<std::string>(executable), "-IS", "-c", program, where.dli_fname, std::to_string(device), uuid};
+}
+
+void try_probe(std::uint32_t device, const std::string& uuid, const std::string& name, const std::string& library) {
+  run_trial(*make_probe(name, library, device, uuid));
+}
+
 void make_probes(Probes* self, const std::string& hccl, const std::string& acl, const std::string& nccl,
                  const std::string& nvml, std::uint32_t device, const std::string& uuid, std::int64_t poll_ms,
                  std::int64_t call_limit_ms, std::int64_t open_limit_ms, bool trial) {
-  new (self) Probes({hccl, acl, nccl, nvml, device, uuid, {poll_ms, call_limit_ms, open_limit_ms, trial}});
+  const std::vector<std::string> command = trial ? trial_command(device, uuid) : std::vector<std::string>{};
+  new (self) Probes({hccl, acl, nccl, nvml, device, uuid, {poll_ms, call_limit_ms, open_limit_ms, command}});
 }
 
 void alarm_into(Probes& self, const PyBoard& py_board, std::uint32_t rank) {
@@ -289,6 +315,7 @@ void bind_ascend_errors(nb::module_& module) {
 void bind_probes(nb::module_& module) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   const auto limit = [] { return "limit_ms"_a = 5'000; };
+  module.def("try_probe", &try_probe, "device"_a, "uuid"_a, "name"_a, "library"_a);
   nb::class_<Probes>(module, "Probes")
       .def("__init__", &make_probes, nb::kw_only(), "hccl"_a = "libhccl.so", "acl"_a = "libascendcl.so",
            "nccl"_a = "libnccl.so.2", "nvml"_a = "libnvidia-ml.so.1", "device"_a = 0, "uuid"_a = "", "poll_ms"_a = 50,

@@ -8,6 +8,15 @@
 
 namespace resilient {
 
+std::shared_ptr<Probe> make_probe(const std::string& name, const std::string& library, std::uint32_t device,
+                                  const std::string& uuid) {
+  if (name == "hccl") return std::make_shared<HcclProbe>(library);
+  if (name == "acl") return std::make_shared<AclProbe>(library, static_cast<std::int32_t>(device));
+  if (name == "nccl") return std::make_shared<NcclProbe>(library);
+  if (name == "nvml") return std::make_shared<NvmlProbe>(library, device, uuid);
+  throw std::invalid_argument("'" + name + "' is no probe; hccl, acl, nccl and nvml are");
+}
+
 Probes::Probes(const ProbesOptions& options) {
   if (options.device > INT_MAX) throw std::invalid_argument("device is not a device's number");
   const auto device = static_cast<std::int32_t>(options.device);

@@ -29,6 +29,10 @@ struct ProbesOptions {
   RunnerOptions runner;
 };
 
+// By its name: hccl, acl, nccl or nvml; std::invalid_argument if it is another.
+std::shared_ptr<Probe> make_probe(const std::string& name, const std::string& library, std::uint32_t device,
+                                  const std::string& uuid);
+
 class Probes {
  public:
   using Handle = CommTable::Handle;

@@ -15,7 +15,7 @@
 
 #include "futex.hpp"
 #include "native_thread.hpp"
-#include "probes/bounded.hpp"
+#include "probes/trial.hpp"
 #include "record.hpp"
 
 namespace resilient {
@@ -34,17 +34,6 @@ constexpr const char* name_of(State state) {
 
 // The supervisor has given up on this thread: it ends as soon as it can.
 struct Abandoned {};
-
-// In the trial child nobody listens and nobody watches but the parent's clock.
-class TrialCalls final : public Calls {
- public:
-  void publish(Finding) override {}
-  void lack(std::string) override {}
-
- private:
-  void begin(const char*) override {}
-  void end() override {}
-};
 
 }  // namespace
 
@@ -173,17 +162,12 @@ ProbeStatus ProbeRunner::Worker::status() const {
   return status;
 }
 
-// Not for a library that the engine has loaded already: it did not crash there, and a forked copy of a driver that is
-// in use proves nothing.
+// Not for a library that the engine has loaded already: it did not crash there.
 std::string ProbeRunner::Worker::try_first() {
-  if (!options_.trial || probe_->library().is_loaded()) return "";
-  const auto body = [this] {
-    TrialCalls calls;
-    if (!probe_->open().empty()) return;
-    probe_->prepare(calls);
-    probe_->poll(calls);
-  };
-  return try_in_child(body, options_.open_limit_ms * ns_per_ms, [this] { return shared_->is_stopping(); });
+  if (options_.trial.empty() || probe_->library().is_loaded()) return "";
+  std::vector<std::string> command = options_.trial;
+  command.insert(command.end(), {probe_->name(), probe_->library().name()});
+  return try_in_process(command, options_.open_limit_ms * ns_per_ms, [this] { return shared_->is_stopping(); });
 }
 
 bool ProbeRunner::Worker::open() {

@@ -18,7 +18,9 @@ struct RunnerOptions {
   std::int64_t poll_ms = 50;
   std::int64_t call_limit_ms = 2'000;
   std::int64_t open_limit_ms = 30'000;  // of loading the library, of its first calls, and of the trial
-  bool trial = true;                    // in a forked child, before a library that nobody has loaded yet is trusted
+  // The program that makes a library's first calls before it is trusted, where nobody has loaded it yet; the probe's
+  // name and the library's follow. Empty: no trial.
+  std::vector<std::string> trial;
 };
 
 struct ProbeStatus {

@@ -2,14 +2,17 @@
 //
 // The probes against the look-alike libraries, without Python, so that the sanitizers see nothing but our code.
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <memory>
 #include <string>
 #include <system_error>
+#include <thread>
 #include <vector>
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -23,7 +26,9 @@
 #include "probes/hccl.hpp"
 #include "probes/nccl.hpp"
 #include "probes/nvml.hpp"
+#include "probes/probes.hpp"
 #include "probes/runner.hpp"
+#include "probes/trial.hpp"
 #include "record.hpp"
 
 using namespace resilient;
@@ -31,8 +36,8 @@ using namespace resilient;
 namespace {
 
 constexpr std::int64_t ns_per_ms = 1'000'000;
-constexpr RunnerOptions quick{1, 20'000, 20'000, false};
-constexpr RunnerOptions hasty{1, 60, 20'000, false};
+const RunnerOptions quick{1, 20'000, 20'000, {}};
+const RunnerOptions hasty{1, 60, 20'000, {}};
 constexpr CommTable::Handle comm = 0x1234;
 fake::Control* shared = nullptr;
 
@@ -292,10 +297,10 @@ void test_absent_and_missing() {
   check_throws<std::runtime_error>([&] { (void)old.repair_memory({{8, 8}}); });
 }
 
-// A library that nobody has loaded is tried in a child first; a copy of the file is such a library each time.
+// A library that nobody has loaded is tried in another process first; a copy of the file is such a library each time.
 void test_trial(const std::string& folder) {
   RunnerOptions tried = quick;
-  tried.trial = true;
+  tried.trial = {"/proc/self/exe", "--trial"};
   int copies = 0;
   const auto copy = [&] {
     const std::string path = folder + "/libascendcl" + std::to_string(copies++) + ".so";
@@ -316,6 +321,22 @@ void test_trial(const std::string& folder) {
   tried.open_limit_ms = 50;
   ProbeRunner hanging({std::make_shared<AclProbe>(copy(), 0)}, tried);
   CHECK(disabled_reason(hanging) == "the trial call did not return");
+  reset();
+}
+
+// The probe beside it may be loading its library, or Python a module: a fork would find the loader locked for ever.
+void test_trial_beside_loading() {
+  std::atomic<bool> over = false;
+  std::thread loading([&] {
+    while (!over) ::dlclose(::dlopen(library("libnccl.so.2").c_str(), RTLD_NOW));
+  });
+  const std::vector<std::string> command{"/proc/self/exe", "--trial", "acl", library("libascendcl.so")};
+  for (int round = 0; round < 20; ++round) {
+    CHECK(try_in_process(command, 20'000 * ns_per_ms, [] { return false; }).empty());
+  }
+  CHECK(try_in_process({"/nowhere/python"}, 20'000 * ns_per_ms, [] { return false; }).empty());
+  over = true;
+  loading.join();
 }
 
 void test_fork() {
@@ -358,11 +379,13 @@ void test_many_clean_polls() {
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  if (count == 4 && std::string(arguments[1]) == "--trial") run_trial(*make_probe(arguments[2], arguments[3], 0, ""));
   std::string folder = (std::filesystem::temp_directory_path() / "probes_test.XXXXXX").string();
   CHECK(::mkdtemp(folder.data()) != nullptr);
   map_control(folder + "/device");
   test_trial(folder);
+  test_trial_beside_loading();
   test_memory_error();
   test_codes();
   test_comm_errors();

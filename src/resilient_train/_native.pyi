@@ -233,12 +233,15 @@ class ProbeStatus:
     @property
     def polls(self) -> int: ...
 
+def try_probe(device: int, uuid: str, name: str, library: str) -> None:
+    """What the trial's process runs: the first calls, a byte into descriptor 3, the end of the process."""
+
 class Probes:
     """Polls the libraries of the accelerator for errors, one native thread each, without the GIL.
 
     A call that does not return within `call_limit_ms`, an impossible answer, or a crash in the trial (the first
-    calls, made in a forked child where nobody has loaded the library yet) costs the probe, not the job: one finding
-    of kind DISABLED. A library that crashes later takes the process along.
+    calls, made in a process of their own where nobody has loaded the library yet) costs the probe, not the job: one
+    finding of kind DISABLED. A library that crashes later takes the process along.
 
     Verbs return the library's own code (0 is success in all of them). With `limit_ms` they run on a thread of
     their own and raise TimeoutError when they take longer, leaving that thread behind; with 0 they run in the

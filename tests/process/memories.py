@@ -25,6 +25,7 @@ RANKS = 4
 EVERY_DAY = (
     *(("hsdp.py", variant) for variant in ("base", "accumulate+mixed+two", "alone", "tp+copied", "drawn")),
     ("pipelined.py", "replicate"),
+    ("zero.py", "base"),
 )
 """Scripts and variants. What changes no bit needs no run of its own: recomputing, gathers ahead of time, undo."""
 COMPARE = Path(__file__).with_name("compare_memories.py")
@@ -107,6 +108,26 @@ def wait_for_step(told: Path, step: int) -> None:
     while not told.exists() or int(told.read_text()) < step:
         assert time.monotonic() < deadline, f"it did not come to step {step}"
         time.sleep(0.01)
+
+
+IN_MEMORY = ("--save", "100", "--memory", "1")
+EACH_ALONE = (
+    "hcce rank=0 step=2 phase=COMPUTE at=backward; "
+    "kill rank=2 step=4 phase=COMPUTE at=forward; "
+    "kill rank=0 step=6 phase=UPDATING at=end incarnation=1; "
+    "kill rank=3 step=6 phase=UPDATING at=end incarnation=1; "
+    "uce rank=2 step=8 phase=COMPUTE at=backward target=param incarnation=2; "
+    "stop rank=1 step=10 phase=COMPUTE at=forward incarnation=3"
+)
+"""Where nobody holds what another rank does: what all go back for, once they have gone on from a cut."""
+
+
+def went_back_together(run: Run) -> None:
+    """For each of ``EACH_ALONE``."""
+    assert len(run.of("restart_all")) == 4, run.explain()
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
+    told = [event["detail"]["strategy"] for event in run.of("fault")]
+    assert told[0] == "HCCE", run.explain()
 
 
 def ends_as(run: Run, plain: Path) -> None:

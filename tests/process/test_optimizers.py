@@ -30,12 +30,6 @@ def test_an_optimizer_comes_back_bit_for_bit(tmp_path: Path, undisturbed_of: Und
     assert [digest for digest, _ in run.digests().values()] == [expected] * 2, run.explain()
 
 
-def test_a_sharded_optimizer_is_refused_also_with_undo(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "optimizers.py", "zero", STEPS, ranks=2)
-    assert run.code == 2, run.explain()
-    assert run.err.count("resilient-run: the job ends: optimizer: ZeroRedundancyOptimizer keeps on each rank") == 1
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

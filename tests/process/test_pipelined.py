@@ -7,7 +7,7 @@ from pathlib import Path
 
 import memories
 import pytest
-from memories import Plain, Torchrun, ended_by_the_scheduler, ends_as
+from memories import EACH_ALONE, IN_MEMORY, Plain, Torchrun, ended_by_the_scheduler, ends_as, went_back_together
 from running import Run
 from watched_jobs import end_holder
 
@@ -77,11 +77,29 @@ def test_no_stage_is_blamed_for_what_it_was_sent(run_dir: Path, torchrun: Plain)
 
 @pytest.mark.long
 @pytest.mark.shows("PP, sharded", "killed", "back")
+@pytest.mark.shows("PP, sharded", "connections cut", "in place")
+@pytest.mark.shows("PP, sharded", "hangs", "back")
+@pytest.mark.shows("PP, sharded", "memory damaged", "back")
+@pytest.mark.shows("PP, sharded", "no holder left", "back")
 def test_stages_that_are_divided(run_dir: Path, torchrun: Plain) -> None:
-    run = train(
-        run_dir, "kill rank=2 step=6 phase=COMPUTE at=forward", "--save", "100", "--memory", "1", variant="shard+onef"
-    )
+    run = train(run_dir, EACH_ALONE, *IN_MEMORY, variant="shard+onef", RESILIENT_HANG_TIMEOUT_S="5")
     ends_as(run, torchrun("shard+onef"))
+    went_back_together(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("variant", "more"),
+    [
+        pytest.param("replicate", (), marks=pytest.mark.shows("PP, replicated", "no holder left", "back")),
+        pytest.param("own", OWN, marks=pytest.mark.shows("PP, plain stages", "no holder left", "back")),
+    ],
+)
+def test_both_who_hold_a_stage_are_lost(run_dir: Path, torchrun: Plain, variant: str, more: tuple[str, ...]) -> None:
+    plan = "; ".join(f"kill rank={rank} step=7 phase=UPDATING" for rank in (2, 3))
+    run = train(run_dir, plan, *IN_MEMORY, *more, variant=variant)
+    ends_as(run, torchrun(variant))
+    assert len(run.of("restart_all")) == 1, run.explain()
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
 
 
@@ -116,6 +134,7 @@ def test_a_schedule_that_is_made_later(run_dir: Path) -> None:
     [
         pytest.param("replicate", (), marks=pytest.mark.shows("PP, replicated", "started again", "goes on")),
         pytest.param("own", OWN, marks=pytest.mark.shows("PP, plain stages", "started again", "goes on")),
+        pytest.param("shard", (), marks=pytest.mark.shows("PP, sharded", "started again", "goes on")),
     ],
 )
 def test_asked_to_end_it_goes_on_from_storage(

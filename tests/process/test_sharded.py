@@ -12,7 +12,18 @@ import memories
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from memories import RANKS, Plain, Torchrun, ended_by_the_scheduler, ends_as, memory_of, wait_for_step
+from memories import (
+    EACH_ALONE,
+    IN_MEMORY,
+    RANKS,
+    Plain,
+    Torchrun,
+    ended_by_the_scheduler,
+    ends_as,
+    memory_of,
+    wait_for_step,
+    went_back_together,
+)
 from running import JOBS, LAUNCHER, Run, launch, read_events, start
 from watched_jobs import end_holder
 
@@ -111,7 +122,7 @@ def test_other_faults(run_dir: Path, torchrun: Plain) -> None:
     told = [event["detail"]["strategy"] for event in run.of("fault")]
     assert told[:5] == ["TRE", "HCCE", "UCE", "UCE", "ARF"], run.explain()
     assert told[5:] in (["ARF"], ["ARF", "ARF"]), "the second one may die in the recovery of the first"
-    assert run.err.count("the model is in 2 parts; the ranks that hold the same: [0, 2], [1, 3]") == 1
+    assert run.err.count("the state is in 2 parts; the ranks that hold the same: [0, 2], [1, 3]") == 1
     assert len(run.of("anomaly")) == 1, run.explain()
     (hit, part), (torn, whole) = [(event["rank"], event["detail"]["bytes"]) for event in run.of("fetched")[:2]]
     assert (hit, torn) == (2, 3), run.explain()
@@ -142,12 +153,16 @@ def test_what_a_body_switches_for_the_next_one_is_as_it_was(run_dir: Path, torch
 @pytest.mark.long
 @pytest.mark.shows("HSDP, blocks compiled", "killed", "in place")
 @pytest.mark.shows("HSDP, blocks compiled", "connections cut", "in place")
+@pytest.mark.shows("HSDP, blocks compiled", "hangs", "in place")
+@pytest.mark.shows("HSDP, blocks compiled", "memory damaged", "in place")
 def test_compiled_blocks(run_dir: Path, torchrun: Plain) -> None:
     """Hooks of ours are not called in what is compiled: the places are in front of it and behind it."""
     places = (
+        "uce rank=3 step=2 phase=READY at=before target=param",
         "kill rank=2 step=4",
         "hcce rank=0 step=6",
         "kill rank=1 step=8 phase=UPDATING",
+        "stop rank=3 step=9",
         "kill rank=0 step=10 phase=READY",
     )
     run = train(run_dir, "; ".join(places), variant="compiled")
@@ -167,17 +182,28 @@ def test_two_ranks_that_compute_a_block_together(run_dir: Path, torchrun: Plain,
     run = train(run_dir, TOGETHER, variant=variant)
     ends_as(run, torchrun(variant.replace("+recompute", "")))
     assert len(run.of("fault")) == 7, run.explain()  # on a busy machine one may come in the middle of another
-    assert "the model is in 2 parts; the ranks that hold the same: [0, 2], [1, 3]" in run.err
+    assert "the state is in 2 parts; the ranks that hold the same: [0, 2], [1, 3]" in run.err
 
 
 @pytest.mark.long
 @pytest.mark.shows("TP, sharded", "killed", "back")
 @pytest.mark.shows("TP, sharded", "connections cut", "in place")
+@pytest.mark.shows("TP, sharded", "hangs", "back")
+@pytest.mark.shows("TP, sharded", "memory damaged", "back")
+@pytest.mark.shows("TP, sharded", "no holder left", "back")
 def test_pairs_divide_their_halves_once_more(run_dir: Path, torchrun: Plain) -> None:
     """``parallelize_module``, then ``fully_shard``: no rank holds what another does."""
-    plan = "kill rank=2 step=6 phase=COMPUTE at=forward; hcce rank=0 step=8 phase=COMPUTE at=backward"
-    run = train(run_dir, plan, "--save", "100", "--memory", "1", variant="tp")
+    run = train(run_dir, EACH_ALONE, *IN_MEMORY, variant="tp", RESILIENT_HANG_TIMEOUT_S="5")
     ends_as(run, torchrun("tp"))
+    went_back_together(run)
+
+
+@pytest.mark.long
+@pytest.mark.shows("TP, replicated", "no holder left", "back")
+def test_both_who_compute_a_half_are_lost(run_dir: Path, torchrun: Plain) -> None:
+    run = train(run_dir, "; ".join(lost()), *IN_MEMORY, variant="tp+copied")
+    ends_as(run, torchrun("tp+copied"))
+    assert len(run.of("restart_all")) == 1, run.explain()
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
 
 

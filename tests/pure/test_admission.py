@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -127,12 +128,24 @@ class MyZero(ZeroRedundancyOptimizer):
     pass
 
 
-@pytest.mark.shows("ZeRO-1", "all", "refused")
 @pytest.mark.parametrize("kind", [ZeroRedundancyOptimizer, MyZero])
-def test_sharded_optimizers_are_refused_by_their_type(fake_world: None, kind: type) -> None:
+def test_optimizers_that_divide_their_state_are_taken_where_each_rank_has_a_part(fake_world: None, kind: type) -> None:
     model = net()
-    with pytest.raises(ConfigError, match="no other rank holds"):
-        take(model, kind(model.parameters(), torch.optim.Adam))
+    take(model, kind(model.parameters(), torch.optim.Adam))
+    with pytest.raises(ConfigError, match="over a process group of some of the ranks"):
+        take(model, kind(model.parameters(), torch.optim.Adam, process_group=dist.new_group([0, 1])))
+    with pytest.raises(ConfigError, match="overlap_with_ddp=True"):
+        take(model, kind(model.parameters(), torch.optim.Adam, overlap_with_ddp=True))
+
+
+def test_what_an_optimizer_within_one_that_divides_keeps_elsewhere_is_refused(fake_world: None) -> None:
+    class Beside(torch.optim.Adam):
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | {"beside": 1}
+
+    model = net()
+    with pytest.raises(ConfigError, match="Beside keeps 'beside' beside `state`"):
+        take(model, ZeroRedundancyOptimizer(model.parameters(), Beside))
 
 
 def sharded(fill: float) -> DTensor:

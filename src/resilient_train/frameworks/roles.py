@@ -152,6 +152,13 @@ class Image(NamedTuple):
     """How the model is divided among ranks, as a digest; empty: not at all."""
 
 
+class SavedTree(NamedTuple):
+    """What a replica group has saved without its tensors, and what these are called: see ``Image``."""
+
+    tree: bytes
+    names: Sequence[str]
+
+
 class WrittenEarly(NamedTuple):
     """Replicated state that the script writes before its updates: from the next window on there is a copy of it."""
 
@@ -510,11 +517,16 @@ class State(Protocol):
         """
         ...
 
-    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget], str], object]) -> None:
-        """Takes up a saved state: ``fill`` fills the tensors, divided among ranks as they are here, however they were.
-        It is given the ``division`` of here.
+    @property
+    def division(self) -> str:
+        """See ``Image``."""
+        ...
 
-        Raises LayoutError if the state isn't this model's.
+    def load(self, saved: Sequence[SavedTree], fill: Callable[[Sequence[BlockTarget]], object]) -> None:
+        """Takes up a saved state: ``fill`` fills the tensors, divided among ranks as they are here, however they were.
+
+        ``saved``: by this rank's replica group; if the state was divided in another way, by all groups.
+        Raises LayoutError if the state isn't this model's, or those of the groups are no one state.
         """
         ...
 

@@ -18,7 +18,7 @@ from resilient_train.errors import (
     TransferError,
     VaultError,
 )
-from resilient_train.frameworks.roles import State, Window
+from resilient_train.frameworks.roles import SavedTree, State, Window
 from resilient_train.protocol.messages import Refused, Source, Unrestorable
 from resilient_train.protocol.replicas import alike
 from resilient_train.session.agent_link import Link
@@ -97,11 +97,9 @@ class FromSaved:
             if not held:
                 raise CheckpointError(str(checkpoint.path), f"lacks the own state of all ranks of group {group}")
             first = next(iter(held.values()))
-            alike = len(old) == len(self._groups)
+            alike = len(old) == len(self._groups) and first.division == self._state.division  # the same on all ranks
 
-            def fill(targets: Sequence[BlockTarget], division: str) -> None:
-                nonlocal alike
-                alike = alike and first.division == division  # the same on all ranks
+            def fill(targets: Sequence[BlockTarget]) -> None:
                 if not alike and (odd := checkpoint.differing()):
                     raise ConfigError(
                         f"{checkpoint.path} was written by ranks that held other parts of the model, and {odd} was not "
@@ -110,8 +108,8 @@ class FromSaved:
                     )
                 checkpoint.load(targets)
 
-            tree = checkpoint.tree(group)
-            self._state.load(tree.tree, tree.names, fill)
+            trees = map(checkpoint.tree, [group] if alike else range(len(old)))
+            self._state.load([SavedTree(each.tree, each.names) for each in trees], fill)
             if alike and old == self._groups and self._link.rank in held:  # it may have died with the rank
                 return held[self._link.rank]
             place = self._groups[group].index(self._link.rank) if alike else len(old[group])
@@ -139,14 +137,15 @@ class FromSaved:
                 )
             images = [image for image, _ in held.values()]
             mine = held[self._link.rank][1]
+            if not {place.piece.name for image in images for place in image.header.places}.issuperset(mine.names):
+                # A rank that updates something for all of them has saved it for all of them.
+                others = (rank for rank in range(self._link.world_size) if rank not in held)
+                images += [stack.enter_context(self._held(vault, rank, source.commits))[0] for rank in others]
             own = _unpacked(mine.own[self._link.rank])
 
-            def fill(targets: Sequence[BlockTarget], division: str) -> None:
-                if own.division != division:  # another launcher's job, whose script has changed
-                    raise _OtherPartsError("its snapshot is of other parts of the model")
-                fill_from(images, targets, Copier())
-
-            self._state.load(mine.tree, mine.names, fill)
+            if own.division != self._state.division:  # another launcher's job, whose script has changed
+                raise _OtherPartsError("its snapshot is of other parts of the model")
+            self._state.load([SavedTree(mine.tree, mine.names)], lambda targets: fill_from(images, targets, Copier()))
         return own
 
     @contextlib.contextmanager

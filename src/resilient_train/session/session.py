@@ -348,9 +348,9 @@ def _problem(engine: Engine, link: config.AgentLink) -> Problem | None:
 def _told(groups: Groups) -> str:
     held = ", ".join(str(list(group)) for group in groups[:8]) + (", ..." if len(groups) > 8 else "")
     if all(len(group) > 1 for group in groups):
-        return f"the model is in {len(groups)} parts; the ranks that hold the same: {held}"
+        return f"the state is in {len(groups)} parts; the ranks that hold the same: {held}"
     return (
-        f"the model is in {len(groups)} parts, and some are held by one rank alone ({held}): when that one is lost, "
+        f"the state is in {len(groups)} parts, and some are held by one rank alone ({held}): when that one is lost, "
         "all ranks go back to the newest state that session.save_every() has kept (docs/how-to/sharded.md)"
     )
 

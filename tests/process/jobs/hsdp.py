@@ -14,7 +14,7 @@ import argparse
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,29 +198,37 @@ class Job:
             if told is not None:
                 tell(told, step.number)
 
-    def write_whole(self, folder: Path) -> None:
+    def whole(self) -> Iterator[bytes]:
         """All of the model, put together by torch."""
         self.model.reshard()
+        for parameter in self.model.parameters():
+            for tensor in (parameter, *(value for _, value in sorted(self.optimizers[0].state[parameter].items()))):
+                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                yield whole.detach().numpy().tobytes()
+
+    def write_whole(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"whole{self.rank}.bin").open("wb") as file:
-            for parameter in self.model.parameters():
-                for tensor in (parameter, *(value for _, value in sorted(self.optimizers[0].state[parameter].items()))):
-                    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                    file.write(whole.detach().numpy().tobytes())
+        (folder / f"whole{self.rank}.bin").write_bytes(b"".join(self.whole()))
+
+    def state_of(self, number: int, parameter: Any) -> Any:
+        """What this rank has in an optimizer beside a parameter."""
+        return self.optimizers[number].state.get(parameter, {})
+
+    def held(self) -> Iterator[tuple[str, bytes]]:
+        """The memory of this rank, in one order on all."""
+        for name, parameter in self.model.named_parameters():
+            yield name, bytes_of(parameter)
+            for number in range(len(self.optimizers)):
+                for kind, value in sorted(self.state_of(number, parameter).items()):
+                    yield f"{name}.{kind}, optimizer {number}", bytes_of(value)
+        yield "random numbers", bytes_of(torch.get_rng_state())
+        yield "schedulers", json.dumps([each.state_dict() for each in self.schedulers], sort_keys=True).encode()
 
     def write(self, folder: Path) -> None:
-        """The memory of this rank, in one order on all."""
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # behind an evaluation the outermost parameters are whole
         folder.mkdir(parents=True, exist_ok=True)
-        held: dict[str, bytes] = {}
-        for name, parameter in self.model.named_parameters():
-            held[name] = bytes_of(parameter)
-            for number, optimizer in enumerate(self.optimizers):
-                for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
-                    held[f"{name}.{kind}, optimizer {number}"] = bytes_of(value)
-        held["random numbers"] = bytes_of(torch.get_rng_state())
-        held["schedulers"] = json.dumps([each.state_dict() for each in self.schedulers], sort_keys=True).encode()
+        held = dict(self.held())
         (folder / f"rank{self.rank}.json").write_text(json.dumps([(name, len(data)) for name, data in held.items()]))
         (folder / f"rank{self.rank}.bin").write_bytes(b"".join(held.values()))
 
@@ -253,6 +261,7 @@ def main(kind: type[Job]) -> None:
                     model=job.model,
                     optimizer=job.optimizers,
                     scheduler=job.schedulers,
+                    scaler=getattr(job, "scaler", None),
                     undo="undo" in job.variant,
                     loader=[job.batch(number) for number in range(asked.steps)] if "loaded" in job.variant else None,
                     replicas=asked.replicas,

@@ -8,7 +8,6 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
@@ -39,7 +38,6 @@ def make(parameters: list[nn.Parameter], mode: str) -> torch.optim.Optimizer | l
         "closure": lambda: torch.optim.AdamW(parameters, lr=1e-2),
         "closure-without-undo": lambda: torch.optim.AdamW(parameters, lr=1e-2),
         "averaging": lambda: Averaging(parameters, lr=0.1),
-        "zero": lambda: ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2),
     }
     return kinds[mode]()
 
@@ -60,7 +58,7 @@ for block, each in zip(layers, modes, strict=True):
     made = make(list(block.parameters()), each)
     optimizers += made if isinstance(made, list) else [made]
 torch.manual_seed(1 + dist.get_rank())
-undo = mode in ("lbfgs", "closure", "averaging", "zero")
+undo = mode in ("lbfgs", "closure", "averaging")
 with rt.Session(model=model, optimizer=optimizers, undo=undo) as session:
     for step in session.steps(steps):
         with step:

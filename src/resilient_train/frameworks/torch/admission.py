@@ -17,6 +17,8 @@ from resilient_train.frameworks.torch.extra_state import with_extra_state
 from resilient_train.frameworks.torch.leaves import is_sharded
 from resilient_train.frameworks.torch.optimizer_groups import parameters_of
 from resilient_train.frameworks.torch.sharded import Sharding, is_a
+from resilient_train.frameworks.torch.zero import check as check_zero
+from resilient_train.frameworks.torch.zero import is_zero, stepping
 
 
 def check(objects: Objects) -> None:
@@ -93,11 +95,9 @@ def _check_model(model: Any) -> None:
 def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: {type(optimizer).__qualname__} is no torch.optim.Optimizer")
-    if is_a(optimizer, "ZeroRedundancyOptimizer"):
-        raise ConfigError(
-            "optimizer: ZeroRedundancyOptimizer keeps on each rank a part of the state that no other rank holds, so a "
-            "lost rank's part can't be had from a replica: use the optimizer that it was made of, on all parameters"
-        )
+    if is_zero(optimizer):
+        check_zero(optimizer)
+        optimizer = stepping(optimizer)
     for inner in _held_optimizers(optimizer):
         if inner.state is not optimizer.state:
             raise ConfigError(

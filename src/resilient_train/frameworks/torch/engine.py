@@ -15,6 +15,7 @@ from resilient_train.frameworks.torch.groups import TorchGroups
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
 from resilient_train.frameworks.torch.window import TorchWindow
+from resilient_train.frameworks.torch.zero import shown
 
 
 def engine_for(objects: Objects) -> Engine:
@@ -25,18 +26,19 @@ def engine_for(objects: Objects) -> Engine:
     generators.follow(device_of_rank)
     groups = TorchGroups(device_of_rank)
     rank_state = TorchRankState(objects.models, objects.rank_extra)
-    state = TorchState(objects, rank_state, device_of_rank)
+    held = objects._replace(optimizers=tuple(map(shown, objects.optimizers)))
+    state = TorchState(held, rank_state, device_of_rank)
     device = TorchDevice(config.read_settings(), device_of_rank, state, rank_state, groups.communicators)
     gradients = TorchGradients(objects)
     window = TorchWindow(objects, state, rank_state, gradients.behind_closure)
     return Engine(
         groups=groups,
-        collectives=TorchCollectives(objects, groups, window.check_collective),
+        collectives=TorchCollectives(held, groups, window.check_collective),
         device=device,
         state=state,
         rank_state=rank_state,
         data=data,
         window=window,
         gradients=gradients,
-        drill=TorchDrill(objects, groups, device, state),
+        drill=TorchDrill(held, groups, device, state),
     )

@@ -14,6 +14,7 @@ import torch
 
 from resilient_train.errors import StateError
 from resilient_train.frameworks.torch.optimizer_groups import Groups, ParameterPlace, parameters_of
+from resilient_train.frameworks.torch.zero import ZeroOptimizer
 
 Key = int | tuple[int, str] | str
 
@@ -48,14 +49,18 @@ def put_entries(
     entries: Mapping[Key, Any],
     models: Sequence[Mapping[str, torch.nn.Parameter]],
 ) -> None:
-    """The inverse: they become the whole state of an optimizer that has the same groups."""
+    """The inverse: they become the whole state of an optimizer that has the same groups. One that updates a part of the
+    parameters takes those of its part.
+    """
     numbered = parameters_of(optimizer)
     optimizer.state.clear()
     for key, entry in entries.items():
         if isinstance(key, str):
             optimizer.state[key] = entry  # type: ignore[index] # torch's stub knows of parameters only
-        else:
-            optimizer.state[_parameter(key, numbered, models)] = dict(entry)
+            continue
+        parameter = _parameter(key, numbered, models)
+        if not isinstance(optimizer, ZeroOptimizer) or optimizer.updates(parameter):
+            optimizer.state[parameter] = dict(entry)
 
 
 def _parameter(

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from resilient_train.errors import LayoutError, StateError
+from resilient_train.frameworks.torch.zero import ZeroOptimizer
 
 Groups = list[list[torch.nn.Parameter]]
 
@@ -34,8 +35,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def regroup(optimizer: torch.optim.Optimizer, wanted: Groups) -> None:
+def regroup(optimizer: torch.optim.Optimizer | ZeroOptimizer, wanted: Groups) -> None:
     """Gives the optimizer these groups. Those that it lacks get the default settings, those above their number go."""
+    if isinstance(optimizer, ZeroOptimizer):
+        optimizer.regroup(wanted)
+        return
     groups = optimizer.param_groups
     del groups[len(wanted) :]
     for group, parameters in zip(groups, wanted, strict=False):

@@ -18,12 +18,21 @@ from resilient_train.state.capture import Capture, HostCapture
 from resilient_train.state.image import ImagePlan, plan_image
 from resilient_train.state.sharding import Piece, divide
 
-_Called = Callable[[str, torch.Tensor], str]
 _Begin = Callable[[memoryview, Copier], Capture]
 _Place = tuple[int, int, int]
 """Address, bytes, offset in the image."""
 _BUFFERS = "buffers."
 """How the names of buffers begin: a forward pass writes them, so they are copied at once."""
+
+
+class Called(NamedTuple):
+    """A tensor in what is saved. ``here``: by this rank; else by another one, from whom this one gets it as well."""
+
+    name: str
+    here: bool = True
+
+
+_Called = Callable[[str, torch.Tensor], Called]
 
 
 class _Layout(NamedTuple):
@@ -49,16 +58,25 @@ class Images:
         self._layout: _Layout | None = None
 
     def image(
-        self, tree: Any, step: int, share: SaveShare, changed: str = "", *, called: _Called | None = None
+        self,
+        tree: Any,
+        step: int,
+        share: SaveShare,
+        changed: str = "",
+        *,
+        called: Callable[[str, torch.Tensor], Called] | None = None,
     ) -> Image:
         """See ``frameworks/roles.State``; ``tree`` is the state. ``changed``: what is not any more as it is to be.
 
-        ``called``: under which name a tensor is saved, where there are several replica groups.
+        ``called``: how each tensor is saved, where there are several replica groups.
         """
         held = contents(tree)
         tensors = held.tensors
+        names = tuple(tensors)
         if called is not None:
-            tensors = {called(name, tensor): tensor for name, tensor in tensors.items()}
+            saved = [(called(name, tensor), tensor) for name, tensor in tensors.items()]
+            names = tuple(each.name for each, _ in saved)
+            tensors = {each.name: tensor for each, tensor in saved if each.here}
         if all(on_host(local(tensor)) for tensor in tensors.values()):
             layout = self._laid_out(share, tensors)
             plan = layout.plan
@@ -67,7 +85,7 @@ class Images:
             plan = self._planned(share, tensors)
             begin = self._on_device(plan, plan.header(step), tensors)
         spoilt = partial(_changed, _versions(tensors), changed)
-        return Image(plan.total_bytes, begin, held.payload, tuple(tensors), spoilt)
+        return Image(plan.total_bytes, begin, held.payload, names, spoilt)
 
     def _on_host(self, layout: _Layout, header: bytes, tensors: Mapping[str, torch.Tensor]) -> _Begin:
         first = np.frombuffer(bytearray(header), dtype=np.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from resilient_train import _native, config
 from resilient_train.errors import ConfigError, LayoutError, StateError, TransferError
 from resilient_train.frameworks.accelerator import Accelerator
-from resilient_train.frameworks.roles import Damage, Image, Objects, SaveShare, Sources, StateMark
+from resilient_train.frameworks.roles import Damage, Image, Objects, SavedTree, SaveShare, Sources, StateMark
 from resilient_train.frameworks.torch import layout_check
 from resilient_train.frameworks.torch.checkpoint_pieces import piece_of
 from resilient_train.frameworks.torch.containers import copy_tree, dressed
@@ -35,8 +35,9 @@ from resilient_train.frameworks.torch.optimizer_entries import entries_of, put_e
 from resilient_train.frameworks.torch.optimizer_groups import described, found, groups_of, places, regroup
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.sharded import Replicas, Sharding, placed_like
-from resilient_train.frameworks.torch.snapshot_images import Images
+from resilient_train.frameworks.torch.snapshot_images import Called, Images
 from resilient_train.frameworks.torch.staging import Staging, on_host
+from resilient_train.frameworks.torch.zero import ZeroParts
 from resilient_train.state.checkpoint.target import BlockTarget
 from resilient_train.state.nan import NanFound
 from resilient_train.state.transfer import Span, view
@@ -82,8 +83,10 @@ class _Settings:
 
 
 _Numbered = Sequence[Sequence[tuple[torch.nn.Parameter, dict[str, Any]]]]
-_Landing = tuple[torch.Tensor, torch.Tensor]
-"""A tensor of the state, and the host memory in which this rank's part of it arrives."""
+_Landing = tuple[Path, torch.Tensor, torch.Tensor]
+"""A tensor of the state by its path, and the host memory in which this rank's part of it arrives."""
+_PARTS = "parts"
+"""In what is saved: the numbers of optimizers of which each rank has the entries of its part, and those only."""
 
 
 class TorchState:
@@ -95,10 +98,13 @@ class TorchState:
         self._objects = objects
         self._rank_state = rank_state
         self._accelerator = accelerator
-        self._staging = staging or Staging(config.read_settings().pinned_bytes)
+        settings = config.read_settings()
+        self._log_bytes = settings.tail_log_bytes
+        self._staging = staging or Staging(settings.pinned_bytes)
         self._images = Images(self._staging)
         self.kept = KeptState(objects)
         self.sharding = Sharding(objects.models)
+        self._zero = ZeroParts(objects.optimizers)
         self._group: tuple[int, tuple[int, ...]] | None = None
         """This rank's replica group and its number, where there are several."""
         self._checked_plans = 0
@@ -175,25 +181,32 @@ class TorchState:
 
     def replicas(self, told: Replicas) -> Replicas:
         """See ``frameworks/roles.State``."""
-        found = self.sharding.replicas()
+        found = self._zero.replicas(self._log_bytes) or self.sharding.replicas()
         if found and told and {frozenset(group) for group in found} != {frozenset(group) for group in told}:
-            raise ConfigError(f"replicas={told}, but by the model's meshes the ranks that hold the same are {found}")
+            how = "by its ZeroRedundancyOptimizer" if self._zero else "by the model's meshes"
+            raise ConfigError(f"replicas={told}, but {how} the ranks that hold the same are {found}")
         groups = found or told
         numbered = enumerate(groups) if len(groups) > 1 else ()
         self._group = next((each for each in numbered if dist.get_rank() in each[1]), None)
         return groups
 
-    def _called(self, name: str, tensor: torch.Tensor) -> str:
+    def _called(self, name: str, tensor: torch.Tensor) -> Called:
         """Under which name a rank of one of several groups saves a tensor. Each of them has in its own files whatever
         it needs: of a plain tensor a copy of its own, and its part of one copy of a DTensor (there are several of one
         that is replicated beside others that are divided; and stages of a pipeline call different tensors alike).
+
+        But what one rank updates for all of them is saved by that one.
         """
         assert self._group is not None
         number, members = self._group
+        if self._zero and name.startswith("model.") and (owner := self._zero.owner(tensor)) is not None:
+            return Called(name, owner in members)
+        if self._zero.keeps(name):
+            return Called(name)
         if is_sharded(tensor):
             copy = self.sharding.copy_of(tensor, members)
-            return f"{name}@{copy}" if copy else name
-        return f"{name}@{number}"
+            return Called(f"{name}@{copy}" if copy else name)
+        return Called(f"{name}@{number}")
 
     def keep(self, *, whole: bool) -> None:
         """A window begins: what its redo goes back to, as far as bodies change it."""
@@ -326,8 +339,8 @@ class TorchState:
     def receive(self, manifest: bytes, fetch: Callable[[list[Span]], None], digest: str) -> int:
         """Parameters and buffers are filled where they lie; DDP holds on to them."""
         self._make_usable()
-        tree, landing, uploads = self._land(manifest)
-        spans = [span_of(memory) for _, memory in landing]
+        tree, landing, uploads = self._land([manifest])
+        spans = [span_of(memory) for _, _, memory in landing]
         with torch.no_grad():
             fetch(spans)
         arrived = digest_of(manifest, spans)
@@ -341,40 +354,44 @@ class TorchState:
         self.sharding.reshard()
         self.kept.look()
         called = self._called if self._group is not None else None
-        image = self._images.image(self.tree(found=True), step, share, self.kept.lost, called=called)
+        tree = self.tree(found=True)
+        if self._zero:
+            tree[_PARTS] = self._zero.numbers
+        image = self._images.image(tree, step, share, self.kept.lost, called=called)
         if self._images.plans != self._checked_plans:
             layout_check.check_unchanged(self._built, layout_check.layout_of(self._objects.models))
             if told := self._misplaced():
                 raise LayoutError(told)
             self._checked_plans = self._images.plans
-        return image._replace(division=self.sharding.division)
+        return image._replace(division=self.division)
+
+    @property
+    def division(self) -> str:
+        return self._zero.division(self._parameters()) if self._zero else self.sharding.division
 
     def outgrown(self) -> str:
         """See ``frameworks/roles.Window``."""
         self.sharding.reshard()
         return layout_check.difference(self._built, layout_check.layout_of(self._objects.models)) or self._misplaced()
 
-    def load(self, tree: bytes, names: Sequence[str], fill: Callable[[Sequence[BlockTarget], str], object]) -> None:
+    def load(self, saved: Sequence[SavedTree], fill: Callable[[Sequence[BlockTarget]], object]) -> None:
         """What lies on an accelerator is written to when all has come whole, and not before."""
-        loaded, landing, uploads = self._land(tree, anew=True)
-        if len(names) != len(landing):
-            raise TransferError(f"the saved state has {len(landing)} tensors, and names for {len(names)}")
-        targets = [
-            BlockTarget(piece_of(name, tensor), view(span_of(memory)))
-            for name, (tensor, memory) in zip(names, landing, strict=True)
-        ]
-        fill(targets, self.sharding.division)
+        loaded, landing, uploads = self._land([each.tree for each in saved], anew=True)
+        names = dict(each for one in reversed(saved) for each in _named(one))
+        fill([BlockTarget(piece_of(names[path], tensor), view(span_of(memory))) for path, tensor, memory in landing])
         self._staging.upload(uploads)
         self._apply(self._dressed(loaded))
 
     def _land(
-        self, manifest: bytes, *, anew: bool = False
+        self, manifests: Sequence[bytes], *, anew: bool = False
     ) -> tuple[Any, list[_Landing], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The state's tree, of the model's own tensors and new ones; each with the host memory to be filled; and what
         ``upload`` then has to do. The optimizers have its groups then. Raises LayoutError. ``anew``: it may have been
-        divided in another way.
+        divided in another way; ``manifests`` are of all its parts then.
         """
-        told = unflatten(manifest, TENSORS, lambda _, slot: slot)
+        parts = [unflatten(each, TENSORS, lambda _, slot: slot._replace(number=0)) for each in manifests]
+        _check_parts(parts)
+        told = _put_together(parts)
         layout_check.check(told, self._objects)
         self._regroup(told)
         numbered = [[(p, group) for group in o.param_groups for p in group["params"]] for o in self._objects.optimizers]
@@ -383,8 +400,14 @@ class TorchState:
         was = {id(each): told["model"][path[1]][path[2]].divided for path, each in here.items() if path[0] == "model"}
         landing: list[_Landing] = []
         uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        placed: dict[Path, torch.Tensor] = {}
 
         def place(path: Path, slot: Slot) -> torch.Tensor:
+            if path not in placed:  # the same in each of the manifests
+                placed[path] = final(path, slot)
+            return placed[path]
+
+        def final(path: Path, slot: Slot) -> torch.Tensor:
             mine = own.get(path)
             if anew:
                 slot = _divided_as_here(path, slot, here, numbered, was)
@@ -393,19 +416,19 @@ class TorchState:
                 and (tuple(mine.shape), str(mine.dtype), is_sharded(mine)) == (slot.shape, slot.dtype, slot.divided)
             )  # fmt: skip
             if fits and mine is not None and on_host(local(mine)):
-                landing.append((mine, local(mine)))
+                landing.append((path, mine, local(mine)))
                 return mine
-            final = mine if fits else _beside_parameter(path, slot, numbered)
-            host = torch.empty(slot.shape if final is None else local(final).shape, dtype=dtype_of(slot.dtype))
+            there = mine if fits else _beside_parameter(path, slot, numbered)
+            host = torch.empty(slot.shape if there is None else local(there).shape, dtype=dtype_of(slot.dtype))
             _native.prefer_huge_pages(*span_of(host))
-            if final is None:
-                landing.append((host, host))
+            if there is None:
+                landing.append((path, host, host))
                 return host
-            landing.append((final, host))
-            uploads.append((local(final), host))
-            return final
+            landing.append((path, there, host))
+            uploads.append((local(there), host))
+            return there
 
-        return unflatten(manifest, TENSORS, place), landing, uploads
+        return _put_together([unflatten(each, TENSORS, place) for each in manifests]), landing, uploads
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Takes over a tree of this same process (an undo copy)."""
@@ -446,6 +469,38 @@ class TorchState:
         self.restore_small(tree["small"])
         for name, thing in self._objects.extra.items():
             restore_object(thing, tree["extra"][name])
+
+
+def _check_parts(parts: Sequence[Mapping[str, Any]]) -> None:
+    """Raises LayoutError if what all replica groups have saved of one state is not the same in all of them."""
+    rest = [
+        {**part, "optimizer": [None if i in part.get(_PARTS, ()) else e for i, e in enumerate(part["optimizer"])]}
+        for part in parts
+    ]
+    if any(each != rest[0] for each in rest[1:]):
+        raise LayoutError(
+            "it was written by ranks that held other parts of the model, and the state beside the tensors was not the "
+            "same on all of them: it can't be divided anew"
+        )
+
+
+def _put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Trees of the same state, each with the entries of its own part where an optimizer was divided."""
+    whole = dict(parts[0])
+    for number in whole.get(_PARTS, ()):
+        entries = list(whole["optimizer"])
+        entries[number] = {key: entry for part in parts for key, entry in part["optimizer"][number].items()}
+        whole["optimizer"] = entries
+    return whole
+
+
+def _named(saved: SavedTree) -> Iterator[tuple[Path, str]]:
+    """Its tensors by path, with their names."""
+    paths: list[Path] = []
+    unflatten(saved.tree, TENSORS, lambda path, _: paths.append(path))
+    if len(paths) != len(saved.names):
+        raise TransferError(f"the saved state has {len(paths)} tensors, and names for {len(saved.names)}")
+    return zip(paths, saved.names, strict=True)
 
 
 def _placed_alike(tensor: Any, parameter: Any) -> bool:

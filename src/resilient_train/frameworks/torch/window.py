@@ -26,6 +26,7 @@ from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
+from resilient_train.frameworks.torch.zero import is_zero, stepping
 from resilient_train.script_place import line
 
 
@@ -63,6 +64,8 @@ class TorchWindow:
         self._undo: dict[str, Any] | None = None
         self._registered = {id(optimizer): _sizes(optimizer) for optimizer in objects.optimizers}
         """With the sizes of their groups when these were looked at."""
+        self._writing = {id(stepping(optimizer)): optimizer for optimizer in objects.optimizers}
+        """The registered ones, by the one whose ``step()`` writes."""
         self._harmless: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Optimizers of other models, and how many groups they had when that was found."""
         self._handles: list[Any] = []
@@ -74,7 +77,8 @@ class TorchWindow:
     def attach(self, updates: Updates) -> None:
         """From now on ``updates`` is told of each, and one by a foreign optimizer is refused."""
 
-        def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(writes: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            optimizer = self._writing[id(writes)]
             if optimizer is self._asked:
                 self._asked = None
             if optimizer not in self._running:
@@ -84,14 +88,16 @@ class TorchWindow:
             closures = any(map(callable, args[1:])) or any(map(callable, kwargs.values()))
             return self._with_closures(args, kwargs) if closures else None
 
-        def after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        def after(writes: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+            optimizer = self._writing[id(writes)]
             self._running.pop()
             if optimizer not in self._running:
                 updates.after_update(optimizer)
 
         for optimizer in self._objects.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(before))
-            self._handles.append(optimizer.register_step_post_hook(after))
+            writes = stepping(optimizer)
+            self._handles.append(writes.register_step_pre_hook(before))
+            self._handles.append(writes.register_step_post_hook(after))
         self._handles.append(register_optimizer_step_pre_hook(self._refuse_foreign))
         self._handles.append(register_module_module_registration_hook(self._refuse_wrapper))
         self._handles.append(cuda_graphs.Refusal())
@@ -239,6 +245,11 @@ class TorchWindow:
         strange = stranger(optimizer, {id(each) for model in self._objects.models for each in model.parameters()})
         if strange is not None:
             raise UsageError(f"{type(optimizer).__qualname__} {strange}: {HOW_TO_REGISTER}")
+        if is_zero(optimizer):
+            raise UsageError(
+                f"{type(optimizer).__qualname__} has got another group of parameters in the loop, so that its parts "
+                "are others, which can't be recovered: give it all groups in front of the Session"
+            )
         self._registered[id(optimizer)] = sizes
 
     def _with_closures(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -273,7 +284,7 @@ class TorchWindow:
             )
 
     def _refuse_foreign(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if id(optimizer) in self._registered or self._running:
+        if id(optimizer) in self._registered or id(optimizer) in self._writing or self._running:
             return
         groups = len(optimizer.param_groups)
         if self._harmless.get(optimizer) == groups:

@@ -43,14 +43,14 @@ class Checkpoint:
         return self._folder.tree(self._parts.trees[group], self.manifest, group)
 
     def differing(self) -> str:
-        """What is not the same in all replica groups, so that none of them could go on from another's; empty if all is.
+        """The tensor that is not the same in all replica groups, so that none of them could go on from another's; empty
+        if all are. Their trees are of one state.
 
-        Each of them has saved its own of what is not divided among them. Raises CheckpointError.
+        Each of them has saved its own of what is not divided among them, under a name with its number behind an ``@``.
+        Raises CheckpointError.
         """
         trees = [self.tree(group) for group in range(len(self.manifest.replica_groups))]
-        if len({(each.tree, len(each.names)) for each in trees}) > 1:
-            return "the state beside the tensors"
-        for names in zip(*(each.names for each in trees), strict=True):
+        for names in zip(*([name for name in each.names if "@" in name] for each in trees), strict=True):
             copies = dict.fromkeys(names)
             if len(copies) > 1 and len({self._whole(name) for name in copies}) > 1:
                 return repr(names[0])

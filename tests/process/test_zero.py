@@ -1,0 +1,161 @@
+"""An optimizer whose state is divided among ranks (ZeRO-1): whatever is killed, each rank ends with the memory of a
+plain run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import memories
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from memories import EACH_ALONE, IN_MEMORY, Plain, Torchrun, ended_by_the_scheduler, ends_as, went_back_together
+from running import JOBS, Run, launch
+from watched_jobs import end_holder
+
+PLACES = (
+    *("COMPUTE at=start", "COMPUTE at=forward", "COMPUTE at=backward", "READY at=before", "READY at=barrier"),
+    *("UPDATING at=start", "UPDATING at=end", "APPLIED at=start", "APPLIED at=end"),
+)
+CUTS = "; ".join(f"hcce rank={number % 4} step={2 + number} phase={place}" for number, place in enumerate(PLACES))
+
+
+@pytest.fixture(scope="module")
+def torchrun(torchrun_of: Torchrun) -> Plain:
+    """Of a run without a word of ours, by variant."""
+    return functools.partial(torchrun_of, "zero.py")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path):
+    yield tmp_path / "run"
+    end_holder(tmp_path / "run")
+
+
+def train(run_dir: Path, faults: str, *more: str, variant: str = "base", **environ: str) -> Run:
+    return memories.train("zero.py", run_dir, faults, *more, variant=variant, **environ)
+
+
+@pytest.mark.shows("ZeRO-1", "connections cut", "in place")
+def test_cuts_at_every_place(run_dir: Path, torchrun: Plain) -> None:
+    """In the step, in its update and in the broadcasts behind that: nobody has lost anything."""
+    run = train(run_dir, CUTS)
+    ends_as(run, torchrun("base"))
+    assert run.recoveries() == len(PLACES), run.explain()
+    assert not run.of("restart_all"), run.explain()
+    assert "the state is in 4 parts, and some are held by one rank alone" in run.err
+
+
+@pytest.mark.shows("ZeRO-1", "killed", "back")
+@pytest.mark.shows("ZeRO-1", "hangs", "back")
+@pytest.mark.shows("ZeRO-1", "memory damaged", "back")
+@pytest.mark.shows("ZeRO-1", "no holder left", "back")
+def test_nobody_has_what_a_lost_rank_had(run_dir: Path, torchrun: Plain) -> None:
+    """All go back to what is in memory: when one is killed, two at once, when memory is lost, when one hangs."""
+    run = train(run_dir, EACH_ALONE, *IN_MEMORY, RESILIENT_HANG_TIMEOUT_S="5")
+    ends_as(run, torchrun("base"))
+    went_back_together(run)
+
+
+@pytest.mark.long
+def test_kills_at_every_place(run_dir: Path, torchrun: Plain) -> None:
+    kills = [
+        f"kill rank={number % 4} step={2 + number} phase={place} incarnation={number}"
+        for number, place in enumerate(PLACES)
+    ]
+    run = train(run_dir, "; ".join(kills), *IN_MEMORY)
+    ends_as(run, torchrun("base"))
+    assert len(run.of("restart_all")) == len(PLACES), run.explain()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("variant", "plain"),
+    [
+        ("views", "base"),
+        ("groups", "groups"),
+        ("scaled+groups", "scaled+groups"),
+        ("accumulate+views", "accumulate"),
+        ("undo", "base"),
+    ],
+)
+def test_loops(run_dir: Path, torchrun: Plain, variant: str, plain: str) -> None:
+    """Parameters that are views of one tensor, groups with settings of their own, a scaler that refuses an update."""
+    plan = "; ".join(
+        f"{what} rank={rank} step={step} phase={place}"
+        for what, rank, step, place in (
+            ("hcce", 1, 3, "COMPUTE at=backward"),
+            ("hcce", 2, 5, "APPLIED at=start"),
+            ("kill", 3, 7, "UPDATING at=start"),
+            ("hcce", 0, 9, "APPLIED at=start incarnation=1"),
+        )
+    )
+    run = train(run_dir, plan, *IN_MEMORY, variant=variant)
+    ends_as(run, torchrun(plain))
+    assert run.recoveries() == 3, run.explain()
+    assert len(run.of("restart_all")) == 1, run.explain()
+
+
+@pytest.mark.shows("ZeRO-1", "started again", "goes on")
+def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Plain) -> None:
+    ended_by_the_scheduler("zero.py", run_dir, variant="base")
+    run = train(run_dir, "")
+    ends_as(run, torchrun("base"))
+    assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.shows("ZeRO-1", "divided anew", "goes on")
+@pytest.mark.parametrize(
+    "ways",
+    [[("groups", 4), ("groups", 3), ("groups+ddp", 2)], [("groups+ddp", 2), ("groups", 4), ("groups", 1)]],
+    ids=lambda ways: " ".join(f"{variant}-{ranks}" for variant, ranks in ways),
+)
+def test_it_goes_on_divided_in_another_way(run_dir: Path, ways: list[tuple[str, int]]) -> None:
+    """Among other numbers of ranks, or not at all; and torch's own reader finds one optimizer of all parameters."""
+
+    def go(variant: str, ranks: int, run_dir: Path, steps: int, *more: str) -> set[bytes]:
+        out = run_dir.parent / "out"
+        arguments = ("--out", str(out), "--variant", variant, "--steps", str(steps), "--whole", *more)
+        run = launch(run_dir, "zero.py", *arguments, ranks=ranks)
+        assert run.code == 0, run.explain()
+        assert len(run.of("restored")) == (0 if more or run_dir.name == "undisturbed" else ranks), run.explain()
+        return {(out / f"whole{rank}.bin").read_bytes() for rank in range(ranks)}
+
+    (first, ranks), *others = ways
+    expected = go(first, ranks, run_dir.with_name("undisturbed"), 3)
+    assert len(expected) == 1
+    go(first, ranks, run_dir, 4, "--save", "3")
+    for variant, ranks in others:
+        assert go(variant, ranks, run_dir, 3) == expected
+    assert {read_by_torch(run_dir / "checkpoints" / "step_3")} == expected
+
+
+def read_by_torch(checkpoint: Path) -> bytes:
+    """The parameters in the order of their groups, each with its moments and its count of steps, in a process that has
+    no group.
+    """
+    spec = importlib.util.spec_from_file_location("hsdp", JOBS / "hsdp.py")
+    assert spec is not None
+    assert spec.loader is not None
+    job = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(job)
+    parameters = sorted(job.Net(recomputes=False).named_parameters(), key=lambda named: named[1].dim() < 2)
+    named: dict[str, torch.Tensor] = {}
+    for number, (name, parameter) in enumerate(parameters):
+        named[f"model.0.module.{name}"] = parameter.detach()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            named[f"optimizer.0.{number}.{moment}"] = torch.zeros_like(parameter)
+        named[f"optimizer.0.{number}.step"] = torch.zeros(())
+    dcp.load(named, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint)), no_dist=True)
+    return b"".join(tensor.numpy().tobytes() for tensor in named.values())
+
+
+def test_what_a_tail_may_publish_is_asked_for(run_dir: Path) -> None:
+    run = train(run_dir, "", RESILIENT_TAIL_LOG_BYTES="4000")
+    assert run.code == 2, run.explain()
+    assert run.err.count("resilient-run: the job ends: optimizer: ZeroRedundancyOptimizer broadcasts up to") == 1
+    assert "without which a cut connection there ends the job: set it to 5242880" in run.err

@@ -158,7 +158,7 @@ def test_what_a_body_switches_for_the_next_one_is_as_it_was(run_dir: Path, torch
 def test_compiled_blocks(run_dir: Path, torchrun: Plain) -> None:
     """Hooks of ours are not called in what is compiled: the places are in front of it and behind it."""
     places = (
-        "uce rank=3 step=2 phase=READY at=before target=param",
+        "uce rank=3 step=2 phase=UPDATING at=start target=param",
         "kill rank=2 step=4",
         "hcce rank=0 step=6",
         "kill rank=1 step=8 phase=UPDATING",

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resilient_train.errors import ProtocolError, UsageError
 from resilient_train.frameworks.torch import process_group as group_module
+from resilient_train.frameworks.torch.groups import _strange_backend
 from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup
 from resilient_train.frameworks.torch.transports import gloo
 
@@ -143,3 +145,15 @@ def test_a_nan_in_a_collective_is_seen_where_torch_is_told_to_look(monkeypatch: 
     group.allreduce([torch.ones(1)]).wait()
     with pytest.raises(RuntimeError, match="NaN found in input tensor"):
         group.allreduce([torch.tensor([1.0, float("nan")])])
+
+
+def test_groups_that_need_not_be_rebuilt() -> None:
+    """torchtitan has them: of dimensions of its meshes that nothing is divided over."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        group = dist.new_group(backend="fake")
+        assert _strange_backend() == ""
+        dist.distributed_c10d._world.pg_map[group] = ("ucc", None)  # type: ignore[index]
+        assert _strange_backend() == "ucc"
+    finally:
+        dist.destroy_process_group()

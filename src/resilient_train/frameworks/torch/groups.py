@@ -151,4 +151,11 @@ def _strange_backend() -> str:
     """That of a group beside the default one which nobody could rebuild; empty if there is none."""
     backends = dist.distributed_c10d._world.pg_map
     others = (each for each in backends if each is not dist.group.WORLD and not isinstance(each, ResilientGroup))
-    return next((backends[each][0] for each in others if "hccl" not in backends[each][0]), "")
+    return next((backends[each][0] for each in others if not _is_taken(backends[each][0])), "")
+
+
+def _is_taken(backend: str) -> bool:
+    """HCCL's groups are rebuilt by torch_npu. Those of ``fake``, which sends nothing, have nothing to be rebuilt: with
+    these torchtitan makes the dimensions of its meshes that nothing is divided over.
+    """
+    return "hccl" in backend or backend == "fake"

@@ -129,6 +129,16 @@ def test_other_faults(run_dir: Path, torchrun: Plain) -> None:
     assert part < whole / 10, "the part that was hit, and where an update was torn all of them"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("variant", ["truncated", "truncated+alone"])
+def test_weights_that_are_drawn_when_they_are_divided(run_dir: Path, torchrun: Plain, variant: str) -> None:
+    """Until all are within bounds: a new process draws alone, and more or less often; its weights come from others.
+    torch 2.15 gathers for that what is out of bounds, which is more than is kept of a collective before the loop.
+    """
+    run = train(run_dir, KILLS.split("; ", 1)[0], *IN_MEMORY, variant=variant)
+    ends_as(run, torchrun(variant))
+
+
 def test_a_reduction_that_fails_counts_where_the_script_has_caught_its_error(run_dir: Path, torchrun: Plain) -> None:
     """All ranks are in reduce-scatters, or begin one, and no script raises: there is no update on what comes of it."""
     plan = "; ".join(f"hcce rank={rank} step=6 phase=COMPUTE at=backward" for rank in range(RANKS))

@@ -168,6 +168,33 @@ def test_a_large_result_must_lie_in_registered_memory() -> None:
     assert "calls broadcast(float32[20000], rootRank 0) before the loop, and its result can't be kept" in problem
 
 
+def filled_by_torch(set_up: SetUpCollectives, tensor: torch.Tensor) -> None:
+    """As ``torch.nn.init.trunc_normal_`` does of a DTensor: it asks the other ranks, from its own file."""
+    code = "def fill(tensor, ask, *what):\n    ask(*what)"
+    names: dict[str, Any] = {}
+    exec(compile(code, nn.init.__file__, "exec"), names)
+    group = Group(1)
+    names["fill"](tensor, set_up.issue, group, "broadcast", ([torch.zeros(BIG)], options(0)))
+    group.end()
+
+
+def test_what_torch_asks_to_fill_a_tensor_is_no_part_of_the_record() -> None:
+    """A process that does so alone may ask more often, or less."""
+    model, set_up = nn.Linear(BIG // 4, 4), SetUpCollectives()
+    objects = Objects((model,), ())
+    for _ in range(3):
+        filled_by_torch(set_up, model.weight)
+    assert set_up.problem(lambda: registered(objects)) == ""
+    other = torch.zeros(4)
+    filled_by_torch(set_up, other)
+    problem = set_up.problem(lambda: registered(objects))
+    assert "test_set_up.py:" in problem
+    assert "fills a DTensor by torch.nn.init that is in no registered model" in problem
+    assert set_up.problem(lambda: registered(objects)) == "", "it was told"
+    filled_by_torch(set_up, model.weight)
+    assert len(set_up.finish(lambda: registered(objects))) < 100
+
+
 def test_memory_that_is_used_again_is_not_the_same() -> None:
     """The tensor is gone, and a registered one may lie where it was."""
     model, set_up, memory = nn.Module(), SetUpCollectives(), bytearray(4 * BIG)

@@ -95,6 +95,8 @@ class Job:
         self.rank, world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
         self.model: Any = Net(recomputes="recompute" in variant)
+        if "truncated" in variant:
+            self.model.unused = nn.Linear(300, 300)  # more than a new process is told of one collective
         shape, names = ((world,), ("shard",)) if "alone" in variant else ((world // 2, 2), ("replicate", "shard"))
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         divide: Callable[..., Any] = fully_shard
@@ -118,6 +120,10 @@ class Job:
             self.model._set_unshard_async_op(True)
             for one, following in zip(self.model.blocks, self.model.blocks[1:], strict=False):
                 one.set_modules_to_forward_prefetch([following])
+        if "truncated" in variant:
+            for parameter in self.model.parameters():
+                if parameter.dim() > 1:  # as LLMs are, when they are divided already: ranks ask each other
+                    nn.init.trunc_normal_(parameter, std=0.3, a=-0.4, b=0.4)
         half = len(list(self.model.parameters())) // 2
         parameters = list(self.model.parameters())
         self.optimizers: list[Any] = [torch.optim.AdamW(parameters[:half] if "two" in variant else parameters, lr=1e-2)]

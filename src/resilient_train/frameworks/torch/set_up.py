@@ -3,7 +3,7 @@
 The first process of a rank makes them with the others, and records what they gave it. A process that takes the rank's
 place makes them alone, the others being in the middle of their training, and is given what was recorded. A result that
 is too large to be kept must have gone into registered tensors, whose content comes from a replica: ``problem`` says so
-in the first process, while nothing is lost. What DDP does by itself is no part of it (``ddp_traffic.py``).
+in the first process, while nothing is lost. What torch does by itself is no part of it (``torch_traffic.py``).
 
 A standby, which is no rank yet, can do no collective that gives something. Where the ranks wait for each other it goes
 on; what it has called is compared when it has become a rank.
@@ -32,9 +32,9 @@ from resilient_train.frameworks.torch.collective_results import (
     completed,
     root_of,
 )
-from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, KeptWork
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
+from resilient_train.frameworks.torch.torch_traffic import TorchTraffic
 from resilient_train.script_place import line
 from resilient_train.state.set_up_record import (
     RESULT_BYTES,
@@ -104,7 +104,7 @@ class SetUpCollectives:
     """The collectives of this process before its loop."""
 
     def __init__(self) -> None:
-        self._ddp = DdpTraffic()
+        self._traffic = TorchTraffic()
         self._first = _First()
         self._later: _Later | None = None
         self._ahead: list[tuple[str, bytes, str]] = []
@@ -112,7 +112,7 @@ class SetUpCollectives:
 
     def issue(self, group: Group, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """Carries a collective out, or answers it."""
-        if self._first.full or self._ddp.is_this():
+        if self._first.full or self._traffic.is_this():
             return group.run(verb, args)
         call = _Call(group, verb, args, header_of(verb, args), line())
         if standby_stage.stage is not None:
@@ -144,15 +144,15 @@ class SetUpCollectives:
         problem = self._first.problem(registered)
         if problem or self._as_later() is not None:
             return problem
-        place = self._ddp.unregistered(registered)
-        return place and (
-            f"{place} wraps a model by DistributedDataParallel that is not registered whole: a process that replaces "
-            "this rank would have another copy of it. Register it too: Session(model=[...])"
+        what = self._traffic.unregistered(registered)
+        return what and (
+            f"{what}: a process that replaces this rank would have another copy of it. Register it too: "
+            "Session(model=[...])"
         )
 
     def left_out(self, wrappers: Sequence[DistributedDataParallel], models: Sequence[torch.nn.Module]) -> str:
         """Why the gradients of a registered model could not be averaged after a recovery; empty if they could."""
-        place = self._ddp.left_out(wrappers, models)
+        place = self._traffic.left_out(wrappers, models)
         return place and (
             f"{place} wraps a registered model by DistributedDataParallel, and the wrapper itself is not registered: "
             "after a fault it would lay out its gradients in another order than a new process; register the wrapper, "

@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier  # noqa: E402
 from resilient_train.errors import VaultError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
-from resilient_train.frameworks.roles import Image, Objects, SaveShare  # noqa: E402
+from resilient_train.frameworks.roles import Image, Objects, SavedTree, SaveShare  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
 from resilient_train.frameworks.torch.staging import BUFFER_BYTES, Staging  # noqa: E402
 from resilient_train.frameworks.torch.state import TorchState  # noqa: E402
@@ -68,7 +68,7 @@ def pair() -> Iterator[SlotPair]:
 
 def load(job: Job, image: Image, memory: memoryview, digests: bytes) -> None:
     held = HeldImage("the snapshot", memory, image_digest(digests))
-    job.state.load(image.tree, image.names, lambda targets, _: fill_from([held], targets, Copier()))
+    job.state.load([SavedTree(image.tree, image.names)], lambda targets: fill_from([held], targets, Copier()))
 
 
 def assert_equal(job: Job, expected: list[torch.Tensor]) -> None:

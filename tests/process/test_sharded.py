@@ -271,9 +271,10 @@ def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Plain, va
 @pytest.mark.parametrize(
     "ways",
     [
-        [("base", 4), ("alone", 3), ("alone", 1)],
+        [("base+counted", 4), ("alone+counted", 3), ("alone+counted", 1)],
         pytest.param([("base", 4), ("alone", 4), ("alone", 2), ("alone", 1)], marks=pytest.mark.long),
         pytest.param([("alone", 4), ("tp+copied", 4), ("base", 4), ("tp", 4)], marks=pytest.mark.long),
+        pytest.param([("tp+copied+paired", 4), ("alone", 4), ("tp", 4), ("base", 2)], marks=pytest.mark.long),
     ],
     ids=lambda ways: " ".join(f"{variant}-{ranks}" for variant, ranks in ways),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import memories
 import pytest
@@ -80,6 +81,8 @@ def test_kills_at_every_place(run_dir: Path, torchrun: Plain) -> None:
         ("scaled+groups", "scaled+groups"),
         ("accumulate+views", "accumulate"),
         ("undo", "base"),
+        ("norm", "norm"),
+        ("warmed", "warmed"),
     ],
 )
 def test_loops(run_dir: Path, torchrun: Plain, variant: str, plain: str) -> None:
@@ -99,6 +102,15 @@ def test_loops(run_dir: Path, torchrun: Plain, variant: str, plain: str) -> None
     assert len(run.of("restart_all")) == 1, run.explain()
 
 
+@pytest.mark.long
+def test_parameters_that_are_frozen_in_a_step_that_is_redone(run_dir: Path, torchrun: Plain) -> None:
+    """The views of those that are left lie in another tensor then."""
+    plan = "norm rank=0 step=4 value=nan; hcce rank=1 step=6 phase=APPLIED at=start"
+    run = train(run_dir, plan, variant="frozen+views", MS_ENABLE_TFT="{TRE:1,ARF:1,HCCE:1}")
+    ends_as(run, torchrun("frozen+views"))
+    assert [event["detail"]["strategy"] for event in run.of("fault")] == ["TRE", "HCCE"], run.explain()
+
+
 @pytest.mark.shows("ZeRO-1", "started again", "goes on")
 def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Plain) -> None:
     ended_by_the_scheduler("zero.py", run_dir, variant="base")
@@ -111,7 +123,10 @@ def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Plain) ->
 @pytest.mark.shows("ZeRO-1", "divided anew", "goes on")
 @pytest.mark.parametrize(
     "ways",
-    [[("groups", 4), ("groups", 3), ("groups+ddp", 2)], [("groups+ddp", 2), ("groups", 4), ("groups", 1)]],
+    [
+        [("groups+norm", 4), ("groups+norm", 3), ("groups+norm+ddp", 2)],
+        [("groups+ddp", 2), ("groups", 4), ("groups", 1)],
+    ],
     ids=lambda ways: " ".join(f"{variant}-{ranks}" for variant, ranks in ways),
 )
 def test_it_goes_on_divided_in_another_way(run_dir: Path, ways: list[tuple[str, int]]) -> None:
@@ -131,10 +146,10 @@ def test_it_goes_on_divided_in_another_way(run_dir: Path, ways: list[tuple[str, 
     go(first, ranks, run_dir, 4, "--save", "3")
     for variant, ranks in others:
         assert go(variant, ranks, run_dir, 3) == expected
-    assert {read_by_torch(run_dir / "checkpoints" / "step_3")} == expected
+    assert {read_by_torch(run_dir / "checkpoints" / "step_3", norm="norm" in first)} == expected
 
 
-def read_by_torch(checkpoint: Path) -> bytes:
+def read_by_torch(checkpoint: Path, *, norm: bool) -> bytes:
     """The parameters in the order of their groups, each with its moments and its count of steps, in a process that has
     no group.
     """
@@ -143,7 +158,10 @@ def read_by_torch(checkpoint: Path) -> bytes:
     assert spec.loader is not None
     job = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(job)
-    parameters = sorted(job.Net(recomputes=False).named_parameters(), key=lambda named: named[1].dim() < 2)
+    net: Any = job.Net(recomputes=False)
+    if norm:
+        net.batch_norm = torch.nn.BatchNorm1d(5)
+    parameters = sorted(net.named_parameters(), key=lambda named: named[1].dim() < 2)
     named: dict[str, torch.Tensor] = {}
     for number, (name, parameter) in enumerate(parameters):
         named[f"model.0.module.{name}"] = parameter.detach()

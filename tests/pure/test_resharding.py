@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pure import checkpoint_rig
 from pure.checkpoint_rig import write
+from resilient_train.errors import LayoutError
 from resilient_train.frameworks.roles import Strides
 from resilient_train.protocol.messages import Refused, Source
 from resilient_train.session.from_saved import FromSaved
@@ -186,11 +187,16 @@ def test_parts_that_are_not_alike_are_not_divided_anew(tmp_path: Path, monkeypat
         raise SystemExit(2)
 
     link = SimpleNamespace(rank=0, world_size=4, channel=SimpleNamespace(send=sent.append), wait_for_the_end=end)
-    state: Any = SimpleNamespace(load=lambda _tree, _names, fill: fill([], ""))
+
+    def load(saved: Any, fill: Any) -> None:
+        fill([])
+        raise LayoutError(f"of the {len(saved)} groups' trees, not all are alike")
+
+    state: Any = SimpleNamespace(load=load, division="")
     restoring = FromSaved(link, state, None, None, tmp_path, ((0, 1), (2, 3)), lambda *_: None)
     with pytest.raises(SystemExit):
         restoring.restore(Source("storage", 8, str(path)))
     (refused,) = sent
     assert isinstance(refused, Refused)
-    assert "and the state beside the tensors was not the same on all of them (3 replica groups, here 2)" in refused.text
+    assert "of the 3 groups' trees, not all are alike" in refused.text
     assert "--run-dir" in refused.text

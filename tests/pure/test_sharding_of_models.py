@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from resilient_train.errors import ConfigError, LayoutError, StateError  # noqa: E402
 from resilient_train.frameworks.accelerator import Host  # noqa: E402
-from resilient_train.frameworks.roles import Damage, Objects, SaveShare  # noqa: E402
+from resilient_train.frameworks.roles import Damage, Objects, SavedTree, SaveShare  # noqa: E402
 from resilient_train.frameworks.torch.gradients import TorchGradients  # noqa: E402
 from resilient_train.frameworks.torch.leaves import TENSORS, local, pack, version_of  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
@@ -172,7 +172,7 @@ def test_what_is_beside_a_parameter_of_one_number_stays_what_it_was(four_ranks: 
     optimizer.step()
     state = TorchState(Objects((model,), (optimizer,)), TorchRankState((model,), {}), Host())
     image = state.image(1, SaveShare(0, 1, 0, 4))
-    state.load(image.tree, image.names, lambda _targets, _division: None)
+    state.load([SavedTree(image.tree, image.names)], lambda _targets: None)
     for parameter in model.parameters():
         held = optimizer.state[parameter]
         assert {name: isinstance(each, DTensor) for name, each in held.items()} == {

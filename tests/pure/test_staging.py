@@ -12,7 +12,7 @@ from pure.fake_accelerator import DEVICE, DeviceTensor, Machine  # noqa: E402
 from pure.staging_rig import STEP, TIMEOUT_S, WHOLE, LateCopier, Trained, host_image, room, trained_pair  # noqa: E402
 from resilient_train._native import DIGEST_CHUNK_BYTES, Copier  # noqa: E402
 from resilient_train.errors import MemoryLimitError, TransferError, VaultError  # noqa: E402
-from resilient_train.frameworks.roles import Objects, SaveShare  # noqa: E402
+from resilient_train.frameworks.roles import Objects, SavedTree, SaveShare  # noqa: E402
 from resilient_train.frameworks.torch import staging  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch.staging import Staging  # noqa: E402
@@ -222,7 +222,7 @@ def restore(into: Trained, host: Trained, *, damaged: bool = False) -> None:
     try:
         os.pwrite(fd, memory, 0)
         held = HeldImage("the snapshot", fd, 0, image.total_bytes, digest)
-        into.state.load(image.tree, image.names, lambda targets, _: fill_from([held], targets, Copier()))
+        into.state.load([SavedTree(image.tree, image.names)], lambda targets: fill_from([held], targets, Copier()))
     finally:
         os.close(fd)
 

@@ -20,6 +20,7 @@ from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.frameworks.torch.gradients import TorchGradients  # noqa: E402
 from resilient_train.frameworks.torch.optimizer_entries import put_entries  # noqa: E402
 from resilient_train.frameworks.torch.optimizer_groups import groups_of, regroup  # noqa: E402
+from resilient_train.frameworks.torch.state import _check_parts, _put_together  # noqa: E402
 from resilient_train.frameworks.torch.zero import ZeroOptimizer, ZeroParts, shown, stepping  # noqa: E402
 
 RANK, WORLD = 1, 3
@@ -160,3 +161,20 @@ def test_no_gradient_stays_that_is_not_of_this_ranks_part(heard: tuple[Any, Hear
     model(torch.ones(2, 7)).sum().backward()
     TorchGradients(Objects((model,), (heard[0],))).drop()
     assert all(each.grad is None for each in model.parameters())
+
+
+def test_what_parts_have_in_common_must_be_the_same() -> None:
+    """What is kept under a word, and all that is beside the optimizers; bytes count, not equality."""
+
+    def part(word: float, best: float, of: int) -> dict[str, Any]:
+        return {"optimizer": [{"all": word, of: {"step": 1}}], "parts": (0,), "extra": {"best": best}}
+
+    nan = float("nan")
+    _check_parts([part(0.1, nan, 0), part(0.1, nan, 1)])
+    whole = _put_together([part(0.1, nan, 0), part(0.1, nan, 1)])
+    assert whole["optimizer"] == [{"all": 0.1, 0: {"step": 1}, 1: {"step": 1}}]
+    for other in (part(0.2, nan, 1), part(0.1, 0.0, 1)):
+        with pytest.raises(LayoutError, match="not the same on all"):
+            _check_parts([part(0.1, nan, 0), other])
+    with pytest.raises(LayoutError, match="not the same on all"):
+        _check_parts([part(0.1, 0.0, 0), part(0.1, -0.0, 1)])

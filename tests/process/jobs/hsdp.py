@@ -1,7 +1,7 @@
 """A small model that ``fully_shard`` divides among ranks, each part held by two of them (HSDP).
 
 ``alone``: each part is held by one rank (FSDP). ``tp``: two ranks compute each block together, and the two pairs divide
-the parameters of theirs once more, or are replicas (``tp+copied``).
+the parameters of theirs once more, or are replicas (``tp+copied``); ``paired``: the two have the same data.
 
 ``--plain``: without a word of ours, for torchrun. At its end each rank writes the bytes that it holds, parameter by
 parameter, and its random numbers: who compares them needs nothing of ours either. ``--variant`` changes one thing, or
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -89,6 +90,19 @@ class Average:
         self.of.copy_(state["of"])
 
 
+class Counted:
+    """Of which each rank has the same."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {"best": float("nan"), "of": np.arange(3)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
 class Job:
     def __init__(self, variant: frozenset[str]) -> None:
         self.variant = variant
@@ -130,14 +144,19 @@ class Job:
         if "two" in variant:
             self.optimizers.append(torch.optim.SGD(parameters[half:], lr=1e-2, momentum=0.9))
         self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 50) for each in self.optimizers]
-        torch.manual_seed(1000 + self.rank)
+        torch.manual_seed(1000 + self.reader)
         if "drawn" in variant:
             from device_generator import draw_dropout
 
             draw_dropout(2000 + self.rank)
 
+    @property
+    def reader(self) -> int:
+        """Whose data this rank computes with."""
+        return self.rank // 2 if "paired" in self.variant else self.rank
+
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(number * 100 + self.rank)
+        generator = torch.Generator().manual_seed(number * 100 + self.reader)
         return torch.randn(8, 10, generator=generator), torch.randint(0, 5, (8,), generator=generator)
 
     def body(self, number: int, session: Any = None, batch: tuple[torch.Tensor, torch.Tensor] | None = None) -> float:
@@ -271,7 +290,10 @@ def main(kind: type[Job]) -> None:
                     undo="undo" in job.variant,
                     loader=[job.batch(number) for number in range(asked.steps)] if "loaded" in job.variant else None,
                     replicas=asked.replicas,
-                    state={"average": Average(job.model)} if "average" in job.variant else {},
+                    state={
+                        **({"average": Average(job.model)} if "average" in job.variant else {}),
+                        **({"counted": Counted()} if "counted" in job.variant else {}),
+                    },
                 )
             )
             if asked.save:

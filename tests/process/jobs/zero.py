@@ -1,7 +1,9 @@
 """A small model whose optimizer's state is divided among ranks by torch's ZeroRedundancyOptimizer (ZeRO-1).
 
 ``ddp``: it is not divided. ``views``: parameters are views of one tensor for each rank. ``groups``: in two groups, of
-which one has no weight decay. ``scaled``: with a GradScaler, which refuses one update. Else as ``hsdp.py``.
+which one has no weight decay. ``scaled``: with a GradScaler, which refuses one update. ``frozen``: some parameters are,
+from a step on. ``warmed``: a pass before the loop leaves gradients behind. ``norm``: with BatchNorm. Else as
+``hsdp.py``.
 """
 
 from __future__ import annotations
@@ -19,13 +21,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 REFUSED = 4
 """The step whose gradients are infinite."""
+FROZEN = 4
+"""The step in which some parameters are frozen."""
+
+
+class WithNorm(Net):
+    def __init__(self) -> None:
+        super().__init__(recomputes=False)
+        self.batch_norm = nn.BatchNorm1d(5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.batch_norm(super().forward(inputs))
 
 
 class Zero(Job):
     def __init__(self, variant: frozenset[str]) -> None:
         self.variant, self.rank = variant, dist.get_rank()
         torch.manual_seed(0)
-        self.model = DistributedDataParallel(Net(recomputes=False))
+        net = WithNorm() if "norm" in variant else Net(recomputes=False)
+        self.model = DistributedDataParallel(net, find_unused_parameters="frozen" in variant)
         parameters: Any = list(self.model.parameters())
         if "groups" in variant:
             plain = [each for each in parameters if each.dim() < 2]
@@ -40,11 +54,16 @@ class Zero(Job):
         self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 50) for each in self.optimizers]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if "scaled" in variant else None
         torch.manual_seed(1000 + self.rank)
+        if "warmed" in variant:
+            self.model(torch.ones(2, 10)).sum().backward()
 
     def body(self, number: int, session: Any = None, batch: Any = None) -> float:
         inputs, targets = batch or self.batch(number)
         (optimizer,) = self.optimizers
         last = "accumulate" not in self.variant or number % 2 == 1
+        if "frozen" in self.variant and number == FROZEN:
+            for parameter in self.model.module.blocks[1].parameters():
+                parameter.requires_grad_(requires_grad=False)
         self.model.require_backward_grad_sync = last
         loss = nn.functional.cross_entropy(self.model(inputs), targets)
         if self.scaler is not None:
@@ -70,6 +89,7 @@ class Zero(Job):
     def held(self) -> Iterator[tuple[str, bytes]]:
         (optimizer,) = self.optimizers
         yield from super().held()
+        yield from ((name, bytes_of(buffer)) for name, buffer in self.model.named_buffers())
         if self.scaler is not None:
             yield "scaler", repr(sorted(self.scaler.state_dict().items())).encode()
         for number, group in enumerate(optimizer.param_groups):

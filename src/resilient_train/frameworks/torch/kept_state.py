@@ -240,15 +240,14 @@ class KeptState:
         )
 
     def take_modes(self, modes: Modes) -> None:
-        """Those of another process. No gradient is there yet."""
+        """Those of another process. A gradient that is there is of what the script does before its loop."""
         self._find()
         evaluating, frozen, with_gradient = map(set, (modes.evaluating, modes.frozen, modes.with_gradient))
         for key, module in self._modules:
             _set_training(module, on=key not in evaluating)
         for place, tensor, _ in self._watched:
             _set_requires_grad(tensor, on=place.key not in frozen)
-            if place.key in with_gradient:
-                tensor.grad = torch.zeros_like(tensor)
+            tensor.grad = torch.zeros_like(tensor) if place.key in with_gradient else None
         self._switches.take(modes.switched)
 
     def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:

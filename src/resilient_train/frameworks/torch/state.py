@@ -195,12 +195,15 @@ class TorchState:
         it needs: of a plain tensor a copy of its own, and its part of one copy of a DTensor (there are several of one
         that is replicated beside others that are divided; and stages of a pipeline call different tensors alike).
 
-        But what one rank updates for all of them is saved by that one.
+        But what one rank updates for all of them is saved by that one; and buffers by the first, as where nothing is
+        divided: what a rank has of its own in them it publishes.
         """
         assert self._group is not None
         number, members = self._group
         if self._zero and name.startswith("model.") and (owner := self._zero.owner(tensor)) is not None:
             return Called(name, owner in members)
+        if self._zero and name.startswith("buffers."):
+            return Called(name, number == 0)
         if self._zero.keeps(name):
             return Called(name)
         if is_sharded(tensor):
@@ -224,6 +227,7 @@ class TorchState:
         """The inverse. Returns the name of something that can't be put back. ``intact``: see ``Step.rollback``."""
         self.sharding.reset()
         self.kept.put_back(intact=intact)
+        self._zero.reattach()
         self.restore_small(self.kept.small)
         return self.kept.lost
 
@@ -381,6 +385,8 @@ class TorchState:
         fill([BlockTarget(piece_of(names[path], tensor), view(span_of(memory))) for path, tensor, memory in landing])
         self._staging.upload(uploads)
         self._apply(self._dressed(loaded))
+        for model in self._objects.models:
+            model.zero_grad(set_to_none=True)  # of what the script does before its loop
 
     def _land(
         self, manifests: Sequence[bytes], *, anew: bool = False
@@ -473,15 +479,19 @@ class TorchState:
 
 def _check_parts(parts: Sequence[Mapping[str, Any]]) -> None:
     """Raises LayoutError if what all replica groups have saved of one state is not the same in all of them."""
-    rest = [
-        {**part, "optimizer": [None if i in part.get(_PARTS, ()) else e for i, e in enumerate(part["optimizer"])]}
-        for part in parts
-    ]
-    if any(each != rest[0] for each in rest[1:]):
+    if len({flatten(_without_parts(part), TENSORS)[0] for part in parts}) > 1:
         raise LayoutError(
             "it was written by ranks that held other parts of the model, and the state beside the tensors was not the "
             "same on all of them: it can't be divided anew"
         )
+
+
+def _without_parts(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not one part's alone."""
+    entries = list(part["optimizer"])
+    for number in part.get(_PARTS, ()):
+        entries[number] = {key: entry for key, entry in entries[number].items() if isinstance(key, str)}
+    return {**part, "optimizer": entries}
 
 
 def _put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -89,6 +89,20 @@ class ZeroOptimizer:
                 "others: the script has to make it as it did, and add_param_group() can't be recovered"
             )
 
+    def reattach(self) -> None:
+        """Parameters may lie in memory of before: where they are views of one tensor, that is broadcast. It was made
+        anew if others were frozen in a step that is taken back.
+        """
+        outer = self._outer
+        if not outer.parameters_as_bucket_view:
+            return
+        held = {bucket.untyped_storage().data_ptr() for buckets in outer._buckets for bucket in buckets}
+        trained = [each for each in outer._all_params if each.requires_grad]
+        mask = outer._get_is_trainable_mask()
+        if mask != outer._is_trainable_mask or any(each.untyped_storage().data_ptr() not in held for each in trained):
+            outer._build_param_buckets()
+            outer._is_trainable_mask = mask
+
     def owners(self) -> Iterator[tuple[int, int]]:
         """The ``id`` of each parameter, and which rank updates it."""
         for member, part in enumerate(self._parts):
@@ -138,6 +152,11 @@ class ZeroParts:
 
     def __bool__(self) -> bool:
         return bool(self._zeros)
+
+    def reattach(self) -> None:
+        """See ``ZeroOptimizer``."""
+        for each in self._zeros.values():
+            each.reattach()
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,8 @@ from resilient_train.state.checkpoint.verify import verify
 from resilient_train.state.digest import tree_digest
 from resilient_train.state.image import Header
 from resilient_train.state.sharding import Piece
+
+_COPY = re.compile(r"@\d+$")
 
 
 class Checkpoint:
@@ -46,14 +49,16 @@ class Checkpoint:
         """The tensor that is not the same in all replica groups, so that none of them could go on from another's; empty
         if all are. Their trees are of one state.
 
-        Each of them has saved its own of what is not divided among them, under a name with its number behind an ``@``.
-        Raises CheckpointError.
+        Each of them has saved its own of what is not divided among them, under a name with its number behind an ``@``;
+        so it is with the copies of what is divided. Raises CheckpointError.
         """
-        trees = [self.tree(group) for group in range(len(self.manifest.replica_groups))]
-        for names in zip(*([name for name in each.names if "@" in name] for each in trees), strict=True):
-            copies = dict.fromkeys(names)
-            if len(copies) > 1 and len({self._whole(name) for name in copies}) > 1:
-                return repr(names[0])
+        copies: dict[str, dict[str, None]] = {}
+        for group in range(len(self.manifest.replica_groups)):
+            for name in self.tree(group).names:
+                copies.setdefault(_COPY.sub("", name), {})[name] = None
+        for names in copies.values():
+            if len(names) > 1 and len({self._whole(name) for name in names}) > 1:
+                return repr(next(iter(names)))
         return ""
 
     def _whole(self, name: str) -> bytes:

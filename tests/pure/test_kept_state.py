@@ -551,6 +551,7 @@ def test_another_process_is_told_modes_as_they_are_at_the_head_of_a_window() -> 
     assert job.kept.modes(within=True) == Modes((), (), ())
     told = job.kept.modes(within=False)
     assert told == Modes(((0, ""),), ((0, "bias"),), ((0, "weight"),))
+    other.model.bias.grad = torch.ones(4)  # of a pass that the script makes before its loop
     other.kept.take_modes(told)
     assert (other.model.training, other.model.bias.requires_grad) == (False, False)
     assert other.model.weight.grad is not None

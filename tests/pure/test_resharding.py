@@ -189,10 +189,11 @@ def test_parts_that_are_not_alike_are_not_divided_anew(tmp_path: Path, monkeypat
     link = SimpleNamespace(rank=0, world_size=4, channel=SimpleNamespace(send=sent.append), wait_for_the_end=end)
 
     def load(saved: Any, fill: Any) -> None:
+        trees = saved("")
         fill([])
-        raise LayoutError(f"of the {len(saved)} groups' trees, not all are alike")
+        raise LayoutError(f"of the {len(trees)} groups' trees, not all are alike")
 
-    state: Any = SimpleNamespace(load=load, division="")
+    state: Any = SimpleNamespace(load=load)
     restoring = FromSaved(link, state, None, None, tmp_path, ((0, 1), (2, 3)), lambda *_: None)
     with pytest.raises(SystemExit):
         restoring.restore(Source("storage", 8, str(path)))

@@ -517,15 +517,13 @@ class State(Protocol):
         """
         ...
 
-    @property
-    def division(self) -> str:
-        """See ``Image``."""
-        ...
-
-    def load(self, saved: Sequence[SavedTree], fill: Callable[[Sequence[BlockTarget]], object]) -> None:
+    def load(
+        self, saved: Callable[[str], Sequence[SavedTree]], fill: Callable[[Sequence[BlockTarget]], object]
+    ) -> None:
         """Takes up a saved state: ``fill`` fills the tensors, divided among ranks as they are here, however they were.
 
-        ``saved``: by this rank's replica group; if the state was divided in another way, by all groups.
+        ``saved`` is given the ``division`` of here (see ``Image``), and gives what this rank's replica group has saved;
+        if the state was divided in another way, what all groups have.
         Raises LayoutError if the state isn't this model's, or those of the groups are no one state.
         """
         ...

@@ -97,7 +97,13 @@ class FromSaved:
             if not held:
                 raise CheckpointError(str(checkpoint.path), f"lacks the own state of all ranks of group {group}")
             first = next(iter(held.values()))
-            alike = len(old) == len(self._groups) and first.division == self._state.division  # the same on all ranks
+            alike = len(old) == len(self._groups)
+
+            def saved(division: str) -> list[SavedTree]:
+                nonlocal alike
+                alike = alike and first.division == division  # the same on all ranks
+                trees = map(checkpoint.tree, [group] if alike else range(len(old)))
+                return [SavedTree(each.tree, each.names) for each in trees]
 
             def fill(targets: Sequence[BlockTarget]) -> None:
                 if not alike and (odd := checkpoint.differing()):
@@ -108,8 +114,7 @@ class FromSaved:
                     )
                 checkpoint.load(targets)
 
-            trees = map(checkpoint.tree, [group] if alike else range(len(old)))
-            self._state.load([SavedTree(each.tree, each.names) for each in trees], fill)
+            self._state.load(saved, fill)
             if alike and old == self._groups and self._link.rank in held:  # it may have died with the rank
                 return held[self._link.rank]
             place = self._groups[group].index(self._link.rank) if alike else len(old[group])
@@ -143,9 +148,12 @@ class FromSaved:
                 images += [stack.enter_context(self._held(vault, rank, source.commits))[0] for rank in others]
             own = _unpacked(mine.own[self._link.rank])
 
-            if own.division != self._state.division:  # another launcher's job, whose script has changed
-                raise _OtherPartsError("its snapshot is of other parts of the model")
-            self._state.load([SavedTree(mine.tree, mine.names)], lambda targets: fill_from(images, targets, Copier()))
+            def saved(division: str) -> list[SavedTree]:
+                if own.division != division:  # another launcher's job, whose script has changed
+                    raise _OtherPartsError("its snapshot is of other parts of the model")
+                return [SavedTree(mine.tree, mine.names)]
+
+            self._state.load(saved, lambda targets: fill_from(images, targets, Copier()))
         return own
 
     @contextlib.contextmanager

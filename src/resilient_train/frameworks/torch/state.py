@@ -367,10 +367,9 @@ class TorchState:
             if told := self._misplaced():
                 raise LayoutError(told)
             self._checked_plans = self._images.plans
-        return image._replace(division=self.division)
+        return image._replace(division=self._division())
 
-    @property
-    def division(self) -> str:
+    def _division(self) -> str:
         return self._zero.division(self._parameters()) if self._zero else self.sharding.division
 
     def outgrown(self) -> str:
@@ -378,10 +377,13 @@ class TorchState:
         self.sharding.reshard()
         return layout_check.difference(self._built, layout_check.layout_of(self._objects.models)) or self._misplaced()
 
-    def load(self, saved: Sequence[SavedTree], fill: Callable[[Sequence[BlockTarget]], object]) -> None:
+    def load(
+        self, saved: Callable[[str], Sequence[SavedTree]], fill: Callable[[Sequence[BlockTarget]], object]
+    ) -> None:
         """What lies on an accelerator is written to when all has come whole, and not before."""
-        loaded, landing, uploads = self._land([each.tree for each in saved], anew=True)
-        names = dict(each for one in reversed(saved) for each in _named(one))
+        trees = saved(self._division())
+        loaded, landing, uploads = self._land([each.tree for each in trees], anew=True)
+        names = dict(each for one in reversed(trees) for each in _named(one))
         fill([BlockTarget(piece_of(names[path], tensor), view(span_of(memory))) for path, tensor, memory in landing])
         self._staging.upload(uploads)
         self._apply(self._dressed(loaded))

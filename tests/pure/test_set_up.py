@@ -168,31 +168,32 @@ def test_a_large_result_must_lie_in_registered_memory() -> None:
     assert "calls broadcast(float32[20000], rootRank 0) before the loop, and its result can't be kept" in problem
 
 
-def filled_by_torch(set_up: SetUpCollectives, tensor: torch.Tensor) -> None:
-    """As ``torch.nn.init.trunc_normal_`` does of a DTensor: it asks the other ranks, from its own file."""
-    code = "def fill(tensor, ask, *what):\n    ask(*what)"
+def asked_by_init(set_up: SetUpCollectives, mask: torch.Tensor, *, alone: bool = False) -> torch.Tensor:
+    """As ``torch.nn.init.trunc_normal_`` does of a DTensor: it gathers a mask, from its own file."""
     names: dict[str, Any] = {}
-    exec(compile(code, nn.init.__file__, "exec"), names)
-    group = Group(1)
-    names["fill"](tensor, set_up.issue, group, "broadcast", ([torch.zeros(BIG)], options(0)))
+    exec(compile("def fill(ask, *what):\n    ask(*what)", nn.init.__file__, "exec"), names)
+    group = Group(1, alone=alone)
+    names["fill"](set_up.issue, group, "broadcast", ([mask], options(0)))
     group.end()
+    return mask
 
 
-def test_what_torch_asks_to_fill_a_tensor_is_no_part_of_the_record() -> None:
-    """A process that does so alone may ask more often, or less."""
-    model, set_up = nn.Linear(BIG // 4, 4), SetUpCollectives()
-    objects = Objects((model,), ())
-    for _ in range(3):
-        filled_by_torch(set_up, model.weight)
-    assert set_up.problem(lambda: registered(objects)) == ""
-    other = torch.zeros(4)
-    filled_by_torch(set_up, other)
-    problem = set_up.problem(lambda: registered(objects))
-    assert "test_set_up.py:" in problem
-    assert "fills a DTensor by torch.nn.init that is in no registered model" in problem
-    assert set_up.problem(lambda: registered(objects)) == "", "it was told"
-    filled_by_torch(set_up, model.weight)
-    assert len(set_up.finish(lambda: registered(objects))) < 100
+def test_of_a_mask_that_torch_draws_by_it_is_kept_whether_any_of_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a new process draws as often as the first one, and its random numbers behind that are the same."""
+    other = SetUpCollectives()
+    asked_by_init(other, torch.zeros(BIG))
+    assert "can't be kept" in other.problem(nothing), "it is no mask"
+    first, some = SetUpCollectives(), torch.zeros(BIG, 4, dtype=torch.bool)
+    some[5, 1] = True
+    masks = [torch.ones_like(some), some, torch.zeros_like(some)]
+    for mask in masks:
+        asked_by_init(first, mask)
+    packed = first.finish(nothing)
+    assert len(packed) < 1000
+    answered = later(monkeypatch, packed)
+    for mask in masks:
+        found = asked_by_init(answered, ~mask, alone=True)
+        assert (bool(found.any()), bool(found.all())) == (bool(mask.any()), bool(mask.all()))
 
 
 def test_memory_that_is_used_again_is_not_the_same() -> None:

@@ -3,7 +3,7 @@
 The first process of a rank makes them with the others, and records what they gave it. A process that takes the rank's
 place makes them alone, the others being in the middle of their training, and is given what was recorded. A result that
 is too large to be kept must have gone into registered tensors, whose content comes from a replica: ``problem`` says so
-in the first process, while nothing is lost. What torch does by itself is no part of it (``torch_traffic.py``).
+in the first process, while nothing is lost. What DDP does by itself is no part of it (``ddp_traffic.py``).
 
 A standby, which is no rank yet, can do no collective that gives something. Where the ranks wait for each other it goes
 on; what it has called is compared when it has become a rank.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,9 +33,9 @@ from resilient_train.frameworks.torch.collective_results import (
     completed,
     root_of,
 )
+from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, KeptWork
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
-from resilient_train.frameworks.torch.torch_traffic import TorchTraffic
 from resilient_train.script_place import line
 from resilient_train.state.set_up_record import (
     RESULT_BYTES,
@@ -48,6 +49,7 @@ from resilient_train.state.set_up_record import (
 _WAITING = "barrier"
 _FROM_ANYBODY = "recv_anysource"
 _OBJECTS = (dist.distributed_c10d.__file__, "broadcast_object_list")
+_INIT = torch.nn.init.__file__
 _KIB, _MIB = 1 << 10, 1 << 20
 Registered = Callable[[], Memory]
 """The memory of all registered tensors."""
@@ -104,7 +106,7 @@ class SetUpCollectives:
     """The collectives of this process before its loop."""
 
     def __init__(self) -> None:
-        self._traffic = TorchTraffic()
+        self._ddp = DdpTraffic()
         self._first = _First()
         self._later: _Later | None = None
         self._ahead: list[tuple[str, bytes, str]] = []
@@ -112,7 +114,7 @@ class SetUpCollectives:
 
     def issue(self, group: Group, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """Carries a collective out, or answers it."""
-        if self._first.full or self._traffic.is_this():
+        if self._first.full or self._ddp.is_this():
             return group.run(verb, args)
         call = _Call(group, verb, args, header_of(verb, args), line())
         if standby_stage.stage is not None:
@@ -144,15 +146,15 @@ class SetUpCollectives:
         problem = self._first.problem(registered)
         if problem or self._as_later() is not None:
             return problem
-        what = self._traffic.unregistered(registered)
-        return what and (
-            f"{what}: a process that replaces this rank would have another copy of it. Register it too: "
-            "Session(model=[...])"
+        place = self._ddp.unregistered(registered)
+        return place and (
+            f"{place} wraps a model by DistributedDataParallel that is not registered whole: a process that replaces "
+            "this rank would have another copy of it. Register it too: Session(model=[...])"
         )
 
     def left_out(self, wrappers: Sequence[DistributedDataParallel], models: Sequence[torch.nn.Module]) -> str:
         """Why the gradients of a registered model could not be averaged after a recovery; empty if they could."""
-        place = self._traffic.left_out(wrappers, models)
+        place = self._ddp.left_out(wrappers, models)
         return place and (
             f"{place} wraps a registered model by DistributedDataParallel, and the wrapper itself is not registered: "
             "after a fault it would lay out its gradients in another order than a new process; register the wrapper, "
@@ -195,7 +197,9 @@ class _First:
         """Makes the collective; its result is taken before the caller hears of its end."""
         # Alone in the group, a process comes to the same again.
         outputs = call.outputs if call.group.size() > 1 else []
-        entry, room = self._record.enter(call.group.group_name, call.header, call.place, size_of(outputs))
+        says = _mask_told if _is_mask(outputs) else _content
+        size = 1 if says is _mask_told else size_of(outputs)
+        entry, room = self._record.enter(call.group.group_name, call.header, call.place, size)
         if entry is None:
             self._large.clear()
             return call.run()
@@ -207,11 +211,11 @@ class _First:
         if not outputs:
             return call.run()
         self._open[id(entry)] = call._replace(args=())
-        return self._kept(call, outputs, entry)
+        return self._kept(call, outputs, entry, says)
 
-    def _kept(self, call: _Call, outputs: Tensors, entry: SetUpEntry) -> dist.Work:
+    def _kept(self, call: _Call, outputs: Tensors, entry: SetUpEntry, says: Callable[[Tensors], bytes]) -> dist.Work:
         def take() -> None:
-            entry.result = b"".join(map(bytes_of, outputs))
+            entry.result = says(outputs)
             self._open.pop(id(entry), None)
 
         work = call.run()
@@ -286,7 +290,10 @@ class _Later:
         if entry.result is None:
             return call.run()
         outputs = call.outputs
-        fill_all(outputs, entry.result)
+        if _is_mask(outputs):
+            _fill_mask(outputs, entry.result)
+        else:
+            fill_all(outputs, entry.result)
         return DoneMessage(entry.source) if call.verb == _FROM_ANYBODY else completed(call.args)
 
     def finish(self) -> None:
@@ -295,6 +302,35 @@ class _Later:
             self._recorded.finish()
         except DifferenceError as difference:
             raise self._stray(str(difference)) from None
+
+
+def _content(outputs: Tensors) -> bytes:
+    return b"".join(map(bytes_of, outputs))
+
+
+def _is_mask(outputs: Tensors) -> bool:
+    """Whether ``torch.nn.init`` asks if anything of a DTensor is out of bounds, and draws again until nothing is. From
+    torch 2.15 on it gathers a mask as large as the tensor for that, and looks only whether any of it is set.
+    """
+    if size_of(outputs) <= RESULT_BYTES or any(tensor.dtype is not torch.bool for tensor in outputs):
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _INIT:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _mask_told(outputs: Tensors) -> bytes:
+    """In one byte: nothing is set, some of it, or all."""
+    return bytes([any(bool(each.any()) for each in outputs) + all(bool(each.all()) for each in outputs)])
+
+
+def _fill_mask(outputs: Tensors, told: bytes) -> None:
+    """A mask of which the same can be said."""
+    for each in outputs:
+        each.fill_(told != b"\0")
+    if told == b"\1":
+        outputs[0].view(-1)[0] = False
 
 
 class _Receive(dist.Work):

@@ -1,11 +1,7 @@
-"""What torch communicates by itself before the loop.
+"""What DistributedDataParallel communicates by itself: its constructor, the buffers in a forward pass, the gradients.
 
-*DistributedDataParallel*: its constructor, the buffers in a forward pass, the gradients. *torch.nn.init*: where it
-draws until all of a DTensor is within bounds (``trunc_normal_``), ranks ask each other whether it is; a process that
-does so alone may draw more often, or less.
-
-All of it goes into the tensors of the wrapped module and their gradients, or into the DTensor. So it does not matter
-what a process gets of it whose state comes from elsewhere, as long as that module, or that tensor, is registered.
+All of it goes into the tensors of the wrapped module and their gradients, so it does not matter what a process gets of
+it whose state comes from a replica, as long as that module is registered.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ _INSTALLED = ("site-packages", "dist-packages")
 _DDP = DistributedDataParallel.forward.__code__.co_filename
 _HOOKS = f"{_TORCH}distributed/algorithms/ddp_comm_hooks/"
 _AUTOGRAD = f"{_TORCH}autograd/graph.py"
-_INIT = torch.nn.init.__file__
 
 
 class _Wrapped(NamedTuple):
@@ -41,27 +36,17 @@ class _Wrapped(NamedTuple):
     memory: Memory | None
 
 
-class _Filled(NamedTuple):
-    """A tensor that ``torch.nn.init`` has communicated for, and its memory then."""
-
-    place: str
-    tensor: weakref.ref[torch.Tensor]
-    memory: Memory | None
-
-
-class TorchTraffic:
-    """The wrappers and the DTensors of this process, as they are heard of."""
+class DdpTraffic:
+    """The wrappers of this process, as they are heard of."""
 
     def __init__(self) -> None:
         self._wrappers: weakref.WeakKeyDictionary[DistributedDataParallel, str] = weakref.WeakKeyDictionary()
         """And where each was heard of first."""
         self._heard_of_any = False
         self._unchecked: list[_Wrapped] = []
-        self._filled: dict[int, _Filled] = {}
-        """By the tensor's ``id``."""
 
     def is_this(self) -> bool:
-        """Whether the collective that is being called is torch's own, and nobody's behind it."""
+        """Whether the collective that is being called is DDP's, and nobody's behind it."""
         frame: FrameType | None = sys._getframe(1)
         direct = True
         while frame is not None:
@@ -71,10 +56,6 @@ class TorchTraffic:
                 if isinstance(wrapper, DistributedDataParallel):
                     self._hear_of(wrapper)
                     return True
-            elif name == _INIT and isinstance(tensor := frame.f_locals.get("tensor"), torch.Tensor):
-                if id(tensor) not in self._filled or self._filled[id(tensor)].tensor() is not tensor:
-                    self._filled[id(tensor)] = _Filled(line(), weakref.ref(tensor), memory_of([tensor]))
-                return True
             elif name.startswith(_HOOKS) or (direct and name == _AUTOGRAD):
                 return self._heard_of_any  # the reducer, which is in C++
             elif not name.startswith((_PACKAGE, _TORCH)) and _is_elsewhere(name):
@@ -92,22 +73,14 @@ class TorchTraffic:
         self._unchecked.append(_Wrapped(place, weakref.ref(module), memory_of(_all(module))))
 
     def unregistered(self, registered: Callable[[], Memory]) -> str:
-        """What is not registered, and was communicated for, with its place; empty if there is no such. Each is looked
-        at once.
-        """
+        """The place of a wrapper around what is not registered; empty if there is none. Each is looked at once."""
         unchecked, self._unchecked = self._unchecked, []
-        filled, self._filled = self._filled, {}
-        held = registered() if unchecked or filled else frozenset()
+        held = registered() if unchecked else frozenset()
         for wrapped in unchecked:
             module = wrapped.module()
             now = memory_of(_all(module)) if module is not None else None
             if not (holds(held, wrapped.memory) or holds(held, now)):
-                return f"{wrapped.place} wraps a model by DistributedDataParallel that is not registered whole"
-        for each in filled.values():
-            tensor = each.tensor()
-            now = memory_of([tensor]) if tensor is not None else None
-            if not (holds(held, each.memory) or holds(held, now)):
-                return f"{each.place} fills a DTensor by torch.nn.init that is in no registered model"
+                return wrapped.place
         return ""
 
     def left_out(self, registered: Sequence[DistributedDataParallel], models: Sequence[torch.nn.Module]) -> str:

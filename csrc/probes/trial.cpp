@@ -109,8 +109,10 @@ std::string try_in_process(const std::vector<std::string>& command, std::int64_t
 }
 
 void run_trial(Probe& probe) {
-  // Whoever started us may be gone by now: then we are done at once, or after a limit of nobody's at the latest.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+  // Whoever started us may be gone already: no signal comes for that, and nobody would end a call that hangs.
+  pollfd report{report_fd, 0, 0};
+  if (::poll(&report, 1, 0) != 0) ::_exit(1);
   ::prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);  // no core file
   for (const int number : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT}) ::signal(number, SIG_DFL);
   // A driver's descriptors may have come along. 0 to 2 stay as they are.

@@ -95,12 +95,16 @@ def test_of_what_is_saved_each_takes_its_part(model: nn.Module) -> None:
     assert set(zero.state) == {each for each in named.values() if ZeroParts([zero]).owner(each) == RANK}
 
 
-def test_names_that_no_two_ranks_have(model: nn.Module) -> None:
+def test_who_saves_what(model: nn.Module) -> None:
     parts = ZeroParts([torch.optim.SGD(model.parameters()), shown(made(model))])
-    assert parts.keeps("optimizer.1.3.exp_avg")
+    moment = torch.ones(1)
+    assert parts.saver("optimizer.1.3.exp_avg", moment) == RANK
+    assert parts.saver("buffers.0.1.running_mean", moment) == 0
+    weight = next(model.parameters())
+    assert parts.saver("model.0.0.weight", weight) == parts.owner(weight)
     assert parts.numbers == (1,)
-    for name in ("optimizer.0.3.exp_avg", "optimizer.1.word.of", "model.1.3.weight", "buffers.1.3"):
-        assert not parts.keeps(name), name
+    for name in ("optimizer.0.3.exp_avg", "optimizer.1.word.of", "model.1.3.weight", "extra.x.1", "small"):
+        assert parts.saver(name, moment) is None, name
 
 
 class Heard:

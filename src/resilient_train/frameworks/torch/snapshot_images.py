@@ -64,7 +64,7 @@ class Images:
         share: SaveShare,
         changed: str = "",
         *,
-        called: Callable[[str, torch.Tensor], Called] | None = None,
+        called: _Called | None = None,
     ) -> Image:
         """See ``frameworks/roles.State``; ``tree`` is the state. ``changed``: what is not any more as it is to be.
 

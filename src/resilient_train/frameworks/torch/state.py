@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -195,17 +196,12 @@ class TorchState:
         it needs: of a plain tensor a copy of its own, and its part of one copy of a DTensor (there are several of one
         that is replicated beside others that are divided; and stages of a pipeline call different tensors alike).
 
-        But what one rank updates for all of them is saved by that one; and buffers by the first, as where nothing is
-        divided: what a rank has of its own in them it publishes.
+        But what one rank updates for all of them is saved by that one.
         """
         assert self._group is not None
         number, members = self._group
-        if self._zero and name.startswith("model.") and (owner := self._zero.owner(tensor)) is not None:
-            return Called(name, owner in members)
-        if self._zero and name.startswith("buffers."):
-            return Called(name, number == 0)
-        if self._zero.keeps(name):
-            return Called(name)
+        if self._zero and (saver := self._zero.saver(name, tensor)) is not None:
+            return Called(name, saver in members)
         if is_sharded(tensor):
             copy = self.sharding.copy_of(tensor, members)
             return Called(f"{name}@{copy}" if copy else name)
@@ -367,9 +363,11 @@ class TorchState:
             if told := self._misplaced():
                 raise LayoutError(told)
             self._checked_plans = self._images.plans
-        return image._replace(division=self._division())
+        return image._replace(division=self._division)
 
+    @cached_property
     def _division(self) -> str:
+        """See ``roles.Image``."""
         return self._zero.division(self._parameters()) if self._zero else self.sharding.division
 
     def outgrown(self) -> str:
@@ -381,7 +379,7 @@ class TorchState:
         self, saved: Callable[[str], Sequence[SavedTree]], fill: Callable[[Sequence[BlockTarget]], object]
     ) -> None:
         """What lies on an accelerator is written to when all has come whole, and not before."""
-        trees = saved(self._division())
+        trees = saved(self._division)
         loaded, landing, uploads = self._land([each.tree for each in trees], anew=True)
         names = dict(each for one in reversed(trees) for each in _named(one))
         fill([BlockTarget(piece_of(names[path], tensor), view(span_of(memory))) for path, tensor, memory in landing])
@@ -398,7 +396,8 @@ class TorchState:
         divided in another way; ``manifests`` are of all its parts then.
         """
         parts = [unflatten(each, TENSORS, lambda _, slot: slot._replace(number=0)) for each in manifests]
-        _check_parts(parts)
+        if len(parts) > 1:
+            _check_parts(parts)
         told = _put_together(parts)
         layout_check.check(told, self._objects)
         self._regroup(told)
@@ -498,12 +497,10 @@ def _without_parts(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Trees of the same state, each with the entries of its own part where an optimizer was divided."""
-    whole = dict(parts[0])
-    for number in whole.get(_PARTS, ()):
-        entries = list(whole["optimizer"])
+    entries = list(parts[0]["optimizer"])
+    for number in parts[0].get(_PARTS, ()):
         entries[number] = {key: entry for part in parts for key, entry in part["optimizer"][number].items()}
-        whole["optimizer"] = entries
-    return whole
+    return {**parts[0], "optimizer": entries}
 
 
 def _named(saved: SavedTree) -> Iterator[tuple[Path, str]]:

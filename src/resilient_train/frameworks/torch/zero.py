@@ -65,6 +65,7 @@ class ZeroOptimizer:
     def __init__(self, outer: Any) -> None:
         self._outer = outer
         self._parts: list[list[torch.Tensor]] = [list(_parameters(part)) for part in outer._partition_parameters()]
+        self._own = set(map(id, self._parts[outer.rank]))
         for settings, own in zip(outer.param_groups, outer.optim.param_groups, strict=True):
             for name, value in own.items():  # what the first step would add: a new process is given all of them
                 settings.setdefault(name, value)
@@ -111,7 +112,7 @@ class ZeroOptimizer:
 
     def updates(self, parameter: torch.Tensor) -> bool:
         """Whether this rank does."""
-        return any(each is parameter for each in self._parts[self._outer.rank])
+        return id(parameter) in self._own
 
     def logged_bytes(self) -> int:
         """How much the rank with the most publishes of the broadcasts of one ``step()``."""
@@ -172,9 +173,16 @@ class ZeroParts:
         """The rank that updates this parameter; None if that is none's part alone."""
         return self._owners.get(id(tensor))
 
-    def keeps(self, name: str) -> bool:
-        """Whether a tensor of this name in the state is beside a parameter, in an optimizer that is divided: no two
-        ranks have one.
+    def saver(self, name: str, tensor: torch.Tensor) -> int | None:
+        """The rank that saves a tensor of the state for all of them; None: each has one of its own.
+
+        A parameter is saved by who updates it; so is what an optimizer keeps beside it, which no other rank has.
+        Buffers by the first, as where nothing is divided: what a rank has of its own in them it publishes.
         """
         kind, number, key = (*name.split(".", 3), "", "")[:3]
-        return kind == "optimizer" and key.isdecimal() and int(number) in self._zeros
+        if kind == "buffers":
+            return 0
+        if kind == "model":
+            return self.owner(tensor)
+        beside = kind == "optimizer" and key.isdecimal() and int(number) in self._zeros
+        return dist.get_rank() if beside else None

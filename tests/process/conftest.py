@@ -1,5 +1,6 @@
 """Undisturbed runs, made once: what every disturbed run must equal. All that ranks did is replayed."""
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -7,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import traced
-from memories import Torchrun
+from memories import Plain, Torchrun
 from running import Reference, Run
 from shared import Undisturbed
+from watched_jobs import end_holder
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` of a shell: the jobs would ignore it as well
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,6 +45,19 @@ def undisturbed_of(of_all_workers: Path) -> Undisturbed:
 def torchrun_of(of_all_workers: Path) -> Torchrun:
     """``torchrun_of("hsdp.py", "base")``: see ``memories.py``."""
     return Torchrun(of_all_workers / "plain")
+
+
+@pytest.fixture(scope="module")
+def torchrun(request: pytest.FixtureRequest, torchrun_of: Torchrun) -> Plain:
+    """Of the module's ``JOB``, run without a word of ours, by variant."""
+    return functools.partial(torchrun_of, request.module.JOB)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """That of a job whose holder of snapshots may outlive it."""
+    yield tmp_path / "run"
+    end_holder(tmp_path / "run")
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ ours (``compare_memories.py``).
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from running import JOBS, LAUNCHER, Run, launch, start
 from shared import locked
@@ -110,6 +112,11 @@ def wait_for_step(told: Path, step: int) -> None:
         time.sleep(0.01)
 
 
+PLACES = (
+    *("COMPUTE at=start", "COMPUTE at=forward", "COMPUTE at=backward", "READY at=before", "READY at=barrier"),
+    *("UPDATING at=start", "UPDATING at=end", "APPLIED at=start", "APPLIED at=end"),
+)
+"""Of a step."""
 IN_MEMORY = ("--save", "100", "--memory", "1")
 EACH_ALONE = (
     "hcce rank=0 step=2 phase=COMPUTE at=backward; "
@@ -128,6 +135,16 @@ def went_back_together(run: Run) -> None:
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
     told = [event["detail"]["strategy"] for event in run.of("fault")]
     assert told[0] == "HCCE", run.explain()
+
+
+def plain_net() -> Any:
+    """The model of the jobs, in a process that has no group."""
+    spec = importlib.util.spec_from_file_location("hsdp", JOBS / "hsdp.py")
+    assert spec is not None
+    assert spec.loader is not None
+    job = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(job)
+    return job.Net(recomputes=False)
 
 
 def ends_as(run: Run, plain: Path) -> None:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from failing_storage import FailingStorage
 from watched_jobs import RANKS, STEPS, Job, end_holder, gone, holder_pid, job, recorded, steps_of, stop, wait
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "run"
-    end_holder(tmp_path / "run")
 
 
 def kill_ranks(running: Job, *others: int) -> int:

@@ -22,12 +22,6 @@ FEW_BYTES = 16384
 """A checkpoint has larger files."""
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path):
-    yield tmp_path / "run"
-    end_holder(tmp_path / "run")
-
-
 def ended(process: subprocess.Popen[str], run_dir: Path) -> Run:
     out, err = process.communicate(timeout=100)
     return Run(run_dir, process.returncode, out, err, read_events(run_dir))

@@ -17,16 +17,9 @@ import psutil
 import pytest
 from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
 from saved_jobs import RANKS, command, kill_together, pid_of, wait_for, wait_for_step
-from watched_jobs import end_holder
 
 STEPS = 40
 """Ten seconds, of a job that goes slowly: more than there is between two lines of a test."""
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "run"
-    end_holder(tmp_path / "run")
 
 
 def slow(run_dir: Path, *arguments: str) -> list[str]:

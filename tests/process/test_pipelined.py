@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import memories
 import pytest
-from memories import EACH_ALONE, IN_MEMORY, Plain, Torchrun, ended_by_the_scheduler, ends_as, went_back_together
+from memories import EACH_ALONE, IN_MEMORY, Plain, ended_by_the_scheduler, ends_as, went_back_together
 from running import Run
-from watched_jobs import end_holder
 
+JOB = "pipelined.py"
 PLAN = (
     "kill rank=2 step=0 phase=COMPUTE at=backward; "
     "hcce rank=3 step=1 phase=COMPUTE at=backward; "
@@ -24,20 +23,8 @@ PLAN = (
 OWN = ("--replicas", "[[0, 1], [2, 3]]")
 
 
-@pytest.fixture(scope="module")
-def torchrun(torchrun_of: Torchrun) -> Plain:
-    """Of a run without a word of ours, by variant."""
-    return functools.partial(torchrun_of, "pipelined.py")
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path):
-    yield tmp_path / "run"
-    end_holder(tmp_path / "run")
-
-
 def train(run_dir: Path, faults: str, *more: str, variant: str, **environ: str) -> Run:
-    return memories.train("pipelined.py", run_dir, faults, *more, variant=variant, **environ)
+    return memories.train(JOB, run_dir, faults, *more, variant=variant, **environ)
 
 
 def shows(layout: str) -> list[pytest.MarkDecorator]:
@@ -140,7 +127,7 @@ def test_a_schedule_that_is_made_later(run_dir: Path) -> None:
 def test_asked_to_end_it_goes_on_from_storage(
     run_dir: Path, torchrun: Plain, variant: str, more: tuple[str, ...]
 ) -> None:
-    ended_by_the_scheduler("pipelined.py", run_dir, *more, variant=variant)
+    ended_by_the_scheduler(JOB, run_dir, *more, variant=variant)
     run = train(run_dir, "", *more, variant=variant)
     ends_as(run, torchrun(variant))
     assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()

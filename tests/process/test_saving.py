@@ -31,12 +31,6 @@ def cut(run_dir: Path, awaited: str = "saved", times: int = 2, *, before: int = 
         process.communicate(timeout=60)
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path):
-    yield tmp_path / "run"
-    end_holder(tmp_path / "run")
-
-
 def go_on(run_dir: Path) -> Run:
     return launch(run_dir, "train.py", "--steps", str(STEPS), *SAVING, ranks=RANKS)
 

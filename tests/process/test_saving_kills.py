@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from running import Reference
-from watched_jobs import RANKS, Job, end_holder, gone, holder_pid, job, state_of, wait, wrongs
+from watched_jobs import RANKS, Job, gone, holder_pid, job, state_of, wait, wrongs
 
 from resilient_train.state.vault.client import Vault
 
@@ -117,12 +117,6 @@ def run_story(run_dir: Path, seed: int, story: tuple[str, ...], reference: Refer
     assert run.code == 0, told
     assert run.digests() == reference(ranks=RANKS, steps=STEPS).digests(), told
     assert bandit.hits >= len(story) - len(left), told
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path):
-    yield tmp_path / "run"
-    end_holder(tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -24,12 +24,6 @@ from watched_jobs import RANKS, Job, end_holder, holder_pid, job, steps_of, stop
 EVERY, KEPT = 2, 2
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "run"
-    end_holder(tmp_path / "run")
-
-
 @contextlib.contextmanager
 def mounted(folder: Path, *arguments: str) -> Iterator[None]:
     folder.mkdir(parents=True)

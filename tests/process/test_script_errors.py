@@ -16,12 +16,6 @@ LINES = (Path(__file__).parent / "jobs/failing.py").read_text().splitlines()
 STEP = 5
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path):
-    yield tmp_path / "run"
-    end_holder(tmp_path / "run")
-
-
 def fail(run_dir: Path, place: str, *more: str, ranks: int = RANKS, variant: str = "base", **environ: str) -> Run:
     arguments = ("--steps", str(STEPS), "--variant", variant, "--fail", place, *more)
     return launch(run_dir, "failing.py", *arguments, ranks=ranks, **environ)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -15,22 +13,19 @@ import torch.distributed.checkpoint as dcp
 from memories import (
     EACH_ALONE,
     IN_MEMORY,
+    PLACES,
     RANKS,
     Plain,
-    Torchrun,
     ended_by_the_scheduler,
     ends_as,
     memory_of,
+    plain_net,
     wait_for_step,
     went_back_together,
 )
 from running import JOBS, LAUNCHER, Run, launch, read_events, start
-from watched_jobs import end_holder
 
-PLACES = (
-    *("COMPUTE at=start", "COMPUTE at=forward", "COMPUTE at=backward", "READY at=before", "READY at=barrier"),
-    *("UPDATING at=start", "UPDATING at=end", "APPLIED at=start", "APPLIED at=end"),
-)
+JOB = "hsdp.py"
 KILLS = (
     "kill rank=1 step=5 phase=COMPUTE at=backward; kill rank=2 step=7 phase=COMPUTE at=forward; "
     "kill rank=0 step=9 phase=UPDATING at=start"
@@ -48,20 +43,8 @@ TOGETHER = (
 TORN = "uce rank=3 step=8 phase=UPDATING at=start target=optimizer"
 
 
-@pytest.fixture(scope="module")
-def torchrun(torchrun_of: Torchrun) -> Plain:
-    """Of a run without a word of ours, by variant."""
-    return functools.partial(torchrun_of, "hsdp.py")
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path):
-    yield tmp_path / "run"
-    end_holder(tmp_path / "run")
-
-
 def train(run_dir: Path, faults: str, *more: str, variant: str = "base", **environ: str) -> Run:
-    return memories.train("hsdp.py", run_dir, faults, *more, variant=variant, **environ)
+    return memories.train(JOB, run_dir, faults, *more, variant=variant, **environ)
 
 
 @pytest.mark.shows("HSDP", "killed", "in place")
@@ -257,7 +240,7 @@ def at_most_one_update_is_made_again(run: Run) -> bool:
     ],
 )
 def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Plain, variant: str) -> None:
-    ended_by_the_scheduler("hsdp.py", run_dir, variant=variant)
+    ended_by_the_scheduler(JOB, run_dir, variant=variant)
     run = train(run_dir, "", variant=variant)
     ends_as(run, torchrun(variant))
     assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
@@ -284,7 +267,7 @@ def test_it_goes_on_divided_in_another_way(run_dir: Path, ways: list[tuple[str, 
     def go(variant: str, ranks: int, run_dir: Path, steps: int, *more: str) -> tuple[Run, set[bytes]]:
         out = run_dir.parent / "out"
         arguments = ("--out", str(out), "--variant", variant, "--steps", str(steps), "--whole", *more)
-        run = launch(run_dir, "hsdp.py", *arguments, ranks=ranks)
+        run = launch(run_dir, JOB, *arguments, ranks=ranks)
         assert run.code == 0, run.explain()
         return run, {(out / f"whole{rank}.bin").read_bytes() for rank in range(ranks)}
 
@@ -301,13 +284,8 @@ def test_it_goes_on_divided_in_another_way(run_dir: Path, ways: list[tuple[str, 
 
 def read_by_torch(checkpoint: Path) -> set[bytes]:
     """The model and its moments, as they lie in the files, by torch's own reader in a process that has no group."""
-    spec = importlib.util.spec_from_file_location("job", JOBS / "hsdp.py")
-    assert spec is not None
-    assert spec.loader is not None
-    job = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(job)
     named: dict[str, torch.Tensor] = {}
-    for number, (name, parameter) in enumerate(job.Net(recomputes=False).named_parameters()):
+    for number, (name, parameter) in enumerate(plain_net().named_parameters()):
         named[f"model.0.{name}"] = parameter.detach()
         for moment in ("exp_avg", "exp_avg_sq"):
             named[f"optimizer.0.{number}.{moment}"] = torch.zeros_like(parameter)
@@ -323,7 +301,7 @@ def test_what_is_in_memory_is_of_other_parts(run_dir: Path, torchrun: Plain) -> 
     """
     told = run_dir.parent / "told"
     saves = ("--save", "100", "--memory", "1")
-    job = [str(JOBS / "hsdp.py"), "--out", str(run_dir.parent / "out"), *saves, "--tell", str(told)]
+    job = [str(JOBS / JOB), "--out", str(run_dir.parent / "out"), *saves, "--tell", str(told)]
     with start([*LAUNCHER, "--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), *job]) as process:
         wait_for_step(told, 2)
         os.kill(process.pid, signal.SIGKILL)
@@ -332,7 +310,7 @@ def test_what_is_in_memory_is_of_other_parts(run_dir: Path, torchrun: Plain) -> 
     assert run.code == 2, run.explain()
     assert "is of other parts of the model, and nothing of it is on storage: start the job as it was" in run.err
     told.unlink()
-    ended_by_the_scheduler("hsdp.py", run_dir, *saves, variant="base")
+    ended_by_the_scheduler(JOB, run_dir, *saves, variant="base")
     assert {event["detail"]["source"] for event in read_events(run_dir) if event["kind"] == "restored"} == {"memory"}
     run = train(run_dir, "", variant="base")
     ends_as(run, torchrun("base"))
@@ -342,8 +320,8 @@ def test_what_is_in_memory_is_of_other_parts(run_dir: Path, torchrun: Plain) -> 
 def test_what_is_not_the_same_in_all_parts_can_not_be_divided_anew(run_dir: Path) -> None:
     out = str(run_dir.parent / "out")
     more = ("--out", out, "--steps", "2", "--save", "1")
-    assert launch(run_dir, "hsdp.py", *more, "--variant", "base+average", ranks=4).code == 0
-    run = launch(run_dir, "hsdp.py", *more, "--variant", "alone+average", ranks=4)
+    assert launch(run_dir, JOB, *more, "--variant", "base+average", ranks=4).code == 0
+    run = launch(run_dir, JOB, *more, "--variant", "alone+average", ranks=4)
     assert run.code == 2, run.explain()
     assert "ranks that held other parts of the model, and 'extra.average.of@0' was not the same on all" in run.err
 

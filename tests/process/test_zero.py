@@ -4,40 +4,30 @@ plain run.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import memories
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from memories import EACH_ALONE, IN_MEMORY, Plain, Torchrun, ended_by_the_scheduler, ends_as, went_back_together
-from running import JOBS, Run, launch
-from watched_jobs import end_holder
-
-PLACES = (
-    *("COMPUTE at=start", "COMPUTE at=forward", "COMPUTE at=backward", "READY at=before", "READY at=barrier"),
-    *("UPDATING at=start", "UPDATING at=end", "APPLIED at=start", "APPLIED at=end"),
+from memories import (
+    EACH_ALONE,
+    IN_MEMORY,
+    PLACES,
+    Plain,
+    ended_by_the_scheduler,
+    ends_as,
+    plain_net,
+    went_back_together,
 )
+from running import Run, launch
+
+JOB = "zero.py"
 CUTS = "; ".join(f"hcce rank={number % 4} step={2 + number} phase={place}" for number, place in enumerate(PLACES))
 
 
-@pytest.fixture(scope="module")
-def torchrun(torchrun_of: Torchrun) -> Plain:
-    """Of a run without a word of ours, by variant."""
-    return functools.partial(torchrun_of, "zero.py")
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path):
-    yield tmp_path / "run"
-    end_holder(tmp_path / "run")
-
-
 def train(run_dir: Path, faults: str, *more: str, variant: str = "base", **environ: str) -> Run:
-    return memories.train("zero.py", run_dir, faults, *more, variant=variant, **environ)
+    return memories.train(JOB, run_dir, faults, *more, variant=variant, **environ)
 
 
 @pytest.mark.shows("ZeRO-1", "connections cut", "in place")
@@ -113,7 +103,7 @@ def test_parameters_that_are_frozen_in_a_step_that_is_redone(run_dir: Path, torc
 
 @pytest.mark.shows("ZeRO-1", "started again", "goes on")
 def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Plain) -> None:
-    ended_by_the_scheduler("zero.py", run_dir, variant="base")
+    ended_by_the_scheduler(JOB, run_dir, variant="base")
     run = train(run_dir, "")
     ends_as(run, torchrun("base"))
     assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
@@ -135,7 +125,7 @@ def test_it_goes_on_divided_in_another_way(run_dir: Path, ways: list[tuple[str, 
     def go(variant: str, ranks: int, run_dir: Path, steps: int, *more: str) -> set[bytes]:
         out = run_dir.parent / "out"
         arguments = ("--out", str(out), "--variant", variant, "--steps", str(steps), "--whole", *more)
-        run = launch(run_dir, "zero.py", *arguments, ranks=ranks)
+        run = launch(run_dir, JOB, *arguments, ranks=ranks)
         assert run.code == 0, run.explain()
         assert len(run.of("restored")) == (0 if more or run_dir.name == "undisturbed" else ranks), run.explain()
         return {(out / f"whole{rank}.bin").read_bytes() for rank in range(ranks)}
@@ -153,12 +143,7 @@ def read_by_torch(checkpoint: Path, *, norm: bool) -> bytes:
     """The parameters in the order of their groups, each with its moments and its count of steps, in a process that has
     no group.
     """
-    spec = importlib.util.spec_from_file_location("hsdp", JOBS / "hsdp.py")
-    assert spec is not None
-    assert spec.loader is not None
-    job = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(job)
-    net: Any = job.Net(recomputes=False)
+    net = plain_net()
     if norm:
         net.batch_norm = torch.nn.BatchNorm1d(5)
     parameters = sorted(net.named_parameters(), key=lambda named: named[1].dim() < 2)

@@ -35,7 +35,7 @@ from resilient_train.faults import (
     UCE_PLACES,
     Injection,
 )
-from resilient_train.observe.timeline import Run
+from resilient_train.observe.timeline import Recovery, Run
 from resilient_train.testing import drill
 
 JOB = Path(__file__).parent.parent / "tests" / "process" / "jobs" / "train.py"
@@ -104,10 +104,13 @@ class Sample(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """``same``: the job's end was that of the undisturbed one."""
+    """``ms``: 0 where all did not train again, and None where they never had to stop.
+
+    ``same``: the job's end was that of the undisturbed one.
+    """
 
     strategy: str
-    ms: float
+    ms: float | None
     same: bool
 
 
@@ -120,11 +123,12 @@ class Cell(NamedTuple):
     def problems(self) -> list[str]:
         """Empty if all is well."""
         found = [] if all(each.same for each in self.outcomes) else ["NOT IDENTICAL"]
-        return found if all(each.ms for each in self.outcomes) else [*found, "NOT RECOVERED"]
+        return [*found, "NOT RECOVERED"] if any(each.ms == 0 for each in self.outcomes) else found
 
     def describe(self) -> str:
-        times = [each.ms for each in self.outcomes]
-        return ", ".join([f"{statistics.median(times):.0f} ({max(times):.0f})", *self.problems])
+        times = [each.ms for each in self.outcomes if each.ms is not None]
+        told = f"{statistics.median(times):.0f} ({max(times):.0f})" if times else "nothing"
+        return ", ".join([told, *self.problems])
 
 
 def places_of_a_step(*, without_update: bool = False) -> list[Place]:
@@ -265,18 +269,30 @@ class Jobs:
         expected = self.undisturbed(ranks, kind.variant, steps)
         code, story, events = self._run(f"{number}-{ranks}", ranks, kind, steps, plan)
         same = code == 0 and story.digest is not None and story.digest == expected
-        for sample in samples:
-            found[sample.place].append(Outcome(*_outcome(kind, sample, events, story), same))
+        for sample, following in itertools.zip_longest(samples, samples[1:]):
+            until_ns = _hit_ns(following, events) if following else sys.maxsize
+            recoveries = [each for each in story.recoveries if each.fault_ns < until_ns]
+            found[sample.place].append(Outcome(*_outcome(kind, sample, events, recoveries), same))
         return {place: Cell(tuple(each)) for place, each in found.items()}
 
 
-def _outcome(kind: Kind, sample: Sample, events: Sequence[Event], story: Run) -> tuple[str, float]:
-    """By what it was recovered from, and milliseconds from its first fault until all train again; 0: it was not."""
+def _hit_ns(sample: Sample, events: Sequence[Event]) -> int:
+    """When its first fault was."""
+    hits = (event.time_ns for event in events if event.kind == "injected" and drill.is_of(sample.clauses[0], event))
+    return next(hits, sys.maxsize)
+
+
+def _outcome(
+    kind: Kind, sample: Sample, events: Sequence[Event], recoveries: Sequence[Recovery]
+) -> tuple[str, float | None]:
+    """By what it was recovered from, and milliseconds from its first fault until all train again."""
     if kind.word == FLIP:
         return _outcome_of_flip(sample.clauses[0], events)
-    blows = [drill.outcome_of(clause, events, story.recoveries) for clause in sample.clauses]
+    blows = [drill.outcome_of(clause, events, recoveries) for clause in sample.clauses]
     if not all(blow.happened for blow in blows):
         return "nothing", 0.0
+    if kind.word == "hcce" and kind.first in _AT_WORK and not blows[0].recovered:
+        return ", ".join(_AT_WORK[kind.first]), None
     anomaly = {what.upper(): "TRE" for what in ANOMALIES}
     by = [each for blow in blows for each in anomaly.get(blow.strategy, blow.strategy).split(", ")]
     return ", ".join(dict.fromkeys(_AT_WORK.get(kind.first, []) + by)), blows[0].recovery_ms or 0.0
@@ -379,8 +395,9 @@ def _head(cells: int, samples: int) -> str:
         "each (*compared, RSC*: they differ, and all start again from memory); where steps are computed twice it is "
         "one in ten. A pause lasts no longer than it takes all to stand. A stopped process is found by what a usual "
         "step takes, and after 2 s where no steps have been timed yet: in the first steps, and in those behind another "
-        "recovery. Unless a row says "
-        "otherwise the run ended with the parameters and the optimizer state of the undisturbed one, bit for bit.\n\n"
+        "recovery. *Nothing*: connections that were cut are made anew a moment later anyway, and nobody stops for it. "
+        "Unless a row says otherwise the run ended with the parameters and the optimizer state of the undisturbed one, "
+        "bit for bit.\n\n"
     )
 
 

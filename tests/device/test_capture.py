@@ -68,7 +68,9 @@ def pair() -> Iterator[SlotPair]:
 
 def load(job: Job, image: Image, memory: memoryview, digests: bytes) -> None:
     held = HeldImage("the snapshot", memory, image_digest(digests))
-    job.state.load(lambda _: [SavedTree(image.tree, image.names)], lambda targets: fill_from([held], targets, Copier()))
+    job.state.load(
+        lambda _: [SavedTree(image.tree, image.names)], lambda targets, _: fill_from([held], targets, Copier())
+    )
 
 
 def assert_equal(job: Job, expected: list[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,15 @@ class Torchrun:
         parts = {asked: self._out(*asked).with_suffix(".part") for asked in every}
         options = {asked: ["--plain", "--out", str(out), "--variant", asked[1]] for asked, out in parts.items()}
         commands = json.dumps([[str(JOBS / asked[0]), *options[asked]] for asked in every])
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
-        done = _run([*command, str(JOBS / "in_a_row.py"), commands])
+        done = under_torchrun([str(JOBS / "in_a_row.py"), commands])
         assert done.returncode == 0, done.stderr[-3000:]
         for asked, out in parts.items():
             out.rename(self._out(*asked))
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def under_torchrun(script: list[str]) -> subprocess.CompletedProcess[str]:
     """Again where a rank's gloo has aborted it as it ended, which stock gloo does now and then (docs/facts.md)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone", *script]
     for _ in range(3):
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         if "Signal 6 (SIGABRT)" not in done.stderr:
@@ -137,6 +137,33 @@ def went_back_together(run: Run) -> None:
     assert told[0] == "HCCE", run.explain()
 
 
+def goes_on_divided_anew(
+    job: str, run_dir: Path, ways: Sequence[tuple[str, int]], more: Callable[[int], Sequence[str]] = lambda _: ()
+) -> bytes:
+    """A run in the first way saves, and one in each of the others begins with that, and makes no step more. ``ways``:
+    (variant, ranks); ``more``: arguments of that number of ranks.
+
+    Returns the model with its moments as torch puts it together, which is the same in all of them.
+    """
+
+    def run(variant: str, ranks: int, run_dir: Path, *steps: str) -> tuple[Run, set[bytes]]:
+        out = run_dir.parent / "out"
+        arguments = ("--out", str(out), "--variant", variant, "--whole", "--steps", *steps, *more(ranks))
+        run = launch(run_dir, job, *arguments, ranks=ranks)
+        assert run.code == 0, run.explain()
+        return run, {(out / f"whole{rank}.bin").read_bytes() for rank in range(ranks)}
+
+    first, *others = ways
+    _, expected = run(*first, run_dir.with_name("undisturbed"), "3")
+    assert len(expected) == 1
+    run(*first, run_dir, "4", "--save", "3")
+    for variant, ranks in others:
+        other, found = run(variant, ranks, run_dir, "3")
+        assert len(other.of("restored")) == ranks, other.explain()
+        assert found == expected, other.explain()
+    return expected.pop()
+
+
 def plain_net() -> Any:
     """The model of the jobs, in a process that has no group."""
     spec = importlib.util.spec_from_file_location("hsdp", JOBS / "hsdp.py")
@@ -149,7 +176,12 @@ def plain_net() -> Any:
 
 def ends_as(run: Run, plain: Path) -> None:
     assert run.code == 0, run.explain()
-    folders = [str(plain), str(run.run_dir.parent / "out")]
-    command = [sys.executable, "-I", "-S", str(COMPARE), *folders, str(RANKS)]
+    told = differences(plain, run.run_dir.parent / "out")
+    assert not told, f"{told}\n{run.explain()}"
+
+
+def differences(plain: Path, out: Path) -> str:
+    """What is not the same in the two folders. Empty: nothing."""
+    command = [sys.executable, "-I", "-S", str(COMPARE), str(plain), str(out), str(RANKS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{run.explain()}"
+    return f"{COMPARE.name} ended with {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""

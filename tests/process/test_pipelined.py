@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import memories
 import pytest
-from memories import EACH_ALONE, IN_MEMORY, Plain, ended_by_the_scheduler, ends_as, went_back_together
+from memories import (
+    EACH_ALONE,
+    IN_MEMORY,
+    Plain,
+    ended_by_the_scheduler,
+    ends_as,
+    goes_on_divided_anew,
+    went_back_together,
+)
 from running import Run
 
 JOB = "pipelined.py"
@@ -131,3 +140,38 @@ def test_asked_to_end_it_goes_on_from_storage(
     run = train(run_dir, "", *more, variant=variant)
     ends_as(run, torchrun(variant))
     assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
+
+
+@pytest.mark.shows("PP, replicated", "divided anew", "goes on")
+@pytest.mark.shows("PP, sharded", "divided anew", "goes on")
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [("shard+counting", 4), ("shard+counting", 2), ("replicate+counting", 4)],
+        pytest.param([("replicate", 4), ("shard", 4), ("replicate", 2)], marks=pytest.mark.long),
+        pytest.param([("replicate+counting", 2), ("shard+counting", 4)], marks=pytest.mark.long),
+    ],
+    ids=lambda ways: " ".join(f"{variant}-{ranks}" for variant, ranks in ways),
+)
+def test_it_goes_on_divided_in_another_way(run_dir: Path, ways: list[tuple[str, int]]) -> None:
+    """A stage goes on from what was its own, however many ranks shared it; buffers differ from stage to stage."""
+    goes_on_divided_anew(JOB, run_dir, ways)
+
+
+def test_stages_are_not_cut_anew(run_dir: Path) -> None:
+    run = train(run_dir, "", "--steps", "2", "--save", "1", variant="shard")
+    assert run.code == 0, run.explain()
+    run = train(run_dir, "", variant="replicate+two")
+    assert run.code == 2, run.explain()
+    assert "none of them had the parameters that this one has" in run.err
+    assert "the stages have to be the same" in run.err
+
+
+@pytest.mark.long
+@pytest.mark.shows("PP, plain stages", "divided anew", "goes on")
+def test_plain_stages_on_fewer_ranks(run_dir: Path) -> None:
+    def told(ranks: int) -> tuple[str, str]:
+        half = ranks // 2
+        return "--replicas", json.dumps([[*range(half)], [*range(half, ranks)]])
+
+    goes_on_divided_anew(JOB, run_dir, [("own+counting", 4), ("own+counting", 2)], told)

@@ -18,6 +18,7 @@ from memories import (
     Plain,
     ended_by_the_scheduler,
     ends_as,
+    goes_on_divided_anew,
     memory_of,
     plain_net,
     wait_for_step,
@@ -26,6 +27,7 @@ from memories import (
 from running import JOBS, LAUNCHER, Run, launch, read_events, start
 
 JOB = "hsdp.py"
+TWICE, COMPILED = "HSDP, blocks computed twice", "HSDP, blocks compiled"
 KILLS = (
     "kill rank=1 step=5 phase=COMPUTE at=backward; kill rank=2 step=7 phase=COMPUTE at=forward; "
     "kill rank=0 step=9 phase=UPDATING at=start"
@@ -69,7 +71,7 @@ def test_kills_in_each_phase(run_dir: Path, torchrun: Plain, first: int) -> None
     [
         pytest.param(
             *("async+recompute+evaluate+warm", "base"),
-            marks=pytest.mark.shows("HSDP, blocks computed twice", "killed", "in place"),
+            marks=pytest.mark.shows(TWICE, "killed", "in place"),
         ),
         pytest.param("accumulate+mixed+two", "accumulate+mixed+two", marks=pytest.mark.long),
         pytest.param("undo", "base", marks=pytest.mark.long),
@@ -90,17 +92,25 @@ def test_loops(run_dir: Path, torchrun: Plain, variant: str, plain: str) -> None
     assert run.recoveries() == 3, run.explain()
 
 
-@pytest.mark.shows("HSDP", "memory damaged", "in place")
-@pytest.mark.shows("HSDP", "connections cut", "in place")
-@pytest.mark.shows("HSDP", "hangs", "in place")
-def test_other_faults(run_dir: Path, torchrun: Plain) -> None:
+def in_place(layout: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.shows(layout, what, "in place") for what in ("memory damaged", "connections cut", "hangs")]
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param("base", marks=in_place("HSDP")),
+        pytest.param("recompute", marks=[*in_place(TWICE), pytest.mark.long]),
+    ],
+)
+def test_other_faults(run_dir: Path, torchrun: Plain, variant: str) -> None:
     """One after the other: norms that can't be right, a cut, memory, a torn update, a hang, one of each pair killed."""
     plan = (
         "norm rank=1 step=2 value=nan; hcce rank=1 step=4 phase=COMPUTE at=backward; "
         f"{POISONED}; {TORN}; stop rank=2 step=9 phase=COMPUTE at=forward; "
         "kill rank=1 step=10 phase=COMPUTE at=backward; kill rank=2 step=10 phase=COMPUTE at=backward incarnation=1"
     )
-    run = train(run_dir, plan, MS_ENABLE_TFT="{TRE:1,ARF:1,TTP:1,HCCE:1,UCE:1}")
+    run = train(run_dir, plan, variant=variant, MS_ENABLE_TFT="{TRE:1,ARF:1,TTP:1,HCCE:1,UCE:1}")
     ends_as(run, torchrun("base"))
     told = [event["detail"]["strategy"] for event in run.of("fault")]
     assert told[:5] == ["TRE", "HCCE", "UCE", "UCE", "ARF"], run.explain()
@@ -144,10 +154,10 @@ def test_what_a_body_switches_for_the_next_one_is_as_it_was(run_dir: Path, torch
 
 
 @pytest.mark.long
-@pytest.mark.shows("HSDP, blocks compiled", "killed", "in place")
-@pytest.mark.shows("HSDP, blocks compiled", "connections cut", "in place")
-@pytest.mark.shows("HSDP, blocks compiled", "hangs", "in place")
-@pytest.mark.shows("HSDP, blocks compiled", "memory damaged", "in place")
+@pytest.mark.shows(COMPILED, "killed", "in place")
+@pytest.mark.shows(COMPILED, "connections cut", "in place")
+@pytest.mark.shows(COMPILED, "hangs", "in place")
+@pytest.mark.shows(COMPILED, "memory damaged", "in place")
 def test_compiled_blocks(run_dir: Path, torchrun: Plain) -> None:
     """Hooks of ours are not called in what is compiled: the places are in front of it and behind it."""
     places = (
@@ -200,13 +210,20 @@ def test_both_who_compute_a_half_are_lost(run_dir: Path, torchrun: Plain) -> Non
     assert {event["detail"]["source"] for event in run.of("restored")} == {"memory"}, run.explain()
 
 
-@pytest.mark.shows("HSDP", "no holder left", "back")
-def test_both_holders_of_a_part_are_lost(run_dir: Path, torchrun: Plain) -> None:
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param("base", marks=pytest.mark.shows("HSDP", "no holder left", "back")),
+        pytest.param("recompute", marks=[pytest.mark.shows(TWICE, "no holder left", "back"), pytest.mark.long]),
+        pytest.param("compiled", marks=[pytest.mark.shows(COMPILED, "no holder left", "back"), pytest.mark.long]),
+    ],
+)
+def test_both_holders_of_a_part_are_lost(run_dir: Path, torchrun: Plain, variant: str) -> None:
     """And before that bits flip in a part, which only who holds the same one can tell."""
     flip = "flip rank=3 step=3 phase=UPDATING at=start target=param mask=0x400000"
     plan = "; ".join([flip, *lost("incarnation=1")])
-    run = train(run_dir, plan, "--save", "100", "--memory", "1", RESILIENT_COMPARE_EVERY="1")
-    ends_as(run, torchrun("base"))
+    run = train(run_dir, plan, *IN_MEMORY, variant=variant, RESILIENT_COMPARE_EVERY="1")
+    ends_as(run, torchrun("compiled" if variant == "compiled" else "base"))
     assert [event["detail"]["ranks"] for event in run.of("replicas_differ")] == [[1, 3]], run.explain()
     assert len(run.of("restart_all")) == 2, run.explain()
     assert at_most_one_update_is_made_again(run), run.explain()
@@ -233,16 +250,22 @@ def at_most_one_update_is_made_again(run: Run) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "variant",
+    ("variant", "plain"),
     [
-        pytest.param(each, marks=pytest.mark.shows(layout, "started again", "goes on"))
-        for each, layout in (("alone", "FSDP"), ("tp", "TP, sharded"), ("tp+copied", "TP, replicated"))
+        pytest.param(variant, plain, marks=pytest.mark.shows(layout, "started again", "goes on"))
+        for variant, plain, layout in (
+            ("alone", "alone", "FSDP"),
+            ("tp", "tp", "TP, sharded"),
+            ("tp+copied", "tp+copied", "TP, replicated"),
+            ("recompute", "base", TWICE),
+            ("compiled", "compiled", COMPILED),
+        )
     ],
 )
-def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Plain, variant: str) -> None:
+def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Plain, variant: str, plain: str) -> None:
     ended_by_the_scheduler(JOB, run_dir, variant=variant)
     run = train(run_dir, "", variant=variant)
-    ends_as(run, torchrun(variant))
+    ends_as(run, torchrun(plain))
     assert {event["detail"]["source"] for event in run.of("restored")} == {"storage"}, run.explain()
 
 
@@ -258,31 +281,25 @@ def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Plain, va
         pytest.param([("base", 4), ("alone", 4), ("alone", 2), ("alone", 1)], marks=pytest.mark.long),
         pytest.param([("alone", 4), ("tp+copied", 4), ("base", 4), ("tp", 4)], marks=pytest.mark.long),
         pytest.param([("tp+copied+paired", 4), ("alone", 4), ("tp", 4), ("base", 2)], marks=pytest.mark.long),
+        pytest.param(
+            [("recompute", 4), ("alone+recompute", 3)],
+            marks=[pytest.mark.shows(TWICE, "divided anew", "goes on"), pytest.mark.long],
+        ),
+        pytest.param(
+            [("compiled", 4), ("alone+compiled", 3)],
+            marks=[pytest.mark.shows(COMPILED, "divided anew", "goes on"), pytest.mark.long],
+        ),
     ],
     ids=lambda ways: " ".join(f"{variant}-{ranks}" for variant, ranks in ways),
 )
 def test_it_goes_on_divided_in_another_way(run_dir: Path, ways: list[tuple[str, int]]) -> None:
     """Each from what the first one has saved, without a step more: put together by torch it is the same model."""
 
-    def go(variant: str, ranks: int, run_dir: Path, steps: int, *more: str) -> tuple[Run, set[bytes]]:
-        out = run_dir.parent / "out"
-        arguments = ("--out", str(out), "--variant", variant, "--steps", str(steps), "--whole", *more)
-        run = launch(run_dir, JOB, *arguments, ranks=ranks)
-        assert run.code == 0, run.explain()
-        return run, {(out / f"whole{rank}.bin").read_bytes() for rank in range(ranks)}
-
-    (first, ranks), *others = ways
-    _, expected = go(first, ranks, run_dir.with_name("undisturbed"), 3)
-    assert len(expected) == 1
-    go(first, ranks, run_dir, 4, "--save", "3")
-    for variant, ranks in others:
-        run, found = go(variant, ranks, run_dir, 3)
-        assert len(run.of("restored")) == ranks, run.explain()
-        assert found == expected, run.explain()
+    expected = goes_on_divided_anew(JOB, run_dir, ways)
     assert read_by_torch(run_dir / "checkpoints" / "step_3") == expected
 
 
-def read_by_torch(checkpoint: Path) -> set[bytes]:
+def read_by_torch(checkpoint: Path) -> bytes:
     """The model and its moments, as they lie in the files, by torch's own reader in a process that has no group."""
     named: dict[str, torch.Tensor] = {}
     for number, (name, parameter) in enumerate(plain_net().named_parameters()):
@@ -291,7 +308,7 @@ def read_by_torch(checkpoint: Path) -> set[bytes]:
             named[f"optimizer.0.{number}.{moment}"] = torch.zeros_like(parameter)
         named[f"optimizer.0.{number}.step@0"] = torch.zeros(())
     dcp.load(named, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint)), no_dist=True)
-    return {b"".join(tensor.numpy().tobytes() for tensor in named.values())}
+    return b"".join(tensor.numpy().tobytes() for tensor in named.values())
 
 
 @pytest.mark.shows("HSDP", "started again", "goes on")

@@ -17,10 +17,11 @@ from memories import (
     Plain,
     ended_by_the_scheduler,
     ends_as,
+    goes_on_divided_anew,
     plain_net,
     went_back_together,
 )
-from running import Run, launch
+from running import Run
 
 JOB = "zero.py"
 CUTS = "; ".join(f"hcce rank={number % 4} step={2 + number} phase={place}" for number, place in enumerate(PLACES))
@@ -122,21 +123,8 @@ def test_asked_to_end_it_goes_on_from_storage(run_dir: Path, torchrun: Plain) ->
 def test_it_goes_on_divided_in_another_way(run_dir: Path, ways: list[tuple[str, int]]) -> None:
     """Among other numbers of ranks, or not at all; and torch's own reader finds one optimizer of all parameters."""
 
-    def go(variant: str, ranks: int, run_dir: Path, steps: int, *more: str) -> set[bytes]:
-        out = run_dir.parent / "out"
-        arguments = ("--out", str(out), "--variant", variant, "--steps", str(steps), "--whole", *more)
-        run = launch(run_dir, JOB, *arguments, ranks=ranks)
-        assert run.code == 0, run.explain()
-        assert len(run.of("restored")) == (0 if more or run_dir.name == "undisturbed" else ranks), run.explain()
-        return {(out / f"whole{rank}.bin").read_bytes() for rank in range(ranks)}
-
-    (first, ranks), *others = ways
-    expected = go(first, ranks, run_dir.with_name("undisturbed"), 3)
-    assert len(expected) == 1
-    go(first, ranks, run_dir, 4, "--save", "3")
-    for variant, ranks in others:
-        assert go(variant, ranks, run_dir, 3) == expected
-    assert {read_by_torch(run_dir / "checkpoints" / "step_3", norm="norm" in first)} == expected
+    expected = goes_on_divided_anew(JOB, run_dir, ways)
+    assert read_by_torch(run_dir / "checkpoints" / "step_3", norm="norm" in ways[0][0]) == expected
 
 
 def read_by_torch(checkpoint: Path, *, norm: bool) -> bytes:

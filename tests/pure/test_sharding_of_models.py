@@ -172,7 +172,7 @@ def test_what_is_beside_a_parameter_of_one_number_stays_what_it_was(four_ranks: 
     optimizer.step()
     state = TorchState(Objects((model,), (optimizer,)), TorchRankState((model,), {}), Host())
     image = state.image(1, SaveShare(0, 1, 0, 4))
-    state.load(lambda _: [SavedTree(image.tree, image.names)], lambda _targets: None)
+    state.load(lambda _: [SavedTree(image.tree, image.names)], lambda *_: None)
     for parameter in model.parameters():
         held = optimizer.state[parameter]
         assert {name: isinstance(each, DTensor) for name, each in held.items()} == {

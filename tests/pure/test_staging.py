@@ -223,7 +223,7 @@ def restore(into: Trained, host: Trained, *, damaged: bool = False) -> None:
         os.pwrite(fd, memory, 0)
         held = HeldImage("the snapshot", fd, 0, image.total_bytes, digest)
         into.state.load(
-            lambda _: [SavedTree(image.tree, image.names)], lambda targets: fill_from([held], targets, Copier())
+            lambda _: [SavedTree(image.tree, image.names)], lambda targets, _: fill_from([held], targets, Copier())
         )
     finally:
         os.close(fd)

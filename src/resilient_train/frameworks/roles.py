@@ -157,6 +157,11 @@ class SavedTree(NamedTuple):
 
     tree: bytes
     names: Sequence[str]
+    group: int = 0
+    """Its number."""
+
+
+Fill = Callable[[Sequence[BlockTarget], Sequence[int]], object]
 
 
 class WrittenEarly(NamedTuple):
@@ -517,10 +522,9 @@ class State(Protocol):
         """
         ...
 
-    def load(
-        self, saved: Callable[[str], Sequence[SavedTree]], fill: Callable[[Sequence[BlockTarget]], object]
-    ) -> None:
+    def load(self, saved: Callable[[str], Sequence[SavedTree]], fill: Fill) -> None:
         """Takes up a saved state: ``fill`` fills the tensors, divided among ranks as they are here, however they were.
+        It is given with them the groups whose state that is.
 
         ``saved`` is given the ``division`` of here (see ``Image``), and gives what this rank's replica group has saved;
         if the state was divided in another way, what all groups have.

@@ -92,21 +92,20 @@ class FromSaved:
     def _from_storage(self, source: Source) -> Own:
         with read_checkpoint(Path(source.path)) as checkpoint:
             old = checkpoint.manifest.replica_groups
-            group = self._group() if len(old) == len(self._groups) else 0
-            held = {rank: _unpacked(own) for rank in old[group] if (own := checkpoint.rank_state(rank)) is not None}
-            if not held:
-                raise CheckpointError(str(checkpoint.path), f"lacks the own state of all ranks of group {group}")
-            first = next(iter(held.values()))
             alike = len(old) == len(self._groups)
+            group = self._group() if alike else 0
 
             def saved(division: str) -> list[SavedTree]:
                 nonlocal alike
-                alike = alike and first.division == division  # the same on all ranks
-                trees = map(checkpoint.tree, [group] if alike else range(len(old)))
-                return [SavedTree(each.tree, each.names) for each in trees]
+                # The same on all ranks, or on those of a stage, which its groups have among them.
+                alike = alike and self._own_of(checkpoint, group)[1].division == division
+                trees = {number: checkpoint.tree(number) for number in ([group] if alike else range(len(old)))}
+                return [SavedTree(each.tree, each.names, number) for number, each in trees.items()]
 
-            def fill(targets: Sequence[BlockTarget]) -> None:
-                if not alike and (odd := checkpoint.differing()):
+            def fill(targets: Sequence[BlockTarget], groups: Sequence[int]) -> None:
+                nonlocal group
+                group = groups[0]
+                if not alike and (odd := checkpoint.differing(groups)):
                     raise ConfigError(
                         f"{checkpoint.path} was written by ranks that held other parts of the model, and {odd} was not "
                         f"the same on all of them ({len(old)} replica groups, here {len(self._groups)}): it can't be "
@@ -115,10 +114,19 @@ class FromSaved:
                 checkpoint.load(targets)
 
             self._state.load(saved, fill)
+            held, first = self._own_of(checkpoint, group)
             if alike and old == self._groups and self._link.rank in held:  # it may have died with the rank
                 return held[self._link.rank]
             place = self._groups[group].index(self._link.rank) if alike else len(old[group])
             return self._from_another_world(checkpoint, held, first, *old[group][place : place + 1])
+
+    def _own_of(self, checkpoint: Checkpoint, group: int) -> tuple[dict[int, Own], Own]:
+        """Of an old replica group: the own state of each rank, and of the first one that has left it."""
+        ranks = checkpoint.manifest.replica_groups[group]
+        held = {rank: _unpacked(own) for rank in ranks if (own := checkpoint.rank_state(rank)) is not None}
+        if not held:
+            raise CheckpointError(str(checkpoint.path), f"lacks the own state of all ranks of group {group}")
+        return held, next(iter(held.values()))
 
     def _from_another_world(self, checkpoint: Checkpoint, held: dict[int, Own], first: Own, mine: int = -1) -> Own:
         """The part of a rank's own state, see ``resharding``. ``mine``: the old rank whose place this one has, if any;
@@ -153,7 +161,7 @@ class FromSaved:
                     raise _OtherPartsError("its snapshot is of other parts of the model")
                 return [SavedTree(mine.tree, mine.names)]
 
-            self._state.load(saved, lambda targets: fill_from(images, targets, Copier()))
+            self._state.load(saved, lambda targets, _: fill_from(images, targets, Copier()))
         return own
 
     @contextlib.contextmanager

@@ -1,18 +1,20 @@
 """A small model in two stages of a pipeline, each of them on two ranks, which average their gradients (PP x DP).
 
 ``--variant``: how they do so (``replicate``, ``shard``, ``ddp``, and ``own`` for an all-reduce of the script's), and
-``onef`` for another order of the passes, ``two`` for two stages on each rank;
+``onef`` for another order of the passes, ``two`` for two stages on each rank; ``counting``: with buffers;
 ``untold``: stages do not know their shapes; ``late``: the schedule is made in the first step.
 ``--plain``: without a word of ours, for torchrun. At its end each rank writes the bytes that it holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import hsdp
 import torch
 import torch.distributed as dist
+from hsdp import bytes_of
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,8 +30,11 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
+        self.register_buffer("seen", None)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.seen is not None:
+            self.seen += 1
         return inputs + self.dropout(self.down(torch.relu(self.up(inputs))))
 
 
@@ -50,15 +55,18 @@ class Job(hsdp.Job):
     def __init__(self, variant: frozenset[str]) -> None:
         self.variant = variant
         self.rank = dist.get_rank()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        torch.manual_seed(0)
+        self.model: Any = Net()
+        self.schedulers: list[Any] = []
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
         self.stage_number = mesh["pp"].get_local_rank()
         self.data_rank = mesh["dp"].get_local_rank()
         self.group = mesh["dp"].get_group()
-        torch.manual_seed(0)
-        self.model: Any = Net()
         for number in range(4):
             if (number % 2 if "two" in variant else number // 2) != self.stage_number:
                 del self.model.blocks[str(number)]
+            elif "counting" in variant:
+                self.model.blocks[str(number)].seen = torch.tensor(100.0 * number)
         if "two" in variant:
             for block in self.model.blocks.values():
                 replicate(block, mesh=mesh["dp"])
@@ -71,7 +79,6 @@ class Job(hsdp.Job):
         elif "ddp" in variant:
             self.model = DistributedDataParallel(self.model, process_group=self.group)
         self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=1e-2)]
-        self.schedulers: list[Any] = []
         group = mesh["pp"].get_group()
 
         def stage_of(module: Any, number: int, count: int) -> PipelineStage:
@@ -115,6 +122,20 @@ class Job(hsdp.Job):
         optimizer.step()
         optimizer.zero_grad()
         return sum(loss.item() for loss in losses)
+
+    def whole(self) -> Iterator[bytes]:
+        """Of all stages, by the names of their parameters."""
+        held: dict[str, tuple[bytes, ...]] = {}
+        for name, parameter in self.model.named_parameters():
+            state = sorted(self.optimizers[0].state[parameter].items())
+            tensors = [parameter, *(value for _, value in state)]
+            held[name] = tuple(bytes_of(getattr(each, "full_tensor", lambda each=each: each)()) for each in tensors)
+        held |= {name: (bytes_of(buffer),) for name, buffer in self.model.named_buffers()}
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, held)
+        found = {name: tensors for each in everywhere for name, tensors in each.items()}
+        for _, tensors in sorted(found.items()):
+            yield from tensors
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from resilient_train import _native, config
 from resilient_train.errors import ConfigError, LayoutError, StateError, TransferError
 from resilient_train.frameworks.accelerator import Accelerator
-from resilient_train.frameworks.roles import Damage, Image, Objects, SavedTree, SaveShare, Sources, StateMark
+from resilient_train.frameworks.roles import Damage, Fill, Image, Objects, SavedTree, SaveShare, Sources, StateMark
 from resilient_train.frameworks.torch import layout_check
 from resilient_train.frameworks.torch.checkpoint_pieces import piece_of
 from resilient_train.frameworks.torch.containers import copy_tree, dressed
@@ -375,18 +375,30 @@ class TorchState:
         self.sharding.reshard()
         return layout_check.difference(self._built, layout_check.layout_of(self._objects.models)) or self._misplaced()
 
-    def load(
-        self, saved: Callable[[str], Sequence[SavedTree]], fill: Callable[[Sequence[BlockTarget]], object]
-    ) -> None:
+    def load(self, saved: Callable[[str], Sequence[SavedTree]], fill: Fill) -> None:
         """What lies on an accelerator is written to when all has come whole, and not before."""
-        trees = saved(self._division)
+        trees = self._of_these_parameters(saved(self._division))
         loaded, landing, uploads = self._land([each.tree for each in trees], anew=True)
         names = dict(each for one in reversed(trees) for each in _named(one))
-        fill([BlockTarget(piece_of(names[path], tensor), view(span_of(memory))) for path, tensor, memory in landing])
+        targets = [
+            BlockTarget(piece_of(names[path], tensor), view(span_of(memory))) for path, tensor, memory in landing
+        ]
+        fill(targets, [each.group for each in trees])
         self._staging.upload(uploads)
         self._apply(self._dressed(loaded))
         for model in self._objects.models:
             model.zero_grad(set_to_none=True)  # of what the script does before its loop
+
+    def _of_these_parameters(self, trees: Sequence[SavedTree]) -> Sequence[SavedTree]:
+        """Of those of all groups. The others are of other stages of a pipeline. Raises LayoutError if all are."""
+        here = [sorted(named) for named in self._parameters()]
+        named = [[sorted(each) for each in unflatten(tree.tree, TENSORS, lambda *_: None)["model"]] for tree in trees]
+        if here not in named and any(each != named[0] for each in named):
+            raise LayoutError(
+                "it was written by ranks that held other parts of the model, and none of them had the parameters that "
+                "this one has: another number of ranks may share a stage, but the stages have to be the same"
+            )
+        return [tree for tree, names in zip(trees, named, strict=True) if names == here] or trees
 
     def _land(
         self, manifests: Sequence[bytes], *, anew: bool = False

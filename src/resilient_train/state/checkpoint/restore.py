@@ -45,15 +45,15 @@ class Checkpoint:
         """The state of a replica group without its tensors. Raises CheckpointError."""
         return self._folder.tree(self._parts.trees[group], self.manifest, group)
 
-    def differing(self) -> str:
-        """The tensor that is not the same in all replica groups, so that none of them could go on from another's; empty
-        if all are. Their trees are of one state.
+    def differing(self, groups: Sequence[int]) -> str:
+        """The tensor that is not the same in these replica groups, so that none of them could go on from another's;
+        empty if all are. Their trees are of one state.
 
         Each of them has saved its own of what is not divided among them, under a name with its number behind an ``@``;
         so it is with the copies of what is divided. Raises CheckpointError.
         """
         copies: dict[str, dict[str, None]] = {}
-        for group in range(len(self.manifest.replica_groups)):
+        for group in groups:
             for name in self.tree(group).names:
                 copies.setdefault(_COPY.sub("", name), {})[name] = None
         for names in copies.values():

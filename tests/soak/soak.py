@@ -1,9 +1,13 @@
 """Random faults on real jobs, one seed a job, until so many have hit; and what came of it, counted.
 
     .venv/bin/python tests/soak/soak.py --faults 2000 [--sharded]
+    .venv/bin/python tests/soak/soak.py --layouts 200
 
 Each job must end with the bits of its undisturbed run, and its ranks' machines must have done what simulated ones
-do. It may end before that only if somebody asked it to, or its launcher was killed; then it is started again in
+do. A job whose model is divided among ranks has that run without a word of ours, under torchrun. ``--layouts``: ranks
+are killed, and nothing else is done, so often in each of ``LAYOUTS``.
+
+It may end before that only if somebody asked it to, or its launcher was killed; then it is started again in
 the same run directory. What may not be: other bits, an end that nobody asked for, no progress for ``PATIENCE_S``.
 Such a job's directory stays, and its seed is told. The seed decides what is done and when in steps, but not where
 in a step that is: a failure may need several tries.
@@ -27,7 +31,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,6 +39,7 @@ import msgspec
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "process"))
 
+import memories  # noqa: E402
 import traced  # noqa: E402
 from running import LAUNCHER, start  # noqa: E402
 from watched_jobs import end_holder, holder_pid  # noqa: E402
@@ -68,8 +73,20 @@ SHARDED = (
     *("alone", "alone+accumulate", "alone+mixed+recompute", "alone+two"),
     *("tp", "tp+copied", "tp+copied+accumulate+recompute", "tp+copied+undo"),
     *("pp+replicate", "pp+replicate+onef", "pp+replicate+two", "pp+shard"),
+    *("zero", "zero+views", "zero+accumulate+groups", "zero+scaled", "zero+undo", "zero+norm"),
 )
-"""Four ranks, each part held by two of them or, ``alone``, by one."""
+"""Four ranks, each part held by two of them or, ``alone`` and ``zero``, by one."""
+LAYOUTS = {
+    "DDP": "zero+ddp",
+    "HSDP": "base",
+    "FSDP": "alone",
+    "FSDP, blocks compiled": "alone+compiled",
+    "FSDP, blocks computed twice": "alone+recompute",
+    "TP, replicated": "tp+copied",
+    "PP, replicated": "pp+replicate",
+    "ZeRO-1": "zero",
+}
+"""By the names of ``docs/reference/layouts.md``: the variant of the job."""
 ENDING = frozenset(("SIGTERM to the launcher", "SIGTERM to a rank", "SIGKILL to the launcher"))
 """The job may end of these, and goes on when it is started again."""
 
@@ -103,6 +120,8 @@ class Job:
         """What ends a fault, and when."""
         self.narrow: set[int] = set()
         """Processes that have no descriptors left just now."""
+        self.heard = collections.Counter[str]()
+        """Events, of all launchers."""
         self.finished = False
         """All have trained to the end. A rank that is killed behind that ends the job (exit code 128 + n)."""
         self.ends = False
@@ -123,6 +142,7 @@ class Job:
             self.later.remove(each)
             each[1]()
         heard = self._follower.read() if (self.run / EVENTS_FILE).exists() else []
+        self.heard.update(event.kind for event in heard)
         for event in heard:
             if event.kind == "spawned":
                 self.pids[event.rank] = int(str(event.detail["pid"]))
@@ -326,25 +346,39 @@ FAULTS: dict[str, tuple[int, Callable[[Job, random.Random], bool]]] = {
 }
 
 
+KILLS = ("SIGKILL to a rank", "SIGKILL to two ranks", "SIGKILL to all ranks")
+
+
 class Soak:
     """``folder`` holds all runs; those of jobs that went well are taken away."""
 
-    def __init__(self, folder: Path, *, sharded: bool = False, only: str = "") -> None:
+    def __init__(
+        self, folder: Path, *, sharded: bool, variants: Sequence[str], faults: Collection[str] = FAULTS
+    ) -> None:
         self.folder = folder
         self.sharded = sharded
-        self.variants = [each for each in (SHARDED if sharded else VARIANTS) if only in each]
-        self.references: dict[tuple[int, str], tuple[dict[int, str], set[tuple[int, str]]]] = {}
+        self.variants = variants
+        self.faults = {name: FAULTS[name][0] for name in faults}
+        self.heard = collections.Counter[str]()
+        """The events of all jobs."""
+        self.references: dict[tuple[int, str], Path] = {}
 
-    def reference(self, ranks: int, variant: str) -> tuple[dict[int, str], set[tuple[int, str]]]:
-        """How the undisturbed run ends."""
+    def reference(self, ranks: int, variant: str) -> Path:
+        """The records of the undisturbed run."""
         if (ranks, variant) not in self.references:
             with self.disk(f"reference-{ranks}-{variant}") as folder:
                 job = Job(folder, ranks)
-                with start(self.command(job, variant)) as job.process:
-                    out, err = job.process.communicate(timeout=300)
-                assert job.process.returncode == 0, out + err
-                self.references[ranks, variant] = ends(job), steps(job)
-                end_holder(job.run)
+                if self.sharded:
+                    done = memories.under_torchrun([*self.script(job, variant), "plain"])
+                    assert done.returncode == 0, done.stderr
+                else:
+                    with start(self.command(job, variant)) as job.process:
+                        out, err = job.process.communicate(timeout=300)
+                    assert job.process.returncode == 0, out + err
+                    end_holder(job.run)
+                kept = self.folder / "references" / f"{ranks}-{variant}"
+                shutil.rmtree(kept, ignore_errors=True)
+                self.references[ranks, variant] = shutil.copytree(job.records, kept)
         return self.references[ranks, variant]
 
     @contextlib.contextmanager
@@ -374,27 +408,29 @@ class Soak:
 
     def command(self, job: Job, variant: str) -> list[str]:
         flags = ["--nproc-per-node", str(job.ranks), "--run-dir", str(job.run)]
+        return [*LAUNCHER, *flags, *self.script(job, variant)]
+
+    def script(self, job: Job, variant: str) -> list[str]:
         if self.sharded:
-            return [*LAUNCHER, *flags, str(HERE / "sharded_job.py"), str(STEPS), variant, str(job.records)]
-        script = [str(HERE / "job.py"), "--steps", str(STEPS), "--variant", variant, "--records", str(job.records)]
-        return [*LAUNCHER, *flags, *script]
+            return [str(HERE / "sharded_job.py"), str(STEPS), variant, str(job.records)]
+        return [str(HERE / "job.py"), "--steps", str(STEPS), "--variant", variant, "--records", str(job.records)]
 
     def run(self, seed: int) -> tuple[list[str], str]:
         """One job. Returns by what it was hit, and what was wrong; empty if nothing was."""
         rng = random.Random(seed)
-        ranks, variant = 4 if self.sharded else rng.choice((2, 3, 4)), rng.choice(self.variants)
+        ranks, variant = memories.RANKS if self.sharded else rng.choice((2, 3, 4)), rng.choice(self.variants)
         hits: list[str] = []
         try:
             with self.disk(f"seed-{seed}") as folder:
                 job = Job(folder, ranks)
                 try:
                     self.disturb(job, variant, rng, hits)
-                    had, said = self.reference(ranks, variant)
-                    if ends(job) != had or not steps(job) <= said:
-                        raise WrongError("OTHER BITS, exit code 0")
+                    if told := self.differences(job, self.reference(ranks, variant)):
+                        raise WrongError(f"OTHER BITS, exit code 0\n{told}")
                     if differences := traced.look(job.run, set()):
                         raise WrongError("\n".join(differences))
                 finally:
+                    self.heard.update(job.heard)
                     job.end_all()
                     end_holder(job.run)
         except Exception as error:  # whatever it is, it is told, and the others go on
@@ -402,11 +438,21 @@ class Soak:
             return hits, f"seed {seed} ({ranks} ranks, {variant}): {told}"
         return hits, ""
 
+    def differences(self, job: Job, undisturbed: Path) -> str:
+        """What is not as it is in these records."""
+        if self.sharded:
+            told = memories.differences(undisturbed, job.records)
+        else:
+            told = "" if ends(job.records, job.ranks) == ends(undisturbed, job.ranks) else "another end"
+        return told or "".join(
+            sorted(line for _, line in steps(job.records, job.ranks) - steps(undisturbed, job.ranks))
+        )
+
     def disturb(self, job: Job, variant: str, rng: random.Random, hits: list[str]) -> None:
         left = FAULTS_A_JOB
         while True:
             with start(self.command(job, variant)) as job.process:
-                left = Bandit(job, rng, hits).strike_until_the_end(left)
+                left = Bandit(job, rng, hits, self.faults).strike_until_the_end(left)
                 job.end_all()
                 code = job.process.wait(PATIENCE_S)
                 text = "" if not job.process.stderr else job.process.stderr.read()
@@ -420,8 +466,8 @@ class Soak:
 class Bandit:
     """Hits a job, and watches that it goes on."""
 
-    def __init__(self, job: Job, rng: random.Random, hits: list[str]) -> None:
-        self._job, self._rng, self._hits = job, rng, hits
+    def __init__(self, job: Job, rng: random.Random, hits: list[str], faults: dict[str, int]) -> None:
+        self._job, self._rng, self._hits, self._faults = job, rng, hits, faults
         self._seen = (-1, time.monotonic())
         self._row = (-1, 0)
         """Steps recorded, and how often the job was hit since there were so many."""
@@ -452,7 +498,7 @@ class Bandit:
         row = self._row[1] + 1 if steps == self._row[0] else 1
         if row > IN_A_ROW or len(job.pids) < job.ranks or job.finished or job.process.poll() is not None:
             return False
-        name = rng.choices(list(FAULTS), [weight for weight, _ in FAULTS.values()])[0]
+        name = rng.choices(list(self._faults), list(self._faults.values()))[0]
         if not FAULTS[name][1](job, rng):
             return False
         self._row = steps, row
@@ -477,18 +523,47 @@ class Bandit:
         return False
 
 
-def ends(job: Job) -> dict[int, str]:
-    """Rank -> what its script says it has at its end."""
-    return {rank: (job.records / f"end{rank}").read_text() for rank in range(job.ranks)}
+def ends(records: Path, ranks: int) -> list[str]:
+    """By rank: what its script says it has at its end."""
+    return [(records / f"end{rank}").read_text() for rank in range(ranks)]
 
 
-def steps(job: Job) -> set[tuple[int, str]]:
+def steps(records: Path, ranks: int) -> set[tuple[int, str]]:
     """(rank, what it said of a step: samples, loss). A rank that died in a tail has said nothing of that step; where it
     had not given its part, zeros stand for it in the others' words (event ``tail_input_missing``).
     """
-    lines = [(r, line) for r in range(job.ranks) for line in (job.records / f"rank{r}.jsonl").read_text().splitlines()]
+    lines = [(r, line) for r in range(ranks) for line in (records / f"rank{r}.jsonl").read_text().splitlines()]
     told = [(rank, line, json.loads(line)) for rank, line in lines if line.endswith("}")]  # a kill may have torn one
     return {(rank, line) for rank, line, of in told if of["step"] == 0 or 0 not in of["counts"]}
+
+
+def hit(soak: Soak, seeds: Iterator[int], faults: int) -> tuple[collections.Counter[str], int, int]:
+    """As many jobs as it takes. Returns by what they were hit, how many there were, and how many went wrong."""
+    total, jobs, wrong = collections.Counter[str](), 0, 0
+    while total.total() < faults:
+        seed = next(seeds)
+        hits, failure = soak.run(seed)
+        total.update(hits)
+        jobs += 1
+        wrong += bool(failure)
+        load = f"load {os.getloadavg()[0]:.0f}"
+        print(failure or f"seed {seed}: well after {len(hits)} faults, {total.total()} in all, {load}", flush=True)
+    return total, jobs, wrong
+
+
+def hit_layouts(folder: Path, seeds: Iterator[int], kills: int, only: str) -> int:
+    """Prints a table, and returns how many jobs went wrong."""
+    rows, all_wrong = [], 0
+    for layout, variant in LAYOUTS.items():
+        if only in layout:
+            soak = Soak(folder, sharded=True, variants=[variant], faults=KILLS)
+            total, jobs, wrong = hit(soak, seeds, kills)
+            all_wrong += wrong
+            cells = [*(total[kind] for kind in KILLS), jobs, soak.heard["resumed"], soak.heard["restart_all"], wrong]
+            rows.append(f"| {layout} | {' | '.join(map(str, cells))} |")
+    print("\n| layout | a rank killed | two | all | jobs | others kept their state | all went back | wrong |")
+    print("|---|---|---|---|---|---|---|---|", *rows, sep="\n")
+    return all_wrong
 
 
 def main() -> int:
@@ -496,23 +571,20 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=2000, help="as many seeds as this takes")
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--sharded", action="store_true", help="jobs whose model is divided among ranks")
-    parser.add_argument("--only", default="", help="variants of the job that have this in their name")
+    parser.add_argument("--layouts", type=int, default=0, help="so many kills in each layout, and nothing else")
+    parser.add_argument("--only", default="", help="variants of the job, or layouts, that have this in their name")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/soak"))
     asked = parser.parse_args()
-    soak = Soak(asked.folder, sharded=asked.sharded, only=asked.only)
-    total, wrong, loads = collections.Counter[str](), 0, []
-    for seed in itertools.count(asked.first_seed):
-        if total.total() >= asked.faults:
-            break
-        hits, failure = soak.run(seed)
-        total.update(hits)
-        wrong += bool(failure)
-        loads.append(os.getloadavg()[0])
-        print(failure or f"seed {seed}: well after {len(hits)} faults, {total.total()} in all", flush=True)
-    print(f"\n{total.total()} faults in {len(loads)} jobs, load {min(loads):.0f} to {max(loads):.0f}, {wrong} wrong\n")
+    seeds = itertools.count(asked.first_seed)
+    if asked.layouts:
+        return bool(hit_layouts(asked.folder, seeds, asked.layouts, asked.only))
+    variants = [each for each in (SHARDED if asked.sharded else VARIANTS) if asked.only in each]
+    soak = Soak(asked.folder, sharded=asked.sharded, variants=variants)
+    total, jobs, wrong = hit(soak, seeds, asked.faults)
+    print(f"\n{total.total()} faults in {jobs} jobs, {wrong} wrong\n")
     for name in FAULTS:
         print(f"| {name} | {total[name]} |")
-    return 1 if wrong else 0
+    return bool(wrong)
 
 
 if __name__ == "__main__":

@@ -108,10 +108,10 @@ def main() -> None:
     signal.alarm(given.limit_s)  # SIGALRM ends us even if whoever should do it is gone
     dist.init_process_group("gloo")
     side = dist.new_group(backend="gloo")
-    trainers = {name: plain_lane(make(given.model), dist.new_group(backend="gloo")) for name in ("gloo", "gloo_again")}
+    trainers = {name: plain_lane(make(given.model)) for name in ("gloo", "gloo_again")}
     for lane in LANES:
         dist.Backend.register_backend(lane, _creator(lane), extended_api=True, devices=["cpu"])
-        trainers[lane] = plain_lane(make(given.model), dist.new_group(backend=lane))
+        trainers[lane] = plain_lane(make(given.model), backend=lane)
     for run in trainers.values():
         run(given.steps)
     names = list(trainers)

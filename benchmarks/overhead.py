@@ -1,5 +1,8 @@
 """What a step costs more with a Session than without: ``python benchmarks/overhead.py [--quick] [--json FILE]``.
 
+``--layout``: how the model is divided among ranks. ``--memory-steps N``: with a snapshot in memory of each N-th step,
+which is where ranks come back from that have no replica.
+
 For each case (ranks x model):
 
 * *paired*: blocks of steps with and without the Session in turn, in the same processes. This is the number to quote.
@@ -33,6 +36,7 @@ from common import (
     write_json,
 )
 from timers import NOT_OURS, WAITING, WATCHED
+from workload import LAYOUTS
 
 from resilient_train.child_job import sigterm_unwinds
 
@@ -54,14 +58,26 @@ QUICK = {"tiny": Amount(10, 20, 2, 0, 20, 60), "10m": Amount(10, 1, 2, 0, 2, 80)
 QUICK["21m"] = QUICK["10m"]
 
 
-def run_job(case: Case, lanes: str, amount: Amount, folder: Path) -> list[dict[str, Any]]:
+class Kind(NamedTuple):
+    """What is the same in all cases."""
+
+    layout: str
+    memory_steps: int
+
+    def describe(self) -> str:
+        return f"{self.layout}, a snapshot every {self.memory_steps} steps" if self.memory_steps else self.layout
+
+
+def run_job(kind: Kind, case: Case, lanes: str, amount: Amount, folder: Path) -> list[dict[str, Any]]:
     """Runs ``overhead_job.py`` to its end; returns what each rank wrote."""
     folder.mkdir(parents=True)
     log = folder / "job.log"
-    kind = "torchrun" if lanes == "plain" else "resilient-run"
+    runner = "torchrun" if lanes == "plain" else "resilient-run"
     flags = {
         "lanes": lanes,
         "model": case.model,
+        "layout": kind.layout,
+        "memory-steps": kind.memory_steps,
         "blocks": amount.blocks,
         "steps": amount.steps,
         "split-blocks": amount.split_blocks if lanes == "both" else 0,
@@ -69,7 +85,7 @@ def run_job(case: Case, lanes: str, amount: Amount, folder: Path) -> list[dict[s
         "out": folder,
         "limit-s": amount.limit_s,
     }
-    command = [*launcher(kind, case.ranks, folder / "run"), str(HERE / "overhead_job.py")]
+    command = [*launcher(runner, case.ranks, folder / "run"), str(HERE / "overhead_job.py")]
     with started([*command, *(f"--{name}={value}" for name, value in flags.items())], log) as process:
         finish(process, log, amount.limit_s)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(case.ranks)]
@@ -123,24 +139,25 @@ def parts(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "own_cpu_us": own(cpu),
         "barrier_us": summary([value for each in splits for value in each["barrier_us"]]),
         "barrier_last_us": summary(last),
-        "missing": splits[0]["missing"],
     }
 
 
-def separate(case: Case, amount: Amount, folder: Path) -> dict[str, Any]:
+def separate(kind: Kind, case: Case, amount: Amount, folder: Path) -> dict[str, Any]:
     """Jobs of their own, in turn. Each job's number is the median of its blocks."""
     found: dict[str, list[float]] = {"plain": [], "session": []}
     for job in range(amount.jobs):
         for lane in ("plain", "session") if job % 2 == 0 else ("session", "plain"):
-            ranks = run_job(case, lane, amount, folder / f"{lane}{job}")
+            ranks = run_job(kind, case, lane, amount, folder / f"{lane}{job}")
             found[lane].append(statistics.median(block_us(ranks, lane, amount.steps)))
     plain, session = statistics.median(found["plain"]), statistics.median(found["session"])
     return {"job_medians_us": found, "difference_us": round(session - plain, 2), "ratio": round(session / plain, 4)}
 
 
-def measure(case: Case, amount: Amount, folder: Path) -> dict[str, Any]:
-    ranks = run_job(case, "both", amount, folder / "both")
+def measure(kind: Kind, case: Case, amount: Amount, folder: Path) -> dict[str, Any]:
+    ranks = run_job(kind, case, "both", amount, folder / "both")
     return {
+        "layout": kind.layout,
+        "memory_steps": kind.memory_steps,
         "ranks": case.ranks,
         "model": case.model,
         "parameters": ranks[0]["parameters"],
@@ -148,11 +165,11 @@ def measure(case: Case, amount: Amount, folder: Path) -> dict[str, Any]:
         "steps_per_block": amount.steps,
         "paired": paired(ranks, amount.steps),
         "split": parts(ranks),
-        "separate": separate(case, amount, folder) if amount.jobs else None,
+        "separate": separate(kind, case, amount, folder) if amount.jobs else None,
     }
 
 
-def cost_table(results: list[dict[str, Any]]) -> Table:
+def cost_table(kind: Kind, results: list[dict[str, Any]]) -> Table:
     columns = ("case", "plain us", "session us", "more us (p25..p75)", "ratio (p25..p75)", "CPU us", "separate jobs")
     rows = []
     for each in results:
@@ -167,7 +184,7 @@ def cost_table(results: list[dict[str, Any]]) -> Table:
             f"{pair['cpu_difference_us']['median']:.0f}",
             f"{apart['difference_us']:.0f} us more ({apart['ratio']:.3f} x)" if apart else "not run",
         ))  # fmt: skip
-    return Table("cost of a Session per step, medians over pairs of blocks", columns, rows)
+    return Table(f"cost of a Session per step ({kind.describe()}), medians over pairs of blocks", columns, rows)
 
 
 def split_table(results: list[dict[str, Any]]) -> Table:
@@ -190,26 +207,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(USUAL_MODELS))
+    parser.add_argument("--layout", choices=LAYOUTS, default="ddp")
+    parser.add_argument("--memory-steps", type=int, default=0)
     parser.add_argument("--jobs", type=int, help="pairs of separate jobs (default 3; 0 with --quick)")
     parser.add_argument("--quick", action="store_true", help="a smoke run: few steps, numbers of no worth")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    results = []
+    kind, results = Kind(arguments.layout, arguments.memory_steps), []
     with tempfile.TemporaryDirectory(prefix="rt-overhead-") as folder, sigterm_unwinds():
         for case in (Case(ranks, model) for model in arguments.models for ranks in arguments.ranks):
             amount = (QUICK if arguments.quick else FULL)[case.model]
             amount = amount._replace(jobs=amount.jobs if arguments.jobs is None else arguments.jobs)
             print(f"{case.describe()} ...", flush=True)
             try:
-                results.append(measure(case, amount, Path(folder) / f"{case.model}-{case.ranks}"))
+                results.append(measure(kind, case, amount, Path(folder) / f"{case.model}-{case.ranks}"))
             except BenchmarkError as error:
                 raise SystemExit(f"{case.describe()}: {error}") from None
             write_json(arguments.json, {"benchmark": "overhead", "quick": arguments.quick, "cases": results})
-    show(cost_table(results))
+    show(cost_table(kind, results))
     show(split_table(results))
-    missing = sorted({place for each in results for place in each["split"]["missing"]})
-    if missing:
-        print(f"not timed, for this version has no such function (mend timers.WATCHED): {', '.join(missing)}")
 
 
 if __name__ == "__main__":

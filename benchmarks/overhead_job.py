@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from timers import python_calls, watch_cost_us, watching
-from torch.nn.parallel import DistributedDataParallel
-from workload import Work, make, train_once
+from workload import LAYOUTS, Work, divided, make, train_once
 
 Times = tuple[int, int]
 """Nanoseconds: wall time, and CPU time of all threads of this process."""
@@ -27,9 +26,8 @@ Run = Callable[[int], None]
 """Runs so many steps."""
 
 
-def plain_lane(work: Work, group: dist.ProcessGroup) -> Run:
-    model = DistributedDataParallel(work.model, process_group=group)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+def plain_lane(work: Work, layout: str = "ddp", backend: str = "gloo") -> Run:
+    model, optimizer = divided(work, layout, backend)
 
     def run(steps: int) -> None:
         for _ in range(steps):
@@ -39,13 +37,14 @@ def plain_lane(work: Work, group: dist.ProcessGroup) -> Run:
 
 
 @contextlib.contextmanager
-def session_lane(work: Work, total: int) -> Iterator[Run]:
+def session_lane(work: Work, layout: str, total: int, memory_steps: int) -> Iterator[Run]:
     # Here and not above: the plain job is to be free of us.
     import resilient_train as rt
 
-    model = DistributedDataParallel(work.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = divided(work, layout, "resilient")
     with rt.Session(model=model, optimizer=optimizer) as session:
+        if memory_steps:
+            session.save_every(steps=10**9, memory_steps=memory_steps)
         if not session.recovering:
             raise SystemExit("the Session has no agent: start this under resilient-run")
         steps = iter(session.steps(total))
@@ -94,7 +93,6 @@ def split(run: Run, blocks: int, steps: int, side: dist.ProcessGroup) -> dict[st
         "calls_per_step": {label: calls / count for label, calls in ledger.calls.items()},
         "barrier_us": [ns / 1e3 for ns in ledger.each_barrier_ns],
         "watch_us": watch_cost_us(),
-        "missing": ledger.missing,
     }
 
 
@@ -109,11 +107,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         lanes: dict[str, Run] = {}
         if arguments.lanes != "plain":
-            lanes["session"] = stack.enter_context(session_lane(make(arguments.model), total))
+            lanes["session"] = stack.enter_context(
+                session_lane(make(arguments.model), arguments.layout, total, arguments.memory_steps)
+            )
             lanes["session"](warm_up)
         if arguments.lanes != "session":
             # Behind the Session's first step: before it, a wrapped model that is not registered is refused.
-            lanes["plain"] = plain_lane(work, side)
+            lanes["plain"] = plain_lane(work, arguments.layout)
             lanes["plain"](warm_up)
         result["block_times"] = alternate(lanes, blocks, steps, side)
         if split_blocks:
@@ -125,6 +125,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lanes", choices=("both", "plain", "session"), required=True)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--layout", choices=LAYOUTS, default="ddp")
+    parser.add_argument("--memory-steps", type=int, default=0)
     parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True, help="steps of a block")
     parser.add_argument("--split-blocks", type=int, default=0)

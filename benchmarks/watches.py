@@ -95,7 +95,6 @@ def measure(case: Case, rounds: int, folder: Path) -> dict[str, Any]:
         "parameters": ranks[0]["parameters"],
         "step_ms": summary(steps_ms),
         "watch_us": ranks[0]["watch_us"],
-        "missing": ranks[0]["missing"],
         "looks": [measured(look, blocks) for look in LOOKS],
         "blocks": blocks,
     }
@@ -137,9 +136,6 @@ def main() -> None:
             tables.append(table(cases[-1]))
             show(tables[-1])
             write_json(asked.json, {"benchmark": "watches", "quick": asked.quick, "cases": cases}, tables)
-    missing = sorted({place for each in cases for place in each["missing"]})
-    if missing:
-        print(f"not timed, for this version has no such function (mend timers.LOOKS): {', '.join(missing)}")
 
 
 if __name__ == "__main__":

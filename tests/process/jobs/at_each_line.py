@@ -47,7 +47,7 @@ class Line:
 
     def of_line(self, frame: FrameType, event: str, _argument: object) -> Any:
         place = frame.f_code.co_filename, frame.f_lineno
-        if event == "line" and place not in seen and self.place is None and self._driver._watch.interrupt.armed:
+        if event == "line" and place not in seen and self.place is None and self._driver._stop_delivery.interrupt.armed:
             seen.add(place)
             self.place = place
             self._cut(frame)
@@ -60,7 +60,7 @@ class Line:
             self._driver._link.channel.send(Trouble(generation, "a fault on request"))
             assert self._driver._peers.wait_stop(generation, 20_000)
             # Where it raises is where this function stands: in the place of the line that was to run.
-            self._driver._watch.interrupt._on_signal(SIGNAL, frame)
+            self._driver._stop_delivery.interrupt._on_signal(SIGNAL, frame)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from resilient_train._native import die_with_parent
+
 LAUNCHER = [sys.executable, "-m", "resilient_train.launch.cli.run"]
 TESTS = Path(__file__).parents[1]
 HARMLESS = ("RESILIENT_", "MS_", "TORCHELASTIC_", "HCCL_ASYNC_ERROR_HANDLING", "TORCH_FR_BUFFER_SIZE")
@@ -57,7 +59,9 @@ def popen(
         name.startswith(HARMLESS) or plain_environ().get(name) == value or (name == "PYTHONPATH" and is_ours(value))
         for name, value in environ.items()
     )
-    make: Any = Served if forked or (plain and not new) else subprocess.Popen
+    # The server's jobs end with it. Others have to be told: a test run that is killed can end nobody.
+    alone = functools.partial(subprocess.Popen, preexec_fn=functools.partial(die_with_parent, signal.SIGKILL))
+    make: Any = Served if forked or (plain and not new) else alone
     assert make is Served or not _changes, "a new interpreter would have none of them"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process: subprocess.Popen[str] = make(command, start_new_session=True, env={**plain_environ(), **environ}, **pipes)

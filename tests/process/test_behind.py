@@ -1,4 +1,6 @@
-"""What a script does with a cut: it may swallow it, or use behind the body what that had not bound yet."""
+"""What a script does with a cut: it may swallow it, or use behind the body what that had not bound yet. And what
+modules hold that is written behind the update, which a lost rank has not come to.
+"""
 
 from pathlib import Path
 
@@ -30,3 +32,20 @@ def test_a_cut_that_is_swallowed_makes_no_update(tmp_path: Path, undisturbed_of:
     assert run.recoveries() == 2, run.explain()
     reference = undisturbed_of("behind.py", "swallows", STEPS, ranks=2)
     assert run.digests() == reference.digests(), run.explain()
+
+
+def test_what_the_tail_writes_into_modules(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    """Where all had the same before it, a new process has what a replica has behind it: also where its source is a new
+    process itself, and where the lost rank had begun the next step. BatchNorm's statistics are each rank's own.
+    """
+    plan = (
+        "kill rank=1 step=2 phase=UPDATING at=start; "
+        "kill rank=2 step=3 phase=APPLIED at=start; kill rank=0 step=3 phase=APPLIED at=start; "
+        "kill rank=1 step=5 phase=UPDATING at=end incarnation=1; "
+        "kill rank=2 step=6 phase=COMPUTE at=forward incarnation=1; "
+        "kill rank=0 step=8 phase=APPLIED at=end incarnation=1"
+    )
+    run = launch(tmp_path / "run", "behind.py", "written", "11", ranks=3, flags=("--faults", plan))
+    assert run.code == 0, run.explain()
+    assert len(run.of("injected")) == 6, run.explain()
+    assert run.digests() == undisturbed_of("behind.py", "written", "11", ranks=3).digests(), run.explain()

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import TransferError  # noqa: E402
-from resilient_train.frameworks.roles import Damage, Objects  # noqa: E402
+from resilient_train.frameworks.roles import NOTHING_WRITTEN, Damage, Objects, Tail  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.protocol.messages import Fetched, Offer, Plan, Pull  # noqa: E402
 from resilient_train.session import from_replica as module  # noqa: E402
@@ -38,7 +38,8 @@ class Rank:
         self.engine = engine_for(Objects((self.model,), (self.optimizer,)))
         link: Any = SimpleNamespace(rank=number, channel=SimpleNamespace(send=self.sent.append))
         groups: Any = SimpleNamespace(send=self._send, receive=self._receive)
-        self.handover = FromReplica(link, self.engine.state, self.engine.window, groups, transfer)
+        publication: Any = SimpleNamespace(around_tail=lambda _: NOTHING_WRITTEN)
+        self.handover = FromReplica(link, self.engine.state, self.engine.window, groups, publication, transfer)
 
     def _send(self, spans: list[Span], target: int) -> None:
         assert target == 1
@@ -55,7 +56,7 @@ class Rank:
         self.optimizer.zero_grad()
 
     def take(self, offer: Offer) -> int:
-        def load(published: bytes) -> int:
+        def load(published: bytes, _: Tail) -> int:
             self.taken.append(published)
             return 9
 
@@ -73,7 +74,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, Rank, Offer]]:
     transfer = getattr(request, "param", "auto")
     source, target = Rank(0, wire, transfer), Rank(1, wire, transfer)
     source.train()
-    source.handover.offer(3, (1,), within=False)
+    source.handover.offer(3, 5, (1,), within=False)
     yield source, target, source.sent[0]
     assert wire == []
 

@@ -203,7 +203,7 @@ class QuietDriver(Driver):
         self._link: Any = SimpleNamespace(rank=0)
         self._clock: Any = SimpleNamespace(stop=lambda: None)
         self._device = DeviceErrors(peers, engine.device, self._event, mends=True)
-        self._from_replica = FromReplica(self._link, engine.state, engine.window, engine.groups, "auto")
+        self._from_replica = FromReplica(self._link, engine.state, engine.window, engine.groups, nothing, "auto")
 
     def _event(self, kind: str, detail: dict[str, Any]) -> None:
         self.events.append(f"{kind}: {detail.get('tensors', detail.get('error'))}")

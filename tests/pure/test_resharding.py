@@ -190,7 +190,7 @@ def test_parts_that_are_not_alike_are_not_divided_anew(tmp_path: Path, monkeypat
 
     def load(saved: Any, fill: Any) -> None:
         trees = saved("")
-        fill([])
+        fill([], range(len(trees)))
         raise LayoutError(f"of the {len(trees)} groups' trees, not all are alike")
 
     state: Any = SimpleNamespace(load=load)

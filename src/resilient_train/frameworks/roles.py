@@ -553,6 +553,16 @@ class State(Protocol):
         ...
 
 
+class Tail(NamedTuple):
+    """What modules hold that a tail has written, as it was before it and as it is behind it; as ``packed`` does it."""
+
+    before: bytes
+    after: bytes
+
+
+NOTHING_WRITTEN = Tail(b"", b"")
+
+
 class RankState(Protocol):
     """What this rank alone has, beside its random numbers: buffers that are not synchronised, ``rank_state``.
 
@@ -564,8 +574,16 @@ class RankState(Protocol):
         """It, now; empty if there is nothing. Raises StateError for values that can't be carried."""
         ...
 
-    def restore(self, state: bytes) -> None:
-        """Puts back what ``packed`` returned, in this process or another."""
+    def restore(self, state: bytes, tail: Tail = NOTHING_WRITTEN) -> None:
+        """Puts back what ``packed`` returned, in this process or another.
+
+        ``tail``: a replica's, behind which this rank goes on, and which it may not have run itself. What modules hold,
+        and was the same on both before it, becomes what it is there behind it.
+        """
+        ...
+
+    def written_since(self, before: bytes) -> Tail:
+        """What of the modules' is not any more what ``packed`` had returned."""
         ...
 
     def adopt(self, state: bytes) -> None:

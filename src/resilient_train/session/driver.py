@@ -34,7 +34,7 @@ from resilient_train.errors import (
 from resilient_train.events import now
 from resilient_train.exception_line import describe
 from resilient_train.faults import parse_plan
-from resilient_train.frameworks.roles import Engine, Objects, StateMark, WrittenEarly
+from resilient_train.frameworks.roles import Engine, Objects, StateMark, Tail, WrittenEarly
 from resilient_train.observe import thresholds
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, say_aside
 from resilient_train.protocol import messages as m
@@ -168,7 +168,9 @@ class Driver:
         self.slow = self._pulse.slow
         self._pauses = ScriptPauses(agent, engine.state, engine.data, self.slow, self._event)
         self.on_pause = self._pauses.add
-        self._from_replica = FromReplica(self._link, engine.state, engine.window, engine.groups, settings.transfer)
+        self._from_replica = FromReplica(
+            link, engine.state, engine.window, engine.groups, self._publication, settings.transfer
+        )
         self._device = DeviceErrors(self._peers, engine.device, self._event, mends=switches.uce)
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         report = CollectiveReport(self._link, self._pulse.folder, engine.groups.recorded)
@@ -644,13 +646,15 @@ class Driver:
 
     def _publish(self, effect: do.Publish) -> None:
         rank, ahead = self._rank, effect.ahead
-        self._publication.publish(rank.commits + ahead, rank.number + ahead, b"" if ahead else self._called)
+        called = b"" if ahead else self._called
+        self._publication.publish(rank.commits + ahead, rank.number + ahead, called, ahead=ahead)
 
     def _arrive(self, _: do.Arrive) -> None:
         self._peers.arrive(self._rank.standing, self._number)
 
     def _offer(self, effect: do.SendOffers) -> None:
-        self._from_replica.offer(self._rank.generation, effect.targets, within=self._step is not None)
+        rank = self._rank
+        self._from_replica.offer(rank.generation, rank.commits, effect.targets, within=self._step is not None)
 
     def _reset_log(self, _: do.ResetLog) -> None:
         self._peers.reset_log(self._rank.commits)
@@ -1086,9 +1090,9 @@ class Driver:
             self._error = error
             return on.Failed(f"copying state: {error}")
 
-    def _take_up(self, published: bytes) -> int:
+    def _take_up(self, published: bytes, tail: Tail) -> int:
         with self._engine.collectives.loading():
-            number = self._publication.take_up(published)
+            number = self._publication.take_up(published, tail)
         self._tell_strayed(number)
         if self._entered:
             self._publication.called = b""  # it has its own arguments

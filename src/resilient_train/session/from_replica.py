@@ -11,9 +11,10 @@ from collections.abc import Callable
 import msgspec
 
 from resilient_train.errors import ConfigError, TransferError
-from resilient_train.frameworks.roles import Damage, Groups, Sources, State, Window
+from resilient_train.frameworks.roles import Damage, Groups, Sources, State, Tail, Window
 from resilient_train.protocol.messages import Fetched, Offer, Plan, Pull
 from resilient_train.session.agent_link import Link
+from resilient_train.session.publication import Publication
 from resilient_train.state.transfer import Span, read_from
 
 NOTHING_DAMAGED = Damage(frozenset(), (), 0)
@@ -27,16 +28,22 @@ class Offered(msgspec.Struct, array_like=True):
     layout: bytes
     loop: tuple[int, int]
     """With which ``total`` and ``start`` its loop has begun."""
+    tail: Tail
 
 
 class FromReplica:
-    """``transfer`` is the setting of that name. ``damaged``: what of this rank's state is lost, where not all is."""
+    """``transfer`` is the setting of that name. ``damaged``: what of this rank's state is lost, where not all is.
+    ``publication`` is asked for what a tail has written.
+    """
 
-    def __init__(self, link: Link, state: State, window: Window, groups: Groups, transfer: str) -> None:
+    def __init__(
+        self, link: Link, state: State, window: Window, groups: Groups, publication: Publication, transfer: str
+    ) -> None:
         self._link = link
         self._state = state
         self._window = window
         self._groups = groups
+        self._publication = publication
         self._transfer = transfer
         self._sources: Sources | None = None
         self._layout: bytes | None = None
@@ -44,15 +51,14 @@ class FromReplica:
         self.loop = (0, 0)
         """As ``Offered.loop``, of this process."""
 
-    def offer(self, generation: int, targets: tuple[int, ...], *, within: bool) -> None:
-        """Describes this rank's state to each rank that is to copy it. Held unchanged until Resume. ``within``: see
-        ``Step.layout``.
+    def offer(self, generation: int, commits: int, targets: tuple[int, ...], *, within: bool) -> None:
+        """Describes this rank's state to each rank that is to copy it, from before update ``commits``. Held unchanged
+        until Resume. ``within``: see ``Step.layout``.
         """
         self._sources = sources = self._state.sources()
         spans = [(span.address, span.size) for span in sources.spans]
-        manifest = msgspec.msgpack.encode(
-            Offered(sources.manifest, spans, self._window.layout(within=within), self.loop)
-        )
+        layout, tail = self._window.layout(within=within), self._publication.around_tail(commits)
+        manifest = msgspec.msgpack.encode(Offered(sources.manifest, spans, layout, self.loop, tail))
         for target in targets:
             self._link.channel.send(Offer(generation, self._link.rank, target, os.getpid(), manifest, sources.digest))
 
@@ -65,7 +71,7 @@ class FromReplica:
         """Nobody copies any more."""
         self._sources = None
 
-    def take(self, plan: Plan, offer: Offer, published: bytes | None, load: Callable[[bytes], int]) -> int:
+    def take(self, plan: Plan, offer: Offer, published: bytes | None, load: Callable[[bytes, Tail], int]) -> int:
         """Takes a replica's state over, and with ``load`` what this rank had published. Returns what ``load`` does.
 
         Raises TransferError, RuntimeError or OSError: the source may have died under the copy; ConfigError if the
@@ -81,7 +87,7 @@ class FromReplica:
         if published is None:
             raise TransferError(f"rank {self._link.rank} had published nothing from which update {plan.commits} starts")
         self._layout = offered.layout
-        return load(published)
+        return load(published, offered.tail)
 
     def _check_loop(self, source: int, theirs: tuple[int, int]) -> None:
         """A script that looks for its newest checkpoint finds, in a new process, what this very job has written."""

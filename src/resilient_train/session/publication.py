@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from resilient_train.frameworks.roles import Data, RankState
+from resilient_train.frameworks.roles import NOTHING_WRITTEN, Data, RankState, Tail
 from resilient_train.session.agent_link import Link
 from resilient_train.session.loader import Cursor, DataPosition
 from resilient_train.session.publication_format import Published, read
@@ -32,11 +32,17 @@ class Publication:
         """What the step was to be called with that this process takes up."""
         self._newest: object = None
         """Its parts."""
+        self._before_tail: dict[int, bytes] = {}
+        """Update -> what this rank alone had before the tail that leads to it. Of the last two."""
 
-    def publish(self, commits: int, number: int, called: bytes = b"") -> None:
-        """Publishes what this rank needs to start update ``commits`` with step ``number``, unless it is published."""
+    def publish(self, commits: int, number: int, called: bytes = b"", *, ahead: bool = False) -> None:
+        """Publishes what this rank needs to start update ``commits`` with step ``number``, unless it is published.
+        ``ahead``: the update before is not applied yet.
+        """
         position = self._cursor.position()
         own, random = self._rank_state.packed(), self._data.random_state()
+        if ahead:
+            self._before_tail = {commits - 1: self._before_tail.get(commits - 1, b""), commits: own}
         parts = commits, number, random, position, own, called
         if parts == self._newest:
             return
@@ -56,15 +62,23 @@ class Publication:
                 called,
                 position.last,
                 position.drawn_from,
+                ahead,
             )
         )
         self._link.peers.publish(commits, payload)
         self._newest = parts
         self.latest = payload
 
-    def take_up(self, payload: bytes) -> int:
-        """Puts a publication back, in this process. Returns the number of the step that comes next."""
+    def around_tail(self, commits: int) -> Tail:
+        """What the tail that leads to update ``commits``, and is over, has written of what this rank alone has."""
+        return self._rank_state.written_since(self._before_tail.get(commits, b""))
+
+    def take_up(self, payload: bytes, tail: Tail = NOTHING_WRITTEN) -> int:
+        """Puts a publication back, in this process. Returns the number of the step that comes next. ``tail``: that of
+        a replica, which this rank may not have come to.
+        """
         held = read(payload)
+        self._before_tail = {held.commits: held.rank if held.ahead or tail == NOTHING_WRITTEN else tail.before}
         self._cursor.load(
             DataPosition(
                 held.epoch,
@@ -77,7 +91,7 @@ class Publication:
                 held.drawn_from,
             )
         )
-        self._rank_state.restore(held.rank)
+        self._rank_state.restore(held.rank, tail if held.ahead else NOTHING_WRITTEN)
         self._data.restore_random_state(held.random)
         self._newest = None
         self.latest = payload

@@ -33,6 +33,8 @@ class Published(msgspec.Struct, array_like=True):
     last: bytes = b""
     drawn_from: bytes = b""
     """See ``loader.DataPosition``."""
+    ahead: bool = False
+    """When the update before was not applied yet: what its tail writes is not in here."""
 
 
 def read(payload: bytes) -> Published:

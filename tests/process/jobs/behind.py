@@ -1,4 +1,6 @@
-"""What a cut body meets: code behind it uses one of its names (``unbound``), or its cut is swallowed (``swallows``)."""
+"""What a cut body meets: code behind it uses one of its names (``unbound``), or its cut is swallowed (``swallows``).
+And what it leaves to the tail: modules of which all ranks have the same are written there (``written``).
+"""
 
 import argparse
 import random
@@ -13,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import resilient_train as rt
 
 parser = argparse.ArgumentParser()
-parser.add_argument("kind", choices=("unbound", "swallows"))
+parser.add_argument("kind", choices=("unbound", "swallows", "written"))
 parser.add_argument("steps", type=int)
 asked = parser.parse_args()
 
@@ -29,11 +31,44 @@ def halve(net: nn.Module) -> None:
         return  # noqa: B012 - that is what is tried
 
 
+class Routed(nn.Module):
+    """``load`` is what a forward pass has seen, ``bias`` and ``bank`` are written behind the update, ``late`` for the
+    first time in the fourth step; ``norm`` has statistics of each rank's own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.load = torch.zeros(8)
+        self.updates = 0
+        for name, value in (("bias", torch.zeros(8)), ("bank", torch.zeros(20, 8)), ("late", torch.zeros(8))):
+            self.register_buffer(name, value)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.load = (inputs.detach() > 0).float().sum(0)
+        return self.norm(inputs) * (1 + self.bias) + self.late + self.bank.sum(0)
+
+    def write(self, load: torch.Tensor, number: int) -> None:
+        self.bias += 0.05 * (load.mean() - load).sign()
+        self.bank[number] = 0.01 * load
+        self.updates += 1
+        if number >= 3:
+            self.late += 0.1 * self.updates
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"updates": self.updates}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.updates = state["updates"]
+
+
 random.seed(0)
 np.random.seed(0)  # noqa: NPY002 - what a rank carries
 torch.manual_seed(0)
 dist.init_process_group("gloo")
-model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+routed = Routed() if asked.kind == "written" else nn.Tanh()
+net = nn.Sequential(nn.Linear(6, 8), routed, nn.Linear(8, 3))
+model = DistributedDataParallel(net, broadcast_buffers=asked.kind != "written")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 with rt.Session(model=model, optimizer=optimizer) as session:
     for step in session.steps(asked.steps):
@@ -43,9 +78,14 @@ with rt.Session(model=model, optimizer=optimizer) as session:
             loss.backward()
             if asked.kind == "swallows":
                 halve(model)
+            if asked.kind == "written":
+                load = routed.load
+                dist.all_reduce(load)
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+            if asked.kind == "written":
+                routed.write(load, step.number)
         if asked.kind == "unbound":
             assert loss.item() >= 0
             assert norm.item() >= 0

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from resilient_train._native import Glance
+from resilient_train.frameworks.roles import NOTHING_WRITTEN, Tail
 from resilient_train.frameworks.torch.buffers import Buffers
 from resilient_train.frameworks.torch.containers import dressed, worn
 from resilient_train.frameworks.torch.extra_state import ExtraState
@@ -56,12 +57,30 @@ class TorchRankState:
         modules = {"extra_state": self._modules.held()} if self._modules.any() else {}
         return {"extra": {name: state_of(each) for name, each in self._extra.items()}, **modules}
 
-    def restore(self, state: bytes) -> None:
+    def restore(self, state: bytes, tail: Tail = NOTHING_WRITTEN) -> None:
         """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
-        if state:
-            tree = dressed(unpack(state), self._held())
-            self.buffers.restore(tree["buffers"])
-            self._put_back(tree)
+        mine, was, now = (self._read(each) for each in (state, *tail))
+        for kind, put in (("buffers", self.buffers.restore), ("extra_state", self._modules.restore)):
+            shared = {key: each for key, each in now[kind].items() if _alike(mine[kind], was[kind], key)}
+            put({**mine[kind], **shared})
+        for name, each in mine["extra"].items():
+            restore_object(self._extra[name], each)
+
+    def written_since(self, before: bytes) -> Tail:
+        now = self.packed()
+        if now == before:
+            return NOTHING_WRITTEN
+        had, has = self._read(before), self._read(now)
+        kept: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+        for kind in ("buffers", "extra_state"):
+            written = [key for key in has[kind] if not _alike(had[kind], has[kind], key)]
+            for keep, held in zip(kept, (had, has), strict=True):
+                keep[kind] = {key: held[kind][key] for key in written if key in held[kind]}
+        return Tail(*map(pack, kept)) if any(kept[1].values()) else NOTHING_WRITTEN
+
+    def _read(self, state: bytes) -> dict[str, Any]:
+        tree = dressed(unpack(state), self._held()) if state else {}
+        return {"buffers": {}, "extra_state": {}, "extra": {}, **tree}
 
     def adopt(self, state: bytes) -> None:
         if state:
@@ -93,6 +112,11 @@ class TorchRankState:
         self._modules.restore(tree.get("extra_state", {}))
         for name, state in tree["extra"].items():
             restore_object(self._extra[name], state)
+
+
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    """Whether both have it and it is the same, bit for bit, or none has it."""
+    return (key in one, key in one and pack(one[key])) == (key in other, key in other and pack(other[key]))
 
 
 class _Packed(NamedTuple):

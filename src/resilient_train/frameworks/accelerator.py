@@ -45,7 +45,7 @@ class Accelerator(Protocol):
         """The training thread goes on, outside of what may be cut: if the device was, it computes again."""
         ...
 
-    def kind_of(self, error: Exception) -> str:
+    def kind_of(self, error: BaseException) -> str:
         """What an exception means that an operation on the device has raised: a kind of finding, as of the probes.
 
         Empty: it is not the device's.
@@ -103,7 +103,7 @@ class Host:
     def take_back(self) -> None:
         """Nothing was stopped."""
 
-    def kind_of(self, error: Exception) -> str:  # noqa: ARG002 - the protocol's
+    def kind_of(self, error: BaseException) -> str:  # noqa: ARG002 - the protocol's
         """What fails on the host is the program's own."""
         return ""
 

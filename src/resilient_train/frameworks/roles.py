@@ -450,7 +450,7 @@ class Device(Protocol):
         """
         ...
 
-    def kind_of(self, error: Exception) -> str:
+    def kind_of(self, error: BaseException) -> str:
         """What an exception of the body means: ``UCE``, ``HCCE``, ``LINK``, ``STOPPED`` (another stopped the device, or
         we did), or ``DEVICE``, which nothing but a new process repairs. Empty: it is not the device's.
         """

@@ -38,7 +38,7 @@ class DeviceErrors:
         self._tell("uce", {"ranges": [list(span) for span in ranges], "tensors": damage.names()})
         return damage
 
-    def kind_of(self, error: Exception) -> str:
+    def kind_of(self, error: BaseException) -> str:
         """See ``roles.Device``. A memory error that nobody is to mend is the script's."""
         kind = self._device.kind_of(error)
         return "" if kind == "UCE" and not self._mends else kind

@@ -420,14 +420,14 @@ class Driver:
                 self._step = None
                 self._drive(on.Over(self.stopped()))
                 self._ended()
-            elif isinstance(error, (Exception, SystemExit)):
+            elif error is not None and not isinstance(error, (KeyboardInterrupt, GeneratorExit, TrainingInterrupted)):
                 self._let_save(error)
         except BaseException:
             self._release(for_another=True)
             raise
         self._release(for_another=not finish)
 
-    def _let_save(self, error: Exception | SystemExit) -> None:
+    def _let_save(self, error: BaseException) -> None:
         """The script's loop is left by ``error``, which ends the job. Other ranks may fail alike, at the same place:
         what this one holds is kept until it is saved. Then, or where nothing is to be saved, the error goes on.
         """

@@ -10,6 +10,10 @@ from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.from_replica import FromReplica
 from resilient_train.session.peers import Peers
 
+LEAVING = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""By these a script is left on purpose. All else is an error, also what is no Exception, as torch's CheckpointException.
+"""
+
 
 class Explainer:
     """What is damaged goes to ``from_replica``."""
@@ -28,7 +32,7 @@ class Explainer:
         """
         if isinstance(error, TrainingInterrupted):
             return Exit("interrupted")
-        if not isinstance(error, Exception):
+        if isinstance(error, LEAVING):
             return Exit("leaves")
         text = f"{type(error).__name__}: {error}"
         kind = self._device.kind_of(error)

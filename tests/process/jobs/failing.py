@@ -21,6 +21,10 @@ import resilient_train as rt
 STEP = 5
 
 
+class UnusualError(BaseException):
+    """No Exception, as ``torch.distributed.checkpoint.CheckpointException`` is none."""
+
+
 class Unreadable:
     """A loader one of whose batches can't be read."""
 
@@ -38,12 +42,15 @@ class Failing(Job):
     def __init__(self, asked: argparse.Namespace) -> None:
         super().__init__(frozenset(asked.variant.split("+")), "")
         self.place, self.fails = asked.fail, asked.only in (-1, dist.get_rank())
+        self.unusual = asked.unusual
 
     def may_fail(self, place: str, step: rt.Step) -> None:
         if step.number != STEP or self.place != place:
             return
         if place == "between":
             self.wait_for_others()
+        if self.fails and self.unusual:
+            raise UnusualError("the script's own")
         if self.fails:
             raise ValueError("the script's own")
 
@@ -93,6 +100,7 @@ class Failing(Job):
 if __name__ == "__main__":
     options = parser()
     options.add_argument("--fail", required=True)
+    options.add_argument("--unusual", action="store_true")
     options.add_argument("--only", type=int, default=-1)
     arguments = options.parse_args()
     dist.init_process_group("resilient")

@@ -98,7 +98,7 @@ class NpuDevice:
         if self.stopped:
             raise RuntimeError(f"FORCE STOP: NPU {self._index} was stopped while rank {self._rank} waited for it")
 
-    def kind_of(self, error: Exception) -> str:
+    def kind_of(self, error: BaseException) -> str:
         return kind_of(str(error)) if isinstance(error, RuntimeError) else ""
 
     def stop(self) -> None:

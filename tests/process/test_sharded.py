@@ -140,6 +140,37 @@ def test_a_reduction_that_fails_counts_where_the_script_has_caught_its_error(run
     assert run.recoveries(), run.explain()
 
 
+def test_a_frozen_model_that_nobody_registers(run_dir: Path, torchrun: Plain) -> None:
+    """Behind its forward pass torch leaves it whole, and a new process gathers what the others would not."""
+    kills = (
+        "kill rank=2 step=4 phase=COMPUTE at=start",
+        "hcce rank=1 step=6 phase=COMPUTE at=forward",
+        "kill rank=1 step=8 phase=UPDATING at=start",
+    )
+    run = train(run_dir, "; ".join(kills), variant="taught")
+    ends_as(run, torchrun("taught"))
+    assert run.recoveries() == 3, run.explain()
+    assert not run.of("hung"), run.explain()
+
+
+@pytest.mark.parametrize("variant", ["gathered", pytest.param("gathered+tp+copied", marks=pytest.mark.long)])
+def test_a_model_that_is_put_together_behind_the_update(run_dir: Path, torchrun: Plain, variant: str) -> None:
+    """A lost rank has not given its part; who holds the same one has."""
+    kills = (
+        "kill rank=2 step=3 phase=APPLIED at=start",
+        "kill rank=1 step=5 phase=UPDATING at=start",
+        "kill rank=0 step=8 phase=APPLIED at=start",
+    )
+    run = train(run_dir, "; ".join(kills), variant=variant)
+    plain = torchrun(variant)
+    ends_as(run, plain)
+    written = [path for path in plain.glob("whole*-*.bin") if (run_dir.parent / "out" / path.name).exists()]
+    assert len(written) == 4 * 12 - 3, run.explain()  # the lost ranks have not come to it
+    for path in written:
+        assert path.read_bytes() == (run_dir.parent / "out" / path.name).read_bytes(), path.name
+    assert {event["detail"]["replica"] for event in run.of("tail_input_missing")} == {True, False}, run.explain()
+
+
 def test_what_a_body_switches_for_the_next_one_is_as_it_was(run_dir: Path, torchrun: Plain) -> None:
     """All have switched their reductions on when they are cut; a new process has never switched them off."""
     cuts = [f"hcce rank={rank} step=3 phase=COMPUTE at=backward" for rank in range(RANKS)]

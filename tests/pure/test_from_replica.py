@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import TransferError  # noqa: E402
-from resilient_train.frameworks.roles import NOTHING_WRITTEN, Damage, Objects, Tail  # noqa: E402
+from resilient_train.frameworks.roles import NOTHING_WRITTEN, Damage, Objects, WrittenInTail  # noqa: E402
 from resilient_train.frameworks.torch.engine import engine_for  # noqa: E402
 from resilient_train.protocol.messages import Fetched, Offer, Plan, Pull  # noqa: E402
 from resilient_train.session import from_replica as module  # noqa: E402
@@ -56,7 +56,7 @@ class Rank:
         self.optimizer.zero_grad()
 
     def take(self, offer: Offer) -> int:
-        def load(published: bytes, _: Tail) -> int:
+        def load(published: bytes, _: WrittenInTail) -> int:
             self.taken.append(published)
             return 9
 

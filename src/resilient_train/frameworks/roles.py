@@ -115,6 +115,10 @@ class Tails(Protocol):
         """What that rank, or its dead process, has published of a collective of the tail after ``commits`` updates."""
         ...
 
+    def call_at(self, rank: int, place: int, commits: int) -> LoggedCall | None:
+        """The same of the one that was its ``place``-th, from 0."""
+        ...
+
 
 class Sources(NamedTuple):
     """Replicated state, ready to be read by another process: ``manifest`` describes it, ``spans`` are its bytes."""
@@ -553,14 +557,14 @@ class State(Protocol):
         ...
 
 
-class Tail(NamedTuple):
+class WrittenInTail(NamedTuple):
     """What modules hold that a tail has written, as it was before it and as it is behind it; as ``packed`` does it."""
 
     before: bytes
     after: bytes
 
 
-NOTHING_WRITTEN = Tail(b"", b"")
+NOTHING_WRITTEN = WrittenInTail(b"", b"")
 
 
 class RankState(Protocol):
@@ -574,7 +578,7 @@ class RankState(Protocol):
         """It, now; empty if there is nothing. Raises StateError for values that can't be carried."""
         ...
 
-    def restore(self, state: bytes, tail: Tail = NOTHING_WRITTEN) -> None:
+    def restore(self, state: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> None:
         """Puts back what ``packed`` returned, in this process or another.
 
         ``tail``: a replica's, behind which this rank goes on, and which it may not have run itself. What modules hold,
@@ -582,7 +586,7 @@ class RankState(Protocol):
         """
         ...
 
-    def written_since(self, before: bytes) -> Tail:
+    def written_since(self, before: bytes) -> WrittenInTail:
         """What of the modules' is not any more what ``packed`` had returned."""
         ...
 

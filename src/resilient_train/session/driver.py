@@ -34,7 +34,7 @@ from resilient_train.errors import (
 from resilient_train.events import now
 from resilient_train.exception_line import describe
 from resilient_train.faults import parse_plan
-from resilient_train.frameworks.roles import Engine, Objects, StateMark, Tail, WrittenEarly
+from resilient_train.frameworks.roles import Engine, Objects, StateMark, WrittenEarly, WrittenInTail
 from resilient_train.observe import thresholds
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, say_aside
 from resilient_train.protocol import messages as m
@@ -1090,7 +1090,7 @@ class Driver:
             self._error = error
             return on.Failed(f"copying state: {error}")
 
-    def _take_up(self, published: bytes, tail: Tail) -> int:
+    def _take_up(self, published: bytes, tail: WrittenInTail) -> int:
         with self._engine.collectives.loading():
             number = self._publication.take_up(published, tail)
         self._tell_strayed(number)

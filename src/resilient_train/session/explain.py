@@ -11,7 +11,8 @@ from resilient_train.session.from_replica import FromReplica
 from resilient_train.session.peers import Peers
 
 LEAVING = (KeyboardInterrupt, SystemExit, GeneratorExit)
-"""By these a script is left on purpose. All else is an error, also what is no Exception, as torch's CheckpointException.
+"""By these a script is left on purpose. All else is an error, also what is no Exception: torch's CheckpointException is
+none.
 """
 
 

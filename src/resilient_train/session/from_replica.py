@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from resilient_train.errors import ConfigError, TransferError
-from resilient_train.frameworks.roles import Damage, Groups, Sources, State, Tail, Window
+from resilient_train.frameworks.roles import Damage, Groups, Sources, State, Window, WrittenInTail
 from resilient_train.protocol.messages import Fetched, Offer, Plan, Pull
 from resilient_train.session.agent_link import Link
 from resilient_train.session.publication import Publication
@@ -28,7 +28,7 @@ class Offered(msgspec.Struct, array_like=True):
     layout: bytes
     loop: tuple[int, int]
     """With which ``total`` and ``start`` its loop has begun."""
-    tail: Tail
+    tail: WrittenInTail
 
 
 class FromReplica:
@@ -71,7 +71,9 @@ class FromReplica:
         """Nobody copies any more."""
         self._sources = None
 
-    def take(self, plan: Plan, offer: Offer, published: bytes | None, load: Callable[[bytes, Tail], int]) -> int:
+    def take(
+        self, plan: Plan, offer: Offer, published: bytes | None, load: Callable[[bytes, WrittenInTail], int]
+    ) -> int:
         """Takes a replica's state over, and with ``load`` what this rank had published. Returns what ``load`` does.
 
         Raises TransferError, RuntimeError or OSError: the source may have died under the copy; ConfigError if the

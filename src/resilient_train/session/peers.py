@@ -8,6 +8,7 @@ session.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 
@@ -36,7 +37,8 @@ class _Reader:
         self._calls: dict[Key, LoggedCall] = {}
         self._full = False
 
-    def call(self, key: Key, commits: int, entered: Callable[[], int]) -> LoggedCall | None:
+    def calls(self, commits: int, entered: Callable[[], int]) -> dict[Key, LoggedCall] | None:
+        """Those of one tail, in their order; None if the log is another one's."""
         # The tag first: who empties a log publishes that it is empty before it writes a new tag.
         of = self.arena.log_of
         if of != commits:
@@ -47,7 +49,14 @@ class _Reader:
             entry, self._offset = self.arena.log_read(self._offset)
             self._read += 1
             self._take(entry)
-        return self._calls.get(key, LoggedCall(b"", None) if self._full else None)
+        return self._calls
+
+    def call(self, key: Key, commits: int, entered: Callable[[], int]) -> LoggedCall | None:
+        calls = self.calls(commits, entered)
+        return None if calls is None else calls.get(key, LoggedCall(b"", None) if self._full else None)
+
+    def call_at(self, place: int, commits: int, entered: Callable[[], int]) -> LoggedCall | None:
+        return next(itertools.islice((self.calls(commits, entered) or {}).values(), place, None), None)
 
     def _take(self, entry: LogEntry) -> None:
         if entry.kind == _FULL:
@@ -222,11 +231,18 @@ class Peers:
 
     def call(self, rank: int, key: Key, commits: int) -> LoggedCall | None:
         """What that rank, or its dead process, has logged of a collective of the tail after ``commits`` updates."""
+        return self._reader_of(rank).call(key, commits, lambda: self._board.tail(rank)[0])
+
+    def call_at(self, rank: int, place: int, commits: int) -> LoggedCall | None:
+        """The same of the collective that was its ``place``-th, from 0."""
+        return self._reader_of(rank).call_at(place, commits, lambda: self._board.tail(rank)[0])
+
+    def _reader_of(self, rank: int) -> _Reader:
         reader = self._readers.get(rank)
         if reader is None:
             arena = self._arena if rank == self.rank else Arena(self._borrow(rank))
             reader = self._readers[rank] = _Reader(arena)
-        return reader.call(key, commits, lambda: self._board.tail(rank)[0])
+        return reader
 
     def forget_logs(self) -> None:
         """The others' arenas may be others by now."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from resilient_train.frameworks.roles import NOTHING_WRITTEN, Data, RankState, Tail
+from resilient_train.frameworks.roles import NOTHING_WRITTEN, Data, RankState, WrittenInTail
 from resilient_train.session.agent_link import Link
 from resilient_train.session.loader import Cursor, DataPosition
 from resilient_train.session.publication_format import Published, read
@@ -69,11 +69,11 @@ class Publication:
         self._newest = parts
         self.latest = payload
 
-    def around_tail(self, commits: int) -> Tail:
+    def around_tail(self, commits: int) -> WrittenInTail:
         """What the tail that leads to update ``commits``, and is over, has written of what this rank alone has."""
         return self._rank_state.written_since(self._before_tail.get(commits, b""))
 
-    def take_up(self, payload: bytes, tail: Tail = NOTHING_WRITTEN) -> int:
+    def take_up(self, payload: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> int:
         """Puts a publication back, in this process. Returns the number of the step that comes next. ``tail``: that of
         a replica, which this rank may not have come to.
         """

@@ -5,7 +5,9 @@ the parameters of theirs once more, or are replicas (``tp+copied``); ``paired``:
 
 ``--plain``: without a word of ours, for torchrun. At its end each rank writes the bytes that it holds, parameter by
 parameter, and its random numbers: who compares them needs nothing of ours either. ``--variant`` changes one thing, or
-several (``accumulate+mixed``); ``loaded``: the Session has the loader; ``wrong``: rank 1 always computes otherwise.
+several (``accumulate+mixed``); ``taught``: a frozen model, which nobody registers, gives the targets;
+``gathered``: behind the update the model is put together; ``loaded``: the Session has the loader; ``wrong``: rank 1
+always computes otherwise.
 """
 
 from __future__ import annotations
@@ -104,6 +106,9 @@ class Counted:
 
 
 class Job:
+    out = Path()
+    """Where it writes what it has."""
+
     def __init__(self, variant: frozenset[str]) -> None:
         self.variant = variant
         self.rank, world = dist.get_rank(), dist.get_world_size()
@@ -138,6 +143,12 @@ class Job:
             for parameter in self.model.parameters():
                 if parameter.dim() > 1:  # as LLMs are, when they are divided already: ranks ask each other
                     nn.init.trunc_normal_(parameter, std=0.3, a=-0.4, b=0.4)
+        self.teacher: Any = None
+        if "taught" in variant:
+            self.teacher = Net(recomputes=False).eval().requires_grad_(False)
+            for block in self.teacher.blocks:
+                divide(block, **flags)
+            divide(self.teacher, **flags)
         half = len(list(self.model.parameters())) // 2
         parameters = list(self.model.parameters())
         self.optimizers: list[Any] = [torch.optim.AdamW(parameters[:half] if "two" in variant else parameters, lr=1e-2)]
@@ -167,6 +178,9 @@ class Job:
             self.model.set_requires_gradient_sync(last or "reduced" in self.variant)
         elif last or number == 0:  # it stays so for the next body
             self.model.set_requires_gradient_sync(last)
+        if self.teacher is not None:
+            with torch.no_grad():
+                targets = self.teacher(inputs).softmax(-1)
         loss = nn.functional.cross_entropy(self.model(inputs).float(), targets)
         if "wrong" in self.variant and self.rank == 1 and number > 5:
             loss = loss * (1 + 2**-12)
@@ -194,6 +208,9 @@ class Job:
         dist.all_reduce(mean)
         if "evaluate" in self.variant:
             self.evaluate()
+        if "gathered" in self.variant:  # as a script does it for a checkpoint of its own
+            whole = [parameter.full_tensor().detach().numpy().tobytes() for parameter in self.model.parameters()]
+            (self.out / f"whole{self.rank}-{number}.bin").write_bytes(b"".join(whole))
         return loss.item()
 
     def clip(self) -> None:
@@ -246,6 +263,9 @@ class Job:
             for number in range(len(self.optimizers)):
                 for kind, value in sorted(self.state_of(number, parameter).items()):
                     yield f"{name}.{kind}, optimizer {number}", bytes_of(value)
+        if getattr(self, "teacher", None) is not None:
+            self.teacher.reshard()
+            yield from ((f"teacher.{name}", bytes_of(each)) for name, each in self.teacher.named_parameters())
         yield "random numbers", bytes_of(torch.get_rng_state())
         yield "schedulers", json.dumps([each.state_dict() for each in self.schedulers], sort_keys=True).encode()
 
@@ -272,6 +292,8 @@ def main(kind: type[Job]) -> None:
     asked = parser.parse_args()
     dist.init_process_group("gloo")
     job = kind(frozenset(asked.variant.split("+")))
+    job.out = asked.out
+    job.out.mkdir(parents=True, exist_ok=True)
     if asked.plain:
         for number in range(asked.steps):
             job.body(number)

@@ -22,6 +22,7 @@ from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.groups import TorchGroups
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, NotBegun
 from resilient_train.frameworks.torch.process_group import ResilientGroup, works
+from resilient_train.frameworks.torch.sharded import Sharding
 from resilient_train.frameworks.torch.storages import Memory, registered
 from resilient_train.frameworks.torch.tail_collectives import LoggedTail
 from resilient_train.frameworks.torch.waits import waits
@@ -71,7 +72,8 @@ class TorchCollectives:
 
     def attach(self, conductor: Conductor, tails: Tails) -> None:
         self._tails, self._conductor, self._thread = tails, conductor, threading.get_ident()
-        self._tail = LoggedTail(conductor, tails, self._groups.finish)
+        replicas = Sharding(self._objects.models).replicas
+        self._tail = LoggedTail(conductor, tails, self._groups.finish, replicas)
         group_module.watch(self)
 
     def detach(self) -> None:
@@ -85,6 +87,8 @@ class TorchCollectives:
         if self._groups.renewed and mode is Mode.DIRECT:
             self._groups.go_on()
         if self._tail is not None:
+            if self._tail.mode is Mode.EXCHANGE and mode not in (Mode.EXCHANGE, Mode.LOOPBACK):
+                self._tail.exchanged()
             self._tail.mode = mode
 
     def exchange(self, finishers: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from resilient_train._native import Glance
-from resilient_train.frameworks.roles import NOTHING_WRITTEN, Tail
+from resilient_train.frameworks.roles import NOTHING_WRITTEN, WrittenInTail
 from resilient_train.frameworks.torch.buffers import Buffers
 from resilient_train.frameworks.torch.containers import dressed, worn
 from resilient_train.frameworks.torch.extra_state import ExtraState
@@ -57,7 +57,7 @@ class TorchRankState:
         modules = {"extra_state": self._modules.held()} if self._modules.any() else {}
         return {"extra": {name: state_of(each) for name, each in self._extra.items()}, **modules}
 
-    def restore(self, state: bytes, tail: Tail = NOTHING_WRITTEN) -> None:
+    def restore(self, state: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> None:
         """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
         mine, was, now = (self._read(each) for each in (state, *tail))
         for kind, put in (("buffers", self.buffers.restore), ("extra_state", self._modules.restore)):
@@ -66,7 +66,7 @@ class TorchRankState:
         for name, each in mine["extra"].items():
             restore_object(self._extra[name], each)
 
-    def written_since(self, before: bytes) -> Tail:
+    def written_since(self, before: bytes) -> WrittenInTail:
         now = self.packed()
         if now == before:
             return NOTHING_WRITTEN
@@ -76,7 +76,7 @@ class TorchRankState:
             written = [key for key in has[kind] if not _alike(had[kind], has[kind], key)]
             for keep, held in zip(kept, (had, has), strict=True):
                 keep[kind] = {key: held[kind][key] for key in written if key in held[kind]}
-        return Tail(*map(pack, kept)) if any(kept[1].values()) else NOTHING_WRITTEN
+        return WrittenInTail(*map(pack, kept)) if any(kept[1].values()) else NOTHING_WRITTEN
 
     def _read(self, state: bytes) -> dict[str, Any]:
         tree = dressed(unpack(state), self._held()) if state else {}

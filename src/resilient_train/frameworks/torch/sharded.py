@@ -12,6 +12,8 @@ fault has cut there is put back by ``reset``, before anybody looks at the state.
 from __future__ import annotations
 
 import itertools
+import sys
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,7 +24,9 @@ import xxhash
 
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.torch.leaves import is_sharded
+from resilient_train.frameworks.torch.live_objects import live
 
+_FSDP = "torch.distributed.fsdp"
 _SHARDS = ("Shard", "_StridedShard")
 """The second one: a dimension that both ``parallelize_module`` and ``fully_shard`` divide."""
 Replicas = tuple[tuple[int, ...], ...]
@@ -59,6 +63,17 @@ class Sharding:
         self._modules: list[Any] = [module for model in models for module in model.modules() if is_fsdp(module)]
         self._groups = [group for module in self._modules for group in _groups_of(module)]
         self._copies: dict[tuple[_Placed, tuple[int, ...]], int] = {}
+        self._others: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def find_others(self) -> None:
+        """FSDP's modules that are in no registered model (a frozen teacher): they are put back as the others are.
+
+        Left alone, one stays whole behind a forward pass without gradients. A rank that is replaced gathers it once
+        more: alone, and so it would take what the others gather next for a part of that.
+        """
+        if _FSDP in sys.modules:
+            known = set(self._modules)
+            self._others.update(each for each in live(sys.modules[_FSDP].FSDPModule) if each not in known)
 
     def __bool__(self) -> bool:
         return bool(self._modules)
@@ -134,17 +149,21 @@ class Sharding:
         """Between two bodies: after a forward pass alone (an evaluation) the outermost parameters are still whole."""
         for module in self._modules if not all(group.is_sharded for group in self._groups) else ():
             module.reshard()
+        for module in self._others:
+            if not all(group.is_sharded for group in _groups_of(module)):
+                module.reshard()
 
     def reset(self) -> None:
         """Behind a body that a fault has cut: as if its passes had not begun."""
-        for module in self._modules:
+        others = list(self._others)
+        for module in (*self._modules, *others):
             state = module._get_fsdp_state()
             if state._is_root:
                 _forget_works(state)
                 module.reset_iter_state()
             elif state._is_root is None:  # its first pass was cut before it knew that it is the outermost one's
                 state._training_state = type(state._training_state).IDLE
-        for group in self._groups:
+        for group in (*self._groups, *(group for module in others for group in _groups_of(module))):
             for parameter in group.fsdp_params:
                 _forget_gradient(parameter)
                 # Each of them, whatever their group says: a signal may come between the first one's change and the

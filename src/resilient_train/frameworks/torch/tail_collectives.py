@@ -36,6 +36,7 @@ from resilient_train.script_place import line
 
 _POLL_S = 0.0002
 _SOURCE_NEEDED = frozenset({"broadcast", "scatter"})
+_ALL = (1 << 31) - 1
 _IN_TAIL = (Mode.LOG, Mode.EXCHANGE)
 
 
@@ -57,9 +58,14 @@ class LoggedTail:
     """The tail of one rank."""
 
     def __init__(
-        self, conductor: Conductor, peers: Tails, finish: Callable[[Callable[[], dist.Work]], dist.Work]
+        self,
+        conductor: Conductor,
+        peers: Tails,
+        finish: Callable[[Callable[[], dist.Work]], dist.Work],
+        replicas: Callable[[], Sequence[Sequence[int]]] = tuple,
     ) -> None:
-        """``finish``: see ``Groups.finish``."""
+        """``finish``: see ``Groups.finish``. ``replicas``: the groups of ranks that hold the same parts of a model."""
+        self._replicas = replicas
         self._conductor = conductor
         self._peers = peers
         self._finish = finish
@@ -82,6 +88,11 @@ class LoggedTail:
     def begin_exchange(self, finishers: Sequence[int]) -> None:
         """From now on collectives are worked out from what was published."""
         self._finishers = finishers
+        self._peers.completed(self._count)
+
+    def exchanged(self) -> None:
+        """Whatever this rank has not published by now of this tail will not come."""
+        self._peers.completed(_ALL)
 
     def close(self) -> None:
         """The Session is over."""
@@ -192,7 +203,9 @@ class LoggedTail:
         rank = asked.group.global_ranks[member]
         call = self._call_of(rank, asked.key)
         if call is None:
-            self._tell_missing(asked, member, rank)
+            call = self._replicas_call(asked, rank)
+            self._tell_missing(asked, member, rank, stands=call is not None)
+        if call is None:
             return None
         if call.inputs is None:
             self._give_up(
@@ -213,8 +226,32 @@ class LoggedTail:
             self._rest()
         return call
 
-    def _tell_missing(self, asked: _Asked, member: int, rank: int) -> None:
-        """A rank died before it came to the collective."""
+    def _replicas_call(self, asked: _Asked, rank: int) -> LoggedCall | None:
+        """What stands for what a lost rank would have given to a gather, where a model is divided: what another one has
+        given that holds the same part. Its group is another one as a rule, so it goes by the place in the tail.
+        """
+        if "gather" not in asked.verb or carries_objects():
+            return None
+        mine = self._peers.call(self._peers.rank, asked.key, self._commits)
+        if mine is None or not mine.header:
+            return None
+        for other in next((group for group in self._replicas() if rank in group), ()):
+            call = None if other == rank else self._call_at(other, mine.place)
+            if call is not None and call.header and call_of(call.header)[0] == asked.verb:
+                return call
+        return None
+
+    def _call_at(self, rank: int, place: int) -> LoggedCall | None:
+        """Waits for a finisher that may come to it yet."""
+        while True:
+            over = self._peers.completed_of(rank) == _ALL  # before the log: who is over has published before
+            call = self._peers.call_at(rank, place, self._commits)
+            if call is not None or over or rank not in self._finishers:
+                return call
+            self._rest()
+
+    def _tell_missing(self, asked: _Asked, member: int, rank: int, *, stands: bool) -> None:
+        """A rank died before it came to the collective. ``stands``: a replica's input does for its own."""
         if asked.verb in _SOURCE_NEEDED or carries_objects():
             self._give_up(
                 f"rank {rank} died in the tail of update {self._commits - 1} before it came to the {asked.verb} at "
@@ -223,10 +260,12 @@ class LoggedTail:
         # Of what all look at, one tells; what is gathered at a root, nobody else looks at.
         tells = asked.verb == "gather" or asked.group.rank() == self._adder(asked)
         if tells and VERBS[asked.verb].given(call_of(asked.header)[1], member):
-            self._conductor.note("tail_input_missing", {"collective": asked.verb, "of": rank})
+            self._conductor.note("tail_input_missing", {"collective": asked.verb, "of": rank, "replica": stands})
+            instead = "what a replica has given stands" if stands else "a neutral element, or zeros, stand"
+            so = ", if that was not a part of the model," if stands else ""
             say_aside(
-                f"rank {rank} died before it came to the {asked.verb} at {line()}: a neutral element, or zeros, stand "
-                "for its input, so its result is not that of the undisturbed run, nor is what is computed from it "
+                f"rank {rank} died before it came to the {asked.verb} at {line()}: {instead} for its input, so{so} its "
+                "result is not that of the undisturbed run, nor is what is computed from it "
                 "(docs/how-to/after-the-update.md)"
             )
 

@@ -94,6 +94,7 @@ class TorchWindow:
             if optimizer not in self._running:
                 updates.after_update(optimizer)
 
+        self._state.sharding.find_others()
         for optimizer in self._objects.optimizers:
             writes = stepping(optimizer)
             self._handles.append(writes.register_step_pre_hook(before))

@@ -194,6 +194,8 @@ def taken_together(windows: list[Window]) -> list[Window]:
 def replayed(name: str, recorded: list[Window], runs: int) -> dict[str, Any]:
     chance, windows = random.Random(name), taken_together(recorded)
     founds: dict[float, list[Found]] = {}
+    if len(windows) <= BEFORE + WITHIN:
+        raise SystemExit(f"{len(windows)} windows were recorded, too few: name more --recorded-steps")
     for factor in FACTORS:
         starts = [chance.randrange(len(windows) - BEFORE - WITHIN) for _ in range(runs)]
         founds[factor] = [
@@ -263,7 +265,7 @@ def main() -> None:
     arguments = parser.parse_args()
     runs = arguments.runs or (20 if arguments.quick else 500)
     count = arguments.windows or (5_000 if arguments.quick else 100_000)
-    steps = arguments.recorded_steps or ([600] if arguments.quick else [40_000, 2_000])
+    steps = arguments.recorded_steps or ([8_000, 600] if arguments.quick else [40_000, 2_000])
     results: list[dict[str, Any]] = []
     for world in arguments.worlds:
         for result in generated(runs, count, world):

@@ -75,6 +75,8 @@ class LoggedTail:
         self._sequence: dict[str, int] = {}
         self._finishers: Sequence[int] = ()
         self._count = 0
+        self._over = False
+        """``exchanged``."""
         self._told_large = False
         self._clique: dict[int, Clique] = {}
 
@@ -84,14 +86,19 @@ class LoggedTail:
         self._end_exchange()
         self._sequence.clear()
         self._count = 0
+        if self._over:
+            self._over = False
+            self._peers.completed(0)
 
     def begin_exchange(self, finishers: Sequence[int]) -> None:
         """From now on collectives are worked out from what was published."""
         self._finishers = finishers
+        self._over = False
         self._peers.completed(self._count)
 
     def exchanged(self) -> None:
         """Whatever this rank has not published by now of this tail will not come."""
+        self._over = True
         self._peers.completed(_ALL)
 
     def close(self) -> None:
@@ -230,13 +237,14 @@ class LoggedTail:
         """What stands for what a lost rank would have given to a gather, where a model is divided: what another one has
         given that holds the same part. Its group is another one as a rule, so it goes by the place in the tail.
         """
-        if "gather" not in asked.verb or carries_objects():
+        others = [each for group in self._replicas() if rank in group for each in group if each != rank]
+        if "gather" not in asked.verb or carries_objects() or not others:
             return None
         mine = self._peers.call(self._peers.rank, asked.key, self._commits)
         if mine is None or not mine.header:
-            return None
-        for other in next((group for group in self._replicas() if rank in group), ()):
-            call = None if other == rank else self._call_at(other, mine.place)
+            return LoggedCall(b"", None)  # no room for more calls: theirs have none either
+        for other in others:
+            call = self._call_at(other, mine.place)
             if call is not None and call.header and call_of(call.header)[0] == asked.verb:
                 return call
         return None

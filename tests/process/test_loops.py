@@ -80,4 +80,5 @@ def test_tail_and_between_steps(tmp_path: Path, undisturbed: Reference) -> None:
             means.setdefault(record["step"], set()).add(record["mean"])
     assert all(len(values) == 1 for values in means.values()), means
     missing = [event["detail"] for event in run.of("tail_input_missing")]
-    assert missing == [{"collective": "allreduce", "of": 0}, {"collective": "allgather", "of": 0}] * 2
+    told = {"of": 0, "replica": False}
+    assert missing == [{"collective": "allreduce", **told}, {"collective": "allgather", **told}] * 2

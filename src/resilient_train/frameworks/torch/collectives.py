@@ -22,7 +22,6 @@ from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.groups import TorchGroups
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, NotBegun
 from resilient_train.frameworks.torch.process_group import ResilientGroup, works
-from resilient_train.frameworks.torch.sharded import Sharding
 from resilient_train.frameworks.torch.storages import Memory, registered
 from resilient_train.frameworks.torch.tail_collectives import LoggedTail
 from resilient_train.frameworks.torch.waits import waits
@@ -37,9 +36,18 @@ _SYNC_BUFFERS = DistributedDataParallel._sync_module_buffers.__code__
 
 
 class TorchCollectives:
-    """``check`` is told of each call, and raises UsageError for one that may not be."""
+    """``check`` is told of each call, and raises UsageError for one that may not be. ``replicas``: the groups of ranks
+    that hold the same parts of the model, where it is divided.
+    """
 
-    def __init__(self, objects: Objects, groups: TorchGroups, check: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        groups: TorchGroups,
+        check: Callable[[str], None],
+        replicas: Callable[[], Sequence[Sequence[int]]] = tuple,
+    ) -> None:
+        self._replicas = replicas
         self._objects = objects
         self._groups = groups
         self._check = check
@@ -72,8 +80,7 @@ class TorchCollectives:
 
     def attach(self, conductor: Conductor, tails: Tails) -> None:
         self._tails, self._conductor, self._thread = tails, conductor, threading.get_ident()
-        replicas = Sharding(self._objects.models).replicas
-        self._tail = LoggedTail(conductor, tails, self._groups.finish, replicas)
+        self._tail = LoggedTail(conductor, tails, self._groups.finish, self._replicas)
         group_module.watch(self)
 
     def detach(self) -> None:

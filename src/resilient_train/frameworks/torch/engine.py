@@ -33,7 +33,7 @@ def engine_for(objects: Objects) -> Engine:
     window = TorchWindow(objects, state, rank_state, gradients.behind_closure)
     return Engine(
         groups=groups,
-        collectives=TorchCollectives(held, groups, window.check_collective),
+        collectives=TorchCollectives(held, groups, window.check_collective, lambda: state.divided_among),
         device=device,
         state=state,
         rank_state=rank_state,

@@ -105,6 +105,8 @@ class TorchState:
         self._images = Images(self._staging)
         self.kept = KeptState(objects)
         self.sharding = Sharding(objects.models)
+        self.divided_among: Replicas = ()
+        """The groups of ranks that hold the same, where there are several."""
         self._zero = ZeroParts(objects.optimizers)
         self._group: tuple[int, tuple[int, ...]] | None = None
         """This rank's replica group and its number, where there are several."""
@@ -187,7 +189,8 @@ class TorchState:
             how = "by its ZeroRedundancyOptimizer" if self._zero else "by the model's meshes"
             raise ConfigError(f"replicas={told}, but {how} the ranks that hold the same are {found}")
         groups = found or told
-        numbered = enumerate(groups) if len(groups) > 1 else ()
+        self.divided_among = groups if len(groups) > 1 else ()
+        numbered = enumerate(self.divided_among)
         self._group = next((each for each in numbered if dist.get_rank() in each[1]), None)
         return groups
 

@@ -86,7 +86,8 @@ def run_job(kind: Kind, case: Case, lanes: str, amount: Amount, folder: Path) ->
         "limit-s": amount.limit_s,
     }
     command = [*launcher(runner, case.ranks, folder / "run"), str(HERE / "overhead_job.py")]
-    with started([*command, *(f"--{name}={value}" for name, value in flags.items())], log) as process:
+    more = {"RESILIENT_TAIL_LOG_BYTES": str(64 << 20)} if kind.layout == "zero" else {}  # a rank's part has to fit
+    with started([*command, *(f"--{name}={value}" for name, value in flags.items())], log, more) as process:
         finish(process, log, amount.limit_s)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(case.ranks)]
 

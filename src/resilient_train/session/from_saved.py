@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,13 +93,14 @@ class FromSaved:
     def _from_storage(self, source: Source) -> Own:
         with read_checkpoint(Path(source.path)) as checkpoint:
             old = checkpoint.manifest.replica_groups
+            own_of = functools.cache(functools.partial(self._own_of, checkpoint))
             alike = len(old) == len(self._groups)
             group = self._group() if alike else 0
 
             def saved(division: str) -> list[SavedTree]:
                 nonlocal alike
                 # The same on all ranks, or on those of a stage, which its groups have among them.
-                alike = alike and self._own_of(checkpoint, group)[1].division == division
+                alike = alike and own_of(group)[1].division == division
                 trees = {number: checkpoint.tree(number) for number in ([group] if alike else range(len(old)))}
                 return [SavedTree(each.tree, each.names, number) for number, each in trees.items()]
 
@@ -114,7 +116,7 @@ class FromSaved:
                 checkpoint.load(targets)
 
             self._state.load(saved, fill)
-            held, first = self._own_of(checkpoint, group)
+            held, first = own_of(group)
             if alike and old == self._groups and self._link.rank in held:  # it may have died with the rank
                 return held[self._link.rank]
             place = self._groups[group].index(self._link.rank) if alike else len(old[group])

@@ -42,7 +42,8 @@ class Publication:
         position = self._cursor.position()
         own, random = self._rank_state.packed(), self._data.random_state()
         if ahead:
-            self._before_tail = {commits - 1: self._before_tail.get(commits - 1, b""), commits: own}
+            self._before_tail[commits] = own
+            self._before_tail.pop(commits - 2, None)
         parts = commits, number, random, position, own, called
         if parts == self._newest:
             return
@@ -71,7 +72,8 @@ class Publication:
 
     def around_tail(self, commits: int) -> WrittenInTail:
         """What the tail that leads to update ``commits``, and is over, has written of what this rank alone has."""
-        return self._rank_state.written_since(self._before_tail.get(commits, b""))
+        before = self._before_tail.get(commits)
+        return NOTHING_WRITTEN if before is None else self._rank_state.written_since(before)
 
     def take_up(self, payload: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> int:
         """Puts a publication back, in this process. Returns the number of the step that comes next. ``tail``: that of

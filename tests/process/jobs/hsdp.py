@@ -108,6 +108,7 @@ class Counted:
 class Job:
     out = Path()
     """Where it writes what it has."""
+    teacher: Any = None
 
     def __init__(self, variant: frozenset[str]) -> None:
         self.variant = variant
@@ -143,7 +144,6 @@ class Job:
             for parameter in self.model.parameters():
                 if parameter.dim() > 1:  # as LLMs are, when they are divided already: ranks ask each other
                     nn.init.trunc_normal_(parameter, std=0.3, a=-0.4, b=0.4)
-        self.teacher: Any = None
         if "taught" in variant:
             self.teacher = Net(recomputes=False).eval().requires_grad_(False)
             for block in self.teacher.blocks:
@@ -263,7 +263,7 @@ class Job:
             for number in range(len(self.optimizers)):
                 for kind, value in sorted(self.state_of(number, parameter).items()):
                     yield f"{name}.{kind}, optimizer {number}", bytes_of(value)
-        if getattr(self, "teacher", None) is not None:
+        if self.teacher is not None:
             self.teacher.reshard()
             yield from ((f"teacher.{name}", bytes_of(each)) for name, each in self.teacher.named_parameters())
         yield "random numbers", bytes_of(torch.get_rng_state())

@@ -37,6 +37,7 @@ from resilient_train.script_place import line
 _POLL_S = 0.0002
 _SOURCE_NEEDED = frozenset({"broadcast", "scatter"})
 _ALL = (1 << 31) - 1
+"""More calls than a tail has."""
 _IN_TAIL = (Mode.LOG, Mode.EXCHANGE)
 
 
@@ -211,7 +212,8 @@ class LoggedTail:
         call = self._call_of(rank, asked.key)
         if call is None:
             call = self._replicas_call(asked, rank)
-            self._tell_missing(asked, member, rank, stands=call is not None)
+            if call is None or call.inputs is not None:
+                self._tell_missing(asked, member, rank, stands=call is not None)
         if call is None:
             return None
         if call.inputs is None:

@@ -25,7 +25,10 @@ from resilient_train.state.checkpoint.verify import newest_complete
 
 RANKS = 4
 EVERY_DAY = (
-    *(("hsdp.py", variant) for variant in ("base", "accumulate+mixed+two", "alone", "tp+copied", "drawn", "taught")),
+    *(
+        ("hsdp.py", variant)
+        for variant in ("base", "accumulate+mixed+two", "alone", "tp+copied", "drawn", "taught", "handed")
+    ),
     ("pipelined.py", "replicate"),
     ("zero.py", "base"),
 )

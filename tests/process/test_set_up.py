@@ -101,6 +101,16 @@ def test_large_results_go_into_what_is_registered(tmp_path: Path, undisturbed_of
     [
         ("large", "dist.broadcast(table, src=0)", "calls broadcast(float32[20000], rootRank 0) before the loop"),
         ("unregistered", "teacher = Dist", "wraps a model by DistributedDataParallel that is not registered whole"),
+        (
+            "filled",
+            "set_model_state_dict(teacher",
+            ", to fill a Linear that is not registered: a process that replaces",
+        ),
+        (
+            "placed",
+            "distribute_tensor(whole",
+            "may have gone into parameter 'weight' of Linear, which is not registered",
+        ),
         ("unwaited", "request = dist.irecv(", "calls recv(float32[1], "),
     ],
 )

@@ -132,6 +132,14 @@ def test_weights_that_are_drawn_when_they_are_divided(run_dir: Path, torchrun: P
     ends_as(run, torchrun(variant))
 
 
+@pytest.mark.parametrize("variant", ["handed", pytest.param("handed+alone", marks=pytest.mark.long)])
+def test_weights_that_rank_0_hands_out_before_the_loop(run_dir: Path, torchrun: Plain, variant: str) -> None:
+    """Each rank is given whole tensors, and a new process is not. Rank 0 is one of those that are lost."""
+    run = train(run_dir, KILLS, *(IN_MEMORY if "alone" in variant else ()), variant=variant)
+    ends_as(run, torchrun(variant))
+    assert run.recoveries() or run.of("restart_all"), run.explain()
+
+
 def test_a_reduction_that_fails_counts_where_the_script_has_caught_its_error(run_dir: Path, torchrun: Plain) -> None:
     """All ranks are in reduce-scatters, or begin one, and no script raises: there is no update on what comes of it."""
     plan = "; ".join(f"hcce rank={rank} step=6 phase=COMPUTE at=backward" for rank in range(RANKS))

@@ -22,6 +22,7 @@ from resilient_train.frameworks.torch.collectives import TorchCollectives  # noq
 from resilient_train.frameworks.torch.groups import TorchGroups  # noqa: E402
 from resilient_train.frameworks.torch.guarded_works import GuardedWork  # noqa: E402
 from resilient_train.frameworks.torch.process_group import works  # noqa: E402
+from resilient_train.frameworks.torch.unregistered import Unregistered  # noqa: E402
 from resilient_train.protocol.rank_effects import Mode  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -88,7 +89,7 @@ class Rank:
         self.entered = 0
         self.checked: list[str] = []
         self.groups = TorchGroups(Host())
-        self.collectives = TorchCollectives(Objects((), ()), self.groups, self.checked.append)
+        self.collectives = TorchCollectives(Objects((), ()), self.groups, self.checked.append, Unregistered())
         self.in_front = False
         conductor = SimpleNamespace(in_front=lambda: self.in_front)
         self.collectives.attach(conductor, SimpleNamespace(enter_collective=self._enter))  # type: ignore[arg-type]

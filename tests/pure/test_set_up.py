@@ -25,6 +25,7 @@ from resilient_train.frameworks.torch.clique import Clique  # noqa: E402
 from resilient_train.frameworks.torch.collective_results import VERBS, run_alone  # noqa: E402
 from resilient_train.frameworks.torch.set_up import SetUpCollectives  # noqa: E402
 from resilient_train.frameworks.torch.storages import registered  # noqa: E402
+from resilient_train.frameworks.torch.unregistered import Unregistered  # noqa: E402
 from resilient_train.state.set_up_record import Recorded, SetUpRecord  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -103,19 +104,19 @@ def test_a_result_is_taken_before_the_caller_can_change_it(monkeypatch: pytest.M
     group.end()
     work.wait()
     value /= 100
-    packed = set_up.finish(nothing)
+    packed = set_up.finish(nothing, Unregistered())
     answered = later(monkeypatch, packed)
     again = one(3.0)
     answered.issue(Group(alone=True), "allreduce", ([again], c10d.AllreduceOptions())).wait()
     assert again.item() == 12.0
-    assert answered.finish(nothing) == b""
+    assert answered.finish(nothing, Unregistered()) == b""
 
 
 def test_what_has_begun_is_waited_for() -> None:
     set_up, group = SetUpCollectives(), Group()
     set_up.issue(group, "allreduce", ([one()], c10d.AllreduceOptions()))
     threading.Timer(0.05, group.end).start()
-    assert Recorded(set_up.finish(nothing), bytes.decode)
+    assert Recorded(set_up.finish(nothing, Unregistered()), bytes.decode)
 
 
 def test_what_has_failed_is_refused() -> None:
@@ -125,14 +126,14 @@ def test_what_has_failed_is_refused() -> None:
     with pytest.raises(RuntimeError, match="was given up"):
         work.wait()
     with pytest.raises(ConfigError, match=r"test_set_up.py:[0-9]+ calls allreduce.*its result is not there"):
-        set_up.finish(nothing)
+        set_up.finish(nothing, Unregistered())
 
 
 def test_the_source_of_a_broadcast_gives_what_it_gave_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     set_up, group = SetUpCollectives(), Group()
     set_up.issue(group, "broadcast", ([one(5.0)], options(0)))
     group.end()
-    answered, other = later(monkeypatch, set_up.finish(nothing)), one(6.0)
+    answered, other = later(monkeypatch, set_up.finish(nothing, Unregistered())), one(6.0)
     answered.issue(Group(alone=True), "broadcast", ([other], options(0)))
     assert other.item() == 5.0
 
@@ -141,7 +142,7 @@ def test_alone_in_a_group_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     set_up, group, big = SetUpCollectives(), Group(size=1), torch.zeros(BIG)
     set_up.issue(group, "allreduce", ([big], c10d.AllreduceOptions()))
     group.end()
-    packed = set_up.finish(nothing)
+    packed = set_up.finish(nothing, Unregistered())
     assert len(packed) < 1000
     answered, again = later(monkeypatch, packed), torch.ones(BIG)
     answered.issue(Group(size=1, alone=True), "allreduce", ([again], c10d.AllreduceOptions()))
@@ -188,7 +189,7 @@ def test_of_a_mask_that_torch_draws_by_it_is_kept_whether_any_of_it_is_set(monke
     masks = [torch.ones_like(some), some, torch.zeros_like(some)]
     for mask in masks:
         asked_by_init(first, mask)
-    packed = first.finish(nothing)
+    packed = first.finish(nothing, Unregistered())
     assert len(packed) < 1000
     answered = later(monkeypatch, packed)
     for mask in masks:
@@ -252,7 +253,7 @@ def test_a_script_that_never_comes_to_a_loop_of_ours(monkeypatch: pytest.MonkeyP
         set_up.issue(group, "barrier", (c10d.BarrierOptions(),))
     assert "there was no room for the one at" in set_up.problem(nothing)
     with pytest.raises(ConfigError, match="there was no room"):
-        set_up.finish(nothing)
+        set_up.finish(nothing, Unregistered())
 
 
 def test_from_whom_a_receive_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +288,7 @@ def test_a_standby_waits_alone_and_is_compared_later(monkeypatch: pytest.MonkeyP
     first.issue(group, "barrier", barrier)
     first.issue(group, "allreduce", ([one()], c10d.AllreduceOptions()))
     group.end()
-    packed = first.finish(nothing)
+    packed = first.finish(nothing, Unregistered())
     for barriers in (1, 2):
         ahead = later(monkeypatch, packed)
         monkeypatch.setattr(standby_stage, "stage", Stage())
@@ -298,10 +299,10 @@ def test_a_standby_waits_alone_and_is_compared_later(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(standby_stage, "stage", None)
         if barriers == 1:
             ahead.issue(Group(alone=True), "allreduce", ([one()], c10d.AllreduceOptions()))
-            assert ahead.finish(nothing) == b""
+            assert ahead.finish(nothing, Unregistered()) == b""
         else:
             with pytest.raises(SystemExit, match=r"calls barrier.* where its predecessor called allreduce"):
-                ahead.finish(nothing)
+                ahead.finish(nothing, Unregistered())
 
 
 def test_each_verb_says_what_it_fills() -> None:

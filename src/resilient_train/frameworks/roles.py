@@ -743,6 +743,12 @@ class Window(Protocol):
         """How the models are not built any more as they were for the Session; empty: they are."""
         ...
 
+    def changed_beside(self, *, sometimes: bool = False) -> str:
+        """That a parameter which is not registered has changed since the loop began, for people: a new process would
+        have it as it was. Empty if none has. ``sometimes``: most of the calls only say what an earlier one has seen.
+        """
+        ...
+
 
 class Gradients(Protocol):
     """What the loop computes of its gradients and its loss.

@@ -23,12 +23,9 @@ def recall(link: AgentLink) -> bytes:
     return record
 
 
-def stray(link: AgentLink, difference: str) -> SystemExit:
+def stray(link: AgentLink, why: str) -> SystemExit:
     """Tells the agent that this process can't be what its predecessor was, so that the job ends. To be raised."""
-    text = (
-        f"rank {link.rank} can't be replaced, since its script does not do again what it did at first: {difference}. "
-        "Collectives before the loop must be the same each time the script runs (docs/reference/session.md)"
-    )
+    text = f"rank {link.rank} can't be replaced, {why}"
     say_aside(text)
     channel, _ = _ask(link)
     channel.send(Strayed(text))

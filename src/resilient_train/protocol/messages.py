@@ -302,7 +302,9 @@ class Address(msgspec.Struct, tag="address", frozen=True):
 
 
 class Offer(msgspec.Struct, tag="offer", frozen=True):
-    """A source's description of its state, for ``target``; the agent passes it on unread."""
+    """A source's description of its state, for ``target``; the agent passes it on unread. ``changed``: see
+    ``roles.Window.changed_beside``.
+    """
 
     generation: int
     source: int
@@ -310,6 +312,7 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
     pid: int
     manifest: bytes
     digest: str
+    changed: str = ""
 
 
 class Pull(msgspec.Struct, tag="pull", frozen=True):

@@ -31,6 +31,7 @@ class Link:
     """``peers`` is the memory that came with the agent's welcome."""
 
     def __init__(self, link: AgentLink) -> None:
+        self.agent = link
         self.rank = link.rank
         self.world_size = link.world_size
         self.incarnation = link.incarnation

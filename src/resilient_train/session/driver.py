@@ -34,6 +34,7 @@ from resilient_train.errors import (
 from resilient_train.events import now
 from resilient_train.exception_line import describe
 from resilient_train.faults import parse_plan
+from resilient_train.frameworks import set_up_recall
 from resilient_train.frameworks.roles import Engine, Objects, StateMark, WrittenEarly, WrittenInTail
 from resilient_train.observe import thresholds
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, say_aside
@@ -52,6 +53,7 @@ from resilient_train.session.drill_records import DrillRecords
 from resilient_train.session.explain import Explainer, asks_for_redo
 from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.from_replica import FromReplica
+from resilient_train.session.from_saved import HOW_TO_KEEP
 from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.liveness import Pulse
@@ -111,7 +113,7 @@ class Driver:
     """The script's loop is left by ``_error``, and what the rank holds is to be saved before that goes on."""
     _unlike = False
     """A body has changed registered state where nobody saw it: nothing is to be saved of that."""
-    _told_outgrown = False
+    _told_outgrown = _told_beside = False
     _answer: Any = None
     _digests = ("", "")
     """Of the state with which this rank has come to its end."""
@@ -718,6 +720,7 @@ class Driver:
             case "head":
                 if comparison.head(commits, shown=self.saving.will_show):
                     self._nan.look(commits, self._rank.number)
+                    self._look_beside()
                     if not comparison.alone:
                         self._look_at_model()
             case "target":
@@ -741,6 +744,18 @@ class Driver:
         self._tell(
             f"{changed}: no new process is built like that, so a rank that is lost ends the job from now on, and "
             "nothing is saved any more (docs/how-to/loops.md, Parameters that join later)"
+        )
+
+    def _look_beside(self) -> None:
+        """Tells, once, of what the script trains beside the Session: its values are lost with a rank."""
+        changed = "" if self._told_beside else self._engine.window.changed_beside()
+        if not changed:
+            return
+        self._told_beside = True
+        self._event("unregistered", {"what": changed})
+        self._tell(
+            f"{changed}: a process that takes a rank's place would have it as it was at the beginning, so a rank that "
+            f"is lost ends the job from now on; {HOW_TO_KEEP}"
         )
 
     def _compare(self, effect: do.Compare) -> None:
@@ -1074,6 +1089,9 @@ class Driver:
         if isinstance(offer, on.Stopped):
             return offer
         self._injector.at("RESTORE", "start", generation=effect.plan.generation)
+        if offer.changed and self._link.rank in effect.plan.replaced:
+            told = f"since on rank {offer.source} {offer.changed}, and a new process has it as it was: {HOW_TO_KEEP}"
+            raise set_up_recall.stray(self._link.agent, told)
         published = self._peers.published(effect.plan.commits)
         try:
             return on.Ok(self._from_replica.take(effect.plan, offer, published, self._take_up))

@@ -58,9 +58,11 @@ class FromReplica:
         self._sources = sources = self._state.sources()
         spans = [(span.address, span.size) for span in sources.spans]
         layout, tail = self._window.layout(within=within), self._publication.around_tail(commits)
+        changed = self._window.changed_beside()
         manifest = msgspec.msgpack.encode(Offered(sources.manifest, spans, layout, self.loop, tail))
         for target in targets:
-            self._link.channel.send(Offer(generation, self._link.rank, target, os.getpid(), manifest, sources.digest))
+            to = generation, self._link.rank, target
+            self._link.channel.send(Offer(*to, os.getpid(), manifest, sources.digest, changed))
 
     def serve(self, pull: Pull) -> None:
         """Sends the state to a rank that can't read it. Raises RuntimeError."""

@@ -20,6 +20,7 @@ from resilient_train.errors import (
     VaultError,
 )
 from resilient_train.frameworks.roles import SavedTree, State, Window
+from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Refused, Source, Unrestorable
 from resilient_train.protocol.replicas import alike
 from resilient_train.session.agent_link import Link
@@ -35,12 +36,16 @@ class Own(msgspec.Struct, frozen=True, array_like=True):
     """What a rank needs besides the tensors: its publication, and what decided the layout of DDP's buckets.
 
     Without the latter, DDP reduces the first step in another order, and with three or more ranks the bits differ.
-    ``division``: how the model was divided among ranks, see ``roles.Image``.
+    ``division``: how the model was divided among ranks, see ``roles.Image``. ``changed``: ``Window.changed_beside``.
     """
 
     published: bytes
     layout: bytes
     division: str = ""
+    changed: str = ""
+
+
+HOW_TO_KEEP = "register it too, Session(model=[...]) (docs/reference/session.md)"
 
 
 class _OtherPartsError(VaultError):
@@ -85,10 +90,24 @@ class FromSaved:
             whole = isinstance(error, _OtherPartsError)
             self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}", whole))
             self._link.wait_for_the_end()
+        if own.changed:
+            self._look_beside(own.changed)
         # A job that people start again may have another script, which freezes other layers.
         self._window.rebuild_reducer(own.layout, source.commits, modes=self._link.attempt > 0)
         self._event("restored", {"source": source.kind, "commits": source.commits, "path": source.path})
         return own.published
+
+    def _look_beside(self, changed: str) -> None:
+        """What is not registered begins anew, and had changed. People may have started the job again because of that,
+        or bring it back by themselves; nobody has if all ranks were lost.
+        """
+        if self._link.attempt == 0:
+            if self._link.rank == 0:
+                say_aside(f"where the state was saved, {changed}; here it begins anew")
+            return
+        told = f"all ranks have been started again, and {changed}, so that nobody brings it back: {HOW_TO_KEEP}"
+        self._link.channel.send(Refused(told))
+        self._link.wait_for_the_end()
 
     def _from_storage(self, source: Source) -> Own:
         with read_checkpoint(Path(source.path)) as checkpoint:
@@ -137,7 +156,7 @@ class FromSaved:
         published, found = self._publication.elsewhere(held[mine].published if mine in held else None, first.published)
         worlds = {"old_world_size": checkpoint.manifest.world_size, "world_size": self._link.world_size}
         self._event("resharded", {**worlds, "own_state_of": mine if mine in held else -1, **found})
-        return Own(published, first.layout)
+        return Own(published, first.layout, changed=first.changed)
 
     def _from_memory(self, source: Source) -> Own:
         with contextlib.ExitStack() as stack:

@@ -70,7 +70,7 @@ class Saving:
         self._comparison = comparison
         self._link = link
         self._state = state
-        self._layout = window.layout
+        self._window = window
         self._publication = publication
         self._run_dir = Path(run_dir)
         self._groups = groups
@@ -266,7 +266,9 @@ class Saving:
         return image, {self._link.rank: self._packed(self._publication.latest, image)}
 
     def _packed(self, published: bytes, image: Image) -> bytes:
-        return msgspec.msgpack.encode(Own(published, self._layout(), image.division))
+        return msgspec.msgpack.encode(
+            Own(published, self._window.layout(), image.division, self._window.changed_beside(sometimes=True))
+        )
 
     def _copy(
         self,

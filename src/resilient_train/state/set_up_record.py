@@ -15,7 +15,7 @@ import msgspec
 from resilient_train.errors import ProtocolError
 
 RESULT_BYTES = 64 << 10
-"""A result larger than this is not kept."""
+"""A result larger than this is not kept, unless it is objects."""
 TOTAL_BYTES = 4 << 20
 """Of one rank: results, headers and places."""
 
@@ -31,7 +31,12 @@ class SetUpEntry(msgspec.Struct, array_like=True):
     source: int = -1
 
 
-_decoder = msgspec.msgpack.Decoder(list[SetUpEntry])
+class _Packed(msgspec.Struct, array_like=True):
+    entries: list[SetUpEntry] = []
+    others: bytes = b""
+
+
+_decoder = msgspec.msgpack.Decoder(_Packed)
 
 
 class SetUpRecord:
@@ -43,8 +48,11 @@ class SetUpRecord:
         """The place of the first call that there was no room for. Nothing is recorded behind it."""
         self._bytes = 0
 
-    def enter(self, group: str, header: bytes, place: str, result_bytes: int) -> tuple[SetUpEntry | None, bool]:
-        """The entry of a call, whose result is to be put in when it is there, and whether there is room for that.
+    def enter(
+        self, group: str, header: bytes, place: str, result_bytes: int, *, most_bytes: int = RESULT_BYTES
+    ) -> tuple[SetUpEntry | None, bool]:
+        """The entry of a call, whose result is to be put in when it is there, and whether there is room for that: not
+        for one larger than ``most_bytes``.
 
         No entry: the record is full.
         """
@@ -54,16 +62,16 @@ class SetUpRecord:
             self.entries.clear()
             return None, False
         self._bytes += bare_bytes
-        room = result_bytes <= min(RESULT_BYTES, TOTAL_BYTES - self._bytes)
+        room = result_bytes <= min(most_bytes, TOTAL_BYTES - self._bytes)
         if room:
             self._bytes += result_bytes
         entry = SetUpEntry(group, header, place)
         self.entries.append(entry)
         return entry, room
 
-    def packed(self) -> bytes:
-        """For ``Recorded``, in another process."""
-        return msgspec.msgpack.encode(self.entries)
+    def packed(self, others: bytes = b"") -> bytes:
+        """For ``Recorded``, in another process. ``others``: of what the script has made by then."""
+        return msgspec.msgpack.encode(_Packed(self.entries, others))
 
 
 class DifferenceError(Exception):
@@ -76,12 +84,14 @@ class Recorded:
     def __init__(self, packed: bytes, told: Callable[[bytes], str]) -> None:
         """Raises ProtocolError unless ``packed`` is a record."""
         try:
-            entries = _decoder.decode(packed) if packed else []
+            record = _decoder.decode(packed) if packed else _Packed()
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"not a record of collectives: {error}") from None
+        self.others = record.others
+        """As given to ``packed``."""
         self._told = told
         self._calls: dict[str, deque[tuple[int, SetUpEntry]]] = {}
-        for entry in entries:
+        for entry in record.entries:
             calls = self._calls.setdefault(entry.group, deque())
             calls.append((len(calls) + 1, entry))
 

@@ -6,8 +6,8 @@ the parameters of theirs once more, or are replicas (``tp+copied``); ``paired``:
 ``--plain``: without a word of ours, for torchrun. At its end each rank writes the bytes that it holds, parameter by
 parameter, and its random numbers: who compares them needs nothing of ours either. ``--variant`` changes one thing, or
 several (``accumulate+mixed``); ``taught``: a frozen model, which nobody registers, gives the targets;
-``gathered``: behind the update the model is put together; ``loaded``: the Session has the loader; ``wrong``: rank 1
-always computes otherwise.
+``gathered``: behind the update the model is put together; ``handed``: rank 0 has read the weights, and torch hands them
+out; ``loaded``: the Session has the loader; ``wrong``: rank 1 always computes otherwise.
 """
 
 from __future__ import annotations
@@ -25,8 +25,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -114,9 +122,8 @@ class Job:
         self.variant = variant
         self.rank, world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
-        self.model: Any = Net(recomputes="recompute" in variant)
-        if "truncated" in variant:
-            self.model.unused = nn.Linear(300, 300)  # more than a new process is told of one collective
+        with torch.device("meta" if "handed" in variant else "cpu"):
+            self.model: Any = self.build()
         shape, names = ((world,), ("shard",)) if "alone" in variant else ((world // 2, 2), ("replicate", "shard"))
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         divide: Callable[..., Any] = fully_shard
@@ -140,6 +147,8 @@ class Job:
             self.model._set_unshard_async_op(True)
             for one, following in zip(self.model.blocks, self.model.blocks[1:], strict=False):
                 one.set_modules_to_forward_prefetch([following])
+        if "handed" in variant:
+            self.take_weights()
         if "truncated" in variant:
             for parameter in self.model.parameters():
                 if parameter.dim() > 1:  # as LLMs are, when they are divided already: ranks ask each other
@@ -152,6 +161,8 @@ class Job:
         half = len(list(self.model.parameters())) // 2
         parameters = list(self.model.parameters())
         self.optimizers: list[Any] = [torch.optim.AdamW(parameters[:half] if "two" in variant else parameters, lr=1e-2)]
+        if "handed" in variant:
+            self.take_moments()
         if "two" in variant:
             self.optimizers.append(torch.optim.SGD(parameters[half:], lr=1e-2, momentum=0.9))
         self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 50) for each in self.optimizers]
@@ -160,6 +171,35 @@ class Job:
             from device_generator import draw_dropout
 
             draw_dropout(2000 + self.rank)
+
+    def build(self) -> Net:
+        net = Net(recomputes="recompute" in self.variant)
+        if self.variant & {"truncated", "handed"}:
+            net.unused = nn.Linear(300, 300)  # more than a new process is told of one collective
+        return net
+
+    def take_weights(self) -> None:
+        """Of one file, as it were, in each way that torch has; onto a model without memory at first."""
+        torch.manual_seed(5)
+        net = self.build()
+        self.read = net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for parameter in net.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        self.read[1].step()
+        read = get_model_state_dict(net)
+        first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self.model, dict(read) if self.rank == 0 else {}, options=first)
+        set_model_state_dict(self.model, dict(read), options=StateDictOptions(full_state_dict=True))
+        held = self.model.state_dict()
+        parts = {name: distribute_tensor(read[name], held[name].device_mesh, held[name].placements) for name in held}
+        self.model.load_state_dict(parts)
+
+    def take_moments(self) -> None:
+        net, optimizer = self.read
+        read = get_optimizer_state_dict(net, optimizer) if self.rank == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(self.model, self.optimizers[0], read, options=options)
+        del self.read
 
     @property
     def reader(self) -> int:

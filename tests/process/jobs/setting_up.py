@@ -18,6 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
@@ -217,6 +220,26 @@ def unregistered(asked: argparse.Namespace) -> None:
     train(8, sum(p.sum().item() for p in teacher.parameters()), asked, DistributedDataParallel(model_of(0)))
 
 
+def filled(asked: argparse.Namespace) -> None:
+    """Rank 0 has read a teacher's weights, and hands them out."""
+    torch.manual_seed(rank_of())
+    teacher = nn.Linear(LARGE // 16, 16)
+    read = teacher.state_dict() if rank_of() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(teacher, read, options=options)
+    train(8, teacher.weight.sum().item(), asked, DistributedDataParallel(model_of(0)))
+
+
+def placed(asked: argparse.Namespace) -> None:
+    """The same, by the part, of one that is divided."""
+    torch.manual_seed(rank_of())
+    teacher = nn.Linear(LARGE // 4, 16)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.randn(16, LARGE // 4)
+    teacher.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]).clone().detach())
+    train(8, teacher.bias.sum().item(), asked, DistributedDataParallel(model_of(0)))
+
+
 def unwaited(asked: argparse.Namespace) -> None:
     box = torch.zeros(1)
     request = dist.irecv(box, 1 - rank_of())
@@ -278,7 +301,7 @@ def differing(asked: argparse.Namespace) -> None:
 
 
 STORIES = (
-    *(usual, nothing, registered, logged, large, unregistered, unwaited),
+    *(usual, nothing, registered, logged, large, unregistered, filled, placed, unwaited),
     *(warmed, before, differing),
 )
 

@@ -24,6 +24,7 @@ from resilient_train.frameworks.torch.guarded_works import GuardedWork, NotBegun
 from resilient_train.frameworks.torch.process_group import ResilientGroup, works
 from resilient_train.frameworks.torch.storages import Memory, registered
 from resilient_train.frameworks.torch.tail_collectives import LoggedTail
+from resilient_train.frameworks.torch.unregistered import Unregistered
 from resilient_train.frameworks.torch.waits import waits
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.script_place import line
@@ -45,8 +46,10 @@ class TorchCollectives:
         objects: Objects,
         groups: TorchGroups,
         check: Callable[[str], None],
+        unregistered: Unregistered,
         replicas: Callable[[], Sequence[Sequence[int]]] = tuple,
     ) -> None:
+        self._unregistered = unregistered
         self._replicas = replicas
         self._objects = objects
         self._groups = groups
@@ -71,7 +74,7 @@ class TorchCollectives:
 
     def end_set_up(self) -> bytes:
         set_up = group_module.set_up()
-        record = set_up.finish(self._registered) if set_up is not None else b""
+        record = set_up.finish(self._registered, self._unregistered) if set_up is not None else b""
         group_module.end_set_up()
         return record
 

@@ -14,6 +14,7 @@ from resilient_train.frameworks.torch.gradients import TorchGradients
 from resilient_train.frameworks.torch.groups import TorchGroups
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
+from resilient_train.frameworks.torch.unregistered import Unregistered
 from resilient_train.frameworks.torch.window import TorchWindow
 from resilient_train.frameworks.torch.zero import shown
 
@@ -30,10 +31,11 @@ def engine_for(objects: Objects) -> Engine:
     state = TorchState(held, rank_state, device_of_rank)
     device = TorchDevice(config.read_settings(), device_of_rank, state, rank_state, groups.communicators)
     gradients = TorchGradients(objects)
-    window = TorchWindow(objects, state, rank_state, gradients.behind_closure)
+    unregistered = Unregistered()
+    window = TorchWindow(objects, state, rank_state, gradients.behind_closure, unregistered)
     return Engine(
         groups=groups,
-        collectives=TorchCollectives(held, groups, window.check_collective, lambda: state.divided_among),
+        collectives=TorchCollectives(held, groups, window.check_collective, unregistered, lambda: state.divided_among),
         device=device,
         state=state,
         rank_state=rank_state,

@@ -22,6 +22,7 @@ _TAKING = {
     "scatter_object_list": "scatter_object_output_list",
 }
 """torch's functions, and where each puts what it takes."""
+_BETWEEN = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 _FROM_ROOT = frozenset({"broadcast", "scatter"})
 _RECEIVES = frozenset({"recv", "recv_anysource"})
 
@@ -41,6 +42,21 @@ def take_own(verb: str, me: int, args: Sequence[Any]) -> None:
     form = {"weights_only": True} if frame.f_locals.get("weights_only") else {}  # torch 2.15: another one than pickle's
     made = [pickled(each, place.device, None, **form) for each in objects]
     place.copy_(torch.cat([size if place.dtype is torch.long else data for data, size in made]))
+
+
+def of_objects() -> bool:
+    """Whether the collective that is being called is one of torch's for objects: there are few frames in between."""
+    frame: FrameType | None = sys._getframe(2)
+    inside = False
+    while frame is not None:
+        ours = frame.f_globals.get("__name__", "").startswith(_BETWEEN)
+        if inside and not ours:
+            return False
+        inside = inside or frame.f_code.co_filename == _TORCHS
+        if inside and frame.f_code.co_name.endswith(("_object", "_object_list")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _taking() -> FrameType | None:

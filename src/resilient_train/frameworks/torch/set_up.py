@@ -35,7 +35,10 @@ from resilient_train.frameworks.torch.collective_results import (
 )
 from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, KeptWork
+from resilient_train.frameworks.torch.own_objects import of_objects
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
+from resilient_train.frameworks.torch.unregistered import Unregistered
+from resilient_train.frameworks.torch.weight_loading import Filled, filled, spoil
 from resilient_train.script_place import line
 from resilient_train.state.set_up_record import (
     RESULT_BYTES,
@@ -47,6 +50,7 @@ from resilient_train.state.set_up_record import (
 )
 
 _WAITING = "barrier"
+_FROM_ROOT = ("broadcast", "scatter")
 _FROM_ANYBODY = "recv_anysource"
 _OBJECTS = (dist.distributed_c10d.__file__, "broadcast_object_list")
 _INIT = torch.nn.init.__file__
@@ -97,9 +101,48 @@ class _Call(NamedTuple):
 
     @property
     def is_source(self) -> bool:
-        """Of a broadcast, so that it comes to the same again."""
+        """Of a broadcast or scatter, so that it comes to the same again."""
         named = any(hasattr(each, "rootRank") for each in self.args)
-        return self.verb == "broadcast" and named and root_of(self.args) == self.group.rank()
+        return self.verb in _FROM_ROOT and named and root_of(self.args) == self.group.rank()
+
+
+class _Large(NamedTuple):
+    """A call whose result is not kept, the memory that it went to, and what it was to fill."""
+
+    call: _Call
+    memory: Memory | None
+    filled: Filled | None
+
+    def problem(self, held: Memory) -> str:
+        """Why a process that takes the rank's place can't go without; empty if it can. ``held``: what it is given."""
+        if holds(held, self.memory):
+            return ""
+        called = f"{self.call.place} calls {told(self.call.header)}"
+        if self.filled is None:
+            return (
+                f"{called} before the loop, and its result can't be kept (only up to "
+                f"{RESULT_BYTES // _KIB} KiB each, {TOTAL_BYTES // _MIB} MiB in all), nor does it lie in "
+                "registered tensors: a process that replaces this rank would go without. Register it, make it on "
+                "each rank alone, or read it from a file"
+            )
+        if self.filled.thing is None:
+            unregistered = Unregistered()
+            unregistered.begin(held)
+            if not unregistered.sharded:
+                return ""
+            return (
+                f"{called} before the loop, and what it hands out may have gone into parameter "
+                f"{unregistered.sharded[0]}, which is not registered: a process that replaces this rank would go "
+                "without. Register it too, Session(model=[...]), or give it what this rank has read: "
+                "distribute_tensor(..., src_data_rank=None)"
+            )
+        if self.filled.is_in(held):
+            return ""
+        what = f"a {self.filled.kind} that is not registered" if self.filled.kind else "what is gone by now"
+        return (
+            f"{called} before the loop, to fill {what}: a process that replaces this rank would go without. Register "
+            "it too, Session(model=[...]), or load it on each rank alone (dcp.load)"
+        )
 
 
 class SetUpCollectives:
@@ -161,17 +204,18 @@ class SetUpCollectives:
             "Session(model=ddp)"
         )
 
-    def finish(self, registered: Registered) -> bytes:
+    def finish(self, registered: Registered, unregistered: Unregistered) -> bytes:
         """The loop begins. Returns the record, in the first process of a rank. Raises ConfigError."""
         later = self._as_later()
+        unregistered.begin(registered())
         if later is not None:
-            later.finish()
+            later.finish(unregistered)
             return b""
         self._first.wait()
         problem = self._first.unfinished() or self.problem(registered)
         if problem:
             raise ConfigError(problem)
-        return self._first.packed()
+        return self._first.packed(unregistered.packed())
 
 
 class _First:
@@ -182,16 +226,15 @@ class _First:
         self._live: dict[int, GuardedWork] = {}
         self._open: dict[int, _Call] = {}
         """Calls whose result is not there yet, by the id of their entries."""
-        self._large: list[tuple[_Call, Memory | None]] = []
-        """Calls whose result is not kept, and the memory that it went to."""
+        self._large: list[_Large] = []
 
     @property
     def full(self) -> bool:
         """Nothing more is recorded."""
         return bool(self._record.full_at)
 
-    def packed(self) -> bytes:
-        return self._record.packed()
+    def packed(self, unregistered: bytes) -> bytes:
+        return self._record.packed(unregistered)
 
     def record(self, call: _Call) -> dist.Work:
         """Makes the collective; its result is taken before the caller hears of its end."""
@@ -199,14 +242,16 @@ class _First:
         outputs = call.outputs if call.group.size() > 1 else []
         says = _mask_told if _is_mask(outputs) else _content
         size = 1 if says is _mask_told else size_of(outputs)
-        entry, room = self._record.enter(call.group.group_name, call.header, call.place, size)
+        goes_to = filled() if outputs else None
+        most = 0 if goes_to is not None and goes_to.thing else TOTAL_BYTES if of_objects() else RESULT_BYTES
+        entry, room = self._record.enter(call.group.group_name, call.header, call.place, size, most_bytes=most)
         if entry is None:
             self._large.clear()
             return call.run()
         memory = memory_of(outputs)
         if not room or memory is None:
             if not call.is_source:
-                self._large.append((call._replace(args=()), memory))
+                self._large.append(_Large(call._replace(args=()), memory, goes_to))
             return call.run()
         if not outputs:
             return call.run()
@@ -242,14 +287,9 @@ class _First:
             )
         large, self._large = self._large, []
         held = registered() if large else frozenset()
-        for call, memory in large:
-            if not holds(held, memory):
-                return (
-                    f"{call.place} calls {told(call.header)} before the loop, and its result can't be kept (only up to "
-                    f"{RESULT_BYTES // _KIB} KiB each, {TOTAL_BYTES // _MIB} MiB in all), nor does it lie in "
-                    "registered tensors: a process that replaces this rank would go without. Register it, make it on "
-                    "each rank alone, or read it from a file"
-                )
+        for each in large:
+            if problem := each.problem(held):
+                return problem
         return ""
 
     def unfinished(self) -> str:
@@ -282,26 +322,39 @@ class _Later:
         if self._strayed:  # the script has caught the first one
             return SystemExit(2)
         self._strayed = True
-        return set_up_recall.stray(self._link, difference)
+        return set_up_recall.stray(
+            self._link,
+            f"since its script does not do again what it did at first: {difference}. Collectives before the loop must "
+            "be the same each time the script runs (docs/reference/session.md)",
+        )
 
     def answer(self, call: _Call) -> dist.Work:
         """Gives what the first process was given. SystemExit: it did not make this call."""
         entry = self._next(call.group.group_name, call.header, call.place)
-        if entry.result is None:
-            return call.run()
         outputs = call.outputs
+        if entry.result is None:
+            work = call.run()
+            if call.group.size() > 1 and not call.is_source and filled() is not None:
+                spoil(outputs)
+            return work
         if _is_mask(outputs):
             _fill_mask(outputs, entry.result)
         else:
             fill_all(outputs, entry.result)
         return DoneMessage(entry.source) if call.verb == _FROM_ANYBODY else completed(call.args)
 
-    def finish(self) -> None:
+    def finish(self, unregistered: Unregistered) -> None:
         """The loop begins."""
         try:
             self._recorded.finish()
         except DifferenceError as difference:
             raise self._stray(str(difference)) from None
+        if different := unregistered.difference(self._recorded.others):
+            raise set_up_recall.stray(
+                self._link,
+                f"since {different} than in the process whose place it takes: register it too, Session(model=[...]), "
+                "or make it the same each time the script runs (docs/reference/session.md)",
+            )
 
 
 def _content(outputs: Tensors) -> bytes:

@@ -26,6 +26,7 @@ from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
+from resilient_train.frameworks.torch.unregistered import Unregistered
 from resilient_train.frameworks.torch.zero import is_zero, stepping
 from resilient_train.script_place import line
 
@@ -52,8 +53,14 @@ class TorchWindow:
     """
 
     def __init__(
-        self, objects: Objects, state: TorchState, rank_state: TorchRankState, behind_closure: Callable[[], None]
+        self,
+        objects: Objects,
+        state: TorchState,
+        rank_state: TorchRankState,
+        behind_closure: Callable[[], None],
+        unregistered: Unregistered,
     ) -> None:
+        self._unregistered = unregistered
         self._behind_closure = behind_closure
         self._objects = objects
         self._state = state
@@ -199,6 +206,9 @@ class TorchWindow:
 
     def outgrown(self) -> str:
         return self._state.outgrown()
+
+    def changed_beside(self, *, sometimes: bool = False) -> str:
+        return self._unregistered.changed(sometimes=sometimes)
 
     # -- the layout of DDP's buckets
 

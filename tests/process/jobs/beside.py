@@ -1,0 +1,81 @@
+"""A loop beside which something has parameters that the Session need not know, or does.
+
+``beside.py WHAT``: ``average`` (an EMA, written by torch), ``written`` (one that is written past torch's counters),
+``taught`` (a frozen copy gives the targets), ``drawn`` (one that is drawn without a seed). ``--registered``: as a
+model, or in ``state``. ``--seeds``: each rank has its own until DistributedDataParallel's broadcast.
+"""
+
+import argparse
+import copy
+import random
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import resilient_train as rt
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+class Beside(nn.Module):
+    """What stands beside the model: a copy of it, with numbers of its own."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held = held.requires_grad_(False)
+
+
+def average(slow: nn.Module, fast: nn.Module, *, past_torch: bool) -> None:
+    for one, other in zip(slow.parameters(), fast.parameters(), strict=True):
+        if past_torch:
+            one.data.mul_(0.9).add_(other.data, alpha=0.1)
+        else:
+            with torch.no_grad():
+                one.mul_(0.9).add_(other, alpha=0.1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["average", "written", "taught", "drawn"])
+    parser.add_argument("--registered", choices=["", "model", "state"], default="")
+    parser.add_argument("--seeds", action="store_true")
+    parser.add_argument("--save", type=int, default=0)
+    asked = parser.parse_args()
+    dist.init_process_group(timeout=timedelta(seconds=60))
+    torch.manual_seed(dist.get_rank() if asked.seeds else 0)
+    model = DistributedDataParallel(build())
+    if asked.what == "drawn":
+        torch.seed()
+    beside = Beside(build() if asked.what == "drawn" else copy.deepcopy(model.module))
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(100 + dist.get_rank())
+    registered: dict[str, Any] = {"model": [model, beside]} if asked.registered == "model" else {"model": model}
+    if asked.registered == "state":
+        registered["state"] = {"beside": beside}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with rt.Session(optimizer=optimizer, **registered) as session:
+        if asked.save:
+            session.save_every(steps=asked.save)
+        for step in session.steps(12):
+            with step:
+                inputs = torch.randn(8, 16)
+                targets = inputs[:, :4]
+                if asked.what in ("taught", "drawn"):
+                    targets = beside.held(inputs)
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if asked.what in ("average", "written"):
+                    average(beside, model.module, past_torch=asked.what == "written")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What is not registered is not brought back: where the result depends on it, nothing goes on without a word."""
+
+from pathlib import Path
+
+import pytest
+from running import Run, launch
+from shared import Undisturbed
+
+SCRIPT = "beside.py"
+KILL = "kill rank=1 step=6 phase=COMPUTE at=backward"
+CHANGED = "parameter 'held.0.weight' of Beside, which is not registered, has changed in training"
+
+
+def run_of(run_dir: Path, *arguments: str, plan: str = KILL) -> Run:
+    return launch(run_dir, SCRIPT, *arguments, ranks=2, flags=("--faults", plan))
+
+
+def why(run: Run) -> str:
+    """The words with which the job ended."""
+    return next(line for line in run.err.splitlines() if "resilient-run: the job ends" in line)
+
+
+@pytest.mark.parametrize("what", ["average", "written"])
+def test_one_that_changes_is_told_and_a_lost_rank_ends_the_job(tmp_path: Path, what: str) -> None:
+    """The state is saved. Who starts the job again is told that the average begins anew."""
+    run = run_of(tmp_path / "run", what)
+    assert run.code == 2, run.explain()
+    assert {(each["rank"], each["step"]) for each in run.of("unregistered")} == {(0, 1), (1, 1)}, run.explain()
+    assert run.err.count(f"{CHANGED}: a process that takes a rank's place") == 1
+    assert f"rank 1 can't be replaced, since on rank 0 {CHANGED}, and a new process has it as it was" in why(run)
+    assert "its state from after 6 updates is saved" in why(run)
+    again = run_of(tmp_path / "run", what, plan="")
+    assert again.code == 0, again.explain()
+    assert again.err.count(f"where the state was saved, {CHANGED}; here it begins anew") == 1
+
+
+def test_all_ranks_are_not_started_again_without_it(tmp_path: Path) -> None:
+    """Nobody is left that could tell; the saved state does."""
+    both = "; ".join(f"kill rank={rank} step=8 phase=COMPUTE at=start" for rank in (0, 1))
+    run = run_of(tmp_path / "run", "average", "--save", "2", plan=both)
+    assert run.code == 2, run.explain()
+    told = why(run)
+    assert f"all ranks have been started again, and {CHANGED}" in told or "since on rank" in told, run.explain()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(("average", "--registered", "model"), marks=pytest.mark.long),
+        ("average", "--registered", "state"),
+        ("taught",),
+        pytest.param(("taught", "--seeds", "--registered", "model"), marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
+def test_one_that_is_registered_or_always_the_same_is_no_matter(
+    tmp_path: Path, undisturbed_of: Undisturbed, arguments: tuple[str, ...]
+) -> None:
+    reference = undisturbed_of(SCRIPT, *arguments, ranks=2)
+    run = run_of(tmp_path / "run", *arguments)
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 1
+    assert run.digests() == reference.digests(), run.explain()
+    assert run.of("unregistered") == []
+
+
+@pytest.mark.parametrize("arguments", [("taught", "--seeds"), ("drawn",)], ids=" ".join)
+def test_one_that_is_another_in_a_new_process_keeps_it_out(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    run = run_of(tmp_path / "run", *arguments)
+    assert run.code == 2, run.explain()
+    assert "rank 1 can't be replaced, since parameter 'held.0.bias' of Beside, which is not registered, has " in why(
+        run
+    )
+    assert "other values than in the process whose place it takes" in why(run)
+    assert "its state from after 6 updates is saved" in why(run)
+    assert run.of("unregistered") == []

@@ -1,0 +1,135 @@
+"""Parameters that are not registered: which there are, whether they change, and whether they are the same ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402 - only where torch is
+
+from resilient_train.frameworks.roles import Objects  # noqa: E402
+from resilient_train.frameworks.torch.storages import registered  # noqa: E402
+from resilient_train.frameworks.torch.unregistered import Unregistered  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Odd(nn.Module):
+    """Of a class that nothing else here has."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inner = nn.Sequential(nn.Linear(40, 50), nn.BatchNorm1d(50))
+
+
+def of(*models: nn.Module, state: dict[str, Any] | None = None) -> Unregistered:
+    found = Unregistered()
+    found.begin(registered(Objects(models, (), extra=state or {})))
+    return found
+
+
+def odd(found: Unregistered) -> set[str]:
+    """Other tests' modules may not have been collected yet."""
+    return {each.strange.told for each in found._held if each.strange.kind == "Odd"}
+
+
+NAMES = {f"'inner.{name}' of Odd" for name in ("0.weight", "0.bias", "1.weight", "1.bias")}
+
+
+def test_what_lies_in_registered_memory_is_registered() -> None:
+    model = Odd()
+    assert odd(of()) == NAMES
+    assert odd(of(model)) == set()
+    assert odd(of(nn.Sequential(model))) == set()
+    assert odd(of(state={"odd": model})) == set()
+    assert odd(of(model.inner[0])) == {name for name in NAMES if "inner.1" in name}
+    beside = copy.deepcopy(model)
+    assert odd(of(model)) == NAMES
+    beside.inner = model.inner
+    assert odd(of(model)) == set(), "it shares all of it"
+    with torch.device("meta"):
+        bare = Odd()
+    assert odd(of(model)) == set(), "there is nothing to bring back"
+    del bare
+
+
+@pytest.mark.parametrize("write", ["torch", "data", "last"])
+def test_a_change_is_seen_however_it_is_written(write: str) -> None:
+    model = Odd()
+    found = of()
+    assert found.changed() == ""
+    with torch.no_grad():
+        if write == "torch":
+            model.inner[0].weight.lerp_(torch.ones(50, 40), 0.1)
+        elif write == "data":
+            model.inner[0].weight.data.mul_(0.9)
+        else:
+            model.inner[0].weight[-1, -1] += 1
+    assert found.changed() == "parameter 'inner.0.weight' of Odd, which is not registered, has changed in training"
+    with torch.no_grad():
+        model.inner[0].weight.zero_()
+    assert found.changed(), "once seen it stays so"
+
+
+def test_what_is_no_change() -> None:
+    """Buffers; another type; memory that FSDP takes away; another parameter in its place; a module that is gone."""
+    model, other, gone = Odd(), Odd(), Odd()
+    found = of()
+    model.inner[1].running_mean.add_(1)
+    model.inner[0].half()
+    model.inner[1].weight.untyped_storage().resize_(0)
+    other.inner[0].weight = nn.Parameter(torch.zeros(50, 40))
+    del gone
+    assert found.changed() == ""
+
+
+def test_most_of_the_looks_while_it_trains_cost_nothing() -> None:
+    model = Odd()
+    found = of()
+    looked = []
+    for _ in range(100):
+        before = model.inner[0].weight.detach().clone()
+        model.inner[0].weight.data.add_(1)
+        looked.append(bool(found.changed(sometimes=True)))
+        model.inner[0].weight.data.copy_(before)
+        found._changed = ""
+    assert [n + 1 for n, told in enumerate(looked) if told] == [1, 2, 4, 8, 16, 32, 64, 96]
+    assert found.changed() == ""
+    model.inner[0].weight.data.add_(1)
+    assert found.changed(), "one that counts looks"
+
+
+def test_another_process_has_the_same_or_it_is_told() -> None:
+    model = Odd()
+    first = of().packed()
+    assert of().difference(first) == ""
+    assert of().difference(b"") == "", "there was no record"
+    del model
+    again = Odd()
+    assert of().difference(first) == ""
+    torch.nn.init.ones_(again.inner[0].bias)
+    told = "parameter 'inner.0.bias' of Odd, which is not registered, has other values"
+    assert of().difference(first) == told
+    del again
+    assert of().difference(first) == "", "one of them may be garbage that was not collected yet"
+    two = Odd(), Odd(1)
+    assert of().difference(first) == "", "more of them"
+    second = of().packed()
+    del two
+    three = Odd(1), Odd()
+    assert of().difference(second) == "", "in another order"
+    del three
+    four = Odd(1), Odd(2)
+    assert "which is not registered, has other values" in of().difference(second)
+    del four
+
+
+def test_a_module_that_was_not_built_is_no_module() -> None:
+    bare = Odd.__new__(Odd)
+    assert odd(of()) == set()
+    del bare

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ class Odd(nn.Module):
 
 
 def of(*models: nn.Module, state: dict[str, Any] | None = None) -> Unregistered:
-    found = Unregistered()
-    found.begin(registered(Objects(models, (), extra=state or {})))
+    found = Unregistered(models)
+    found.begin(lambda: registered(Objects(models, (), extra=state or {})))
     return found
 
 
@@ -127,6 +128,20 @@ def test_another_process_has_the_same_or_it_is_told() -> None:
     four = Odd(1), Odd(2)
     assert "which is not registered, has other values" in of().difference(second)
     del four
+
+
+def test_objects_are_not_asked_for_their_state_without_need() -> None:
+    model = Odd()
+    gc.collect()
+    others = {id(each) for each in gc.get_objects() if isinstance(each, nn.Module)} - set(map(id, model.modules()))
+    found, asked = Unregistered([model, *(each for each in gc.get_objects() if id(each) in others)]), list[None]()
+
+    def registered_memory() -> frozenset[Any]:
+        asked.append(None)
+        return frozenset()
+
+    found.begin(registered_memory)
+    assert asked == []
 
 
 def test_a_module_that_was_not_built_is_no_module() -> None:

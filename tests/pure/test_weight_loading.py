@@ -64,6 +64,13 @@ def test_what_the_script_does_itself_fills_nothing() -> None:
     assert as_loading("_load_model_state_dict", "model", nn.Linear(1, 1), filled, module="my.state_dict") is None
 
 
+@pytest.mark.parametrize("module", ["accelerate.utils.fsdp_utils", "axolotl.monkeypatch.accelerate.fsdp2"])
+def test_accelerates_function_is_known_wherever_it_is(module: str) -> None:
+    model = nn.Linear(1, 1)
+    found = as_loading("fsdp2_load_full_state_dict", "model", model, filled, module=module)
+    assert found.is_in(registered(Objects((model,), ())))
+
+
 def test_of_a_tensor_that_is_handed_out_nobody_knows_what_it_is_for_unless_torch_fills_a_model() -> None:
     def placed() -> Any:
         return as_loading("distribute_tensor", "t", None, filled, module="torch.distributed.tensor._api")

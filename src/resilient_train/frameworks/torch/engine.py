@@ -31,7 +31,7 @@ def engine_for(objects: Objects) -> Engine:
     state = TorchState(held, rank_state, device_of_rank)
     device = TorchDevice(config.read_settings(), device_of_rank, state, rank_state, groups.communicators)
     gradients = TorchGradients(objects)
-    unregistered = Unregistered()
+    unregistered = Unregistered(objects.models)
     window = TorchWindow(objects, state, rank_state, gradients.behind_closure, unregistered)
     return Engine(
         groups=groups,

@@ -127,7 +127,7 @@ class _Large(NamedTuple):
             )
         if self.filled.thing is None:
             unregistered = Unregistered()
-            unregistered.begin(held)
+            unregistered.begin(lambda: held)
             if not unregistered.sharded:
                 return ""
             return (
@@ -207,7 +207,7 @@ class SetUpCollectives:
     def finish(self, registered: Registered, unregistered: Unregistered) -> bytes:
         """The loop begins. Returns the record, in the first process of a rank. Raises ConfigError."""
         later = self._as_later()
-        unregistered.begin(registered())
+        unregistered.begin(registered)
         if later is not None:
             later.finish(unregistered)
             return b""

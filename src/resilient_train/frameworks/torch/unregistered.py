@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -60,18 +60,24 @@ class _Held(NamedTuple):
 
 
 class Unregistered:
-    """Those of this process. There are none until ``begin`` is called."""
+    """Those of this process. There are none until ``begin`` is called. ``models`` are registered."""
 
-    def __init__(self) -> None:
+    def __init__(self, models: Sequence[torch.nn.Module] = ()) -> None:
+        self._models = models
         self._held: list[_Held] = []
         self._changed = ""
         self._looks = 0
         self.sharded: list[str] = []
         """Those that are divided among ranks, for people."""
 
-    def begin(self, registered: Memory) -> None:
-        """The loop begins. ``registered``: the memory of what comes from a replica."""
-        found = [(kind, name, each) for kind, name, each in _parameters() if not _is_in(registered, each)]
+    def begin(self, registered: Callable[[], Memory]) -> None:
+        """The loop begins. ``registered``: the memory of what comes from a replica, asked for if that is needed: it has
+        the user's ``state_dict()``s called.
+        """
+        known = {id(parameter) for model in self._models for parameter in model.parameters()}
+        others = [(kind, name, each) for kind, name, each in _parameters() if id(each) not in known]
+        memory = registered() if others else frozenset()
+        found = [(kind, name, each) for kind, name, each in others if not holds(memory, memory_of([each]))]
         self._held = [
             _Held(Strange(kind, name, _form(each), _digest(each)), weakref.ref(each)) for kind, name, each in found
         ]
@@ -118,7 +124,7 @@ def _parameters() -> Iterator[tuple[str, str, torch.Tensor]]:
     for module in modules:
         if id(module) in inner:
             continue
-        for name, parameter in module.named_parameters():
+        for name, parameter in torch.nn.Module.named_parameters(module):  # not what a class has made of it
             if id(parameter) not in seen and _can_be_looked_at(parameter):
                 seen.add(id(parameter))
                 yield type(module).__qualname__, name, parameter
@@ -138,10 +144,6 @@ def _can_be_looked_at(parameter: torch.Tensor) -> bool:
     # FSDP takes the memory of whole ones away, and leaves the tensors.
     last = sum((size - 1) * stride for size, stride in zip(held.shape, held.stride(), strict=True))
     return (held.storage_offset() + last + 1) * held.element_size() <= held.untyped_storage().nbytes()
-
-
-def _is_in(registered: Memory, parameter: torch.Tensor) -> bool:
-    return holds(registered, memory_of([parameter]))
 
 
 def _form(parameter: torch.Tensor) -> str:

@@ -21,7 +21,7 @@ from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
 _FUNCTIONS = {
     ("torch.distributed.checkpoint.state_dict", "_load_model_state_dict"): "model",
     ("torch.distributed.checkpoint.state_dict", "_load_optim_state_dict"): "optim",
-    ("accelerate.utils.fsdp_utils", "fsdp2_load_full_state_dict"): "model",
+    ("", "fsdp2_load_full_state_dict"): "model",  # accelerate's, and what other libraries put in its place
     ("torch.distributed.tensor._api", "distribute_tensor"): "",
 }
 """By module and name, and the variable in which each has what it fills; empty: it returns a tensor, for anything."""
@@ -56,7 +56,8 @@ def filled() -> Filled | None:
     unknown: Filled | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = _FUNCTIONS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+        function = frame.f_code.co_name
+        name = _FUNCTIONS.get((frame.f_globals.get("__name__", ""), function), _FUNCTIONS.get(("", function)))
         if name:
             return Filled(weakref.ref(frame.f_locals[name]))
         if name is not None:

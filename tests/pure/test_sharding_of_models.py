@@ -97,6 +97,7 @@ def hsdp() -> DeviceMesh:
     [
         ([[0, 1], [2, 3]], NAMES, ((0, 2), (1, 3))),
         ([[0, 2], [1, 3]], NAMES, ((0, 1), (2, 3))),
+        ([[2, 3], [0, 1]], NAMES, ((0, 2), (1, 3))),
         ([[0, 1, 2, 3]], NAMES, ((0,), (1,), (2,), (3,))),
         ([0, 1, 2, 3], NAMES[1:], ((0,), (1,), (2,), (3,))),
         ([[0], [1], [2], [3]], NAMES, ((0, 1, 2, 3),)),
@@ -118,6 +119,9 @@ def test_what_can_not_be_told_is_refused(four_ranks: None) -> None:
     half = net(DeviceMesh("cpu", [0, 1], mesh_dim_names=NAMES[1:]))
     with pytest.raises(ConfigError, match="a mesh that is not made for all ranks"):
         Sharding((half,)).replicas()
+    crossed = net(DeviceMesh("cpu", [[3, 0], [1, 2]], mesh_dim_names=NAMES))  # its copies differ, without us as well
+    with pytest.raises(ConfigError, match=r"a mesh whose ranks do not ascend \(\[\[3, 0\], \[1, 2\]\]\)"):
+        Sharding((crossed,)).replicas()
     with pytest.raises(ConfigError, match=r"'0\.weight' is not sharded, and others"):
         Sharding((net(hsdp()), nn.Sequential(nn.Linear(2, 2)))).replicas()
 

@@ -107,10 +107,13 @@ class TorchDrill:
         self._hooks.append(self._middle_leaf().register_forward_hook(hook))
 
     def _middle_leaf(self) -> torch.nn.Module:
+        """Of those that are trained, if any are: what comes of others may have no gradient."""
         leaves: list[torch.nn.Module] = [
             module for model in self._objects.models for module in model.modules() if not any(module.children())
         ]
-        return leaves[len(leaves) // 2]
+        trained = [each for each in leaves if any(parameter.requires_grad for parameter in each.parameters())]
+        found = trained or leaves
+        return found[len(found) // 2]
 
     def _call_with(self, computed: tuple[str, torch.Tensor] | None, call: Callable[[], None]) -> None:
         self._computed = computed

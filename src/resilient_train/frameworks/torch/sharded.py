@@ -244,6 +244,13 @@ def _held(name: str, parameter: Any) -> dict[int, _Part]:
             f"model: {name!r} is divided over a mesh that is not made for all ranks, which can't be recovered: make "
             "one mesh of all ranks (init_device_mesh), and take its dimensions"
         )
+    dividing = [dim for dim, each in enumerate(placements, start=1) if not each.is_replicate()]
+    if any(bool((slices.diff(dim=dim) < 0).any()) for dim in dividing):
+        raise ConfigError(
+            f"model: {name!r} is divided over a mesh whose ranks do not ascend ({mesh.mesh.tolist()}): torch's groups "
+            "have them in ascending order, so that what ranks gather and reduce are not the parts that the mesh says "
+            "they hold; make it by init_device_mesh"
+        )
     if any(not (each.is_replicate() or type(each).__name__ in _SHARDS) for each in placements):
         raise ConfigError(
             f"model: {name!r} is placed as {placements}, which can't be recovered: only Shard and Replicate can"

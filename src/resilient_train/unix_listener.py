@@ -202,6 +202,10 @@ class Server(Generic[Received]):
         """Something came that is none of ours, or nobody can be let in; for people."""
         raise NotImplementedError
 
+    def on_short(self, text: str) -> None:
+        """Descriptors or memory have run out, and whoever comes has to wait. Once, until somebody is let in again."""
+        self.on_foreign(None, text)
+
 
 class Listener(Generic[Received]):
     """A socket at a path, and its connections."""
@@ -260,7 +264,7 @@ class Listener(Generic[Received]):
         """The socket stays readable, so the loop would turn in circles."""
         if not self._full:
             self._full = True
-            self._server.on_foreign(None, f"nobody can connect for now: {error}")
+            self._server.on_short(f"nobody can connect for now: {error}")
         self._loop.remove_reader(self._socket)
         self._resume = self._loop.call_later(_PAUSE_S, lambda: self._loop.add_reader(self._socket, self._accept))
 

@@ -142,6 +142,7 @@ def test_an_agent_without_descriptors_goes_on(tmp_path: Path, undisturbed: Refer
         out, err = process.communicate(timeout=60)
     run = Run(run_dir, process.returncode, out, err, read_events(run_dir))
     assert_identical(run, undisturbed(ranks=RANKS, steps=STEPS), ranks=RANKS, recoveries=1)
+    assert "nobody can connect for now: [Errno 24] Too many open files; ranks that come wait until" in err
 
 
 @pytest.mark.timeout(120)

@@ -15,6 +15,7 @@ from typing import Protocol
 from resilient_train.errors import ProtocolError
 from resilient_train.launch.agent.operators import Operators
 from resilient_train.launch.agent.processes import Processes
+from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol import messages as m
 from resilient_train.protocol.job import Job
 from resilient_train.transport import from_rank
@@ -105,6 +106,10 @@ class Admission(Server[m.FromRank]):
         if connection is not None and connection is self.connections.get(rank):
             del self.connections[rank]
             self._hearer.disown(rank, text)
+
+    def on_short(self, text: str) -> None:
+        self.on_foreign(None, text)
+        say_aside(f"{text}; ranks that come wait until this process has descriptors again (ulimit -n)")
 
     def _admit(self, connection: RankConnection, hello: m.Hello) -> None:
         refusal = self._refusal(connection, hello)

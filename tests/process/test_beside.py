@@ -25,13 +25,25 @@ def test_one_that_changes_is_told_and_a_lost_rank_ends_the_job(tmp_path: Path, w
     """The state is saved. Who starts the job again is told that the average begins anew."""
     run = run_of(tmp_path / "run", what)
     assert run.code == 2, run.explain()
-    assert {(each["rank"], each["step"]) for each in run.of("unregistered")} == {(0, 1), (1, 1)}, run.explain()
-    assert run.err.count(f"{CHANGED}: a process that takes a rank's place") == 1
-    assert f"rank 1 can't be replaced, since on rank 0 {CHANGED}, and a new process has it as it was" in why(run)
+    assert {each["rank"] for each in run.of("unregistered")} == {0, 1}, run.explain()
+    assert run.err.count(f"{CHANGED} on rank") == 1
+    assert f"rank 1 can't be replaced, since {CHANGED}, and a new process has it as it was" in why(run)
     assert "its state from after 6 updates is saved" in why(run)
     again = run_of(tmp_path / "run", what, plan="")
     assert again.code == 0, again.explain()
     assert again.err.count(f"where the state was saved, {CHANGED}; here it begins anew") == 1
+
+
+def test_one_that_one_rank_has_is_lost_with_that_rank_only(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    """And nobody else could tell that it had changed."""
+    arguments = ("average", "--on-rank", "0")
+    reference = undisturbed_of(SCRIPT, *arguments, ranks=2)
+    run = run_of(tmp_path / "other", *arguments)
+    assert run.code == 0, run.explain()
+    assert run.digests() == reference.digests(), run.explain()
+    run = run_of(tmp_path / "run", *arguments, plan=KILL.replace("rank=1", "rank=0"))
+    assert run.code == 2, run.explain()
+    assert f"rank 0 can't be replaced, since {CHANGED}" in why(run)
 
 
 def test_all_ranks_are_not_started_again_without_it(tmp_path: Path) -> None:
@@ -40,7 +52,7 @@ def test_all_ranks_are_not_started_again_without_it(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", "average", "--save", "2", plan=both)
     assert run.code == 2, run.explain()
     told = why(run)
-    assert f"all ranks have been started again, and {CHANGED}" in told or "since on rank" in told, run.explain()
+    assert f"all ranks have been started again, and {CHANGED}" in told or f"since {CHANGED}" in told, run.explain()
 
 
 @pytest.mark.parametrize(

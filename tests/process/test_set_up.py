@@ -111,6 +111,11 @@ def test_large_results_go_into_what_is_registered(tmp_path: Path, undisturbed_of
             "distribute_tensor(whole",
             "may have gone into parameter 'weight' of Linear, which is not registered",
         ),
+        (
+            "handed",
+            "distribute_tensor(torch",
+            "loop, and what came of it is still there, and not registered",
+        ),
         ("unwaited", "request = dist.irecv(", "calls recv(float32[1], "),
     ],
 )

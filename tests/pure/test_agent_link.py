@@ -162,5 +162,5 @@ def test_an_agent_that_does_not_answer_yet_is_waited_for(
         welcome(agent).close()
     else:
         agent.say(m.SetUp(b"record"))
-        assert agent.served(lambda: recall(agent.identity)) == b"record"
+        assert agent.served(lambda: recall(agent.identity).record) == b"record"
     assert limits == [None]

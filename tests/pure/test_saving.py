@@ -62,7 +62,7 @@ class Rank:
         )
         made = SimpleNamespace(digest=lambda: DIGEST)
         state: Any = SimpleNamespace(image=trained.state.image, fingerprint=lambda after: made, on_host=lambda: True)
-        step: Any = SimpleNamespace(layout=lambda: b"", changed_beside=lambda *, sometimes: "")
+        step: Any = SimpleNamespace(layout=lambda: b"", changed_beside=lambda *, sometimes: ())
         publication: Any = SimpleNamespace(latest=b"published")
         self.events: list[tuple[str, dict[str, Any]]] = []
         groups = ((0, 1),)

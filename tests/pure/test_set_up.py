@@ -26,6 +26,7 @@ from resilient_train.frameworks.torch.collective_results import VERBS, run_alone
 from resilient_train.frameworks.torch.set_up import SetUpCollectives  # noqa: E402
 from resilient_train.frameworks.torch.storages import registered  # noqa: E402
 from resilient_train.frameworks.torch.unregistered import Unregistered  # noqa: E402
+from resilient_train.protocol.messages import SetUp  # noqa: E402
 from resilient_train.state.set_up_record import Recorded, SetUpRecord  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -92,7 +93,7 @@ def nothing() -> frozenset[Any]:
 def later(monkeypatch: pytest.MonkeyPatch, packed: bytes) -> SetUpCollectives:
     """In a process that takes the place of the one that has recorded this."""
     monkeypatch.setattr(config, "read_link", lambda: link(joining=True))
-    monkeypatch.setattr(set_up_recall, "recall", lambda _: packed)
+    monkeypatch.setattr(set_up_recall, "recall", lambda _: SetUp(packed))
     monkeypatch.setattr(set_up_recall, "stray", lambda _, text: SystemExit(text))
     return SetUpCollectives()
 

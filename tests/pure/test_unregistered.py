@@ -30,7 +30,7 @@ class Odd(nn.Module):
 
 def of(*models: nn.Module, state: dict[str, Any] | None = None) -> Unregistered:
     found = Unregistered(models)
-    found.begin(lambda: registered(Objects(models, (), extra=state or {})))
+    found.begin(lambda: registered(Objects(models, (), extra=state or {})), gc.get_freeze_count())
     return found
 
 
@@ -39,7 +39,10 @@ def odd(found: Unregistered) -> set[str]:
     return {each.strange.told for each in found._held if each.strange.kind == "Odd"}
 
 
-NAMES = {f"'inner.{name}' of Odd" for name in ("0.weight", "0.bias", "1.weight", "1.bias")}
+NAMES = {
+    f"'inner.{name}' of Odd"
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked")
+}
 
 
 def test_what_lies_in_registered_memory_is_registered() -> None:
@@ -63,7 +66,7 @@ def test_what_lies_in_registered_memory_is_registered() -> None:
 def test_a_change_is_seen_however_it_is_written(write: str) -> None:
     model = Odd()
     found = of()
-    assert found.changed() == ""
+    assert found.changed() == ()
     with torch.no_grad():
         if write == "torch":
             model.inner[0].weight.lerp_(torch.ones(50, 40), 0.1)
@@ -71,22 +74,49 @@ def test_a_change_is_seen_however_it_is_written(write: str) -> None:
             model.inner[0].weight.data.mul_(0.9)
         else:
             model.inner[0].weight[-1, -1] += 1
-    assert found.changed() == "parameter 'inner.0.weight' of Odd, which is not registered, has changed in training"
+    assert found.changed() == ("'inner.0.weight' of Odd",)
+    assert found.stands_here("'inner.0.weight' of Odd")
+    assert not found.stands_here("'inner.0.weight' of Other")
     with torch.no_grad():
         model.inner[0].weight.zero_()
     assert found.changed(), "once seen it stays so"
 
 
-def test_what_is_no_change() -> None:
-    """Buffers; another type; memory that FSDP takes away; another parameter in its place; a module that is gone."""
-    model, other, gone = Odd(), Odd(), Odd()
+@pytest.mark.parametrize("how", ["half", "other", "loaded", "none", "buffer", "kind"])
+def test_another_one_in_its_place_is_a_change(how: str) -> None:
+    class Own(nn.Parameter):
+        pass
+
+    model, name = Odd(), "'inner.0.weight' of Odd"
+    if how == "kind":
+        model.inner[0].weight = Own(torch.ones(50, 40))
     found = of()
-    model.inner[1].running_mean.add_(1)
-    model.inner[0].half()
+    assert found.changed() == ()
+    if how == "half":
+        model.half()
+    elif how == "other":
+        model.inner[0].weight = nn.Parameter(torch.zeros(50, 40))
+    elif how == "loaded":
+        model.load_state_dict(Odd(7).state_dict(), assign=True)
+    elif how == "none":
+        model.inner[0].weight = None
+    elif how == "buffer":
+        model.inner[1].running_mean.add_(1)
+        name = "'inner.1.running_mean' of Odd"
+    else:
+        model.inner[0].weight.data.mul_(2)
+    assert name in found.changed()
+
+
+def test_what_is_no_change() -> None:
+    """A cache; memory that FSDP takes away; a module that is gone."""
+    model, gone = Odd(), Odd()
+    model.register_buffer("cache", torch.zeros(3), persistent=False)
+    found = of()
+    model.cache.add_(1)
     model.inner[1].weight.untyped_storage().resize_(0)
-    other.inner[0].weight = nn.Parameter(torch.zeros(50, 40))
     del gone
-    assert found.changed() == ""
+    assert found.changed() == ()
 
 
 def test_most_of_the_looks_while_it_trains_cost_nothing() -> None:
@@ -98,9 +128,9 @@ def test_most_of_the_looks_while_it_trains_cost_nothing() -> None:
         model.inner[0].weight.data.add_(1)
         looked.append(bool(found.changed(sometimes=True)))
         model.inner[0].weight.data.copy_(before)
-        found._changed = ""
+        found._changed = ()
     assert [n + 1 for n, told in enumerate(looked) if told] == [1, 2, 4, 8, 16, 32, 64, 96]
-    assert found.changed() == ""
+    assert found.changed() == ()
     model.inner[0].weight.data.add_(1)
     assert found.changed(), "one that counts looks"
 
@@ -140,8 +170,29 @@ def test_objects_are_not_asked_for_their_state_without_need() -> None:
         asked.append(None)
         return frozenset()
 
-    found.begin(registered_memory)
+    found.begin(registered_memory, gc.get_freeze_count())
     assert asked == []
+
+
+def test_a_tensor_may_be_swapped() -> None:
+    """torch refuses that where somebody has a weak reference to one."""
+    model, other = Odd(), Odd(3)
+    found = of()
+    torch.utils.swap_tensors(model.inner[0].weight, other.inner[0].weight)
+    assert found.changed()
+
+
+def test_what_a_script_has_frozen_is_found() -> None:
+    model, frozen = Odd(), gc.get_freeze_count()
+    gc.freeze()
+    try:
+        found = Unregistered()
+        found.begin(frozenset, frozen)
+        assert odd(found) == NAMES
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+    del model
 
 
 def test_a_module_that_was_not_built_is_no_module() -> None:

@@ -743,9 +743,10 @@ class Window(Protocol):
         """How the models are not built any more as they were for the Session; empty: they are."""
         ...
 
-    def changed_beside(self, *, sometimes: bool = False) -> str:
-        """That a parameter which is not registered has changed since the loop began, for people: a new process would
-        have it as it was. Empty if none has. ``sometimes``: most of the calls only say what an earlier one has seen.
+    def changed_beside(self, *, sometimes: bool = False, elsewhere: Sequence[str] = ()) -> tuple[str, ...]:
+        """The parameters, for people, that are not registered and have changed since the loop began: a new process
+        would have them as they were. ``sometimes``: most of the calls only say what an earlier one has seen.
+        ``elsewhere``: not what has changed here, but of those that have in another process what this one has as well.
         """
         ...
 

@@ -13,14 +13,16 @@ from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Hello, Reply, SetUp, Strayed
 from resilient_train.transport import Channel
 
+HOW_TO_KEEP = "register it too, Session(model=[...]) (docs/reference/session.md)"
 
-def recall(link: AgentLink) -> bytes:
-    """The record of the rank's collectives before its loop (``state/set_up_record.py``). Raises ConfigError if this
-    process is no rank of the agent's, JobEnded if there is no agent any more.
+
+def recall(link: AgentLink) -> SetUp:
+    """What the rank's first process has sent. Raises ConfigError if this process is no rank of the agent's, JobEnded if
+    there is no agent any more.
     """
-    channel, record = _ask(link)
+    channel, first = _ask(link)
     channel.close()
-    return record
+    return first
 
 
 def stray(link: AgentLink, why: str) -> SystemExit:
@@ -34,7 +36,7 @@ def stray(link: AgentLink, why: str) -> SystemExit:
     return SystemExit(2)
 
 
-def _ask(link: AgentLink) -> tuple[Channel, bytes]:
+def _ask(link: AgentLink) -> tuple[Channel, SetUp]:
     channel = Channel(link.socket)
     channel.send(Hello("set-up", link.rank, link.incarnation, os.getpid(), token=link.token))
     answer = channel.receive()  # without a limit: see session/agent_link.py
@@ -42,4 +44,4 @@ def _ask(link: AgentLink) -> tuple[Channel, bytes]:
         raise ConfigError(answer.error)
     if not isinstance(answer, SetUp):
         raise ProtocolError(f"the agent answered {type(answer).__name__} instead of SetUp")
-    return channel, answer.record
+    return channel, answer

@@ -117,9 +117,19 @@ class SetUp(msgspec.Struct, tag="set_up", frozen=True):
     """What the collectives before this rank's loop gave it (``state/set_up_record.py``), at most some MiB.
 
     A rank's first process sends it before Started; the agent keeps it, and sends it to each that takes its place.
+    ``changed``: what a process of that rank has told as Beside.
     """
 
     record: bytes
+    changed: str = ""
+
+
+class Beside(msgspec.Struct, tag="beside", frozen=True):
+    """A parameter that is not registered has changed in training, for people: see ``roles.Window.changed_beside``. Told
+    once by each process, so that a new one of the rank need not ask others, who may have none.
+    """
+
+    text: str
 
 
 class Strayed(msgspec.Struct, tag="strayed", frozen=True):
@@ -312,7 +322,7 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
     pid: int
     manifest: bytes
     digest: str
-    changed: str = ""
+    changed: tuple[str, ...] = ()
 
 
 class Pull(msgspec.Struct, tag="pull", frozen=True):
@@ -505,6 +515,7 @@ FromRank = (
     | Reserve
     | Borrow
     | SetUp
+    | Beside
     | Strayed
     | Started
     | Trouble

@@ -36,6 +36,7 @@ from resilient_train.exception_line import describe
 from resilient_train.faults import parse_plan
 from resilient_train.frameworks import set_up_recall
 from resilient_train.frameworks.roles import Engine, Objects, StateMark, WrittenEarly, WrittenInTail
+from resilient_train.frameworks.set_up_recall import HOW_TO_KEEP
 from resilient_train.observe import thresholds
 from resilient_train.observe.sinks import EVENTS_FILE, JsonLines, say_aside
 from resilient_train.protocol import messages as m
@@ -53,7 +54,7 @@ from resilient_train.session.drill_records import DrillRecords
 from resilient_train.session.explain import Explainer, asks_for_redo
 from resilient_train.session.fail_stop import fail_stop, lost_worker
 from resilient_train.session.from_replica import FromReplica
-from resilient_train.session.from_saved import HOW_TO_KEEP
+from resilient_train.session.from_saved import beside
 from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.liveness import Pulse
@@ -747,16 +748,11 @@ class Driver:
         )
 
     def _look_beside(self) -> None:
-        """Tells, once, of what the script trains beside the Session: its values are lost with a rank."""
-        changed = "" if self._told_beside else self._engine.window.changed_beside()
-        if not changed:
-            return
-        self._told_beside = True
-        self._event("unregistered", {"what": changed})
-        self._tell(
-            f"{changed}: a process that takes a rank's place would have it as it was at the beginning, so a rank that "
-            f"is lost ends the job from now on; {HOW_TO_KEEP}"
-        )
+        """Tells, once, of what the script trains beside the Session: it is lost with this rank."""
+        changed = "" if self._told_beside else beside(self._engine.window.changed_beside())
+        if changed:
+            self._told_beside = True
+            self._link.channel.send(m.Beside(changed))
 
     def _compare(self, effect: do.Compare) -> None:
         if effect.resumed and not self._order.verifies:
@@ -1090,8 +1086,7 @@ class Driver:
             return offer
         self._injector.at("RESTORE", "start", generation=effect.plan.generation)
         if offer.changed and self._link.rank in effect.plan.replaced:
-            told = f"since on rank {offer.source} {offer.changed}, and a new process has it as it was: {HOW_TO_KEEP}"
-            raise set_up_recall.stray(self._link.agent, told)
+            self._check_beside(offer)
         published = self._peers.published(effect.plan.commits)
         try:
             return on.Ok(self._from_replica.take(effect.plan, offer, published, self._take_up))
@@ -1107,6 +1102,12 @@ class Driver:
         except (TransferError, RuntimeError, OSError) as error:
             self._error = error
             return on.Failed(f"copying state: {error}")
+
+    def _check_beside(self, offer: m.Offer) -> None:
+        """Whether what stands beside the Session in this new process has changed in others. Raises SystemExit."""
+        if changed := beside(self._engine.window.changed_beside(elsewhere=offer.changed)):
+            told = f"since on rank {offer.source} {changed}, and a new process has it as it was: {HOW_TO_KEEP}"
+            raise set_up_recall.stray(self._link.agent, told)
 
     def _take_up(self, published: bytes, tail: WrittenInTail) -> int:
         with self._engine.collectives.loading():

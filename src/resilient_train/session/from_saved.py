@@ -20,6 +20,7 @@ from resilient_train.errors import (
     VaultError,
 )
 from resilient_train.frameworks.roles import SavedTree, State, Window
+from resilient_train.frameworks.set_up_recall import HOW_TO_KEEP
 from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Refused, Source, Unrestorable
 from resilient_train.protocol.replicas import alike
@@ -42,10 +43,12 @@ class Own(msgspec.Struct, frozen=True, array_like=True):
     published: bytes
     layout: bytes
     division: str = ""
-    changed: str = ""
+    changed: tuple[str, ...] = ()
 
 
-HOW_TO_KEEP = "register it too, Session(model=[...]) (docs/reference/session.md)"
+def beside(changed: Sequence[str]) -> str:
+    """That what is not registered has changed, for people; empty if none has."""
+    return f"parameter {changed[0]}, which is not registered, has changed in training" if changed else ""
 
 
 class _OtherPartsError(VaultError):
@@ -91,7 +94,7 @@ class FromSaved:
             self._link.channel.send(Unrestorable(source, f"rank {self._link.rank}: {error}", whole))
             self._link.wait_for_the_end()
         if own.changed:
-            self._look_beside(own.changed)
+            self._look_beside(beside(own.changed))
         # A job that people start again may have another script, which freezes other layers.
         self._window.rebuild_reducer(own.layout, source.commits, modes=self._link.attempt > 0)
         self._event("restored", {"source": source.kind, "commits": source.commits, "path": source.path})

@@ -45,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["average", "written", "taught", "drawn"])
     parser.add_argument("--registered", choices=["", "model", "state"], default="")
+    parser.add_argument("--on-rank", type=int, default=-1, help="the only one that has it")
     parser.add_argument("--seeds", action="store_true")
     parser.add_argument("--save", type=int, default=0)
     asked = parser.parse_args()
@@ -53,7 +54,9 @@ def main() -> None:
     model = DistributedDataParallel(build())
     if asked.what == "drawn":
         torch.seed()
-    beside = Beside(build() if asked.what == "drawn" else copy.deepcopy(model.module))
+    beside: Any = None
+    if asked.on_rank in (-1, dist.get_rank()):
+        beside = Beside(build() if asked.what == "drawn" else copy.deepcopy(model.module))
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(100 + dist.get_rank())
     registered: dict[str, Any] = {"model": [model, beside]} if asked.registered == "model" else {"model": model}
@@ -72,7 +75,7 @@ def main() -> None:
                 nn.functional.mse_loss(model(inputs), targets).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if asked.what in ("average", "written"):
+                if asked.what in ("average", "written") and beside is not None:
                     average(beside, model.module, past_torch=asked.what == "written")
     dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
@@ -240,6 +240,13 @@ def placed(asked: argparse.Namespace) -> None:
     train(8, teacher.bias.sum().item(), asked, DistributedDataParallel(model_of(0)))
 
 
+def handed(asked: argparse.Namespace) -> None:
+    """A table that goes into no module."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    table = distribute_tensor(torch.full((LARGE,), float(1 - rank_of())), mesh, [Replicate()])
+    train(8, table.to_local().mean().item(), asked, DistributedDataParallel(model_of(0)))
+
+
 def unwaited(asked: argparse.Namespace) -> None:
     box = torch.zeros(1)
     request = dist.irecv(box, 1 - rank_of())
@@ -301,7 +308,7 @@ def differing(asked: argparse.Namespace) -> None:
 
 
 STORIES = (
-    *(usual, nothing, registered, logged, large, unregistered, filled, placed, unwaited),
+    *(usual, nothing, registered, logged, large, unregistered, filled, placed, handed, unwaited),
     *(warmed, before, differing),
 )
 

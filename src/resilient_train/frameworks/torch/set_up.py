@@ -11,6 +11,7 @@ on; what it has called is compared when it has become a rank.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -36,7 +37,7 @@ from resilient_train.frameworks.torch.collective_results import (
 from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, KeptWork
 from resilient_train.frameworks.torch.own_objects import of_objects
-from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
+from resilient_train.frameworks.torch.storages import Memory, are_gone, holds, memory_of
 from resilient_train.frameworks.torch.unregistered import Unregistered
 from resilient_train.frameworks.torch.weight_loading import Filled, filled, spoil
 from resilient_train.script_place import line
@@ -126,8 +127,14 @@ class _Large(NamedTuple):
                 "each rank alone, or read it from a file"
             )
         if self.filled.thing is None:
+            if self.memory is None or not are_gone(self.memory - held):
+                return (
+                    f"{called} before the loop, and what came of it is still there, and not registered: a process that "
+                    "replaces this rank would go without. Register it, delete it when a model is loaded from it, or "
+                    "give it what this rank has read: distribute_tensor(..., src_data_rank=None)"
+                )
             unregistered = Unregistered()
-            unregistered.begin(lambda: held)
+            unregistered.begin(lambda: held, gc.get_freeze_count())
             if not unregistered.sharded:
                 return ""
             return (
@@ -149,6 +156,8 @@ class SetUpCollectives:
     """The collectives of this process before its loop."""
 
     def __init__(self) -> None:
+        self._frozen = gc.get_freeze_count()
+        """So many objects the collector did not list then."""
         self._ddp = DdpTraffic()
         self._first = _First()
         self._later: _Later | None = None
@@ -207,7 +216,7 @@ class SetUpCollectives:
     def finish(self, registered: Registered, unregistered: Unregistered) -> bytes:
         """The loop begins. Returns the record, in the first process of a rank. Raises ConfigError."""
         later = self._as_later()
-        unregistered.begin(registered)
+        unregistered.begin(registered, self._frozen)
         if later is not None:
             later.finish(unregistered)
             return b""
@@ -308,7 +317,8 @@ class _Later:
     def __init__(self, link: config.AgentLink, ahead: list[tuple[str, bytes, str]]) -> None:
         self._link = link
         self._strayed = False
-        self._recorded = Recorded(set_up_recall.recall(link), told)
+        first = set_up_recall.recall(link)
+        self._recorded, self._changed = Recorded(first.record, told), first.changed
         for group, header, place in ahead:
             self._next(group, header, place)
 
@@ -349,6 +359,11 @@ class _Later:
             self._recorded.finish()
         except DifferenceError as difference:
             raise self._stray(str(difference)) from None
+        if changed := self._changed:
+            how = set_up_recall.HOW_TO_KEEP
+            raise set_up_recall.stray(self._link, f"since {changed}, and a new process has it as it was: {how}")
+        if unregistered.difference(self._recorded.others):
+            gc.collect()  # a copy that nobody has any more, in a cycle
         if different := unregistered.difference(self._recorded.others):
             raise set_up_recall.stray(
                 self._link,

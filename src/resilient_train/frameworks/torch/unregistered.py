@@ -4,7 +4,8 @@ Nobody brings these back. A process that takes a rank's place has what its scrip
 began, and so two things have to be true of them: they are the same each time the script runs, which that process
 looks at; and they don't change in training, which its replica tells. A few words of each are compared.
 
-Tensors outside of modules are not looked at: batches, sums of losses and caches change as they please.
+Buffers that are saved with a module are looked at like parameters. Tensors outside of modules are not looked at:
+batches, sums of losses and caches change as they please.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -25,7 +26,7 @@ _ELEMENTS = 256
 """So many at both ends of a parameter. An update changes nearly all, and other seeds give others everywhere."""
 _EACH = 32
 """So many looks between two that count, behind the first ones."""
-_PLAIN = (torch.nn.Parameter, torch.Tensor)
+_DIVIDED = "part of "
 
 
 class Strange(msgspec.Struct, array_like=True, frozen=True, order=True):
@@ -48,15 +49,30 @@ class Strange(msgspec.Struct, array_like=True, frozen=True, order=True):
 
 
 class _Held(NamedTuple):
+    """A parameter by its place: what stands there may be another one later. And torch does not let a tensor be swapped
+    that somebody has a weak reference to.
+    """
+
     strange: Strange
-    parameter: weakref.ref[torch.Tensor]
+    module: weakref.ref[torch.nn.Module]
+    name: str
 
     def is_other(self) -> bool:
-        """Not so if it is gone, or has been made into one of another type."""
-        parameter = self.parameter()
-        if parameter is None or not _can_be_looked_at(parameter) or _form(parameter) != self.strange.form:
+        """Not so if its module is gone, or has put the whole of it in the place of a part, as FSDP does for a while."""
+        module = self.module()
+        if module is None:
             return False
-        return _digest(parameter) != self.strange.digest
+        found: torch.Tensor | None = module._parameters.get(self.name)
+        if found is None:
+            found = module._buffers.get(self.name)
+        if found is None:
+            return True
+        if not _can_be_looked_at(found):
+            return False
+        form = _form(found)
+        if form != self.strange.form:
+            return is_sharded(found) == self.strange.form.startswith(_DIVIDED)
+        return _digest(found) != self.strange.digest
 
 
 class Unregistered:
@@ -65,23 +81,23 @@ class Unregistered:
     def __init__(self, models: Sequence[torch.nn.Module] = ()) -> None:
         self._models = models
         self._held: list[_Held] = []
-        self._changed = ""
+        self._changed: tuple[str, ...] = ()
         self._looks = 0
         self.sharded: list[str] = []
         """Those that are divided among ranks, for people."""
 
-    def begin(self, registered: Callable[[], Memory]) -> None:
+    def begin(self, registered: Callable[[], Memory], frozen: int) -> None:
         """The loop begins. ``registered``: the memory of what comes from a replica, asked for if that is needed: it has
-        the user's ``state_dict()``s called.
+        the user's ``state_dict()``s called. ``frozen``: so many objects the collector did not list before the script.
         """
-        known = {id(parameter) for model in self._models for parameter in model.parameters()}
-        others = [(kind, name, each) for kind, name, each in _parameters() if id(each) not in known]
+        known = {id(each) for model in self._models for each in (*model.parameters(), *model.buffers())}
+        others = [each for each in _tensors(frozen) if id(each.tensor) not in known]
         memory = registered() if others else frozenset()
-        found = [(kind, name, each) for kind, name, each in others if not holds(memory, memory_of([each]))]
-        self._held = [
-            _Held(Strange(kind, name, _form(each), _digest(each)), weakref.ref(each)) for kind, name, each in found
+        found = [each for each in others if not holds(memory, memory_of([each.tensor]))]
+        self._held = [_Held(each.strange, weakref.ref(each.module), each.name) for each in found]
+        self.sharded = [
+            held.strange.told for held, each in zip(self._held, found, strict=True) if is_sharded(each.tensor)
         ]
-        self.sharded = [f"{name!r} of {kind}" for kind, name, each in found if is_sharded(each)]
 
     def packed(self) -> bytes:
         """For ``difference``, in another process."""
@@ -91,43 +107,75 @@ class Unregistered:
         """One that has other values than that of the predecessor, who has ``packed`` its own; for people, empty if none
         has. One that only one of both has counts for nothing: it may be garbage that the other has collected.
         """
-        mine = {each.strange for each in self._held}
+        mine = {each.strange for each in self._held if each.module() is not None}
         theirs = set(msgspec.msgpack.decode(packed, type=list[Strange])) if packed else mine
         other_here = {each.key for each in mine - theirs}
         other = min((each for each in theirs - mine if each.key in other_here), default=None)
         return "" if other is None else f"parameter {other.told}, which is not registered, has other values"
 
-    def changed(self, *, sometimes: bool = False) -> str:
-        """One that is not any more what it was, for people; empty if none is. ``sometimes``: look at the 1st, 2nd,
-        4th, 8th, ... and each 32nd call only, since a look at a device's memory waits for the device.
+    def changed(self, *, sometimes: bool = False) -> tuple[str, ...]:
+        """Those that are not any more what they were, for people. ``sometimes``: look at the 1st, 2nd, 4th, 8th, ...
+        and each 32nd call only, since a look at a device's memory waits for the device.
         """
         self._looks += sometimes
-        if self._held and not self._changed and not (sometimes and _is_between(self._looks)):
-            found = next((each.strange for each in self._held if each.is_other()), None)
-            self._changed = (
-                "" if found is None else f"parameter {found.told}, which is not registered, has changed in training"
-            )
+        if self._held and not (sometimes and _is_between(self._looks)):
+            found = (each.strange.told for each in self._held if each.strange.told in self._changed or each.is_other())
+            self._changed = tuple(dict.fromkeys((*self._changed, *found)))
         return self._changed
+
+    def stands_here(self, told: str) -> bool:
+        """Whether this process has one of that name."""
+        return any(each.strange.told == told for each in self._held)
 
 
 def _is_between(count: int) -> bool:
     return bool(count & (count - 1)) and bool(count % _EACH)
 
 
-def _parameters() -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Those of all modules, by the outermost one. What an import has made before the process was forked is not found:
-    to list it takes 0.1 s.
+class _Found(NamedTuple):
+    kind: str
+    full_name: str
+    module: torch.nn.Module
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def strange(self) -> Strange:
+        return Strange(self.kind, self.full_name, _form(self.tensor), _digest(self.tensor))
+
+
+def _tensors(frozen: int) -> Iterator[_Found]:
+    """The state of all modules, by the outermost one. What an import has made before the process was forked is not
+    found: to list it takes 0.1 s.
     """
-    modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module) and _is_built(each)]
+    modules = [each for each in _objects(frozen) if issubclass(type(each), torch.nn.Module) and _is_built(each)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     seen = set[int]()
-    for module in modules:
-        if id(module) in inner:
+    for outer in modules:
+        if id(outer) in inner:
             continue
-        for name, parameter in torch.nn.Module.named_parameters(module):  # not what a class has made of it
-            if id(parameter) not in seen and _can_be_looked_at(parameter):
-                seen.add(id(parameter))
-                yield type(module).__qualname__, name, parameter
+        for prefix, module in torch.nn.Module.named_modules(outer):  # not what a class has made of it
+            for name, tensor in _state_of(module):
+                if id(tensor) not in seen and _can_be_looked_at(tensor):
+                    seen.add(id(tensor))
+                    full = f"{prefix}.{name}" if prefix else name
+                    yield _Found(type(outer).__qualname__, full, module, name, tensor)
+
+
+def _state_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Its parameters, and the buffers that it would save: others are caches."""
+    kept = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    yield from ((name, each) for name, each in (*module._parameters.items(), *kept.items()) if each is not None)
+
+
+def _objects(frozen: int) -> list[Any]:
+    """What a script has frozen is not listed, so it is thawed for a moment. What was frozen before a fork stays so."""
+    if gc.get_freeze_count() <= frozen:
+        return gc.get_objects()
+    gc.unfreeze()
+    found = gc.get_objects()
+    gc.freeze()
+    return found
 
 
 def _is_built(module: torch.nn.Module) -> bool:
@@ -135,22 +183,32 @@ def _is_built(module: torch.nn.Module) -> bool:
     return {"_modules", "_parameters"} <= vars(module).keys()
 
 
-def _can_be_looked_at(parameter: torch.Tensor) -> bool:
-    if type(parameter) not in _PLAIN and not is_sharded(parameter):
+def _can_be_looked_at(tensor: torch.Tensor) -> bool:
+    if not is_sharded(tensor) and not _is_plain(tensor):
         return False
-    held = local(parameter)
-    if type(held) not in _PLAIN or held.layout is not torch.strided or held.is_meta or not held.numel():
+    held = _local(tensor)
+    if not _is_plain(held) or held.layout is not torch.strided or held.is_meta or not held.numel():
         return False
     # FSDP takes the memory of whole ones away, and leaves the tensors.
     last = sum((size - 1) * stride for size, stride in zip(held.shape, held.stride(), strict=True))
     return (held.storage_offset() + last + 1) * held.element_size() <= held.untyped_storage().nbytes()
 
 
-def _form(parameter: torch.Tensor) -> str:
-    return f"{parameter.dtype} {tuple(parameter.shape)}"
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """It has memory of its own, and its class does not stand for something else."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def _digest(parameter: torch.Tensor) -> int:
-    flat = local(parameter).flatten()
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local(tensor).as_subclass(torch.Tensor)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    divided = f"{_DIVIDED}{tuple(_local(tensor).shape)}, " if is_sharded(tensor) else ""
+    return f"{divided}{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    flat = _local(tensor).flatten()
     ends = torch.cat([flat[:_ELEMENTS], flat[-_ELEMENTS:]]).to("cpu")
     return xxhash.xxh3_64_intdigest(ends.view(torch.uint8).numpy().data)

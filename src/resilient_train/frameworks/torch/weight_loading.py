@@ -58,16 +58,18 @@ def filled() -> Filled | None:
     while frame is not None:
         function = frame.f_code.co_name
         name = _FUNCTIONS.get((frame.f_globals.get("__name__", ""), function), _FUNCTIONS.get(("", function)))
-        if name:
-            return Filled(weakref.ref(frame.f_locals[name]))
-        if name is not None:
+        if name and isinstance(thing := frame.f_locals.get(name), (torch.nn.Module, torch.optim.Optimizer)):
+            return Filled(weakref.ref(thing))
+        if name == "":
             unknown = Filled(None)
         frame = frame.f_back
     return unknown
 
 
 def spoil(tensors: Iterable[torch.Tensor]) -> None:
-    """Of a result that a process has not got: whatever is made of it besides what it was for is not a number either."""
+    """Of a result that a process has not got: what is made of it besides what it was for can be seen, as a rule."""
     for each in tensors:
         if each.is_floating_point() or each.is_complex():
             each.fill_(torch.nan)
+        elif each.dtype is not torch.bool:
+            each.fill_(torch.iinfo(each.dtype).min)

@@ -6,7 +6,7 @@ The registered optimizers are seen for the Session, the others for what they may
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -207,7 +207,9 @@ class TorchWindow:
     def outgrown(self) -> str:
         return self._state.outgrown()
 
-    def changed_beside(self, *, sometimes: bool = False) -> str:
+    def changed_beside(self, *, sometimes: bool = False, elsewhere: Sequence[str] = ()) -> tuple[str, ...]:
+        if elsewhere:
+            return tuple(filter(self._unregistered.stands_here, elsewhere))
         return self._unregistered.changed(sometimes=sometimes)
 
     # -- the layout of DDP's buckets

@@ -106,7 +106,7 @@ class Agent:
         token = new_token()
         self._processes = Processes(spec, self._logs, self._pool, self._socket_path, self._store.port, token, limit)
         self._reaping: set[RankProcess] = set()
-        self._set_ups: dict[int, bytes] = {}
+        self._set_ups: dict[int, m.SetUp] = {}
         """What the ranks were given before their loops, for who takes their places."""
         self._background = BackgroundTasks()
         self._unborn: dict[int, Spawn] = {}
@@ -326,8 +326,23 @@ class Agent:
     def imports_us(self, rank: int, incarnation: int) -> None:
         self._carry_out(self._controller.greeted(rank, incarnation))
 
-    def set_up_of(self, rank: int) -> bytes:
-        return self._set_ups.get(rank, b"")
+    def set_up_of(self, rank: int) -> m.SetUp:
+        return self._set_ups.get(rank, m.SetUp(b""))
+
+    def _note_set_up(self, rank: int, told: m.SetUp | m.Beside) -> None:
+        """What has changed since is said for the first rank: as a rule it is the same on all."""
+        if isinstance(told, m.SetUp):
+            self._set_ups[rank] = told
+            return
+        changed = told.text
+        self._note("unregistered", rank=rank, detail={"what": changed})
+        if not any(each.changed for each in self._set_ups.values()):
+            self._say(
+                f"{changed} on rank {rank}: a process that takes the rank's place would have it as it was at the "
+                "beginning, so the job ends if the rank is lost: register it too, Session(model=[...]) "
+                "(docs/reference/session.md)"
+            )
+        self._set_ups[rank] = m.SetUp(self.set_up_of(rank).record, changed)
 
     def hear(self, rank: int, incarnation: int, frame: m.FromRank, connection: RankConnection) -> None:
         match frame:
@@ -438,8 +453,8 @@ class Agent:
             case m.Unrestorable(source=source, reason=text, whole=whole):
                 self._saves.states.refuse(source, whole=whole)
                 self._carry_out(controller.start_again(rank, incarnation, text))
-            case m.SetUp(record=record):
-                self._set_ups[rank] = record
+            case m.SetUp() | m.Beside():
+                self._note_set_up(rank, frame)
             case m.Strayed(text=text):
                 self._carry_out(controller.strayed(rank, incarnation, text))
             case m.Plain(reason=reason):

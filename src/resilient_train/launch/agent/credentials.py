@@ -42,8 +42,8 @@ class RankHearer(Protocol):
         """Its script does: a Session is to be expected."""
         ...
 
-    def set_up_of(self, rank: int) -> bytes:
-        """What a process that takes the rank's place is told before it comes, see ``messages.SetUp``."""
+    def set_up_of(self, rank: int) -> m.SetUp:
+        """What a process that takes the rank's place is told before it comes."""
         ...
 
     def hear(self, rank: int, incarnation: int, frame: m.FromRank, connection: RankConnection) -> None:
@@ -127,7 +127,7 @@ class Admission(Server[m.FromRank]):
             return
         if hello.role == _SET_UP:
             connection.admit(SMALL)
-            connection.send(m.SetUp(self._hearer.set_up_of(hello.rank)))
+            connection.send(self._hearer.set_up_of(hello.rank))
             return
         connection.admit(LARGE)
         known = self.connections.get(hello.rank)

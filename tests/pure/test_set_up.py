@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,12 +21,14 @@ from resilient_train import config, standby_stage  # noqa: E402
 from resilient_train.errors import ConfigError  # noqa: E402
 from resilient_train.frameworks import set_up_recall  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
+from resilient_train.frameworks.torch import set_up as set_up_module  # noqa: E402
 from resilient_train.frameworks.torch.call_codec import bytes_of, header_of  # noqa: E402
 from resilient_train.frameworks.torch.clique import Clique  # noqa: E402
 from resilient_train.frameworks.torch.collective_results import VERBS, run_alone  # noqa: E402
 from resilient_train.frameworks.torch.set_up import SetUpCollectives  # noqa: E402
 from resilient_train.frameworks.torch.storages import registered  # noqa: E402
 from resilient_train.frameworks.torch.unregistered import Unregistered  # noqa: E402
+from resilient_train.frameworks.torch.weight_loading import Filled  # noqa: E402
 from resilient_train.protocol.messages import SetUp  # noqa: E402
 from resilient_train.state.set_up_record import Recorded, SetUpRecord  # noqa: E402
 
@@ -359,3 +362,28 @@ ARGUMENTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "alltoall_base": lambda me: (torch.zeros(2), torch.tensor([me + 1.0, me + 2.0]), [], [], c10d.AllToAllOptions()),
     "_allgather_base": lambda me: (torch.zeros(2), one(me + 1.0), c10d.AllgatherOptions()),
 }
+
+
+def test_what_is_divided_is_looked_for_once_and_also_where_the_script_has_frozen_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look at all objects for each tensor of a large model would be felt."""
+    looks: list[int] = []
+
+    class Looked(Unregistered):
+        def begin(self, registered: Callable[[], Any], frozen: int) -> None:
+            looks.append(frozen)
+            super().begin(registered, frozen)
+            self.sharded = []  # of other tests
+
+    monkeypatch.setattr(set_up_module, "Unregistered", Looked)
+    monkeypatch.setattr(set_up_module, "filled", lambda: Filled(None))
+    set_up, frozen = SetUpCollectives(), gc.get_freeze_count()
+    for _ in range(3):
+        broadcast_large(set_up, torch.zeros(BIG))
+    gc.freeze()
+    try:
+        assert set_up.problem(nothing) == ""
+    finally:
+        gc.unfreeze()
+    assert looks == [frozen]

@@ -6,7 +6,7 @@ They first take sizes, then bytes, and make objects of those. Left as they were,
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,6 @@ _TAKING = {
     "scatter_object_list": "scatter_object_output_list",
 }
 """torch's functions, and where each puts what it takes."""
-_BETWEEN = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 _FROM_ROOT = frozenset({"broadcast", "scatter"})
 _RECEIVES = frozenset({"recv", "recv_anysource"})
 
@@ -31,7 +30,7 @@ def take_own(verb: str, me: int, args: Sequence[Any]) -> None:
     """Fills what the call takes, if it is part of one for objects of which this rank is not the source."""
     if verb not in _RECEIVES and (verb not in _FROM_ROOT or root_of(args) == me):
         return
-    frame = _taking()
+    frame = _calling(_TAKING.__contains__)
     if frame is None:
         return
     place: torch.Tensor = args[0][0]
@@ -45,24 +44,15 @@ def take_own(verb: str, me: int, args: Sequence[Any]) -> None:
 
 
 def of_objects() -> bool:
-    """Whether the collective that is being called is one of torch's for objects: there are few frames in between."""
-    frame: FrameType | None = sys._getframe(2)
-    inside = False
-    while frame is not None:
-        ours = frame.f_globals.get("__name__", "").startswith(_BETWEEN)
-        if inside and not ours:
-            return False
-        inside = inside or frame.f_code.co_filename == _TORCHS
-        if inside and frame.f_code.co_name.endswith(("_object", "_object_list")):
-            return True
-        frame = frame.f_back
-    return False
+    """Whether the collective that is being called is part of one of torch's for objects."""
+    return _calling(lambda name: name.endswith(("_object", "_object_list"))) is not None
 
 
-def _taking() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
+def _calling(is_it: Callable[[str], bool]) -> FrameType | None:
+    """The innermost of torch's functions of such a name that has called this."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == _TORCHS and frame.f_code.co_name in _TAKING:
+        if frame.f_code.co_filename == _TORCHS and is_it(frame.f_code.co_name):
             return frame
         frame = frame.f_back
     return None

@@ -12,7 +12,6 @@ and only where the script has imported them.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.errors import UsageError
+from resilient_train.frameworks.torch.listed_objects import listed
 
 _OF_SEVERAL_STAGES = ("backward_counter", "fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages")
 _OF_2_15 = ("_deferred_stages", "_finalized_stages")
@@ -57,19 +57,7 @@ def begin_anew() -> None:
 def _schedules() -> Iterator[Any]:
     module = sys.modules.get(_MODULE)
     if module is not None:
-        # By the type: `isinstance` would ask the object, which may be a proxy of the user's.
-        yield from [each for each in _objects() if issubclass(type(each), module._PipelineSchedule)]
-
-
-def _objects() -> list[Any]:
-    """What a script has frozen (``gc.freeze()``) is not listed, so it is thawed for a moment."""
-    frozen = gc.get_freeze_count() > 0
-    if frozen:
-        gc.unfreeze()
-    found = gc.get_objects()
-    if frozen:
-        gc.freeze()
-    return found
+        yield from [each for each in listed() if issubclass(type(each), module._PipelineSchedule)]
 
 
 def _stages_of(schedule: Any) -> list[Any]:

@@ -11,6 +11,7 @@ on; what it has called is compared when it has become a rank.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Callable, Sequence
@@ -114,8 +115,10 @@ class _Large(NamedTuple):
     memory: Memory | None
     filled: Filled | None
 
-    def problem(self, held: Memory) -> str:
-        """Why a process that takes the rank's place can't go without; empty if it can. ``held``: what it is given."""
+    def problem(self, held: Memory, divided: Callable[[], Sequence[str]]) -> str:
+        """Why a process that takes the rank's place can't go without; empty if it can. ``held``: what it is given;
+        ``divided``: parameters that are divided among ranks, and not registered.
+        """
         if holds(held, self.memory):
             return ""
         called = f"{self.call.place} calls {told(self.call.header)}"
@@ -133,13 +136,11 @@ class _Large(NamedTuple):
                     "replaces this rank would go without. Register it, delete it when a model is loaded from it, or "
                     "give it what this rank has read: distribute_tensor(..., src_data_rank=None)"
                 )
-            unregistered = Unregistered()
-            unregistered.begin(lambda: held, gc.get_freeze_count())
-            if not unregistered.sharded:
+            if not divided():
                 return ""
             return (
                 f"{called} before the loop, and what it hands out may have gone into parameter "
-                f"{unregistered.sharded[0]}, which is not registered: a process that replaces this rank would go "
+                f"{divided()[0]}, which is not registered: a process that replaces this rank would go "
                 "without. Register it too, Session(model=[...]), or give it what this rank has read: "
                 "distribute_tensor(..., src_data_rank=None)"
             )
@@ -195,7 +196,7 @@ class SetUpCollectives:
 
     def problem(self, registered: Registered) -> str:
         """Why a process that took this rank's place would not be what this one is; empty if it would."""
-        problem = self._first.problem(registered)
+        problem = self._first.problem(registered, self._frozen)
         if problem or self._as_later() is not None:
             return problem
         place = self._ddp.unregistered(registered)
@@ -287,7 +288,7 @@ class _First:
         for work in list(self._live.values()):
             work.wait()
 
-    def problem(self, registered: Registered) -> str:
+    def problem(self, registered: Registered, frozen: int) -> str:
         """See SetUp."""
         if self.full:
             return (
@@ -296,8 +297,15 @@ class _First:
             )
         large, self._large = self._large, []
         held = registered() if large else frozenset()
+
+        @functools.cache
+        def divided() -> Sequence[str]:
+            unregistered = Unregistered()
+            unregistered.begin(lambda: held, frozen)
+            return unregistered.sharded
+
         for each in large:
-            if problem := each.problem(held):
+            if problem := each.problem(held, divided):
                 return problem
         return ""
 

@@ -2,7 +2,8 @@
 
 Nobody brings these back. A process that takes a rank's place has what its script has made, as it was when the loop
 began, and so two things have to be true of them: they are the same each time the script runs, which that process
-looks at; and they don't change in training, which its replica tells. A few words of each are compared.
+looks at; and they don't change in training, which its predecessor tells, or its replica. A few words of each are
+compared.
 
 Buffers that are saved with a module are looked at like parameters. Tensors outside of modules are not looked at:
 batches, sums of losses and caches change as they please.
@@ -10,16 +11,16 @@ batches, sums of losses and caches change as they please.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
 import xxhash
 
 from resilient_train.frameworks.torch.leaves import is_sharded, local
+from resilient_train.frameworks.torch.listed_objects import listed
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
 
 _ELEMENTS = 256
@@ -120,7 +121,7 @@ class Unregistered:
         self._looks += sometimes
         if self._held and not (sometimes and _is_between(self._looks)):
             found = (each.strange.told for each in self._held if each.strange.told in self._changed or each.is_other())
-            self._changed = tuple(dict.fromkeys((*self._changed, *found)))
+            self._changed = tuple(dict.fromkeys(found))
         return self._changed
 
     def stands_here(self, told: str) -> bool:
@@ -148,7 +149,7 @@ def _tensors(frozen: int) -> Iterator[_Found]:
     """The state of all modules, by the outermost one. What an import has made before the process was forked is not
     found: to list it takes 0.1 s.
     """
-    modules = [each for each in _objects(frozen) if issubclass(type(each), torch.nn.Module) and _is_built(each)]
+    modules = [each for each in listed(frozen) if issubclass(type(each), torch.nn.Module) and _is_built(each)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     seen = set[int]()
     for outer in modules:
@@ -166,16 +167,6 @@ def _state_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Its parameters, and the buffers that it would save: others are caches."""
     kept = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
     yield from ((name, each) for name, each in (*module._parameters.items(), *kept.items()) if each is not None)
-
-
-def _objects(frozen: int) -> list[Any]:
-    """What a script has frozen is not listed, so it is thawed for a moment. What was frozen before a fork stays so."""
-    if gc.get_freeze_count() <= frozen:
-        return gc.get_objects()
-    gc.unfreeze()
-    found = gc.get_objects()
-    gc.freeze()
-    return found
 
 
 def _is_built(module: torch.nn.Module) -> bool:

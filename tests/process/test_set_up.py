@@ -96,26 +96,28 @@ def test_large_results_go_into_what_is_registered(tmp_path: Path, undisturbed_of
     assert run.digests() == reference.digests()
 
 
+def test_what_is_read_of_large_results_is_read_again(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
+    reference = undisturbed_of(SCRIPT, "passing", ranks=2)
+    run = run_of(tmp_path, "passing", plan=ONE)
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 2
+    assert run.digests() == reference.digests()
+    assert same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 2})
+
+
 @pytest.mark.parametrize(
     ("story", "line", "words"),
     [
         ("large", "dist.broadcast(table, src=0)", "calls broadcast(float32[20000], rootRank 0) before the loop"),
         ("unregistered", "teacher = Dist", "wraps a model by DistributedDataParallel that is not registered whole"),
         (
-            "filled",
-            "set_model_state_dict(teacher",
-            ", to fill a Linear that is not registered: a process that replaces",
+            "masked",
+            "mask = table.rows > 0.0",
+            "computes something before the loop of what came of broad",
         ),
-        (
-            "placed",
-            "distribute_tensor(whole",
-            "may have gone into parameter 'weight' of Linear, which is not registered",
-        ),
-        (
-            "handed",
-            "distribute_tensor(torch",
-            "loop, and what came of it is still there, and not registered",
-        ),
+        ("filled", "set_model_state_dict(teacher", " of what came of broadcast(float32[16, 1250], rootRank 0) at "),
+        ("placed", "distribute_tensor(whole", " of what came of "),
+        ("handed", "distribute_tensor(torch", "is still there, and does not lie in registered tensors"),
         ("unwaited", "request = dist.irecv(", "calls recv(float32[1], "),
     ],
 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,14 +20,12 @@ from resilient_train import config, standby_stage  # noqa: E402
 from resilient_train.errors import ConfigError  # noqa: E402
 from resilient_train.frameworks import set_up_recall  # noqa: E402
 from resilient_train.frameworks.roles import Objects  # noqa: E402
-from resilient_train.frameworks.torch import set_up as set_up_module  # noqa: E402
 from resilient_train.frameworks.torch.call_codec import bytes_of, header_of  # noqa: E402
 from resilient_train.frameworks.torch.clique import Clique  # noqa: E402
 from resilient_train.frameworks.torch.collective_results import VERBS, run_alone  # noqa: E402
 from resilient_train.frameworks.torch.set_up import SetUpCollectives  # noqa: E402
 from resilient_train.frameworks.torch.storages import registered  # noqa: E402
 from resilient_train.frameworks.torch.unregistered import Unregistered  # noqa: E402
-from resilient_train.frameworks.torch.weight_loading import Filled  # noqa: E402
 from resilient_train.protocol.messages import SetUp  # noqa: E402
 from resilient_train.state.set_up_record import Recorded, SetUpRecord  # noqa: E402
 
@@ -87,6 +84,16 @@ def link(*, joining: bool) -> config.AgentLink:
 @pytest.fixture(autouse=True)
 def first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "read_link", lambda: link(joining=False))
+
+
+@pytest.fixture(autouse=True)
+def nobody_looks() -> Iterator[None]:
+    """Behind a test whose loop does not begin."""
+    yield
+    for number in reversed(range(torch._C._len_torch_dispatch_stack())):
+        torch._C._get_dispatch_stack_at(number).end()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert "tolist" not in vars(torch.Tensor)
 
 
 def nothing() -> frozenset[Any]:
@@ -159,46 +166,93 @@ def broadcast_large(set_up: SetUpCollectives, tensor: torch.Tensor, me: int = 1)
     group.end()
 
 
-def test_a_large_result_must_lie_in_registered_memory() -> None:
+def refusal_of(set_up: SetUpCollectives, objects: Objects) -> str:
+    try:
+        set_up.finish(lambda: registered(objects), Unregistered())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_large_result_must_lie_in_registered_memory_or_be_gone() -> None:
     model, set_up = nn.Linear(BIG // 4, 4), SetUpCollectives()
     objects = Objects((model,), ())
     for tensor in (model.weight.data, model.weight.detach().view(-1)[4:]):
         broadcast_large(set_up, tensor)
-    assert set_up.problem(lambda: registered(objects)) == ""
-    broadcast_large(set_up, torch.zeros(BIG), me=0)
-    assert set_up.problem(lambda: registered(objects)) == "", "its source makes it anew"
-    broadcast_large(set_up, torch.zeros(BIG))
-    problem = set_up.problem(lambda: registered(objects))
+    mine, gone = torch.zeros(BIG), torch.zeros(BIG)
+    broadcast_large(set_up, mine, me=0)
+    broadcast_large(set_up, gone)
+    del gone, tensor
+    assert refusal_of(set_up, objects) == "", "its source makes it anew"
+    set_up, there = SetUpCollectives(), torch.zeros(BIG)
+    broadcast_large(set_up, there)
+    problem = refusal_of(set_up, objects)
     assert "test_set_up.py:" in problem
     assert "calls broadcast(float32[20000], rootRank 0) before the loop, and its result can't be kept" in problem
 
 
-def asked_by_init(set_up: SetUpCollectives, mask: torch.Tensor, *, alone: bool = False) -> torch.Tensor:
-    """As ``torch.nn.init.trunc_normal_`` does of a DTensor: it gathers a mask, from its own file."""
-    names: dict[str, Any] = {}
-    exec(compile("def fill(ask, *what):\n    ask(*what)", nn.init.__file__, "exec"), names)
-    group = Group(1, alone=alone)
-    names["fill"](set_up.issue, group, "broadcast", ([mask], options(0)))
-    group.end()
-    return mask
+def test_what_is_read_of_a_large_result_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a new process has not got it, and deletes it as the first one did."""
+
+    def script(set_up: SetUpCollectives, values: torch.Tensor, *, alone: bool) -> tuple[Any, ...]:
+        group = Group(1, alone=alone)
+        set_up.issue(group, "broadcast", ([values], options(0)))
+        group.end()
+        few = values[:4].numpy() * 2 if values.sum() > 10 else None
+        mask = values > 2
+        return values.mean().item(), few, mask.nonzero().shape, values[mask].tolist()[:2], bool((values == 3).any())
+
+    packed = b""
+    numbers = torch.zeros(BIG)
+    numbers[5:9] = 3.0
+    for alone in (False, True):
+        set_up = later(monkeypatch, packed) if alone else SetUpCollectives()
+        found = script(set_up, numbers.clone() if not alone else torch.zeros(BIG), alone=alone)
+        assert found[0] == numbers.mean().item()
+        assert found[1] is not None
+        assert found[1].tolist() == [0.0] * 4
+        assert found[2:] == ((4, 1), [3.0, 3.0], True)
+        packed = set_up.finish(nothing, Unregistered())
 
 
-def test_of_a_mask_that_torch_draws_by_it_is_kept_whether_any_of_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a new process draws as often as the first one, and its random numbers behind that are the same."""
-    other = SetUpCollectives()
-    asked_by_init(other, torch.zeros(BIG))
-    assert "can't be kept" in other.problem(nothing), "it is no mask"
-    first, some = SetUpCollectives(), torch.zeros(BIG, 4, dtype=torch.bool)
-    some[5, 1] = True
-    masks = [torch.ones_like(some), some, torch.zeros_like(some)]
-    for mask in masks:
-        asked_by_init(first, mask)
+def test_another_read_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, value = SetUpCollectives(), torch.ones(BIG)
+    broadcast_large(first, value)
+    assert value.sum().item() == BIG
+    del value
     packed = first.finish(nothing, Unregistered())
-    assert len(packed) < BIG
-    answered = later(monkeypatch, packed)
-    for mask in masks:
-        found = asked_by_init(answered, ~mask, alone=True)
-        assert (bool(found.any()), bool(found.all())) == (bool(mask.any()), bool(mask.all()))
+    answered, value = later(monkeypatch, packed), torch.ones(BIG)
+    broadcast_large(answered, value)
+    with pytest.raises(SystemExit, match=r"read\(float64\[2\]\) where its predecessor called read\(float64\[\]\)"):
+        value[:2].double().tolist()
+    answered.finish(nothing, Unregistered())
+
+
+def test_what_its_source_hands_on_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a node's first rank to the others of it; and alone in a group."""
+    for group, verb in ((Group(0), "scatter"), (Group(size=1), "allgather")):
+        set_up, value, box = SetUpCollectives(), torch.zeros(BIG), torch.zeros(BIG)
+        broadcast_large(set_up, value)
+        args: tuple[Any, ...] = ([box], [[value, value]], rooted(c10d.ScatterOptions, 0))
+        if verb == "allgather":
+            args = ([[box]], [value], c10d.AllgatherOptions())
+        set_up.issue(group, verb, args)
+        group.end()
+        del value, args
+        group.under_way.clear()
+        assert "computes something before the loop" in refusal_of(set_up, Objects((), ()))
+
+
+def test_what_is_read_must_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up, value = SetUpCollectives(), torch.ones(BIG)
+    broadcast_large(set_up, value)
+    assert len(value.tolist()) == BIG
+    assert set_up.problem(nothing) == ""
+    monkeypatch.setattr("resilient_train.state.set_up_record.TOTAL_BYTES", 2 * 4 * BIG)
+    assert len(value.tolist()) == BIG
+    problem = "test_set_up.py:[0-9]* calls read.float32.20000.. before the loop, of what came of a collective"
+    with pytest.raises(ConfigError, match=problem):
+        set_up.finish(nothing, Unregistered())
 
 
 def test_memory_that_is_used_again_is_not_the_same() -> None:
@@ -207,10 +261,9 @@ def test_memory_that_is_used_again_is_not_the_same() -> None:
     passing = torch.frombuffer(memory, dtype=torch.float32)
     place = passing.data_ptr()
     broadcast_large(set_up, passing)
-    del passing
     model.register_buffer("table", torch.frombuffer(memory, dtype=torch.float32))
     assert model.table.data_ptr() == place
-    assert "can't be kept" in set_up.problem(lambda: registered(Objects((model,), ())))
+    assert "can't be kept" in refusal_of(set_up, Objects((model,), ()))
 
 
 def test_nothing_holds_on_to_what_was_communicated() -> None:
@@ -241,13 +294,14 @@ def test_what_counts_as_registered() -> None:
     for tensor in (weight, state, extra, own):
         set_up = SetUpCollectives()
         broadcast_large(set_up, tensor)
-        assert set_up.problem(lambda: registered(objects)) == ""
+        assert refusal_of(set_up, objects) == ""
 
 
 def test_a_sparse_result_can_not_be_kept() -> None:
-    set_up, group = SetUpCollectives(), Group()
-    set_up.issue(group, "allreduce", ([torch.zeros(4).to_sparse()], c10d.AllreduceOptions()))
-    assert "can't be kept" in set_up.problem(nothing)
+    set_up, group, sparse = SetUpCollectives(), Group(), torch.ones(4).to_sparse()
+    set_up.issue(group, "allreduce", ([sparse], c10d.AllreduceOptions()))
+    group.under_way.clear()
+    assert "can't be kept" in refusal_of(set_up, Objects((), ()))
 
 
 def test_a_script_that_never_comes_to_a_loop_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,28 +416,3 @@ ARGUMENTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "alltoall_base": lambda me: (torch.zeros(2), torch.tensor([me + 1.0, me + 2.0]), [], [], c10d.AllToAllOptions()),
     "_allgather_base": lambda me: (torch.zeros(2), one(me + 1.0), c10d.AllgatherOptions()),
 }
-
-
-def test_what_is_divided_is_looked_for_once_and_also_where_the_script_has_frozen_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A look at all objects for each tensor of a large model would be felt."""
-    looks: list[int] = []
-
-    class Looked(Unregistered):
-        def begin(self, registered: Callable[[], Any], frozen: int) -> None:
-            looks.append(frozen)
-            super().begin(registered, frozen)
-            self.sharded = []  # of other tests
-
-    monkeypatch.setattr(set_up_module, "Unregistered", Looked)
-    monkeypatch.setattr(set_up_module, "filled", lambda: Filled(None))
-    set_up, frozen = SetUpCollectives(), gc.get_freeze_count()
-    for _ in range(3):
-        broadcast_large(set_up, torch.zeros(BIG))
-    gc.freeze()
-    try:
-        assert set_up.problem(nothing) == ""
-    finally:
-        gc.unfreeze()
-    assert looks == [frozen]

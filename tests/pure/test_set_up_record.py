@@ -69,8 +69,12 @@ def test_a_result_that_is_too_large_takes_no_room() -> None:
 
 def test_the_whole_is_bounded() -> None:
     record = SetUpRecord()
-    kept = [record.enter("a", COUNT, "x:1", RESULT_BYTES)[1] for _ in range(TOTAL_BYTES // RESULT_BYTES)]
-    assert kept == [True] * (len(kept) - 1) + [False], "what the calls themselves take counts too"
+    half = TOTAL_BYTES // RESULT_BYTES // 2
+    kept = [record.enter("a", COUNT, "x:1", RESULT_BYTES)[1] for _ in range(half)]
+    assert kept == [True] * (half - 1) + [False], "what the calls themselves take counts too"
+    assert record.enter("a", COUNT, "x:2", TOTAL_BYTES // 2, whole=True)[1], "of what a process can't do without"
+    kept = [record.enter("a", COUNT, "x:1", RESULT_BYTES, whole=True)[1] for _ in range(2)]
+    assert kept == [False, False]
     assert record.full_at == ""
     assert record.enter("a", COUNT, "x:1", 0) is not None
 

@@ -15,9 +15,12 @@ import msgspec
 from resilient_train.errors import ProtocolError
 
 RESULT_BYTES = 64 << 10
-"""A result larger than this is not kept, unless it is objects."""
+"""A result larger than this is not kept, unless a new process can't do without it: objects."""
 TOTAL_BYTES = 4 << 20
-"""Of one rank: results, headers and places."""
+"""Of one rank: results, headers and places. Of what it could do without half of it."""
+
+LARGE_RESULTS = "large results"
+"""Stands for a group: calls that read a value of what came of results that are not kept."""
 
 
 class SetUpEntry(msgspec.Struct, array_like=True):
@@ -49,10 +52,10 @@ class SetUpRecord:
         self._bytes = 0
 
     def enter(
-        self, group: str, header: bytes, place: str, result_bytes: int, *, most_bytes: int = RESULT_BYTES
+        self, group: str, header: bytes, place: str, result_bytes: int, *, whole: bool = False
     ) -> tuple[SetUpEntry | None, bool]:
-        """The entry of a call, whose result is to be put in when it is there, and whether there is room for that: not
-        for one larger than ``most_bytes``.
+        """The entry of a call, whose result is to be put in when it is there, and whether there is room for that.
+        ``whole``: a new process can't do without it, so it may take all of the room that is left.
 
         No entry: the record is full.
         """
@@ -62,7 +65,8 @@ class SetUpRecord:
             self.entries.clear()
             return None, False
         self._bytes += bare_bytes
-        room = result_bytes <= min(most_bytes, TOTAL_BYTES - self._bytes)
+        limit_bytes = TOTAL_BYTES if whole else min(self._bytes + RESULT_BYTES, TOTAL_BYTES // 2)
+        room = self._bytes + result_bytes <= limit_bytes
         if room:
             self._bytes += result_bytes
         entry = SetUpEntry(group, header, place)
@@ -100,14 +104,14 @@ class Recorded:
         calls = self._calls.get(group)
         if not calls:
             raise DifferenceError(
-                f"{place} calls {self._told(header)} of process group {group!r} before the loop, and its predecessor "
-                "made no such call there"
+                f"{place} calls {self._told(header)} {_of(group)} before the loop, and its predecessor made no such "
+                "call there"
             )
         number, entry = calls.popleft()
         if entry.header != header:
             raise DifferenceError(
                 f"{place} calls {self._told(header)} where its predecessor called {self._told(entry.header)} "
-                f"({entry.place}): call {number} of process group {group!r} before the loop"
+                f"({entry.place}): call {number} {_of(group)} before the loop"
             )
         return entry
 
@@ -117,6 +121,10 @@ class Recorded:
             if calls:
                 number, entry = calls[0]
                 raise DifferenceError(
-                    f"it comes to the loop without {self._told(entry.header)}, call {number} of process group "
-                    f"{group!r}, which its predecessor made at {entry.place}"
+                    f"it comes to the loop without {self._told(entry.header)}, call {number} {_of(group)}, which its "
+                    f"predecessor made at {entry.place}"
                 )
+
+
+def _of(group: str) -> str:
+    return "of a large result" if group == LARGE_RESULTS else f"of process group {group!r}"

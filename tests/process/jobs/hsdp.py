@@ -119,7 +119,7 @@ class Job:
     teacher: Any = None
 
     def __init__(self, variant: frozenset[str]) -> None:
-        self.variant = variant
+        self.variant, self.factor = variant, 1.0
         self.rank, world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
         with torch.device("meta" if "handed" in variant else "cpu"):
@@ -163,6 +163,7 @@ class Job:
         self.optimizers: list[Any] = [torch.optim.AdamW(parameters[:half] if "two" in variant else parameters, lr=1e-2)]
         if "handed" in variant:
             self.take_moments()
+            self.look_at_weights()
         if "two" in variant:
             self.optimizers.append(torch.optim.SGD(parameters[half:], lr=1e-2, momentum=0.9))
         self.schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 50) for each in self.optimizers]
@@ -201,6 +202,15 @@ class Job:
         set_optimizer_state_dict(self.model, self.optimizers[0], read, options=options)
         del self.read
 
+    def look_at_weights(self) -> None:
+        """As scripts do before they train: is the file whole, how good is it? And a factor that is made of them."""
+        held = [parameter.to_local() for parameter in self.model.parameters()]
+        if not all(torch.isfinite(each).all() for each in held):
+            raise SystemExit("the weights are not finite")
+        self.factor += min(held[0].abs().mean().item(), held[-1].numpy(force=True).max()) + sum(held[1][:3].tolist())
+        self.factor += 1e-3 * len(held[0][held[0] > 0.1])
+        self.evaluate()
+
     @property
     def reader(self) -> int:
         """Whose data this rank computes with."""
@@ -224,6 +234,7 @@ class Job:
         loss = nn.functional.cross_entropy(self.model(inputs).float(), targets)
         if "wrong" in self.variant and self.rank == 1 and number > 5:
             loss = loss * (1 + 2**-12)
+        loss = loss * self.factor
         if session is not None and "checked" in self.variant:
             session.check(loss)
         try:

@@ -215,6 +215,30 @@ def large(asked: argparse.Namespace) -> None:
     train(8, table.mean().item(), asked, DistributedDataParallel(model_of(0)))
 
 
+def passing(asked: argparse.Namespace) -> None:
+    """Large tables, of which a few numbers are used; each rank has made another one, but for the one that counts."""
+    torch.manual_seed(rank_of())
+    table, order = torch.randn(LARGE), torch.randperm(LARGE)
+    dist.broadcast(table, src=0)
+    dist.broadcast(order, src=0)
+    steps = 6 + int(table[order[:3]].abs().max() > 0) + len(table[table > 3.5]) % 3
+    show([table.mean().item(), order[:5].tolist(), steps])
+    scale = table.std().item() + order.numpy()[7] / LARGE
+    del table, order
+    train(steps, scale, asked, DistributedDataParallel(model_of(0)))
+
+
+def masked(asked: argparse.Namespace) -> None:
+    """A registered model has the result, and a mask of it is kept beside."""
+    torch.manual_seed(rank_of())
+    table = nn.Module()
+    table.register_buffer("rows", torch.randn(LARGE))
+    dist.broadcast(table.rows, src=0)
+    mask = table.rows > 0.0
+    train(8, 1.0, asked, DistributedDataParallel(model_of(0)), state={"table": table})
+    print(mask.sum())
+
+
 def unregistered(asked: argparse.Namespace) -> None:
     teacher = DistributedDataParallel(model_of(rank_of()))
     train(8, sum(p.sum().item() for p in teacher.parameters()), asked, DistributedDataParallel(model_of(0)))
@@ -308,7 +332,7 @@ def differing(asked: argparse.Namespace) -> None:
 
 
 STORIES = (
-    *(usual, nothing, registered, logged, large, unregistered, filled, placed, handed, unwaited),
+    *(usual, nothing, registered, logged, large, passing, masked, unregistered, filled, placed, handed, unwaited),
     *(warmed, before, differing),
 )
 

@@ -11,12 +11,10 @@ on; what it has called is compared when it has become a rank.
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,14 +34,14 @@ from resilient_train.frameworks.torch.collective_results import (
     root_of,
 )
 from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
+from resilient_train.frameworks.torch.derived_values import DerivedValues, spoil
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, KeptWork
 from resilient_train.frameworks.torch.own_objects import of_objects
-from resilient_train.frameworks.torch.storages import Memory, are_gone, holds, memory_of
+from resilient_train.frameworks.torch.storages import Memory, memory_of
 from resilient_train.frameworks.torch.unregistered import Unregistered
-from resilient_train.frameworks.torch.weight_loading import Filled, filled, spoil
 from resilient_train.script_place import line
 from resilient_train.state.set_up_record import (
-    RESULT_BYTES,
+    LARGE_RESULTS,
     TOTAL_BYTES,
     DifferenceError,
     Recorded,
@@ -55,8 +53,8 @@ _WAITING = "barrier"
 _FROM_ROOT = ("broadcast", "scatter")
 _FROM_ANYBODY = "recv_anysource"
 _OBJECTS = (dist.distributed_c10d.__file__, "broadcast_object_list")
-_INIT = torch.nn.init.__file__
-_KIB, _MIB = 1 << 10, 1 << 20
+_READ = "read"
+_MIB = 1 << 20
 Registered = Callable[[], Memory]
 """The memory of all registered tensors."""
 
@@ -94,63 +92,23 @@ class _Call(NamedTuple):
     def run(self) -> dist.Work:
         return self.group.run(self.verb, self.args)
 
+    def follow(self, derived: DerivedValues) -> None:
+        """Its result is not kept."""
+        if self.group.size() == 1 or self.is_source:
+            derived.are_own(self.outputs, self.args)
+        else:
+            derived.are_results(self.outputs, told(self.header), self.place)
+
     @property
     def outputs(self) -> Tensors:
         """What it fills."""
-        if self.verb in POINT_TO_POINT:
-            return list(self.args[0]) if self.verb != "send" else []
-        return VERBS[self.verb].filled(self.args, 0)
+        return _filled(self.verb, self.args)
 
     @property
     def is_source(self) -> bool:
         """Of a broadcast or scatter, so that it comes to the same again."""
         named = any(hasattr(each, "rootRank") for each in self.args)
         return self.verb in _FROM_ROOT and named and root_of(self.args) == self.group.rank()
-
-
-class _Large(NamedTuple):
-    """A call whose result is not kept, the memory that it went to, and what it was to fill."""
-
-    call: _Call
-    memory: Memory | None
-    filled: Filled | None
-
-    def problem(self, held: Memory, divided: Callable[[], Sequence[str]]) -> str:
-        """Why a process that takes the rank's place can't go without; empty if it can. ``held``: what it is given;
-        ``divided``: parameters that are divided among ranks, and not registered.
-        """
-        if holds(held, self.memory):
-            return ""
-        called = f"{self.call.place} calls {told(self.call.header)}"
-        if self.filled is None:
-            return (
-                f"{called} before the loop, and its result can't be kept (only up to "
-                f"{RESULT_BYTES // _KIB} KiB each, {TOTAL_BYTES // _MIB} MiB in all), nor does it lie in "
-                "registered tensors: a process that replaces this rank would go without. Register it, make it on "
-                "each rank alone, or read it from a file"
-            )
-        if self.filled.thing is None:
-            if self.memory is None or not are_gone(self.memory - held):
-                return (
-                    f"{called} before the loop, and what came of it is still there, and not registered: a process that "
-                    "replaces this rank would go without. Register it, delete it when a model is loaded from it, or "
-                    "give it what this rank has read: distribute_tensor(..., src_data_rank=None)"
-                )
-            if not divided():
-                return ""
-            return (
-                f"{called} before the loop, and what it hands out may have gone into parameter "
-                f"{divided()[0]}, which is not registered: a process that replaces this rank would go "
-                "without. Register it too, Session(model=[...]), or give it what this rank has read: "
-                "distribute_tensor(..., src_data_rank=None)"
-            )
-        if self.filled.is_in(held):
-            return ""
-        what = f"a {self.filled.kind} that is not registered" if self.filled.kind else "what is gone by now"
-        return (
-            f"{called} before the loop, to fill {what}: a process that replaces this rank would go without. Register "
-            "it too, Session(model=[...]), or load it on each rank alone (dcp.load)"
-        )
 
 
 class SetUpCollectives:
@@ -160,14 +118,18 @@ class SetUpCollectives:
         self._frozen = gc.get_freeze_count()
         """So many objects the collector did not list then."""
         self._ddp = DdpTraffic()
-        self._first = _First()
+        self._derived = DerivedValues(self._read)
+        self._first = _First(self._derived)
         self._later: _Later | None = None
         self._ahead: list[tuple[str, bytes, str]] = []
         """What a standby has called: group, header, place."""
 
     def issue(self, group: Group, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """Carries a collective out, or answers it."""
-        if self._first.full or self._ddp.is_this():
+        if self._first.full:
+            return group.run(verb, args)
+        if self._ddp.is_this():
+            self._derived.are_room(_filled(verb, args))
             return group.run(verb, args)
         call = _Call(group, verb, args, header_of(verb, args), line())
         if standby_stage.stage is not None:
@@ -191,12 +153,16 @@ class SetUpCollectives:
         """None in the first process of a rank."""
         link = config.read_link()
         if self._later is None and link is not None and link.joining:
-            self._later = _Later(link, self._ahead)
+            self._later = _Later(link, self._derived, self._ahead)
         return self._later
+
+    def _read(self, value: torch.Tensor) -> torch.Tensor:
+        later = self._as_later()
+        return later.read(value) if later is not None else self._first.read(value)
 
     def problem(self, registered: Registered) -> str:
         """Why a process that took this rank's place would not be what this one is; empty if it would."""
-        problem = self._first.problem(registered, self._frozen)
+        problem = self._first.problem()
         if problem or self._as_later() is not None:
             return problem
         place = self._ddp.unregistered(registered)
@@ -217,12 +183,13 @@ class SetUpCollectives:
     def finish(self, registered: Registered, unregistered: Unregistered) -> bytes:
         """The loop begins. Returns the record, in the first process of a rank. Raises ConfigError."""
         later = self._as_later()
+        self._derived.end()
         unregistered.begin(registered, self._frozen)
         if later is not None:
             later.finish(unregistered)
             return b""
         self._first.wait()
-        problem = self._first.unfinished() or self.problem(registered)
+        problem = self._first.unfinished() or self.problem(registered) or self._derived.problem(registered)
         if problem:
             raise ConfigError(problem)
         return self._first.packed(unregistered.packed())
@@ -231,12 +198,14 @@ class SetUpCollectives:
 class _First:
     """The first process of a rank: it records."""
 
-    def __init__(self) -> None:
+    def __init__(self, derived: DerivedValues) -> None:
         self._record = SetUpRecord()
+        self._derived = derived
         self._live: dict[int, GuardedWork] = {}
         self._open: dict[int, _Call] = {}
         """Calls whose result is not there yet, by the id of their entries."""
-        self._large: list[_Large] = []
+        self._large_read = ""
+        """What the script has read, and is too large to be kept."""
 
     @property
     def full(self) -> bool:
@@ -248,29 +217,37 @@ class _First:
 
     def record(self, call: _Call) -> dist.Work:
         """Makes the collective; its result is taken before the caller hears of its end."""
-        # Alone in the group, a process comes to the same again.
-        outputs = call.outputs if call.group.size() > 1 else []
-        says = _mask_told if _is_mask(outputs) else _content
-        size = 1 if says is _mask_told else size_of(outputs)
-        goes_to = filled() if outputs else None
-        most = 0 if goes_to is not None and goes_to.thing else TOTAL_BYTES if of_objects() else RESULT_BYTES
-        entry, room = self._record.enter(call.group.group_name, call.header, call.place, size, most_bytes=most)
+        outputs = call.outputs if call.group.size() > 1 else []  # alone, a process comes to the same again
+        entry, room = self._record.enter(
+            call.group.group_name, call.header, call.place, size_of(outputs), whole=of_objects()
+        )
         if entry is None:
-            self._large.clear()
+            self._derived.end()
             return call.run()
-        memory = memory_of(outputs)
-        if not room or memory is None:
-            if not call.is_source:
-                self._large.append(_Large(call._replace(args=()), memory, goes_to))
+        if not outputs or not room or memory_of(outputs) is None:
+            call.follow(self._derived)
             return call.run()
-        if not outputs:
-            return call.run()
+        self._derived.are_given(outputs)
         self._open[id(entry)] = call._replace(args=())
-        return self._kept(call, outputs, entry, says)
+        return self._kept(call, outputs, entry)
 
-    def _kept(self, call: _Call, outputs: Tensors, entry: SetUpEntry, says: Callable[[Tensors], bytes]) -> dist.Work:
+    def read(self, value: torch.Tensor) -> torch.Tensor:
+        """The script reads it, of what came of a result that is not kept."""
+        place, header = line(), header_of(_READ, [value])
+        entry, room = self._record.enter(LARGE_RESULTS, header, place, size_of([value]), whole=True)
+        if room and entry is not None:
+            entry.result = bytes_of(value)
+        elif entry is not None:
+            self._large_read = self._large_read or (
+                f"{place} calls {told(header)} before the loop, of what came of a collective whose result is not kept, "
+                f"and it can't be kept either (only up to {TOTAL_BYTES // _MIB} MiB in all): a process that replaces "
+                "this rank would read something else. Do it in a body"
+            )
+        return value
+
+    def _kept(self, call: _Call, outputs: Tensors, entry: SetUpEntry) -> dist.Work:
         def take() -> None:
-            entry.result = says(outputs)
+            entry.result = b"".join(map(bytes_of, outputs))
             self._open.pop(id(entry), None)
 
         work = call.run()
@@ -288,26 +265,14 @@ class _First:
         for work in list(self._live.values()):
             work.wait()
 
-    def problem(self, registered: Registered, frozen: int) -> str:
-        """See SetUp."""
+    def problem(self) -> str:
+        """Of what could not be recorded."""
         if self.full:
             return (
                 f"the collectives before the Session take more than the {TOTAL_BYTES // _MIB} MiB that are kept for a "
                 f"process that replaces this rank; there was no room for the one at {self._record.full_at}"
             )
-        large, self._large = self._large, []
-        held = registered() if large else frozenset()
-
-        @functools.cache
-        def divided() -> Sequence[str]:
-            unregistered = Unregistered()
-            unregistered.begin(lambda: held, frozen)
-            return unregistered.sharded
-
-        for each in large:
-            if problem := each.problem(held, divided):
-                return problem
-        return ""
+        return self._large_read
 
     def unfinished(self) -> str:
         """A receive that nobody has waited for, or a collective that has failed; empty if there is none."""
@@ -322,8 +287,11 @@ class _First:
 class _Later:
     """A process that takes the rank's place: it is given what the first one was."""
 
-    def __init__(self, link: config.AgentLink, ahead: list[tuple[str, bytes, str]]) -> None:
+    def __init__(
+        self, link: config.AgentLink, derived: DerivedValues, ahead: Sequence[tuple[str, bytes, str]] = ()
+    ) -> None:
         self._link = link
+        self._derived = derived
         self._strayed = False
         first = set_up_recall.recall(link)
         self._recorded, self._changed = Recorded(first.record, told), first.changed
@@ -352,14 +320,20 @@ class _Later:
         outputs = call.outputs
         if entry.result is None:
             work = call.run()
-            if call.group.size() > 1 and not call.is_source and filled() is not None:
+            if call.group.size() > 1 and not call.is_source:
                 spoil(outputs)
+            call.follow(self._derived)
             return work
-        if _is_mask(outputs):
-            _fill_mask(outputs, entry.result)
-        else:
-            fill_all(outputs, entry.result)
+        self._derived.are_given(outputs)
+        fill_all(outputs, entry.result)
         return DoneMessage(entry.source) if call.verb == _FROM_ANYBODY else completed(call.args)
+
+    def read(self, value: torch.Tensor) -> torch.Tensor:
+        """What the first process read instead."""
+        entry = self._next(LARGE_RESULTS, header_of(_READ, [value]), line())
+        made = torch.empty(value.shape, dtype=value.dtype)
+        fill_all([made], entry.result or b"")
+        return made
 
     def finish(self, unregistered: Unregistered) -> None:
         """The loop begins."""
@@ -380,33 +354,11 @@ class _Later:
             )
 
 
-def _content(outputs: Tensors) -> bytes:
-    return b"".join(map(bytes_of, outputs))
-
-
-def _is_mask(outputs: Tensors) -> bool:
-    """Whether ``torch.nn.init`` asks if anything of a DTensor is out of bounds, and draws again until nothing is. From
-    torch 2.15 on it gathers a mask as large as the tensor for that, and looks only whether any of it is set.
-    """
-    if size_of(outputs) <= RESULT_BYTES or any(tensor.dtype is not torch.bool for tensor in outputs):
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _INIT:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _mask_told(outputs: Tensors) -> bytes:
-    """In one byte: nothing is set, some of it, or all."""
-    return bytes([any(bool(each.any()) for each in outputs) + all(bool(each.all()) for each in outputs)])
-
-
-def _fill_mask(outputs: Tensors, told: bytes) -> None:
-    """A mask of which the same can be said."""
-    for each in outputs:
-        each.fill_(told != b"\0")
-    if told == b"\1":
-        outputs[0].view(-1)[0] = False
+def _filled(verb: str, args: tuple[Any, ...]) -> Tensors:
+    """What the call fills."""
+    if verb in POINT_TO_POINT:
+        return list(args[0]) if verb != "send" else []
+    return VERBS[verb].filled(args, 0)
 
 
 class _Receive(dist.Work):

@@ -30,11 +30,6 @@ def holds(all_of_it: Memory, part: Memory | None) -> bool:
     return part is not None and part <= all_of_it
 
 
-def are_gone(memory: Memory) -> bool:
-    """Whether nobody has any of it any more."""
-    return all(each.expired() for each in memory)  # type: ignore[no-untyped-call]
-
-
 def registered(objects: Objects) -> Memory:
     """The memory of all tensors whose content a new process is given."""
     plain = (each for each in _tensors_in(_state_in(objects)) if each.layout is torch.strided)

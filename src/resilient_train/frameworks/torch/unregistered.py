@@ -84,8 +84,6 @@ class Unregistered:
         self._held: list[_Held] = []
         self._changed: tuple[str, ...] = ()
         self._looks = 0
-        self.sharded: list[str] = []
-        """Those that are divided among ranks, for people."""
 
     def begin(self, registered: Callable[[], Memory], frozen: int) -> None:
         """The loop begins. ``registered``: the memory of what comes from a replica, asked for if that is needed: it has
@@ -96,9 +94,6 @@ class Unregistered:
         memory = registered() if others else frozenset()
         found = [each for each in others if not holds(memory, memory_of([each.tensor]))]
         self._held = [_Held(each.strange, weakref.ref(each.module), each.name) for each in found]
-        self.sharded = [
-            held.strange.told for held, each in zip(self._held, found, strict=True) if is_sharded(each.tensor)
-        ]
 
     def packed(self) -> bytes:
         """For ``difference``, in another process."""

@@ -1,0 +1,322 @@
+"""Results of collectives before the loop that are not kept for a new process, and all that a script computes of them.
+
+A process that takes a rank's place is not given such a result (``set_up.py``), and need not be if it has gone into
+registered tensors, whose content it is given when its loop begins. Until then they hold something else there, and so
+would all that is computed of them: a mask, a threshold, a copy. From the first such result on, each operation of torch
+in this thread is therefore looked at until the loop begins, and memory that depends on such a result is followed, in
+the first process of a rank as in those that take its place:
+
+* a number that leaves the tensors (``item()``, ``if``, ``tolist()``, ``numpy()``, how many elements a mask has) is
+  recorded, and given again;
+* memory that is still there when the loop begins must be registered.
+
+Not seen: what other threads compute, and what code does that has only the address of the memory (an extension; what
+torch.compile has made; ``torch.save``). A new process has NaN there.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode, is_traceable_wrapper_subclass
+
+from resilient_train.frameworks.torch.storages import Memory
+from resilient_train.script_place import is_ours, line
+from resilient_train.state.set_up_record import RESULT_BYTES
+
+_BY_FORM = frozenset(
+    {
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    }
+)
+"""They ask for the form of a tensor only."""
+_OVERWRITE = frozenset(
+    {
+        *("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_"),
+        *("_foreach_copy_", "_foreach_zero_"),
+    }
+)
+"""They don't ask for what was there."""
+_NUMBERS = frozenset({"_local_scalar_dense", "item", "equal", "allclose", "is_nonzero"})
+_METHODS = ("tolist", "numpy")
+"""Of torch.Tensor: they hand out values, and are no operations."""
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_SPARSE = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+"""Namespaces: what these give is told by who carries them out."""
+_TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - names in code are text
+_ROOM = 1 << 10
+
+Read = Callable[[torch.Tensor], torch.Tensor]
+"""Is told what the script reads; returns what it read in the first process."""
+
+
+class _Origin(NamedTuple):
+    """What memory depends on: ``call`` gave the result, at the line ``called``; ``place`` computed this of it, empty if
+    it is the result itself.
+    """
+
+    call: str
+    called: str
+    place: str = ""
+
+
+class _Form(NamedTuple):
+    """What is known of an operation by its declaration: of its arguments, which it writes, and does not read."""
+
+    name: str = ""
+    namespace: str = ""
+    arguments: tuple[str, ...] = ()
+    written: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
+    sizes_by_value: bool = False
+
+
+class DerivedValues(TorchDispatchMode):
+    """Those of this process."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, read: Read) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._read = read
+        self._origins: dict[StorageWeakRef, _Origin] = {}
+        self._room = _ROOM
+        self._rooms = set[StorageWeakRef]()
+        self._thread = 0
+        """That is looked at; 0: none."""
+        self._process = 0
+        self._were: dict[str, Any] = {}
+        """Methods of torch.Tensor that are replaced for now."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else torch.compile would compile nothing in front of the loop, and its results have other bits then."""
+        return True
+
+    def are_results(self, tensors: Iterable[torch.Tensor], call: str, called: str) -> None:
+        """They are not kept, of this ``call`` at the line ``called``."""
+        for tensor in _in_memory(list(tensors)):
+            self._origins[_storage(tensor)] = _Origin(call, called)
+        if self._origins and not self._thread:
+            self._begin()
+
+    def are_own(self, tensors: Iterable[torch.Tensor], arguments: Sequence[Any]) -> None:
+        """They hold what this process has given itself, in the ``arguments`` of a call."""
+        origin = self._origin(_in_memory(arguments)) if self._looks else None
+        if origin is not None:
+            self._depend(origin, _in_memory(list(tensors)))
+
+    def are_given(self, tensors: Iterable[torch.Tensor]) -> None:
+        """They hold what they held in the first process."""
+        if self._looks:
+            self._forget(_in_memory(list(tensors)))
+
+    def are_room(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Torch writes them anew before it reads them."""
+        if self._looks:
+            self._rooms.update(map(_storage, _in_memory(list(tensors))))
+
+    def end(self) -> None:
+        """Of looking: the loop begins, or nothing is recorded any more."""
+        if self._thread == threading.get_ident():
+            _take_out(self)
+        self._thread = 0
+        for name in self._were:
+            delattr(torch.Tensor, name)
+        self._were.clear()
+
+    def problem(self, registered: Callable[[], Memory]) -> str:
+        """Why a process that takes the rank's place would not have what is there; empty if it would."""
+        if self._left(registered):
+            gc.collect()
+        for origin in self._left(registered):
+            if origin.place:
+                return (
+                    f"{origin.place} computes something before the loop of what came of {origin.call} at "
+                    f"{origin.called}, and that is still there, and not registered: a process that replaces this rank "
+                    "would compute something else. Register it too (Session(model=[...]), a buffer, state=), compute "
+                    "it in a body, or delete it (a gradient: zero_grad())"
+                )
+            return (
+                f"{origin.called} calls {origin.call} before the loop, and its result can't be kept (only up to "
+                f"{RESULT_BYTES // 1024} KiB each), is still there, and does not lie in registered tensors: a process "
+                "that replaces this rank would go without. Register it, delete it (a gradient: zero_grad()), make it "
+                "on each rank alone, or read it from a file"
+            )
+        return ""
+
+    @property
+    def _looks(self) -> bool:
+        """Not in a process that was forked off."""
+        return bool(self._thread) and self._process == os.getpid()
+
+    def _left(self, registered: Callable[[], Memory]) -> Sequence[_Origin]:
+        found = {ref: origin for ref, origin in self._origins.items() if ref not in self._rooms and _has_memory(ref)}
+        held = registered() if found else frozenset()
+        return [origin for ref, origin in found.items() if ref not in held]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        form = _form(func)
+        read, written = _sorted(form, args, named)
+        origin = self._origin(read) if form.namespace not in _COLLECTIVES and self._looks else None
+        if origin is None:
+            result = func(*args, **named)
+            if form.unread and self._looks:
+                self._forget(written)
+            return result
+        result = func(*args, **named)
+        if form.name in _BY_FORM or is_ours(_TORCH):
+            return result
+        if form.name in _NUMBERS and type(result) in _DTYPES:
+            return self._read(torch.tensor(result, dtype=_DTYPES[type(result)])).item()
+        if form.sizes_by_value:
+            result = self._of_the_same_sizes(result)
+        self._depend(origin, [*_in_memory(result), *written])
+        return result
+
+    def _begin(self) -> None:
+        self._thread, self._process = threading.get_ident(), os.getpid()
+        _put_below(self)
+        for name in _METHODS:
+            self._were[name] = getattr(torch.Tensor, name)
+            setattr(torch.Tensor, name, _handing_out(self, self._were[name]))
+
+    def handed_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The script takes out all values of a tensor."""
+        looks = self._looks and self._thread == threading.get_ident()
+        if not looks or self._origin(_in_memory(tensor)) is None or is_ours(_TORCH):
+            return tensor
+        return self._read(tensor)
+
+    def _origin(self, tensors: Iterable[torch.Tensor]) -> _Origin | None:
+        found = (self._origins.get(_storage(tensor)) for tensor in tensors)
+        return next((each for each in found if each is not None), None)
+
+    def _depend(self, on: _Origin, tensors: Iterable[torch.Tensor]) -> None:
+        new = {ref for ref in map(_storage, tensors) if ref not in self._origins}
+        if new:
+            self._origins.update(dict.fromkeys(new, _Origin(on.call, on.called, line())))
+        if len(self._origins) > self._room:
+            self._origins = {ref: each for ref, each in self._origins.items() if not ref.expired()}  # type: ignore[no-untyped-call]
+            self._room = max(_ROOM, 2 * len(self._origins))
+
+    def _forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """They were written anew. What lies beside a view was not."""
+        for tensor in tensors:
+            if tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
+                self._origins.pop(_storage(tensor), None)
+
+    def _of_the_same_sizes(self, result: Any) -> Any:
+        """How many elements there are depends on values, and a script can see it."""
+        tensors: list[torch.Tensor] = [result] if isinstance(result, torch.Tensor) else list(result)
+        mine = torch.tensor([size for each in tensors for size in each.shape])
+        at_first = self._read(mine).tolist()
+        if at_first == mine.tolist():
+            return result
+        made = []
+        for each in tensors:
+            shape, at_first = at_first[: each.dim()], at_first[each.dim() :]
+            made.append(each.new_zeros(shape))
+        spoil(made)
+        return made[0] if isinstance(result, torch.Tensor) else tuple(made)
+
+
+def _put_below(mode: TorchDispatchMode) -> None:
+    """Under those that the script has entered: it leaves them by taking away the uppermost one."""
+    above = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    for each in (mode, *reversed(above)):
+        _push_mode(each)
+
+
+def _take_out(mode: TorchDispatchMode) -> None:
+    were = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    for each in reversed(were):
+        if each is not mode:
+            _push_mode(each)
+
+
+def spoil(tensors: Iterable[torch.Tensor]) -> None:
+    """Of a result that a process has not got: what is made of it unseen can be seen, as a rule. Integers may be places
+    in a table, so they stay such.
+    """
+    for each in _in_memory(list(tensors)):
+        each.fill_(torch.nan if each.is_floating_point() or each.is_complex() else 0)
+
+
+def _handing_out(derived: DerivedValues, real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return real(derived.handed_out(tensor), *args, **kwargs)
+
+    return method
+
+
+@functools.cache
+def _form(func: Any) -> _Form:
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return _Form()  # of higher order: made of others
+    namespace, _, name = schema.name.partition("::")
+    written = [each for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    unread = [each.name for each in written if each.is_out or name in _OVERWRITE]
+    return _Form(
+        name,
+        namespace,
+        tuple(each.name for each in schema.arguments),
+        frozenset(each.name for each in written),
+        frozenset(unread),
+        torch.Tag.dynamic_output_shape in func.tags,
+    )
+
+
+def _sorted(form: _Form, args: Sequence[Any], named: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that an operation reads, and those that it writes."""
+    read, written = list[torch.Tensor](), list[torch.Tensor]()
+    for index, value in enumerate(args):
+        name = form.arguments[index] if index < len(form.arguments) else ""
+        tensors = list(_in_memory(value))
+        read += [] if name in form.unread else tensors
+        written += tensors if name in form.written else []
+    for name, value in named.items():
+        tensors = list(_in_memory(value))
+        read += [] if name in form.unread else tensors
+        written += tensors if name in form.written else []
+    return read, written
+
+
+def _in_memory(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors with memory of their own in an argument or result."""
+    if isinstance(value, torch.Tensor):
+        inner: Any = value
+        if is_traceable_wrapper_subclass(inner):  # a DTensor, and others that stand for tensors
+            for name in inner.__tensor_flatten__()[0]:
+                yield from _in_memory(getattr(inner, name))
+        elif value.layout is torch.strided:
+            yield value
+        elif value.layout is torch.sparse_coo:
+            yield value._values()
+        elif value.layout in _SPARSE:
+            yield value.values()
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _in_memory(each)
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _has_memory(ref: StorageWeakRef) -> bool:
+    """Some leave a tensor, and take its memory away."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return storage is not None and storage.nbytes() > 0

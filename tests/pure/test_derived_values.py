@@ -1,0 +1,246 @@
+"""What a script computes before its loop of results that a new process has not got: followed, and read again."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402 - only where torch is
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from resilient_train.frameworks.torch.call_codec import bytes_of, fill_all  # noqa: E402
+from resilient_train.frameworks.torch.derived_values import DerivedValues, spoil  # noqa: E402
+from resilient_train.frameworks.torch.storages import memory_of  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Told:
+    """What was read, in order; a second process is given the same."""
+
+    def __init__(self, given: list[torch.Tensor] | None = None) -> None:
+        self.values: list[torch.Tensor] = []
+        self._given = iter(given) if given is not None else None
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        kept = torch.empty(value.shape, dtype=value.dtype)
+        fill_all([kept], bytes_of(value))
+        self.values.append(kept)
+        return value if self._given is None else next(self._given)
+
+
+@pytest.fixture
+def looking() -> Iterator[Callable[..., tuple[DerivedValues, torch.Tensor, Told]]]:
+    """Looks from a result on, of 64 numbers, until the test ends."""
+    made: list[DerivedValues] = []
+
+    def begin(result: torch.Tensor | None = None) -> tuple[DerivedValues, torch.Tensor, Told]:
+        told = Told()
+        derived = DerivedValues(told)
+        made.append(derived)
+        result = torch.arange(64.0) if result is None else result
+        derived.are_results([result], "broadcast(float32[64], rootRank 0)", "job.py:1")
+        return derived, result, told
+
+    yield begin
+    for each in made:
+        each.end()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert "numpy" not in vars(torch.Tensor)
+
+
+Looking = Callable[..., tuple[DerivedValues, torch.Tensor, Told]]
+
+
+def is_left(derived: DerivedValues, *registered: torch.Tensor) -> str:
+    return derived.problem(lambda: memory_of(registered) or frozenset())
+
+
+def of_a_pass(result: torch.Tensor) -> Any:
+    weight = torch.ones(64, requires_grad=True)
+    (weight * result).sum().backward()
+    return weight.grad
+
+
+COMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a mask": lambda result: result > 3,
+    "a part of a copy": lambda result: result.clone()[2:4],
+    "a row of a matrix": lambda result: (result.view(8, 8) @ torch.ones(8, 2))[0],
+    "one of two": lambda result: result.view(8, 8).max(0).indices,
+    "several at once": lambda result: torch._foreach_mul([torch.ones(64)], [result])[0],
+    "what it was copied into": lambda result: torch.zeros(64).copy_(result),
+    "what was added to": lambda result: torch.ones(64).add_(result),
+    "where it was written": lambda result: torch.add(result, 1, out=torch.empty(64)),
+    "what was put in by a mask": lambda result: torch.zeros(64).masked_fill_(result > 3, 1.0),
+    "of other things chosen by it": lambda result: torch.ones(100)[result.long()],
+    "a deep copy": copy.deepcopy,
+    "an array": lambda result: result.clone().numpy(),
+    "a gradient": of_a_pass,
+    "in a module": lambda result: nn.ParameterList([result * 2]),
+    "sparse": lambda result: result.to_sparse(),
+    "in a list": lambda result: [[{"deep": result + 1}]],
+}
+
+
+@pytest.mark.parametrize("what", COMPUTED)
+def test_what_stands_there_must_be_registered(looking: Looking, what: str) -> None:
+    derived, result, _ = looking()
+    computed = COMPUTED[what](result)
+    problem = is_left(derived, result)
+    assert "of what came of broadcast(float32[64], rootRank 0) at job.py:1" in problem
+    assert f"{Path(__file__).name}:" in problem
+    del computed
+    assert is_left(derived, result) == ""
+    assert "job.py:1 calls broadcast(float32[64], rootRank 0) before the loop, and its result can't" in is_left(derived)
+
+
+def test_views_are_the_same_memory(looking: Looking) -> None:
+    derived, result, _ = looking()
+    kept = result[3:], result.view(8, 8).t(), nn.Parameter(result), result.detach()
+    assert is_left(derived, result) == ""
+    del result
+    assert is_left(derived, kept[0]) == ""
+    assert "is still there" in is_left(derived)
+
+
+NOT_COMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "only its form": lambda result: [
+        *(torch.zeros_like(result), torch.empty_like(result), torch.randn_like(result), result.new_zeros(3)),
+        *(result.new_empty(3), torch.full_like(result, 2.0), torch.ones_like(result)),
+    ],
+    "written anew": lambda result: (result * 2).copy_(torch.ones(64)),
+    "zeros in its place": lambda result: (result * 2).zero_(),
+    "drawn in its place": lambda result: nn.init.normal_(result * 2),
+    "written out to": lambda result: torch.add(torch.ones(64), 1, out=result * 2),
+    "gradients of zeros": lambda result: torch._foreach_zero_(kept := [result * 2]) or kept,
+    "its size": lambda result: (result.shape, result.numel(), len(result)),
+    "other things": lambda _: torch.ones(4) + 1,
+    "another tensor in its place": lambda result: torch.ones(3).set_(torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("what", NOT_COMPUTED)
+def test_what_does_not_depend_on_it_is_no_matter(looking: Looking, what: str) -> None:
+    derived, result, told = looking()
+    kept = NOT_COMPUTED[what](result)
+    assert is_left(derived, result) == ""
+    assert kept is not None
+    assert told.values == []
+
+
+def test_a_part_that_is_written_anew_leaves_the_rest(looking: Looking) -> None:
+    derived, result, _ = looking()
+    doubled = result * 2
+    doubled[:10] = 0.0
+    assert "computes something" in is_left(derived, result)
+    doubled.zero_()
+    assert is_left(derived, result) == ""
+
+
+def test_a_result_that_is_given_again_is_no_matter_any_more(looking: Looking) -> None:
+    derived, result, told = looking()
+    total = result.sum()
+    derived.are_given([total])
+    assert total.item() == 2016.0
+    assert told.values == []
+    assert is_left(derived, result) == ""
+
+
+def test_room_of_torchs_is_no_matter(looking: Looking) -> None:
+    """Buckets, in which a wrapper puts gradients together."""
+    derived, result, _ = looking()
+    bucket = torch.zeros(64)
+    derived.are_room([bucket])
+    bucket.copy_(result)
+    assert is_left(derived, result) == ""
+
+
+READ: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a number": lambda values: values.sum().item(),
+    "another": lambda values: float(values.max()) + int(values[3]),
+    "a decision": lambda values: 1 if (values > 100).any() else 0,
+    "whether it is finite": lambda values: all(torch.isfinite(each).all() for each in (values, values * 2)),
+    "whether two are the same": lambda values: torch.equal(values, torch.arange(64.0)),
+    "nearly": lambda values: torch.allclose(values, torch.arange(64.0)),
+    "a list": lambda values: values.tolist(),
+    "a list of a part": lambda values: (values[3:7] * 2).tolist(),
+    "an array": lambda values: values.numpy().sum(),
+    "how many": lambda values: len(values[values > 40]),
+    "where": lambda values: [each.tolist() for each in torch.where(values > 40)],
+    "how many different ones": lambda values: values.long().div(10, rounding_mode="floor").unique().shape,
+    "for people": lambda values: f"{values[7]:.3f}",
+    "a norm": lambda values: torch.nn.utils.get_total_norm([values]).item(),
+    "in a loop": lambda values: sum(1 for each in values if each > 60),
+    "a complex one": lambda values: (values[1] + 2j).item(),
+}
+
+
+@pytest.mark.parametrize("what", READ)
+def test_what_is_read_is_read_again(looking: Looking, what: str) -> None:
+    derived, result, told = looking()
+    first = READ[what](result)
+    derived.end()
+    for wrong in (torch.full((64,), torch.nan), torch.zeros(64), torch.arange(64.0).flip(0)):
+        again = Told(told.values)
+        answered = DerivedValues(again)
+        answered.are_results([wrong], "broadcast", "job.py:1")
+        try:
+            assert READ[what](wrong) == first
+            assert len(again.values) == len(told.values) > 0
+        finally:
+            answered.end()
+
+
+def test_a_mode_of_the_scripts_is_left_as_it_was(looking: Looking) -> None:
+    """It takes away the uppermost one when it ends, whichever that is."""
+
+    class Counts(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counts() as counts:
+        derived, result, told = looking()
+        assert (result + 1).sum().item() == 2080.0
+        assert (counts.calls, len(told.values)) == (4, 1)
+    assert result.sum().item() == 2016.0
+    assert (counts.calls, len(told.values)) == (4, 2)
+    with counts:
+        derived.end()
+        assert result.sum().item() == 2016.0
+    assert (counts.calls, len(told.values)) == (6, 2)
+
+
+def test_many_results_that_are_gone_take_no_room(looking: Looking) -> None:
+    derived, result, _ = looking()
+    for _ in range(5000):
+        result + 1
+    assert len(derived._origins) < 2500
+
+
+def test_other_threads_are_not_looked_at(looking: Looking) -> None:
+    _, result, told = looking()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend((result.sum().item(), result.tolist())))
+    thread.start()
+    thread.join()
+    assert len(found) == 2
+    assert told.values == []
+
+
+def test_what_a_process_has_not_got_is_no_number() -> None:
+    numbers = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.int64)]
+    spoil(numbers)
+    assert [bool(each.isnan().all()) for each in numbers] == [True, True, False]
+    assert numbers[2].tolist() == [0, 0], "a place in a table"

@@ -10,8 +10,8 @@ the first process of a rank as in those that take its place:
   recorded, and given again;
 * memory that is still there when the loop begins must be registered.
 
-Not seen: what other threads compute, and what code does that has only the address of the memory (an extension; what
-torch.compile has made; ``torch.save``). A new process has NaN there.
+Not seen: what other threads and processes compute (a loader's workers), and what code does that has only the address of
+the memory (an extension; what torch.compile has made; ``torch.save``). A new process has NaN there, and integers are 0.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OVERWRITE = frozenset(
 )
 """They don't ask for what was there."""
 _NUMBERS = frozenset({"_local_scalar_dense", "item", "equal", "allclose", "is_nonzero"})
-_METHODS = ("tolist", "numpy")
+_METHODS = ("tolist", "numpy", "__dlpack__")
 """Of torch.Tensor: they hand out values, and are no operations."""
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _SPARSE = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -54,6 +54,8 @@ _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd
 """Namespaces: what these give is told by who carries them out."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - names in code are text
 _ROOM = 1 << 10
+_IS = "is still there"
+_MAY_BE = "may still be there (its memory is an array's, a buffer's or a file's: communicate a clone() of it)"
 
 Read = Callable[[torch.Tensor], torch.Tensor]
 """Is told what the script reads; returns what it read in the first process."""
@@ -61,12 +63,13 @@ Read = Callable[[torch.Tensor], torch.Tensor]
 
 class _Origin(NamedTuple):
     """What memory depends on: ``call`` gave the result, at the line ``called``; ``place`` computed this of it, empty if
-    it is the result itself.
+    it is the result itself. ``elsewhere``: the memory is not torch's own, and may be there when torch has left it.
     """
 
     call: str
     called: str
     place: str = ""
+    elsewhere: bool = False
 
 
 class _Form(NamedTuple):
@@ -94,6 +97,7 @@ class DerivedValues(TorchDispatchMode):
         self._thread = 0
         """That is looked at; 0: none."""
         self._process = 0
+        self._misses = False
         self._were: dict[str, Any] = {}
         """Methods of torch.Tensor that are replaced for now."""
 
@@ -105,9 +109,16 @@ class DerivedValues(TorchDispatchMode):
     def are_results(self, tensors: Iterable[torch.Tensor], call: str, called: str) -> None:
         """They are not kept, of this ``call`` at the line ``called``."""
         for tensor in _in_memory(list(tensors)):
-            self._origins[_storage(tensor)] = _Origin(call, called)
+            self._origins[_storage(tensor)] = _Origin(call, called, elsewhere=_is_elsewhere(tensor))
         if self._origins and not self._thread:
             self._begin()
+
+    def are_missing(self, tensors: Iterable[torch.Tensor]) -> None:
+        """This process has not got them: NaN stands there, so that what is made of it unseen can be seen, as a rule.
+        Integers may be places in a table, so they are such.
+        """
+        self._misses = True
+        _spoil(tensors)
 
     def are_own(self, tensors: Iterable[torch.Tensor], arguments: Sequence[Any]) -> None:
         """They hold what this process has given itself, in the ``arguments`` of a call."""
@@ -130,8 +141,8 @@ class DerivedValues(TorchDispatchMode):
         if self._thread == threading.get_ident():
             _take_out(self)
         self._thread = 0
-        for name in self._were:
-            delattr(torch.Tensor, name)
+        for name, was in self._were.items():
+            setattr(torch.Tensor, name, was)
         self._were.clear()
 
     def problem(self, registered: Callable[[], Memory]) -> str:
@@ -142,15 +153,16 @@ class DerivedValues(TorchDispatchMode):
             if origin.place:
                 return (
                     f"{origin.place} computes something before the loop of what came of {origin.call} at "
-                    f"{origin.called}, and that is still there, and not registered: a process that replaces this rank "
+                    f"{origin.called}, and that {_MAY_BE if origin.elsewhere else _IS}, and not registered: a "
+                    "process that replaces this rank "
                     "would compute something else. Register it too (Session(model=[...]), a buffer, state=), compute "
                     "it in a body, or delete it (a gradient: zero_grad())"
                 )
             return (
                 f"{origin.called} calls {origin.call} before the loop, and its result can't be kept (only up to "
-                f"{RESULT_BYTES // 1024} KiB each), is still there, and does not lie in registered tensors: a process "
-                "that replaces this rank would go without. Register it, delete it (a gradient: zero_grad()), make it "
-                "on each rank alone, or read it from a file"
+                f"{RESULT_BYTES // 1024} KiB each), {_MAY_BE if origin.elsewhere else _IS}, and does not lie in "
+                "registered tensors: a process that replaces this rank would go without. Register it, delete it (a "
+                "gradient: zero_grad(); an array: copy()), make it on each rank alone, or read it from a file"
             )
         return ""
 
@@ -160,7 +172,8 @@ class DerivedValues(TorchDispatchMode):
         return bool(self._thread) and self._process == os.getpid()
 
     def _left(self, registered: Callable[[], Memory]) -> Sequence[_Origin]:
-        found = {ref: origin for ref, origin in self._origins.items() if ref not in self._rooms and _has_memory(ref)}
+        there = {ref: origin for ref, origin in self._origins.items() if origin.elsewhere or _has_memory(ref)}
+        found = {ref: origin for ref, origin in there.items() if ref not in self._rooms}
         held = registered() if found else frozenset()
         return [origin for ref, origin in found.items() if ref not in held]
 
@@ -174,7 +187,13 @@ class DerivedValues(TorchDispatchMode):
             if form.unread and self._looks:
                 self._forget(written)
             return result
-        result = func(*args, **named)
+        try:
+            result = func(*args, **named)
+        except RuntimeError:  # a decomposition of NaN fails, and so does a draw by it
+            if not self._misses or written:
+                raise
+            result = func(*_likely(args), **named)
+            _spoil(_in_memory(result))
         if form.name in _BY_FORM or is_ours(_TORCH):
             return result
         if form.name in _NUMBERS and type(result) in _DTYPES:
@@ -203,11 +222,12 @@ class DerivedValues(TorchDispatchMode):
         return next((each for each in found if each is not None), None)
 
     def _depend(self, on: _Origin, tensors: Iterable[torch.Tensor]) -> None:
-        new = {ref for ref in map(_storage, tensors) if ref not in self._origins}
-        if new:
-            self._origins.update(dict.fromkeys(new, _Origin(on.call, on.called, line())))
+        new = {ref: tensor for tensor in tensors if (ref := _storage(tensor)) not in self._origins}
+        place = line() if new else ""
+        for ref, tensor in new.items():
+            self._origins[ref] = _Origin(on.call, on.called, place, _is_elsewhere(tensor))
         if len(self._origins) > self._room:
-            self._origins = {ref: each for ref, each in self._origins.items() if not ref.expired()}  # type: ignore[no-untyped-call]
+            self._origins = {ref: each for ref, each in self._origins.items() if each.elsewhere or _has_memory(ref)}
             self._room = max(_ROOM, 2 * len(self._origins))
 
     def _forget(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -227,7 +247,7 @@ class DerivedValues(TorchDispatchMode):
         for each in tensors:
             shape, at_first = at_first[: each.dim()], at_first[each.dim() :]
             made.append(each.new_zeros(shape))
-        spoil(made)
+        _spoil(made)
         return made[0] if isinstance(result, torch.Tensor) else tuple(made)
 
 
@@ -245,12 +265,21 @@ def _take_out(mode: TorchDispatchMode) -> None:
             _push_mode(each)
 
 
-def spoil(tensors: Iterable[torch.Tensor]) -> None:
-    """Of a result that a process has not got: what is made of it unseen can be seen, as a rule. Integers may be places
-    in a table, so they stay such.
-    """
+def _spoil(tensors: Iterable[torch.Tensor]) -> None:
     for each in _in_memory(list(tensors)):
         each.fill_(torch.nan if each.is_floating_point() or each.is_complex() else 0)
+
+
+def _likely(value: Any) -> Any:
+    """In the place of NaN: numbers that every operation takes (a probability, a positive-definite matrix, no error)."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_likely, value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = torch.zeros_like(value)
+    if made.is_floating_point():
+        (made.diagonal(dim1=-2, dim2=-1) if made.dim() > 1 else made).fill_(1.0)
+    return made
 
 
 def _handing_out(derived: DerivedValues, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -314,6 +343,10 @@ def _in_memory(value: Any) -> Iterator[torch.Tensor]:
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _is_elsewhere(tensor: torch.Tensor) -> bool:
+    return not tensor.untyped_storage().resizable()
 
 
 def _has_memory(ref: StorageWeakRef) -> bool:

@@ -34,7 +34,7 @@ from resilient_train.frameworks.torch.collective_results import (
     root_of,
 )
 from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
-from resilient_train.frameworks.torch.derived_values import DerivedValues, spoil
+from resilient_train.frameworks.torch.derived_values import DerivedValues
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, KeptWork
 from resilient_train.frameworks.torch.own_objects import of_objects
 from resilient_train.frameworks.torch.storages import Memory, memory_of
@@ -321,7 +321,7 @@ class _Later:
         if entry.result is None:
             work = call.run()
             if call.group.size() > 1 and not call.is_source:
-                spoil(outputs)
+                self._derived.are_missing(outputs)
             call.follow(self._derived)
             return work
         self._derived.are_given(outputs)

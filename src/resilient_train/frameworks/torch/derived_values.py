@@ -153,10 +153,9 @@ class DerivedValues(TorchDispatchMode):
             if origin.place:
                 return (
                     f"{origin.place} computes something before the loop of what came of {origin.call} at "
-                    f"{origin.called}, and that {_MAY_BE if origin.elsewhere else _IS}, and not registered: a "
-                    "process that replaces this rank "
-                    "would compute something else. Register it too (Session(model=[...]), a buffer, state=), compute "
-                    "it in a body, or delete it (a gradient: zero_grad())"
+                    f"{origin.called}, and that {_MAY_BE if origin.elsewhere else _IS}, and not registered: a process "
+                    "that replaces this rank would compute something else. Register it too (Session(model=[...]), a "
+                    "buffer, state=), compute it in a body, or delete it (a gradient: zero_grad())"
                 )
             return (
                 f"{origin.called} calls {origin.call} before the loop, and its result can't be kept (only up to "
@@ -179,12 +178,14 @@ class DerivedValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
+        if not self._looks:
+            return func(*args, **named)
         form = _form(func)
         read, written = _sorted(form, args, named)
-        origin = self._origin(read) if form.namespace not in _COLLECTIVES and self._looks else None
+        origin = None if form.namespace in _COLLECTIVES else self._origin(read)
         if origin is None:
             result = func(*args, **named)
-            if form.unread and self._looks:
+            if form.unread:
                 self._forget(written)
             return result
         try:

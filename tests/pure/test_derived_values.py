@@ -282,3 +282,37 @@ def test_memory_that_is_not_torchs_own_may_be_there_still(looking: Looking, by: 
     assert "may still be there (its memory is an array's" in is_left(derived, *([result] if by == "copy" else []))
     del result
     assert "may still be there (its memory is an array's" in is_left(derived)
+
+
+def test_of_a_result_in_another_thread_nobody_sees_what_becomes(looking: Looking) -> None:
+    """So it must lie in registered memory, also when torch has left it."""
+    for derived in (DerivedValues(Told()), looking()[0]):
+        result = torch.arange(64.0)
+        thread = threading.Thread(target=derived.are_results, args=([result], "broadcast(float32[64])", "job.py:7"))
+        thread.start()
+        thread.join()
+        is_left_of = [each for each in derived._left(frozenset) if each.called == "job.py:7"]
+        del result
+        assert len(is_left_of) == 1
+        assert [each for each in derived._left(frozenset) if each.called == "job.py:7"] == is_left_of
+    assert DerivedValues(Told())._left(frozenset) == []
+
+
+def test_a_pass_in_another_thread_belongs_to_who_began_it(looking: Looking) -> None:
+    """On a device torch computes it in a thread of its own: parts are gathered there."""
+    derived, result, _ = looking()
+    weight = torch.ones(64, requires_grad=True)
+
+    def gather(gradient: torch.Tensor) -> None:
+        found.append(torch.arange(64.0))
+        derived._thread += 1  # as if it were another one
+        derived.are_results(found, "allgather(float32[64])", "job.py:8")
+        derived._thread -= 1
+
+    found: list[torch.Tensor] = []
+    weight.register_hook(gather)
+    weight.sum().backward()
+    assert len(found) == 1
+    assert "job.py:8 calls allgather" in is_left(derived, result)
+    found.clear()
+    assert is_left(derived, result) == ""

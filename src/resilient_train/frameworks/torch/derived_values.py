@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,8 +55,13 @@ _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd
 """Namespaces: what these give is told by who carries them out."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - names in code are text
 _ROOM = 1 << 10
+_NO_PASS = -1
+_current_pass = torch._C._current_graph_task_id
 _IS = "is still there"
-_MAY_BE = "may still be there (its memory is an array's, a buffer's or a file's: communicate a clone() of it)"
+_MAY_BE = (
+    "may still be there (its memory is an array's, a buffer's or a file's, or another thread has it: communicate a "
+    "clone() of it, in the main thread)"
+)
 
 Read = Callable[[torch.Tensor], torch.Tensor]
 """Is told what the script reads; returns what it read in the first process."""
@@ -63,7 +69,8 @@ Read = Callable[[torch.Tensor], torch.Tensor]
 
 class _Origin(NamedTuple):
     """What memory depends on: ``call`` gave the result, at the line ``called``; ``place`` computed this of it, empty if
-    it is the result itself. ``elsewhere``: the memory is not torch's own, and may be there when torch has left it.
+    it is the result itself. ``elsewhere``: the memory is not torch's own, and may be there when torch has left it; or
+    nobody sees what is computed of it.
     """
 
     call: str
@@ -108,9 +115,12 @@ class DerivedValues(TorchDispatchMode):
 
     def are_results(self, tensors: Iterable[torch.Tensor], call: str, called: str) -> None:
         """They are not kept, of this ``call`` at the line ``called``."""
+        thread = threading.get_ident()
+        # A backward pass of the loop's thread may run in one of torch's, where the mode is on as well.
+        seen = thread == (self._thread or threading.main_thread().ident) or _current_pass() != _NO_PASS
         for tensor in _in_memory(list(tensors)):
-            self._origins[_storage(tensor)] = _Origin(call, called, elsewhere=_is_elsewhere(tensor))
-        if self._origins and not self._thread:
+            self._origins[_storage(tensor)] = _Origin(call, called, elsewhere=not seen or _is_elsewhere(tensor))
+        if self._origins and not self._thread and seen:
             self._begin()
 
     def are_missing(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -147,9 +157,11 @@ class DerivedValues(TorchDispatchMode):
 
     def problem(self, registered: Callable[[], Memory]) -> str:
         """Why a process that takes the rank's place would not have what is there; empty if it would."""
-        if self._left(registered):
+        left = self._left(registered)
+        if left:
             gc.collect()
-        for origin in self._left(registered):
+            left = self._left(registered)
+        for origin in left:
             if origin.place:
                 return (
                     f"{origin.place} computes something before the loop of what came of {origin.call} at "
@@ -171,8 +183,11 @@ class DerivedValues(TorchDispatchMode):
         return bool(self._thread) and self._process == os.getpid()
 
     def _left(self, registered: Callable[[], Memory]) -> Sequence[_Origin]:
-        there = {ref: origin for ref, origin in self._origins.items() if origin.elsewhere or _has_memory(ref)}
-        found = {ref: origin for ref, origin in there.items() if ref not in self._rooms}
+        found = {
+            ref: origin
+            for ref, origin in self._origins.items()
+            if ref not in self._rooms and (origin.elsewhere or _has_memory(ref))
+        }
         held = registered() if found else frozenset()
         return [origin for ref, origin in found.items() if ref not in held]
 
@@ -312,12 +327,8 @@ def _form(func: Any) -> _Form:
 def _sorted(form: _Form, args: Sequence[Any], named: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors that an operation reads, and those that it writes."""
     read, written = list[torch.Tensor](), list[torch.Tensor]()
-    for index, value in enumerate(args):
-        name = form.arguments[index] if index < len(form.arguments) else ""
-        tensors = list(_in_memory(value))
-        read += [] if name in form.unread else tensors
-        written += tensors if name in form.written else []
-    for name, value in named.items():
+    names = itertools.chain(form.arguments, itertools.repeat(""))
+    for name, value in (*zip(names, args, strict=False), *named.items()):
         tensors = list(_in_memory(value))
         read += [] if name in form.unread else tensors
         written += tensors if name in form.written else []

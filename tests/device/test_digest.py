@@ -6,7 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from resilient_train._native import Copier  # noqa: E402
 from resilient_train.frameworks.torch.device_digest import device_digest  # noqa: E402
+from resilient_train.frameworks.torch.fingerprint import TorchFingerprint  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -22,3 +24,9 @@ def test_it_is_the_hosts(dtype: torch.dtype, count: int) -> None:
     there = here.to(torch.accelerator.current_accelerator())
     assert int(device_digest(there)) == int(device_digest(here))
     assert int(device_digest(there[1:])) == int(device_digest(here[1:]))
+
+
+def test_the_same_state_has_the_same_fingerprint() -> None:
+    """What comes to the host is kept until it is read."""
+    tree = {"model": [torch.randn(count, device=torch.accelerator.current_accelerator()) for count in range(1, 200)]}
+    assert len({TorchFingerprint(tree, Copier()).digest() for _ in range(20)}) == 1

@@ -16,7 +16,7 @@ from resilient_train.frameworks.torch.checkpoint_pieces import names_of
 from resilient_train.frameworks.torch.device_digest import device_digest
 from resilient_train.frameworks.torch.leaves import TENSORS, dense, local, span_of
 from resilient_train.state.capture import COPY_TIMEOUT_MS
-from resilient_train.state.transfer import digest, view
+from resilient_train.state.transfer import digest
 from resilient_train.state.tree import flatten
 
 
@@ -43,7 +43,7 @@ class TorchFingerprint:
         if self._copier is not None:
             while not self._copier.wait(COPY_TIMEOUT_MS):
                 pass  # memory is read in milliseconds; on a machine that is slower there is nothing better to do
-            there = b"".join(bytes(view(span_of(dense(each)))) for each in _together(self._there))
+            there = b"".join(each.cpu().numpy().tobytes() for each in _together(self._there))
             self._digest = xxhash.xxh3_128_hexdigest(self._payload + self._copier.digests() + there)
             self._copier, self._there = None, []
         return self._digest

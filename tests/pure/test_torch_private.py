@@ -10,6 +10,8 @@ import pytest
 
 import resilient_train
 from resilient_train.frameworks.supported import torch_problem
+from resilient_train.launch.cli import device_count
+from resilient_train.launch.spec import JobSpec
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -193,25 +195,33 @@ def test_what_fsdp_can_be_switched_is_where_it_was() -> None:
     assert {name for name in vars(FSDPModule) if name.startswith("set_")} <= known
 
 
-def test_torchruns_flags_are_read_without_asking_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("wanted", "ranks"), [("2", 2), ("gpu", 3)])
+def test_torchruns_flags_are_read_without_asking_cuda(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: str, ranks: int
+) -> None:
     """To read them torch looks for GPUs. No fork of a process that has asked CUDA for one may use it."""
     from resilient_train.launch.cli.run import make_job
 
-    switch = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    asked: list[str | None] = []
+    me = os.getpid()
 
     def is_available() -> bool:
-        asked.append(os.environ.get(switch))
-        return False
+        assert os.getpid() != me
+        return True
 
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: is_available() + 2)
     monkeypatch.setattr(torch.accelerator, "is_available", is_available)
-    monkeypatch.delenv(switch, raising=False)
     script = tmp_path / "train.py"
     script.touch()
-    make_job(["--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), str(script)])
-    assert set(asked) == {"1"}
-    assert switch not in os.environ
+    job = make_job(["--nproc-per-node", wanted, "--run-dir", str(tmp_path / "run"), str(script)])
+    assert isinstance(job, JobSpec)
+    assert job.world_size == ranks
+    assert torch.cuda.is_available is is_available
+
+
+def test_who_counts_devices_says_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="--nproc-per-node gpus: Unsupported nproc_per_node value: gpus"):
+        device_count.ranks_for("gpus")
 
 
 def test_nobody_has_torch_abort_its_groups() -> None:

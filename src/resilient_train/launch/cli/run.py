@@ -25,7 +25,7 @@ from resilient_train.frameworks.supported import torch_problem, version_line
 from resilient_train.launch.agent.console import Console
 from resilient_train.launch.agent.console_text import line
 from resilient_train.launch.agent.run_dir_claim import Claim
-from resilient_train.launch.cli import msrun
+from resilient_train.launch.cli import device_count, msrun
 from resilient_train.launch.cli.findings import Grade
 from resilient_train.launch.cli.mindspore_environ import RANK_TABLE, look
 from resilient_train.launch.cli.mindspore_view import differs
@@ -99,7 +99,8 @@ def make_job(argv: list[str]) -> JobSpec | argparse.Namespace:
     if not limited:
         args.max_restarts = 0
     try:
-        with config.cuda_left_alone():
+        args.nproc_per_node = device_count.ranks_for(args.nproc_per_node)
+        with device_count.left_alone():
             launch, command, arguments = torchrun.config_from_args(args)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"{error} (a flag of torchrun's; see resilient-run --help)") from None

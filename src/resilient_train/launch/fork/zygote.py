@@ -101,7 +101,8 @@ def start_root(log: Path, environ: dict[str, str]) -> Root | Born | str:
         if option != "-u":
             return f"resilient-run was started with Python's flag {option}, which its forks would have"
     if threads() > 1:
-        return "Python itself starts with another thread (sitecustomize, a .pth file)"
+        names = ", ".join(_other_threads())
+        return f"the launcher has another thread ({names}): of torch, or of what Python starts with (a .pth file)"
     _native.adopt_orphans()
     ours, theirs = gates()
     agent_pid = os.getpid()
@@ -248,6 +249,13 @@ def threads() -> int:
 
 def _count_threads() -> int:
     return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names are what is counted
+
+
+def _other_threads() -> list[str]:
+    """Their names; the first of all is this one."""
+    numbers = sorted(int(name) for name in os.listdir("/proc/self/task"))  # noqa: PTH208 - likewise
+    found = (Path(f"/proc/self/task/{number}/comm") for number in numbers if number != os.getpid())
+    return [path.read_text().strip() for path in found if path.exists()]
 
 
 def _rss_bytes() -> int:

@@ -3,7 +3,8 @@
 Under our agent, what torch would make with gloo is a resilient group as well, in ``init_process_group``, ``new_group``
 and what calls it (a DeviceMesh): a script needs no other change than the import. Where no backend is asked for, torch
 takes that of the machine's accelerator, if it has one. It goes on telling the backend that was asked for.
-(``RESILIENT_WRAP_BACKEND=0`` switches that off; ``RESILIENT_HCCL=1`` has it so for "hccl" as well.)
+(``RESILIENT_WRAP_BACKEND=0`` switches that off; ``RESILIENT_HCCL=1`` has it so for "hccl" as well, ``RESILIENT_NCCL=1``
+for "nccl", and for what torch takes by itself where there is a GPU.)
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from resilient_train import config, standby_stage
 _TARGET = "torch.distributed"
 _BACKEND = "resilient"
 _OVER_HCCL = "resilient_hccl"
+_OVER_NCCL = "resilient_nccl"
+_OVER_BOTH = "resilient_gloo_nccl"
+_TOLD = {_BACKEND: "cpu:gloo", _OVER_HCCL: "npu:hccl", _OVER_NCCL: "cuda:nccl", _OVER_BOTH: "cpu:gloo,cuda:nccl"}
+"""What torch says of a group that stands in another's place, by the backend that makes it."""
 _RANK_PLACE = 4
 """Of the parameters of ``init_process_group`` behind its first, ``rank`` is this one."""
 _for_forks = False
@@ -54,11 +59,29 @@ def _register(distributed: Any) -> None:
 
         return create_group(options, backend_options, kind=HcclGroup)
 
-    distributed.Backend.register_backend(_BACKEND, create, extended_api=True, devices=["cpu"])
-    distributed.Backend.register_backend(_OVER_HCCL, create_hccl, extended_api=True, devices=["npu"])
+    def create_nccl(options: Any, backend_options: Any) -> Any:
+        from resilient_train.frameworks.torch.process_group import create as create_group
+        from resilient_train.frameworks.torch.transports.nccl import NcclGroup
+
+        return create_group(options, backend_options, kind=NcclGroup)
+
+    def create_both(options: Any, backend_options: Any) -> Any:
+        from resilient_train.frameworks.torch.process_group import create as create_group
+        from resilient_train.frameworks.torch.transports.nccl import GlooAndNcclGroup
+
+        return create_group(options, backend_options, kind=GlooAndNcclGroup)
+
+    creators = {
+        _BACKEND: (create, ["cpu"]),
+        _OVER_HCCL: (create_hccl, ["npu"]),
+        _OVER_NCCL: (create_nccl, ["cuda"]),
+        _OVER_BOTH: (create_both, ["cpu", "cuda"]),
+    }
+    for name, (creator, devices) in creators.items():
+        distributed.Backend.register_backend(name, creator, extended_api=True, devices=devices)
     # From 2.15 on torch hooks its recorder into groups that do not record by themselves; in ours the library does.
     recording: set[str] = getattr(distributed.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    recording.update((_BACKEND, _OVER_HCCL))
+    recording.update(creators)
     if _for_forks or config.read_link() is not None:
         _wrap(distributed)
 
@@ -125,45 +148,56 @@ def _wrap_helper(c10d: Any) -> None:
     def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         asked = given["backend"]
-        as_gloo = _is_ours() and _is_for_gloo(asked, c10d)
-        as_hccl = not as_gloo and _is_ours() and _is_for_hccl(asked)
+        ours = _stands_for(asked, c10d) if _is_ours() else None
         late = _late_store(given["store"])
-        if late is not None and not (as_gloo or asked == _BACKEND):
+        if late is not None and _BACKEND not in (ours, asked):
             given["store"], late = late.connected(), None  # whoever makes this group looks for its members there
-        backend = c10d.Backend(_BACKEND) if as_gloo else c10d.Backend(_OVER_HCCL) if as_hccl else asked
-        group, store = original(**{**given, "backend": backend})
+        group, store = original(**{**given, "backend": c10d.Backend(ours) if ours is not None else asked})
         if store is None:
             return group, store
         world = c10d._world  # noqa: SLF001 - likewise
         if late is not None:  # torch's own PrefixStore of it would lack some verbs
             store = late.prefixed(f"{given['group_name']}/")
             world.pg_map[group] = asked, store
-        if as_gloo or as_hccl:
+        if ours is not None:
             group.show_as_asked()
             world.pg_map[group] = asked, store
-            world.pg_backend_config[group] = "cpu:gloo" if as_gloo else "npu:hccl"
+            world.pg_backend_config[group] = _TOLD[ours]
         return group, store
 
     c10d._new_process_group_helper = new_process_group_helper  # noqa: SLF001 - likewise
 
 
 def _is_for_gloo(backend: str | None, c10d: Any) -> bool:
-    """Whether a group that is asked for so uses gloo. Not asked ("undefined" is torch's), the accelerator decides."""
-    backend = backend and backend.lower()  # as torch does; ours is asked first
-    if backend is None or backend == "undefined":
+    """Whether a group that is asked for so uses gloo alone."""
+    return _stands_for(backend, c10d) == _BACKEND
+
+
+def _stands_for(backend: str | None, c10d: Any) -> str | None:
+    """The backend of ours that makes a group which is asked for so; None: torch's own is to make it.
+
+    Not asked ("undefined" is torch's), the accelerator decides.
+    """
+    backend = (backend or "undefined").lower()  # as torch does; ours is asked first
+    if backend == "undefined":
         try:
-            chosen = c10d.BackendConfig(c10d.Backend("undefined")).get_device_backend_map()
+            uses = dict(c10d.BackendConfig(c10d.Backend("undefined")).get_device_backend_map())
         except ValueError:  # an accelerator for which torch knows no backend; it says so itself
-            return False
-        return set(chosen.values()) == {"gloo"}
-    if backend == "gloo":
-        return True
-    return ":" in backend and all(part.rpartition(":")[2] == "gloo" for part in backend.split(","))
-
-
-def _is_for_hccl(backend: str | None) -> bool:
-    """Whether a group that is asked for so uses HCCL alone, and such a group may be rebuilt."""
-    return (backend or "").lower() in ("hccl", "npu:hccl") and config.rebuilds_hccl()
+            return None
+    elif ":" in backend:
+        uses = {device: library for device, _, library in (part.partition(":") for part in backend.split(","))}
+    else:
+        uses = {"": backend}
+    libraries = set(uses.values())
+    if libraries == {"gloo"}:
+        return _BACKEND
+    if uses in ({"": "hccl"}, {"npu": "hccl"}):
+        return _OVER_HCCL if config.rebuilds_hccl() else None
+    if uses in ({"": "nccl"}, {"cuda": "nccl"}):
+        return _OVER_NCCL if config.rebuilds_nccl() else None
+    if uses == {"cpu": "gloo", "cuda": "nccl"}:
+        return _OVER_BOTH if config.rebuilds_nccl() else None
+    return None
 
 
 def _joins() -> bool:

@@ -5,9 +5,8 @@ Flags beat variables beat defaults; ``describe`` tells where each value came fro
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 import msgspec
@@ -88,6 +87,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Groups over HCCL are rebuilt after a fault, too; else a Session with such a group is a plain loop."""
     hccl_library: str = ""
     """The libhccl.so whose communicators are asked for errors where ``hccl`` is on; by default the system's."""
+    nccl: bool = False
+    """Groups over NCCL are rebuilt after a fault, too; else a Session with such a group is a plain loop."""
     acl_library: str = ""
     """The ACL runtime that is asked for errors; empty: ``libascendcl.so`` where torch_npu is in use."""
     nvml_library: str = ""
@@ -387,7 +388,6 @@ def recorder_entries() -> int:
 
 
 _THREADS = "OMP_NUM_THREADS"
-_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def wraps_backend() -> bool:
@@ -399,6 +399,36 @@ def wraps_backend() -> bool:
 def rebuilds_hccl() -> bool:
     """Whether a group over HCCL is to be one that can be rebuilt. Never tried on a device."""
     return read_settings().hccl
+
+
+def rebuilds_nccl() -> bool:
+    """Whether a group over NCCL is to be one that can be rebuilt."""
+    return read_settings().nccl
+
+
+_OF_NCCL = {
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # ends a process whose abort takes long
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # resolves Python's stacks for seconds, on a thread that needs the GIL
+}
+
+
+def set_nccl_environment() -> None:
+    """What torch must not do by itself when a peer dies, before it makes a group over NCCL.
+
+    Raises ConfigError where the user has said otherwise.
+    """
+    # Else torch ends the process when a peer dies. Launchers set it for everybody, so it is nobody's choice.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    for name, value in _OF_NCCL.items():
+        given = os.environ.setdefault(name, value)
+        if given != value:
+            raise ConfigError(
+                f"{name}={given}: torch would act on a failure of NCCL by itself, and no group could be rebuilt; unset "
+                f"it, or leave {PREFIX}NCCL out"
+            )
 
 
 def set_threads(ranks: str) -> bool:
@@ -421,19 +451,6 @@ def unset_threads() -> None:
 def environ_copy() -> dict[str, str]:
     """A copy of the environment, for processes that the agent starts."""
     return dict(os.environ)
-
-
-@contextlib.contextmanager
-def cuda_left_alone() -> Iterator[None]:
-    """Inside the block torch asks NVML whether there is a GPU: once it has asked CUDA, no fork of this process may."""
-    before = os.environ.get(_BY_NVML)
-    os.environ[_BY_NVML] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_BY_NVML]
-        if before is not None:
-            os.environ[_BY_NVML] = before
 
 
 PER_RANK = frozenset(

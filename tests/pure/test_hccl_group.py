@@ -117,7 +117,9 @@ def test_only_an_error_of_the_devices_is_a_faults(group: HcclGroup) -> None:
 
 def test_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has run on a device: without the setting a job over HCCL is a plain loop, as ever."""
-    assert not _register._is_for_hccl("hccl")
+    asked_for = ("hccl", "HCCL", "npu:hccl", "cpu:gloo,npu:hccl", "nccl")
+    c10d = dist.distributed_c10d
+    assert {each: _register._stands_for(each, c10d) for each in asked_for} == dict.fromkeys(asked_for)
     monkeypatch.setenv("RESILIENT_HCCL", "1")
-    wanted = {"hccl": True, "HCCL": True, "npu:hccl": True, "cpu:gloo,npu:hccl": False, "nccl": False, None: False}
-    assert {each: _register._is_for_hccl(each) for each in wanted} == wanted
+    ours = dict.fromkeys(asked_for[:3], "resilient_hccl")
+    assert {each: _register._stands_for(each, c10d) for each in asked_for} == dict.fromkeys(asked_for) | ours

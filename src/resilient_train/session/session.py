@@ -62,9 +62,9 @@ class Session:
     ``RESILIENT_NORM_THRESHOLD`` and ``RESILIENT_LOSS_THRESHOLD``. What is not finite always is one. With
     ``on_anomaly="skip"`` that second run counts without its update: it is made without gradients.
 
-    Where the process group is one of an accelerator's (nccl; hccl, unless ``RESILIENT_HCCL=1``), which can't be
-    rebuilt, the Session is a plain loop, and says so. Raises ConfigError for other things that can't be repaired: no
-    process group, a second Session, state that can't be carried.
+    Where the process group is one of an accelerator's (nccl, unless ``RESILIENT_NCCL=1``; hccl, unless
+    ``RESILIENT_HCCL=1``), which can't be rebuilt, the Session is a plain loop, and says so. Raises ConfigError for
+    other things that can't be repaired: no process group, a second Session, state that can't be carried.
     """
 
     def __init__(

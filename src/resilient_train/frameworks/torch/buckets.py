@@ -321,7 +321,8 @@ def _rehearse(
 ) -> None:
     """One pass of the reducer whose gradients become ready in the order of ``rounds``, then the buckets are laid out.
 
-    autograd runs the node created last first, so the chain is built from the last parameter to the first.
+    autograd runs the node created last first, so the chain is built from the last parameter to the first. It lies on
+    the parameters' device: those of another are a thread's of their own, which would take them as it comes to them.
     """
     gradients = [parameter.grad for parameter in parameters]
     reducer: Any = wrapper.reducer
@@ -334,7 +335,7 @@ def _rehearse(
         reducer.prepare_for_forward()
         reducer.prepare_for_backward([])
         for order in rounds:
-            total = torch.zeros(())
+            total = torch.zeros((), device=parameters[0].device)
             for index in reversed(order):
                 each = parameters[index]
                 total = _Becomes.apply(total, each, id(each) in sparse)  # type: ignore[no-untyped-call] # torch's

@@ -42,9 +42,13 @@ class Verb(NamedTuple):
     """What a reduction gives on a rank that is alone."""
 
 
+_NO_STREAMS = {torch.device("cpu"), torch.device("meta")}
+
+
 def done(result: Any) -> dist.Work:
     """A work that is complete already."""
-    future: torch.futures.Future[Any] = torch.futures.Future()
+    elsewhere = {each.device for each in flat(result) if isinstance(each, torch.Tensor)} - _NO_STREAMS
+    future: torch.futures.Future[Any] = torch.futures.Future(devices=list(elsewhere) or None)
     future.set_result(result)
     work: dist.Work = _create_work_from_future(future)
     return work

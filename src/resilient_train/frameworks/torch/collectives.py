@@ -32,7 +32,6 @@ from resilient_train.script_place import line
 
 _FOREIGN = threading._DummyThread  # what Python makes of a thread that is not its own
 _NO_PASS = -1
-_DROP_S = 0.25
 _pass_under_way = torch._C._current_graph_task_id
 _SYNC_BUFFERS = DistributedDataParallel._sync_module_buffers.__code__
 
@@ -92,7 +91,7 @@ class TorchCollectives:
         group_module.watch(None)
         if self._tail is not None:
             self._tail.close()
-        group_module.wait_for_droppers(_DROP_S)
+        group_module.wait_for_droppers(max((each.frees_in_s for each in group_module.groups.values()), default=0.0))
 
     def set_mode(self, mode: Mode) -> None:
         self._mode = mode

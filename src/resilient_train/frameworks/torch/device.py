@@ -21,15 +21,19 @@ from resilient_train.config import Settings
 from resilient_train.errors import DeviceError
 from resilient_train.frameworks.accelerator import Accelerator, Host
 from resilient_train.frameworks.roles import Damage
+from resilient_train.frameworks.torch.cuda_device import CudaDevice
 from resilient_train.frameworks.torch.damage import InjectedErrors, assess, move
+from resilient_train.frameworks.torch.groups import nccl_groups
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
+from resilient_train.frameworks.torch.transports.nccl import NcclGroup
 from resilient_train.frameworks.torch_npu.device import NpuDevice
 from resilient_train.state.transfer import Span
 
 _ACL = "libascendcl.so"
 _HCCL = "libhccl.so"
 _NVML = "libnvidia-ml.so.1"
+_NCCL = "libnccl.so.2"
 _WAIT_S = 1.0
 _LOOKING = ("waiting", "opening", "polling")
 _REPAIR_LIMIT_MS = 5000
@@ -57,6 +61,7 @@ class TorchDevice:
         self._acl = settings.acl_library or (_ACL if _npu() is not None else "")
         self._nvml = settings.nvml_library or (_NVML if _uses_cuda() else "")
         self._hccl = (settings.hccl_library or _HCCL) if settings.hccl and _npu() is not None else ""
+        self._nccl = _NCCL if isinstance(accelerator, CudaDevice) else ""
         self._communicators = communicators
         self._watched: dict[int, None] = {}
         self._poll_ms = settings.probe_ms
@@ -69,16 +74,25 @@ class TorchDevice:
             return
         device, uuid = _device()
         probes = Probes(
-            hccl=self._hccl, nccl="", acl=self._acl, nvml=self._nvml, device=device, uuid=uuid, poll_ms=self._poll_ms
+            hccl=self._hccl,
+            nccl=self._nccl,
+            acl=self._acl,
+            nvml=self._nvml,
+            device=device,
+            uuid=uuid,
+            poll_ms=self._poll_ms,
         )
         alarm(probes)
         probes.start()
         self._probes, self._number = probes, device
+        if self._nccl:
+            NcclGroup.probes = probes
         if self._hccl:
             self.synchronize = self._synchronize_and_hand_in
 
     def close(self) -> None:
         probes, self._probes = self._probes, None
+        NcclGroup.probes = None
         if probes is not None:
             self._keep(probes.take())
             probes.stop()
@@ -170,8 +184,13 @@ class TorchDevice:
             self._probes.rearm()
 
 
-def accelerator(rank: int) -> Accelerator:
+def accelerator(rank: int, models: Sequence[torch.nn.Module]) -> Accelerator:
     """The accelerator that this process computes on. Raises ConfigError if its runtime lacks what a recovery needs."""
+    if nccl_groups():
+        # A script need not make its device the current one.
+        there = (each.device.index for model in models for each in model.parameters() if each.is_cuda)
+        index = next(there, None)
+        return CudaDevice(rank, torch.cuda.current_device() if index is None else index, nccl_groups)
     torch_npu = _npu()
     return Host() if torch_npu is None else NpuDevice(torch_npu, rank)
 

@@ -18,7 +18,7 @@ from resilient_train.frameworks.torch.device import TorchDevice
 from resilient_train.frameworks.torch.extra_state import ExtraState
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.generators import by_generator, random_state
-from resilient_train.frameworks.torch.groups import TorchGroups
+from resilient_train.frameworks.torch.groups import TorchGroups, nccl_groups
 from resilient_train.frameworks.torch.kept_state import LIVES_ON
 from resilient_train.frameworks.torch.leaves import TENSORS, gradients_of, local, state_of
 from resilient_train.frameworks.torch.state import TorchState
@@ -43,6 +43,8 @@ class TorchDrill:
         for descriptor, _ in self._groups.sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)  # gloo may have closed it over another fault
+        for group in nccl_groups():
+            group.abort_communicators()
 
     def poison(self, target: str) -> None:
         parameters = self._trained()

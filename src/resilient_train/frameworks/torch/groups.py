@@ -18,6 +18,7 @@ from resilient_train.frameworks.torch import pipelines
 from resilient_train.frameworks.torch.gloo_at_rest import AtRest
 from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup, groups, works
 from resilient_train.frameworks.torch.transports.hccl import HcclGroup
+from resilient_train.frameworks.torch.transports.nccl import GlooAndNcclGroup, NcclGroup
 from resilient_train.state.transfer import Span, chunks, view
 
 _DRAIN_S = 1.0
@@ -116,16 +117,33 @@ class TorchGroups:
         return [each for each in found if each]
 
     def send(self, spans: list[Span], target: int) -> None:
+        world, device = _world(), _carried_on()
         for piece in chunks(spans, _CHUNK_BYTES):
-            _world().run("send", ([_as_tensor(piece)], target, 0)).wait()
+            world.run("send", ([_as_tensor(piece).to(device)], target, 0)).wait()
 
     def receive(self, spans: list[Span], source: int) -> None:
+        world, device = _world(), _carried_on()
         for piece in chunks(spans, _CHUNK_BYTES):
-            _world().run("recv", ([_as_tensor(piece)], source, 0)).wait()
+            here = _as_tensor(piece)
+            there = here.to(device)
+            world.run("recv", ([there], source, 0)).wait()
+            if there is not here:
+                here.copy_(there)
+
+
+def nccl_groups() -> list[NcclGroup]:
+    """The groups of this process that NCCL serves."""
+    return [each for each in groups.values() if isinstance(each, NcclGroup)]
 
 
 def _world() -> ResilientGroup:
     return next(iter(groups.values()))
+
+
+def _carried_on() -> torch.device:
+    """Where tensors have to lie that all ranks' group carries. gloo takes those of the host."""
+    world = _world()
+    return torch.device("cpu") if isinstance(world, GlooAndNcclGroup) else world.device
 
 
 def _as_tensor(span: Span) -> torch.Tensor:
@@ -142,7 +160,8 @@ def _not_ours(world: dist.ProcessGroup | None) -> Problem:
     """The default group is torch's own."""
     uses = dist.distributed_c10d._world.pg_backend_config[cast("dist.ProcessGroup", world)]
     if any(not part.endswith(":gloo") for part in uses.split(",")):
-        return Problem(f"the process group uses {uses}, which can't take a replacement in yet", plain=True)
+        asked_for = "without RESILIENT_NCCL=1" if "nccl" in uses else "yet"
+        return Problem(f"the process group uses {uses}, which can't take a replacement in {asked_for}", plain=True)
     refused = f"the process group's backend is {dist.get_backend()!r}, which cannot take a replacement in"
     return Problem(f'{refused}: import resilient_train before init_process_group, or pass it backend="resilient"')
 

@@ -42,7 +42,7 @@ from resilient_train.frameworks.torch.transports import gloo
 BACKEND = "resilient"
 _NO_RANK = -1
 _BATCHES_ASK = hasattr(dist.ProcessGroup, "supports_abort_hooks")
-"""torch 2.15, or later: see _NoBackend. Before, whoever asks for a backend wants what only a real one gives."""
+"""torch 2.15, or later: see NoBackend. Before, whoever asks for a backend wants what only a real one gives."""
 
 
 class Watcher(Protocol):
@@ -107,7 +107,7 @@ class BuiltGroup(NamedTuple):
     sockets: list[tuple[int, int]]
 
 
-class _NoBackend:
+class NoBackend:
     """That of a group which has none now. torch 2.15 asks in front of each batch of messages what it can do."""
 
     supports_splitting = supports_coalescing = False
@@ -122,11 +122,15 @@ class _NoBackend:
 class ResilientGroup(dist.ProcessGroup):
     """See the module's text. ``global_ranks`` are the members in the order of their group ranks.
 
-    ``solo``: not joined yet. Another library than gloo is a subclass: ``frameworks/torch/transports/hccl.py``.
+    ``solo``: not joined yet. Other libraries than gloo are subclasses, in ``frameworks/torch/transports``.
     """
 
     backend_shown = "gloo"
     """As what it answers where the user has asked for that library, by name or by saying nothing."""
+    adds_up_as_gloo = True
+    """Whether one process can add up what all members give, bit for bit as the group does: see ``clique.py``."""
+    frees_in_s = 0.25
+    """How long a thread that frees an inner group takes, if it comes back at all."""
 
     def __init__(
         self, store: Store, rank: int, size: int, name: str, global_ranks: list[int], timeout: timedelta
@@ -196,7 +200,7 @@ class ResilientGroup(dist.ProcessGroup):
     def close_inner(self, why: str) -> None:
         """Drops the inner group. Another thread frees it: that joins gloo's threads, in milliseconds or never."""
         if self.inner is not None:
-            self._timeout = self._get_backend(_CPU).options._timeout  # the user may have set another one
+            self._timeout = self._get_backend(self.device).options._timeout  # the user may have set another one
         held = [self.inner] if self.inner is not None else []
         self.inner, self.sockets, self._closed_why = None, [], why
         drop(held)
@@ -279,7 +283,7 @@ class ResilientGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         """That of gloo, of the present generation."""
         if self.inner is None and _BATCHES_ASK:
-            return _NoBackend(self._why_not("_get_backend"))
+            return NoBackend(self._why_not("_get_backend"))
         return self._running("_get_backend")._get_backend(device)
 
     get_backend = _get_backend
@@ -478,10 +482,15 @@ def _is_replaceable(link: config.AgentLink | None) -> bool:
 def drop(held: list[dist.ProcessGroup]) -> None:
     """Frees groups, of which the caller keeps no other reference, on another thread."""
     if held:
-        dropper = threading.Thread(target=held.clear, name="rt-drop-group", daemon=True)
-        _droppers.append(dropper)
-        dropper.start()
+        drop_by(held.clear)
+
+
+def drop_by(work: Callable[[], None]) -> None:
+    """Has ``work`` free what a group holds, on another thread."""
+    dropper = threading.Thread(target=work, name="rt-drop-group", daemon=True)
     _droppers[:] = [thread for thread in _droppers if thread.is_alive()]
+    _droppers.append(dropper)
+    dropper.start()
 
 
 def wait_for_droppers(timeout_s: float) -> None:

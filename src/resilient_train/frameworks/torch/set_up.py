@@ -11,6 +11,7 @@ on; what it has called is compared when it has become a rank.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Callable, Sequence
@@ -253,12 +254,12 @@ class _First:
         work = call.run()
         if call.verb in POINT_TO_POINT:
             return _Receive(work, take, entry, anybody=call.verb == _FROM_ANYBODY)
-        try:
-            return KeptWork(work, self._live, take)
-        except RuntimeError:  # gloo has no future for a reduce-scatter
-            work.wait()
-            take()
-            return completed(call.args)
+        with contextlib.suppress(RuntimeError):  # gloo has no future for a reduce-scatter
+            if all(each.is_cpu for each in outputs):  # a work of a device is over when the device has it to do
+                return KeptWork(work, self._live, take)
+        work.wait()
+        take()
+        return completed(call.args)
 
     def wait(self) -> None:
         """Waits until what was begun has ended. Raises what it failed with."""

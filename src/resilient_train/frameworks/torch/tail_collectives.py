@@ -78,7 +78,7 @@ class LoggedTail:
         self._count = 0
         self._over = False
         """``exchanged``."""
-        self._told_large = False
+        self._told_large = self._told_otherwise = False
         self._clique: dict[int, Clique] = {}
 
     def begin(self, commits: int) -> None:
@@ -186,10 +186,27 @@ class LoggedTail:
     def _added_up(self, asked: _Asked) -> list[bytes]:
         """What each member gets; one where all get the same."""
         calls = [self._args_of(asked, member) or self._neutral(asked, member) for member in range(asked.group.size())]
+        if not asked.group.adds_up_as_gloo and not _in_any_order(asked.verb, calls):
+            self._tell_otherwise(asked)
+        averages = [_summed(args) for args in calls]
         self._clique_of(len(calls)).run(asked.verb, calls)
         filled = [VERBS[asked.verb].filled(args, member) for member, args in enumerate(calls)]
+        for tensors in filled if any(averages) else ():
+            for tensor in tensors:
+                tensor.copy_(tensor / len(calls))
         results = [b"".join(map(bytes_of, tensors)) for tensors in filled]
         return results[:1] if len(set(results)) == 1 else results
+
+    def _tell_otherwise(self, asked: _Asked) -> None:
+        detail = {"collective": asked.verb, "members": asked.group.size()}
+        self._conductor.note("tail_added_otherwise", detail)
+        if not self._told_otherwise:
+            self._told_otherwise = True
+            say_aside(
+                f"a fault has cut the {asked.verb} at {line()}, behind the update, and gloo has added up what was "
+                f"given to {asked.group.backend_shown}: its result may differ from the undisturbed run's in its last "
+                "bits, and so may what is computed from it (docs/how-to/after-the-update.md)"
+            )
 
     def _adder(self, asked: _Asked) -> int:
         """Which member does what one is to do: the lowest finisher. One that asks is a finisher itself."""
@@ -435,10 +452,31 @@ def _checked_header(verb: str, args: tuple[Any, ...]) -> bytes:
         raise UsageError(f"{line()}: {verb} after the update can't be finished after a fault: {error}") from None
 
 
+def _in_any_order(verb: str, calls: Sequence[Args]) -> bool:
+    """Whether a reduction comes to the same bits in whatever order it is done."""
+    kinds: Any = dist.ReduceOp.RedOpType
+    rounds = any(each.is_floating_point() or each.is_complex() for each in VERBS[verb].given(calls[0], 0))
+    return not rounds or len(calls) <= 2 or _operation_of(calls[0]) in (kinds.MIN, kinds.MAX)
+
+
+def _summed(args: Args) -> bool:
+    """Has a call that averages add up instead, for gloo knows no average, and says whether it was one."""
+    kinds: Any = dist.ReduceOp.RedOpType
+    averages = [each for each in args if hasattr(each, "reduceOp") and each.reduceOp.op == kinds.AVG]
+    for options in averages:
+        options.reduceOp = dist.ReduceOp.SUM
+    return bool(averages)
+
+
+def _operation_of(args: Sequence[Any]) -> Any:
+    kinds: Any = dist.ReduceOp.RedOpType  # torch's stub leaves its members out
+    return next((value.reduceOp.op for value in args if hasattr(value, "reduceOp")), kinds.SUM)
+
+
 def _fill_neutral(tensor: torch.Tensor, args: Sequence[Any]) -> None:
     """With the element that changes no result: 0 for a sum, 1 for a product, the ends of the range for extremes."""
-    kinds: Any = dist.ReduceOp.RedOpType  # torch's stub leaves its members out
-    operation = next((value.reduceOp.op for value in args if hasattr(value, "reduceOp")), kinds.SUM)
+    kinds: Any = dist.ReduceOp.RedOpType
+    operation = _operation_of(args)
     if operation == kinds.PRODUCT:
         tensor.fill_(1)
     elif operation == kinds.BAND:

@@ -36,7 +36,7 @@ _LIBRARIES = {
     "acl": ("Ascend runtime", "memory errors, failed collectives and failures of the device"),
     "hccl": ("HCCL", "errors of communicators (with RESILIENT_HCCL=1)"),
     "nvml": ("NVML", "ECC errors and XID events"),
-    "nccl": ("NCCL", "errors of communicators (nothing gives it any in this version)"),
+    "nccl": ("NCCL", "errors of communicators (with RESILIENT_NCCL=1)"),
 }
 _PROBE_LIMIT_S = 10.0
 _WITHOUT_EFFECT = ("rsc",)

@@ -27,6 +27,7 @@ class HcclGroup(ResilientGroup):
     """Its works are torch_npu's own, unguarded: to wait for one is to have the device's stream wait."""
 
     backend_shown = BACKEND
+    adds_up_as_gloo = False
 
     @property
     def device(self) -> torch.device:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from running import JOBS, LAUNCHER, Reference, Run, launch, read_events, start
+from test_nccl import ENVIRON as WITHOUT_GPU
 
 from resilient_train.launch.cli.asking import Follower
 from resilient_train.observe.sinks import EVENTS_FILE
@@ -31,9 +32,12 @@ MOST_STEPS_UNHURT = 20
 IN_A_ROW = 3
 """A rank that dies five times without a committed update in between ends the job, as it should."""
 LIMIT_S = 240
-CASES = [(0, "kill stop", FEW_STEPS)]
+CASES = [(0, "kill stop", FEW_STEPS, "gloo")]
 CASES += [
-    pytest.param(seed, kinds, STEPS, marks=pytest.mark.long) for seed in range(12) for kinds in ("kill", "kill stop")
+    pytest.param(seed, kinds, STEPS, over, marks=pytest.mark.long)
+    for over, seeds in (("gloo", 12), ("nccl", 6))
+    for seed in range(seeds)
+    for kinds in ("kill", "kill stop")
 ]
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
@@ -138,21 +142,22 @@ def disturb(process: subprocess.Popen[str], story: Story, bandit: Bandit, hit: r
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
-@pytest.mark.parametrize(("seed", "kinds", "steps"), CASES)
+@pytest.mark.parametrize(("seed", "kinds", "steps", "over"), CASES)
 def test_the_end_is_the_undisturbed_one(
-    tmp_path: Path, undisturbed: Reference, seed: int, kinds: str, steps: int
+    tmp_path: Path, undisturbed: Reference, seed: int, kinds: str, steps: int, over: str
 ) -> None:
     reference = undisturbed(ranks=RANKS, steps=steps)
     run_dir = tmp_path / "run"
     flags = ["--nproc-per-node", str(RANKS), "--run-dir", str(run_dir), "--max-restarts", "100000"]
-    script = [str(JOBS / "train.py"), "--steps", str(steps)]
+    job = [str(JOBS / "over_nccl.py"), "train.py"] if over == "nccl" else [str(JOBS / "train.py")]
+    script = [*job, "--steps", str(steps)]
     if steps == FEW_STEPS:  # else it could be over before it is hit for the third time
         script += ["--rest-s", "0.02"]
     hit = range(USUAL_STEPS if steps == FEW_STEPS else 0, steps - QUIET_STEPS)
     story = Story(run_dir)
     bandit = Bandit(story, seed, kinds.split())
     deadline = time.monotonic() + LIMIT_S
-    with start([*LAUNCHER, *flags, *script]) as process:
+    with start([*LAUNCHER, *flags, *script], **(WITHOUT_GPU if over == "nccl" else {})) as process:
         disturb(process, story, bandit, hit, deadline)
         try:
             out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))

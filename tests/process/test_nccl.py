@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import memories
+import pytest
 from identity import assert_identical
 from memories import Torchrun
 from running import Reference, launch
@@ -38,3 +39,32 @@ def test_hsdp(tmp_path: Path, torchrun_of: Torchrun) -> None:
     assert strategies(run) == ["HCCE", "ARF", "ARF"], run.explain()
     assert run.recoveries() == 3, run.explain()
     assert [event["detail"] for event in run.of("tail_added_otherwise")] == [{"collective": "allreduce", "members": 4}]
+
+
+FAULTS = {
+    "kills": (
+        "kill rank=0 step=3 phase=COMPUTE at=backward; kill rank=3 step=6 phase=UPDATING at=start; "
+        "kill rank=1 step=9 phase=COMPUTE at=start"
+    ),
+    "cut": "hcce rank=2 step=4 phase=COMPUTE at=start; kill rank=2 step=7 phase=APPLIED at=start",
+    "two": "kill rank=0 step=5 phase=COMPUTE at=backward; kill rank=1 step=5 phase=COMPUTE at=backward",
+}
+LAYOUTS = [
+    ("hsdp.py", "accumulate+mixed+two"),
+    ("hsdp.py", "alone"),
+    ("hsdp.py", "tp+copied"),
+    ("pipelined.py", "replicate"),
+    ("zero.py", "base"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("faults", FAULTS)
+@pytest.mark.parametrize(("job", "variant"), LAYOUTS)
+def test_other_layouts(tmp_path: Path, torchrun_of: Torchrun, job: str, variant: str, faults: str) -> None:
+    """FSDP and ZeRO-1 go back to a snapshot in memory."""
+    in_memory = ("--save", "100", "--memory", "1") if (job, variant) in (LAYOUTS[1], LAYOUTS[4]) else ()
+    options = ("--out", str(tmp_path / "out"), "--variant", variant, *in_memory)
+    flags = ("--faults", FAULTS[faults])
+    run = launch(tmp_path / "run", "over_nccl.py", job, *options, ranks=4, flags=flags, **ENVIRON)
+    memories.ends_as(run, torchrun_of(job, variant))

@@ -48,42 +48,30 @@ def _register(distributed: Any) -> None:
     if not distributed.is_available() or _BACKEND.upper() in distributed.Backend._plugins:  # noqa: SLF001 - torch has no public list that is right here
         return
 
-    def create(options: Any, backend_options: Any) -> Any:
-        from resilient_train.frameworks.torch.process_group import create as create_group
-
-        return create_group(options, backend_options)
-
-    def create_hccl(options: Any, backend_options: Any) -> Any:
-        from resilient_train.frameworks.torch.process_group import create as create_group
-        from resilient_train.frameworks.torch.transports.hccl import HcclGroup
-
-        return create_group(options, backend_options, kind=HcclGroup)
-
-    def create_nccl(options: Any, backend_options: Any) -> Any:
-        from resilient_train.frameworks.torch.process_group import create as create_group
-        from resilient_train.frameworks.torch.transports.nccl import NcclGroup
-
-        return create_group(options, backend_options, kind=NcclGroup)
-
-    def create_both(options: Any, backend_options: Any) -> Any:
-        from resilient_train.frameworks.torch.process_group import create as create_group
-        from resilient_train.frameworks.torch.transports.nccl import GlooAndNcclGroup
-
-        return create_group(options, backend_options, kind=GlooAndNcclGroup)
-
-    creators = {
-        _BACKEND: (create, ["cpu"]),
-        _OVER_HCCL: (create_hccl, ["npu"]),
-        _OVER_NCCL: (create_nccl, ["cuda"]),
-        _OVER_BOTH: (create_both, ["cpu", "cuda"]),
-    }
-    for name, (creator, devices) in creators.items():
+    for name, uses in _TOLD.items():
+        devices = [part.partition(":")[0] for part in uses.split(",")]
+        creator = functools.partial(_create, name)
         distributed.Backend.register_backend(name, creator, extended_api=True, devices=devices)
     # From 2.15 on torch hooks its recorder into groups that do not record by themselves; in ours the library does.
     recording: set[str] = getattr(distributed.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    recording.update(creators)
+    recording.update(_TOLD)
     if _for_forks or config.read_link() is not None:
         _wrap(distributed)
+
+
+def _create(name: str, options: Any, backend_options: Any) -> Any:
+    """Torch asks for a group of that backend."""
+    from resilient_train.frameworks.torch.process_group import ResilientGroup, create
+    from resilient_train.frameworks.torch.transports.hccl import HcclGroup
+    from resilient_train.frameworks.torch.transports.nccl import GlooAndNcclGroup, NcclGroup
+
+    kinds: dict[str, type[ResilientGroup]] = {
+        _BACKEND: ResilientGroup,
+        _OVER_HCCL: HcclGroup,
+        _OVER_NCCL: NcclGroup,
+        _OVER_BOTH: GlooAndNcclGroup,
+    }
+    return create(options, backend_options, kind=kinds[name])
 
 
 def wrap_for_forks() -> None:

@@ -406,13 +406,13 @@ def rebuilds_nccl() -> bool:
     return read_settings().nccl
 
 
-_OF_NCCL = {
-    "TORCH_NCCL_BLOCKING_WAIT": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # ends a process whose abort takes long
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # resolves Python's stacks for seconds, on a thread that needs the GIL
-}
+_NOT_BY_TORCH = (
+    "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+    "TORCH_NCCL_ENABLE_MONITORING",  # ends a process whose abort takes long
+    "TORCH_NCCL_PROPAGATE_ERROR",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",  # resolves Python's stacks for seconds, on a thread that needs the GIL
+)
 
 
 def set_nccl_environment() -> None:
@@ -422,9 +422,9 @@ def set_nccl_environment() -> None:
     """
     # Else torch ends the process when a peer dies. Launchers set it for everybody, so it is nobody's choice.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    for name, value in _OF_NCCL.items():
-        given = os.environ.setdefault(name, value)
-        if given != value:
+    for name in _NOT_BY_TORCH:
+        given = os.environ.setdefault(name, "0")
+        if given != "0":
             raise ConfigError(
                 f"{name}={given}: torch would act on a failure of NCCL by itself, and no group could be rebuilt; unset "
                 f"it, or leave {PREFIX}NCCL out"

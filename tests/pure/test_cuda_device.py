@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402 - only where torch is
 
-from resilient_train.errors import DeviceError  # noqa: E402
+from resilient_train.errors import ConfigError, DeviceError  # noqa: E402
 from resilient_train.frameworks.torch import cuda_device  # noqa: E402
+from resilient_train.frameworks.torch import device as device_module  # noqa: E402
 from resilient_train.frameworks.torch.cuda_device import CudaDevice  # noqa: E402
 from resilient_train.frameworks.torch.transports.nccl import CUT, NcclGroup  # noqa: E402
 
@@ -46,6 +47,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def device(machine: Machine) -> CudaDevice:
     groups: Any = [
         SimpleNamespace(
+            was_cut=False,
             abort_communicators=lambda name=name: machine.told.append(f"abort {name}"),
             hand_in=lambda name=name: machine.told.append(f"hand in {name}"),
         )
@@ -84,6 +86,31 @@ def test_who_waited_for_a_device_that_was_cut_is_told(device: CudaDevice, machin
     device.restart((), replaced=True)
     assert not device.stopped
     device.synchronize()
+
+
+def test_a_group_that_others_have_cut_counts_as_well(device: CudaDevice) -> None:
+    """A drill, or the script: what waited in it looks complete."""
+    device.lend()
+    device._groups()[1].was_cut = True
+    with pytest.raises(RuntimeError, match=CUT):
+        device.synchronize()
+    device.stop()
+    device.restart((), replaced=False)
+    device._groups()[1].was_cut = False
+    device.synchronize()
+
+
+def test_a_model_on_two_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one it is known whether it was cut."""
+    places = [SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=index)) for index in (1, 0, 1)]
+    model: Any = SimpleNamespace(parameters=lambda: places)
+    monkeypatch.setattr(device_module, "nccl_groups", lambda: [SimpleNamespace()])
+    with pytest.raises(ConfigError, match="its parameters lie on CUDA devices 0, 1"):
+        device_module.accelerator(0, [model])
+    del places[1]
+    assert isinstance(device_module.accelerator(0, [model]), CudaDevice)
+    assert NcclGroup.index == 1
+    NcclGroup.index = None
 
 
 def test_a_stop_waits_until_nothing_is_written_any_more(device: CudaDevice, machine: Machine) -> None:

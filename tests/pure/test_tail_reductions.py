@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402 - only where torch is
 
 from resilient_train.frameworks.torch.clique import Clique  # noqa: E402
-from resilient_train.frameworks.torch.tail_collectives import _in_any_order, _summed  # noqa: E402
+from resilient_train.frameworks.torch.tail_collectives import _divide, _in_any_order, _summed  # noqa: E402
 
 
 def calls(operation: Any, *given: Any) -> list[tuple[Any, ...]]:
@@ -53,3 +53,11 @@ def test_gloo_averages_by_adding_up() -> None:
         clique.close()
     assert [each[0][0].tolist() for each in made] == [[3.0, 6.5]] * 2
     assert not any(_summed(args) for args in made)
+
+
+@pytest.mark.parametrize(
+    ("sums", "averages"), [(torch.tensor([(1 << 40) + 1, -3]), [1 << 39, -1]), (torch.tensor([3.0, -1.0]), [1.5, -0.5])]
+)
+def test_an_average_is_of_the_same_kind(sums: Any, averages: list[float]) -> None:
+    _divide(sums, 2)
+    assert sums.tolist() == averages

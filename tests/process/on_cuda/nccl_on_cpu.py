@@ -33,7 +33,7 @@ RUBBISH = 0xA5
 class Inner(dist.ProcessGroup):
     """A group and its backend in one, which torch allows."""
 
-    def __init__(self, store: Any, rank: int, size: int, name: str, timeout: Any, *, eager: bool) -> None:
+    def __init__(self, store: Any, rank: int, size: int, name: str, timeout: Any) -> None:
         super().__init__(rank, size)
         self._given = store, rank, size, name, timeout
         self._lock = threading.Lock()
@@ -42,8 +42,6 @@ class Inner(dist.ProcessGroup):
         self._aborted = False
         self._under_way: list[torch.futures.Future[bool]] = []
         self.options = SimpleNamespace(_timeout=timeout)
-        if eager:
-            self._connect()
 
     def _get_backend(self, _: torch.device) -> Inner:
         return self
@@ -121,7 +119,7 @@ for _name in (*VERBS, *POINT_TO_POINT):
 
 
 def _stock(self: NcclGroup, generation: int, _addresses: Addresses, *, replaced: bool) -> BuiltGroup:
-    inner = Inner(self._store, self._rank, self._size, self._name, self._timeout, eager=False)
+    inner = Inner(self._store, self._rank, self._size, self._name, self._timeout)
     return BuiltGroup(inner, [])
 
 

@@ -73,9 +73,11 @@ class CudaDevice:
         torch.cuda.synchronize(self._index)
         with self._between:
             self._lent = False
-            for group in self._groups() if not self._stopped else ():
+            # Not this object's own word alone: a drill aborts a group, and so may the script.
+            cut = self._stopped or any(group.was_cut for group in self._groups())
+            for group in self._groups() if not cut else ():
                 group.hand_in()
-        if self._stopped:
+        if cut:
             raise RuntimeError(f"rank {self._rank} waited for collectives of NCCL, and {CUT}")
 
     def kind_of(self, error: BaseException) -> str:

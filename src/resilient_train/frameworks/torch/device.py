@@ -18,7 +18,7 @@ import torch
 
 from resilient_train._native import Finding, Probes, ProbeStatus
 from resilient_train.config import Settings
-from resilient_train.errors import DeviceError
+from resilient_train.errors import ConfigError, DeviceError
 from resilient_train.frameworks.accelerator import Accelerator, Host
 from resilient_train.frameworks.roles import Damage
 from resilient_train.frameworks.torch.cuda_device import CudaDevice
@@ -188,9 +188,13 @@ def accelerator(rank: int, models: Sequence[torch.nn.Module]) -> Accelerator:
     """The accelerator that this process computes on. Raises ConfigError if its runtime lacks what a recovery needs."""
     if nccl_groups():
         # A script need not make its device the current one.
-        there = (each.device.index for model in models for each in model.parameters() if each.is_cuda)
-        index = next(there, None)
-        return CudaDevice(rank, torch.cuda.current_device() if index is None else index, nccl_groups)
+        there = sorted({each.device.index for model in models for each in model.parameters() if each.is_cuda})
+        if len(there) > 1:
+            raise ConfigError(
+                f"model: its parameters lie on CUDA devices {', '.join(map(str, there))}, and what a fault cuts is "
+                "known of one: keep the part of each rank on one device, or leave RESILIENT_NCCL out"
+            )
+        return CudaDevice(rank, there[0] if there else torch.cuda.current_device(), nccl_groups)
     torch_npu = _npu()
     return Host() if torch_npu is None else NpuDevice(torch_npu, rank)
 

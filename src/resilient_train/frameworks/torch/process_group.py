@@ -479,6 +479,12 @@ def _is_replaceable(link: config.AgentLink | None) -> bool:
     return switches.arf and not config.why_off(config.read_settings(), switches)
 
 
+def place_of(generation: int) -> str:
+    """Where, in a group's store of torch's, the members of a generation find each other."""
+    link = config.read_link()
+    return f"resilient/{link.attempt if link else 0}/{generation}"
+
+
 def drop(held: list[dist.ProcessGroup]) -> None:
     """Frees groups, of which the caller keeps no other reference, on another thread."""
     if held:

@@ -193,7 +193,7 @@ class LoggedTail:
         filled = [VERBS[asked.verb].filled(args, member) for member, args in enumerate(calls)]
         for tensors in filled if any(averages) else ():
             for tensor in tensors:
-                tensor.copy_(tensor / len(calls))
+                _divide(tensor, len(calls))
         results = [b"".join(map(bytes_of, tensors)) for tensors in filled]
         return results[:1] if len(set(results)) == 1 else results
 
@@ -455,8 +455,17 @@ def _checked_header(verb: str, args: tuple[Any, ...]) -> bytes:
 def _in_any_order(verb: str, calls: Sequence[Args]) -> bool:
     """Whether a reduction comes to the same bits in whatever order it is done."""
     kinds: Any = dist.ReduceOp.RedOpType
-    rounds = any(each.is_floating_point() or each.is_complex() for each in VERBS[verb].given(calls[0], 0))
+    rounds = any(map(_rounds, VERBS[verb].given(calls[0], 0)))
     return not rounds or len(calls) <= 2 or _operation_of(calls[0]) in (kinds.MIN, kinds.MAX)
+
+
+def _divide(sums: torch.Tensor, count: int) -> None:
+    """Whole numbers stay such, and do not go by way of a float, which has 24 bits."""
+    sums.div_(count, rounding_mode=None if _rounds(sums) else "trunc")
+
+
+def _rounds(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _summed(args: Args) -> bool:

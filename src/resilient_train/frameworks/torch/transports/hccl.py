@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
-from resilient_train import config
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Addresses
-from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup, drop
+from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup, drop, place_of
 from resilient_train.frameworks.torch_npu.errors import kind_of
 
 BACKEND = "hccl"
@@ -37,9 +36,7 @@ class HcclGroup(ResilientGroup):
         """Makes no connection yet: HCCL does with the first collective."""
         if self.inner is not None and not replaced:
             return BuiltGroup(self.inner, [])
-        link = config.read_link()
-        store = PrefixStore(f"resilient/{link.attempt if link else 0}/{generation}", self._store)
-        return BuiltGroup(self._create(store), [])
+        return BuiltGroup(self._create(PrefixStore(place_of(generation), self._store)), [])
 
     def _create(self, store: Store) -> dist.ProcessGroup:
         """As torch makes a group with a backend that was registered."""

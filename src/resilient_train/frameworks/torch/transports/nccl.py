@@ -21,7 +21,7 @@ from resilient_train._native import Probes
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Addresses
 from resilient_train.frameworks.torch.collective_results import completed, flat
-from resilient_train.frameworks.torch.process_group import BuiltGroup, NoBackend, ResilientGroup, drop_by
+from resilient_train.frameworks.torch.process_group import BuiltGroup, NoBackend, ResilientGroup, drop_by, place_of
 
 BACKEND = "nccl"
 CUT = "its communicators were aborted: a recovery is under way"
@@ -42,8 +42,8 @@ class NcclGroup(ResilientGroup):
         self, store: Store, rank: int, size: int, name: str, global_ranks: list[int], timeout: timedelta
     ) -> None:
         super().__init__(store, rank, size, name, global_ranks, timeout)
-        self._cut = False
-        """The communicators of the present generation were aborted."""
+        self.was_cut = False
+        """The communicators of the present generation were aborted: what waited in them looks complete, and is not."""
         self._watched = 0
         """NCCL's handle of the one that the probe asks; 0: none."""
 
@@ -56,11 +56,9 @@ class NcclGroup(ResilientGroup):
         and before it has connected, is waited for until a newer recovery gives this one up.
         """
         built = self._stock(generation, addresses, replaced=replaced)
-        link = config.read_link()
         # A connection of its own: a wait for the dead must not keep the next generation from the store.
         own: Any = self._store
-        store = PrefixStore(f"resilient/{link.attempt if link else 0}/{generation}/{self._name}", own.clone())
-        self._add_nccl(built.inner, store)
+        self._add_nccl(built.inner, PrefixStore(place_of(generation), own.clone()))
         return built
 
     def _stock(self, generation: int, addresses: Addresses, *, replaced: bool) -> BuiltGroup:  # noqa: ARG002 - see below
@@ -84,15 +82,15 @@ class NcclGroup(ResilientGroup):
 
     def adopt(self, built: BuiltGroup) -> None:
         super().adopt(built)
-        self._cut = False
+        self.was_cut = False
 
     def abort_communicators(self) -> None:
         """Has all that waits in them end, on other threads: what is left of it takes NCCL some half a second, for which
         nobody waits. A kernel may wait in its stream for one of another group's: so all groups are to be aborted.
         """
-        if self.inner is None or self._cut:
+        if self.inner is None or self.was_cut:
             return
-        self._cut = True
+        self.was_cut = True
         if self._take_out():  # else the device does not come to rest, and the process is replaced
             drop_by(self.inner._get_backend(self.device).abort)
 
@@ -105,20 +103,20 @@ class NcclGroup(ResilientGroup):
         super().close_inner(why)
 
     def shutdown(self) -> None:
-        if self.inner is not None and not self._cut:
+        if self.inner is not None and not self.was_cut:
             torch.cuda.synchronize()  # what is under way is the user's
         super().shutdown()
 
     def broken(self) -> bool:
-        return super().broken() or self._cut
+        return super().broken() or self.was_cut
 
     def cut(self, error: RuntimeError) -> bool:
-        return self._cut or super().broken() or isinstance(error, dist.DistBackendError)
+        return self.was_cut or super().broken() or isinstance(error, dist.DistBackendError)
 
     def run_inner(self, verb: str, args: tuple[Any, ...]) -> dist.Work:
         if self.inner is None:
             raise UsageError(f"process group {self._name!r} can't be used: {self._closed_why or 'it is not built'}")
-        if self._cut:
+        if self.was_cut:
             raise RuntimeError(f"process group {self._name!r} can't be used: {CUT}")
         work: dist.Work | None = getattr(self.inner, verb)(*args)
         # A call that is not asynchronous is given to the caller's own stream, and torch returns nothing to wait for.
@@ -134,7 +132,7 @@ class NcclGroup(ResilientGroup):
 
     def hand_in(self) -> None:
         """Has the probe ask NCCL how the communicator is, if a collective has made it by now."""
-        if self.probes is None or self._watched or self.inner is None or self._cut:
+        if self.probes is None or self._watched or self.inner is None or self.was_cut:
             return
         backend: Any = self.inner._get_backend(self.device)
         self._watched = int(backend._comm_ptr())

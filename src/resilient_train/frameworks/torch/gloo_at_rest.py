@@ -34,18 +34,20 @@ class AtRest:
     def __init__(self, over: Callable[[], bool]) -> None:
         self._over = over
         self._threads: _Threads | None = None
-        self._since_s = self._looked_s = time.monotonic()
+        self._still_s, self._looked_s = 0.0, time.monotonic()
 
     def __call__(self) -> bool:
-        now_s = time.monotonic()
-        if now_s - self._looked_s < _LOOK_S:
+        since_s = time.monotonic() - self._looked_s
+        if since_s < _LOOK_S:
             return False
-        self._looked_s = now_s
+        self._looked_s += since_s
         threads = _asleep() if self._over() else None
         if threads is None or threads != self._threads:
-            self._threads, self._since_s = threads, now_s
+            self._threads, self._still_s = threads, 0.0
             return False
-        return now_s - self._since_s >= (_STILL_S if threads else _UNKNOWN_S)
+        # A machine that stood still for long (a virtual one; a stopped process) has let nobody be awake meanwhile.
+        self._still_s += min(since_s, 2 * _LOOK_S)
+        return self._still_s >= (_STILL_S if threads else _UNKNOWN_S)
 
 
 def _asleep() -> _Threads | None:

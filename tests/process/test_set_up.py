@@ -96,9 +96,11 @@ def test_large_results_go_into_what_is_registered(tmp_path: Path, undisturbed_of
     assert run.digests() == reference.digests()
 
 
-def test_what_is_read_of_large_results_is_read_again(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
-    reference = undisturbed_of(SCRIPT, "passing", ranks=2)
-    run = run_of(tmp_path, "passing", plan=ONE)
+@pytest.mark.parametrize("story", ["passing", "drawn"])
+def test_what_is_read_of_large_results_is_read_again(tmp_path: Path, story: str, undisturbed_of: Undisturbed) -> None:
+    """A script's own, or what DDP's constructor hands out."""
+    reference = undisturbed_of(SCRIPT, story, ranks=2)
+    run = run_of(tmp_path, story, plan=ONE)
     assert run.code == 0, run.explain()
     assert run.recoveries() == 2
     assert run.digests() == reference.digests()
@@ -114,6 +116,11 @@ def test_what_is_read_of_large_results_is_read_again(tmp_path: Path, undisturbed
             "masked",
             "mask = table.rows > 0.0",
             "computes something before the loop of what came of broad",
+        ),
+        (
+            "compared",
+            "start = model",
+            "computes something before the loop of what came of DistributedDataParallel's broadcast(float32[",
         ),
         ("filled", "set_model_state_dict(teacher", " of what came of broadcast(float32[16, 1250], rootRank 0) at "),
         ("placed", "distribute_tensor(whole", " of what came of "),
@@ -133,6 +140,35 @@ def test_what_a_replacement_could_not_have_is_refused_at_once(
     assert f"{SCRIPT}:{number + 1} " in told, told
     assert words in told, told
     assert run.of("started") == []
+
+
+@pytest.mark.parametrize(
+    ("how", "line", "words"),
+    [
+        ("read", "weight.std()", "reads a value of them"),
+        ("kept", "weight * 2", "computes of them is still there, and not registered"),
+    ],
+)
+def test_other_weights_than_the_first_rank_has_handed_out(tmp_path: Path, how: str, line: str, words: str) -> None:
+    """Its replacement hands out nothing any more, and has drawn others."""
+    run = run_of(tmp_path, "unseeded", "--how", how, plan="kill rank=0 step=3 phase=COMPUTE")
+    assert run.code == 2, run.explain()
+    told = next(each for each in run.err.splitlines() if "resilient-run: the job ends" in each)
+    text = (JOBS / SCRIPT).read_text().splitlines()
+    start = text.index("def unseeded(asked: argparse.Namespace) -> None:")
+    made, used = (
+        f"{SCRIPT}:{next(number for number in range(start, len(text)) if what in text[number]) + 1}"
+        for what in ("DistributedDataParallel", line)
+    )
+    assert f"{made} than its predecessor had there (drawn without a seed?)" in told, told
+    assert f"{used} {words}" in told, told
+    assert run.of("saved"), run.explain()
+
+
+def test_other_weights_of_which_nothing_is_computed(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "unseeded", plan=ONE)
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 2
 
 
 def test_it_is_taken_where_nobody_is_ever_replaced(tmp_path: Path) -> None:

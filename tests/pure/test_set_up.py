@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from resilient_train.frameworks.roles import Objects  # noqa: E402
 from resilient_train.frameworks.torch.call_codec import bytes_of, header_of  # noqa: E402
 from resilient_train.frameworks.torch.clique import Clique  # noqa: E402
 from resilient_train.frameworks.torch.collective_results import VERBS, run_alone  # noqa: E402
+from resilient_train.frameworks.torch.ddp_traffic import Traffic  # noqa: E402
 from resilient_train.frameworks.torch.set_up import SetUpCollectives  # noqa: E402
 from resilient_train.frameworks.torch.storages import registered  # noqa: E402
 from resilient_train.frameworks.torch.unregistered import Unregistered  # noqa: E402
@@ -361,6 +363,119 @@ def test_a_standby_waits_alone_and_is_compared_later(monkeypatch: pytest.MonkeyP
         else:
             with pytest.raises(SystemExit, match=r"calls barrier.* where its predecessor called allreduce"):
                 ahead.finish(nothing, Unregistered())
+
+
+def state(tensor: torch.Tensor) -> Objects:
+    module = nn.Module()
+    module.register_buffer("tensor", tensor)
+    return Objects((module,), ())
+
+
+def hand_out(set_up: SetUpCollectives, was: float, given: float, *, alone: bool = False) -> torch.Tensor:
+    """Weights by DDP's constructor, on the second rank: it had those that ``was`` stands for."""
+    module = torch.full((8,), was)
+    group = Group(1, alone=alone)
+    run = group.run
+
+    def handed(verb: str, args: tuple[Any, ...]) -> dist.Work:
+        module.fill_(was if alone else given)
+        work = run(verb, args)
+        group.end()
+        return work
+
+    group.run = handed  # type: ignore[method-assign]
+    set_up._ddp.of_call = lambda: Traffic.CONSTRUCTOR  # type: ignore[method-assign]
+    set_up.issue(group, "broadcast", ([module], options(0)))
+    set_up._ddp.of_call = lambda: Traffic.OTHER  # type: ignore[method-assign]
+    return module
+
+
+def handed_out(was: float, given: float) -> bytes:
+    """The record of a process that has read their sum."""
+    set_up = SetUpCollectives()
+    module = hand_out(set_up, was, given)
+    assert module.sum().item() == 8 * given
+    del module
+    return set_up.finish(nothing, Unregistered())
+
+
+@pytest.mark.parametrize(
+    ("was", "given", "mine", "read"),
+    [
+        (1.0, 1.0, 1.0, 8.0),  # all ranks draw the same
+        (2.0, 1.0, 2.0, 8.0),  # each its own
+        (2.0, 1.0, 3.0, 8.0),  # and another one each time
+        (2.0, 1.0, 1.0, 8.0),
+    ],
+)
+def test_what_is_read_of_weights_that_were_handed_out(
+    monkeypatch: pytest.MonkeyPatch, was: float, given: float, mine: float, read: float
+) -> None:
+    answered = later(monkeypatch, handed_out(was, given))
+    module = hand_out(answered, mine, given, alone=True)
+    assert module.sum().item() == read
+    del module
+    assert answered.finish(nothing, Unregistered()) == b""
+
+
+def test_what_is_computed_of_weights_that_were_handed_out() -> None:
+    for was in (1.0, 2.0):
+        set_up = SetUpCollectives()
+        module = hand_out(set_up, was, 1.0)
+        kept = module * 2
+        told = refusal_of(set_up, state(module))
+        assert ("DistributedDataParallel's broadcast(float32[8], rootRank 0) at " in told) == (was != 1.0), told
+        del kept
+
+
+@pytest.mark.parametrize("handed", [True, False])
+@pytest.mark.parametrize("use", ["nothing", "read", "kept"])
+def test_other_weights_than_the_predecessor_had(monkeypatch: pytest.MonkeyPatch, use: str, handed: bool) -> None:
+    """Before and after they were handed out, which they were in one of the two cases."""
+    packed = handed_out(1.0, 1.0) if handed else SetUpCollectives().finish(nothing, Unregistered())
+    answered = later(monkeypatch, packed)
+    module = hand_out(answered, 3.0, 1.0, alone=True)
+    kept = module * 2 if use == "kept" else None
+    for _ in range(2):  # a script may catch it
+        expected = pytest.raises(SystemExit) if use != "nothing" else contextlib.nullcontext()
+        with expected as left:
+            if use == "read":
+                module.sum().item()
+            answered.finish(lambda: registered(state(module)), Unregistered())
+        if use == "nothing":
+            return
+    assert left is not None
+    del kept
+
+
+@pytest.mark.parametrize(
+    ("was", "use", "words"),
+    [
+        (1.0, "read", ""),
+        (1.0, "kept", ""),
+        (3.0, "", ""),
+        (3.0, "read", "drawn without a seed.*reads a value of them"),
+        (3.0, "kept", "computes of them is still there"),
+    ],
+)
+def test_a_standby_has_read_before_it_is_known(
+    monkeypatch: pytest.MonkeyPatch, was: float, use: str, words: str
+) -> None:
+    ahead = later(monkeypatch, handed_out(1.0, 1.0))
+    monkeypatch.setattr(standby_stage, "stage", Stage())
+    module = hand_out(ahead, was, 1.0, alone=True)
+    if use == "read":
+        assert module.sum().item() == 8 * was
+    kept = module * 2 if use == "kept" else None
+    monkeypatch.setattr(standby_stage, "stage", None)
+    if words:
+        with pytest.raises(SystemExit, match=words):
+            ahead.finish(lambda: registered(state(module)), Unregistered())
+        return
+    if use:
+        assert module.sum().item() == 8 * was  # of a rank now, the first thing that it does
+    assert ahead.finish(lambda: registered(state(module)), Unregistered()) == b""
+    del kept
 
 
 def test_each_verb_says_what_it_fills() -> None:

@@ -21,6 +21,8 @@ TOTAL_BYTES = 4 << 20
 
 LARGE_RESULTS = "large results"
 """Stands for a group: calls that read a value of what came of results that are not kept."""
+_OF_WEIGHTS = "weights of "
+"""Before a group's name: of weights that were handed out in it, which need not be the same each time."""
 
 
 class SetUpEntry(msgspec.Struct, array_like=True):
@@ -73,6 +75,15 @@ class SetUpRecord:
         self.entries.append(entry)
         return entry, room
 
+    def enter_weights(self, group: str, place: str, digest: bytes, *, changed: bool) -> bool:
+        """Weights that a rank has been handed in this group, as ``digest`` has them: in a new process they are its own
+        until the loop begins. ``changed``: they had been others in this one. False: the record is full.
+        """
+        entry, _ = self.enter(_OF_WEIGHTS + group, b"changed" if changed else b"", place, len(digest), whole=True)
+        if entry is not None:
+            entry.result = digest
+        return entry is not None
+
     def packed(self, others: bytes = b"") -> bytes:
         """For ``Recorded``, in another process. ``others``: of what the script has made by then."""
         return msgspec.msgpack.encode(_Packed(self.entries, others))
@@ -115,10 +126,20 @@ class Recorded:
             )
         return entry
 
+    def next_weights(self, group: str) -> tuple[bytes | None, bool]:
+        """The digest of those that the predecessor was handed in this group, and whether they had been others in it;
+        None: it was not handed any.
+        """
+        calls = self._calls.get(_OF_WEIGHTS + group)
+        if not calls:
+            return None, False
+        _, entry = calls.popleft()
+        return entry.result, bool(entry.header)
+
     def finish(self) -> None:
         """The loop begins. Raises DifferenceError if the predecessor had made more calls."""
         for group, calls in self._calls.items():
-            if calls:
+            if calls and not group.startswith(_OF_WEIGHTS):
                 number, entry = calls[0]
                 raise DifferenceError(
                     f"it comes to the loop without {self._told(entry.header)}, call {number} {_of(group)}, which its "

@@ -244,6 +244,37 @@ def unregistered(asked: argparse.Namespace) -> None:
     train(8, sum(p.sum().item() for p in teacher.parameters()), asked, DistributedDataParallel(model_of(0)))
 
 
+def drawn(asked: argparse.Namespace) -> None:
+    """Each rank has drawn weights of its own, and goes on with what DDP's constructor has made of them."""
+    model = DistributedDataParallel(model_of(rank_of()))
+    weight = model.module[0].weight
+    strongest = nn.Module()
+    strongest.register_buffer("mask", (weight.detach() > weight.mean()).float())
+    told = [weight.std().item(), int((weight > 0.1).sum()), weight.detach().numpy()[0, :3].tolist()]
+    show(told)
+    train(6 + told[1] % 3, 4 * told[0], asked, model, state={"strongest": strongest})
+
+
+def compared(asked: argparse.Namespace) -> None:
+    model = DistributedDataParallel(model_of(rank_of()))
+    start = model.module[0].weight.detach().clone()
+    train(8, 1.0, asked, model)
+    print((model.module[0].weight - start).norm())
+
+
+def unseeded(asked: argparse.Namespace) -> None:
+    """All that the others have is rank 0's, and that is another one each time."""
+    model = DistributedDataParallel(model_of(uuid.uuid4().int % 1_000_000))
+    weight = model.module[0].weight.detach()
+    scale, start = 1.0, None
+    if asked.how == "read":
+        scale = weight.std().item()
+    elif asked.how == "kept" and not first():
+        start = weight * 2
+    train(8, scale, asked, model)
+    del start
+
+
 def filled(asked: argparse.Namespace) -> None:
     """Rank 0 has read a teacher's weights, and hands them out."""
     torch.manual_seed(rank_of())
@@ -285,12 +316,14 @@ def warmed(asked: argparse.Namespace) -> None:
     for _ in range(3):
         model(torch.zeros(8, 16)).sum().backward()
     model.zero_grad(set_to_none=True)
+    norm = model.module[0].weight.detach().norm().item()
     dist.barrier()
     rt.standby_point()
+    bias = model.module[0].bias.sum().item()
     value = ones(rank_of() + 1)
     dist.all_reduce(value)
-    show(value.item())
-    train(8, value.item(), asked, model)
+    show([value.item(), norm, bias, model.module[1].bias.sum().item()])
+    train(8, value.item() * norm / 20, asked, model)
 
 
 def before(asked: argparse.Namespace) -> None:
@@ -332,8 +365,8 @@ def differing(asked: argparse.Namespace) -> None:
 
 
 STORIES = (
-    *(usual, nothing, registered, logged, large, passing, masked, unregistered, filled, placed, handed, unwaited),
-    *(warmed, before, differing),
+    *(usual, nothing, registered, logged, large, passing, masked, unregistered, drawn, compared, unseeded, filled),
+    *(placed, handed, unwaited, warmed, before, differing),
 )
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """What DistributedDataParallel communicates by itself: its constructor, the buffers in a forward pass, the gradients.
 
 All of it goes into the tensors of the wrapped module and their gradients, so it does not matter what a process gets of
-it whose state comes from a replica, as long as that module is registered.
+it whose state comes from a replica, as long as that module is registered. What is computed of them before the loop is
+another matter (``set_up.py``).
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import sys
 import weakref
@@ -28,6 +30,17 @@ _HOOKS = f"{_TORCH}distributed/algorithms/ddp_comm_hooks/"
 _AUTOGRAD = f"{_TORCH}autograd/graph.py"
 
 
+class Traffic(enum.Enum):
+    """Whose collective is being called."""
+
+    OTHER = enum.auto()
+    """The script's, or another library's."""
+    CONSTRUCTOR = enum.auto()
+    """DDP's, as a wrapper is made: it compares the parameters' shapes, and hands out its first rank's module."""
+    PASS = enum.auto()
+    """DDP's, of a forward or backward pass."""
+
+
 class _Wrapped(NamedTuple):
     """A module that a wrapper has communicated for, and its memory then."""
 
@@ -45,8 +58,8 @@ class DdpTraffic:
         self._heard_of_any = False
         self._unchecked: list[_Wrapped] = []
 
-    def is_this(self) -> bool:
-        """Whether the collective that is being called is DDP's, and nobody's behind it."""
+    def of_call(self) -> Traffic:
+        """Whose the collective is that is being called. DDP's is what nobody behind it has called."""
         frame: FrameType | None = sys._getframe(1)
         direct = True
         while frame is not None:
@@ -55,14 +68,15 @@ class DdpTraffic:
                 wrapper = frame.f_locals.get("self")
                 if isinstance(wrapper, DistributedDataParallel):
                     self._hear_of(wrapper)
-                    return True
+                    return Traffic.CONSTRUCTOR if _in_constructor(frame) else Traffic.PASS
             elif name.startswith(_HOOKS) or (direct and name == _AUTOGRAD):
-                return self._heard_of_any  # the reducer, which is in C++
+                break  # the reducer, which is in C++
             elif not name.startswith((_PACKAGE, _TORCH)) and _is_elsewhere(name):
-                return False
+                return Traffic.OTHER
             direct = direct and name.startswith(_PACKAGE)
             frame = frame.f_back
-        return self._heard_of_any  # a thread of autograd's, in which nothing else of Python runs
+        # No frame is left in a thread of autograd's, in which nothing else of Python runs.
+        return Traffic.PASS if self._heard_of_any else Traffic.OTHER
 
     def _hear_of(self, wrapper: DistributedDataParallel) -> None:
         if wrapper in self._wrappers:
@@ -93,6 +107,14 @@ class DdpTraffic:
             if wrapper not in registered and any(id(each) in alone for each in wrapper.parameters()):
                 return place
         return ""
+
+
+def _in_constructor(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename == _DDP:
+        if frame.f_code is DistributedDataParallel.__init__.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_elsewhere(name: str) -> bool:

@@ -103,6 +103,8 @@ class DerivedValues(TorchDispatchMode):
         self._rooms = set[StorageWeakRef]()
         self._thread = 0
         """That is looked at; 0: none."""
+        self._entered = 0
+        """In which thread this mode was entered last, and perhaps not left."""
         self._process = 0
         self._misses = False
         self._were: dict[str, Any] = {}
@@ -146,9 +148,15 @@ class DerivedValues(TorchDispatchMode):
         if self._looks:
             self._rooms.update(map(_storage, _in_memory(list(tensors))))
 
+    def are_none(self) -> None:
+        """All results of before hold what they held in the first process."""
+        self._origins.clear()
+        self.end()
+
     def end(self) -> None:
         """Of looking: the loop begins, or nothing is recorded any more."""
-        if self._thread == threading.get_ident():
+        # Within an operation that it sees it is in again when that is over, and sees nothing: the loop takes it out.
+        if self._entered == threading.get_ident():
             _take_out(self)
         self._thread = 0
         for name, was in self._were.items():
@@ -157,11 +165,7 @@ class DerivedValues(TorchDispatchMode):
 
     def problem(self, registered: Callable[[], Memory]) -> str:
         """Why a process that takes the rank's place would not have what is there; empty if it would."""
-        left = self._left(registered)
-        if left:
-            gc.collect()
-            left = self._left(registered)
-        for origin in left:
+        for origin in self._left(registered):
             if origin.place:
                 return (
                     f"{origin.place} computes something before the loop of what came of {origin.call} at "
@@ -177,12 +181,28 @@ class DerivedValues(TorchDispatchMode):
             )
         return ""
 
+    def place(self, registered: Callable[[], Memory]) -> str:
+        """Where something is computed that is still there and not registered; empty if nothing is."""
+        return next((origin.place or origin.called for origin in self._left(registered)), "")
+
+    @property
+    def follows(self) -> bool:
+        """Whether there is anything."""
+        return bool(self._origins)
+
     @property
     def _looks(self) -> bool:
         """Not in a process that was forked off."""
         return bool(self._thread) and self._process == os.getpid()
 
     def _left(self, registered: Callable[[], Memory]) -> Sequence[_Origin]:
+        left = self._there(registered)
+        if left:
+            gc.collect()
+            left = self._there(registered)
+        return left
+
+    def _there(self, registered: Callable[[], Memory]) -> Sequence[_Origin]:
         found = {
             ref: origin
             for ref, origin in self._origins.items()
@@ -221,6 +241,7 @@ class DerivedValues(TorchDispatchMode):
 
     def _begin(self) -> None:
         self._thread, self._process = threading.get_ident(), os.getpid()
+        self._entered = self._thread
         _put_below(self)
         for name in _METHODS:
             self._were[name] = getattr(torch.Tensor, name)
@@ -269,6 +290,7 @@ class DerivedValues(TorchDispatchMode):
 
 def _put_below(mode: TorchDispatchMode) -> None:
     """Under those that the script has entered: it leaves them by taking away the uppermost one."""
+    _take_out(mode)
     above = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
     for each in (mode, *reversed(above)):
         _push_mode(each)

@@ -3,7 +3,9 @@
 The first process of a rank makes them with the others, and records what they gave it. A process that takes the rank's
 place makes them alone, the others being in the middle of their training, and is given what was recorded. A result that
 is too large to be kept must have gone into registered tensors, whose content comes from a replica: ``problem`` says so
-in the first process, while nothing is lost. What DDP does by itself is no part of it (``ddp_traffic.py``).
+in the first process, while nothing is lost. What DDP does by itself is no part of it (``ddp_traffic.py``), but for one
+thing: a new process has its own weights behind DDP's constructor, where the first one was handed its group's first
+rank's. If these are others, what is computed of them is followed like that of a large result.
 
 A standby, which is no rank yet, can do no collective that gives something. Where the ranks wait for each other it goes
 on; what it has called is compared when it has become a rank.
@@ -34,8 +36,9 @@ from resilient_train.frameworks.torch.collective_results import (
     completed,
     root_of,
 )
-from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic
+from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic, Traffic
 from resilient_train.frameworks.torch.derived_values import DerivedValues
+from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, KeptWork
 from resilient_train.frameworks.torch.own_objects import of_objects
 from resilient_train.frameworks.torch.storages import Memory, memory_of
@@ -50,7 +53,7 @@ from resilient_train.state.set_up_record import (
     SetUpRecord,
 )
 
-_WAITING = "barrier"
+_WAITING, _HANDS_OUT = "barrier", "broadcast"
 _FROM_ROOT = ("broadcast", "scatter")
 _FROM_ANYBODY = "recv_anysource"
 _OBJECTS = (dist.distributed_c10d.__file__, "broadcast_object_list")
@@ -112,6 +115,24 @@ class _Call(NamedTuple):
         return self.verb in _FROM_ROOT and named and root_of(self.args) == self.group.rank()
 
 
+class _Weights(NamedTuple):
+    """What DDP's constructor has handed out in a group: parameters and buffers of a module. ``place`` makes it."""
+
+    group: str
+    place: str
+    digest: bytes
+
+
+class _Ahead(NamedTuple):
+    """What a standby has done that is compared when it is a rank."""
+
+    calls: list[tuple[str, bytes, str]]
+    """Group, header, place."""
+    weights: list[_Weights]
+    reads: list[str]
+    """The places that read values of what comes of those."""
+
+
 class SetUpCollectives:
     """The collectives of this process before its loop."""
 
@@ -122,24 +143,44 @@ class SetUpCollectives:
         self._derived = DerivedValues(self._read)
         self._first = _First(self._derived)
         self._later: _Later | None = None
-        self._ahead: list[tuple[str, bytes, str]] = []
-        """What a standby has called: group, header, place."""
+        self._ahead = _Ahead([], [], [])
 
     def issue(self, group: Group, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """Carries a collective out, or answers it."""
         if self._first.full:
             return group.run(verb, args)
-        if self._ddp.is_this():
+        of_ddp = self._ddp.of_call()
+        if of_ddp is Traffic.CONSTRUCTOR and verb == _HANDS_OUT and group.size() > 1:
+            return self._hand_out(group, args)
+        if of_ddp is not Traffic.OTHER:
             self._derived.are_room(_filled(verb, args))
             return group.run(verb, args)
         call = _Call(group, verb, args, header_of(verb, args), line())
         if standby_stage.stage is not None:
             if verb != _WAITING:
                 standby_stage.stage.needs_rank(f"calls {verb}")
-            self._ahead.append((group.group_name, call.header, call.place))
+            self._ahead.calls.append((group.group_name, call.header, call.place))
             return call.run()
         later = self._as_later()
         return later.answer(call) if later is not None else self._first.record(call)
+
+    def _hand_out(self, group: Group, args: tuple[Any, ...]) -> dist.Work:
+        """A part of a module, in DDP's constructor."""
+        tensors = _filled(_HANDS_OUT, args)
+        before = _digest(tensors)
+        group.run(_HANDS_OUT, args).wait()
+        weights = _Weights(group.group_name, line(), _digest(tensors))
+        if standby_stage.stage is not None:
+            self._ahead.weights.append(weights)
+            follows = True  # nobody knows yet what the rank was handed
+        elif (later := self._as_later()) is not None:
+            follows = later.has_others(weights)
+        else:
+            follows = self._first.handed(weights, changed=before != weights.digest)
+        if follows:
+            call = f"DistributedDataParallel's {told(header_of(_HANDS_OUT, args))}"
+            self._derived.are_results(tensors, call, weights.place)
+        return completed(args)
 
     def takes_objects(self, group: Group) -> bool:
         """Whether torch asks for the rank where it decides that it need not tell this one what objects it has sent.
@@ -158,6 +199,9 @@ class SetUpCollectives:
         return self._later
 
     def _read(self, value: torch.Tensor) -> torch.Tensor:
+        if standby_stage.stage is not None:
+            self._ahead.reads.append(line())
+            return value
         later = self._as_later()
         return later.read(value) if later is not None else self._first.read(value)
 
@@ -187,7 +231,7 @@ class SetUpCollectives:
         self._derived.end()
         unregistered.begin(registered, self._frozen)
         if later is not None:
-            later.finish(unregistered)
+            later.finish(unregistered, registered)
             return b""
         self._first.wait()
         problem = self._first.unfinished() or self.problem(registered) or self._derived.problem(registered)
@@ -231,6 +275,13 @@ class _First:
         self._derived.are_given(outputs)
         self._open[id(entry)] = call._replace(args=())
         return self._kept(call, outputs, entry)
+
+    def handed(self, weights: _Weights, *, changed: bool) -> bool:
+        """It was handed these, and had others if they have ``changed``. Returns whether they are followed."""
+        if not self._record.enter_weights(weights.group, weights.place, weights.digest, changed=changed):
+            self._derived.end()
+            return False
+        return changed
 
     def read(self, value: torch.Tensor) -> torch.Tensor:
         """The script reads it, of what came of a result that is not kept."""
@@ -288,32 +339,58 @@ class _First:
 class _Later:
     """A process that takes the rank's place: it is given what the first one was."""
 
-    def __init__(
-        self, link: config.AgentLink, derived: DerivedValues, ahead: Sequence[tuple[str, bytes, str]] = ()
-    ) -> None:
+    def __init__(self, link: config.AgentLink, derived: DerivedValues, ahead: _Ahead) -> None:
         self._link = link
         self._derived = derived
         self._strayed = False
+        self._drawn_otherwise = ""
+        """Where weights are made that its predecessor had otherwise before and after they were handed out, so that it
+        has not followed what comes of them.
+        """
         first = set_up_recall.recall(link)
         self._recorded, self._changed = Recorded(first.record, told), first.changed
-        for group, header, place in ahead:
+        for group, header, place in ahead.calls:
             self._next(group, header, place)
+        others = [each for each in ahead.weights if self.has_others(each)]
+        if not others:
+            derived.are_none()
+        elif ahead.reads:
+            raise self._uses_weights(f"{ahead.reads[0]} reads a value of them")
 
     def _next(self, group: str, header: bytes, place: str) -> SetUpEntry:
         try:
             return self._recorded.next(group, header, place)
         except DifferenceError as difference:
-            raise self._stray(str(difference)) from None
+            if group == LARGE_RESULTS and self._drawn_otherwise:
+                raise self._uses_weights(f"{place} reads a value of them") from None
+            raise self._differs(difference) from None
 
-    def _stray(self, difference: str) -> SystemExit:
+    def _differs(self, difference: DifferenceError) -> SystemExit:
+        return self._stray(
+            f"its script does not do again what it did at first: {difference}. Collectives before the loop must be the "
+            "same each time the script runs (docs/reference/session.md)"
+        )
+
+    def _uses_weights(self, how: str) -> SystemExit:
+        return self._stray(
+            f"it has other weights at {self._drawn_otherwise} than its predecessor had there (drawn without a seed?), "
+            f"and its script uses them before the loop: {how}. Draw them by a seed, or do that in a body"
+        )
+
+    def _stray(self, reason: str) -> SystemExit:
         if self._strayed:  # the script has caught the first one
             return SystemExit(2)
         self._strayed = True
-        return set_up_recall.stray(
-            self._link,
-            f"since its script does not do again what it did at first: {difference}. Collectives before the loop must "
-            "be the same each time the script runs (docs/reference/session.md)",
-        )
+        return set_up_recall.stray(self._link, f"since {reason}")
+
+    def has_others(self, weights: _Weights) -> bool:
+        """Whether they are not those that the first process was handed, or were not what it had before. What comes of
+        them is followed then, as far as that one has.
+        """
+        digest, changed = self._recorded.next_weights(weights.group)
+        if digest != weights.digest and not changed:
+            self._drawn_otherwise = self._drawn_otherwise or weights.place
+        return changed or digest != weights.digest
 
     def answer(self, call: _Call) -> dist.Work:
         """Gives what the first process was given. SystemExit: it did not make this call."""
@@ -331,27 +408,29 @@ class _Later:
 
     def read(self, value: torch.Tensor) -> torch.Tensor:
         """What the first process read instead."""
+        if not self._derived.follows:
+            return value  # a standby is a rank since a moment ago, and has the weights that its predecessor had
         entry = self._next(LARGE_RESULTS, header_of(_READ, [value]), line())
         made = torch.empty(value.shape, dtype=value.dtype)
         fill_all([made], entry.result or b"")
         return made
 
-    def finish(self, unregistered: Unregistered) -> None:
+    def finish(self, unregistered: Unregistered, registered: Registered) -> None:
         """The loop begins."""
+        if self._drawn_otherwise and (place := self._derived.place(registered)):
+            raise self._uses_weights(f"what {place} computes of them is still there, and not registered")
         try:
             self._recorded.finish()
         except DifferenceError as difference:
-            raise self._stray(str(difference)) from None
+            raise self._differs(difference) from None
         if changed := self._changed:
-            how = set_up_recall.HOW_TO_KEEP
-            raise set_up_recall.stray(self._link, f"since {changed}, and a new process has it as it was: {how}")
+            raise self._stray(f"{changed}, and a new process has it as it was: {set_up_recall.HOW_TO_KEEP}")
         if unregistered.difference(self._recorded.others):
             gc.collect()  # a copy that nobody has any more, in a cycle
         if different := unregistered.difference(self._recorded.others):
-            raise set_up_recall.stray(
-                self._link,
-                f"since {different} than in the process whose place it takes: register it too, Session(model=[...]), "
-                "or make it the same each time the script runs (docs/reference/session.md)",
+            raise self._stray(
+                f"{different} than in the process whose place it takes: register it too, Session(model=[...]), or "
+                "make it the same each time the script runs (docs/reference/session.md)"
             )
 
 
@@ -360,6 +439,10 @@ def _filled(verb: str, args: tuple[Any, ...]) -> Tensors:
     if verb in POINT_TO_POINT:
         return list(args[0]) if verb != "send" else []
     return VERBS[verb].filled(args, 0)
+
+
+def _digest(tensors: Tensors) -> bytes:
+    return "".join(map(tensor_digest, tensors)).encode()
 
 
 class _Receive(dist.Work):

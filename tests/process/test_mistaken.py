@@ -25,6 +25,15 @@ def test_an_update_that_the_session_does_not_see_is_refused(tmp_path: Path, mode
     assert f"UsageError: {words}" in run.err
 
 
+def test_gradients_that_are_never_zeroed_are_refused(tmp_path: Path) -> None:
+    """A step that is redone would begin without them."""
+    run = launch(tmp_path / "run", "mistaken.py", "never-zeroed", "25", ranks=2)
+    assert run.code == 1, run.explain()
+    words = "UsageError: AdamW is about to update 'module.0.weight' by a gradient in which there is something from an"
+    assert words in run.err, run.explain()
+    assert [each["detail"]["commits"] for each in run.of("saved")] == [1], "of the update before"
+
+
 def test_a_loss_that_is_checked_in_front_of_a_body_is_refused(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "mistaken.py", "early", "5", ranks=2, MS_ENABLE_TFT="{ARF:1,TRE:1}")
     assert run.code == 1, run.explain()

@@ -82,7 +82,8 @@ with rt.Session(model=model, optimizer=registered, state=state) as session:
                     parameter.data.add_(parameter.grad, alpha=-0.01)
             elif mode != "never":
                 optimizer.step()
-            optimizer.zero_grad()
+            if mode != "never-zeroed":
+                optimizer.zero_grad()
             own.add(loss.item())
             common.add(1.0)
             if rank == 0 and step.number == asked.leave_at and step.attempt == 0:

@@ -20,6 +20,7 @@ from resilient_train.frameworks.roles import Objects, Updates, WrittenEarly
 from resilient_train.frameworks.torch import admission, cuda_graphs
 from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
 from resilient_train.frameworks.torch.buckets import Buckets, PassHistory
+from resilient_train.frameworks.torch.carried_gradients import CarriedGradients
 from resilient_train.frameworks.torch.containers import copy_tree
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
@@ -67,6 +68,7 @@ class TorchWindow:
         self._rank_state = rank_state
         self._samples = Samples(objects.models)
         self._buckets = Buckets(objects.models)
+        self._carried_gradients = CarriedGradients(objects.models)
         self._start: _Start | None = None
         self._undo: dict[str, Any] | None = None
         self._registered = {id(optimizer): _sizes(optimizer) for optimizer in objects.optimizers}
@@ -86,13 +88,15 @@ class TorchWindow:
 
         def before(writes: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             optimizer = self._writing[id(writes)]
+            closures = any(map(callable, args[1:])) or any(map(callable, kwargs.values()))
             if optimizer is self._asked:
                 self._asked = None
             if optimizer not in self._running:
                 self._check_groups(optimizer)
+                if not closures:
+                    self._carried_gradients.check(optimizer)
                 updates.before_update(optimizer)
             self._running.append(optimizer)
-            closures = any(map(callable, args[1:])) or any(map(callable, kwargs.values()))
             return self._with_closures(args, kwargs) if closures else None
 
         def after(writes: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
@@ -145,6 +149,7 @@ class TorchWindow:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._carried_gradients.close()
         self._buckets.forget()
         if self._objects.scaler is not None:
             vars(self._objects.scaler).pop("step", None)
@@ -161,6 +166,7 @@ class TorchWindow:
         self._rank_state.keep()
         self._state.keep(whole=whole)
         self._start = _Start(random_state(), torch.is_grad_enabled(), self._buckets.shares_buffers)
+        self._carried_gradients.begin()
         if not self._buckets.known:
             self._buckets.record()
 
@@ -175,6 +181,7 @@ class TorchWindow:
         # `with torch.set_grad_enabled(False)` switches before its `with` begins; cut in between, nobody switches back.
         torch.set_grad_enabled(start.gradients)
         gradients = self._state.kept.gradients()
+        self._carried_gradients.forget()
         for optimizer in self._objects.optimizers:
             optimizer.zero_grad(set_to_none=True)
         for model in self._objects.models:
@@ -278,6 +285,8 @@ class TorchWindow:
                 result = closure(*args, **kwargs)
             finally:
                 self._running = running
+            if running:
+                self._carried_gradients.check(running[-1])
             self._behind_closure()
             return result
 

@@ -1,0 +1,184 @@
+"""A gradient of before that reaches an update is refused; one that is dropped before that is nobody's business."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402 - only where torch is
+
+from resilient_train.errors import UsageError  # noqa: E402
+from resilient_train.frameworks.torch.carried_gradients import CarriedGradients  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Loop:
+    """One body a window, with two parameters and an optimizer for each."""
+
+    def __init__(self) -> None:
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 1)
+        self.carried = CarriedGradients([self.first, self.second])
+        self.optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.first, self.second)]
+        self.window = -1
+
+    def begin(self) -> None:
+        self.carried.begin()
+        self.window += 1
+
+    def backward(self) -> None:
+        self.second(self.first(torch.ones(4, 3))).sum().backward()
+
+    def zero(self, *, to_none: bool = True, which: tuple[int, ...] = (0, 1)) -> None:
+        for each in which:
+            self.optimizers[each].zero_grad(set_to_none=to_none)
+
+    def step(self, *which: int) -> None:
+        for each in which:
+            self.carried.check(self.optimizers[each])
+            self.optimizers[each].step()
+
+
+def zeroes_last(loop: Loop) -> None:
+    loop.backward()
+    loop.step(0, 1)
+    loop.zero()
+
+
+def zeroes_first(loop: Loop) -> None:
+    loop.zero()
+    loop.backward()
+    loop.step(0, 1)
+
+
+def writes_zeros_last(loop: Loop) -> None:
+    loop.backward()
+    loop.step(0, 1)
+    loop.zero(to_none=False)
+
+
+def writes_zeros_first(loop: Loop) -> None:
+    loop.zero(to_none=False)
+    loop.backward()
+    loop.backward()
+    loop.step(0, 1)
+
+
+def by_turns(loop: Loop) -> None:
+    """A GAN's: a pass of the one leaves gradients of the other, which drops them before its own."""
+    me = loop.window % 2
+    loop.zero(which=(me,))
+    loop.backward()
+    loop.step(me)
+
+
+def by_turns_in_place(loop: Loop) -> None:
+    me = loop.window % 2
+    loop.zero(to_none=False, which=(me,))
+    loop.backward()
+    loop.step(me)
+
+
+def rarely(loop: Loop) -> None:
+    """One does not use what it has each fourth time, and drops it."""
+    loop.zero()
+    loop.backward()
+    loop.step(0) if loop.window % 4 else loop.step(0, 1)
+
+
+@pytest.mark.parametrize(
+    "body", [zeroes_last, zeroes_first, writes_zeros_last, writes_zeros_first, by_turns, by_turns_in_place, rarely]
+)
+def test_loops_that_drop_them(body: Callable[[Loop], None]) -> None:
+    loop = Loop()
+    for _ in range(40):
+        loop.begin()
+        body(loop)
+    loop.carried.close()
+
+
+def never_zeroes(loop: Loop) -> None:
+    loop.backward()
+    loop.step(0, 1)
+
+
+def zeroes_one_of_them(loop: Loop) -> None:
+    loop.zero(which=(0,))
+    loop.backward()
+    loop.step(0, 1)
+
+
+def accumulates_in_one(loop: Loop) -> None:
+    """The second steps each eighth time, with all that has come together by then."""
+    loop.backward()
+    if loop.window % 8 == 7:
+        loop.step(0, 1)
+        loop.zero()
+    else:
+        loop.step(0)
+        loop.zero(which=(0,))
+
+
+def steps_later(loop: Loop) -> None:
+    """By what the window before has computed."""
+    loop.step(0, 1)
+    loop.zero()
+    loop.backward()
+
+
+@pytest.mark.parametrize(
+    ("body", "window"), [(never_zeroes, 1), (zeroes_one_of_them, 1), (accumulates_in_one, 7), (steps_later, 1)]
+)
+def test_loops_that_carry_them_on(body: Callable[[Loop], None], window: int) -> None:
+    loop = Loop()
+    with pytest.raises(UsageError, match=r"SGD is about to update '(weight|bias)' by .* from an update before"):
+        for _ in range(40):
+            loop.begin()
+            body(loop)
+    assert loop.window == window
+
+
+def test_from_before_the_loop() -> None:
+    loop = Loop()
+    loop.backward()
+    loop.begin()
+    loop.backward()
+    with pytest.raises(UsageError, match="from before the loop"):
+        loop.step(0)
+    dropped = Loop()
+    dropped.backward()
+    dropped.begin()
+    zeroes_first(dropped)
+
+
+def test_a_window_that_is_taken_back() -> None:
+    """It begins with zeros, so there is nothing of before in it."""
+    loop = Loop()
+    loop.backward()
+    loop.begin()
+    loop.backward()
+    loop.carried.forget()
+    loop.zero(to_none=False)
+    loop.backward()
+    loop.step(0, 1)
+
+
+def test_hooks_are_there_in_few_windows_and_only_where_there_are_gradients() -> None:
+    def hooked(body: Callable[[Loop], None]) -> list[int]:
+        loop, found = Loop(), list[int]()
+        for _ in range(40):
+            loop.begin()
+            if loop.carried._hooks:
+                found.append(loop.window)
+            body(loop)
+        return found
+
+    assert hooked(zeroes_last) == []
+    assert hooked(zeroes_first) == [1, 2, 4, 8, 16, 32]
+    seen = hooked(by_turns)
+    assert all(later == window + 1 or later in (2, 4, 8, 16, 32) for window, later in pairwise(seen)), seen
+    assert len(seen) <= 12, "until what was added to is dropped"

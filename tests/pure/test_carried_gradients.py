@@ -83,6 +83,18 @@ def by_turns_in_place(loop: Loop) -> None:
     loop.step(me)
 
 
+def puts_them_there(loop: Loop) -> None:
+    """By hand, over those that are there."""
+    parameters = [*loop.first.parameters(), *loop.second.parameters()]
+    made = torch.autograd.grad(loop.second(loop.first(torch.ones(4, 3))).sum(), parameters)
+    for parameter, gradient in zip(parameters, made, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.copy_(gradient)
+    loop.step(0, 1)
+
+
 def rarely(loop: Loop) -> None:
     """One does not use what it has each fourth time, and drops it."""
     loop.zero()
@@ -91,7 +103,11 @@ def rarely(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [zeroes_last, zeroes_first, writes_zeros_last, writes_zeros_first, by_turns, by_turns_in_place, rarely]
+    "body",
+    [
+        *(zeroes_last, zeroes_first, writes_zeros_last, writes_zeros_first, by_turns, by_turns_in_place),
+        *(puts_them_there, rarely),
+    ],
 )
 def test_loops_that_drop_them(body: Callable[[Loop], None]) -> None:
     loop = Loop()
@@ -130,8 +146,40 @@ def steps_later(loop: Loop) -> None:
     loop.backward()
 
 
+def replaces_them(loop: Loop) -> None:
+    """By tensors that are made of them: clipped by hand, say."""
+    loop.backward()
+    for parameter in loop.first.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.clamp(-1, 1)
+    loop.step(0)
+    loop.zero(which=(1,))
+
+
+def with_a_graph(loop: Loop) -> None:
+    """Autograd puts the sum in another tensor then."""
+    loop.second(loop.first(torch.ones(4, 3))).square().sum().backward(create_graph=True)
+    loop.step(0, 1)
+    for each in (*loop.first.parameters(), *loop.second.parameters()):
+        assert each.grad is not None
+        each.grad = each.grad.detach()
+
+
+def trains_by_turns(loop: Loop) -> None:
+    """The second is frozen in each other window, with its gradient left there."""
+    loop.second.requires_grad_(bool(loop.window % 2))
+    loop.backward()
+    loop.step(*((0, 1) if loop.window % 2 else (0,)))
+    loop.zero(which=(0,))
+    loop.second.requires_grad_(False)
+
+
 @pytest.mark.parametrize(
-    ("body", "window"), [(never_zeroes, 1), (zeroes_one_of_them, 1), (accumulates_in_one, 7), (steps_later, 1)]
+    ("body", "window"),
+    [
+        *((never_zeroes, 1), (zeroes_one_of_them, 1), (accumulates_in_one, 7), (steps_later, 1), (replaces_them, 1)),
+        *((with_a_graph, 1), (trains_by_turns, 3)),
+    ],
 )
 def test_loops_that_carry_them_on(body: Callable[[Loop], None], window: int) -> None:
     loop = Loop()
@@ -149,6 +197,15 @@ def test_from_before_the_loop() -> None:
     loop.backward()
     with pytest.raises(UsageError, match="from before the loop"):
         loop.step(0)
+    laid_out_anew = Loop()
+    laid_out_anew.backward()
+    laid_out_anew.begin()
+    for each in laid_out_anew.first.parameters():
+        assert each.grad is not None
+        each.grad = each.grad.clone()
+    laid_out_anew.backward()
+    with pytest.raises(UsageError, match="from before the loop"):
+        laid_out_anew.step(0)
     dropped = Loop()
     dropped.backward()
     dropped.begin()

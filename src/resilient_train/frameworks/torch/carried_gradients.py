@@ -7,7 +7,8 @@ time only), a fault would change the result. So it is looked for, and refused.
 That a pass has added to one says nothing yet: the generator's loss of a GAN goes back through the discriminator, whose
 gradients are dropped before they are used. It must reach an optimizer's ``step()``.
 
-Not seen: what FSDP adds up, which does that by itself, and a gradient that the script changes by its own hand.
+Not seen: what FSDP adds up, which does that by itself; sparse gradients; one that the script changes by its own hand,
+or that is clipped and used again in a step without a pass; and what a script reads of it (a norm of all gradients).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from resilient_train.frameworks.torch.leaves import local, version_of
 
 
 class _Gradient(NamedTuple):
-    """As the window began."""
+    """As a window began."""
 
+    parameter: torch.Tensor
     tensor: weakref.ref[torch.Tensor]
     version: int
 
@@ -34,11 +36,10 @@ class _Gradient(NamedTuple):
         tensor = self.tensor()
         return tensor is None or version_of(tensor) != self.version
 
-    def is_of(self, parameter: torch.Tensor) -> bool:
-        """Still, and with something in it."""
-        gradient = parameter.grad
-        with torch.no_grad():
-            return gradient is not None and gradient is self.tensor() and bool(local(gradient).any())
+    def is_there(self) -> bool:
+        """Still."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient is self.tensor()
 
 
 class CarriedGradients:
@@ -53,14 +54,14 @@ class CarriedGradients:
         self._nodes: list[Any] = []
         """Autograd forgets them, and their hooks, as soon as nobody has them."""
         self._there: dict[int, _Gradient] = {}
-        """What the window has begun with, of parameters that no pass has come to yet; by their ids."""
-        self._carried: dict[int, _Gradient] = {}
-        """What was added to, in this window or an earlier one."""
+        """What a window has begun with, of parameters that no pass and no update has come to since; by their ids."""
+        self._carried: set[int] = set()
+        """Parameters with a gradient that was added to, in this window or an earlier one; by their ids."""
 
     def begin(self) -> None:
         """A window begins."""
-        self._there.clear()
-        if self._hooks and not self._carried:
+        self._there = {me: each for me, each in self._there.items() if each.is_there()}
+        if self._hooks and not self._carried and not self._there:
             self.close()
         if self._windows & (self._windows - 1) == 0:
             self._look()
@@ -71,10 +72,10 @@ class CarriedGradients:
         for model in self._models:
             for parameter in model.parameters():
                 gradient = parameter.grad
-                if gradient is None or gradient.layout is not torch.strided or not parameter.requires_grad:
+                if gradient is None or gradient.layout is not torch.strided:
                     continue
-                self._there[id(parameter)] = _Gradient(weakref.ref(gradient), version_of(gradient))
-                self._nodes.append(node := get_gradient_edge(parameter).node)
+                self._there[id(parameter)] = _Gradient(parameter, weakref.ref(gradient), version_of(gradient))
+                self._nodes.append(node := _node(parameter))
                 self._hooks.append(node.register_prehook(self._before(parameter)))
 
     def _before(self, parameter: torch.nn.Parameter) -> Any:
@@ -82,9 +83,12 @@ class CarriedGradients:
 
         def add(_: Any) -> None:
             """The pass has a gradient to add to the one that is there."""
-            there = self._there.pop(me, self._carried.pop(me, None))
-            if there is not None and there.is_of(parameter):
-                self._carried[me] = there
+            there, added = self._there.pop(me, None), me in self._carried
+            self._carried.discard(me)
+            # In the first window DDP may have laid out its buckets anew, and gradients that are views of them.
+            same = there is not None and (self._windows == 1 or there.is_there())
+            if (added or same) and _is_something(parameter.grad):
+                self._carried.add(me)
 
         return add
 
@@ -104,11 +108,13 @@ class CarriedGradients:
                     )
 
     def _is_carried(self, parameter: torch.Tensor) -> bool:
-        added, there = self._carried.pop(id(parameter), None), self._there.pop(id(parameter), None)
-        if added is not None:
-            return added.is_of(parameter)
-        # No pass has come to it, or it is FSDP's: what nobody has written is what was there.
-        return there is not None and there.is_of(parameter) and not there.is_written()
+        there, added = self._there.pop(id(parameter), None), id(parameter) in self._carried
+        self._carried.discard(id(parameter))
+        # What was added to may be in another tensor by now; a script that drops it does so in front of a pass. Where no
+        # pass has come (FSDP's is not seen), it is what was there if nobody has written it.
+        if not added and (there is None or not there.is_there() or there.is_written()):
+            return False
+        return _is_something(parameter.grad)
 
     def _name(self, parameter: torch.nn.Parameter) -> str:
         named = (pair for model in self._models for pair in model.named_parameters())
@@ -126,3 +132,19 @@ class CarriedGradients:
             hook.remove()
         self._hooks.clear()
         self._nodes.clear()
+
+
+def _node(parameter: torch.nn.Parameter) -> Any:
+    """Where autograd adds its gradient up; of one that is frozen for now, when it is trained again."""
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)
+    node = get_gradient_edge(parameter).node
+    if frozen:
+        parameter.requires_grad_(False)
+    return node
+
+
+def _is_something(gradient: torch.Tensor | None) -> bool:
+    with torch.no_grad():
+        return gradient is not None and bool(local(gradient).any())

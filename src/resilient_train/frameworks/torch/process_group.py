@@ -38,6 +38,7 @@ from resilient_train.frameworks.torch.guarded_works import (
 from resilient_train.frameworks.torch.own_objects import take_own
 from resilient_train.frameworks.torch.set_up import SetUpCollectives
 from resilient_train.frameworks.torch.transports import gloo
+from resilient_train.frameworks.torch.uncompiled import all_uncompiled
 
 BACKEND = "resilient"
 _NO_RANK = -1
@@ -443,6 +444,7 @@ def _make_verb(verb: str) -> Callable[..., dist.Work]:
 
 for _verb in (*VERBS, *POINT_TO_POINT):
     setattr(ResilientGroup, _verb, _make_verb(_verb))
+all_uncompiled(ResilientGroup)
 
 
 def create(options: Any, backend_options: Any, *, kind: type[ResilientGroup] = ResilientGroup) -> ResilientGroup:

@@ -355,7 +355,8 @@ class _Later:
         if not others:
             derived.are_none()
         elif ahead.reads:
-            raise self._uses_weights(f"{ahead.reads[0]} reads a value of them")
+            self._drawn_otherwise = others[0].place
+            raise self._uses_weights(f"{ahead.reads[0]} reads a value of them before {standby_stage.NAME}")
 
     def _next(self, group: str, header: bytes, place: str) -> SetUpEntry:
         try:

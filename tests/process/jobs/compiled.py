@@ -1,0 +1,37 @@
+"""Dynamo compiles the wrapper (``outer``), what it wraps (``inner``), or a function that calls it (``step``)."""
+
+import random
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import resilient_train as rt
+
+BACKEND = "aot_eager"  # a compiler of C++ takes half a minute; what Dynamo does with frames is the same
+how = sys.argv[1]
+dist.init_process_group()
+torch.manual_seed(0)
+core: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+model = DistributedDataParallel(torch.compile(core, backend=BACKEND) if how == "inner" else core)
+forward = torch.compile(model, backend=BACKEND) if how == "outer" else model
+if how == "step":
+
+    @torch.compile(backend=BACKEND)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+for seed in (random.seed, np.random.seed, torch.manual_seed):
+    seed(100 + dist.get_rank())
+with rt.Session(model=model, optimizer=optimizer) as session:
+    for step in session.steps(8):
+        with step:
+            forward(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+dist.destroy_process_group()

@@ -10,11 +10,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402 - only where torch is
+from torch.nn.utils import clip_grad  # noqa: E402
 
 from resilient_train.errors import UsageError  # noqa: E402
 from resilient_train.frameworks.torch.carried_gradients import CarriedGradients  # noqa: E402
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def clipped_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a test that was refused, or never took its hooks away."""
+    monkeypatch.setattr(clip_grad, "_clip_grads_with_norm_", clip_grad._clip_grads_with_norm_)
 
 
 class Loop:
@@ -41,6 +48,13 @@ class Loop:
         for each in which:
             self.carried.check(self.optimizers[each])
             self.optimizers[each].step()
+
+
+def clips(loop: Loop) -> None:
+    loop.zero(to_none=False)
+    loop.backward()
+    nn.utils.clip_grad_norm_(loop.first.parameters(), 0.1)
+    loop.step(0, 1)
 
 
 def zeroes_last(loop: Loop) -> None:
@@ -106,7 +120,7 @@ def rarely(loop: Loop) -> None:
     "body",
     [
         *(zeroes_last, zeroes_first, writes_zeros_last, writes_zeros_first, by_turns, by_turns_in_place),
-        *(puts_them_there, rarely),
+        *(puts_them_there, rarely, clips),
     ],
 )
 def test_loops_that_drop_them(body: Callable[[Loop], None]) -> None:
@@ -165,6 +179,15 @@ def with_a_graph(loop: Loop) -> None:
         each.grad = each.grad.detach()
 
 
+def clips_all_of_them(loop: Loop) -> None:
+    """The norm has the gradients of the one that is not zeroed until its own turn."""
+    me = loop.window % 2
+    loop.zero(which=(me,))
+    loop.backward()
+    nn.utils.clip_grad_norm_([*loop.first.parameters(), *loop.second.parameters()], 0.1)
+    loop.step(me)
+
+
 def trains_by_turns(loop: Loop) -> None:
     """The second is frozen in each other window, with its gradient left there."""
     loop.second.requires_grad_(bool(loop.window % 2))
@@ -178,12 +201,14 @@ def trains_by_turns(loop: Loop) -> None:
     ("body", "window"),
     [
         *((never_zeroes, 1), (zeroes_one_of_them, 1), (accumulates_in_one, 7), (steps_later, 1), (replaces_them, 1)),
-        *((with_a_graph, 1), (trains_by_turns, 3)),
+        *((with_a_graph, 1), (trains_by_turns, 3), (clips_all_of_them, 1)),
     ],
 )
 def test_loops_that_carry_them_on(body: Callable[[Loop], None], window: int) -> None:
     loop = Loop()
-    with pytest.raises(UsageError, match=r"SGD is about to update '(weight|bias)' by .* from an update before"):
+    with pytest.raises(
+        UsageError, match=r"(SGD is about to update|norm_ takes the norm of) '\w+', .* from an update before"
+    ):
         for _ in range(40):
             loop.begin()
             body(loop)
@@ -236,6 +261,7 @@ def test_hooks_are_there_in_few_windows_and_only_where_there_are_gradients() -> 
 
     assert hooked(zeroes_last) == []
     assert hooked(zeroes_first) == [1, 2, 4, 8, 16, 32]
+    assert clip_grad._clip_grads_with_norm_.__module__ == clip_grad.__name__, "put back, each time"
     seen = hooked(by_turns)
     assert all(later == window + 1 or later in (2, 4, 8, 16, 32) for window, later in pairwise(seen)), seen
     assert len(seen) <= 12, "until what was added to is dropped"

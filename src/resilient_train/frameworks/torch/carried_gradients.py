@@ -5,20 +5,22 @@ script drops first what is there. Where it does not (it never zeroes them, or on
 time only), a fault would change the result. So it is looked for, and refused.
 
 That a pass has added to one says nothing yet: the generator's loss of a GAN goes back through the discriminator, whose
-gradients are dropped before they are used. It must reach an optimizer's ``step()``.
+gradients are dropped before they are used. It must reach an optimizer's ``step()``, or the norm by which gradients are
+clipped.
 
-Not seen: what FSDP adds up, which does that by itself; sparse gradients; one that the script changes by its own hand,
-or that is clipped and used again in a step without a pass; and what a script reads of it (a norm of all gradients).
+Not seen: what FSDP adds up, which does that by itself; sparse gradients; one that the script changes by its own hand;
+and what it reads of one.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import clip_grad
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch.leaves import local, version_of
@@ -50,6 +52,9 @@ class CarriedGradients:
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._models = models
         self._windows = 0
+        self._clip: Any = None
+        self._check_and_clip: Any = None
+        """In the place of that function of torch's, as long as there are hooks."""
         self._hooks: list[Any] = []
         self._nodes: list[Any] = []
         """Autograd forgets them, and their hooks, as soon as nobody has them."""
@@ -77,6 +82,18 @@ class CarriedGradients:
                 self._there[id(parameter)] = _Gradient(parameter, weakref.ref(gradient), version_of(gradient))
                 self._nodes.append(node := _node(parameter))
                 self._hooks.append(node.register_prehook(self._before(parameter)))
+        if self._hooks:
+            self._watch_clipping()
+
+    def _watch_clipping(self) -> None:
+        self._clip = clip = clip_grad._clip_grads_with_norm_
+
+        def check_and_clip(parameters: Any, *more: Any, **named: Any) -> None:
+            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            self._check(given, "clip_grad_norm_ takes the norm of")
+            clip(given, *more, **named)
+
+        clip_grad._clip_grads_with_norm_ = self._check_and_clip = check_and_clip
 
     def _before(self, parameter: torch.nn.Parameter) -> Any:
         me = id(parameter)
@@ -94,18 +111,19 @@ class CarriedGradients:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """It is about to write. Raises UsageError."""
-        if not self._carried and not self._there:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if self._is_carried(parameter):
-                    since = "before the loop" if self._windows == 1 else "an update before"
-                    raise UsageError(
-                        f"{type(optimizer).__qualname__} is about to update {self._name(parameter)} by a gradient in "
-                        f"which there is something from {since}, and a step that is redone begins without that: zero "
-                        "the gradients behind each update or in front of the backward pass; optimizers that "
-                        "accumulate must step together (docs/how-to/loops.md)"
-                    )
+        if self._carried or self._there:
+            parameters = (each for group in optimizer.param_groups for each in group["params"])
+            self._check(parameters, f"{type(optimizer).__qualname__} is about to update")
+
+    def _check(self, parameters: Iterable[torch.Tensor], what: str) -> None:
+        for parameter in parameters:
+            if self._is_carried(parameter):
+                since = "before the loop" if self._windows == 1 else "an update before"
+                raise UsageError(
+                    f"{what} {self._name(parameter)}, and there is something from {since} in its gradient: a step that "
+                    "is redone begins without that. Zero gradients behind each update or in front of the backward "
+                    "pass; optimizers that accumulate must step together (docs/how-to/loops.md)"
+                )
 
     def _is_carried(self, parameter: torch.Tensor) -> bool:
         there, added = self._there.pop(id(parameter), None), id(parameter) in self._carried
@@ -116,7 +134,7 @@ class CarriedGradients:
             return False
         return _is_something(parameter.grad)
 
-    def _name(self, parameter: torch.nn.Parameter) -> str:
+    def _name(self, parameter: torch.Tensor) -> str:
         named = (pair for model in self._models for pair in model.named_parameters())
         return next((repr(name) for name, each in named if each is parameter), "a parameter")
 
@@ -130,6 +148,8 @@ class CarriedGradients:
         self.forget()
         for hook in self._hooks:
             hook.remove()
+        if self._hooks and clip_grad._clip_grads_with_norm_ is self._check_and_clip:
+            clip_grad._clip_grads_with_norm_ = self._clip
         self._hooks.clear()
         self._nodes.clear()
 

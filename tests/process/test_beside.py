@@ -76,9 +76,15 @@ def test_one_that_is_registered_or_always_the_same_is_no_matter(
     assert run.of("unregistered") == []
 
 
-@pytest.mark.parametrize("arguments", [("taught", "--seeds"), ("drawn",)], ids=" ".join)
-def test_one_that_is_another_in_a_new_process_keeps_it_out(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    run = run_of(tmp_path / "run", *arguments)
+def test_one_that_is_a_copy_of_what_a_rank_was_handed_is_refused_at_once(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "taught", "--seeds")
+    assert run.code == 2, run.explain()
+    assert "computes something before the loop of what came of DistributedDataParallel's broadcast" in why(run)
+    assert run.of("started") == []
+
+
+def test_one_that_is_another_in_a_new_process_keeps_it_out(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "drawn")
     assert run.code == 2, run.explain()
     assert "rank 1 can't be replaced, since parameter 'held.0.bias' of Beside, which is not registered, has " in why(
         run

@@ -362,6 +362,7 @@ def test_gradients_that_are_dropped_change_nothing_not_even_by_a_closure() -> No
         for _ in range(2):  # the optimizer has a state by then
             closure()
             optimizer.step()
+            optimizer.zero_grad()
         before = [parameter.clone() for parameter in model.parameters()]
         step.attach(Updates())
         step.begin()

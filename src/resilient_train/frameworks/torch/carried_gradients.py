@@ -15,14 +15,14 @@ and what it reads of one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.utils import clip_grad
 
 from resilient_train.errors import UsageError
+from resilient_train.frameworks.torch.clipping import around_clipping
 from resilient_train.frameworks.torch.leaves import local, version_of
 
 
@@ -52,10 +52,8 @@ class CarriedGradients:
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._models = models
         self._windows = 0
-        self._clip: Any = None
-        self._check_and_clip: Any = None
-        """In the place of that function of torch's, as long as there are hooks."""
-        self._hooks: list[Any] = []
+        self._hooks: list[Callable[[], None]] = []
+        """What takes them away."""
         self._nodes: list[Any] = []
         """Autograd forgets them, and their hooks, as soon as nobody has them."""
         self._there: dict[int, _Gradient] = {}
@@ -81,19 +79,13 @@ class CarriedGradients:
                     continue
                 self._there[id(parameter)] = _Gradient(parameter, weakref.ref(gradient), version_of(gradient))
                 self._nodes.append(node := _node(parameter))
-                self._hooks.append(node.register_prehook(self._before(parameter)))
+                self._hooks.append(node.register_prehook(self._before(parameter)).remove)
         if self._hooks:
-            self._watch_clipping()
+            self._hooks.append(around_clipping(self._check_and_clip))
 
-    def _watch_clipping(self) -> None:
-        self._clip = clip = clip_grad._clip_grads_with_norm_
-
-        def check_and_clip(parameters: Any, *more: Any, **named: Any) -> None:
-            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            self._check(given, "clip_grad_norm_ takes the norm of")
-            clip(given, *more, **named)
-
-        clip_grad._clip_grads_with_norm_ = self._check_and_clip = check_and_clip
+    def _check_and_clip(self, clip: Any, given: list[torch.Tensor], *more: Any, **named: Any) -> None:
+        self._check(given, "clip_grad_norm_ takes the norm of")
+        clip(given, *more, **named)
 
     def _before(self, parameter: torch.nn.Parameter) -> Any:
         me = id(parameter)
@@ -146,10 +138,8 @@ class CarriedGradients:
     def close(self) -> None:
         """Takes the hooks away. Idempotent."""
         self.forget()
-        for hook in self._hooks:
-            hook.remove()
-        if self._hooks and clip_grad._clip_grads_with_norm_ is self._check_and_clip:
-            clip_grad._clip_grads_with_norm_ = self._clip
+        for remove in self._hooks:
+            remove()
         self._hooks.clear()
         self._nodes.clear()
 

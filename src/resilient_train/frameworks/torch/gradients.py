@@ -1,8 +1,4 @@
-"""What the loop computes of its gradients and its loss, for the anomaly check: see ``frameworks/roles.Gradients``.
-
-The norm is that of ``torch.nn.utils.clip_grad_norm_``, which hands it to another function of its module, under whatever
-name the loop has imported it; so the other one is replaced. Nothing is computed twice, and nothing is waited for.
-"""
+"""What the loop computes of its gradients and its loss, for the anomaly check: see ``frameworks/roles.Gradients``."""
 
 from __future__ import annotations
 
@@ -11,11 +7,11 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.nn.utils import clip_grad
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.buckets import wrappers_in
+from resilient_train.frameworks.torch.clipping import around_clipping
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.leaves import gradients_of, is_sharded
 from resilient_train.frameworks.torch.sharded import is_fsdp
@@ -26,29 +22,25 @@ class TorchGradients:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self._clip = clip_grad._clip_grads_with_norm_
-        self._clip_and_tell: Callable[..., None] | None = None
+        self._end_watching: Callable[[], None] | None = None
         self._dropping = False
         """The update that is under way is one without gradients."""
 
     def watch(self, tell: Callable[[Any], None]) -> None:
         registered = {id(parameter) for model in self._objects.models for parameter in model.parameters()}
-        self._clip = clip = clip_grad._clip_grads_with_norm_
 
-        def clip_and_tell(parameters: Any, max_norm: float, total_norm: torch.Tensor, *more: Any, **named: Any) -> None:
-            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        def clip_and_tell(clip: Any, given: Any, max_norm: float, total_norm: Any, *more: Any, **named: Any) -> None:
             ours = any(id(parameter) in registered for parameter in given)
             norm = _whole(total_norm) if ours else total_norm
             clip(given, max_norm, norm, *more, **named)
             if ours:
                 tell(self.kept(norm))
 
-        clip_grad._clip_grads_with_norm_ = self._clip_and_tell = clip_and_tell
+        self._end_watching = around_clipping(clip_and_tell)
 
     def close(self) -> None:
-        """Whoever has replaced the function since keeps what he has made of it."""
-        if clip_grad._clip_grads_with_norm_ is self._clip_and_tell:
-            clip_grad._clip_grads_with_norm_ = self._clip
+        if self._end_watching is not None:
+            self._end_watching()
 
     def begin(self) -> None:
         self._dropping = False

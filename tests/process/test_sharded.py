@@ -419,6 +419,14 @@ def test_groups_that_are_not_the_meshs(run_dir: Path) -> None:
     assert "by the model's meshes the ranks that hold the same are ((0, 2), (1, 3))" in run.err
 
 
+@pytest.mark.parametrize("variant", ["mixed", "tp+copied"])
+def test_gradients_that_are_never_zeroed_are_refused(run_dir: Path, variant: str) -> None:
+    """It is FSDP that adds them up, and not autograd."""
+    run = train(run_dir, "", variant=f"{variant}+unzeroed")
+    assert run.code == 1, run.explain()
+    assert "UsageError: clip_grad_norm_ takes the norm of 'first.weight', and there is something from an upd" in run.err
+
+
 BESIDE = {"RESILIENT_VERIFY_EVERY": "4", "RESILIENT_VERIFY_INPUTS": "neighbour"}
 
 

@@ -7,7 +7,8 @@ the parameters of theirs once more, or are replicas (``tp+copied``); ``paired``:
 parameter, and its random numbers: who compares them needs nothing of ours either. ``--variant`` changes one thing, or
 several (``accumulate+mixed``); ``taught``: a frozen model, which nobody registers, gives the targets;
 ``gathered``: behind the update the model is put together; ``handed``: rank 0 has read the weights, and torch hands them
-out; ``loaded``: the Session has the loader; ``wrong``: rank 1 always computes otherwise.
+out; ``loaded``: the Session has the loader; ``wrong``: rank 1 always computes otherwise; ``unzeroed``: gradients are
+never dropped.
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ class Job:
             optimizer.step()
         if "switched" in self.variant:
             self.model.set_requires_gradient_sync(False)
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers if "unzeroed" not in self.variant else ():
             optimizer.zero_grad()
         for scheduler in self.schedulers:
             scheduler.step()

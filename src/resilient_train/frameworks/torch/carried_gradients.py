@@ -8,8 +8,7 @@ That a pass has added to one says nothing yet: the generator's loss of a GAN goe
 gradients are dropped before they are used. It must reach an optimizer's ``step()``, or the norm by which gradients are
 clipped.
 
-Not seen: what FSDP adds up, which does that by itself; sparse gradients; one that the script changes by its own hand;
-and what it reads of one.
+Not seen: sparse gradients; one that the script changes by its own hand; and what it reads of one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch.clipping import around_clipping
-from resilient_train.frameworks.torch.leaves import local, version_of
+from resilient_train.frameworks.torch.fsdp_sums import before_sums
+from resilient_train.frameworks.torch.leaves import is_sharded, local, version_of
 
 
 class _Gradient(NamedTuple):
@@ -82,24 +82,28 @@ class CarriedGradients:
                 self._hooks.append(node.register_prehook(self._before(parameter)).remove)
         if self._hooks:
             self._hooks.append(around_clipping(self._check_and_clip))
+        if any(is_sharded(each.parameter) for each in self._there.values()):
+            self._hooks.append(before_sums(self._add))
 
     def _check_and_clip(self, clip: Any, given: list[torch.Tensor], *more: Any, **named: Any) -> None:
         self._check(given, "clip_grad_norm_ takes the norm of")
         clip(given, *more, **named)
 
     def _before(self, parameter: torch.nn.Parameter) -> Any:
+        def before(_: Any) -> None:
+            self._add(parameter)
+
+        return before
+
+    def _add(self, parameter: torch.Tensor) -> None:
+        """A pass has a gradient to add to the one that is there."""
         me = id(parameter)
-
-        def add(_: Any) -> None:
-            """The pass has a gradient to add to the one that is there."""
-            there, added = self._there.pop(me, None), me in self._carried
-            self._carried.discard(me)
-            # In the first window DDP may have laid out its buckets anew, and gradients that are views of them.
-            same = there is not None and (self._windows == 1 or there.is_there())
-            if (added or same) and _is_something(parameter.grad):
-                self._carried.add(me)
-
-        return add
+        there, added = self._there.pop(me, None), me in self._carried
+        self._carried.discard(me)
+        # In the first window DDP may have laid out its buckets anew, and gradients that are views of them.
+        same = there is not None and (self._windows == 1 or there.is_there())
+        if (added or same) and _is_something(parameter.grad):
+            self._carried.add(me)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """It is about to write. Raises UsageError."""
@@ -121,7 +125,7 @@ class CarriedGradients:
         there, added = self._there.pop(id(parameter), None), id(parameter) in self._carried
         self._carried.discard(id(parameter))
         # What was added to may be in another tensor by now; a script that drops it does so in front of a pass. Where no
-        # pass has come (FSDP's is not seen), it is what was there if nobody has written it.
+        # pass has come, it is what was there if nobody has written it.
         if not added and (there is None or not there.is_there() or there.is_written()):
             return False
         return _is_something(parameter.grad)

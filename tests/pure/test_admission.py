@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -193,6 +194,16 @@ def test_the_older_wrapper_is_refused(fake_world: None) -> None:
     wrapper = type("FullyShardedDataParallel", (nn.Linear,), {"__module__": "torch.distributed.fsdp"})
     with pytest.raises(ConfigError, match=r"is wrapped by FullyShardedDataParallel.*use fully_shard"):
         take(wrapper(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["PowerSGDState", "PostLocalSGDState", "Other"])
+def test_a_communication_hook_whose_state_goes_on_is_refused(fake_world: None, kind: str) -> None:
+    wrapper = nn.Linear(2, 2)
+    state = type(kind, (), {"__module__": "torch.distributed.algorithms.ddp_comm_hooks.some_hook"})()
+    wrapper._comm_hooks = [(print, None), (print, state)]
+    refused = pytest.raises(ConfigError, match=f"has a communication hook with a {kind}")
+    with nullcontext() if kind == "Other" else refused:
+        take(wrapper)
 
 
 def test_a_digest_is_of_the_memory_behind_a_sharded_tensor(fake_world: None) -> None:

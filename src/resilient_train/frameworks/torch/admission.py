@@ -35,6 +35,8 @@ def check(objects: Objects) -> None:
             raise ConfigError(f"optimizer: {_name(optimizer)} {strange}: {HOW_TO_REGISTER}")
 
 
+_GOES_ON = ("PowerSGDState", "PostLocalSGDState")
+"""torch's states of communication hooks; they have no ``state_dict()``."""
 HOW_TO_REGISTER = "register the module that holds it too, Session(model=[...])"
 
 
@@ -66,6 +68,13 @@ def _check_model(model: Any) -> None:
                 f"model: {name or type(model).__qualname__!r} is wrapped by FullyShardedDataParallel, whose parameters "
                 "are flattened and can't be recovered: use fully_shard (torch.distributed.fsdp) instead"
             )
+        for state in (state for _, state in getattr(module, "_comm_hooks", ())):
+            if any(is_a(state, kind) for kind in _GOES_ON):
+                raise ConfigError(
+                    f"model: {name or type(model).__qualname__!r} has a communication hook with a "
+                    f"{type(state).__qualname__}, which goes on from step to step and can't be put back after a fault: "
+                    "leave that hook out"
+                )
     for name, module in with_extra_state(model):
         if type(module).set_extra_state is torch.nn.Module.set_extra_state:
             raise ConfigError(

@@ -22,8 +22,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch.clipping import around_clipping
-from resilient_train.frameworks.torch.fsdp_sums import before_sums
+from resilient_train.frameworks.torch.fsdp_sums import before_sums, is_used
 from resilient_train.frameworks.torch.leaves import is_sharded, local, version_of
+from resilient_train.frameworks.torch.sharded import withholds
 
 
 class _Gradient(NamedTuple):
@@ -45,8 +46,9 @@ class _Gradient(NamedTuple):
 
 
 class CarriedGradients:
-    """Looked for in the windows 0, 1, 2, 4, 8, ...: the script is the same in all. That takes hooks, in a window that
-    begins with gradients (a loop that zeroes them last has none).
+    """Looked for in the windows 0, 1, 2, 4, 8, ..., and the ones behind these (what happens in each other one): the
+    script is the same in all. That takes hooks, in a window that begins with gradients (a loop that zeroes them last
+    has none).
     """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
@@ -60,18 +62,21 @@ class CarriedGradients:
         """What a window has begun with, of parameters that no pass and no update has come to since; by their ids."""
         self._carried: set[int] = set()
         """Parameters with a gradient that was added to, in this window or an earlier one; by their ids."""
+        self._withheld = False
+        """By FSDP, as the window began: ``zero_grad()`` does not drop them, so they reach an update."""
 
     def begin(self) -> None:
         """A window begins."""
         self._there = {me: each for me, each in self._there.items() if each.is_there()}
         if self._hooks and not self._carried and not self._there:
             self.close()
-        if self._windows & (self._windows - 1) == 0:
+        if any(number & (number - 1) == 0 for number in (self._windows, self._windows - 1)):
             self._look()
         self._windows += 1
 
     def _look(self) -> None:
         self.close()
+        self._withheld = withholds(self._models)
         for model in self._models:
             for parameter in model.parameters():
                 gradient = parameter.grad
@@ -82,7 +87,7 @@ class CarriedGradients:
                 self._hooks.append(node.register_prehook(self._before(parameter)).remove)
         if self._hooks:
             self._hooks.append(around_clipping(self._check_and_clip))
-        if any(is_sharded(each.parameter) for each in self._there.values()):
+        if is_used() and any(is_sharded(each.parameter) for each in self._there.values()):
             self._hooks.append(before_sums(self._add))
 
     def _check_and_clip(self, clip: Any, given: list[torch.Tensor], *more: Any, **named: Any) -> None:
@@ -107,6 +112,12 @@ class CarriedGradients:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """It is about to write. Raises UsageError."""
+        if self._withheld:
+            raise UsageError(
+                f"FSDP has gradients from {self._since} that it has not communicated (set_requires_gradient_sync(False)"
+                "), and adds them to those of the next pass that does: a step that is redone begins without them. "
+                "Communicate the last pass in front of each update (docs/how-to/loops.md)"
+            )
         if self._carried or self._there:
             parameters = (each for group in optimizer.param_groups for each in group["params"])
             self._check(parameters, f"{type(optimizer).__qualname__} is about to update")
@@ -114,12 +125,15 @@ class CarriedGradients:
     def _check(self, parameters: Iterable[torch.Tensor], what: str) -> None:
         for parameter in parameters:
             if self._is_carried(parameter):
-                since = "before the loop" if self._windows == 1 else "an update before"
                 raise UsageError(
-                    f"{what} {self._name(parameter)}, and there is something from {since} in its gradient: a step that "
-                    "is redone begins without that. Zero gradients behind each update or in front of the backward "
-                    "pass; optimizers that accumulate must step together (docs/how-to/loops.md)"
+                    f"{what} {self._name(parameter)}, and there is something from {self._since} in its gradient: a "
+                    "step that is redone begins without that. Zero gradients behind each update or in front of the "
+                    "backward pass; optimizers that accumulate must step together (docs/how-to/loops.md)"
                 )
+
+    @property
+    def _since(self) -> str:
+        return "before the loop" if self._windows == 1 else "an update before"
 
     def _is_carried(self, parameter: torch.Tensor) -> bool:
         there, added = self._there.pop(id(parameter), None), id(parameter) in self._carried
@@ -136,6 +150,7 @@ class CarriedGradients:
 
     def forget(self) -> None:
         """The window is taken back."""
+        self._withheld = False
         self._there.clear()
         self._carried.clear()
 

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
+from resilient_train.frameworks.torch.replaced import replace
+
 
 def around_clipping(call: Callable[..., None]) -> Callable[[], None]:
     """``call(clip, parameters, max_norm, norm, ...)`` is called in the place of ``clip(parameters, ...)``. Returns what
-    ends that; whoever has replaced the function since keeps what he has made of it.
+    ends that.
     """
     clip = clip_grad._clip_grads_with_norm_
 
@@ -23,9 +25,4 @@ def around_clipping(call: Callable[..., None]) -> Callable[[], None]:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         call(clip, given, *more, **named)
 
-    def end() -> None:
-        if clip_grad._clip_grads_with_norm_ is called:
-            clip_grad._clip_grads_with_norm_ = clip
-
-    clip_grad._clip_grads_with_norm_ = called
-    return end
+    return replace(clip_grad, "_clip_grads_with_norm_", called)

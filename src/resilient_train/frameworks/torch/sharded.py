@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -185,6 +185,18 @@ def placed_like(parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 
 def _groups_of(module: Any) -> list[Any]:
     return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+def withholds(models: Iterable[torch.nn.Module]) -> bool:
+    """Whether FSDP has gradients that it has not communicated (``set_requires_gradient_sync(False)``)."""
+    groups = [group for model in models for each in model.modules() if is_fsdp(each) for group in _groups_of(each)]
+    return any(
+        group._partial_reduce_output is not None
+        or parameter.unsharded_accumulated_grad is not None
+        or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
+        for group in groups
+        for parameter in group.fsdp_params
+    )
 
 
 def _forget_works(state: Any) -> None:

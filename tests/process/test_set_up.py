@@ -96,7 +96,7 @@ def test_large_results_go_into_what_is_registered(tmp_path: Path, undisturbed_of
     assert run.digests() == reference.digests()
 
 
-@pytest.mark.parametrize("story", ["passing", "drawn"])
+@pytest.mark.parametrize("story", ["passing", "drawn", "replicated"])
 def test_what_is_read_of_large_results_is_read_again(tmp_path: Path, story: str, undisturbed_of: Undisturbed) -> None:
     """A script's own, or what DDP's constructor hands out."""
     reference = undisturbed_of(SCRIPT, story, ranks=2)
@@ -107,19 +107,35 @@ def test_what_is_read_of_large_results_is_read_again(tmp_path: Path, story: str,
     assert same_for_all_processes(run, incarnations={(0, 0): 2, (1, 0): 2})
 
 
+@pytest.mark.parametrize("story", ["masked", "compared", "trained", "halved"])
+def test_what_is_left_of_them_is_given_again(tmp_path: Path, story: str, undisturbed_of: Undisturbed) -> None:
+    """If it is small. Of a large result, of weights that DDP's constructor hands out, and of what its passes sum up."""
+    reference = undisturbed_of(SCRIPT, story, ranks=2)
+    run = run_of(tmp_path, story, plan=ONE)
+    assert run.code == 0, run.explain()
+    assert run.recoveries() == 2
+    assert run.digests() == reference.digests()
+    mine, at_first = given(run), given(reference)
+    assert set(mine) == set(at_first) == {(0, 0), (1, 0)}
+    for rank, told in mine.items():
+        assert told[-1] == at_first[rank][-1], "at the end"
+        if story in ("trained", "halved"):
+            assert told == [at_first[rank][0]] * 2 + at_first[rank][1:], "and before the loop"
+
+
 @pytest.mark.parametrize(
     ("story", "line", "words"),
     [
         ("large", "dist.broadcast(table, src=0)", "calls broadcast(float32[20000], rootRank 0) before the loop"),
         ("unregistered", "teacher = Dist", "wraps a model by DistributedDataParallel that is not registered whole"),
         (
-            "masked",
-            "mask = table.rows > 0.0",
+            "weighed",
+            "mask = mask.float()",
             "computes something before the loop of what came of broad",
         ),
         (
-            "compared",
-            "start = model",
+            "collected",
+            "start = start.repeat",
             "computes something before the loop of what came of DistributedDataParallel's broadcast(float32[",
         ),
         ("filled", "set_model_state_dict(teacher", " of what came of broadcast(float32[16, 1250], rootRank 0) at "),
@@ -135,7 +151,8 @@ def test_what_a_replacement_could_not_have_is_refused_at_once(
     assert run.code == 2, run.explain()
     told = next(each for each in run.err.splitlines() if "resilient-run: the job ends" in each)
     text = (JOBS / SCRIPT).read_text().splitlines()
-    start = next(number for number, each in enumerate(text) if each.startswith(f"def {story}("))
+    function = {"weighed": "masked", "collected": "compared"}.get(story, story)
+    start = next(number for number, each in enumerate(text) if each.startswith(f"def {function}("))
     number = next(number for number in range(start, len(text)) if line in text[number])
     assert f"{SCRIPT}:{number + 1} " in told, told
     assert words in told, told

@@ -1,6 +1,7 @@
 """What several files test with: refused commands; probes of look-alike libraries, each with a control memory."""
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,3 +73,20 @@ def make(device: FakeDevice, copy: Copy) -> Iterator[Make]:
     device.heal()
     for probes in made:
         probes.stop()
+
+
+@pytest.fixture(autouse=True)
+def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """At the operations of the next test: behind a loop that has not begun, or not come to its end."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    for owner, name in (
+        *((torch.Tensor, name) for name in ("tolist", "numpy", "__dlpack__")),
+        (torch.autograd, "_engine_run_backward"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    yield
+    while torch._C._len_torch_dispatch_stack():
+        torch._C._pop_torch_dispatch_stack(None)

@@ -30,7 +30,7 @@ class Told:
         self.values: list[torch.Tensor] = []
         self._given = iter(given) if given is not None else None
 
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+    def __call__(self, value: torch.Tensor, may: bool = False) -> torch.Tensor:
         kept = torch.empty(value.shape, dtype=value.dtype)
         fill_all([kept], bytes_of(value))
         self.values.append(kept)
@@ -51,7 +51,7 @@ def looking() -> Iterator[Callable[..., tuple[DerivedValues, torch.Tensor, Told]
         return derived, result, told
 
     yield begin
-    for each in made:
+    for each in reversed(made):
         each.end()
     assert torch._C._len_torch_dispatch_stack() == 0
     assert torch.Tensor.numpy is torch._C.TensorBase.numpy
@@ -61,7 +61,8 @@ Looking = Callable[..., tuple[DerivedValues, torch.Tensor, Told]]
 
 
 def is_left(derived: DerivedValues, *registered: torch.Tensor) -> str:
-    return derived.problem(lambda: memory_of(registered) or frozenset())
+    """Where nothing is kept."""
+    return derived.problem(lambda: memory_of(registered) or frozenset(), lambda *_: False)
 
 
 def of_a_pass(result: torch.Tensor) -> Any:
@@ -102,6 +103,110 @@ def test_what_stands_there_must_be_registered(looking: Looking, what: str) -> No
     assert "job.py:1 calls broadcast(float32[64], rootRank 0) before the loop, and its result can't" in is_left(derived)
 
 
+class Kept:
+    """What is left at the loop, by the lines that made it; a second process is given it."""
+
+    def __init__(self) -> None:
+        self.by_line: dict[str, list[bytes]] = {}
+
+    def keep(self, line: str, data: bytes) -> bool:
+        self.by_line.setdefault(line, []).append(data)
+        return True
+
+    def give(self, line: str, count: int) -> bytes | None:
+        found = self.by_line.get(line)
+        return found.pop(0) if found and len(found[0]) == count else None
+
+
+def values_in(tree: Any) -> list[list[float]]:
+    if isinstance(tree, torch.Tensor):
+        return [tree.detach().flatten().tolist()]
+    found = tree.values() if isinstance(tree, dict) else list(tree)
+    return [numbers for each in found for numbers in values_in(each)]
+
+
+@pytest.mark.parametrize("what", [each for each in COMPUTED if each not in {"an array", "sparse"}])
+def test_what_is_small_is_given_again(what: str) -> None:
+    kept, left = Kept(), list[Any]()
+    for number in (1, 2):
+        derived, result = DerivedValues(Told()), torch.arange(64.0) + number
+        derived.are_results([result], "broadcast(float32[64], rootRank 0)", "job.py:1")
+        left.append(COMPUTED[what](result))
+        derived.end()
+        del result
+        if number == 1:
+            assert derived.problem(frozenset, kept.keep) == ""
+        else:
+            assert derived.give(frozenset, kept.give) == ""
+    assert values_in(left[0]) == values_in(left[1])
+    assert not any(kept.by_line.values())
+
+
+def test_what_can_not_be_given_again_is_refused(looking: Looking) -> None:
+    """Too large, not torch's own, or no one piece; and in a process in which it is something else."""
+    kept = Kept()
+    array = np.zeros(64, dtype=np.float32)
+    makes: list[Callable[[torch.Tensor], Any]] = [
+        lambda each: each.repeat(300),
+        lambda each: torch.from_numpy(array).copy_(each),
+        lambda each: each.to_sparse(),
+    ]
+    for make in makes:
+        derived, result, _ = looking()
+        left = make(result)
+        registered = memory_of([result])
+        assert registered is not None
+        assert "computes something before the loop of" in derived.problem(lambda held=registered: held, kept.keep)
+        assert f"{Path(__file__).name}:" in derived.give(lambda held=registered: held, kept.give)
+        del left
+    assert kept.by_line == {}
+
+
+def test_a_pass_is_looked_at_from_its_beginning() -> None:
+    """What begins within it is over when it is."""
+    told, real = Told(), torch.autograd._engine_run_backward
+    derived = DerivedValues(told)
+    derived.look_from_next_pass()
+    derived.look_from_next_pass()
+    weight, gradients = torch.ones(3, requires_grad=True), list[torch.Tensor]()
+
+    def average(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        derived.are_as_at_first()  # as it is when a process hears here that it is not the first one
+        derived.are_results([gradient], "allreduce(float32[3])", "job.py:1")
+        gradients.append(gradient)
+        return gradient
+
+    weight.register_hook(average)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    (weight * 2).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.norm().item() > 0
+    assert [each.item() for each in told.values] == [weight.grad.norm().item()], "read by the test, and told once more"
+    derived.end()
+    (weight * 2).sum().backward()
+    assert torch.autograd._engine_run_backward is real
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_what_may_be_as_it_was() -> None:
+    """A standby knows that when it is a rank. What comes of something else as well is another matter."""
+    derived = DerivedValues(Told())
+    weights, gradient = torch.ones(3), torch.ones(3)
+    derived.are_results([weights], "broadcast(float32[3])", "job.py:1", may=True)
+    of_both = weights * 2
+    derived.are_results([gradient], "allreduce(float32[3])", "job.py:2")
+    derived.are_results([gradient], "broadcast(float32[3])", "job.py:3", may=True)
+    of_both.add_(gradient)
+    of_one = weights + 1
+    derived.are_as_at_first()
+    left = {origin.called: derived for _, origin in derived._there(frozenset)}
+    assert set(left) == {"job.py:2"}
+    assert len(derived._there(frozenset)) == 2
+    derived.end()
+    del of_one, of_both
+
+
 def test_views_are_the_same_memory(looking: Looking) -> None:
     derived, result, _ = looking()
     kept = result[3:], result.view(8, 8).t(), nn.Parameter(result), result.detach()
@@ -121,6 +226,7 @@ NOT_COMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
     "drawn in its place": lambda result: nn.init.normal_(result * 2),
     "written out to": lambda result: torch.add(torch.ones(64), 1, out=result * 2),
     "gradients of zeros": lambda result: torch._foreach_zero_(kept := [result * 2]) or kept,
+    "without memory": lambda result: result.to("meta"),
     "its size": lambda result: (result.shape, result.numel(), len(result)),
     "other things": lambda _: torch.ones(4) + 1,
     "another tensor in its place": lambda result: torch.ones(3).set_(torch.ones(4)),
@@ -291,11 +397,11 @@ def test_of_a_result_in_another_thread_nobody_sees_what_becomes(looking: Looking
         thread = threading.Thread(target=derived.are_results, args=([result], "broadcast(float32[64])", "job.py:7"))
         thread.start()
         thread.join()
-        is_left_of = [each for each in derived._left(frozenset) if each.called == "job.py:7"]
+        is_left_of = [each for _, each in derived._there(frozenset) if each.called == "job.py:7"]
         del result
         assert len(is_left_of) == 1
-        assert [each for each in derived._left(frozenset) if each.called == "job.py:7"] == is_left_of
-    assert DerivedValues(Told())._left(frozenset) == []
+        assert [each for _, each in derived._there(frozenset) if each.called == "job.py:7"] == is_left_of
+    assert DerivedValues(Told())._there(frozenset) == []
 
 
 def test_a_pass_in_another_thread_belongs_to_who_began_it(looking: Looking) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -86,16 +87,6 @@ def link(*, joining: bool) -> config.AgentLink:
 @pytest.fixture(autouse=True)
 def first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "read_link", lambda: link(joining=False))
-
-
-@pytest.fixture(autouse=True)
-def nobody_looks() -> Iterator[None]:
-    """Behind a test whose loop does not begin."""
-    yield
-    for number in reversed(range(torch._C._len_torch_dispatch_stack())):
-        torch._C._get_dispatch_stack_at(number).end()
-    assert torch._C._len_torch_dispatch_stack() == 0
-    assert torch.Tensor.tolist is torch._C.TensorBase.tolist
 
 
 def nothing() -> frozenset[Any]:
@@ -227,6 +218,7 @@ def test_another_read_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
     broadcast_large(answered, value)
     with pytest.raises(SystemExit, match=r"read\(float64\[2\]\) where its predecessor called read\(float64\[\]\)"):
         value[:2].double().tolist()
+    del value
     answered.finish(nothing, Unregistered())
 
 
@@ -282,6 +274,16 @@ def test_nothing_holds_on_to_what_was_communicated() -> None:
     assert alive() is None
 
 
+class Arrays:
+    """Of NumPy's, in which nobody looks for tensors: one with many elements, and one that can't be iterated over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"many": np.zeros(10_000_000, dtype=np.uint8), "one": np.zeros(())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
 def test_what_counts_as_registered() -> None:
     weight, state, extra, own = (torch.zeros(BIG) for _ in range(4))
     parameter = nn.Parameter(weight)
@@ -292,7 +294,7 @@ def test_what_counts_as_registered() -> None:
     shared, mine = nn.Module(), nn.Module()
     shared.register_buffer("table", extra)
     mine.register_buffer("hidden", own)
-    objects = Objects((model,), (optimizer,), extra={"shared": shared}, rank_extra={"mine": mine})
+    objects = Objects((model,), (optimizer,), extra={"shared": shared, "replay": Arrays()}, rank_extra={"mine": mine})
     for tensor in (weight, state, extra, own):
         set_up = SetUpCollectives()
         broadcast_large(set_up, tensor)
@@ -422,10 +424,105 @@ def test_what_is_computed_of_weights_that_were_handed_out() -> None:
     for was in (1.0, 2.0):
         set_up = SetUpCollectives()
         module = hand_out(set_up, was, 1.0)
-        kept = module * 2
+        kept = (module * 2).repeat(BIG)
         told = refusal_of(set_up, state(module))
         assert ("DistributedDataParallel's broadcast(float32[8], rootRank 0) at " in told) == (was != 1.0), told
         del kept
+
+
+def test_what_is_left_of_them_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, left = b"", list[torch.Tensor]()
+    for alone in (False, True):
+        set_up = later(monkeypatch, packed) if alone else SetUpCollectives()
+        module = hand_out(set_up, 3.0 if alone else 2.0, 1.0, alone=alone)
+        left.append(module * 2)
+        packed = set_up.finish(lambda held=module: registered(state(held)), Unregistered())
+    assert left[0].tolist() == left[1].tolist() == [2.0] * 8
+
+
+def test_buffers_that_are_handed_out_again_and_again_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an evaluation. Where a rank has had others, that is one more entry."""
+    set_up = SetUpCollectives()
+    for number in range(20):
+        hand_out(set_up, 2.0 if number == 7 else 1.0, 1.0)
+    assert [entry.header for entry in set_up._first._record.entries] == [b"", b"changed"]
+    answered = later(monkeypatch, set_up.finish(nothing, Unregistered()))
+    for number in range(20):
+        module = hand_out(answered, 3.0 if number == 7 else 1.0, 1.0, alone=True)
+        assert answered._derived._origin([module]) is None or number == 7
+    del module
+    assert answered.finish(nothing, Unregistered()) == b""
+
+
+def average(set_up: SetUpCollectives, mine: float, *, alone: bool = False) -> torch.Tensor:
+    """A backward pass of DDP's, which adds 10 to the gradient of a rank that is not alone. Returns the parameter."""
+    parameter = torch.full((8,), mine, requires_grad=True)
+    group = Group(1, alone=alone)
+
+    def reduce(gradient: torch.Tensor) -> torch.Tensor:
+        bucket = gradient.clone()
+        set_up._ddp.of_call = lambda: Traffic.PASS  # type: ignore[method-assign]
+        set_up.issue(group, "allreduce", ([bucket], c10d.AllreduceOptions()))
+        set_up._ddp.of_call = lambda: Traffic.OTHER  # type: ignore[method-assign]
+        group.end()
+        return bucket.clone()
+
+    parameter.register_hook(reduce)
+    parameter.square().sum().backward()
+    return parameter
+
+
+def test_what_comes_of_averaged_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is read again, and what is left is given again. The gradient itself begins anew with the loop."""
+    packed, left = b"", list[Any]()
+    for alone in (False, True):
+        set_up = later(monkeypatch, packed) if alone else SetUpCollectives()
+        hand_out(set_up, 1.0, 1.0, alone=alone)  # as DDP does it first
+        parameter = average(set_up, 3.0 if alone else 2.0, alone=alone)
+        assert parameter.grad is not None
+        assert parameter.grad.tolist() == ([14.0] * 8)
+        left.append(parameter.grad * 2)
+        module = nn.Module()
+        module.register_parameter("weight", nn.Parameter(parameter.data))
+        module.weight.grad = parameter.grad
+        objects = Objects((module,), ())
+        packed = set_up.finish(lambda held=objects: registered(held), Unregistered())
+    assert left[0].tolist() == left[1].tolist() == [28.0] * 8
+
+
+def test_training_without_a_session_is_followed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind that it costs nothing, and a loop that begins all the same is refused."""
+    monkeypatch.setattr("resilient_train.frameworks.torch.derived_values.PASSES", 3)
+    set_up = SetUpCollectives()
+    hand_out(set_up, 1.0, 1.0)
+    for number in range(5):
+        parameter = average(set_up, 2.0)
+        assert torch._C._len_torch_dispatch_stack() == int(number < 3)
+        assert parameter.grad is not None
+    with pytest.raises(ConfigError, match=r"test_set_up.py:\d+ averages gradients behind 3 backward passes"):
+        set_up.finish(nothing, Unregistered())
+
+
+def test_a_standby_that_reads_what_comes_of_averaged_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = SetUpCollectives()
+    hand_out(first, 1.0, 1.0)
+    parameter = average(first, 2.0)
+    assert parameter.grad is not None
+    assert parameter.grad.sum().item() == 8 * 14.0
+    del parameter
+    packed = first.finish(nothing, Unregistered())
+    ahead = later(monkeypatch, packed)
+    monkeypatch.setattr(standby_stage, "stage", Stage())
+    module, parameter = hand_out(ahead, 1.0, 1.0, alone=True), average(ahead, 2.0, alone=True)
+    assert module.sum().item() == 8.0, "what it has drawn itself, it may read"
+    assert parameter.grad is not None
+    with pytest.raises(LookupError, match="reads what comes of gradients that were averaged"):
+        parameter.grad.sum().item()
+    monkeypatch.setattr(standby_stage, "stage", None)
+    assert module.sum().item() == 8.0
+    assert parameter.grad.sum().item() == 8 * 14.0, "of its predecessor"
+    del parameter
+    assert ahead.finish(lambda: registered(state(module)), Unregistered()) == b""
 
 
 @pytest.mark.parametrize("handed", [True, False])

@@ -23,6 +23,8 @@ LARGE_RESULTS = "large results"
 """Stands for a group: calls that read a value of what came of results that are not kept."""
 _OF_WEIGHTS = "weights of "
 """Before a group's name: of weights that were handed out in it, which need not be the same each time."""
+_LEFT = "left by "
+"""Before a line of the script, as a group: what that has made of what is not kept, and is left when the loop begins."""
 
 
 class SetUpEntry(msgspec.Struct, array_like=True):
@@ -50,7 +52,7 @@ class SetUpRecord:
     def __init__(self) -> None:
         self.entries: list[SetUpEntry] = []
         self.full_at = ""
-        """The place of the first call that there was no room for. Nothing is recorded behind it."""
+        """The place of the first call that is not recorded: there was no room for it. Nothing is recorded behind it."""
         self._bytes = 0
 
     def enter(
@@ -63,8 +65,7 @@ class SetUpRecord:
         """
         bare_bytes = len(group) + len(header) + len(place)
         if self.full_at or self._bytes + bare_bytes > TOTAL_BYTES:
-            self.full_at = self.full_at or place
-            self.entries.clear()
+            self.end(place)
             return None, False
         self._bytes += bare_bytes
         limit_bytes = TOTAL_BYTES if whole else min(self._bytes + RESULT_BYTES, TOTAL_BYTES // 2)
@@ -75,6 +76,11 @@ class SetUpRecord:
         self.entries.append(entry)
         return entry, room
 
+    def end(self, place: str) -> None:
+        """Nothing is recorded any more, from the call at ``place`` on."""
+        self.full_at = self.full_at or place
+        self.entries.clear()
+
     def enter_weights(self, group: str, place: str, digest: bytes, *, changed: bool) -> bool:
         """Weights that a rank has been handed in this group, as ``digest`` has them: in a new process they are its own
         until the loop begins. ``changed``: they had been others in this one. False: the record is full.
@@ -83,6 +89,15 @@ class SetUpRecord:
         if entry is not None:
             entry.result = digest
         return entry is not None
+
+    def enter_left(self, place: str, data: bytes) -> bool:
+        """Something small that the script has made at ``place`` and still has when the loop begins, of what a new
+        process is not given. False: there is no room.
+        """
+        entry, room = self.enter(_LEFT + place, b"", place, len(data), whole=True)
+        if entry is not None and room:
+            entry.result = data
+        return entry is not None and room
 
     def packed(self, others: bytes = b"") -> bytes:
         """For ``Recorded``, in another process. ``others``: of what the script has made by then."""
@@ -136,10 +151,16 @@ class Recorded:
         _, entry = calls.popleft()
         return entry.result, bool(entry.header)
 
+    def next_left(self, place: str, count: int) -> bytes | None:
+        """What the predecessor had of that line, of those ``count`` bytes; None: nothing."""
+        calls = self._calls.get(_LEFT + place)
+        data = calls.popleft()[1].result if calls else None
+        return data if data is not None and len(data) == count else None
+
     def finish(self) -> None:
         """The loop begins. Raises DifferenceError if the predecessor had made more calls."""
         for group, calls in self._calls.items():
-            if calls and not group.startswith(_OF_WEIGHTS):
+            if calls and not group.startswith((_OF_WEIGHTS, _LEFT)):
                 number, entry = calls[0]
                 raise DifferenceError(
                     f"it comes to the loop without {self._told(entry.header)}, call {number} {_of(group)}, which its "

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -137,7 +139,17 @@ def model_of(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
 
 
-def train(steps: int, scale: float, asked: argparse.Namespace, model: nn.Module, **registered: Any) -> None:
+def train(
+    steps: int,
+    scale: float,
+    asked: argparse.Namespace,
+    model: nn.Module,
+    *,
+    before: float | torch.Tensor = 0.0,
+    zeroes_first: bool = False,
+    **registered: Any,
+) -> None:
+    """``before``: is added to the factor of each loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(100 + rank_of())
@@ -152,7 +164,9 @@ def train(steps: int, scale: float, asked: argparse.Namespace, model: nn.Module,
         for step in session.steps(steps):
             with step:
                 x = torch.randn(8, 16)
-                loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)) * scale
+                loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)) * (scale + before)
+                if zeroes_first:
+                    optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -229,14 +243,16 @@ def passing(asked: argparse.Namespace) -> None:
 
 
 def masked(asked: argparse.Namespace) -> None:
-    """A registered model has the result, and a mask of it is kept beside."""
+    """A registered model has the result, and a mask of it is kept beside: a small one, or weights of it."""
     torch.manual_seed(rank_of())
     table = nn.Module()
     table.register_buffer("rows", torch.randn(LARGE))
     dist.broadcast(table.rows, src=0)
     mask = table.rows > 0.0
+    if asked.story == "weighed":
+        mask = mask.float()
     train(8, 1.0, asked, DistributedDataParallel(model_of(0)), state={"table": table})
-    print(mask.sum())
+    show([mask.sum().item(), mask[:20].tolist()])
 
 
 def unregistered(asked: argparse.Namespace) -> None:
@@ -256,10 +272,58 @@ def drawn(asked: argparse.Namespace) -> None:
 
 
 def compared(asked: argparse.Namespace) -> None:
+    """In the end, with what they began with; or that of many, which is large."""
     model = DistributedDataParallel(model_of(rank_of()))
     start = model.module[0].weight.detach().clone()
+    if asked.story == "collected":
+        start = start.repeat(40, 1)
     train(8, 1.0, asked, model)
-    print((model.module[0].weight - start).norm())
+    show((model.module[0].weight - start[:32]).norm().item())
+
+
+def replicated(asked: argparse.Namespace) -> None:
+    """Some updates above the loop, of a model whose first collective is that of a backward pass, and large."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 2000), nn.Linear(2000, 4))
+    replicate(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    torch.manual_seed(50 + rank_of())
+    for _ in range(3):
+        loss = model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    show(loss.item())
+    train(6, loss.item(), asked, model)
+
+
+def trained(asked: argparse.Namespace) -> None:
+    """Some updates and an evaluation above the loop: what they come to goes on in it, and lies about."""
+    model = DistributedDataParallel(model_of(rank_of()))
+    if asked.story == "halved":
+        model.register_comm_hook(None, fp16_compress_hook)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(50 + rank_of())
+    average = torch.zeros(())
+    for number in range(3):
+        output = model(torch.randn(8, 16))
+        loss = output.square().mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if number < 2:  # and gradients that nobody drops
+            optimizer.step()
+            optimizer.zero_grad()
+        average.mul_(0.5).add_(loss.detach())
+    model.eval()
+    with torch.no_grad():
+        found = model(torch.ones(2, 16)).std().item()
+    model.train()
+    both, array = torch.stack([loss.detach(), norm]), output.detach().numpy()
+    kept = [parameter.grad for parameter in model.parameters()]
+    show([loss.item(), norm.item(), found, average.item()])
+    train(6, found, asked, model, before=loss.detach(), zeroes_first=True)
+    sums = [average.item(), output.sum().item(), both.sum().item(), float(array.sum())]
+    show([*sums, *(0 if each is None else each.sum().item() for each in kept)])
 
 
 def unseeded(asked: argparse.Namespace) -> None:
@@ -365,8 +429,8 @@ def differing(asked: argparse.Namespace) -> None:
 
 
 STORIES = (
-    *(usual, nothing, registered, logged, large, passing, masked, unregistered, drawn, compared, unseeded, filled),
-    *(placed, handed, unwaited, warmed, before, differing),
+    *(usual, nothing, registered, logged, large, passing, masked, unregistered, drawn, compared, trained, unseeded),
+    *(replicated, filled, placed, handed, unwaited, warmed, before, differing),
 )
 
 if __name__ == "__main__":
@@ -377,6 +441,7 @@ if __name__ == "__main__":
     parser.add_argument("--standby-at", type=int, nargs="*", default=[])
     arguments = parser.parse_args()
     dist.init_process_group(timeout=timedelta(seconds=60))
-    stories = {each.__name__: each for each in STORIES} | {"between": nothing}
+    stories = {each.__name__: each for each in STORIES}
+    stories |= {"between": nothing, "weighed": masked, "halved": trained, "collected": compared}
     stories[arguments.story](arguments)
     dist.destroy_process_group()

@@ -23,7 +23,7 @@ from resilient_train.frameworks.torch.groups import TorchGroups
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, NotBegun
 from resilient_train.frameworks.torch.process_group import ResilientGroup, works
 from resilient_train.frameworks.torch.sharded import Sharding
-from resilient_train.frameworks.torch.storages import Memory, registered
+from resilient_train.frameworks.torch.storages import Memory, gradients, registered
 from resilient_train.frameworks.torch.tail_collectives import LoggedTail
 from resilient_train.frameworks.torch.unregistered import Unregistered
 from resilient_train.frameworks.torch.waits import waits
@@ -75,9 +75,12 @@ class TorchCollectives:
     def end_set_up(self) -> bytes:
         Sharding(self._objects.models).reshard()  # behind a forward pass alone there are whole tensors still
         set_up = group_module.set_up()
-        record = set_up.finish(self._registered, self._unregistered) if set_up is not None else b""
+        record = set_up.finish(self._registered, self._unregistered, self._gradients) if set_up is not None else b""
         group_module.end_set_up()
         return record
+
+    def _gradients(self) -> Memory:
+        return gradients(self._objects)
 
     def _registered(self) -> Memory:
         return registered(self._objects)

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
@@ -77,6 +78,16 @@ class DdpTraffic:
             frame = frame.f_back
         # No frame is left in a thread of autograd's, in which nothing else of Python runs.
         return Traffic.PASS if self._heard_of_any else Traffic.OTHER
+
+    def bucket(self) -> torch.Tensor | None:
+        """The gradients that a communication hook is given whose collective is being called."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            for each in frame.f_locals.values():
+                if isinstance(each, GradBucket):
+                    return each.buffer()
+            frame = frame.f_back
+        return None
 
     def _hear_of(self, wrapper: DistributedDataParallel) -> None:
         if wrapper in self._wrappers:

@@ -8,7 +8,8 @@ the first process of a rank as in those that take its place:
 
 * a number that leaves the tensors (``item()``, ``if``, ``tolist()``, ``numpy()``, how many elements a mask has) is
   recorded, and given again;
-* memory that is still there when the loop begins must be registered.
+* memory that is still there when the loop begins, and not registered, is recorded and given again if it is small, and
+  refused else.
 
 Not seen: what other threads and processes compute (a loader's workers), and what code does that has only the address of
 the memory (an extension; what torch.compile has made; ``torch.save``). A new process has NaN there, and integers are 0.
@@ -18,18 +19,31 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from resilient_train.frameworks.torch.call_codec import bytes_of, fill_all
+from resilient_train.frameworks.torch.operations import (
+    form_of,
+    has_memory,
+    in_backward,
+    in_memory,
+    is_ours_now,
+    memories,
+    put_below,
+    sorted_arguments,
+    storage_of,
+    take_out,
+)
+from resilient_train.frameworks.torch.replaced import replace
 from resilient_train.frameworks.torch.storages import Memory
-from resilient_train.script_place import is_ours, line
+from resilient_train.script_place import line
 from resilient_train.state.set_up_record import RESULT_BYTES
 
 _BY_FORM = frozenset(
@@ -39,55 +53,48 @@ _BY_FORM = frozenset(
     }
 )
 """They ask for the form of a tensor only."""
-_OVERWRITE = frozenset(
-    {
-        *("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_"),
-        *("_foreach_copy_", "_foreach_zero_"),
-    }
-)
-"""They don't ask for what was there."""
 _NUMBERS = frozenset({"_local_scalar_dense", "item", "equal", "allclose", "is_nonzero"})
 _METHODS = ("tolist", "numpy", "__dlpack__")
 """Of torch.Tensor: they hand out values, and are no operations."""
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-_SPARSE = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 """Namespaces: what these give is told by who carries them out."""
-_TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - names in code are text
 _ROOM = 1 << 10
-_NO_PASS = -1
-_current_pass = torch._C._current_graph_task_id
+PASSES = 1000
+"""So many backward passes are looked at: in a script that has no Session, each takes longer for that."""
 _IS = "is still there"
 _MAY_BE = (
     "may still be there (its memory is an array's, a buffer's or a file's, or another thread has it: communicate a "
     "clone() of it, in the main thread)"
 )
 
-Read = Callable[[torch.Tensor], torch.Tensor]
-"""Is told what the script reads; returns what it read in the first process."""
+Read = Callable[[torch.Tensor, bool], torch.Tensor]
+"""Is told what the script reads, and whether it ``may`` be what it was at first; returns what it read there."""
 
 
 class _Origin(NamedTuple):
-    """What memory depends on: ``call`` gave the result, at the line ``called``; ``place`` computed this of it, empty if
-    it is the result itself. ``elsewhere``: the memory is not torch's own, and may be there when torch has left it; or
-    nobody sees what is computed of it.
-    """
+    """What memory depends on: ``call`` gave the result, at the line ``called``."""
 
     call: str
     called: str
     place: str = ""
+    """The line that has computed this of it; empty: it is the result itself."""
     elsewhere: bool = False
+    """The memory is not torch's own, and may be there when torch has left it; or nobody sees what is computed of it."""
+    sparse: bool = False
+    """It is a part of a tensor."""
+    may: bool = False
+    """It may be what it was in the first process."""
 
+    @property
+    def can_be_given(self) -> bool:
+        """In a new process too."""
+        return not self.elsewhere and not self.sparse
 
-class _Form(NamedTuple):
-    """What is known of an operation by its declaration: of its arguments, which it writes, and does not read."""
-
-    name: str = ""
-    namespace: str = ""
-    arguments: tuple[str, ...] = ()
-    written: frozenset[str] = frozenset()
-    unread: frozenset[str] = frozenset()
-    sizes_by_value: bool = False
+    @property
+    def where(self) -> str:
+        """The line that has made it."""
+        return self.place or self.called
 
 
 class DerivedValues(TorchDispatchMode):
@@ -98,7 +105,8 @@ class DerivedValues(TorchDispatchMode):
     def __init__(self, read: Read) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._read = read
-        self._origins: dict[StorageWeakRef, _Origin] = {}
+        self._origins: dict[int, tuple[StorageWeakRef, _Origin]] = {}
+        """By the address of the storage, which is not used again as long as somebody has a reference to it."""
         self._room = _ROOM
         self._rooms = set[StorageWeakRef]()
         self._thread = 0
@@ -107,21 +115,30 @@ class DerivedValues(TorchDispatchMode):
         """In which thread this mode was entered last, and perhaps not left."""
         self._process = 0
         self._misses = False
-        self._were: dict[str, Any] = {}
-        """Methods of torch.Tensor that are replaced for now."""
+        self._replaced: list[Callable[[], None]] = []
+        """What puts functions of torch's back."""
+        self._leave_passes: Callable[[], None] | None = None
+        """Puts torch's function back that begins a backward pass, if it is replaced."""
+        self.passes = 0
+        """How many there were."""
+        self._ended = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Else torch.compile would compile nothing in front of the loop, and its results have other bits then."""
         return True
 
-    def are_results(self, tensors: Iterable[torch.Tensor], call: str, called: str) -> None:
-        """They are not kept, of this ``call`` at the line ``called``."""
-        thread = threading.get_ident()
-        # A backward pass of the loop's thread may run in one of torch's, where the mode is on as well.
-        seen = thread == (self._thread or threading.main_thread().ident) or _current_pass() != _NO_PASS
-        for tensor in _in_memory(list(tensors)):
-            self._origins[_storage(tensor)] = _Origin(call, called, elsewhere=not seen or _is_elsewhere(tensor))
+    def are_results(self, tensors: Iterable[torch.Tensor], call: str, called: str, *, may: bool = False) -> None:
+        """They are not kept, of this ``call`` at the line ``called``. They ``may`` be what they were in the first
+        process: until ``are_as_at_first``.
+        """
+        # A backward pass of the loop's thread may run in one of torch's, where the mode is on if it was on before.
+        in_pass, main = in_backward(), threading.main_thread().ident
+        seen = bool(self._thread) if in_pass else threading.get_ident() == (self._thread or main)
+        for tensor, sparse in memories(list(tensors)):
+            if (held := self._origin([tensor])) is None or held.may or not may:
+                elsewhere = not seen or _is_elsewhere(tensor)
+                self._follow(tensor, _Origin(call, called, "", elsewhere, sparse, may))
         if self._origins and not self._thread and seen:
             self._begin()
 
@@ -134,94 +151,141 @@ class DerivedValues(TorchDispatchMode):
 
     def are_own(self, tensors: Iterable[torch.Tensor], arguments: Sequence[Any]) -> None:
         """They hold what this process has given itself, in the ``arguments`` of a call."""
-        origin = self._origin(_in_memory(arguments)) if self._looks else None
+        origin = self._origin(in_memory(arguments)) if self._looks else None
         if origin is not None:
-            self._depend(origin, _in_memory(list(tensors)))
+            self._depend(origin, self._new(origin, list(tensors)))
 
     def are_given(self, tensors: Iterable[torch.Tensor]) -> None:
         """They hold what they held in the first process."""
         if self._looks:
-            self._forget(_in_memory(list(tensors)))
+            self._forget(in_memory(list(tensors)))
 
     def are_room(self, tensors: Iterable[torch.Tensor]) -> None:
         """Torch writes them anew before it reads them."""
         if self._looks:
-            self._rooms.update(map(_storage, _in_memory(list(tensors))))
+            self._rooms.update(map(storage_of, in_memory(list(tensors))))
 
-    def are_none(self) -> None:
-        """All results of before hold what they held in the first process."""
-        self._origins.clear()
-        self.end()
+    def are_as_at_first(self) -> None:
+        """All that may be what it was in the first process is."""
+        self._origins = {key: each for key, each in self._origins.items() if not each[1].may}
+
+    def look_from_next_pass(self) -> None:
+        """A backward pass that begins from now on is looked at. (A mode that begins within one ends with it.)"""
+        if self._leave_passes is not None:
+            return
+        autograd: Any = torch.autograd
+        run = autograd._engine_run_backward
+
+        def look_and_run(*args: Any, **kwargs: Any) -> Any:
+            self.passes += 1
+            may = not self._thread and not self._ended and self.passes <= PASSES
+            if may and threading.current_thread() is threading.main_thread():
+                self._begin()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                # Where it has ended within the pass, autograd has put the mode back.
+                if self._ended or (self.passes >= PASSES and not self._origins):
+                    self._stop()
+
+        self._leave_passes = replace(autograd, "_engine_run_backward", look_and_run)
 
     def end(self) -> None:
         """Of looking: the loop begins, or nothing is recorded any more."""
+        self._stop()
+        self._ended = True
+        if self._leave_passes is not None:
+            self._leave_passes()
+
+    def _stop(self) -> None:
         # Within an operation that it sees it is in again when that is over, and sees nothing: the loop takes it out.
         if self._entered == threading.get_ident():
-            _take_out(self)
+            take_out(self)
         self._thread = 0
-        for name, was in self._were.items():
-            setattr(torch.Tensor, name, was)
-        self._were.clear()
+        for put_back in reversed(self._replaced):
+            put_back()
+        self._replaced.clear()
 
-    def problem(self, registered: Callable[[], Memory]) -> str:
-        """Why a process that takes the rank's place would not have what is there; empty if it would."""
-        for origin in self._left(registered):
+    def problem(
+        self,
+        registered: Callable[[], Memory],
+        keep: Callable[[str, bytes], bool],
+        gradients: Callable[[], Memory] = frozenset,
+    ) -> str:
+        """Why a process that takes the rank's place would not have what is there; empty if it would. ``keep``: takes
+        the line that has made something small, and its bytes, if it has room for that. ``gradients``: of what is
+        registered, which the loop drops, as a rule.
+        """
+        for ref, origin, needed in self._left(registered, gradients):
+            tensor = _small_in(ref, origin)
+            if (tensor is not None and keep(origin.where, bytes_of(tensor))) or not needed:
+                continue
             if origin.place:
                 return (
                     f"{origin.place} computes something before the loop of what came of {origin.call} at "
                     f"{origin.called}, and that {_MAY_BE if origin.elsewhere else _IS}, and not registered: a process "
                     "that replaces this rank would compute something else. Register it too (Session(model=[...]), a "
-                    "buffer, state=), compute it in a body, or delete it (a gradient: zero_grad())"
+                    "buffer, state=), compute it in a body, or delete it (of a small part of it, keep a clone())"
                 )
             return (
                 f"{origin.called} calls {origin.call} before the loop, and its result can't be kept (only up to "
                 f"{RESULT_BYTES // 1024} KiB each), {_MAY_BE if origin.elsewhere else _IS}, and does not lie in "
-                "registered tensors: a process that replaces this rank would go without. Register it, delete it (a "
-                "gradient: zero_grad(); an array: copy()), make it on each rank alone, or read it from a file"
+                "registered tensors: a process that replaces this rank would go without. Register it, delete it (an "
+                "array: copy()), make it on each rank alone, or read it from a file"
             )
         return ""
 
-    def place(self, registered: Callable[[], Memory]) -> str:
-        """Where something is computed that is still there and not registered; empty if nothing is."""
-        return next((origin.place or origin.called for origin in self._left(registered)), "")
-
-    @property
-    def follows(self) -> bool:
-        """Whether there is anything."""
-        return bool(self._origins)
+    def give(
+        self,
+        registered: Callable[[], Memory],
+        kept: Callable[[str, int], bytes | None],
+        gradients: Callable[[], Memory] = frozenset,
+    ) -> str:
+        """Puts into what is there what the first process had there. ``kept``: for the line that has made something, and
+        its number of bytes. Returns the line of the first thing for which there is nothing; empty if there is none.
+        """
+        for ref, origin, needed in self._left(registered, gradients):
+            tensor = _small_in(ref, origin)
+            data = kept(origin.where, tensor.nbytes) if tensor is not None else None
+            if tensor is not None and data is not None:
+                fill_all([tensor], data)
+            elif needed:
+                return origin.where
+        return ""
 
     @property
     def _looks(self) -> bool:
         """Not in a process that was forked off."""
         return bool(self._thread) and self._process == os.getpid()
 
-    def _left(self, registered: Callable[[], Memory]) -> Sequence[_Origin]:
+    def _left(
+        self, registered: Callable[[], Memory], gradients: Callable[[], Memory]
+    ) -> list[tuple[StorageWeakRef, _Origin, bool]]:
+        """And whether it is needed: the script may have kept a gradient, or DDP's room, by another name."""
         left = self._there(registered)
         if left:
             gc.collect()
             left = self._there(registered)
-        return left
+        dropped = self._rooms | gradients() if left else frozenset()
+        found = [(ref, origin, ref not in dropped) for ref, origin in left]
+        return sorted(found, key=lambda each: not each[2])
 
-    def _there(self, registered: Callable[[], Memory]) -> Sequence[_Origin]:
-        found = {
-            ref: origin
-            for ref, origin in self._origins.items()
-            if ref not in self._rooms and (origin.elsewhere or _has_memory(ref))
-        }
+    def _there(self, registered: Callable[[], Memory]) -> list[tuple[StorageWeakRef, _Origin]]:
+        found = [each for each in self._origins.values() if each[1].elsewhere or has_memory(each[0])]
         held = registered() if found else frozenset()
-        return [origin for ref, origin in found.items() if ref not in held]
+        return [each for each in found if each[0] not in held]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if not self._looks:
             return func(*args, **named)
-        form = _form(func)
-        read, written = _sorted(form, args, named)
+        form = form_of(func)
+        read, written = sorted_arguments(form, args, named)
         origin = None if form.namespace in _COLLECTIVES else self._origin(read)
         if origin is None:
             result = func(*args, **named)
             if form.unread:
-                self._forget(written)
+                self._forget(in_memory(written))
             return result
         try:
             result = func(*args, **named)
@@ -229,55 +293,84 @@ class DerivedValues(TorchDispatchMode):
             if not self._misses or written:
                 raise
             result = func(*_likely(args), **named)
-            _spoil(_in_memory(result))
-        if form.name in _BY_FORM or is_ours(_TORCH):
+            _spoil(in_memory(result))
+        if form.name in _BY_FORM:
             return result
-        if form.name in _NUMBERS and type(result) in _DTYPES:
-            return self._read(torch.tensor(result, dtype=_DTYPES[type(result)])).item()
+        is_number = form.name in _NUMBERS and type(result) in _DTYPES
+        if (is_number or form.sizes_by_value) and is_ours_now():
+            return result
+        if is_number:
+            return self._read(torch.tensor(result, dtype=_DTYPES[type(result)]), origin.may).item()
         if form.sizes_by_value:
-            result = self._of_the_same_sizes(result)
-        self._depend(origin, [*_in_memory(result), *written])
+            result = self._of_the_same_sizes(result, origin)
+        if (new := self._new(origin, [result, written])) and not is_ours_now():
+            self._depend(origin, new)
         return result
 
     def _begin(self) -> None:
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._entered = self._thread
-        _put_below(self)
+        put_below(self)
         for name in _METHODS:
-            self._were[name] = getattr(torch.Tensor, name)
-            setattr(torch.Tensor, name, _handing_out(self, self._were[name]))
+            self._replaced.append(replace(torch.Tensor, name, _handing_out(self, getattr(torch.Tensor, name))))
 
-    def handed_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The script takes out all values of a tensor."""
-        looks = self._looks and self._thread == threading.get_ident()
-        if not looks or self._origin(_in_memory(tensor)) is None or is_ours(_TORCH):
-            return tensor
-        return self._read(tensor)
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        """The script takes out all values of a tensor: they are there then as they were in the first process. In its
+        own memory, which an array shares.
+        """
+        if not self._looks or self._thread != threading.get_ident():
+            return
+        origin = self._origin(in_memory(tensor))
+        if origin is not None and not is_ours_now() and (at_first := self._read(tensor, origin.may)) is not tensor:
+            self._put(at_first, tensor)
+
+    def _put(self, values: torch.Tensor, tensor: torch.Tensor) -> None:
+        """It is followed all the same, as in the first process."""
+        held = [(key, self._origins.get(key)) for each in in_memory(tensor) if (key := each.untyped_storage()._cdata)]
+        tensor.data.copy_(values)  # nothing that autograd has kept is another tensor by that
+        self._origins.update({key: each for key, each in held if each is not None})
 
     def _origin(self, tensors: Iterable[torch.Tensor]) -> _Origin | None:
-        found = (self._origins.get(_storage(tensor)) for tensor in tensors)
-        return next((each for each in found if each is not None), None)
+        """One that is another one than at first, if there is such a one."""
+        found: _Origin | None = None
+        for tensor in tensors:
+            held = self._origins.get(tensor.untyped_storage()._cdata)
+            if held is not None and (found is None or found.may):
+                found = held[1]
+        return found
 
-    def _depend(self, on: _Origin, tensors: Iterable[torch.Tensor]) -> None:
-        new = {ref: tensor for tensor in tensors if (ref := _storage(tensor)) not in self._origins}
-        place = line() if new else ""
-        for ref, tensor in new.items():
-            self._origins[ref] = _Origin(on.call, on.called, place, _is_elsewhere(tensor))
+    def _follow(self, tensor: torch.Tensor, origin: _Origin) -> None:
+        self._origins[tensor.untyped_storage()._cdata] = storage_of(tensor), origin
+
+    def _new(self, on: _Origin, made: Any) -> list[tuple[torch.Tensor, bool]]:
+        """A storage keeps its first origin, but for one of which it was not known whether it is one."""
+        return [
+            each for each in memories(made) if (held := self._origin(each[:1])) is None or (held.may and not on.may)
+        ]
+
+    def _depend(self, on: _Origin, new: Iterable[tuple[torch.Tensor, bool]]) -> None:
+        place = line()
+        for tensor, sparse in new:
+            self._follow(tensor, _Origin(on.call, on.called, place, _is_elsewhere(tensor), sparse, on.may))
         if len(self._origins) > self._room:
-            self._origins = {ref: each for ref, each in self._origins.items() if each.elsewhere or _has_memory(ref)}
+            self._origins = {
+                key: (ref, origin)
+                for key, (ref, origin) in self._origins.items()
+                if origin.elsewhere or has_memory(ref)
+            }
             self._room = max(_ROOM, 2 * len(self._origins))
 
     def _forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """They were written anew. What lies beside a view was not."""
         for tensor in tensors:
             if tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
-                self._origins.pop(_storage(tensor), None)
+                self._origins.pop(tensor.untyped_storage()._cdata, None)
 
-    def _of_the_same_sizes(self, result: Any) -> Any:
+    def _of_the_same_sizes(self, result: Any, origin: _Origin) -> Any:
         """How many elements there are depends on values, and a script can see it."""
         tensors: list[torch.Tensor] = [result] if isinstance(result, torch.Tensor) else list(result)
         mine = torch.tensor([size for each in tensors for size in each.shape])
-        at_first = self._read(mine).tolist()
+        at_first = self._read(mine, origin.may).tolist()
         if at_first == mine.tolist():
             return result
         made = []
@@ -288,23 +381,8 @@ class DerivedValues(TorchDispatchMode):
         return made[0] if isinstance(result, torch.Tensor) else tuple(made)
 
 
-def _put_below(mode: TorchDispatchMode) -> None:
-    """Under those that the script has entered: it leaves them by taking away the uppermost one."""
-    _take_out(mode)
-    above = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
-    for each in (mode, *reversed(above)):
-        _push_mode(each)
-
-
-def _take_out(mode: TorchDispatchMode) -> None:
-    were = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
-    for each in reversed(were):
-        if each is not mode:
-            _push_mode(each)
-
-
 def _spoil(tensors: Iterable[torch.Tensor]) -> None:
-    for each in _in_memory(list(tensors)):
+    for each in in_memory(list(tensors)):
         each.fill_(torch.nan if each.is_floating_point() or each.is_complex() else 0)
 
 
@@ -323,67 +401,20 @@ def _likely(value: Any) -> Any:
 def _handing_out(derived: DerivedValues, real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return real(derived.handed_out(tensor), *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            derived.hand_out(tensor)
+        return real(tensor, *args, **kwargs)
 
     return method
-
-
-@functools.cache
-def _form(func: Any) -> _Form:
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return _Form()  # of higher order: made of others
-    namespace, _, name = schema.name.partition("::")
-    written = [each for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    unread = [each.name for each in written if each.is_out or name in _OVERWRITE]
-    return _Form(
-        name,
-        namespace,
-        tuple(each.name for each in schema.arguments),
-        frozenset(each.name for each in written),
-        frozenset(unread),
-        torch.Tag.dynamic_output_shape in func.tags,
-    )
-
-
-def _sorted(form: _Form, args: Sequence[Any], named: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors that an operation reads, and those that it writes."""
-    read, written = list[torch.Tensor](), list[torch.Tensor]()
-    names = itertools.chain(form.arguments, itertools.repeat(""))
-    for name, value in (*zip(names, args, strict=False), *named.items()):
-        tensors = list(_in_memory(value))
-        read += [] if name in form.unread else tensors
-        written += tensors if name in form.written else []
-    return read, written
-
-
-def _in_memory(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors with memory of their own in an argument or result."""
-    if isinstance(value, torch.Tensor):
-        inner: Any = value
-        if is_traceable_wrapper_subclass(inner):  # a DTensor, and others that stand for tensors
-            for name in inner.__tensor_flatten__()[0]:
-                yield from _in_memory(getattr(inner, name))
-        elif value.layout is torch.strided:
-            yield value
-        elif value.layout is torch.sparse_coo:
-            yield value._values()
-        elif value.layout in _SPARSE:
-            yield value.values()
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _in_memory(each)
-
-
-def _storage(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _is_elsewhere(tensor: torch.Tensor) -> bool:
     return not tensor.untyped_storage().resizable()
 
 
-def _has_memory(ref: StorageWeakRef) -> bool:
-    """Some leave a tensor, and take its memory away."""
-    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-    return storage is not None and storage.nbytes() > 0
+def _small_in(ref: StorageWeakRef, origin: _Origin) -> torch.Tensor | None:
+    """The bytes, if they are few, and a new process has them too."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata) if origin.can_be_given else None
+    if storage is None or storage.nbytes() > RESULT_BYTES:
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

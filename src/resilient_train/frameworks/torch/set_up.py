@@ -3,9 +3,10 @@
 The first process of a rank makes them with the others, and records what they gave it. A process that takes the rank's
 place makes them alone, the others being in the middle of their training, and is given what was recorded. A result that
 is too large to be kept must have gone into registered tensors, whose content comes from a replica: ``problem`` says so
-in the first process, while nothing is lost. What DDP does by itself is no part of it (``ddp_traffic.py``), but for one
-thing: a new process has its own weights behind DDP's constructor, where the first one was handed its group's first
-rank's. If these are others, what is computed of them is followed like that of a large result.
+in the first process, while nothing is lost. What DDP does by itself is no part of it (``ddp_traffic.py``), but a new
+process, for which nobody answers, has its own weights behind DDP's constructor, and its own gradients behind a pass,
+where the first one was handed its group's first rank's, and the mean of all. If these are others, what is computed of
+them is followed like that of a large result.
 
 A standby, which is no rank yet, can do no collective that gives something. Where the ranks wait for each other it goes
 on; what it has called is compared when it has become a rank.
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from resilient_train import config, standby_stage
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks import set_up_recall
+from resilient_train.frameworks.torch import derived_values
 from resilient_train.frameworks.torch.call_codec import bytes_of, fill_all, header_of, size_of, told
 from resilient_train.frameworks.torch.collective_results import (
     POINT_TO_POINT,
@@ -40,6 +42,7 @@ from resilient_train.frameworks.torch.ddp_traffic import DdpTraffic, Traffic
 from resilient_train.frameworks.torch.derived_values import DerivedValues
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.guarded_works import GuardedWork, KeptWork
+from resilient_train.frameworks.torch.operations import in_backward
 from resilient_train.frameworks.torch.own_objects import of_objects
 from resilient_train.frameworks.torch.storages import Memory, memory_of
 from resilient_train.frameworks.torch.unregistered import Unregistered
@@ -60,7 +63,7 @@ _OBJECTS = (dist.distributed_c10d.__file__, "broadcast_object_list")
 _READ = "read"
 _MIB = 1 << 20
 Registered = Callable[[], Memory]
-"""The memory of all registered tensors."""
+"""The memory of all registered tensors, or of their gradients."""
 
 
 class Group(Protocol):
@@ -141,20 +144,24 @@ class SetUpCollectives:
         """So many objects the collector did not list then."""
         self._ddp = DdpTraffic()
         self._derived = DerivedValues(self._read)
+        self._derived.look_from_next_pass()
         self._first = _First(self._derived)
         self._later: _Later | None = None
         self._ahead = _Ahead([], [], [])
+        self._handed: set[_Weights] = set()
+        """Each once: an evaluation hands the same buffers out with each of its batches."""
+        self._averages = False
+        """Gradients were averaged by DDP, so that weights and buffers are followed from now on."""
 
     def issue(self, group: Group, verb: str, args: tuple[Any, ...]) -> dist.Work:
         """Carries a collective out, or answers it."""
         if self._first.full:
             return group.run(verb, args)
+        if group.size() > 1:
+            self._look_at_bucket()
         of_ddp = self._ddp.of_call()
-        if of_ddp is Traffic.CONSTRUCTOR and verb == _HANDS_OUT and group.size() > 1:
-            return self._hand_out(group, args)
         if of_ddp is not Traffic.OTHER:
-            self._derived.are_room(_filled(verb, args))
-            return group.run(verb, args)
+            return self._issue_of_ddp(group, verb, args)
         call = _Call(group, verb, args, header_of(verb, args), line())
         if standby_stage.stage is not None:
             if verb != _WAITING:
@@ -164,22 +171,47 @@ class SetUpCollectives:
         later = self._as_later()
         return later.answer(call) if later is not None else self._first.record(call)
 
+    def _issue_of_ddp(self, group: Group, verb: str, args: tuple[Any, ...]) -> dist.Work:
+        tensors = _filled(verb, args)
+        if group.size() > 1:
+            if verb == _HANDS_OUT and not in_backward() and not self._averages:
+                return self._hand_out(group, args)
+            if in_backward() and self._derived.passes > derived_values.PASSES:
+                self._first.end_at_pass(line())
+                self._derived.end()
+                return group.run(verb, args)
+            if in_backward() or self._averages:
+                self._averages = True
+                self._derived.are_results(tensors, _of_ddp(verb, args), line())
+        self._derived.are_room(tensors)
+        return group.run(verb, args)
+
+    def _look_at_bucket(self) -> None:
+        """A communication hook may fill it with something that it makes of the result, in another thread."""
+        bucket = self._ddp.bucket() if in_backward() else None
+        if bucket is not None:
+            self._derived.are_results([bucket], "a communication hook of DistributedDataParallel", line())
+            self._derived.are_room([bucket])
+
     def _hand_out(self, group: Group, args: tuple[Any, ...]) -> dist.Work:
-        """A part of a module, in DDP's constructor."""
+        """A part of a module, in DDP's constructor; or buffers, in a forward pass."""
         tensors = _filled(_HANDS_OUT, args)
         before = _digest(tensors)
         group.run(_HANDS_OUT, args).wait()
         weights = _Weights(group.group_name, line(), _digest(tensors))
+        if weights in self._handed and before == weights.digest:
+            return completed(args)
+        self._handed.add(weights)
+        may = False
         if standby_stage.stage is not None:
             self._ahead.weights.append(weights)
-            follows = True  # nobody knows yet what the rank was handed
+            follows = may = True  # nobody knows yet what the rank was handed
         elif (later := self._as_later()) is not None:
             follows = later.has_others(weights)
         else:
             follows = self._first.handed(weights, changed=before != weights.digest)
         if follows:
-            call = f"DistributedDataParallel's {told(header_of(_HANDS_OUT, args))}"
-            self._derived.are_results(tensors, call, weights.place)
+            self._derived.are_results(tensors, _of_ddp(_HANDS_OUT, args), weights.place, may=may)
         return completed(args)
 
     def takes_objects(self, group: Group) -> bool:
@@ -198,12 +230,14 @@ class SetUpCollectives:
             self._later = _Later(link, self._derived, self._ahead)
         return self._later
 
-    def _read(self, value: torch.Tensor) -> torch.Tensor:
+    def _read(self, value: torch.Tensor, may: bool) -> torch.Tensor:
         if standby_stage.stage is not None:
+            if not may:
+                standby_stage.stage.needs_rank("reads what comes of gradients that were averaged")
             self._ahead.reads.append(line())
             return value
         later = self._as_later()
-        return later.read(value) if later is not None else self._first.read(value)
+        return later.read(value, may) if later is not None else self._first.read(value)
 
     def problem(self, registered: Registered) -> str:
         """Why a process that took this rank's place would not be what this one is; empty if it would."""
@@ -225,16 +259,19 @@ class SetUpCollectives:
             "Session(model=ddp)"
         )
 
-    def finish(self, registered: Registered, unregistered: Unregistered) -> bytes:
+    def finish(self, registered: Registered, unregistered: Unregistered, gradients: Registered = frozenset) -> bytes:
         """The loop begins. Returns the record, in the first process of a rank. Raises ConfigError."""
         later = self._as_later()
         self._derived.end()
-        unregistered.begin(registered, self._frozen)
         if later is not None:
-            later.finish(unregistered, registered)
+            later.finish(registered, gradients)
+            unregistered.begin(registered, self._frozen)
+            later.compare(unregistered)
             return b""
+        unregistered.begin(registered, self._frozen)
         self._first.wait()
-        problem = self._first.unfinished() or self.problem(registered) or self._derived.problem(registered)
+        problem = self._first.unfinished() or self.problem(registered)
+        problem = problem or self._derived.problem(registered, self._first.keep, gradients)
         if problem:
             raise ConfigError(problem)
         return self._first.packed(unregistered.packed())
@@ -251,6 +288,7 @@ class _First:
         """Calls whose result is not there yet, by the id of their entries."""
         self._large_read = ""
         """What the script has read, and is too large to be kept."""
+        self._at_pass = False
 
     @property
     def full(self) -> bool:
@@ -259,6 +297,11 @@ class _First:
 
     def packed(self, unregistered: bytes) -> bytes:
         return self._record.packed(unregistered)
+
+    def end_at_pass(self, place: str) -> None:
+        """Nothing is recorded any more: there was one pass of DDP's too many."""
+        self._record.end(place)
+        self._at_pass = True
 
     def record(self, call: _Call) -> dist.Work:
         """Makes the collective; its result is taken before the caller hears of its end."""
@@ -297,6 +340,10 @@ class _First:
             )
         return value
 
+    def keep(self, place: str, data: bytes) -> bool:
+        """What the line ``place`` has made of something that is not kept, and is there as the loop begins."""
+        return self._record.enter_left(place, data)
+
     def _kept(self, call: _Call, outputs: Tensors, entry: SetUpEntry) -> dist.Work:
         def take() -> None:
             entry.result = b"".join(map(bytes_of, outputs))
@@ -319,6 +366,12 @@ class _First:
 
     def problem(self) -> str:
         """Of what could not be recorded."""
+        if self._at_pass:
+            return (
+                f"{self._record.full_at} averages gradients behind {derived_values.PASSES} backward passes in front of "
+                "the loop, and what comes of them is followed no further: a process that replaces this rank would have "
+                "something else. Train in the loop"
+            )
         if self.full:
             return (
                 f"the collectives before the Session take more than the {TOTAL_BYTES // _MIB} MiB that are kept for a "
@@ -352,8 +405,10 @@ class _Later:
         for group, header, place in ahead.calls:
             self._next(group, header, place)
         others = [each for each in ahead.weights if self.has_others(each)]
+        self._has_others = bool(others)
+        """Where a standby did not know that yet."""
         if not others:
-            derived.are_none()
+            derived.are_as_at_first()
         elif ahead.reads:
             self._drawn_otherwise = others[0].place
             raise self._uses_weights(f"{ahead.reads[0]} reads a value of them before {standby_stage.NAME}")
@@ -407,23 +462,32 @@ class _Later:
         fill_all(outputs, entry.result)
         return DoneMessage(entry.source) if call.verb == _FROM_ANYBODY else completed(call.args)
 
-    def read(self, value: torch.Tensor) -> torch.Tensor:
+    def read(self, value: torch.Tensor, may: bool) -> torch.Tensor:
         """What the first process read instead."""
-        if not self._derived.follows:
+        if may and not self._has_others:
             return value  # a standby is a rank since a moment ago, and has the weights that its predecessor had
         entry = self._next(LARGE_RESULTS, header_of(_READ, [value]), line())
         made = torch.empty(value.shape, dtype=value.dtype)
         fill_all([made], entry.result or b"")
         return made
 
-    def finish(self, unregistered: Unregistered, registered: Registered) -> None:
-        """The loop begins."""
-        if self._drawn_otherwise and (place := self._derived.place(registered)):
+    def finish(self, registered: Registered, gradients: Registered) -> None:
+        """The loop begins. What is left of what the first process had otherwise is what it had."""
+        place = self._derived.give(registered, self._recorded.next_left, gradients)
+        if place and self._drawn_otherwise:
             raise self._uses_weights(f"what {place} computes of them is still there, and not registered")
         try:
             self._recorded.finish()
         except DifferenceError as difference:
             raise self._differs(difference) from None
+        if place:
+            raise self._stray(
+                f"its script does not do again what it did at first: what {place} computes before the loop, of what a "
+                "new process is not given, is still there, and was not then (docs/reference/session.md)"
+            )
+
+    def compare(self, unregistered: Unregistered) -> None:
+        """What the script has made otherwise, and what has changed in its predecessor since."""
         if changed := self._changed:
             raise self._stray(f"{changed}, and a new process has it as it was: {set_up_recall.HOW_TO_KEEP}")
         if unregistered.difference(self._recorded.others):
@@ -440,6 +504,10 @@ def _filled(verb: str, args: tuple[Any, ...]) -> Tensors:
     if verb in POINT_TO_POINT:
         return list(args[0]) if verb != "send" else []
     return VERBS[verb].filled(args, 0)
+
+
+def _of_ddp(verb: str, args: tuple[Any, ...]) -> str:
+    return f"DistributedDataParallel's {told(header_of(verb, args))}"
 
 
 def _digest(tensors: Tensors) -> bytes:

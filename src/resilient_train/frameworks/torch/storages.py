@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Objects
-from resilient_train.frameworks.torch.leaves import local, state_of
+from resilient_train.frameworks.torch.leaves import gradients_of, local, state_of
 
 Memory = frozenset[StorageWeakRef]
 """Storages by name: it holds on to the names only, and a name is given once as long as somebody holds on to it."""
@@ -36,6 +37,11 @@ def registered(objects: Objects) -> Memory:
     return memory_of(plain) or frozenset()
 
 
+def gradients(objects: Objects) -> Memory:
+    """The memory of those that registered parameters have."""
+    return memory_of(each for _, each in gradients_of(objects.models) if each.layout is torch.strided) or frozenset()
+
+
 def _state_in(objects: Objects) -> Iterator[Any]:
     for model in objects.models:
         yield [*model.parameters(), *model.buffers()]
@@ -52,6 +58,6 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
         yield tree
     elif isinstance(tree, Mapping):
         yield from _tensors_in(tree.values())
-    elif isinstance(tree, Iterable) and not isinstance(tree, (str, bytes)):
+    elif isinstance(tree, Iterable) and not isinstance(tree, (str, bytes, np.ndarray)):
         for item in tree:
             yield from _tensors_in(item)

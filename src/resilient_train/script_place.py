@@ -33,15 +33,15 @@ def line() -> str:
     return place().partition(_IN)[0]
 
 
-def is_ours(between: tuple[str, ...]) -> bool:
-    """Whether this package, and not the user's code, has called the function that asks, by way of what is ``between``:
-    files, or directories (of what both call, torch for instance).
+def is_ours(library: str) -> bool:
+    """Whether this package, and not the user's code, has called the function that asks, by way of the ``library`` in
+    that directory: of what both call, torch for instance.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no other way to ask
     asking = frame.f_code.co_filename if frame is not None else ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if name != asking and not name.startswith((*between, "<")):
+        if name != asking and not name.startswith((library, "<")):
             in_stdlib = name.startswith(_STDLIB) and not any(part in name for part in _INSTALLED)
             if not in_stdlib:
                 return name.startswith(_PACKAGE)

@@ -34,7 +34,6 @@ from resilient_train.frameworks.torch.operations import (
     has_memory,
     in_backward,
     in_memory,
-    is_ours_now,
     memories,
     put_below,
     sorted_arguments,
@@ -43,7 +42,7 @@ from resilient_train.frameworks.torch.operations import (
 )
 from resilient_train.frameworks.torch.replaced import replace
 from resilient_train.frameworks.torch.storages import Memory
-from resilient_train.script_place import line
+from resilient_train.script_place import is_ours, line
 from resilient_train.state.set_up_record import RESULT_BYTES
 
 _BY_FORM = frozenset(
@@ -59,6 +58,7 @@ _METHODS = ("tolist", "numpy", "__dlpack__")
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 """Namespaces: what these give is told by who carries them out."""
+_TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - names in code are text
 _ROOM = 1 << 10
 PASSES = 1000
 """So many backward passes are looked at: in a script that has no Session, each takes longer for that."""
@@ -297,13 +297,13 @@ class DerivedValues(TorchDispatchMode):
         if form.name in _BY_FORM:
             return result
         is_number = form.name in _NUMBERS and type(result) in _DTYPES
-        if (is_number or form.sizes_by_value) and is_ours_now():
+        if (is_number or form.sizes_by_value) and is_ours(_TORCH):
             return result
         if is_number:
             return self._read(torch.tensor(result, dtype=_DTYPES[type(result)]), origin.may).item()
         if form.sizes_by_value:
             result = self._of_the_same_sizes(result, origin)
-        if (new := self._new(origin, [result, written])) and not is_ours_now():
+        if (new := self._new(origin, [result, written])) and not is_ours(_TORCH):
             self._depend(origin, new)
         return result
 
@@ -321,14 +321,15 @@ class DerivedValues(TorchDispatchMode):
         if not self._looks or self._thread != threading.get_ident():
             return
         origin = self._origin(in_memory(tensor))
-        if origin is not None and not is_ours_now() and (at_first := self._read(tensor, origin.may)) is not tensor:
+        if origin is not None and not is_ours(_TORCH) and (at_first := self._read(tensor, origin.may)) is not tensor:
             self._put(at_first, tensor)
 
     def _put(self, values: torch.Tensor, tensor: torch.Tensor) -> None:
         """It is followed all the same, as in the first process."""
-        held = [(key, self._origins.get(key)) for each in in_memory(tensor) if (key := each.untyped_storage()._cdata)]
+        keys = [each.untyped_storage()._cdata for each in in_memory(tensor)]
+        held = {key: self._origins[key] for key in keys if key in self._origins}
         tensor.data.copy_(values)  # nothing that autograd has kept is another tensor by that
-        self._origins.update({key: each for key, each in held if each is not None})
+        self._origins.update(held)
 
     def _origin(self, tensors: Iterable[torch.Tensor]) -> _Origin | None:
         """One that is another one than at first, if there is such a one."""

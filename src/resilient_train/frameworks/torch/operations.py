@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode, is_traceable_wrapper_subclass
-
-from resilient_train.script_place import is_ours
 
 _OVERWRITE = frozenset(
     {
@@ -22,11 +19,6 @@ _OVERWRITE = frozenset(
 )
 """They don't ask for what was there."""
 _SPARSE = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_MODES = tuple(
-    os.path.join(os.path.dirname(__file__), f"{name}.py")  # noqa: PTH118, PTH120 - names in code are text
-    for name in ("operations", "derived_values")
-)
-_BETWEEN = (os.path.dirname(torch.__file__) + os.sep, *_MODES)  # noqa: PTH120 - likewise
 _NO_PASS = -1
 
 
@@ -44,11 +36,6 @@ class Form(NamedTuple):
 def in_backward() -> bool:
     """Whether a backward pass runs in this thread."""
     return bool(torch._C._current_graph_task_id() != _NO_PASS)
-
-
-def is_ours_now() -> bool:
-    """Whether this package, and not the user's code, has called the operation that a mode is looking at."""
-    return is_ours(_BETWEEN)
 
 
 @functools.cache

@@ -33,13 +33,16 @@ def holds(all_of_it: Memory, part: Memory | None) -> bool:
 
 def registered(objects: Objects) -> Memory:
     """The memory of all tensors whose content a new process is given."""
-    plain = (each for each in _tensors_in(_state_in(objects)) if each.layout is torch.strided)
-    return memory_of(plain) or frozenset()
+    return _plain_memory(_tensors_in(_state_in(objects)))
 
 
 def gradients(objects: Objects) -> Memory:
     """The memory of those that registered parameters have."""
-    return memory_of(each for _, each in gradients_of(objects.models) if each.layout is torch.strided) or frozenset()
+    return _plain_memory(each for _, each in gradients_of(objects.models))
+
+
+def _plain_memory(tensors: Iterable[torch.Tensor]) -> Memory:
+    return memory_of(each for each in tensors if each.layout is torch.strided) or frozenset()
 
 
 def _state_in(objects: Objects) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -21,11 +22,25 @@ def place() -> str:
     while frame is not None:
         name, where = frame.f_code.co_filename, f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if not name.startswith((_PACKAGE, "<", *_PLUMBING)):
-            if not (name.startswith(_STDLIB) or any(part in name for part in _INSTALLED)):
+            if not _is_library(name):
                 return f"{where}{_IN}{library})" if library else where
             library = library or where
         frame = frame.f_back
     return library or "an unknown place"
+
+
+def frames() -> Iterator[FrameType]:
+    """Those of the user's own code that are running now, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not (name.startswith((_PACKAGE, "<frozen")) or _is_library(name)):
+            yield frame
+        frame = frame.f_back
+
+
+def _is_library(name: str) -> bool:
+    return name.startswith(_STDLIB) or any(part in name for part in _INSTALLED)
 
 
 def line() -> str:

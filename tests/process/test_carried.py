@@ -32,7 +32,7 @@ def test_a_body_may_be_cut_between_take_and_put(tmp_path: Path, undisturbed_of: 
 
 @pytest.mark.parametrize("where", ["both", *ALONE])
 def test_the_same_loop_with_local_variables_is_wrong(tmp_path: Path, undisturbed_of: Undisturbed, where: str) -> None:
-    """The control: what it is good for. Undisturbed, both train alike."""
+    """The control: what it is good for. Undisturbed, both train alike. In six steps nothing is found of it yet."""
     arguments = ("carried.py", "--where", where, "--steps", "6")
     right = undisturbed_of(*arguments, ranks=2)
     plain = launch(tmp_path / "plain", *arguments, "--plain", ranks=2)
@@ -41,3 +41,18 @@ def test_the_same_loop_with_local_variables_is_wrong(tmp_path: Path, undisturbed
     of_all = [{digest for digest, _ in each.digests().values()} for each in (right, plain, run)]
     assert of_all[1] != of_all[2]
     assert of_all[0] == of_all[1]
+
+
+@pytest.mark.parametrize("where", ["end", "ahead", "hidden"])
+def test_a_few_steps_later_it_is_refused(tmp_path: Path, where: str) -> None:
+    """Also behind a fault."""
+    run = launch(
+        tmp_path / "run",
+        *("carried.py", "--where", where, "--steps", "12", "--plain"),
+        ranks=2,
+        flags=("--faults", "kill rank=1 step=3"),
+    )
+    assert run.code == 1, run.explain()
+    name = "hidden" if where == "hidden" else "X and Y"
+    words = "UsageError: gradients are computed from what the step before has written, and is not registered: "
+    assert f"{words}{name}. " in run.err, run.explain()

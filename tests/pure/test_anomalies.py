@@ -354,6 +354,9 @@ def test_gradients_that_are_dropped_change_nothing_not_even_by_a_closure() -> No
             def after_update(self, _: Any) -> None:
                 pass
 
+            def given(self) -> None:
+                pass
+
         def closure(model: Any = model) -> Any:
             loss = model(torch.ones(1, 3)).sum()
             loss.backward()

@@ -35,6 +35,9 @@ class Updates:
     def after_update(self, optimizer: object) -> None:
         pass
 
+    def given(self) -> None:
+        """Nothing is looked for of what flows."""
+
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:

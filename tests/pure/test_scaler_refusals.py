@@ -30,6 +30,9 @@ class Loop:
     def after_update(self, optimizer: Any) -> None:
         self.told.append(("after", self.optimizers.index(optimizer)))
 
+    def given(self) -> None:
+        """Nothing is looked for of what flows."""
+
     def backward(self, *, overflows: tuple[int, ...]) -> None:
         self.scaler.scale(self.model(torch.ones(1, 2)).sum()).backward()
         for index in overflows:

@@ -31,6 +31,9 @@ class Told:
     def after_update(self, optimizer: Any) -> None:
         self.told.append(f"after {type(optimizer).__name__}")
 
+    def given(self) -> None:
+        """Nothing is looked for of what flows."""
+
 
 class Communicating(torch.optim.SGD):
     """``call`` stands for a collective."""

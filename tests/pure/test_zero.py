@@ -119,6 +119,9 @@ class Heard:
     def after_update(self, optimizer: object) -> None:
         self.said.append(("after", optimizer))
 
+    def given(self) -> None:
+        """Nothing is looked for of what flows."""
+
 
 @pytest.fixture
 def heard(model: nn.Module) -> Iterator[tuple[ZeroRedundancyOptimizer, Heard]]:

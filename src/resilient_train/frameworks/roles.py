@@ -7,7 +7,7 @@ otherwise. ``frameworks/__init__.py`` finds the engine of a user's model; ``fram
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -41,6 +41,12 @@ class Updates(Protocol):
 
     def after_update(self, optimizer: Any) -> None:
         """An optimizer has written, or has not: what the user's code does from here on is done once."""
+        ...
+
+    def given(self) -> Collection[Any] | None:
+        """What the script was given for the open window, and what will give it the next: with a redo that comes back.
+        None: the script has what stands between two bodies run once, so nobody knows what that gives to them.
+        """
         ...
 
 

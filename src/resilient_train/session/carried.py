@@ -1,8 +1,8 @@
 """``Carried``: what flows from one step into the next, and must not do so in a local variable.
 
 A batch that is fetched ahead, the hidden state of a recurrent model: whatever a body leaves behind for the next one.
-Nobody sees it in a local variable. When a step is run again the variable holds what the cut body has put there, and a
-new process has nothing of it: both end with other parameters, and no error.
+In a local variable it is hardly seen. When a step is run again the variable holds what the cut body has put there, and
+a new process has nothing of it: both end with other parameters, and no error.
 """
 
 from __future__ import annotations

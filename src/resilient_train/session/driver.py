@@ -13,7 +13,7 @@ import socket
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NoReturn
 
 from msgspec import structs
@@ -523,6 +523,10 @@ class Driver:
     def after_update(self, optimizer: Any) -> None:
         """The optimizer has written."""
         self._drive(on.UpdateEnds(self._optimizers[id(optimizer)]))
+
+    def given(self) -> Collection[Any] | None:
+        """See ``frameworks/roles.Updates``."""
+        return None if self.calling else self._batches.given()
 
     def survive(self, error: BaseException | None) -> bool:
         """A collective of the tail failed, or waits for who has gone. Takes part in the recovery. True: again."""

@@ -60,6 +60,10 @@ class KeptBatches:
         """The batches of the window, as they are now."""
         return [drawn.batch.value for drawn in self._drawn]
 
+    def given(self) -> list[Any]:
+        """Those, and what gives the next ones: it may have them already. Nothing where there is no loader."""
+        return [*self.values(), *self._cursor.sources()] if self._cursor.loader is not None else []
+
     @property
     def first(self) -> bool:
         """Whether this is one of the first windows of the process."""

@@ -121,6 +121,10 @@ class Cursor:
             self._drawn_from = drawn_from if drawn_from != self._data.random_state() else b""
         return Batch(value, self._epoch)
 
+    def sources(self) -> tuple[Any, ...]:
+        """What gives the batches."""
+        return self._iterator, self.loader
+
     @property
     def place(self) -> tuple[int, int]:
         """Pass over the data, and the number of its next batch."""

@@ -59,7 +59,7 @@ if mode != "no-session":
         for step in session.steps(STEPS):
             with step:
                 if mode == "carries" and step.number < 6:  # as nanoGPT does it: a new process has another one in hand
-                    inputs, prefetched = prefetched, draw()
+                    inputs, prefetched = prefetched.clone(), draw()  # as to a device: so the Session can't see it
                 elif mode == "ahead":
                     inputs = ahead.take()
                 else:

@@ -3,8 +3,9 @@
 ``wrong-optimizer``: another one than the registered steps. ``by-hand``: no optimizer at all. ``never``: nothing steps.
 ``forgotten``: a parameter that no optimizer has. ``no-ddp``: nobody averages the gradients. ``drift``: in step ``--at``
 rank 1 changes a parameter by itself, after the update. ``early``: a loss is given to the check in front of the body.
-``unsteady``: random numbers that no seed decides. ``own-mean``: a mean of this rank's own losses, where only
-what is alike belongs.
+``ahead``: the next step's batch is drawn into a local variable. ``iterator``: of a loader that the Session does not
+know. ``unsteady``: random numbers that no seed decides. ``own-mean``: a mean of this rank's own losses, where only what
+is alike belongs.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import resilient_train as rt
 from resilient_train.config import read_link
@@ -65,6 +67,7 @@ dist.all_gather_object(pids, os.getpid())
 link = read_link()
 first = link is not None and link.incarnation == 0
 own, common = Mean(), Mean()
+inputs, over = torch.randn(8, 6), iter(DataLoader(torch.randn(256, 6), batch_size=8))
 state = {"common": common, "own": own} if mode == "own-mean" else {}
 with rt.Session(model=model, optimizer=registered, state=state) as session:
     if asked.save:
@@ -73,7 +76,11 @@ with rt.Session(model=model, optimizer=registered, state=state) as session:
         if mode == "early":
             session.check(1.0)
         with step:
-            loss = (model(torch.randn(8, 6)) - torch.randn(8, 3)).pow(2).mean()
+            if mode != "ahead":
+                inputs = next(over) if mode == "iterator" else torch.randn(8, 6)
+            loss = (model(inputs) - torch.randn(8, 3)).pow(2).mean()
+            if mode == "ahead":
+                inputs = torch.randn(8, 6)
             if mode == "unsteady":
                 loss = loss * (1 + int.from_bytes(os.urandom(4)) / 2**24)
             loss.backward()

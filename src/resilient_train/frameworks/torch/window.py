@@ -22,6 +22,7 @@ from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
 from resilient_train.frameworks.torch.buckets import Buckets, PassHistory
 from resilient_train.frameworks.torch.carried_gradients import CarriedGradients
 from resilient_train.frameworks.torch.containers import copy_tree
+from resilient_train.frameworks.torch.flowing import Flowing
 from resilient_train.frameworks.torch.generators import random_state, restore_random_state
 from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
 from resilient_train.frameworks.torch.parameter_samples import Samples
@@ -69,6 +70,7 @@ class TorchWindow:
         self._samples = Samples(objects.models)
         self._buckets = Buckets(objects.models)
         self._carried_gradients = CarriedGradients(objects.models)
+        self._flowing = Flowing(objects)
         self._start: _Start | None = None
         self._undo: dict[str, Any] | None = None
         self._registered = {id(optimizer): _sizes(optimizer) for optimizer in objects.optimizers}
@@ -94,7 +96,7 @@ class TorchWindow:
             if optimizer not in self._running:
                 self._check_groups(optimizer)
                 if not closures:
-                    self._carried_gradients.check(optimizer)
+                    self._check_flow(optimizer)
                 updates.before_update(optimizer)
             self._running.append(optimizer)
             return self._with_closures(args, kwargs) if closures else None
@@ -105,6 +107,7 @@ class TorchWindow:
             if optimizer not in self._running:
                 updates.after_update(optimizer)
 
+        self._flowing.attach(updates.given)
         self._state.sharding.find_others()
         for optimizer in self._objects.optimizers:
             writes = stepping(optimizer)
@@ -150,6 +153,7 @@ class TorchWindow:
             handle.remove()
         self._handles.clear()
         self._carried_gradients.close()
+        self._flowing.close()
         self._buckets.forget()
         if self._objects.scaler is not None:
             vars(self._objects.scaler).pop("step", None)
@@ -167,6 +171,7 @@ class TorchWindow:
         self._state.keep(whole=whole)
         self._start = _Start(random_state(), torch.is_grad_enabled(), self._buckets.shares_buffers)
         self._carried_gradients.begin()
+        self._flowing.begin()
         if not self._buckets.known:
             self._buckets.record()
 
@@ -182,6 +187,7 @@ class TorchWindow:
         torch.set_grad_enabled(start.gradients)
         gradients = self._state.kept.gradients()
         self._carried_gradients.forget()
+        self._flowing.forget()
         for optimizer in self._objects.optimizers:
             optimizer.zero_grad(set_to_none=True)
         for model in self._objects.models:
@@ -258,6 +264,10 @@ class TorchWindow:
                 "in no replica; use one that only writes to its own rank's parameters (undo=True does not help here)"
             )
 
+    def _check_flow(self, optimizer: torch.optim.Optimizer) -> None:
+        self._carried_gradients.check(optimizer)
+        self._flowing.check()
+
     def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
         sizes = _sizes(optimizer)
         if sizes == self._registered[id(optimizer)]:
@@ -286,7 +296,7 @@ class TorchWindow:
             finally:
                 self._running = running
             if running:
-                self._carried_gradients.check(running[-1])
+                self._check_flow(running[-1])
             self._behind_closure()
             return result
 

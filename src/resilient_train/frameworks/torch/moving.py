@@ -1,0 +1,124 @@
+"""Iterators and counts of the script's own, which go on in each step.
+
+Nobody publishes where they stand. A step that is redone goes on from where its cut body has left them, and a new
+process begins with them anew: other batches than those of the undisturbed run, and no error.
+
+Looked at are the iterators of DataLoaders, where the Session was given none, and what a ``zip`` or ``enumerate`` around
+the Session's steps goes through and counts. Not seen: what a generator function of the script counts, and iterators and
+random number generators in variables. (To read the variables of a function that runs makes Python 3.11 keep their
+values until it returns; and a generator that each step seeds anew can't be told from one that goes on.)
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType, GeneratorType
+from typing import Any, NamedTuple
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+_ITERATORS = tuple(type(iter(each)) for each in ((), [None], range(1)))
+_AROUND = (zip, enumerate, map, filter, GeneratorType)
+_DEEP = 4
+"""So many of these lie around one another, at most."""
+
+
+class _Place(NamedTuple):
+    """Where an object stood when it was looked at, and how often in a row it had gone on by then."""
+
+    thing: Any
+    at: int
+    times: int
+
+    @property
+    def told(self) -> str:
+        kind = type(self.thing)
+        if kind is enumerate:
+            return "what enumerate() counts"
+        if kind in _ITERATORS:
+            return f"what zip() goes through, a {kind.__qualname__},"
+        return f"an iterator of a DataLoader ({type(self.thing._dataset).__qualname__})"
+
+
+class Moving:
+    """Those of this process, between one look and the next."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, _Place] = {}
+
+    def look(self, objects: Iterable[Any], *, loaders: bool) -> None:
+        """What has gone on since the last look? ``objects``: all there are. ``loaders``: those of DataLoaders, too."""
+        before, self._places = self._places, {}
+        for each in _around_the_loop(objects):
+            at = _place(each) if loaders or not issubclass(type(each), _BaseDataLoaderIter) else None
+            if at is not None:
+                was = before.get(id(each))
+                times = was.times + 1 if was is not None and was.at != at else 0
+                self._places[id(each)] = _Place(each, at, times)
+
+    def leave_out(self, published: Iterable[Any]) -> None:
+        """These come back with a redo."""
+        for each in published:
+            self._places.pop(id(each), None)
+
+    @property
+    def found(self) -> bool:
+        """Whether the last look has found something."""
+        return any(each.times for each in self._places.values())
+
+    def often(self, times: int) -> str:
+        """One that has gone on so often, for people; empty if none has."""
+        return next((each.told for each in self._places.values() if each.times >= times), "")
+
+    def forget(self) -> None:
+        """What was seen."""
+        self._places.clear()
+
+
+def _around_the_loop(objects: Iterable[Any]) -> Iterator[Any]:
+    """And all iterators of DataLoaders, wherever they are."""
+    running = set(_stack())
+    for each in objects:
+        kind = type(each)
+        if issubclass(kind, _BaseDataLoaderIter):
+            yield each
+        elif (kind is zip or kind is enumerate) and _leads_to(each, running, _DEEP):
+            yield each
+            yield from _within(each)
+
+
+def _stack() -> Iterator[int]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield id(frame)
+        frame = frame.f_back
+
+
+def _within(each: Any) -> Iterator[Any]:
+    """What one of those goes through."""
+    for inner in gc.get_referents(each):
+        yield from inner if type(inner) is tuple else (inner,)
+
+
+def _leads_to(each: Any, running: set[int], deep: int) -> bool:
+    """Whether it goes through a generator that runs now, in this thread: to look is asked for by the next step."""
+    if type(each) is GeneratorType and id(each.gi_frame) in running:
+        return True
+    return deep > 0 and any(_leads_to(inner, running, deep - 1) for inner in _within(each) if type(inner) in _AROUND)
+
+
+def _place(each: Any) -> int | None:
+    """Where it stands; None: it is nothing that is known to go on."""
+    kind = type(each)
+    if kind is enumerate:
+        count: int = each.__reduce__()[1][1]
+        return count
+    if any(kind is known for known in _ITERATORS):
+        return operator.length_hint(each)
+    if issubclass(kind, _BaseDataLoaderIter):
+        yielded: int | None = getattr(each, "_num_yielded", None)
+        return yielded
+    return None

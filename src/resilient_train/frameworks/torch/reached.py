@@ -1,0 +1,82 @@
+"""What can be reached: from an object by what it holds on to, and from the script's variables by name."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from types import FrameType, FunctionType, GeneratorType, ModuleType
+from typing import Any
+
+import torch
+
+from resilient_train import script_place
+
+_OBJECTS = 1_000_000
+"""So many are gone through, at most."""
+_NEAR, _NAMED, _WIDE = 2, 50_000, 1_000
+"""So many objects lie between a variable of the script and what is named by it; so many are looked at, and so many of
+what one of them holds.
+"""
+_NO_STATE = (ModuleType, type, FunctionType, FrameType, torch.nn.Module)
+
+
+def reached(start: Iterable[Any]) -> list[Any] | None:
+    """What these hold on to, by whatever way; not through functions, Python's modules, and models that are not among
+    them. None: it is too much.
+    """
+    todo = deque[Any]()
+    for each in start:
+        todo += each.modules() if isinstance(each, torch.nn.Module) else (each,)
+    roots, found, seen = set(map(id, todo)), list[Any](), set[int]()
+    while todo:
+        each = todo.popleft()
+        if id(each) in seen or (id(each) not in roots and issubclass(type(each), _NO_STATE)):
+            continue
+        if len(seen) == _OBJECTS:
+            return None
+        seen.add(id(each))
+        found.append(each)
+        if not issubclass(type(each), torch.Tensor):
+            todo += gc.get_referents(each)
+    return found
+
+
+def named() -> Iterator[tuple[str, Any]]:
+    """Objects near to a variable of the script that runs, each with a way to it as one writes it; the innermost
+    function's come first. Python 3.11 keeps what was in the variables until the function returns.
+    """
+    looked_at = 0
+    for frame in script_place.frames():
+        todo = deque((name, each, 0) for name, each in list(frame.f_locals.items()))
+        while todo and looked_at < _NAMED:
+            name, each, far = todo.popleft()
+            looked_at += 1
+            yield name, each
+            if far < _NEAR:
+                todo += ((f"{name}{place}", part, far + 1) for place, part in islice(_parts(each), _WIDE))
+
+
+def _parts(each: Any) -> Iterator[tuple[str, Any]]:
+    """Asked past what a class of the user's has made of it."""
+    kind: Any = type(each)
+    if issubclass(kind, list):
+        yield from ((f"[{place}]", part) for place, part in enumerate(list.__iter__(each)))
+    elif issubclass(kind, tuple):
+        yield from ((f"[{place}]", part) for place, part in enumerate(tuple.__iter__(each)))
+    elif issubclass(kind, dict):
+        for key, part in list(islice(dict.items(each), _WIDE)):
+            yield f"[{key!r}]" if type(key) is str or type(key) is int else "[...]", part
+    elif kind is GeneratorType:
+        yield from (("", part) for part in gc.get_referents(each))
+    elif not issubclass(kind, (ModuleType, type, torch.Tensor)):
+        yield from ((f".{name}", part) for name, part in list(islice(_attributes(each).items(), _WIDE)))
+
+
+def _attributes(each: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(each, "__dict__")
+    except AttributeError:
+        return {}
+    return found if type(found) is dict else {}

@@ -41,15 +41,18 @@ def test_gradients_that_are_never_zeroed_are_refused(tmp_path: Path) -> None:
         ("iterator", "an iterator of a DataLoader (Tensor) goes on in each step, and is not registered"),
     ],
 )
-@pytest.mark.parametrize(("plan", "commits"), [((), 6), (("--faults", "kill rank=1 step=3"), 9)], ids=["", "killed"])
+@pytest.mark.parametrize(
+    ("plan", "commits"), [((), {6}), (("--faults", "kill rank=1 step=3"), {6, 9})], ids=["", "killed"]
+)
 def test_what_flows_unregistered_is_refused(
-    tmp_path: Path, mode: str, words: str, plan: tuple[str, ...], commits: int
+    tmp_path: Path, mode: str, words: str, plan: tuple[str, ...], commits: set[int]
 ) -> None:
-    """A fault in front of that changes nothing: it is looked for anew."""
+    """Also behind a fault: a rank whose body was cut looks anew, one that was behind it goes on."""
     run = launch(tmp_path / "run", "mistaken.py", mode, "25", ranks=2, flags=plan)
     assert run.code == 1, run.explain()
     assert f"UsageError: {words}" in run.err, run.explain()
-    assert [each["detail"]["commits"] for each in run.of("saved")] == [commits], "of the update before"
+    (saved,) = run.of("saved")
+    assert saved["detail"]["commits"] in commits, "of the update before"
 
 
 def test_a_loss_that_is_checked_in_front_of_a_body_is_refused(tmp_path: Path) -> None:

@@ -104,17 +104,18 @@ class Flowing:
         alive, before = _versions(tensors), self._alive
         self._alive = alive
         self._moving.look(everything, loaders=not given)
-        extra = (*objects.extra.values(), *objects.rank_extra.values(), *objects.schedulers, objects.scaler)
+        if self._windows == _FIRST:
+            return True
+        extra = (*objects.extra.values(), *objects.rank_extra.values(), objects.scaler)
         own = reached((*extra, *_with_extra_state(objects.models)))
         if own is None:
             return False
         self._moving.leave_out(own)
-        if self._windows > _FIRST:
-            known = registered(objects) | _storages(_tensors(own)).keys()
-            left = {each: count for each, count in alive.items() if before.get(each) != count and each not in known}
-            names = _names(left.keys()) if len(self._read) == _IN_A_ROW - 1 else {}
-            self._left = {each: _Left(each not in before, count, names.get(each, "")) for each, count in left.items()}
-            self._look_at_passes()
+        known = registered(objects) | _storages(_tensors(own)).keys()
+        left = {each: count for each, count in alive.items() if before.get(each) != count and each not in known}
+        names = _names(left.keys()) if len(self._read) == _IN_A_ROW - 1 else {}
+        self._left = {each: _Left(each not in before, count, names.get(each, "")) for each, count in left.items()}
+        self._look_at_passes()
         return True
 
     def _look_at_passes(self) -> None:

@@ -13,18 +13,19 @@ import torch
 
 from resilient_train import script_place
 
-_OBJECTS = 1_000_000
+_OBJECTS = 100_000
 """So many are gone through, at most."""
 _NEAR, _NAMED, _WIDE = 2, 50_000, 1_000
 """So many objects lie between a variable of the script and what is named by it; so many are looked at, and so many of
 what one of them holds.
 """
-_NO_STATE = (ModuleType, type, FunctionType, FrameType, torch.nn.Module)
+_NO_STATE = (ModuleType, type, FunctionType, FrameType, torch.nn.Module, torch.optim.Optimizer)
+_OURS = "resilient_train"
 
 
 def reached(start: Iterable[Any]) -> list[Any] | None:
-    """What these hold on to, by whatever way; not through functions, Python's modules, and models that are not among
-    them. None: it is too much.
+    """What these hold on to, by whatever way; not through functions, Python's modules, and through models, optimizers
+    and objects of ours only if they are among them: these lead to everything. None: it is too much.
     """
     todo = deque[Any]()
     for each in start:
@@ -32,7 +33,7 @@ def reached(start: Iterable[Any]) -> list[Any] | None:
     roots, found, seen = set(map(id, todo)), list[Any](), set[int]()
     while todo:
         each = todo.popleft()
-        if id(each) in seen or (id(each) not in roots and issubclass(type(each), _NO_STATE)):
+        if id(each) in seen or (id(each) not in roots and _leads_everywhere(type(each))):
             continue
         if len(seen) == _OBJECTS:
             return None
@@ -41,6 +42,10 @@ def reached(start: Iterable[Any]) -> list[Any] | None:
         if not issubclass(type(each), torch.Tensor):
             todo += gc.get_referents(each)
     return found
+
+
+def _leads_everywhere(kind: type) -> bool:
+    return issubclass(kind, _NO_STATE) or str(kind.__module__).startswith(_OURS)
 
 
 def named() -> Iterator[tuple[str, Any]]:

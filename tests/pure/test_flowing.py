@@ -177,13 +177,18 @@ def few_objects() -> Iterator[None]:
     gc.unfreeze()
 
 
+def refused(program: Callable[[Loop], None]) -> str:
+    """With which words, in the window in which it can be known."""
+    loop = Loop()
+    with pytest.raises(UsageError) as found:
+        program(loop)
+    assert loop.number == REFUSED_IN
+    return str(found.value)
+
+
 @pytest.mark.parametrize("program", FLOWS, ids=lambda each: each.__name__)
 def test_a_flow_is_refused_by_its_name(program: Callable[[Loop], None]) -> None:
-    loop = Loop()
-    with pytest.raises(UsageError) as refused:
-        program(loop)
-    assert str(refused.value).startswith(f"{_FLOWS}{FLOWS[program]}. A step")
-    assert loop.number == REFUSED_IN
+    assert refused(program).startswith(f"{_FLOWS}{FLOWS[program]}. A step")
 
 
 def batches(number: int = 64) -> DataLoader[Any]:
@@ -233,11 +238,7 @@ GO_ON = {
 
 @pytest.mark.parametrize("program", GO_ON, ids=lambda each: each.__name__)
 def test_what_goes_on_by_itself_is_refused(program: Callable[[Loop], None]) -> None:
-    loop = Loop()
-    with pytest.raises(UsageError) as refused:
-        program(loop)
-    assert str(refused.value).startswith(f"{GO_ON[program]}goes on in each step, and is not registered")
-    assert loop.number == REFUSED_IN
+    assert refused(program).startswith(f"{GO_ON[program]}goes on in each step, and is not registered")
 
 
 def all_made_anew(loop: Loop) -> None:
@@ -508,6 +509,7 @@ class KeepsOdd(torch.autograd.Function):
 def test_odd_objects_cost_nobody_a_step() -> None:
     loop, state = Loop(), torch.ones(2, 3)
     unbound = [Unbound(), object.__new__(_BaseDataLoaderIter)]
+    loop.given = unbound
     with pytest.raises(UsageError, match="registered: state"):
         for _ in loop.windows():
             out = KeepsOdd.apply(loop.model(batch())) * state

@@ -29,7 +29,7 @@ def reached(start: Iterable[Any]) -> list[Any] | None:
     """
     todo = deque[Any]()
     for each in start:
-        todo += each.modules() if isinstance(each, torch.nn.Module) else (each,)
+        todo += each.modules() if issubclass(type(each), torch.nn.Module) else (each,)
     roots, found, seen = set(map(id, todo)), list[Any](), set[int]()
     while todo:
         each = todo.popleft()

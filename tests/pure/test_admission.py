@@ -162,6 +162,17 @@ def test_sparse_buffers_are_refused(fake_world: None) -> None:
         take(model)
 
 
+@pytest.mark.parametrize(("kind", "lazy"), [("parameter", nn.LazyLinear), ("buffer", nn.LazyBatchNorm1d)])
+def test_lazy_modules_are_run_once_before(fake_world: None, kind: str, lazy: type[nn.Module]) -> None:
+    """They ended the Session with a word of torch's about `load_state_dict`."""
+    model = net()
+    model.append(lazy(3) if kind == "parameter" else lazy(affine=False))
+    with pytest.raises(ConfigError, match=f"{kind} '{len(model) - 1}.*' has no shape yet"):
+        take(model)
+    model.eval()(torch.zeros(2, 4))
+    take(model)
+
+
 def test_extra_state_that_nobody_can_put_back_is_refused(fake_world: None) -> None:
     class Told(nn.Linear):
         def get_extra_state(self) -> int:

@@ -58,8 +58,32 @@ def test_what_lies_in_registered_memory_is_registered() -> None:
     assert odd(of(model)) == set(), "it shares all of it"
     with torch.device("meta"):
         bare = Odd()
-    assert odd(of(model)) == set(), "there is nothing to bring back"
+    unborn = Odd()
+    unborn.inner = nn.Sequential(nn.LazyLinear(50), nn.LazyBatchNorm1d())
+    assert odd(of(model)) == {"'inner.1.num_batches_tracked' of Odd"}, "of the others there is nothing to bring back"
+    assert odd(of(model, unborn)) == set()
     del bare
+
+
+class Publishes(nn.Module):
+    """Has a module that is no child of its own, and gives its state beside its own."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def get_extra_state(self) -> Any:
+        return self.others[0].state_dict()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.others[0].load_state_dict(state)
+
+
+def test_what_a_module_publishes_is_registered() -> None:
+    model = Odd()
+    assert odd(of(Publishes(model))) == set()
+    assert odd(of(nn.Sequential(Publishes(model)))) == set()
+    assert odd(of(Odd(), Publishes(model.inner))) == set()
 
 
 @pytest.mark.parametrize("write", ["torch", "data", "last"])

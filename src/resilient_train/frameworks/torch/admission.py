@@ -83,6 +83,11 @@ def _check_model(model: Any) -> None:
             )
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
+            if torch.nn.parameter.is_lazy(tensor):
+                raise ConfigError(
+                    f"model: {kind} {name!r} has no shape yet (its module is a lazy one): run one forward pass before "
+                    "the optimizer and the Session are made"
+                )
             if kind == "buffer" and is_sharded(tensor):
                 raise ConfigError(
                     f"model: buffer {name!r} is a DTensor, which can't be recovered: keep it as a plain tensor"

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Objects
+from resilient_train.frameworks.torch.extra_state import with_extra_state
 from resilient_train.frameworks.torch.moving import Moving
 from resilient_train.frameworks.torch.operations import in_memory, storage_of
 from resilient_train.frameworks.torch.reached import named, reached
@@ -107,7 +108,8 @@ class Flowing:
         if self._windows == _FIRST:
             return True
         extra = (*objects.extra.values(), *objects.rank_extra.values(), objects.scaler)
-        own = reached((*extra, *_with_extra_state(objects.models)))
+        published = (module for model in objects.models for _, module in with_extra_state(model))
+        own = reached((*extra, *published))
         if own is None:
             return False
         self._moving.leave_out(own)
@@ -186,14 +188,6 @@ class Flowing:
         if self._put_back is not None:
             self._put_back()
             self._put_back = None
-
-
-def _with_extra_state(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    """What a module publishes by ``get_extra_state()`` is somewhere in it."""
-    for model in models:
-        for module in model.modules():
-            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-                yield module
 
 
 def _tensors(objects: Iterable[Any]) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Objects
+from resilient_train.frameworks.torch.extra_state import ExtraState
 from resilient_train.frameworks.torch.leaves import gradients_of, local, state_of
 
 Memory = frozenset[StorageWeakRef]
@@ -42,12 +43,14 @@ def gradients(objects: Objects) -> Memory:
 
 
 def _plain_memory(tensors: Iterable[torch.Tensor]) -> Memory:
-    return memory_of(each for each in tensors if each.layout is torch.strided) or frozenset()
+    with_one = (each for each in tensors if not torch.nn.parameter.is_lazy(each) and each.layout is torch.strided)
+    return memory_of(with_one) or frozenset()
 
 
 def _state_in(objects: Objects) -> Iterator[Any]:
     for model in objects.models:
         yield [*model.parameters(), *model.buffers()]
+    yield ExtraState(objects.models).held()
     for optimizer in objects.optimizers:
         yield list(optimizer.state.values())
         yield optimizer.param_groups

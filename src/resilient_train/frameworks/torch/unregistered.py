@@ -170,7 +170,7 @@ def _is_built(module: torch.nn.Module) -> bool:
 
 
 def _can_be_looked_at(tensor: torch.Tensor) -> bool:
-    if not is_sharded(tensor) and not _is_plain(tensor):
+    if torch.nn.parameter.is_lazy(tensor) or (not is_sharded(tensor) and not _is_plain(tensor)):
         return False
     held = _local(tensor)
     if not _is_plain(held) or held.layout is not torch.strided or held.is_meta or not held.numel():

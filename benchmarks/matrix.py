@@ -52,8 +52,10 @@ _KEEP = ("--save-mode", '{"steps": 1000000, "memory_steps": 1}')
 _PAUSES = ("--on-pause", "resume", "--pause-in")
 _MASK = 0x400000
 _LIMIT_S = 900.0
-_EVERY = {"stop": 80}
-"""Steps from one fault to the next where it is not 10: these take half a second, in which the hang watch times some."""
+_EVERY, _LEAD = {"stop": 20}, {"stop": 80}
+"""Steps from one fault to the next, and in front of the first one, where they are not 10: 80 take half a second, in
+which the hang watch times enough of them for the rest of the job.
+"""
 _FIRST = ("COMPUTE", "backward")
 """Where the kill hits whose recovery a second fault disturbs."""
 
@@ -94,6 +96,10 @@ class Kind(NamedTuple):
     def every(self) -> int:
         """Steps from one fault to the next."""
         return _EVERY.get(self.word, 10)
+
+    def step(self, number: int) -> int:
+        """Where the fault of that number is, or what is in front of it; counted from 0."""
+        return _LEAD.get(self.word, self.every) + self.every * number
 
 
 class Sample(NamedTuple):
@@ -200,7 +206,7 @@ def samples_of(kind: Kind, ranks: int, count: int) -> list[Sample]:
 
 
 def _step_of(kind: Kind, place: Place, number: int) -> int:
-    step = kind.every * (number + 1)
+    step = kind.step(number)
     if kind.variant == "accumulate" and place.phase in _OF_UPDATES:
         return step + 1
     return step - (kind.environ == _VERIFY)
@@ -243,7 +249,7 @@ class Jobs:
     def _run(self, name: str, ranks: int, kind: Kind, steps: int, faults: str) -> tuple[int | None, Run, list[Event]]:
         command = (str(JOB), "--steps", str(steps), "--variant", kind.variant, *kind.arguments)
         if kind.first == PAUSE:
-            command += (*_PAUSES, *map(str, range(kind.every, steps, kind.every)))
+            command += (*_PAUSES, *map(str, range(kind.step(0), steps, kind.every)))
         options = drill.DrillOptions(command=command, run_dir=self._folder / name, ranks=ranks)
         os.environ |= kind.environ
         try:
@@ -264,7 +270,7 @@ class Jobs:
         """What became of each place."""
         found: dict[Place, list[Outcome]] = defaultdict(list)
         samples = samples_of(kind, ranks, count)
-        steps = kind.every * len(samples) + 4
+        steps = kind.step(len(samples) - 1) + 4
         plan = "; ".join(clause.describe() for sample in samples for clause in sample.clauses)
         expected = self.undisturbed(ranks, kind.variant, steps)
         code, story, events = self._run(f"{number}-{ranks}", ranks, kind, steps, plan)

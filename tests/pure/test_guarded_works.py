@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -95,6 +97,35 @@ def test_a_work_that_ends_after_it_was_given_up(work: GuardedWork, inner: Inner,
     with pytest.raises(RuntimeError, match=GIVEN_UP):
         work.wait()
     assert not work.succeeded
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_recovery_waits_for_what_gloo_still_does_of_it(
+    work: GuardedWork, inner: Inner, works: Works, failed: bool
+) -> None:
+    """It may write into a gradient, also when those who waited for it are gone."""
+    works.release()
+    asked = []
+
+    def at_rest() -> bool:
+        asked.append(work.ended)
+        inner.end(RuntimeError("Connection closed by peer") if failed else None)
+        return False
+
+    assert works.drain(60, at_rest) == 0
+    assert asked == [False]
+    assert work.ended
+    assert works.drain(60, at_rest) == 0
+    assert asked == [False], "it is over"
+
+
+def test_a_recovery_waits_for_no_work_that_nobody_goes_on_with(inner: Inner, works: Works) -> None:
+    forgotten = weakref.ref(GuardedWork(inner, works.live))
+    works.release()
+    assert works.drain(60, lambda: True) == 0
+    inner.end()
+    gc.collect()
+    assert forgotten() is None, "nobody keeps it, nor its tensors"
 
 
 def test_a_wait_whose_time_runs_out(work: GuardedWork, inner: Inner, works: Works) -> None:

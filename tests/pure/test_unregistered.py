@@ -30,7 +30,7 @@ class Odd(nn.Module):
 
 def of(*models: nn.Module, state: dict[str, Any] | None = None) -> Unregistered:
     found = Unregistered(models)
-    found.begin(lambda: registered(Objects(models, (), extra=state or {})), gc.get_freeze_count())
+    found.begin(lambda: registered(Objects(models, (), extra=state or {})))
     return found
 
 
@@ -194,7 +194,7 @@ def test_objects_are_not_asked_for_their_state_without_need() -> None:
         asked.append(None)
         return frozenset()
 
-    found.begin(registered_memory, gc.get_freeze_count())
+    found.begin(registered_memory)
     assert asked == []
 
 
@@ -211,7 +211,7 @@ def test_what_a_script_has_frozen_is_found() -> None:
     gc.freeze()
     try:
         found = Unregistered()
-        found.begin(frozenset, frozen)
+        found.begin(frozenset)
         assert odd(found) == NAMES
         assert gc.get_freeze_count() > frozen
     finally:

@@ -18,18 +18,20 @@ from resilient_train.interrupt import SIGNAL, Interrupt
 from resilient_train.session.collective_report import CollectiveReport
 from resilient_train.session.peers import Peers
 
-_GRACE_S = 0.1
+_LOOK_S = 0.004
 _WAKE_MS = 100
 
 
 class StopDelivery:
-    """``interrupt`` is armed while a body runs. ``release`` lets the waiters on collectives go, on any thread."""
+    """``interrupt`` is armed while a body runs. ``release`` lets the waiters on collectives go, on any thread; it is told
+    for how long they have waited.
+    """
 
     def __init__(
         self,
         peers: Peers,
         generation: int,
-        release: Callable[[], int],
+        release: Callable[[float], int],
         report: CollectiveReport,
         settings: Settings,
     ) -> None:
@@ -83,7 +85,8 @@ class StopDelivery:
                 generation = self._peers.stop_generation
             except ValueError:  # the board was closed: the Session is over
                 return
+            stopped = time.monotonic()
             while not self._closing and self._noticed < generation:
-                time.sleep(_GRACE_S)
+                time.sleep(_LOOK_S)
                 if self._noticed < generation:
-                    self._release()
+                    self._release(time.monotonic() - stopped)

@@ -23,6 +23,8 @@ from resilient_train.state.transfer import Span, chunks, view
 
 _DRAIN_S = 1.0
 """For a thread of gloo's that is kept from running: what it may still write must not meet what comes next."""
+_PATIENCE_S = 0.1
+"""So long after a stop a waiter may still be woken, by gloo or by its device."""
 _CHUNK_BYTES = 16 << 20
 _RECORDED_MAX = 20_000
 
@@ -34,6 +36,12 @@ class TorchGroups:
         self._accelerator = accelerator
         self.renewed = False
         """The connections are new ones, and the tail before them may not be over yet: see ``go_on``."""
+        self._rest = self._to_come_to_rest()
+        """For another thread than that which closes."""
+
+    @staticmethod
+    def _to_come_to_rest() -> AtRest:
+        return AtRest(lambda: all(group.over() for group in [*groups.values()]))
 
     def names(self) -> tuple[str, ...]:
         return tuple(groups)
@@ -58,8 +66,10 @@ class TorchGroups:
     def sockets(self) -> list[tuple[int, int]]:
         return [pair for group in groups.values() for pair in group.sockets]
 
-    def release_waiters(self) -> int:
-        return works.release() + self._accelerator.cut()
+    def release_waiters(self, waited_s: float) -> int:
+        if waited_s >= _PATIENCE_S:
+            return works.release() + self._accelerator.cut()
+        return works.release(at_rest=True) if works.live and self._rest() else 0
 
     def finish(self, call: Callable[[], dist.Work]) -> dist.Work:
         """Makes a call behind the update, and waits until it is over, on the device too. A stop frees who waits."""
@@ -88,7 +98,7 @@ class TorchGroups:
             self._accelerator.stop()
         for group in groups.values():
             group.shut()
-        works.drain(_DRAIN_S, AtRest(lambda: all(group.over() for group in groups.values())))
+        works.drain(_DRAIN_S, self._to_come_to_rest())
         works.since_update.clear()
         for group in groups.values():
             group.suspend("a recovery is under way")

@@ -78,6 +78,8 @@ class GuardedWork(dist.Work):
         future = inner.get_future()
         self._inner = inner
         self._live = live
+        self.ended = False
+        """gloo is done with it: it writes into no tensor any more. Its waiters may have been let go before."""
         self.succeeded = False
         self.ran_out = False
         """The time of a wait has run out, and nobody has seen the end since."""
@@ -88,15 +90,20 @@ class GuardedWork(dist.Work):
     def _inner_ended(self, future: torch.futures.Future[Any]) -> None:
         keep_thread_state()  # gloo's thread comes here once for each collective
         try:
-            value = future.value()
-        except RuntimeError as error:
+            value = self._value_of(future)
+        except Exception as error:  # raised here, nobody would hear of it, and the waiters would wait on
             self._cut(error)
             return
+        finally:
+            self.ended = True
         # Taking the work out of the dict decides, in one step under the GIL, who completes it.
         if self._live.pop(id(self), None) is not None:
             self.succeeded = True
             waits.ended_ns = time.monotonic_ns()
             self._outcome.set_result(value)
+
+    def _value_of(self, future: torch.futures.Future[Any]) -> Any:
+        return future.value()
 
     def give_up(self) -> bool:
         """Lets the waiters go with an error. False: the work has ended already."""
@@ -164,15 +171,10 @@ class KeptWork(GuardedWork):
         self._take = take
         super().__init__(inner, live)
 
-    def _inner_ended(self, future: torch.futures.Future[Any]) -> None:
-        keep_thread_state()
-        try:
-            future.value()
-            self._take()
-        except Exception as error:  # raised here, nobody would hear of it, and the waiters would wait on
-            self._cut(error)
-            return
-        super()._inner_ended(future)
+    def _value_of(self, future: torch.futures.Future[Any]) -> Any:
+        value = super()._value_of(future)
+        self._take()
+        return value
 
 
 class ScatteredWork(GuardedWork):
@@ -274,6 +276,8 @@ class Works:
     def __init__(self) -> None:
         self.live: dict[int, GuardedWork] = {}
         """By id; a work takes itself out when it ends."""
+        self._let_go: list[GuardedWork] = []
+        """In this recovery: they fail, whatever gloo still makes of them."""
         self.since_update: list[GuardedWork | GuardedMessage | NotBegun] = []
         """The collectives that bodies have begun since the last update, also if they have ended, the messages that have
         failed, and the calls that a fault has not let begin: the next one needs them all intact.
@@ -284,14 +288,24 @@ class Works:
         return any(isinstance(work, GuardedWork) and work.ran_out for work in self.since_update)
 
     def drain(self, timeout_s: float, at_rest: Callable[[], bool]) -> int:
-        """Waits until no work is under way, or none of them goes on: until then gloo may write into gradients. Returns
-        how many were let go.
+        """Waits until no work is under way, or none of them goes on: until then gloo may write into gradients, also for
+        a work whose waiters were let go. Returns how many are let go now.
         """
         deadline = time.monotonic() + timeout_s
-        while self.live and not at_rest() and time.monotonic() < deadline:
+        while self._under_way() and not at_rest() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return self.release()
+        released = self.release()
+        self._let_go.clear()  # nobody else keeps what gloo may have forgotten
+        return released
 
-    def release(self) -> int:
-        """Lets all waiters go with an error. May be called on any thread. Returns how many there were."""
-        return sum(work.give_up() for work in list(self.live.values()))
+    def _under_way(self) -> bool:
+        return bool(self.live) or not all(work.ended for work in self._let_go)
+
+    def release(self, *, at_rest: bool = False) -> int:
+        """Lets all waiters go with an error. May be called on any thread. Returns how many there were. ``at_rest``:
+        gloo does nothing more for them.
+        """
+        works = list(self.live.values())
+        if not at_rest:
+            self._let_go += works  # first: whoever has waited goes on at once, and drains
+        return sum(work.give_up() for work in works)

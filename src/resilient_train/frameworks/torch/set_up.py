@@ -140,8 +140,6 @@ class SetUpCollectives:
     """The collectives of this process before its loop."""
 
     def __init__(self) -> None:
-        self._frozen = gc.get_freeze_count()
-        """So many objects the collector did not list then."""
         self._ddp = DdpTraffic()
         self._derived = DerivedValues(self._read)
         self._derived.look_from_next_pass()
@@ -265,10 +263,10 @@ class SetUpCollectives:
         self._derived.end()
         if later is not None:
             later.finish(registered, gradients)
-            unregistered.begin(registered, self._frozen)
+            unregistered.begin(registered)
             later.compare(unregistered)
             return b""
-        unregistered.begin(registered, self._frozen)
+        unregistered.begin(registered)
         self._first.wait()
         problem = self._first.unfinished() or self.problem(registered)
         problem = problem or self._derived.problem(registered, self._first.keep, gradients)

@@ -85,12 +85,12 @@ class Unregistered:
         self._changed: tuple[str, ...] = ()
         self._looks = 0
 
-    def begin(self, registered: Callable[[], Memory], frozen: int) -> None:
+    def begin(self, registered: Callable[[], Memory]) -> None:
         """The loop begins. ``registered``: the memory of what comes from a replica, asked for if that is needed: it has
-        the user's ``state_dict()``s called. ``frozen``: so many objects the collector did not list before the script.
+        the user's ``state_dict()``s called.
         """
         known = {id(each) for model in self._models for each in (*model.parameters(), *model.buffers())}
-        others = [each for each in _tensors(frozen) if id(each.tensor) not in known]
+        others = [each for each in _tensors() if id(each.tensor) not in known]
         memory = registered() if others else frozenset()
         found = [each for each in others if not holds(memory, memory_of([each.tensor]))]
         self._held = [_Held(each.strange, weakref.ref(each.module), each.name) for each in found]
@@ -140,11 +140,11 @@ class _Found(NamedTuple):
         return Strange(self.kind, self.full_name, _form(self.tensor), _digest(self.tensor))
 
 
-def _tensors(frozen: int) -> Iterator[_Found]:
+def _tensors() -> Iterator[_Found]:
     """The state of all modules, by the outermost one. What an import has made before the process was forked is not
-    found: to list it takes 0.1 s.
+    found (``listed``).
     """
-    modules = [each for each in listed(frozen) if issubclass(type(each), torch.nn.Module) and _is_built(each)]
+    modules = [each for each in listed() if issubclass(type(each), torch.nn.Module) and _is_built(each)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     seen = set[int]()
     for outer in modules:

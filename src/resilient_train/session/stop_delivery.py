@@ -23,8 +23,8 @@ _WAKE_MS = 100
 
 
 class StopDelivery:
-    """``interrupt`` is armed while a body runs. ``release`` lets the waiters on collectives go, on any thread; it is told
-    for how long they have waited.
+    """``interrupt`` is armed while a body runs. ``release`` lets the waiters on collectives go, on any thread; it is
+    told for how long they have waited.
     """
 
     def __init__(

@@ -88,19 +88,58 @@ def test_one_wakes_up_each_few_milliseconds() -> None:
     assert not rested or wakes.longest_s >= module._STILL_S / 2
 
 
+class Clock:
+    """Of the module, while this one is looked at: the threads of gloo are what the test says they are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.threads: dict[str, tuple[str, ...]] | None = {"1": ("5", "0")}
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(module, "_asleep", lambda: self.threads)
+
+    def until(self, at_rest: AtRest) -> float:
+        """Seconds; looks at the pace of the module."""
+        begun_s = self.now_s
+        while not at_rest():
+            self.now_s += module._LOOK_S
+        return self.now_s - begun_s
+
+
 def test_a_machine_that_stood_still_is_not_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock_s = 0.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock_s)
-    monkeypatch.setattr(module, "_asleep", lambda: {"1": ("5", "0")})
+    clock = Clock(monkeypatch)
     at_rest = AtRest(lambda: True)
     for _ in range(2):
-        clock_s += 60
+        clock.now_s += 60
         assert not at_rest()
-    looks = 0
-    while not at_rest():
-        clock_s += module._LOOK_S
-        looks += 1
-    assert looks >= 2
+    assert clock.until(at_rest) >= 2 * module._LOOK_S
+
+
+def test_nor_has_anybody_been_awake_for_long_enough_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever could not run meanwhile will write when it can."""
+    clock = Clock(monkeypatch)
+    clock.threads = None
+    at_rest = AtRest(lambda: True)
+    clock.now_s += 3600
+    assert clock.until(at_rest) >= 0.9 * module._AWAKE_S
+
+
+def test_who_is_awake_is_waited_for_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another group of the user's, say, that goes on all the time."""
+    clock = Clock(monkeypatch)
+    clock.threads = None
+    assert clock.until(AtRest(lambda: True)) == pytest.approx(module._AWAKE_S, rel=0.05)
+
+
+def test_what_nobody_reads_is_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    assert clock.until(AtRest(lambda: False)) == pytest.approx(module._UNREAD_S, rel=0.05)
+
+
+def test_rest_begins_when_all_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has read may not have woken the thread that computes with it."""
+    clock = Clock(monkeypatch)
+    read_s = module._UNREAD_S / 2
+    assert clock.until(AtRest(lambda: clock.now_s >= read_s)) >= read_s + module._STILL_S
 
 
 def test_more_may_come() -> None:

@@ -112,17 +112,17 @@ def test_a_recovery_waits_for_what_gloo_still_does_of_it(
         inner.end(RuntimeError("Connection closed by peer") if failed else None)
         return False
 
-    assert works.drain(60, at_rest) == 0
+    assert works.drain(at_rest) == 0
     assert asked == [False]
     assert work.ended
-    assert works.drain(60, at_rest) == 0
+    assert works.drain(at_rest) == 0
     assert asked == [False], "it is over"
 
 
 def test_a_recovery_waits_for_no_work_that_nobody_goes_on_with(inner: Inner, works: Works) -> None:
     forgotten = weakref.ref(GuardedWork(inner, works.live))
     works.release()
-    assert works.drain(60, lambda: True) == 0
+    assert works.drain(lambda: True) == 0
     inner.end()
     gc.collect()
     assert forgotten() is None, "nobody keeps it, nor its tensors"

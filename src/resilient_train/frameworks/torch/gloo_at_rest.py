@@ -9,7 +9,9 @@ is left who would wake it. So three things together are enough, and each can be 
 * the threads that read sleep. They wake up each 10 ms to see whether they are to end, and find nothing then;
 * the threads that compute sleep, and have not been awake for a while.
 
-A time alone does not do: a second may be too short on a busy machine, and is long where nobody is awake.
+A time alone does not do: a second may be too short on a busy machine, and is long where nobody is awake. So where that
+does not come about, it is a long time while somebody is awake, who may be gloo's thread for another group that goes on.
+All times are counted in looks: while the machine stands still (a virtual one; a stopped process) nobody can be awake.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ _STILL_S = 0.02
 """A thread that waits for the GIL to hand its result on wakes up each 5 ms."""
 _UNKNOWN_S = 0.25
 """Where no thread has such a name: another torch, or no gloo."""
+_UNREAD_S = 1.0
+"""All sleep, and something has come that nobody reads."""
+_AWAKE_S = 10.0
 _Threads = dict[str, tuple[str, ...]]
 
 
@@ -34,20 +39,23 @@ class AtRest:
     def __init__(self, over: Callable[[], bool]) -> None:
         self._over = over
         self._threads: _Threads | None = None
-        self._still_s, self._looked_s = 0.0, time.monotonic()
+        self._looked_s = time.monotonic()
+        self._waited_s = self._asleep_s = self._still_s = 0.0
 
     def __call__(self) -> bool:
         since_s = time.monotonic() - self._looked_s
         if since_s < _LOOK_S:
             return False
         self._looked_s += since_s
-        threads = _asleep() if self._over() else None
-        if threads is None or threads != self._threads:
-            self._threads, self._still_s = threads, 0.0
-            return False
-        # A machine that stood still for long (a virtual one; a stopped process) has let nobody be awake meanwhile.
-        self._still_s += min(since_s, 2 * _LOOK_S)
-        return self._still_s >= (_STILL_S if threads else _UNKNOWN_S)
+        since_s = min(since_s, 2 * _LOOK_S)
+        over, threads = self._over(), _asleep()  # what was read before they were looked at has woken one
+        asleep = threads is not None and threads == self._threads
+        self._threads = threads
+        self._waited_s += since_s
+        self._asleep_s = self._asleep_s + since_s if asleep else 0.0
+        self._still_s = self._still_s + since_s if asleep and over else 0.0
+        enough = self._waited_s >= _AWAKE_S or self._asleep_s >= _UNREAD_S
+        return enough or self._still_s >= (_STILL_S if threads else _UNKNOWN_S)
 
 
 def _asleep() -> _Threads | None:

@@ -21,8 +21,6 @@ from resilient_train.frameworks.torch.transports.hccl import HcclGroup
 from resilient_train.frameworks.torch.transports.nccl import GlooAndNcclGroup, NcclGroup
 from resilient_train.state.transfer import Span, chunks, view
 
-_DRAIN_S = 1.0
-"""For a thread of gloo's that is kept from running: what it may still write must not meet what comes next."""
 _PATIENCE_S = 0.1
 """So long after a stop a waiter may still be woken, by gloo or by its device."""
 _CHUNK_BYTES = 16 << 20
@@ -98,7 +96,8 @@ class TorchGroups:
             self._accelerator.stop()
         for group in groups.values():
             group.shut()
-        works.drain(_DRAIN_S, self._to_come_to_rest())
+        works.drain(self._to_come_to_rest())
+        self._rest = self._to_come_to_rest()
         works.since_update.clear()
         for group in groups.values():
             group.suspend("a recovery is under way")

@@ -287,12 +287,11 @@ class Works:
         """Whether somebody has not waited long enough for one of them."""
         return any(isinstance(work, GuardedWork) and work.ran_out for work in self.since_update)
 
-    def drain(self, timeout_s: float, at_rest: Callable[[], bool]) -> int:
+    def drain(self, at_rest: Callable[[], bool]) -> int:
         """Waits until no work is under way, or none of them goes on: until then gloo may write into gradients, also for
         a work whose waiters were let go. Returns how many are let go now.
         """
-        deadline = time.monotonic() + timeout_s
-        while self._under_way() and not at_rest() and time.monotonic() < deadline:
+        while self._under_way() and not at_rest():
             time.sleep(_POLL_S)
         released = self.release()
         self._let_go.clear()  # nobody else keeps what gloo may have forgotten

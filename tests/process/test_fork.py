@@ -294,13 +294,14 @@ def test_a_script_that_can_not_be_forked_starts_cold(tmp_path: Path, text: str) 
 
 LOOKS = """
 import gc
+import sys
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import resilient_train as rt
 
-asked = []
+asked, there = [], set(sys.modules)
 
 
 def noted(name, call):
@@ -322,19 +323,19 @@ with rt.Session(model=model, optimizer=optimizer) as session:
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-print("asked", asked)
+print("asked", asked, "imported", sorted(set(sys.modules) - there))
 """
 
 
-def test_a_fork_looks_at_nothing_that_its_zygote_has(tmp_path: Path) -> None:
-    """These are a million objects: to count them takes 30 ms, half of what a recovery takes, and to list them 100."""
+def test_a_fork_imports_nothing_and_looks_at_nothing_that_its_zygote_has(tmp_path: Path) -> None:
+    """That is a million objects: to count them takes 30 ms, half of what a recovery takes, and to list them 100."""
     (tmp_path / "script.py").write_text(LOOKS)
     plan = ("--faults", "kill rank=1 step=3 phase=COMPUTE at=backward")
     with start(
         [*LAUNCHER, "--nproc-per-node", "2", *plan, "--run-dir", str(tmp_path / "run"), str(tmp_path / "script.py")]
     ) as process:
         out, err = process.communicate(timeout=100)
-    assert (process.returncode, out) == (0, "asked []\n" * 2), err
+    assert (process.returncode, out) == (0, "asked [] imported []\n" * 2), err
     assert starts(read_events(tmp_path / "run")) == ["forked"] * 3
 
 

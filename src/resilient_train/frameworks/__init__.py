@@ -23,16 +23,21 @@ def installed() -> tuple[EntryPoint, ...]:
 
 def engine_for(objects: Objects) -> Engine:
     """The engine that claims the objects. Raises ConfigError if none does, or several do, or one can't be imported."""
-    plugins = [(_named(each), _imported(each)) for each in installed()]
-    claiming = [(name, plugin) for name, plugin in plugins if plugin.claims(objects)]
+    plugins = [(each, _imported(each)) for each in installed()]
+    claiming = [(each, plugin) for each, plugin in plugins if plugin.claims(objects)]
     if len(claiming) == 1:
         return claiming[0][1].engine_for(objects)
     models = ", ".join(_qualified(model) for model in objects.models) or "missing"
     if claiming:
-        names = ", ".join(name for name, _ in claiming)
-        raise ConfigError(f"model is {models}: several engines claim it ({names}): uninstall all of these but one")
-    names = ", ".join(name for name, _ in plugins) or "none; is resilient_train itself installed by pip?"
+        raise ConfigError(
+            f"model is {models}: several engines claim it ({_names(claiming)}): uninstall all of these but one"
+        )
+    names = _names(plugins) or "none; is resilient_train itself installed by pip?"
     raise ConfigError(f"model is {models}: no engine for it. Engines found: {names}")
+
+
+def _names(plugins: list[tuple[EntryPoint, Plugin]]) -> str:
+    return ", ".join(_named(entry) for entry, _ in plugins)
 
 
 def _imported(entry: EntryPoint) -> Plugin:

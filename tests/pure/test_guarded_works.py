@@ -119,6 +119,21 @@ def test_a_recovery_waits_for_what_gloo_still_does_of_it(
     assert asked == [False], "it is over"
 
 
+def test_whom_nobody_will_wake_is_let_go_at_once(inner: Inner, works: Works) -> None:
+    def unasked() -> bool:
+        raise AssertionError("nobody waits")
+
+    assert works.release(unasked) == 0
+    work = GuardedWork(inner, works.live)
+    assert works.release(lambda: False) == 0
+    assert not work.is_completed()
+    assert works.release(lambda: GuardedWork(Inner(), works.live) is not None) == 1
+    assert work.is_completed()
+    assert len(works.live) == 1, "begun since"
+    works.live.clear()
+    assert works.drain(unasked) == 0, "gloo does nothing more for it"
+
+
 def test_a_recovery_waits_for_no_work_that_nobody_goes_on_with(inner: Inner, works: Works) -> None:
     forgotten = weakref.ref(GuardedWork(inner, works.live))
     works.release()

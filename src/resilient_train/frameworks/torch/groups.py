@@ -67,7 +67,7 @@ class TorchGroups:
     def release_waiters(self, waited_s: float) -> int:
         if waited_s >= _PATIENCE_S:
             return works.release() + self._accelerator.cut()
-        return works.release(at_rest=True) if works.live and self._rest() else 0
+        return works.release(self._rest)
 
     def finish(self, call: Callable[[], dist.Work]) -> dist.Work:
         """Makes a call behind the update, and waits until it is over, on the device too. A stop frees who waits."""

@@ -300,11 +300,13 @@ class Works:
     def _under_way(self) -> bool:
         return bool(self.live) or not all(work.ended for work in self._let_go)
 
-    def release(self, *, at_rest: bool = False) -> int:
-        """Lets all waiters go with an error. May be called on any thread. Returns how many there were. ``at_rest``:
-        gloo does nothing more for them.
+    def release(self, at_rest: Callable[[], bool] | None = None) -> int:
+        """Lets all waiters go with an error. May be called on any thread. Returns how many there were. ``at_rest``: if
+        gloo does nothing more for those who wait now, else nobody.
         """
         works = list(self.live.values())
-        if not at_rest:
+        if at_rest is None:
             self._let_go += works  # first: whoever has waited goes on at once, and drains
+        elif not (works and at_rest()):
+            return 0
         return sum(work.give_up() for work in works)

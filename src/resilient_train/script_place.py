@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+PACKAGE = f"{Path(__file__).parent}{os.sep}"
+"""What the names of this package's files begin with."""
 _STDLIB = os.path.dirname(os.__file__)  # noqa: PTH120 - to be compared with names in code objects, which are text
 _INSTALLED = ("site-packages", "dist-packages")
 _IN = " (in "
@@ -21,7 +22,7 @@ def place() -> str:
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no other way to ask
     while frame is not None:
         name, where = frame.f_code.co_filename, f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if not name.startswith((_PACKAGE, "<", *_PLUMBING)):
+        if not name.startswith((PACKAGE, "<", *_PLUMBING)):
             if not _is_library(name):
                 return f"{where}{_IN}{library})" if library else where
             library = library or where
@@ -34,7 +35,7 @@ def frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         name = frame.f_code.co_filename
-        if not (name.startswith((_PACKAGE, "<frozen")) or _is_library(name)):
+        if not (name.startswith((PACKAGE, "<frozen")) or _is_library(name)):
             yield frame
         frame = frame.f_back
 
@@ -59,6 +60,6 @@ def is_ours(library: str) -> bool:
         if name != asking and not name.startswith((library, "<")):
             in_stdlib = name.startswith(_STDLIB) and not any(part in name for part in _INSTALLED)
             if not in_stdlib:
-                return name.startswith(_PACKAGE)
+                return name.startswith(PACKAGE)
         frame = frame.f_back
     return False

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from msgspec import structs
 
-from resilient_train import config
+from resilient_train import config, script_place
 from resilient_train._native import allow_readers
 from resilient_train.descriptors import RecoveryLimit
 from resilient_train.errors import (
@@ -59,6 +59,7 @@ from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
+from resilient_train.session.loop_carried import loop_carried
 from resilient_train.session.nan_watch import NanWatch
 from resilient_train.session.neighbour_inputs import NeighbourInputs
 from resilient_train.session.pauses import ScriptPauses
@@ -115,6 +116,10 @@ class Driver:
     _unlike = False
     """A body has changed registered state where nobody saw it: nothing is to be saved of that."""
     _told_outgrown = _told_beside = False
+    _recovered = _told_carried = False
+    """A process has taken another one's place, or a step runs again; and what that does to the loop's own variables was
+    told.
+    """
     _answer: Any = None
     _digests = ("", "")
     """Of the state with which this rank has come to its end."""
@@ -133,7 +138,7 @@ class Driver:
         skips: bool,
     ) -> None:
         settings, switches = config.read_settings(), config.read_switches()
-        self._engine, self._cursor, self._replicas = engine, cursor, replicas
+        self._engine, self._cursor, self._objects, self._replicas = engine, cursor, objects, replicas
         self._link = link = Link(agent)
         self._peers = self._link.peers
         self._verdict_timeout_s = settings.verdict_timeout_s
@@ -230,8 +235,23 @@ class Driver:
             yield step
             if not step.entered:
                 raise UsageError(f"step {step.number} was not used: write `with step:` around the loop's body")
+            if self._recovered and not self._told_carried:
+                self._tell_carried()
             step = self.next_step(total)
         self._ended()
+
+    def _tell_carried(self) -> None:
+        """Called by the loop: its variables that go from step to step, of which nobody knows what they are for."""
+        self._told_carried = True
+        frame = next(script_place.frames(), None)
+        if not self._tells or frame is None:
+            return
+        objects = self._objects
+        ours = (*objects.models, *objects.optimizers, *objects.schedulers, objects.scaler, *self._cursor.sources())
+        known = (*ours, *objects.extra.values(), *objects.rank_extra.values())
+        if found := loop_carried(frame, (each for each in known if each is not None)):
+            self._event("loop_carried", {"names": list(found.names), "place": found.place})
+            self._tell(found.told())
 
     def announces(self, arguments: Any) -> None:
         """The next body gets these. Tells people if another process had begun its step with other ones."""
@@ -712,6 +732,7 @@ class Driver:
 
     def _send_done(self, effect: do.SendDone) -> None:
         self._redone += effect.redone
+        self._recovered |= effect.redone
         self._link.channel.send(m.Done(self._rank.generation, effect.redone, self._rank.base, self._rank.over))
 
     def _send_finish(self, _: do.SendFinish) -> None:
@@ -1070,6 +1091,7 @@ class Driver:
         self._descriptors.lift()
         generation = effect.plan.generation
         replaced = bool(effect.plan.replaced)
+        self._recovered |= replaced
         built = build_groups(self._link, self._engine.groups, generation, replaced=replaced)
         if built is None:
             return on.Stopped()

@@ -43,6 +43,10 @@ def test_the_bits_of_forked_ranks(tmp_path: Path, variant: str, threads: str, ra
     assert starts(cold.events) == ["cold"] * ranks
     assert run.of("standby_lost") == run.of("standby_off") == cold.of("standby_off") == []
     assert "start cold" not in run.err + cold.err
+    # Each process that was the first rank tells what its loop keeps, behind its first recovery.
+    assert [event["detail"]["names"] for event in run.of("loop_carried")] == [["asked.show_start", "began"]] * 2
+    assert run.err.count("keeps asked.show_start, began from step to step") == 2
+    assert cold.of("loop_carried") == []
 
 
 @pytest.mark.parametrize("variant", ["stateful+view", pytest.param("base", marks=pytest.mark.long)])

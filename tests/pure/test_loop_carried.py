@@ -150,6 +150,24 @@ def test_without_a_text_there_is_nothing_to_say() -> None:
     assert carried("session = session_steps()\nnext(session)\nnext(session, 0)\n", names()) is None, "no loop"
 
 
+class Strange(type):
+    def __getattribute__(cls, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Proxy(metaclass=Strange): ...
+
+
+def test_no_class_of_the_users_is_asked() -> None:
+    assert carried("for step in session_steps():\n    use(proxy)\n", {**names(), "proxy": Proxy()}) is None
+
+
+def test_a_text_that_is_too_much() -> None:
+    source = f"for step in session_steps():\n    use({' + '.join(['x'] * 900)})\n    x = 1\n"
+    found = carried(source, names())
+    assert found is None or found.names == ("x",)
+
+
 def test_values_are_not_kept() -> None:
     """Python keeps a dictionary of a function's variables until it returns."""
 

@@ -16,18 +16,19 @@ import ast
 import inspect
 import io
 import linecache
-import random
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from resilient_train import script_place
 
-_TEXT_MAX = 2_000_000
+_TEXT_MAX = 300_000
 _TOLD = 6
-_DRAWS: tuple[type, ...] = (random.Random, np.random.Generator, np.random.RandomState)
+_DRAWS = ("Random", "Generator", "RandomState")
+"""Python's, NumPy's and torch's own."""
+_FILES = io.IOBase.__mro__[1]
+_ORDER, _HELD, _NAME = (vars(type)[name] for name in ("__mro__", "__dict__", "__name__"))
 _Loop = ast.For | ast.AsyncFor | ast.While
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -57,7 +58,10 @@ def loop_carried(frame: FrameType, known: Iterable[object]) -> LoopCarried | Non
     if loop is None:
         return None
     flow = _Flow()
-    flow.run_loop(loop)
+    try:
+        flow.run_loop(loop)
+    except RecursionError:  # an expression of hundreds of parts
+        return None
     values, ours = _variables(frame), {id(each) for each in known}
     kept = [name for name in flow.read_first if name in flow.written]
     used = [name for name in flow.read_first if name not in flow.written and _moves_when_used(values.get(name))]
@@ -70,11 +74,12 @@ def _loop_at(frame: FrameType) -> _Loop | None:
     if not text or len(text) > _TEXT_MAX:
         return None
     try:
-        tree = ast.parse(text)
+        with warnings.catch_warnings(action="ignore"):  # Python has told them when it ran the script
+            tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):  # not Python's text (a notebook's cell), or changed meanwhile
         return None
     scope = next((each for each in ast.walk(tree) if _is_of(frame, each)), tree)
-    around = [each for each in _in_scope(scope) if isinstance(each, _Loop) and _lasts_at(each, frame.f_lineno)]
+    around = [each for each in _in_scope(scope) if isinstance(each, _Loop) and _lasts_at(each, frame.f_lineno or 0)]
     return max(around, key=lambda loop: loop.lineno, default=None)
 
 
@@ -106,11 +111,13 @@ def _variables(frame: FrameType) -> dict[str, Any]:
 
 
 def _moves_when_used(value: Any) -> bool:
-    kind: Any = type(value)
-    moves = hasattr(kind, "__next__") and not issubclass(kind, io.IOBase)
-    if kind is GeneratorType and value.gi_code.co_filename.startswith(script_place.PACKAGE):
+    """Its classes are asked past what a metaclass of the user's has made of them."""
+    if type(value) is GeneratorType and value.gi_code.co_filename.startswith(script_place.PACKAGE):
         return False  # session.steps()
-    return moves or issubclass(kind, _DRAWS) or kind.__name__ == "Generator"
+    kinds = _ORDER.__get__(type(value))
+    if any(each is _FILES for each in kinds):
+        return False
+    return any("__next__" in _HELD.__get__(each) or _NAME.__get__(each) in _DRAWS for each in kinds)
 
 
 def _root(name: str) -> str:

@@ -72,20 +72,23 @@ class WakesUp:
 
 def test_all_sleep() -> None:
     with gloos(sleeps), gloos(WakesUp(), module._READS):
-        assert comes_to_rest(AtRest(lambda: True), 60)
+        assert comes_to_rest(AtRest(tuple), 60)
 
 
 @pytest.mark.parametrize("name", [module._COMPUTES, module._READS])
 def test_one_is_awake(name: str) -> None:
     with gloos(sleeps), gloos(spins, name):
-        assert not comes_to_rest(AtRest(lambda: True), LOOKS_S)
+        assert not comes_to_rest(AtRest(tuple), LOOKS_S)
 
 
 def test_one_wakes_up_each_few_milliseconds() -> None:
     wakes = WakesUp()
     with gloos(sleeps), gloos(wakes):
-        rested = comes_to_rest(AtRest(lambda: True), LOOKS_S)
+        rested = comes_to_rest(AtRest(tuple), LOOKS_S)
     assert not rested or wakes.longest_s >= module._STILL_S / 2
+
+
+ASLEEP = module._Threads({"1": ("5", "0")}, {}, some=True)
 
 
 class Clock:
@@ -93,9 +96,14 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        self.threads: dict[str, tuple[str, ...]] | None = {"1": ("5", "0")}
+        self.threads: module._Threads | None = ASLEEP
+        self.runs = False
+        """The thread that reads does not sleep."""
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
-        monkeypatch.setattr(module, "_asleep", lambda: self.threads)
+        monkeypatch.setattr(module, "_look", self._look)
+
+    def _look(self) -> module._Threads | None:
+        return ASLEEP._replace(reads={"2": 7 + self.now_s}) if self.runs else self.threads
 
     def until(self, at_rest: AtRest) -> float:
         """Seconds; looks at the pace of the module."""
@@ -107,7 +115,7 @@ class Clock:
 
 def test_a_machine_that_stood_still_is_not_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    at_rest = AtRest(lambda: True)
+    at_rest = AtRest(tuple)
     for _ in range(2):
         clock.now_s += 60
         assert not at_rest()
@@ -118,7 +126,7 @@ def test_nor_has_anybody_been_awake_for_long_enough_there(monkeypatch: pytest.Mo
     """Whoever could not run meanwhile will write when it can."""
     clock = Clock(monkeypatch)
     clock.threads = None
-    at_rest = AtRest(lambda: True)
+    at_rest = AtRest(tuple)
     clock.now_s += 3600
     assert clock.until(at_rest) >= 0.9 * module._AWAKE_S
 
@@ -127,24 +135,45 @@ def test_who_is_awake_is_waited_for_and_not_for_ever(monkeypatch: pytest.MonkeyP
     """Another group of the user's, say, that goes on all the time."""
     clock = Clock(monkeypatch)
     clock.threads = None
-    assert clock.until(AtRest(lambda: True)) == pytest.approx(module._AWAKE_S, rel=0.05)
+    assert clock.until(AtRest(tuple)) == pytest.approx(module._AWAKE_S, rel=0.05)
 
 
 def test_what_nobody_reads_is_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    assert clock.until(AtRest(lambda: False)) == pytest.approx(module._UNREAD_S, rel=0.05)
+    assert clock.until(AtRest(lambda: None)) == pytest.approx(module._UNREAD_S, rel=0.05)
+
+
+def test_who_is_told_again_and_again_of_what_it_does_not_read_is_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel wakes a thread of gloo's for what no collective takes any more: it never sleeps."""
+    clock = Clock(monkeypatch)
+    clock.runs = True
+    assert clock.until(AtRest(lambda: (0, 7))) < 0.1
+    assert clock.until(AtRest(lambda: (0, 0))) == pytest.approx(module._UNREAD_S, rel=0.1)
+    left = iter(range(10**6, 0, -1))
+    assert clock.until(AtRest(lambda: (next(left),))) == pytest.approx(module._AWAKE_S, rel=0.05), "it reads"
+
+
+def test_who_could_not_run_has_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    clock.threads = ASLEEP._replace(reads={"2": 7.0})
+    assert clock.until(AtRest(lambda: (0, 7))) == pytest.approx(module._AWAKE_S, rel=0.05)
+
+
+def test_a_thread_that_runs_is_seen_to_run() -> None:
+    with gloos(spins, module._READS):
+        assert comes_to_rest(AtRest(lambda: (7,)), 60)
 
 
 def test_rest_begins_when_all_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has read may not have woken the thread that computes with it."""
     clock = Clock(monkeypatch)
     read_s = module._UNREAD_S / 2
-    assert clock.until(AtRest(lambda: clock.now_s >= read_s)) >= read_s + module._STILL_S
+    assert clock.until(AtRest(lambda: (int(clock.now_s < read_s),))) >= read_s + module._STILL_S
 
 
 def test_more_may_come() -> None:
     with gloos(sleeps):
-        assert not comes_to_rest(AtRest(lambda: False), LOOKS_S)
+        assert not comes_to_rest(AtRest(lambda: None), LOOKS_S)
 
 
 def test_rest_begins_when_the_last_one_sleeps() -> None:
@@ -156,7 +185,7 @@ def test_rest_begins_when_the_last_one_sleeps() -> None:
         ended.wait()
 
     with gloos(later):
-        assert comes_to_rest(AtRest(lambda: True), 60)
+        assert comes_to_rest(AtRest(tuple), 60)
         assert time.monotonic() - begun_s >= LOOKS_S
 
 
@@ -165,5 +194,5 @@ def test_where_no_thread_has_such_a_name(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "_READS", "nobody")
     monkeypatch.setattr(module, "_COMPUTES", "nobody")
     begun_s = time.monotonic()
-    assert comes_to_rest(AtRest(lambda: True), 60)
+    assert comes_to_rest(AtRest(tuple), 60)
     assert time.monotonic() - begun_s >= module._UNKNOWN_S

@@ -9,6 +9,9 @@ is left who would wake it. So three things together are enough, and each can be 
 * the threads that read sleep. They wake up each 10 ms to see whether they are to end, and find nothing then;
 * the threads that compute sleep, and have not been awake for a while.
 
+Something may have come that no collective takes any more. Then a thread that reads is told of it by the kernel again
+and again, and never sleeps: it has run for a while, and has read nothing.
+
 A time alone does not do: a second may be too short on a busy machine, and is long where nobody is awake. So where that
 does not come about, it is a long time while somebody is awake, who may be gloo's thread for another group that goes on.
 All times are counted in looks: while the machine stands still (a virtual one; a stopped process) nobody can be awake.
@@ -16,31 +19,50 @@ All times are counted in looks: while the machine stands still (a virtual one; a
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 _READS, _COMPUTES = "gloo_tcp_loop", "pt_gloo_runloop"
 """As torch 2.13 names the threads."""
 _LOOK_S = 0.004
 _STILL_S = 0.02
 """A thread that waits for the GIL to hand its result on wakes up each 5 ms."""
+_SPUN_S = 0.02
 _UNKNOWN_S = 0.25
 """Where no thread has such a name: another torch, or no gloo."""
 _UNREAD_S = 1.0
 """All sleep, and something has come that nobody reads."""
 _AWAKE_S = 10.0
-_Threads = dict[str, tuple[str, ...]]
+_TICKS = os.sysconf("SC_CLK_TCK")
+"""The kernel's unit of processor time, by the second: user's and system's stand in two fields of ``stat``."""
+
+
+class _Threads(NamedTuple):
+    """Gloo's, in this process. ``computes``: how often each was awake; ``reads``: for how many seconds those have run
+    that do not sleep.
+    """
+
+    computes: dict[str, tuple[str, str]]
+    reads: dict[str, float]
+    some: bool
+    """Any at all."""
 
 
 class AtRest:
-    """To be asked again and again. ``over``: whether nothing comes by any connection any more, nor is left to read."""
+    """To be asked again and again. ``unread``: bytes by connection that have come and are not read; None: more may
+    come. gloo closes a connection behind that, as a rule.
+    """
 
-    def __init__(self, over: Callable[[], bool]) -> None:
-        self._over = over
-        self._threads: _Threads | None = None
+    def __init__(self, unread: Callable[[], tuple[int, ...] | None]) -> None:
+        self._unread = unread
+        self._seen: object = None
+        self._ran_s: dict[str, float] = {}
+        """What the threads that read had run when something was seen for the last time."""
         self._looked_s = time.monotonic()
-        self._waited_s = self._asleep_s = self._still_s = 0.0
+        self._waited_s = self._quiet_s = 0.0
 
     def __call__(self) -> bool:
         since_s = time.monotonic() - self._looked_s
@@ -48,31 +70,42 @@ class AtRest:
             return False
         self._looked_s += since_s
         since_s = min(since_s, 2 * _LOOK_S)
-        over, threads = self._over(), _asleep()  # what was read before they were looked at has woken one
-        asleep = threads is not None and threads == self._threads
-        self._threads = threads
         self._waited_s += since_s
-        self._asleep_s = self._asleep_s + since_s if asleep else 0.0
-        self._still_s = self._still_s + since_s if asleep and over else 0.0
-        enough = self._waited_s >= _AWAKE_S or self._asleep_s >= _UNREAD_S
-        return enough or self._still_s >= (_STILL_S if threads else _UNKNOWN_S)
+        unread, threads = self._unread(), _look()  # what was read before they were looked at has woken one
+        seen = None if threads is None else (unread, threads.computes)
+        if threads is None or seen != self._seen:
+            self._seen, self._ran_s, self._quiet_s = seen, {}, 0.0
+            return self._waited_s >= _AWAKE_S
+        asleep, spin = not threads.reads, self._spin(threads.reads)
+        self._quiet_s = self._quiet_s + since_s if asleep or spin else 0.0
+        known = unread is not None and (spin if any(unread) else asleep)
+        needed_s = (_STILL_S if threads.some else _UNKNOWN_S) if known else _UNREAD_S
+        return self._quiet_s >= needed_s or self._waited_s >= _AWAKE_S
+
+    def _spin(self, reads: dict[str, float]) -> bool:
+        """Those that read have run for a while, and nothing was read."""
+        ran_s = [now_s - self._ran_s.setdefault(name, now_s) for name, now_s in reads.items()]
+        return bool(ran_s) and min(ran_s) >= _SPUN_S
 
 
-def _asleep() -> _Threads | None:
-    """The threads of gloo in this process, and how often each was awake that computes; None if one is awake, or has
-    just ended.
-    """
-    found: _Threads = {}
+def _look() -> _Threads | None:
+    """None: one that computes is awake, or one has just ended."""
+    found = _Threads({}, {}, some=False)
     try:
         for task in Path("/proc/self/task").iterdir():
             name = (task / "comm").read_text().rstrip("\n")
             if name not in (_READS, _COMPUTES):
                 continue
+            found = found._replace(some=True)
             told = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
-            if not told["State"].strip().startswith("S"):
-                return None
-            awake = (told["voluntary_ctxt_switches"], told["nonvoluntary_ctxt_switches"])
-            found[task.name] = awake if name == _COMPUTES else ()
+            asleep = told["State"].strip().startswith("S")
+            if name == _COMPUTES:
+                if not asleep:
+                    return None
+                found.computes[task.name] = told["voluntary_ctxt_switches"], told["nonvoluntary_ctxt_switches"]
+            elif not asleep:
+                _, _, numbers = (task / "stat").read_text().rpartition(")")
+                found.reads[task.name] = sum(map(int, numbers.split()[11:13])) / _TICKS
     except OSError:
         return None
     return found

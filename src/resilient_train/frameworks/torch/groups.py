@@ -39,7 +39,7 @@ class TorchGroups:
 
     @staticmethod
     def _to_come_to_rest() -> AtRest:
-        return AtRest(lambda: all(group.over() for group in [*groups.values()]))
+        return AtRest(_unread)
 
     def names(self) -> tuple[str, ...]:
         return tuple(groups)
@@ -143,6 +143,11 @@ class TorchGroups:
 def nccl_groups() -> list[NcclGroup]:
     """The groups of this process that NCCL serves."""
     return [each for each in groups.values() if isinstance(each, NcclGroup)]
+
+
+def _unread() -> tuple[int, ...] | None:
+    found = [group.unread() for group in [*groups.values()]]
+    return None if None in found else tuple(count for each in found for count in each or ())
 
 
 def _world() -> ResilientGroup:

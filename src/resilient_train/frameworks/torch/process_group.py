@@ -226,12 +226,12 @@ class ResilientGroup(dist.ProcessGroup):
                 if gloo.inode(connection.fileno()) == inode:
                     connection.shutdown(socket.SHUT_RD)
 
-    def over(self) -> bool:
-        """Whether nothing comes by any connection any more, and all that had come is read. gloo closes one behind that,
-        as a rule.
+    def unread(self) -> tuple[int, ...] | None:
+        """Bytes that have come and are not read, by connection; None: more may come. gloo closes one behind that, as a
+        rule.
         """
         left, shut = self._connections()
-        return shut == len(left) and not any(map(gloo.unread, left))
+        return tuple(map(gloo.unread, left)) if shut == len(left) else None
 
     def learn_rank(self, rank: int) -> None:
         """The process has become a rank, of a group that holds all ranks."""

@@ -192,7 +192,8 @@ class _Flow:
                 return self._run(node.body)
             case ast.Try() | ast.TryStar():
                 ways = [[*node.body, *node.orelse], *(handler.body for handler in node.handlers)]
-                return self._branches(*ways) and self._run(node.finalbody)
+                comes = self._branches(*ways)
+                return self._run(node.finalbody) and comes
             case ast.Match():
                 self._read(node.subject)
                 return self._branches(*(case.body for case in node.cases), [])

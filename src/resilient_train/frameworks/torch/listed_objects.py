@@ -6,6 +6,8 @@ import gc
 import os
 from typing import Any
 
+_bases_of = vars(type)["__mro__"].__get__
+"""Of a class, whatever a metaclass of the user's has made of it; it may not want to be a key of a dictionary either."""
 _mark: list[list[object]] = [[]]
 """In it an object as old as this process, which the collector lists until somebody freezes all that there is."""
 
@@ -23,8 +25,6 @@ def listed() -> list[Any]:
 
     Whether the script has, the mark tells. To ask how many are frozen (``gc.get_freeze_count()``) takes a fork 30 ms:
     they are counted.
-
-    Ask for the type of one by ``type``: ``isinstance`` would ask the object, which may be a proxy of the user's.
     """
     found = gc.get_objects()
     if any(each is _mark[0] for each in found):
@@ -32,4 +32,16 @@ def listed() -> list[Any]:
     gc.unfreeze()
     found = gc.get_objects()
     gc.freeze()
+    return found
+
+
+def instances_of(kind: type) -> list[Any]:
+    """Those that are listed. No object is asked: one may be a proxy of the user's, which answers ``isinstance``."""
+    found, known = list[Any](), dict[int, bool]()
+    for each in listed():
+        its = type(each)
+        if id(its) not in known:
+            known[id(its)] = any(base is kind for base in _bases_of(its))
+        if known[id(its)]:
+            found.append(each)
     return found

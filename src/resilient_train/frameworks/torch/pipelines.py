@@ -19,7 +19,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.torch.listed_objects import listed
+from resilient_train.frameworks.torch.listed_objects import instances_of
 
 _OF_SEVERAL_STAGES = ("backward_counter", "fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages")
 _OF_2_15 = ("_deferred_stages", "_finalized_stages")
@@ -57,7 +57,7 @@ def begin_anew() -> None:
 def _schedules() -> Iterator[Any]:
     module = sys.modules.get(_MODULE)
     if module is not None:
-        yield from [each for each in listed() if issubclass(type(each), module._PipelineSchedule)]
+        yield from instances_of(module._PipelineSchedule)
 
 
 def _stages_of(schedule: Any) -> list[Any]:

@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from resilient_train.frameworks.torch.leaves import is_sharded, local
-from resilient_train.frameworks.torch.listed_objects import listed
+from resilient_train.frameworks.torch.listed_objects import instances_of
 from resilient_train.frameworks.torch.storages import Memory, holds, memory_of
 
 _ELEMENTS = 256
@@ -144,7 +144,7 @@ def _tensors() -> Iterator[_Found]:
     """The state of all modules, by the outermost one. What an import has made before the process was forked is not
     found (``listed``).
     """
-    modules = [each for each in listed() if issubclass(type(each), torch.nn.Module) and _is_built(each)]
+    modules = [each for each in instances_of(torch.nn.Module) if _is_built(each)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     seen = set[int]()
     for outer in modules:

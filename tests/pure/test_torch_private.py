@@ -216,7 +216,7 @@ def test_torchruns_flags_are_read_without_asking_cuda(
     job = make_job(["--nproc-per-node", wanted, "--run-dir", str(tmp_path / "run"), str(script)])
     assert isinstance(job, JobSpec)
     assert job.world_size == ranks
-    assert torch.cuda.is_available is is_available
+    assert torch.cuda.is_available is torch.accelerator.is_available is is_available
 
 
 def test_who_counts_devices_says_what_is_wrong() -> None:

@@ -10,20 +10,25 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 _WELL, _REFUSED = b"=", b"!"
 
 
 @contextlib.contextmanager
 def left_alone() -> Iterator[None]:
-    """Inside the block torch takes it that there is no GPU, and asks nobody."""
+    """Inside the block torch takes it that there is no device, and asks nobody. 2.15 asks for one of any kind."""
     import torch
 
-    asked, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+    places: tuple[Any, ...] = (torch.cuda, torch.accelerator)
+    asked = [place.is_available for place in places]
+    for place in places:
+        place.is_available = lambda: False
     try:
         yield
     finally:
-        torch.cuda.is_available = asked
+        for place, each in zip(places, asked, strict=True):
+            place.is_available = each
 
 
 def ranks_for(wanted: str) -> str:

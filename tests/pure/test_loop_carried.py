@@ -27,7 +27,12 @@ LOOPS = {
     "written on one way only": ("if step:\n    last = step\nprint(last)", ("last",)),
     "written on both": ("if step:\n    last = step\nelse:\n    last = 1\nprint(last)", ()),
     "else the step is left": ("if step:\n    last = step\nelse:\n    continue\nprint(last)", ()),
-    "written in a loop that may not run": ("for part in range(step):\n    last = part\nprint(last)", ("last",)),
+    "the loss of the last part": (
+        "for part in range(parts):\n    loss = part\n    if loss:\n        continue\nprint(loss)",
+        (),
+    ),
+    "parts that go on": ("for part in range(parts):\n    use(hidden)\n    hidden = part", ("hidden",)),
+    "written in a loop that may not run": ("while next(data):\n    last = step\nprint(last)", ("data", "last")),
     "written as one tries": ("try:\n    x = batch()\nexcept OSError:\n    pass\nprint(x)", ("x",)),
     "or in the handler": ("try:\n    x = batch()\nexcept OSError:\n    x = 1\nprint(x)", ()),
     "finally": ("try:\n    pass\nfinally:\n    x = 1\nprint(x)", ()),
@@ -79,14 +84,14 @@ def names() -> dict[str, Any]:
         yield 1
         looked(sys._getframe(1), known)
 
-    values: dict[str, Any] = dict.fromkeys(("ema", "total", "best", "last", "scale"), 0)
+    values: dict[str, Any] = dict.fromkeys(("ema", "total", "best", "last", "scale", "loss"), 0)
     return values | {
         "session_steps": steps,
         "net": Thing(),
         "known": known,
         "counts": {"n": 0, 1: 0},
         "pairs": [(1, 2)],
-        "data": iter([1, 2, 3]),
+        "data": iter([1, 0, 3]),
         "rng": random.Random(0),
         "numbers": np.random.default_rng(0),
         "old": np.random.RandomState(0),
@@ -97,6 +102,8 @@ def names() -> dict[str, Any]:
         "x": 0,
         "y": 0,
         "rest": (),
+        "parts": 2,
+        "hidden": 0,
     }
 
 

@@ -176,7 +176,8 @@ class _Flow:
                 self._change(node.target)
             case ast.For() | ast.AsyncFor():
                 self._read(node.iter)
-                self._branches([node.target, *node.body], [])
+                self._write(node.target)
+                self._run(node.body)  # once at least: parts of a batch, as a rule
                 self._branches(node.orelse, [])
             case ast.While():
                 self._read(node.test)
@@ -209,18 +210,12 @@ class _Flow:
                 return not isinstance(node, (ast.Return, ast.Raise, ast.Break, ast.Continue))
         return True
 
-    def _branches(self, *ways: Sequence[ast.AST]) -> bool:
+    def _branches(self, *ways: Sequence[ast.stmt]) -> bool:
         """Sure is behind them what all have written that come to their end."""
         before, ends = self._sure, list[set[str]]()
         for way in ways:
             self._sure = set(before)
-            comes = True
-            for node in way:
-                if isinstance(node, ast.stmt):
-                    comes = comes and self._statement(node)
-                else:
-                    self._write(node)
-            if comes:
+            if self._run(way):
                 ends.append(self._sure)
         self._sure = set.intersection(*ends) if ends else before
         return bool(ends)

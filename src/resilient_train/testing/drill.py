@@ -22,6 +22,7 @@ from resilient_train.faults import COST_NO_PROCESS, INJECTABLE, PLACES, TARGETS,
 from resilient_train.observe.report import Line
 from resilient_train.observe.sinks import EVENTS_FILE, read_events
 from resilient_train.observe.timeline import Recovery, RecoveryOutcome, Run, read_run
+from resilient_train.session.loop_carried import LoopCarried
 from resilient_train.testing.drill_comparison import Difference, DrillComparison
 
 DEFAULT_KINDS = ("kill", "stop", "hcce", "uce")
@@ -175,7 +176,8 @@ class _Judge:
         if code == 0:
             self._comparison.leave_out(run_dir, before_step=clauses[0].step)
             difference, told = self._compare(run_dir, clauses)
-            problems += [told] if told else []
+            kept = [LoopCarried(**each.detail).told() for each in events if each.kind == "loop_carried"]
+            problems += [told, *kept[:1]] if told else []
         if options.each:
             blows = tuple(msgspec.structs.replace(blow, problems=tuple(problems)) for blow in blows)
             problems = [problem if blows[0].plan in problem else f"{blows[0].plan}: {problem}" for problem in problems]

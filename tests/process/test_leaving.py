@@ -165,9 +165,11 @@ def test_who_is_late_is_left_out(run_dir: Path, tmp_path: Path, undisturbed: Ref
     assert run.code == 143, run.explain()
     assert "rank 1 has not come in half of the time" in run.explain()
     (choice,) = run.of("save_last")
-    assert choice["detail"]["savers"] == [[0, 2]]
+    # Killed behind the update, the others finish it alone, each with values of its own: then one saves.
+    exact, savers = choice["detail"]["exact"], choice["detail"]["savers"]
+    assert savers == [[0, 2]] if exact else savers in ([[0]], [[2]])
     assert str(last(run_dir)) in run.err
-    if choice["detail"]["exact"]:
+    if exact:
         goes_on(run_dir, undisturbed)
 
 

@@ -291,10 +291,10 @@ class Groups(Protocol):
         """(descriptor, inode) of the connections that must be shut to unblock a collective."""
         ...
 
-    def release_waiters(self, waited_s: float) -> int:
+    def release_waiters(self, forgotten: bool) -> int:
         """Lets every waiter on a collective go, with an error, and the thread that waits for a device which was lent
-        (``Device.lend``). Called again and again, on any thread: ``waited_s`` ago a stop was raised. At first those go
-        only for whom nobody is left who would wake them. Returns how many there were.
+        (``Device.lend``). ``forgotten``: those only for whom nobody is left who would wake them. Called again and again
+        behind a stop, on any thread. Returns how many there were.
         """
         ...
 

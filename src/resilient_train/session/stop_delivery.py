@@ -18,20 +18,21 @@ from resilient_train.interrupt import SIGNAL, Interrupt
 from resilient_train.session.collective_report import CollectiveReport
 from resilient_train.session.peers import Peers
 
-_LOOK_S = 0.004
+_LOOK_S, _GRACE_S = 0.004, 0.1
+"""Behind a stop a waiter may still be woken, by what it waits for, for so long."""
 _WAKE_MS = 100
 
 
 class StopDelivery:
-    """``interrupt`` is armed while a body runs. ``release`` lets the waiters on collectives go, on any thread; it is
-    told for how long they have waited.
+    """``interrupt`` is armed while a body runs. ``release`` lets the waiters on collectives go, on any thread; at
+    first, which it is told, only those whom nobody will wake.
     """
 
     def __init__(
         self,
         peers: Peers,
         generation: int,
-        release: Callable[[float], int],
+        release: Callable[[bool], int],
         report: CollectiveReport,
         settings: Settings,
     ) -> None:
@@ -85,8 +86,10 @@ class StopDelivery:
                 generation = self._peers.stop_generation
             except ValueError:  # the board was closed: the Session is over
                 return
-            stopped = time.monotonic()
+            late_s, pause_s = time.monotonic() + _GRACE_S, _LOOK_S
             while not self._closing and self._noticed < generation:
-                time.sleep(_LOOK_S)
+                time.sleep(pause_s)
+                early = time.monotonic() < late_s
                 if self._noticed < generation:
-                    self._release(time.monotonic() - stopped)
+                    self._release(early)
+                pause_s = _LOOK_S if early else _GRACE_S

@@ -31,11 +31,13 @@ _LOOK_S = 0.004
 _STILL_S = 0.02
 """A thread that waits for the GIL to hand its result on wakes up each 5 ms."""
 _SPUN_S = 0.02
+"""Of processor time: a thread that has had so much, and has read nothing, does not wait for its turn."""
 _UNKNOWN_S = 0.25
 """Where no thread has such a name: another torch, or no gloo."""
 _UNREAD_S = 1.0
-"""All sleep, and something has come that nobody reads."""
+"""Nobody is awake who would do anything, and something may come yet, or is not read."""
 _AWAKE_S = 10.0
+"""Somebody is."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 """The kernel's unit of processor time, by the second: user's and system's stand in two fields of ``stat``."""
 

@@ -21,8 +21,6 @@ from resilient_train.frameworks.torch.transports.hccl import HcclGroup
 from resilient_train.frameworks.torch.transports.nccl import GlooAndNcclGroup, NcclGroup
 from resilient_train.state.transfer import Span, chunks, view
 
-_PATIENCE_S = 0.1
-"""So long after a stop a waiter may still be woken, by gloo or by its device."""
 _CHUNK_BYTES = 16 << 20
 _RECORDED_MAX = 20_000
 
@@ -64,10 +62,8 @@ class TorchGroups:
     def sockets(self) -> list[tuple[int, int]]:
         return [pair for group in groups.values() for pair in group.sockets]
 
-    def release_waiters(self, waited_s: float) -> int:
-        if waited_s >= _PATIENCE_S:
-            return works.release() + self._accelerator.cut()
-        return works.release(self._rest)
+    def release_waiters(self, forgotten: bool) -> int:
+        return works.release(self._rest) if forgotten else works.release() + self._accelerator.cut()
 
     def finish(self, call: Callable[[], dist.Work]) -> dist.Work:
         """Makes a call behind the update, and waits until it is over, on the device too. A stop frees who waits."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
+
+from resilient_train.frameworks.torch.replaced import replace
 
 _WELL, _REFUSED = b"=", b"!"
 
@@ -20,15 +21,12 @@ def left_alone() -> Iterator[None]:
     """Inside the block torch takes it that there is no device, and asks nobody. 2.15 asks for one of any kind."""
     import torch
 
-    places: tuple[Any, ...] = (torch.cuda, torch.accelerator)
-    asked = [place.is_available for place in places]
-    for place in places:
-        place.is_available = lambda: False
+    put_back = [replace(each, "is_available", lambda: False) for each in (torch.cuda, torch.accelerator)]
     try:
         yield
     finally:
-        for place, each in zip(places, asked, strict=True):
-            place.is_available = each
+        for each in put_back:
+            each()
 
 
 def ranks_for(wanted: str) -> str:

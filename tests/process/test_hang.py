@@ -13,8 +13,8 @@ STOPS = (
     *("phase=COMPUTE at=backward", "phase=READY at=barrier", "phase=BETWEEN", "phase=UPDATING at=start"),
     *("phase=COMPUTE at=start", "phase=READY at=before", "phase=UPDATING at=end", "phase=APPLIED at=end"),
 )
-KNOWN = 20
-"""In this step it is known what is usual, though the job had a recovery in its third."""
+KNOWN = 100
+"""In this step it is known what is usual, though the job had a recovery in its third: three looks at the least."""
 LOOPS = [
     ("phase=COMPUTE at=forward", "phase=APPLIED at=start", "phase=UPDATING at=end"),
     pytest.param(("phase=COMPUTE at=backward", "phase=APPLIED at=end", "phase=BETWEEN"), marks=pytest.mark.long),

@@ -104,6 +104,18 @@ def test_a_process_stopped_for_one_look_only_is_not_hung() -> None:
     assert all(each.verdict is Suspicion.BEHIND for each in job.found)
 
 
+def test_short_steps_are_known_as_soon_as_long_ones() -> None:
+    """A dozen between two looks: in a quarter of a second it was not known what a step of 4 ms takes."""
+    job = Job()
+    for commits in range(0, 36, 12):
+        assert job.detector.stopped_ms() == 2000
+        job.progress = [Progress(commits, Phase.APPLIED, 0, Activity.TRAINING)] * job.ranks
+        job.look()
+        job.now_ms += LOOK_MS
+    assert job.detector.stopped_ms() == 100
+    assert job.detector.usual_ms() == pytest.approx(LOOK_MS / 12)
+
+
 def test_a_stopped_process_before_the_job_is_known() -> None:
     job = Job()
     job.states[0] = RunState.STOPPED

@@ -31,7 +31,8 @@ from resilient_train.protocol.progress import Activity, Progress
 _MS = 1_000_000
 _WARM_UPDATES = 3
 """Updates after a start or a recovery in which things are built, compiled and touched for the first time."""
-_SAMPLES_MIN = 8
+_STEPS_MIN = 8
+"""So many were timed before anything is said to be usual."""
 _SAMPLES_MAX = 512
 
 
@@ -117,6 +118,7 @@ class HangDetector:
         self._limits = limits
         self._steps_ms: deque[float] = deque(maxlen=_SAMPLES_MAX)
         self._ordered: list[float] = []
+        self._timed = 0
         self._resumed = False
         self.restart(0)
 
@@ -166,10 +168,12 @@ class HangDetector:
         if commits <= self._commits:
             return
         if self._commits >= 0:
+            steps = commits - self._commits  # short ones: many between two looks, which then are one sample
             if not self._excused:
-                self._steps_ms.append((now_ns - self._commit_ns) / _MS / (commits - self._commits))
+                self._steps_ms.append((now_ns - self._commit_ns) / _MS / steps)
+                self._timed += steps
                 self._ordered = []
-            self._warm += 1
+            self._warm += steps
             self._resumed = False  # every rank has made a step
             self._excused = self._warm < _WARM_UPDATES
         self._commits, self._commit_ns = commits, now_ns
@@ -206,7 +210,7 @@ class HangDetector:
             return self._find(Suspicion.HUNG, behind, stalled_ms, limit_ms, why)
         if stalled_ms >= limit_ms / 2:
             return self._find(Suspicion.SUSPECT, behind, stalled_ms, limit_ms, why)
-        if len(self._steps_ms) >= _SAMPLES_MIN and stalled_ms >= max(5 * self._percentile(0.5), 1000):
+        if self._timed >= _STEPS_MIN and stalled_ms >= max(5 * self._percentile(0.5), 1000):
             return self._find(Suspicion.BEHIND, behind, stalled_ms, limit_ms, why)
         return None
 
@@ -226,7 +230,7 @@ class HangDetector:
 
     def stopped_ms(self) -> float:
         """How long a rank's process may be stopped (SIGSTOP), in a step or in a recovery."""
-        if len(self._steps_ms) < _SAMPLES_MIN:
+        if self._timed < _STEPS_MIN:
             return self._limits.stopped_unknown_ms
         least_ms = self._limits.stopped_unknown_ms if self._resumed else self._limits.stopped_min_ms
         return max(2 * self._percentile(0.99), least_ms)
@@ -236,13 +240,13 @@ class HangDetector:
         what all others wait for in each step (rank 0 evaluates) would cost it its life there. It is not longer where no
         steps are known: the next ones are only timed when it has come.
         """
-        known_ms = 10 * self._percentile(0.99) if len(self._steps_ms) >= _SAMPLES_MIN else 0
+        known_ms = 10 * self._percentile(0.99) if self._timed >= _STEPS_MIN else 0
         return self._limits.fixed_ms or int(max(known_ms, self._limits.floor_ms))
 
     def _limit_ms(self) -> float:
         if self._limits.fixed_ms:
             return self._limits.fixed_ms
-        if len(self._steps_ms) < _SAMPLES_MIN or self._warm < _WARM_UPDATES:
+        if self._timed < _STEPS_MIN or self._warm < _WARM_UPDATES:
             return self._limits.together_ms
         return max(10 * self._percentile(0.99), self._limits.floor_ms)
 

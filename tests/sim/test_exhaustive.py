@@ -127,11 +127,24 @@ DEEP_WORLDS = [
     (ALONE, Faults(damages=1, glitches=1)),
 ]
 
+TWO_BY_TWO = ((0, 2), (1, 3))
+"""Two parts, each of which two ranks hold: shards of a model, or stages of a pipeline."""
+EACH_ALONE = ((0,), (1,), (2,), (3,))
+FOUR_RANKS = [
+    pytest.param(Layout(4, (0,), TWO_BY_TWO), Faults(kills=1), id="2-by-2-1-kill"),
+    pytest.param(Layout(4, (1,), TWO_BY_TWO), Faults(glitches=1), id="2-by-2-1-glitch"),
+    pytest.param(Layout(4, (0, 0), EACH_ALONE, saves=True), Faults(kills=1), id="4-alone-1-kill"),
+    pytest.param(Layout(4, (0,), TWO_BY_TWO, saves=True), Faults(kills=2), id="2-by-2-saved-2-kills", marks=LONG),
+    pytest.param(Layout(4, (0,), EACH_ALONE, saves=True), Faults(kills=2), id="4-alone-2-kills"),
+]
+"""In each of them also what comes while all go back."""
 
-def explored(layout: Layout, faults: Faults) -> set[str]:
+
+def explored(layout: Layout, faults: Faults, delays: int | None = None) -> set[str]:
     """What the ranks' machines have answered."""
     answers: set[str] = set()
-    seen = explore(layout, faults, DrivenParts(rank=answering(answers), two_witnesses=False))
+    driver = DrivenParts(rank=answering(answers), two_witnesses=False)
+    seen = explore(layout, faults, driver, delays=delays)
     print(f"{seen.states} states, {seen.transitions} transitions, {seen.finals} ends")
     assert seen.complete
     assert seen.states > 1000
@@ -161,6 +174,31 @@ def test_every_interleaving_in_which_all_go_back(layout: Layout, faults: Faults)
 @pytest.mark.parametrize(("layout", "faults"), DEEP_WORLDS)
 def test_every_interleaving_of_a_larger_world(layout: Layout, faults: Faults) -> None:
     assert explore(layout, faults).complete
+
+
+@pytest.mark.parametrize(("layout", "faults"), FOUR_RANKS)
+def test_four_ranks_in_turn(layout: Layout, faults: Faults) -> None:
+    explored(layout, faults, delays=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("layout", "faults", "delays"),
+    [
+        (Layout(4, (0,), TWO_BY_TWO), Faults(kills=1), 2),
+        (Layout(4, (1, 0), TWO_BY_TWO), Faults(kills=1), 1),
+        (Layout(4, (0,), TWO_BY_TWO), Faults(hangs=1), 1),
+        (Layout(4, (0,), TWO_BY_TWO), Faults(kills=1, glitches=1), 1),
+        (Layout(4, (0,), TWO_BY_TWO, saves=True), Faults(kills=1, differences=1), 1),
+        (Layout(4, (0, 0), EACH_ALONE, saves=True), Faults(kills=1), 2),
+        (Layout(4, (0,), EACH_ALONE, saves=True), Faults(kills=2), 1),
+        (Layout(4, (0,), EACH_ALONE, saves=True), Faults(kills=1, lates=1), 1),
+    ],
+)
+def test_four_ranks_nearly_in_turn(layout: Layout, faults: Faults, delays: int) -> None:
+    explored(layout, faults, delays)
 
 
 def test_without_faults_all_schedules_end_alike() -> None:

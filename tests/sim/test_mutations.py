@@ -107,6 +107,20 @@ def test_a_controller_that_takes_no_complaint_during_a_recovery() -> None:
     assert "deadlock" in caught(driver, layout=Layout(3, (2, 2)), faults=Faults(kills=1, glitches=2))
 
 
+@pytest.mark.parametrize(
+    ("driver", "words", "faults"),
+    [
+        (DrivenParts(controller=ForgetsEvidence, two_witnesses=False), "not READY", Faults(kills=2)),
+        (DrivenParts(controller=DeafToTroubleInRecovery, two_witnesses=False), "deadlock", Faults(kills=1, glitches=1)),
+        (DrivenParts(barrier_over_replicas=True, two_witnesses=False), "not READY", Faults(kills=1)),
+    ],
+)
+def test_what_an_exploration_of_few_schedules_finds(driver: DrivenParts, words: str, faults: Faults) -> None:
+    """Four ranks, each going on until it waits. (It does not find ``NoIncarnations``.)"""
+    with pytest.raises(Counterexample, match=words):
+        explore(Layout(4, (2,), ((0, 2), (1, 3))), faults, driver, delays=0)
+
+
 def test_a_barrier_over_the_replica_group_alone() -> None:
     assert "not READY" in caught(DrivenParts(barrier_over_replicas=True), layout=SHARDED, faults=Faults(kills=1))
 

@@ -34,10 +34,14 @@ def frames() -> Iterator[FrameType]:
     """Those of the user's own code that are running now, the innermost first."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not (name.startswith((PACKAGE, "<frozen")) or _is_library(name)):
+        if is_users(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
+
+
+def is_users(name: str) -> bool:
+    """Whether the file of that name is neither this package's nor a library's."""
+    return not (name.startswith((PACKAGE, "<frozen")) or _is_library(name))
 
 
 def _is_library(name: str) -> bool:

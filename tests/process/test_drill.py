@@ -104,6 +104,6 @@ def test_a_local_variable_that_is_carried_from_step_to_step(tmp_path: Path, caps
     (told,) = (line for line in said.splitlines() if "is the first that differs" in line)
     assert f"step {step} is the first that differs: it began as undisturbed" in told, said
     assert "a local variable that is carried from step to step" in told
-    (kept,) = (line for line in said.splitlines() if "the loop at" in line)
+    (kept,) = (line for line in said.splitlines() if "the code at" in line)
     assert "keeps prefetched from step to step" in kept, said
     assert kill.split("  ")[0] in told

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from resilient_train.session.loop_carried import LoopCarried, loop_carried
+from resilient_train.session.loop_carried import LoopCarried, body_carried, loop_carried
 
 LOOPS = {
     "nothing": ("loss = step * 2\nprint(loss)", ()),
@@ -135,6 +135,211 @@ def test_loops(name: str, where: str) -> None:
         assert found.place.endswith(f":{line}")
 
 
+CALLED = {
+    "a global": ("def f():\n    global total\n    total += 1", "f()", ("total in f",)),
+    "a global that the loop writes": ("def f():\n    use(total)", "f()\ntotal = 1", ("total in f",)),
+    "and has written": ("def f():\n    use(total)", "total = 1\nf()", ()),
+    "a variable of its own": ("def f():\n    n = 0\n    n += 1\n    return n", "f()", ()),
+    "a parameter": ("def f(n):\n    n = n + 1\n    return n", "f(step)", ()),
+    "an attribute": (
+        "class T:\n    ema = 0\n    def f(self):\n        self.ema = 0.9 * self.ema\nt = T()",
+        "t.f()",
+        ("self.ema in T.f",),
+    ),
+    "set first": (
+        (
+            "class T:\n    def f(self):\n        self.loss = 1\n        self.g()\n    def g(self):\n"
+            "        use(self.loss)\nt = T()"
+        ),
+        "t.f()",
+        (),
+    ),
+    "set behind": (
+        (
+            "class T:\n    loss = 0\n    def f(self):\n        self.g()\n        self.loss = 1\n"
+            "    def g(self):\n        use(self.loss)\nt = T()"
+        ),
+        "t.f()",
+        ("self.loss in T.g",),
+    ),
+    "set on the way that returns, and not on the other": (
+        "def f():\n    global x\n    if total:\n        return\n    x = 1",
+        "f()\nuse(x)",
+        ("x",),
+    ),
+    "set on both": (
+        "def f():\n    global x\n    if total:\n        x = 2\n        return\n    x = 1",
+        "f()\nuse(x)",
+        (),
+    ),
+    "in an object that is handed over": ("def f(meter):\n    meter.seen += 1", "f(net)", ("meter.seen in f",)),
+    "by name": ("def f(*, meter):\n    meter.seen += 1", "f(meter=net)", ("meter.seen in f",)),
+    "in one that is registered": ("def f(meter):\n    meter.seen += 1", "f(known)", ()),
+    "in one that is new": ("def f(meter):\n    meter.seen += 1", "fresh = batch()\nf(fresh)", ()),
+    "generators of numbers": (
+        (
+            "class T:\n    def __init__(self):\n        self.rng = rng\n    def __call__(self):\n"
+            "        return self.rng.random()\nt = T()"
+        ),
+        "t()",
+        ("self.rng in T.__call__",),
+    ),
+    "a function around it": (
+        "def make():\n    n = 0\n    def f():\n        nonlocal n\n        n += 1\n    return f\nf = make()",
+        "f()",
+        ("n in f",),
+    ),
+    "wrapped": (
+        (
+            "import functools\ndef wrap(g):\n    return functools.wraps(g)(lambda: g())\n@wrap\n"
+            "def f():\n    net.seen += 1"
+        ),
+        "f()",
+        ("net.seen in f",),
+    ),
+    "partly given": (
+        "import functools\ndef g(a):\n    net.seen += a\nf = functools.partial(g, 1)",
+        "f()",
+        ("net.seen in g",),
+    ),
+    "handed over": ("def closure():\n    net.seen += 1", "use(closure)", ("net.seen in closure",)),
+    "a property": (
+        "class T:\n    n = 0\n    @property\n    def p(self):\n        self.n += 1\nt = T()",
+        "use(t.p)",
+        ("self.n in T.p",),
+    ),
+    "of the class": (
+        (
+            "class T:\n    n = 0\n    @classmethod\n    def f(cls):\n        cls.n += 1\n"
+            "    @staticmethod\n    def g():\n        T.n += 1"
+        ),
+        "T.f()\nT.g()",
+        ("cls.n in T.f",),
+    ),
+    "that call each other": (
+        "def f():\n    net.seen += 1\n    if step > 1:\n        g()\ndef g():\n    f()",
+        "f()",
+        ("net.seen in f",),
+    ),
+    "a slot": (
+        "class T:\n    __slots__ = ('n',)\n    def f(self):\n        self.n += 1\nt = T()\nt.n = 0",
+        "t.f()",
+        ("self.n in T.f",),
+    ),
+    "a class is called": ("class T:\n    def __init__(self):\n        self.n = 0\n        self.n += 1", "T()", ()),
+    "an entry of some key": ("def f(k):\n    counts[k] = counts[k] + 1", "f(step)", ("counts[k] in f",)),
+    "or by get": ("def f(k):\n    counts[k] = counts.get(k, 0) + 1", "f(step)", ("counts[k] in f",)),
+    "written before it is read": ("def f(k):\n    counts[k] = 1\n    use(counts[k])", "f(step)", ()),
+    "a default": ("def f(k, seen={}):\n    seen[k] = seen.get(k, 0) + 1", "f(step)", ("seen[k] in f",)),
+    "entries": ("def f():\n    counts['n'] = counts['n'] + 1", "f()", ("counts['n'] in f",)),
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_what_functions_keep(name: str) -> None:
+    before, body, expected = CALLED[name]
+    found = carried(f"{before}\nfor step in session_steps():\n{textwrap.indent(body, '    ')}\n", names())
+    assert (found.names if found else ()) == expected
+
+
+def test_a_function_within_the_loops_own() -> None:
+    source = (
+        "def main():\n    n = 0\n    def f():\n        nonlocal n\n        n += 1\n"
+        "    for step in session_steps():\n        f()\n        print(n)\nmain()\n"
+    )
+    found = carried(source, names())
+    assert found
+    assert found.names == ("n in f",)
+
+
+def test_a_method_that_has_the_loop() -> None:
+    source = (
+        "class T:\n    ema = seen = 0\n    def run(self):\n        for step in session_steps():\n"
+        "            self.body(step)\n"
+        "            self.seen += 1\n    def body(self, step):\n        self.ema += step\nT().run()\n"
+    )
+    found = carried(source, names())
+    assert found
+    assert found.names == ("self.ema in T.body", "self.seen")
+
+
+class Cell:
+    """As torch's: what is in it lies in a dictionary of its own."""
+
+    def __init__(self, **modules: object) -> None:
+        self._modules = modules
+
+    def __call__(self) -> None: ...
+
+
+class Annealed(Cell):
+    temperature = 1.0
+
+    def forward(self) -> None:
+        self.temperature *= 0.99
+        self.weight = self.weight + 1  # type: ignore[has-type]
+
+
+class Publishing(Annealed):
+    def get_extra_state(self) -> float:
+        return self.temperature
+
+
+def test_what_hooks_keep() -> None:
+    def hook(*_: object) -> None:
+        seen["n"] = seen.get("n", 0) + 1
+
+    def averages(_state: object, _bucket: object) -> None:
+        seen["buckets"] = seen["buckets"] + 1
+
+    seen: dict[str, int] = {"buckets": 0}
+    model = Cell(first=Cell())
+    model._modules["first"]._forward_hooks = {0: hook}  # type: ignore[attr-defined]
+    model._comm_hooks = [(averages, None)]  # type: ignore[attr-defined]
+    found = carried("for step in session_steps():\n    model()\n", {**names(), "model": model})
+    assert found
+    assert [each.split(" in ") for each in found.names] == [["seen['buckets']", "averages"], ["seen['n']", "hook"]]
+
+
+def test_numbers_of_a_model_are_in_no_state_dict() -> None:
+    for inner, expected in ((Annealed, ("self.temperature in Annealed.forward",)), (Publishing, ())):
+        model = Cell(module=Cell(first=inner()))
+        model._modules["module"]._modules["first"].weight = object()  # type: ignore[attr-defined]
+        source = "for step in session_steps():\n    model()\n"
+        values = {**names(), "known": None}
+
+        def steps() -> Iterator[int]:
+            yield 1
+            FRAMES.append(loop_carried(sys._getframe(1), (), (model,)))  # noqa: B023 - read at once
+
+        found = carried(source, {**values, "session_steps": steps, "model": model})
+        assert (found.names if found else ()) == expected
+
+
+class Trainer:
+    ema = seen = 0.0
+
+    def body(self, batch: float) -> float:
+        self.seen = 0
+        self.seen += batch
+        return self.average(batch)
+
+    def average(self, loss: float) -> float:
+        self.ema = 0.9 * self.ema + 0.1 * loss
+        return self.ema
+
+
+def test_a_body_that_is_given_to_a_session() -> None:
+    trainer = Trainer()
+    found = body_carried(trainer.body, ())
+    assert found
+    assert found.names == ("self.ema in Trainer.average",)
+    assert found.place == f"{__file__}:{Trainer.body.__code__.co_firstlineno}"
+    assert body_carried(trainer.body, (trainer,)) is None, "registered"
+    assert body_carried(print, ()) is None
+    assert body_carried(lambda: trainer.body(1), ()) is None, "a lambda has no text of its own"
+
+
 def test_the_innermost_loop_counts() -> None:
     inner = "for step in session_steps():\n        total += step"
     source = f"n = 0\nfor epoch in range(1):\n    n += 1\n    {inner}\n    n = n\n"
@@ -194,5 +399,5 @@ def test_values_are_not_kept() -> None:
 
 def test_of_many_some_are_told() -> None:
     told = LoopCarried(tuple("abcdefgh"), "train.py:7").told()
-    assert told.startswith("the loop at train.py:7 keeps a, b, c, d, e, f and 2 more from step to step")
+    assert told.startswith("the code at train.py:7 keeps a, b, c, d, e, f and 2 more from step to step")
     assert "keeps a, b from" in LoopCarried(("a", "b"), "x").told()

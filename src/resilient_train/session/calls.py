@@ -87,6 +87,7 @@ class Calls:
         try:
             with self._random:
                 result = self._make_all()
+            self._driver.tell_carried(call.body)
             if self._driver.window_open:
                 self._set_mode(Mode.BETWEEN)
             return result

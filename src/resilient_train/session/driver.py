@@ -59,7 +59,7 @@ from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
-from resilient_train.session.loop_carried import loop_carried
+from resilient_train.session.loop_carried import body_carried, loop_carried
 from resilient_train.session.nan_watch import NanWatch
 from resilient_train.session.neighbour_inputs import NeighbourInputs
 from resilient_train.session.pauses import ScriptPauses
@@ -235,21 +235,25 @@ class Driver:
             yield step
             if not step.entered:
                 raise UsageError(f"step {step.number} was not used: write `with step:` around the loop's body")
-            if self._recovered and not self._told_carried:
-                self._tell_carried()
+            self.tell_carried()
             step = self.next_step(total)
         self._ended()
 
-    def _tell_carried(self) -> None:
-        """Called by the loop: its variables that go from step to step, of which nobody knows what they are for."""
+    def tell_carried(self, body: Callable[..., Any] | None = None) -> None:
+        """Called behind each step, by the loop itself or for that ``body``. Behind the first recovery: their variables
+        that go from step to step, of which nobody knows what they are for.
+        """
+        if self._told_carried or not self._recovered:
+            return
         self._told_carried = True
         frame = next(script_place.frames(), None)
         if not self._tells or frame is None:
             return
         objects = self._objects
-        ours = (*objects.models, *objects.optimizers, *objects.schedulers, objects.scaler, *self._cursor.sources())
-        known = (*ours, *objects.extra.values(), *objects.rank_extra.values())
-        if found := loop_carried(frame, (each for each in known if each is not None)):
+        ours = (*objects.optimizers, *objects.schedulers, objects.scaler, *self._cursor.sources())
+        known = [each for each in (*ours, *objects.extra.values(), *objects.rank_extra.values()) if each is not None]
+        found = body_carried(body, known, objects.models) if body else loop_carried(frame, known, objects.models)
+        if found:
             self._event("loop_carried", {"names": list(found.names), "place": found.place})
             self._tell(found.told())
 

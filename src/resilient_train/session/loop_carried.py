@@ -6,36 +6,52 @@ is refused for one: they are told by name, behind the first fault. Tensors that 
 refused, elsewhere (``frameworks/torch/flowing.py``).
 
 Compilers call a variable so that an iteration reads before it writes it. This is that analysis, of the loop around
-``session.steps()`` alone: what its functions keep is not seen, and a branch that is never taken counts. Iterators and
-random number generators that the loop names are counted too: to use one is to change it.
+``session.steps()`` and of the user's functions that it calls, as if their text stood in it: of what a function keeps
+there are its globals, the variables of functions around it, and attributes of objects that have a name (``self``). A
+branch that is never taken counts. Iterators and random number generators are counted too: to use one is to change it.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
-import io
-import linecache
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType, GeneratorType
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import CO_OPTIMIZED
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from resilient_train import script_place
+from resilient_train.session.static_lookup import (
+    FUNCTIONS,
+    PROPERTIES,
+    UNKNOWN,
+    CalledFunction,
+    Function,
+    Texts,
+    all_parts,
+    cells,
+    contents,
+    functions_of,
+    held,
+    hooks_of,
+    moves_when_used,
+    variables,
+)
 
-_TEXT_MAX = 300_000
 _TOLD = 6
-_DRAWS = ("Random", "Generator", "RandomState")
-"""Python's, NumPy's and torch's own."""
-_FILES = io.IOBase.__mro__[1]
-_ORDER, _HELD, _NAME = (vars(type)[name] for name in ("__mro__", "__dict__", "__name__"))
+_CALLS_MAX = 500
+"""Of functions that are followed; there is no end to what two that call each other do."""
+_PLAIN = (int, float, list, dict)
+"""Of a module's attributes, what its state_dict() has not."""
+_READS_ENTRY = ("get", "setdefault", "pop")
 _Loop = ast.For | ast.AsyncFor | ast.While
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+Key = tuple[int, str]
+"""A variable: the object (or the namespace) that holds it, and what it is called there."""
 
 
 class LoopCarried(NamedTuple):
-    """Variables as they are written in the loop; ``place`` is FILE:LINE of the loop."""
+    """Variables as they are written there; ``place`` is FILE:LINE of the loop, or of the body."""
 
     names: tuple[str, ...]
     place: str
@@ -44,50 +60,53 @@ class LoopCarried(NamedTuple):
         """For people, whose training may not care."""
         some = ", ".join(self.names[:_TOLD]) + (f" and {len(self.names) - _TOLD} more" if self.names[_TOLD:] else "")
         return (
-            f"the loop at {self.place} keeps {some} from step to step, and the Session does not know of it: a process "
+            f"the code at {self.place} keeps {some} from step to step, and the Session does not know of it: a process "
             "that takes a rank's place begins anew there, and a step that runs again changes it twice. If the training "
             "depends on it, register it (docs/how-to/load-data.md, What is found of what flows)"
         )
 
 
-def loop_carried(frame: FrameType, known: Iterable[object]) -> LoopCarried | None:
-    """Of the innermost loop that runs in ``frame``; None if it has none, or its text can't be read. ``known`` objects,
-    and what is written as theirs, are left out.
+def loop_carried(frame: FrameType, known: Iterable[object], models: Iterable[object] = ()) -> LoopCarried | None:
+    """Of the innermost loop that runs in ``frame``; None if it keeps nothing, or its text can't be read. ``known``
+    objects, and what is written as theirs, are left out; so are ``models``, but for numbers in their attributes, which
+    no ``state_dict()`` has.
     """
-    loop = _loop_at(frame)
+    texts = Texts()
+    loop = _loop_at(frame, texts)
     if loop is None:
         return None
-    flow = _Flow()
+    flow = _Flow(_Scope(frame.f_code, frame.f_globals, variables(frame)), _Registered(known, models), texts)
+    return _told_of(flow, lambda: flow.run_loop(loop), f"{frame.f_code.co_filename}:{loop.lineno}")
+
+
+def body_carried(
+    body: Callable[..., Any], known: Iterable[object], models: Iterable[object] = ()
+) -> LoopCarried | None:
+    """The same, of a function that is called for each step; what stands around it runs once."""
+    found = functions_of(body)
+    if not found:
+        return None
+    code = found[0].function.__code__
+    flow = _Flow(_Scope(code, found[0].function.__globals__, {}), _Registered(known, models), Texts())
+    return _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}")
+
+
+def _told_of(flow: _Flow, run: Callable[[], None], place: str) -> LoopCarried | None:
     try:
-        flow.run_loop(loop)
+        run()
     except RecursionError:  # an expression of hundreds of parts
         return None
-    values, ours = _variables(frame), {id(each) for each in known}
-    kept = [name for name in flow.read_first if name in flow.written]
-    used = [name for name in flow.read_first if name not in flow.written and _moves_when_used(values.get(name))]
-    names = [name for name in dict.fromkeys([*kept, *flow.changed, *used]) if id(values.get(_root(name))) not in ours]
-    return LoopCarried(tuple(sorted(names)), f"{frame.f_code.co_filename}:{loop.lineno}") if names else None
+    names = flow.carried()
+    return LoopCarried(tuple(sorted(names)), place) if names else None
 
 
-def _loop_at(frame: FrameType) -> _Loop | None:
-    text = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-    if not text or len(text) > _TEXT_MAX:
+def _loop_at(frame: FrameType, texts: Texts) -> _Loop | None:
+    tree = texts.tree(frame.f_code, frame.f_globals)
+    if tree is None:
         return None
-    try:
-        with warnings.catch_warnings(action="ignore"):  # Python has told them when it ran the script
-            tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):  # not Python's text (a notebook's cell), or changed meanwhile
-        return None
-    scope = next((each for each in ast.walk(tree) if _is_of(frame, each)), tree)
+    scope = texts.function(frame.f_code, frame.f_globals) or tree
     around = [each for each in _in_scope(scope) if isinstance(each, _Loop) and _lasts_at(each, frame.f_lineno or 0)]
     return max(around, key=lambda loop: loop.lineno, default=None)
-
-
-def _is_of(frame: FrameType, node: ast.AST) -> bool:
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.name != frame.f_code.co_name:
-        return False
-    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-    return frame.f_code.co_firstlineno in (first, node.lineno)
 
 
 def _in_scope(scope: ast.AST) -> Iterator[ast.AST]:
@@ -101,55 +120,117 @@ def _lasts_at(loop: _Loop, line: int) -> bool:
     return loop.lineno <= line <= (loop.end_lineno or loop.lineno)
 
 
-def _variables(frame: FrameType) -> dict[str, Any]:
-    """A copy: the dictionary that Python makes of a function's, and keeps until it returns, holds on to all of it."""
-    found = frame.f_locals
-    copy = {**frame.f_globals, **found}
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        found.clear()
-    return copy
-
-
-def _moves_when_used(value: Any) -> bool:
-    """Its classes are asked past what a metaclass of the user's has made of them."""
-    if type(value) is GeneratorType and value.gi_code.co_filename.startswith(script_place.PACKAGE):
-        return False  # session.steps()
-    kinds = _ORDER.__get__(type(value))
-    if any(each is _FILES for each in kinds):
-        return False
-    return any("__next__" in _HELD.__get__(each) or _NAME.__get__(each) in _DRAWS for each in kinds)
-
-
-def _root(name: str) -> str:
-    return name.partition(".")[0].partition("[")[0]
-
-
 def _name_of(node: ast.AST) -> str:
     """As it is written; empty if it is not the same place each time."""
     match node:
         case ast.Name():
             return node.id
         case ast.Attribute():
-            held = _name_of(node.value)
-            return held and f"{held}.{node.attr}"
-        case ast.Subscript(slice=ast.Constant(value=key)):
-            held = _name_of(node.value)
-            return held and f"{held}[{key!r}]"
+            base = _name_of(node.value)
+            return base and f"{base}.{node.attr}"
+        case ast.Subscript(slice=(ast.Constant() | ast.Name() | ast.Attribute()) as key):
+            return _entry(node.value, key)
         case _:
             return ""
 
 
-class _Flow:
-    """One pass over the loop's body, from its begin to its end."""
+def _entry(node: ast.AST, key: ast.AST) -> str:
+    base = _name_of(node)
+    return base and f"{base}[{ast.unparse(key)}]"
 
-    def __init__(self) -> None:
-        self.read_first: dict[str, None] = {}
-        """In order, what is read where this pass may not have written it."""
-        self.written = set[str]()
-        self.changed: dict[str, None] = {}
-        """Parts of objects of before, by ``+=``."""
-        self._sure = set[str]()
+
+class _Registered:
+    """What the Session carries, and what it leaves to the script."""
+
+    def __init__(self, known: Iterable[object], models: Iterable[object]) -> None:
+        self._kept = [*known]  # or an id may become another's
+        self._known = {id(each) for each in self._kept}
+        self._parts = dict[int, object]()
+        for part in (part for model in models for part in all_parts(model)):
+            publishes = functions_of(held(part, "get_extra_state"))
+            (self._known.add if publishes else self._parts.setdefault)(id(part))
+
+    def has(self, path: Sequence[Any]) -> bool:
+        """``path``: an object, what its attribute is, and so on, as far as they are known."""
+        if any(id(each) in self._known for each in path):
+            return True
+        return any(id(each) in self._parts for each in path) and type(path[-1]) not in _PLAIN
+
+
+class _Scope:
+    """Where names are looked up: in the loop's own function, or in one that it calls."""
+
+    def __init__(self, code: CodeType, names: dict[str, Any], values: Mapping[str, Any]) -> None:
+        self.globals, self.values, self.where = names, values, ""
+        its_own = (*code.co_varnames, *code.co_cellvars, *code.co_freevars) if code.co_flags & CO_OPTIMIZED else ()
+        self._holders = dict.fromkeys(its_own, id(self))
+
+    @classmethod
+    def of_call(cls, called: CalledFunction, given: Mapping[str, Any], around: _Scope) -> _Scope:
+        """``given``: what parameters stand for, as far as that is known."""
+        function, code = called.function, called.function.__code__
+        values = {**function.__globals__, **dict.fromkeys((*code.co_varnames, *code.co_cellvars), UNKNOWN), **given}
+        made = cls(code, function.__globals__, values)
+        made.where = f" in {function.__qualname__.rpartition('<locals>.')[2]}"
+        for name, cell in cells(function):
+            values[name] = value = contents(cell)
+            # A variable of the loop's own function is the same one in a function within it.
+            same = name in around._holders and around.values.get(name, UNKNOWN) is value
+            made._holders[name] = around._holders[name] if same else id(cell)
+        return made
+
+    def path(self, name: str) -> list[Any]:
+        """What the name stands for, attribute by attribute, as far as that is known."""
+        found, (first, *others) = list[Any](), _parts(name)
+        value = self.values.get(first, UNKNOWN)
+        while value is not UNKNOWN:
+            found.append(value)
+            if not others or others[0].startswith("["):
+                break
+            value = held(value, others.pop(0))
+        return found
+
+    def key(self, name: str) -> Key:
+        """By the object that holds it, so that two names of one variable have one."""
+        first, *others = _parts(name)
+        known = self.path(name)[: len(others)]
+        if not known:
+            return self._holders.get(first, id(self.globals)), name
+        return id(known[-1]), ".".join(others[len(known) - 1 :])
+
+    def is_whole(self, name: str) -> bool:
+        """Whether it is known what the whole name stands for."""
+        return len(self.path(name)) == len(_parts(name))
+
+
+def _parts(name: str) -> list[str]:
+    """``a.b['c'].d``: a, b, ['c'], d."""
+    return [each for each in re.split(r"\.(?![^\[]*\])|(?=\[)", name) if each]
+
+
+class _Flow:
+    """One pass over the loop's body, from its begin to its end, and over that of what it calls."""
+
+    def __init__(self, scope: _Scope, registered: _Registered, texts: Texts) -> None:
+        self._scope, self._registered, self._texts = scope, registered, texts
+        self._first: dict[Key, str] = {}
+        """In order, what is read where this pass may not have written it; as it is called there."""
+        self._written = set[Key]()
+        self._changed: dict[Key, str] = {}
+        """Parts of objects of before, by ``+=``; and what moves when it is used."""
+        self._sure = set[Key]()
         """What this pass has written, on each way to here."""
+        self._called: list[_Scope] = []
+        """Of all functions so far: their ids are in keys."""
+        self._running: list[CodeType] = []
+        self._ends = list[set[Key]]()
+        """What was sure at each ``return`` of the function that runs."""
+
+    def carried(self) -> list[str]:
+        """What this pass reads before it writes it, and what it changes."""
+        inner = {id(each) for each in self._called}
+        kept = {key: name for key, name in self._first.items() if key in self._written}
+        return [name for key, name in {**self._changed, **kept}.items() if key[0] not in inner]
 
     def run_loop(self, loop: _Loop) -> None:
         if isinstance(loop, ast.While):
@@ -205,14 +286,18 @@ class _Flow:
                     self._wrote(alias.asname or alias.name.partition(".")[0])
             case ast.Delete():
                 pass
+            case ast.Return():
+                self._read(node)
+                self._ends.append(self._sure)
+                return False
             case _:
                 self._read(node)
-                return not isinstance(node, (ast.Return, ast.Raise, ast.Break, ast.Continue))
+                return not isinstance(node, (ast.Raise, ast.Break, ast.Continue))
         return True
 
     def _branches(self, *ways: Sequence[ast.stmt]) -> bool:
         """Sure is behind them what all have written that come to their end."""
-        before, ends = self._sure, list[set[str]]()
+        before, ends = self._sure, list[set[Key]]()
         for way in ways:
             self._sure = set(before)
             if self._run(way):
@@ -235,6 +320,8 @@ class _Flow:
         for child in ast.iter_child_nodes(node):
             if not (name and isinstance(node, ast.Attribute)):
                 self._read(child)
+        if isinstance(node, ast.Call):
+            self._call(node)
 
     def _read_comprehension(self, node: ast.AST) -> None:
         """Its own variables are new each time."""
@@ -242,16 +329,26 @@ class _Flow:
             part for each in ast.walk(node) if isinstance(each, ast.comprehension) for part in ast.walk(each.target)
         ]
         before = set(self._sure)
-        self._sure |= {each.id for each in targets if isinstance(each, ast.Name)}
+        self._sure |= {self._scope.key(each.id) for each in targets if isinstance(each, ast.Name)}
         for child in ast.iter_child_nodes(node):
             self._read(child)
         self._sure = before
 
     def _reads(self, name: str) -> None:
         """``a.b`` reads ``a`` as well."""
-        if _root(name) not in self._sure and name not in self._sure:
-            self.read_first.setdefault(name)
-            self.read_first.setdefault(_root(name))
+        if self._is_sure(name):
+            return
+        path = self._scope.path(name)
+        for length, each in enumerate(_prefixes(name), 1):
+            if not self._registered.has(path[:length]):
+                self._first.setdefault(self._scope.key(each), each + self._scope.where)
+                if length <= len(path) and moves_when_used(path[length - 1]):
+                    self._changed.setdefault(self._scope.key(each), each + self._scope.where)
+        if len(path) > 1 and type(path[-1]) in PROPERTIES:
+            self.follow(functions_of(path[-1], path[-2]))
+
+    def _is_sure(self, name: str) -> bool:
+        return any(self._scope.key(each) in self._sure for each in _prefixes(name))
 
     def _write(self, *targets: ast.AST) -> None:
         for target in targets:
@@ -266,8 +363,9 @@ class _Flow:
                     self._read(target)
 
     def _wrote(self, name: str) -> None:
-        self.written.add(name)
-        self._sure.add(name)
+        key = self._scope.key(name)
+        self._written.add(key)
+        self._sure.add(key)
 
     def _change(self, target: ast.AST) -> None:
         """``target += ...``."""
@@ -275,6 +373,87 @@ class _Flow:
         if isinstance(target, ast.Name):
             self._reads(name)
             self._wrote(name)
-        elif not name or (_root(name) not in self._sure and name not in self._sure):
+            return
+        told = name or _text_of(target)
+        if not self._is_sure(told):
             self._read(target)
-            self.changed.setdefault(name or ast.unparse(target))
+            if not self._registered.has(self._scope.path(told)):
+                self._changed.setdefault(self._scope.key(told), told + self._scope.where)
+
+    # -- what is called
+
+    def _call(self, node: ast.Call) -> None:
+        name, scope = _name_of(node.func), self._scope
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _READS_ENTRY and node.args:
+            self._reads(_entry(node.func.value, node.args[0]) or name)
+        if name and scope.is_whole(name):
+            *around, value = scope.path(name)
+            owner = around[-1] if around else UNKNOWN
+            self.follow(functions_of(value, owner), node)
+            for part in all_parts(value):
+                self.follow(called for each in hooks_of(part) for called in functions_of(each))
+                self.follow(functions_of(part) if part is not value else ())
+        for argument in (
+            *node.args,
+            *(each.value for each in node.keywords),
+        ):  # a closure, of an optimizer for instance
+            given = _name_of(argument)
+            if given and scope.is_whole(given) and type(scope.path(given)[-1]) in FUNCTIONS:
+                self.follow(functions_of(scope.path(given)[-1]))
+
+    def follow(self, called: Iterable[CalledFunction], node: ast.Call | None = None) -> None:
+        """As if their texts stood here; ``node`` calls them, or it is not known how they are called."""
+        for each in called:
+            code = each.function.__code__
+            found = self._texts.function(code, each.function.__globals__)
+            if found is not None and code not in self._running and len(self._called) < _CALLS_MAX:
+                self._run_function(each, found, node)
+
+    def _run_function(self, called: CalledFunction, text: Function, node: ast.Call | None) -> None:
+        code, before = called.function.__code__, (self._scope, self._ends)
+        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        given = self._given(called, code, node)
+        self._scope, self._ends = _Scope.of_call(called, given, self._scope), []
+        self._called.append(self._scope)
+        self._running.append(code)
+        self._sure |= {self._scope.key(each) for each in parameters if each not in given}
+        if self._run(text.body):
+            self._ends.append(self._sure)
+        if self._ends:
+            self._sure = set.intersection(*self._ends)
+        self._running.pop()
+        self._scope, self._ends = before
+
+    def _given(self, called: CalledFunction, code: CodeType, node: ast.Call | None) -> dict[str, Any]:
+        """What its parameters stand for, where an object with a name is handed over."""
+        names = list(code.co_varnames[: code.co_argcount])
+        defaults = called.function.__defaults__ or ()
+        given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+        given |= called.function.__kwdefaults__ or {}
+        if called.owner is not UNKNOWN and names:
+            given[names.pop(0)] = called.owner
+        if node is None:
+            return given
+        handed = [*zip(names, node.args, strict=False), *((each.arg, each.value) for each in node.keywords)]
+        for parameter, argument in handed:
+            name = _name_of(argument)
+            if not parameter:  # **settings
+                continue
+            given.pop(parameter, None)
+            if name and self._scope.is_whole(name) and not self._is_sure(name):
+                given[parameter] = self._scope.path(name)[-1]
+        return given
+
+
+def _prefixes(name: str) -> list[str]:
+    """``a.b[0]``: a, a.b, a.b[0]."""
+    found = ""
+    every = []
+    for part in _parts(name):
+        found += part if not found or part.startswith("[") else f".{part}"
+        every.append(found)
+    return every
+
+
+def _text_of(target: ast.AST) -> str:
+    return ast.unparse(target)

@@ -1,0 +1,217 @@
+"""What names in the user's text stand for, found without running a line of theirs.
+
+A property, a proxy's ``__getattr__`` or a metaclass may do anything, so objects are asked past all of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import io
+import linecache
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from types import (
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, NamedTuple
+
+from resilient_train import script_place
+
+TEXT_MAX = 300_000
+UNKNOWN: Any = object()
+_DRAWS = ("Random", "Generator", "RandomState")
+"""Python's, NumPy's and torch's own."""
+_FILES = io.IOBase.__mro__[1]
+_ORDER, _HELD, _NAME = (vars(type)[name] for name in ("__mro__", "__dict__", "__name__"))
+_WRAPPED_MAX = 10
+FUNCTIONS = (FunctionType, MethodType)
+PROPERTIES = (property, functools.cached_property)
+_PARTS = "_modules"
+"""Where a torch module has the modules in it."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_COMM_HOOKS = "_comm_hooks"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class CalledFunction(NamedTuple):
+    """A function of the user's text; ``owner`` is the object or the class whose method it is."""
+
+    function: Any  # a FunctionType, which mypy would take for a method of this class
+    owner: Any = UNKNOWN
+
+
+def variables(frame: FrameType) -> dict[str, Any]:
+    """A copy: the dictionary that Python makes of a function's, and keeps until it returns, holds on to all of it."""
+    found = frame.f_locals
+    copy = {**frame.f_globals, **found}
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        found.clear()
+    return copy
+
+
+def moves_when_used(value: Any) -> bool:
+    """An iterator, or a random number generator: to use one is to change it."""
+    if type(value) is GeneratorType and value.gi_code.co_filename.startswith(script_place.PACKAGE):
+        return False  # session.steps()
+    kinds = _ORDER.__get__(type(value))
+    if any(each is _FILES for each in kinds):
+        return False
+    return any("__next__" in _HELD.__get__(each) or _NAME.__get__(each) in _DRAWS for each in kinds)
+
+
+def held(value: Any, attribute: str) -> Any:
+    """As it lies in the object, or in its class: a method there is a function. UNKNOWN: nothing does."""
+    if _is_class(value):
+        return next((each[attribute] for each in _held_by(value) if attribute in each), UNKNOWN)
+    of_class = next((each[attribute] for each in _held_by(type(value)) if attribute in each), UNKNOWN)
+    if type(of_class) is MemberDescriptorType:  # a slot
+        try:
+            return of_class.__get__(value)
+        except AttributeError:
+            return UNKNOWN
+    own = _own(value)
+    if attribute in own and type(of_class) is not property:
+        return own[attribute]
+    return parts_of(value).get(attribute, UNKNOWN) if of_class is UNKNOWN else of_class
+
+
+def _is_class(value: Any) -> bool:
+    return any(each is type for each in _ORDER.__get__(type(value)))
+
+
+def _held_by(kind: type) -> Iterator[Mapping[str, Any]]:
+    return (_HELD.__get__(each) for each in _ORDER.__get__(kind))
+
+
+def _own(value: Any) -> Mapping[str, Any]:
+    found: Any = next((each["__dict__"] for each in _held_by(type(value)) if "__dict__" in each), None)
+    if type(found) not in (GetSetDescriptorType, MemberDescriptorType):  # a property of the user's
+        return {}
+    own: Any = found.__get__(value)
+    return own if type(own) is dict else {}
+
+
+def parts_of(value: Any) -> Mapping[str, Any]:
+    """The modules that lie directly in a torch module, by name."""
+    found = _own(value).get(_PARTS)
+    return found if type(found) is dict else {}
+
+
+def hooks_of(module: Any) -> list[Any]:
+    """What the user has hung on a torch module."""
+    own = _own(module)
+    found = [hook for name in _HOOKS if type(own.get(name)) in (dict, OrderedDict) for hook in own[name].values()]
+    return found + [hook for hook, _state in own.get(_COMM_HOOKS, ())]
+
+
+def all_parts(value: Any) -> Iterator[Any]:
+    """A module, and all that are in it, each once."""
+    seen, waiting = set[int](), [value]
+    while waiting:
+        each = waiting.pop(0)
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += parts_of(each).values()
+
+
+def functions_of(value: Any, owner: Any = UNKNOWN) -> list[CalledFunction]:
+    """Those of the user's text that run when ``value`` is called; of a module its ``forward``."""
+    if type(owner) is ModuleType or any(each is value for each in _own(owner).values()):
+        owner = UNKNOWN  # not its method
+    value, owner = _bare(value, owner)
+    if type(value) is FunctionType:
+        return [CalledFunction(value, owner)] if script_place.is_users(value.__code__.co_filename) else []
+    if value is UNKNOWN or _is_class(value):
+        return []
+    inner = (_bare(held(value, name), value)[0] for name in ("__call__", "forward"))
+    return [
+        CalledFunction(found, value)
+        for found in inner
+        if type(found) is FunctionType and script_place.is_users(found.__code__.co_filename)
+    ]
+
+
+def _bare(value: Any, owner: Any) -> tuple[Any, Any]:
+    """Without what has been wrapped around a function."""
+    for _ in range(_WRAPPED_MAX):
+        kind = type(value)
+        if kind is staticmethod:
+            value, owner = value.__func__, UNKNOWN
+        elif kind is classmethod:
+            value = value.__func__
+        elif kind is property:
+            value = value.fget
+        elif kind in (functools.partial, functools.cached_property):
+            value = value.func
+        elif kind is MethodType:
+            value, owner = value.__func__, value.__self__
+        elif kind is FunctionType and "__wrapped__" in value.__dict__:
+            value = value.__dict__["__wrapped__"]
+        else:
+            break
+    return value, owner
+
+
+def cells(function: FunctionType) -> list[tuple[str, CellType]]:
+    """Those of the variables of functions around it, by name."""
+    return [*zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)]
+
+
+def contents(cell: CellType) -> Any:
+    """UNKNOWN: it has no value."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return UNKNOWN
+
+
+class Texts:
+    """Trees of files, each parsed once."""
+
+    def __init__(self) -> None:
+        self._trees: dict[str, ast.Module | None] = {}
+        self._functions: dict[str, list[Function]] = {}
+
+    def tree(self, code: CodeType, names: Mapping[str, Any]) -> ast.Module | None:
+        """Of the file of that code, whose globals are ``names``. None: there is none, or it is too long."""
+        path = code.co_filename
+        if path not in self._trees:
+            self._trees[path] = _parse("".join(linecache.getlines(path, dict(names))))
+        return self._trees[path]
+
+    def function(self, code: CodeType, names: Mapping[str, Any]) -> Function | None:
+        """The definition of that function. None: it is no function, or its text is not to be found."""
+        tree, path = self.tree(code, names), code.co_filename
+        if path not in self._functions:
+            every: Iterable[ast.AST] = ast.walk(tree) if tree is not None else ()
+            self._functions[path] = [each for each in every if isinstance(each, Function)]
+        return next((each for each in self._functions[path] if _is_of(code, each)), None)
+
+
+def _parse(text: str) -> ast.Module | None:
+    if not text or len(text) > TEXT_MAX:
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # Python has told them when it ran the script
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):  # not Python's text (a notebook's cell), or changed meanwhile
+        return None
+
+
+def _is_of(code: CodeType, node: Function) -> bool:
+    if node.name != code.co_name:
+        return False
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    return code.co_firstlineno in (first, node.lineno)

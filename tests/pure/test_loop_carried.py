@@ -263,28 +263,6 @@ def test_a_method_that_has_the_loop() -> None:
     assert found.names == ("self.ema in T.body", "self.seen")
 
 
-class Cell:
-    """As torch's: what is in it lies in a dictionary of its own."""
-
-    def __init__(self, **modules: object) -> None:
-        self._modules = modules
-
-    def __call__(self) -> None: ...
-
-
-class Annealed(Cell):
-    temperature = 1.0
-
-    def forward(self) -> None:
-        self.temperature *= 0.99
-        self.weight = self.weight + 1  # type: ignore[has-type]
-
-
-class Publishing(Annealed):
-    def get_extra_state(self) -> float:
-        return self.temperature
-
-
 def test_what_hooks_keep() -> None:
     def hook(*_: object) -> None:
         seen["n"] = seen.get("n", 0) + 1
@@ -316,6 +294,28 @@ def test_numbers_of_a_model_are_in_no_state_dict() -> None:
         assert (found.names if found else ()) == expected
 
 
+class Cell:
+    """As torch's: what is in it lies in a dictionary of its own."""
+
+    def __init__(self, **modules: object) -> None:
+        self._modules = modules
+
+    def __call__(self) -> None: ...
+
+
+class Annealed(Cell):
+    temperature = 1.0
+
+    def forward(self) -> None:
+        self.temperature *= 0.99
+        self.weight = self.weight + 1  # type: ignore[has-type]
+
+
+class Publishing(Annealed):
+    def get_extra_state(self) -> float:
+        return self.temperature
+
+
 class Trainer:
     ema = seen = 0.0
 
@@ -338,6 +338,31 @@ def test_a_body_that_is_given_to_a_session() -> None:
     assert body_carried(trainer.body, (trainer,)) is None, "registered"
     assert body_carried(print, ()) is None
     assert body_carried(lambda: trainer.body(1), ()) is None, "a lambda has no text of its own"
+
+
+class Lit(Cell):
+    hidden = 0
+
+    def training_step(self) -> None:
+        self.hidden = self.hidden + 1
+
+
+def test_a_body_of_a_library() -> None:
+    model = Cell(module=Lit(inner=Annealed()))
+    found = body_carried(print, (), (model,))
+    assert found
+    assert found.names == ("self.hidden in Lit.training_step", "self.temperature in Annealed.forward")
+
+
+def test_a_part_without_parts_may_have_hooks() -> None:
+    def hook(*_: object) -> None:
+        seen["n"] = seen["n"] + 1
+
+    seen, layer = {"n": 0}, Cell()
+    layer._forward_hooks = {0: hook}  # type: ignore[attr-defined]
+    found = carried("for step in session_steps():\n    layer()\n", {**names(), "layer": layer})
+    assert found
+    assert len(found.names) == 1
 
 
 def test_the_innermost_loop_counts() -> None:

@@ -42,6 +42,8 @@ _CALLS_MAX = 500
 """Of functions that are followed; there is no end to what two that call each other do."""
 _PLAIN = (int, float, list, dict)
 """Of a module's attributes, what its state_dict() has not."""
+_STEP = "training_step"
+"""Of a Lightning module."""
 _READS_ENTRY = ("get", "setdefault", "pop")
 _Loop = ast.For | ast.AsyncFor | ast.While
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -82,13 +84,21 @@ def loop_carried(frame: FrameType, known: Iterable[object], models: Iterable[obj
 def body_carried(
     body: Callable[..., Any], known: Iterable[object], models: Iterable[object] = ()
 ) -> LoopCarried | None:
-    """The same, of a function that is called for each step; what stands around it runs once."""
+    """The same, of a function that is called for each step; what stands around it runs once. Of a library's trainer it
+    is not the user's: then of what the models have for it.
+    """
     found = functions_of(body)
+    for part in (part for model in models for part in all_parts(model)) if not found else ():
+        found += [*_hooks(part), *functions_of(held(part, _STEP), part), *functions_of(part)]
     if not found:
         return None
     code = found[0].function.__code__
     flow = _Flow(_Scope(code, found[0].function.__globals__, {}), _Registered(known, models), Texts())
     return _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}")
+
+
+def _hooks(module: object) -> list[CalledFunction]:
+    return [each for hook in hooks_of(module) for each in functions_of(hook)]
 
 
 def _told_of(flow: _Flow, run: Callable[[], None], place: str) -> LoopCarried | None:
@@ -391,12 +401,8 @@ class _Flow:
             owner = around[-1] if around else UNKNOWN
             self.follow(functions_of(value, owner), node)
             for part in all_parts(value):
-                self.follow(called for each in hooks_of(part) for called in functions_of(each))
-                self.follow(functions_of(part) if part is not value else ())
-        for argument in (
-            *node.args,
-            *(each.value for each in node.keywords),
-        ):  # a closure, of an optimizer for instance
+                self.follow([*_hooks(part), *(functions_of(part) if part is not value else ())])
+        for argument in (*node.args, *(each.value for each in node.keywords)):  # an optimizer's closure, for instance
             given = _name_of(argument)
             if given and scope.is_whole(given) and type(scope.path(given)[-1]) in FUNCTIONS:
                 self.follow(functions_of(scope.path(given)[-1]))

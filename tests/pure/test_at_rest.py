@@ -102,7 +102,7 @@ class Clock:
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
         monkeypatch.setattr(module, "_look", self._look)
 
-    def _look(self) -> module._Threads | None:
+    def _look(self, _left: object) -> module._Threads | None:
         return ASLEEP._replace(reads={"2": 7 + self.now_s}) if self.runs else self.threads
 
     def until(self, at_rest: AtRest) -> float:
@@ -197,3 +197,15 @@ def test_where_no_thread_has_such_a_name(monkeypatch: pytest.MonkeyPatch) -> Non
     begun_s = time.monotonic()
     assert comes_to_rest(AtRest(tuple), 60)
     assert time.monotonic() - begun_s >= module._UNKNOWN_S
+
+
+def test_threads_of_groups_that_were_left_before_do_not_count() -> None:
+    before = module.gloos_threads()
+    with gloos(spins):
+        left = {number: began for number, began in module.gloos_threads().items() if number not in before}
+        assert len(left) == 1
+        assert not comes_to_rest(AtRest(lambda: ()), LOOKS_S)
+        with gloos(sleeps):
+            assert comes_to_rest(AtRest(lambda: (), left), 10)
+        (number,) = left
+        assert not comes_to_rest(AtRest(lambda: (), {number: "0"}), LOOKS_S), "another thread has its number now"

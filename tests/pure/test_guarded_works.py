@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,77 @@ def test_a_recovery_waits_for_what_gloo_still_does_of_it(
     assert work.ended
     assert works.drain(at_rest) == 0
     assert asked == [False], "it is over"
+
+
+@contextlib.contextmanager
+def told_of_its_end(inner: Inner, work: GuardedWork, hears: Callable[[], None]) -> Iterator[None]:
+    """gloo's thread ends it, and runs what was hung on it."""
+    begun = threading.Event()
+    work.get_future().add_done_callback(lambda _: (begun.set(), hears()))
+    gloo = threading.Thread(target=inner.end)
+    gloo.start()
+    begun.wait()
+    yield
+    gloo.join()
+
+
+def test_a_recovery_waits_for_what_scripts_hang_on_an_end(work: GuardedWork, inner: Inner, works: Works) -> None:
+    """It may write into what the redone step reads, and communicate; gloo is at rest meanwhile."""
+    goes_on, asked = threading.Event(), list[bool]()
+
+    def at_rest() -> bool:
+        asked.append(goes_on.is_set())
+        if len(asked) == 3:
+            goes_on.set()
+        return True
+
+    with told_of_its_end(inner, work, goes_on.wait):
+        assert works.drain(at_rest) == 0
+        assert asked[:3] == [False, False, False]
+    assert works.drain(at_rest) == 0
+
+
+def test_what_hears_of_an_end_and_waits_for_another_is_let_go(work: GuardedWork, inner: Inner, works: Works) -> None:
+    said, other = list[str](), GuardedWork(Inner(), works.live)
+
+    def waits() -> None:
+        try:
+            other.wait()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    with told_of_its_end(inner, work, waits):
+        assert works.drain(lambda: True) == 1
+    assert GIVEN_UP in said[0]
+
+
+def test_what_hears_that_a_work_was_given_up_is_waited_for_as_well(work: GuardedWork, works: Works) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    work.get_future().add_done_callback(lambda _: (begun.set(), goes_on.wait()))
+    rescue = threading.Thread(target=works.release)
+    rescue.start()
+    begun.wait()
+    asked = 0
+
+    def at_rest() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            goes_on.set()
+        return True
+
+    works.drain(at_rest)
+    assert asked >= 3
+    rescue.join()
+
+
+def test_who_frees_a_group_for_ever_is_waited_for_once() -> None:
+    ends = threading.Event()
+    for _ in range(3):
+        group_module.drop_by(lambda: bool(ends.wait()))  # type: ignore[arg-type, return-value]
+    group_module.wait_for_droppers(0.2)
+    group_module.wait_for_droppers(threading.TIMEOUT_MAX / 2)
+    ends.set()
 
 
 def test_whom_nobody_will_wake_is_let_go_at_once(inner: Inner, works: Works) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,11 +55,12 @@ class _Threads(NamedTuple):
 
 class AtRest:
     """To be asked again and again. ``unread``: bytes by connection that have come and are not read; None: more may
-    come. gloo closes a connection behind that, as a rule.
+    come. gloo closes a connection behind that, as a rule. ``left``: threads of groups that were left before, which had
+    come to rest; each forgotten collective keeps some of them until the process ends.
     """
 
-    def __init__(self, unread: Callable[[], tuple[int, ...] | None]) -> None:
-        self._unread = unread
+    def __init__(self, unread: Callable[[], tuple[int, ...] | None], left: Mapping[str, str] | None = None) -> None:
+        self._unread, self._left = unread, left or {}
         self._seen: object = None
         self._ran_s: dict[str, float] = {}
         """What the threads that read had run when something was seen for the last time."""
@@ -73,7 +74,7 @@ class AtRest:
         self._looked_s += since_s
         since_s = min(since_s, 2 * _LOOK_S)
         self._waited_s += since_s
-        unread, threads = self._unread(), _look()  # what was read before they were looked at has woken one
+        unread, threads = self._unread(), _look(self._left)  # what was read before they were looked at has woken one
         seen = None if threads is None else (unread, threads.computes)
         if threads is None or seen != self._seen:
             self._seen, self._ran_s, self._quiet_s = seen, {}, 0.0
@@ -90,13 +91,42 @@ class AtRest:
         return bool(ran_s) and min(ran_s) >= _SPUN_S
 
 
-def _look() -> _Threads | None:
+def gloos_threads() -> dict[str, str]:
+    """That there are now: the kernel's number, which another thread may have later, and when it began."""
+    return {task.name: _began(task) for task in _tasks() if _name_of(task) in (_READS, _COMPUTES)}
+
+
+def _tasks() -> Iterator[Path]:
+    return Path("/proc/self/task").iterdir()
+
+
+def _name_of(task: Path) -> str:
+    """Empty: it has ended."""
+    try:
+        return (task / "comm").read_text().rstrip("\n")
+    except OSError:
+        return ""
+
+
+def _numbers(task: Path) -> list[str]:
+    """What ``stat`` says behind the name. Empty: it has ended."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _began(task: Path) -> str:
+    return "".join(_numbers(task)[19:20])
+
+
+def _look(left: Mapping[str, str]) -> _Threads | None:
     """None: one that computes is awake, or one has just ended."""
     found = _Threads({}, {}, some=False)
     try:
-        for task in Path("/proc/self/task").iterdir():
-            name = (task / "comm").read_text().rstrip("\n")
-            if name not in (_READS, _COMPUTES):
+        for task in _tasks():
+            name = _name_of(task)
+            if name not in (_READS, _COMPUTES) or (task.name in left and left[task.name] == _began(task)):
                 continue
             found = found._replace(some=True)
             told = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
@@ -106,8 +136,7 @@ def _look() -> _Threads | None:
                     return None
                 found.computes[task.name] = told["voluntary_ctxt_switches"], told["nonvoluntary_ctxt_switches"]
             elif not asleep:
-                _, _, numbers = (task / "stat").read_text().rpartition(")")
-                found.reads[task.name] = sum(map(int, numbers.split()[11:13])) / _TICKS
+                found.reads[task.name] = sum(map(int, _numbers(task)[11:13])) / _TICKS
     except OSError:
         return None
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -15,7 +15,7 @@ from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.roles import Addresses, Problem
 from resilient_train.frameworks.supported import torch_problem
 from resilient_train.frameworks.torch import pipelines
-from resilient_train.frameworks.torch.gloo_at_rest import AtRest
+from resilient_train.frameworks.torch.gloo_at_rest import AtRest, gloos_threads
 from resilient_train.frameworks.torch.process_group import BuiltGroup, ResilientGroup, groups, works
 from resilient_train.frameworks.torch.transports.hccl import HcclGroup
 from resilient_train.frameworks.torch.transports.nccl import GlooAndNcclGroup, NcclGroup
@@ -32,12 +32,13 @@ class TorchGroups:
         self._accelerator = accelerator
         self.renewed = False
         """The connections are new ones, and the tail before them may not be over yet: see ``go_on``."""
+        self._left: Mapping[str, str] = {}
         self._rest = self._to_come_to_rest()
         """For another thread than that which closes."""
 
-    @staticmethod
-    def _to_come_to_rest() -> AtRest:
-        return AtRest(_unread)
+    def _to_come_to_rest(self) -> AtRest:
+        """Where all are of before, the groups' threads are not made with them: then none is left out."""
+        return AtRest(_unread, self._left if gloos_threads().keys() - self._left else {})
 
     def names(self) -> tuple[str, ...]:
         return tuple(groups)
@@ -99,6 +100,7 @@ class TorchGroups:
             group.suspend("a recovery is under way")
 
     def build(self, generation: int, addresses: Addresses, *, replaced: bool) -> list[BuiltGroup]:
+        self._left = gloos_threads()
         return [group.build(generation, addresses, replaced=replaced) for group in groups.values()]
 
     def adopt(self, built: list[BuiltGroup], *, replaced: bool) -> None:
@@ -106,6 +108,7 @@ class TorchGroups:
             self._accelerator.restart(hccl_groups(), replaced=replaced)
         for group, each in zip(groups.values(), built, strict=True):
             group.adopt(each)
+        self._rest = self._to_come_to_rest()
         self.renewed = True
 
     def go_on(self) -> None:

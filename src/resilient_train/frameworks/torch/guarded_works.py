@@ -30,6 +30,10 @@ from resilient_train._native import keep_thread_state
 from resilient_train.frameworks.torch.waits import waits
 
 _POLL_S = 0.0005
+_telling = set[object]()
+"""One for each work whose waiters hear of its end just now: with all that scripts have hung on it (``then``), which
+runs on the thread that tells them, and may write and communicate as long as it likes.
+"""
 _MS = timedelta(milliseconds=1)
 
 
@@ -96,11 +100,7 @@ class GuardedWork(dist.Work):
             return
         finally:
             self.ended = True
-        # Taking the work out of the dict decides, in one step under the GIL, who completes it.
-        if self._live.pop(id(self), None) is not None:
-            self.succeeded = True
-            waits.ended_ns = time.monotonic_ns()
-            self._outcome.set_result(value)
+        self._complete(value, succeeded=True)
 
     def _value_of(self, future: torch.futures.Future[Any]) -> Any:
         return future.value()
@@ -110,10 +110,24 @@ class GuardedWork(dist.Work):
         return self._cut(RuntimeError("the collective was given up: a recovery is under way"))
 
     def _cut(self, error: BaseException) -> bool:
-        if self._live.pop(id(self), None) is None:
-            return False
-        self._outcome._set_unwrap_func(_raise_cut)
-        self._outcome.set_result(_Cut(error))
+        return self._complete(_Cut(error), succeeded=False)
+
+    def _complete(self, value: Any, *, succeeded: bool) -> bool:
+        """False: somebody else has."""
+        mark = object()
+        _telling.add(mark)  # first: a drain finds it here, or among those that live
+        try:
+            # Taking the work out of the dict decides, in one step under the GIL, who completes it.
+            if self._live.pop(id(self), None) is None:
+                return False
+            if succeeded:
+                self.succeeded = True
+                waits.ended_ns = time.monotonic_ns()
+            else:
+                self._outcome._set_unwrap_func(_raise_cut)
+            self._outcome.set_result(value)
+        finally:
+            _telling.discard(mark)
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -289,16 +303,21 @@ class Works:
 
     def drain(self, at_rest: Callable[[], bool]) -> int:
         """Waits until no work is under way, or none of them goes on: until then gloo may write into gradients, also for
-        a work whose waiters were let go. Returns how many are let go now.
+        a work whose waiters were let go. Who hears of an end is waited for in any case. Returns how many it lets go.
         """
-        while self._under_way() and not at_rest():
+        released = 0
+        while self._under_way():
+            if at_rest():
+                released += self.release()  # what hears of one end may wait for another
+                if not _telling:
+                    break
             time.sleep(_POLL_S)
-        released = self.release()
+        released += self.release()
         self._let_go.clear()  # nobody else keeps what gloo may have forgotten
         return released
 
     def _under_way(self) -> bool:
-        return bool(self.live) or not all(work.ended for work in self._let_go)
+        return bool(self.live or _telling) or not all(work.ended for work in self._let_go)
 
     def release(self, at_rest: Callable[[], bool] | None = None) -> int:
         """Lets all waiters go with an error. May be called on any thread. Returns how many there were. ``at_rest``: if

@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
@@ -502,6 +503,10 @@ def drop_by(work: Callable[[], None]) -> None:
 
 
 def wait_for_droppers(timeout_s: float) -> None:
-    """Lets the threads that free old groups end: one that came back while the interpreter goes down would abort it."""
+    """Lets the threads that free old groups end: one that came back while the interpreter goes down would abort it. One
+    that gloo has forgotten does not end; nobody waits for it twice.
+    """
+    deadline_s = time.monotonic() + timeout_s
     for thread in tuple(_droppers):
-        thread.join(timeout_s)
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    _droppers.clear()

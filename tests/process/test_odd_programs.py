@@ -113,9 +113,9 @@ def test_a_wrapper_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     assert "register the wrapper, Session(model=ddp)" in run.err
 
 
-@pytest.mark.parametrize("how", ["outer", *long(("inner", "step"))])
+@pytest.mark.parametrize("how", ["outer+update", *long(("outer", "inner", "step", "update"))])
 def test_compiled(tmp_path: Path, undisturbed_of: Undisturbed, how: str) -> None:
-    """Dynamo looks at frames that DDP's reducer begins, and is not to compile a collective."""
+    """Dynamo looks at frames that DDP's reducer begins, and is not to compile a collective, nor a hook of ours."""
     plan = "kill rank=1 step=3 phase=COMPUTE at=start; kill rank=0 step=5 phase=COMPUTE at=backward"
     reference = undisturbed_of("compiled.py", how, ranks=2)
     run = launch(tmp_path / "run", "compiled.py", how, ranks=2, flags=("--faults", plan))

@@ -1,4 +1,6 @@
-"""Dynamo compiles the wrapper (``outer``), what it wraps (``inner``), or a function that calls it (``step``)."""
+"""Dynamo compiles the wrapper (``outer``), what it wraps (``inner``), a function that calls it (``step``), or one that
+calls ``optimizer.step()`` (``update``).
+"""
 
 import random
 import sys
@@ -12,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 import resilient_train as rt
 
 BACKEND = "aot_eager"  # a compiler of C++ takes half a minute; what Dynamo does with frames is the same
-how = sys.argv[1]
+how = sys.argv[1].split("+")
 dist.init_process_group()
 torch.manual_seed(0)
 core: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
-model = DistributedDataParallel(torch.compile(core, backend=BACKEND) if how == "inner" else core)
-forward = torch.compile(model, backend=BACKEND) if how == "outer" else model
-if how == "step":
+model = DistributedDataParallel(torch.compile(core, backend=BACKEND) if "inner" in how else core)
+forward = torch.compile(model, backend=BACKEND) if "outer" in how else model
+if "step" in how:
 
     @torch.compile(backend=BACKEND)
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -26,12 +28,13 @@ if how == "step":
 
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+update = torch.compile(lambda: optimizer.step(), backend=BACKEND) if "update" in how else optimizer.step
 for seed in (random.seed, np.random.seed, torch.manual_seed):
     seed(100 + dist.get_rank())
 with rt.Session(model=model, optimizer=optimizer) as session:
     for step in session.steps(8):
         with step:
             forward(torch.randn(8, 16)).square().mean().backward()
-            optimizer.step()
+            update()
             optimizer.zero_grad()
 dist.destroy_process_group()

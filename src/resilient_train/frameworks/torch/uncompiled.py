@@ -8,7 +8,9 @@ import (a second) and time in each call; what Dynamo keeps of a code object take
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 from torch._C._dynamo import eval_frame
 
@@ -18,6 +20,14 @@ _LEFT_ALONE = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_f
 
 def all_uncompiled(owner: type) -> None:
     """Of the methods of a class."""
-    for each in vars(owner).values():
-        if isinstance(each, FunctionType):
-            eval_frame.set_code_exec_strategy(each.__code__, _LEFT_ALONE)
+    uncompiled(*(each for each in vars(owner).values() if isinstance(each, FunctionType)))
+
+
+def uncompiled(*functions: Callable[..., Any]) -> None:
+    """Of functions that are hung on something of torch's: scripts may compile what calls them. Raises TypeError
+    for something callable that is none.
+    """
+    for each in functions:
+        if not isinstance(each, FunctionType):
+            raise TypeError(f"{each!r} is no function")
+        eval_frame.set_code_exec_strategy(each.__code__, _LEFT_ALONE)

@@ -28,6 +28,7 @@ from resilient_train.frameworks.torch.kept_state import Key, Modes, zero
 from resilient_train.frameworks.torch.parameter_samples import Samples
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
+from resilient_train.frameworks.torch.uncompiled import uncompiled
 from resilient_train.frameworks.torch.unregistered import Unregistered
 from resilient_train.frameworks.torch.zero import is_zero, stepping
 from resilient_train.script_place import line
@@ -107,6 +108,7 @@ class TorchWindow:
             if optimizer not in self._running:
                 updates.after_update(optimizer)
 
+        uncompiled(before, after, type(self)._refuse_foreign)
         self._flowing.attach(updates.given)
         self._state.sharding.find_others()
         for optimizer in self._objects.optimizers:

@@ -55,12 +55,32 @@ LOOPS = {
     "a function of its own": ("def inner():\n    return total\ninner()", ()),
     "starred": ("use(rest)\nfirst, *rest = batch()", ("rest",)),
     "annotated": ("use(x)\nx: int = 1", ("x",)),
+    "a list that grows": ("use(rest)\nnews.append(step)\nuse(len(news))", ("news",)),
+    "a list for people": ("news.append(step)", ()),
+    "a list of this step": ("news = []\nnews.append(step)\nuse(news)", ()),
+    "in place": ("use(net.mean * 2)\nnet.mean.mul_(0.9).add_(step)", ("net.mean",)),
+    "in place, an entry": ("for k in counts:\n    means[k].mul_(0.9)", ("means",)),
+    "a part": ("array[step] = 1\nuse(array.max())", ("array",)),
+    "a slice": ("array[step : step + 2] = 1\nuse(array[0])", ("array",)),
+    "of what is registered": ("known.bag.append(step)\nuse(known.bag)", ()),
+    "what it gives": ("news.pop()", ("news",)),
     "asked first": ("while step > last:\n    last = step", ("last",)),
 }
 
 
+class Mean:
+    def mul_(self, _: object) -> Mean:
+        return self
+
+    add_ = mul_
+    __mul__ = mul_
+
+
 class Thing:
     seen = hidden = weight = 0
+
+    def __init__(self) -> None:
+        self.mean, self.bag = Mean(), list[int]()
 
 
 class Batch:
@@ -104,6 +124,9 @@ def names() -> dict[str, Any]:
         "rest": (),
         "parts": 2,
         "hidden": 0,
+        "news": [0],
+        "means": {"n": Mean(), 1: Mean()},
+        "array": np.zeros(8),
     }
 
 
@@ -267,16 +290,17 @@ def test_what_hooks_keep() -> None:
     def hook(*_: object) -> None:
         seen["n"] = seen.get("n", 0) + 1
 
-    def averages(_state: object, _bucket: object) -> None:
-        seen["buckets"] = seen["buckets"] + 1
+    def averages(state: dict[str, int], bucket: str) -> None:
+        if bucket in state:
+            state[bucket] = state[bucket] + 1
 
-    seen: dict[str, int] = {"buckets": 0}
+    seen: dict[str, int] = {}
     model = Cell(first=Cell())
     model._modules["first"]._forward_hooks = {0: hook}  # type: ignore[attr-defined]
-    model._comm_hooks = [(averages, None)]  # type: ignore[attr-defined]
+    model._comm_hooks = [(averages, {})]  # type: ignore[attr-defined]
     found = carried("for step in session_steps():\n    model()\n", {**names(), "model": model})
     assert found
-    assert [each.split(" in ") for each in found.names] == [["seen['buckets']", "averages"], ["seen['n']", "hook"]]
+    assert [each.split(" in ") for each in found.names] == [["seen['n']", "hook"], ["state[bucket]", "averages"]]
 
 
 def test_numbers_of_a_model_are_in_no_state_dict() -> None:

@@ -8,13 +8,15 @@ refused, elsewhere (``frameworks/torch/flowing.py``).
 Compilers call a variable so that an iteration reads before it writes it. This is that analysis, of the loop around
 ``session.steps()`` and of the user's functions that it calls, as if their text stood in it: of what a function keeps
 there are its globals, the variables of functions around it, and attributes of objects that have a name (``self``). A
-branch that is never taken counts. Iterators and random number generators are counted too: to use one is to change it.
+branch that is never taken counts. Iterators and random number generators are counted too: to use one is to change it;
+and tensors and containers that a step changes in place, if it reads anything of them.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType
@@ -33,6 +35,7 @@ from resilient_train.session.static_lookup import (
     functions_of,
     held,
     hooks_of,
+    isinstance_past,
     moves_when_used,
     variables,
 )
@@ -44,6 +47,10 @@ _PLAIN = (int, float, list, dict)
 """Of a module's attributes, what its state_dict() has not."""
 _STEP = "training_step"
 """Of a Lightning module."""
+_CHANGES = ("append", "appendleft", "extend", "insert", "add", "update", "remove", "discard", "clear")
+_CONTAINERS = (list, dict, set, deque)
+_TAKES = ("pop", "popleft", "popitem", "setdefault")
+"""Of containers; those of tensors end with one underscore."""
 _READS_ENTRY = ("get", "setdefault", "pop")
 _Loop = ast.For | ast.AsyncFor | ast.While
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -89,16 +96,12 @@ def body_carried(
     """
     found = functions_of(body)
     for part in (part for model in models for part in all_parts(model)) if not found else ():
-        found += [*_hooks(part), *functions_of(held(part, _STEP), part), *functions_of(part)]
+        found += [*hooks_of(part), *functions_of(held(part, _STEP), part), *functions_of(part)]
     if not found:
         return None
     code = found[0].function.__code__
     flow = _Flow(_Scope(code, found[0].function.__globals__, {}), _Registered(known, models), Texts())
     return _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}")
-
-
-def _hooks(module: object) -> list[CalledFunction]:
-    return [each for hook in hooks_of(module) for each in functions_of(hook)]
 
 
 def _told_of(flow: _Flow, run: Callable[[], None], place: str) -> LoopCarried | None:
@@ -228,6 +231,10 @@ class _Flow:
         self._written = set[Key]()
         self._changed: dict[Key, str] = {}
         """Parts of objects of before, by ``+=``; and what moves when it is used."""
+        self._filled: dict[int, str] = {}
+        """Containers and tensors of before, by id, that it changes in place."""
+        self._used = set[int]()
+        """Objects of which it reads something."""
         self._sure = set[Key]()
         """What this pass has written, on each way to here."""
         self._called: list[_Scope] = []
@@ -237,10 +244,13 @@ class _Flow:
         """What was sure at each ``return`` of the function that runs."""
 
     def carried(self) -> list[str]:
-        """What this pass reads before it writes it, and what it changes."""
+        """What this pass reads before it writes it, and what it changes; what grows and nobody reads is for people."""
         inner = {id(each) for each in self._called}
         kept = {key: name for key, name in self._first.items() if key in self._written}
-        return [name for key, name in {**self._changed, **kept}.items() if key[0] not in inner]
+        names = [name for key, name in {**self._changed, **kept}.items() if key[0] not in inner]
+        entries = {each.partition("[")[0] + each.rpartition("]")[2] for each in names if "[" in each}
+        filled = [each for key, each in self._filled.items() if key in self._used and each not in entries]
+        return list(dict.fromkeys([*names, *filled]))
 
     def run_loop(self, loop: _Loop) -> None:
         if isinstance(loop, ast.While):
@@ -325,10 +335,14 @@ class _Flow:
         if isinstance(node, _COMPREHENSIONS):
             self._read_comprehension(node)
             return
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._fills(node.func):
+            for child in (*([] if _name_of(node.func.value) else [node.func.value]), *node.args, *node.keywords):
+                self._read(child)
+            return
         if name := _name_of(node):
             self._reads(name)
         for child in ast.iter_child_nodes(node):
-            if not (name and isinstance(node, ast.Attribute)):
+            if not name or (isinstance(node, ast.Subscript) and child is node.slice):
                 self._read(child)
         if isinstance(node, ast.Call):
             self._call(node)
@@ -349,6 +363,7 @@ class _Flow:
         if self._is_sure(name):
             return
         path = self._scope.path(name)
+        self._used.update(map(id, path))
         for length, each in enumerate(_prefixes(name), 1):
             if not self._registered.has(path[:length]):
                 self._first.setdefault(self._scope.key(each), each + self._scope.where)
@@ -367,6 +382,11 @@ class _Flow:
                     self._write(*target.elts)
                 case ast.Starred():
                     self._write(target.value)
+                case ast.Subscript() if not isinstance(target.slice, ast.Constant) and _name_of(target.value):
+                    self._read(target.slice)
+                    self._fill(_name_of(target.value))
+                    if name := _name_of(target):
+                        self._wrote(name)
                 case _ if name := _name_of(target):
                     self._wrote(name)
                 case _:
@@ -390,6 +410,29 @@ class _Flow:
             if not self._registered.has(self._scope.path(told)):
                 self._changed.setdefault(self._scope.key(told), told + self._scope.where)
 
+    def _fills(self, method: ast.Attribute) -> bool:
+        """Whether a call of it changes something in place, and gives nothing of it."""
+        name, verb = _name_of(method.value), method.attr
+        path = self._scope.path(_container(name)) if name else []
+        if not path or len(path) < len(_parts(_container(name))):
+            return False
+        kept = isinstance_past(path[-1], _CONTAINERS) or held(path[-1], "add_") is not UNKNOWN
+        of_tensor = verb.endswith("_") and not verb.startswith("_")
+        if not kept or not (of_tensor or verb in _CHANGES or verb in _TAKES):
+            return False
+        self._fill(name)
+        if of_tensor:  # no list for people: read behind the loop, if not in it
+            self._used.add(id(path[-1]))
+        return verb not in _TAKES
+
+    def _fill(self, name: str) -> None:
+        """What that name stands for, or the container that has it, is changed in place."""
+        container = _container(name)
+        path = self._scope.path(container)
+        whole = len(path) == len(_parts(container))
+        if whole and not self._is_sure(name) and not self._registered.has(path):
+            self._filled.setdefault(id(path[-1]), container + self._scope.where)
+
     # -- what is called
 
     def _call(self, node: ast.Call) -> None:
@@ -401,7 +444,7 @@ class _Flow:
             owner = around[-1] if around else UNKNOWN
             self.follow(functions_of(value, owner), node)
             for part in all_parts(value):
-                self.follow([*_hooks(part), *(functions_of(part) if part is not value else ())])
+                self.follow([*hooks_of(part), *(functions_of(part) if part is not value else ())])
         for argument in (*node.args, *(each.value for each in node.keywords)):  # an optimizer's closure, for instance
             given = _name_of(argument)
             if given and scope.is_whole(given) and type(scope.path(given)[-1]) in FUNCTIONS:
@@ -449,6 +492,11 @@ class _Flow:
             if name and self._scope.is_whole(name) and not self._is_sure(name):
                 given[parameter] = self._scope.path(name)[-1]
         return given
+
+
+def _container(name: str) -> str:
+    """``a.b[k].c``: a.b."""
+    return name.partition("[")[0]
 
 
 def _prefixes(name: str) -> list[str]:

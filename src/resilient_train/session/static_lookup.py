@@ -45,7 +45,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class CalledFunction(NamedTuple):
-    """A function of the user's text; ``owner`` is the object or the class whose method it is."""
+    """A function of the user's text; ``owner`` is what it gets first: the object or the class whose method it is."""
 
     function: Any  # a FunctionType, which mypy would take for a method of this class
     owner: Any = UNKNOWN
@@ -86,6 +86,11 @@ def held(value: Any, attribute: str) -> Any:
     return parts_of(value).get(attribute, UNKNOWN) if of_class is UNKNOWN else of_class
 
 
+def isinstance_past(value: Any, kinds: tuple[type, ...]) -> bool:
+    """``isinstance``, past what a proxy says of its class."""
+    return any(base is kind for base in _ORDER.__get__(type(value)) for kind in kinds)
+
+
 def _is_class(value: Any) -> bool:
     return any(each is type for each in _ORDER.__get__(type(value)))
 
@@ -108,11 +113,16 @@ def parts_of(value: Any) -> Mapping[str, Any]:
     return found if type(found) is dict else {}
 
 
-def hooks_of(module: Any) -> list[Any]:
-    """What the user has hung on a torch module."""
+def hooks_of(module: Any) -> list[CalledFunction]:
+    """What the user has hung on a torch module; a communication hook with the state that it gets."""
     own = _own(module)
-    found = [hook for name in _HOOKS if type(own.get(name)) in (dict, OrderedDict) for hook in own[name].values()]
-    return found + [hook for hook, _state in own.get(_COMM_HOOKS, ())]
+    hung = [hook for name in _HOOKS if type(own.get(name)) in (dict, OrderedDict) for hook in own[name].values()]
+    found = [called for hook in hung for called in functions_of(hook)]
+    for hook, state in own.get(_COMM_HOOKS, ()):
+        found += [
+            called if called.owner is not UNKNOWN else called._replace(owner=state) for called in functions_of(hook)
+        ]
+    return found
 
 
 def all_parts(value: Any) -> Iterator[Any]:

@@ -28,7 +28,7 @@ if "step" in how:
 
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-update = torch.compile(lambda: optimizer.step(), backend=BACKEND) if "update" in how else optimizer.step
+update = torch.compile(optimizer.step, backend=BACKEND) if "update" in how else optimizer.step
 for seed in (random.seed, np.random.seed, torch.manual_seed):
     seed(100 + dist.get_rank())
 with rt.Session(model=model, optimizer=optimizer) as session:

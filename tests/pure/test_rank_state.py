@@ -132,6 +132,24 @@ def test_a_buffer_on_a_device_or_in_pieces_goes_the_slow_way() -> None:
     assert state._same is None
 
 
+def test_what_a_lost_tail_has_written_of_its_own_is_named() -> None:
+    """A replica's tail tells what code behind the update writes."""
+    (mine, theirs, new), counters = (model() for _ in range(3)), (Counter(), Counter(), Counter())
+    own, replica, successor = (
+        TorchRankState((net,), {"counter": counter}) for net, counter in zip((mine, theirs, new), counters, strict=True)
+    )
+    train(mine)
+    train(theirs, 2)
+    published, before = own.packed(), replica.packed()
+    assert successor.restore(published, replica.written_since(before)) == (), "nothing is written there"
+    counters[1].value = 7
+    train(theirs)
+    behind = successor.restore(published, replica.written_since(before))
+    assert behind[0] == "rank_state['counter']"
+    assert any("running_mean" in each for each in behind[1:])
+    assert successor.packed() == published
+
+
 def test_foreign_bytes_are_refused() -> None:
     with pytest.raises(ProtocolError):
         TorchRankState((model(),), {}).restore(b"\x93 no state")

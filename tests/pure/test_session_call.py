@@ -52,6 +52,9 @@ class PlayedDriver:
     def announces(self, arguments: Any) -> None:
         pass
 
+    def tell_carried(self, body: Any) -> None:
+        pass
+
     def set_mode(self, mode: Mode) -> None:
         self.modes.append(mode)
 

@@ -565,10 +565,13 @@ class State(Protocol):
 
 
 class WrittenInTail(NamedTuple):
-    """What modules hold that a tail has written, as it was before it and as it is behind it; as ``packed`` does it."""
+    """What modules hold that a tail has written, as it was before it and as it is behind it; as ``packed`` does it.
+    ``own``: names of what else it has written that each rank has for itself.
+    """
 
     before: bytes
     after: bytes
+    own: tuple[str, ...] = ()
 
 
 NOTHING_WRITTEN = WrittenInTail(b"", b"")
@@ -585,16 +588,17 @@ class RankState(Protocol):
         """It, now; empty if there is nothing. Raises StateError for values that can't be carried."""
         ...
 
-    def restore(self, state: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> None:
+    def restore(self, state: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> tuple[str, ...]:
         """Puts back what ``packed`` returned, in this process or another.
 
         ``tail``: a replica's, behind which this rank goes on, and which it may not have run itself. What modules hold,
-        and was the same on both before it, becomes what it is there behind it.
+        and was the same on both before it, becomes what it is there behind it. Returns the names of what that tail has
+        written and no replica has for this rank: it is as it was before.
         """
         ...
 
     def written_since(self, before: bytes) -> WrittenInTail:
-        """What of the modules' is not any more what ``packed`` had returned."""
+        """What is not any more what ``packed`` had returned."""
         ...
 
     def adopt(self, state: bytes) -> None:

@@ -1142,6 +1142,7 @@ class Driver:
     def _take_up(self, published: bytes, tail: WrittenInTail) -> int:
         with self._engine.collectives.loading():
             number = self._publication.take_up(published, tail)
+        self._tell_behind(number)
         self._tell_strayed(number)
         if self._entered:
             self._publication.called = b""  # it has its own arguments
@@ -1152,6 +1153,18 @@ class Driver:
             )
             fail_stop(self._event, "body_lost", told)
         return number
+
+    def _tell_behind(self, number: int) -> None:
+        """The process whose place this one takes was lost in or behind an update."""
+        if not (names := self._publication.behind):
+            return
+        self._event("tail_lost", {"next": number, "names": list(names)})
+        say_aside(
+            f"rank {self._link.rank} was lost in or behind the update before step {number}, and code behind the update "
+            f"writes {', '.join(names[:6])}{' ...' if names[6:] else ''}: what that rank alone had of it is as "
+            "it was before the update, so the bits may not be those of the undisturbed run; write it at the head of "
+            "the next step's body instead (docs/how-to/after-the-update.md)"
+        )
 
     def _tell_strayed(self, number: int) -> None:
         """The loader has been brought to where step ``number`` begins. Is it there?"""

@@ -34,6 +34,8 @@ class Publication:
         """Its parts."""
         self._before_tail: dict[int, bytes] = {}
         """Update -> what this rank alone had before the tail that leads to it. Of the last two."""
+        self.behind: tuple[str, ...] = ()
+        """What the tail that this process takes up may have written, and is as it was before it."""
 
     def publish(self, commits: int, number: int, called: bytes = b"", *, ahead: bool = False) -> None:
         """Publishes what this rank needs to start update ``commits`` with step ``number``, unless it is published.
@@ -93,7 +95,7 @@ class Publication:
                 held.drawn_from,
             )
         )
-        self._rank_state.restore(held.rank, tail if held.ahead else NOTHING_WRITTEN)
+        self.behind = self._rank_state.restore(held.rank, tail if held.ahead else NOTHING_WRITTEN)
         self._data.restore_random_state(held.random)
         self._newest = None
         self.latest = payload

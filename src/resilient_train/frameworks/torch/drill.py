@@ -114,8 +114,15 @@ class TorchDrill:
             module for model in self._objects.models for module in model.modules() if not any(module.children())
         ]
         trained = [each for each in leaves if any(parameter.requires_grad for parameter in each.parameters())]
-        found = trained or leaves
+        updated = self._updated()
+        found = [each for each in trained if any(id(parameter) in updated for parameter in each.parameters())]
+        found = found or trained or leaves
         return found[len(found) // 2]
+
+    def _updated(self) -> set[int]:
+        """The parameters of optimizers, by id. An average of weights, or a target network, is a model without."""
+        groups = (group for optimizer in self._objects.optimizers for group in optimizer.param_groups)
+        return {id(parameter) for group in groups for parameter in group["params"]}
 
     def _call_with(self, computed: tuple[str, torch.Tensor] | None, call: Callable[[], None]) -> None:
         self._computed = computed
@@ -128,7 +135,9 @@ class TorchDrill:
         """Of what is divided the parts, also while a module computes and has whole tensors in their places."""
         divided = self._state.sharding.divided
         named = (divided(dict(model.named_parameters())) for model in self._objects.models)
-        return [parameter for each in named for parameter in each.values() if parameter.requires_grad]
+        trained = [parameter for each in named for parameter in each.values() if parameter.requires_grad]
+        updated = self._updated()
+        return [each for each in trained if id(each) in updated] or trained
 
     def close(self) -> None:
         for hook in self._hooks:

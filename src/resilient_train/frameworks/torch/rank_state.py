@@ -57,14 +57,17 @@ class TorchRankState:
         modules = {"extra_state": self._modules.held()} if self._modules.any() else {}
         return {"extra": {name: state_of(each) for name, each in self._extra.items()}, **modules}
 
-    def restore(self, state: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> None:
+    def restore(self, state: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> tuple[str, ...]:
         """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
-        mine, was, now = (self._read(each) for each in (state, *tail))
+        mine, was, now = (self._read(each) for each in (state, tail.before, tail.after))
+        behind = list(tail.own)
         for kind, put in (("buffers", self.buffers.restore), ("extra_state", self._modules.restore)):
             shared = {key: each for key, each in now[kind].items() if _alike(mine[kind], was[kind], key)}
             put({**mine[kind], **shared})
+            behind += [key for key in now[kind] if key not in shared]
         for name, each in mine["extra"].items():
             restore_object(self._extra[name], each)
+        return tuple(behind)
 
     def written_since(self, before: bytes) -> WrittenInTail:
         now = self.packed()
@@ -76,7 +79,8 @@ class TorchRankState:
             written = [key for key in has[kind] if not _alike(had[kind], has[kind], key)]
             for keep, held in zip(kept, (had, has), strict=True):
                 keep[kind] = {key: held[kind][key] for key in written if key in held[kind]}
-        return WrittenInTail(*map(pack, kept)) if any(kept[1].values()) else NOTHING_WRITTEN
+        own = tuple(f"rank_state[{name!r}]" for name in has["extra"] if not _alike(had["extra"], has["extra"], name))
+        return WrittenInTail(pack(kept[0]), pack(kept[1]), own) if own or any(kept[1].values()) else NOTHING_WRITTEN
 
     def _read(self, state: bytes) -> dict[str, Any]:
         tree = dressed(unpack(state), self._held()) if state else {}

@@ -254,6 +254,8 @@ def test_the_first_difference_is_named_with_who_stands_alone() -> None:
     assert first_difference({rank: dict(each.rows) for rank, each in rows.items()}) == ("b", [[0, 2], [1]])
     text = sentence((0, 1, 2), rows)
     assert "ranks [0, 1, 2] are to hold the same bits, but after update 12 'b' differs on rank 1: something" in text
+    assert "began anew" not in text
+    assert "since rank 2 began anew in another's place" in sentence((0, 1, 2), rows, [2])
     two = sentence((0, 1), {rank: rows[rank] for rank in (0, 1)})
     assert "'b' differs between ranks [0] and [1]" in two
 

@@ -672,7 +672,8 @@ class Controller:
             return []
         self._differing = {}
         group = job.replicas.peers(next(iter(told)))
-        text, commits = sentence(group, told), max(each.commits for each in told.values())
+        replaced = [rank for rank in group if job.incarnations[rank]]
+        text, commits = sentence(group, told, replaced), max(each.commits for each in told.values())
         detail: dict[str, object] = {"ranks": list(group), "alone": alone(told), "commits": commits, "reason": text}
         detail |= evidence(told)
         said = next(iter(told.values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from resilient_train.protocol.messages import Differs, Shared
 
@@ -37,15 +37,24 @@ class Doubt:
 _UNAVERAGED = "each rank applies gradients of its own: wrap the model in DistributedDataParallel"
 _ALONE = "something has changed it on one rank alone, or a machine computes otherwise"
 
+_REPLACED = (
+    f"{_ALONE}; or, since {{ranks}} began anew in another's place: the training depends on something that is not "
+    "registered (a scheduler, a loss scale, attributes of an optimizer or of a hook), register it "
+    "(docs/how-to/load-data.md)"
+)
 
-def sentence(group: Sequence[int], told: Mapping[int, Differs]) -> str:
+
+def sentence(group: Sequence[int], told: Mapping[int, Differs], replaced: Collection[int] = ()) -> str:
     """Names the first thing that differs in a replica group, and who stands against whom.
 
-    ``told`` is what its members have said; some may have died over it.
+    ``told`` is what its members have said; some may have died over it. ``replaced``: ranks whose processes have taken
+    another's place.
     """
     speaking = {rank: told[rank] for rank in group if rank in told}
     commits = max(each.commits for each in speaking.values())
     why = _ALONE if all(each.averages for each in speaking.values()) else _UNAVERAGED
+    if why is _ALONE and (new := [rank for rank in speaking if rank in replaced]):
+        why = _REPLACED.format(ranks=f"rank{'s' * (len(new) > 1)} {', '.join(map(str, new))}")
     found = _difference(speaking)
     where = "their state differs"
     if found is not None:

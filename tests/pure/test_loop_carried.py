@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import linecache
 import random
 import sys
 import textwrap
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from resilient_train import script_place
+from resilient_train.session import loop_carried as loop_carried_module
 from resilient_train.session.loop_carried import LoopCarried, body_carried, loop_carried
+from resilient_train.session.static_lookup import Texts
 
 LOOPS = {
     "nothing": ("loss = step * 2\nprint(loss)", ()),
@@ -85,6 +89,9 @@ class Thing:
 
 class Batch:
     seen = 0
+
+    def get(self, _: int) -> int:
+        return 0
 
     def __iter__(self) -> Iterator[int]:
         return iter((1, 2))
@@ -250,6 +257,11 @@ CALLED = {
         ("self.n in T.f",),
     ),
     "a class is called": ("class T:\n    def __init__(self):\n        self.n = 0\n        self.n += 1", "T()", ()),
+    "by get of something without a name": (
+        "def f():\n    batch().get(0)\n    net.seen += 1",
+        "f()",
+        ("net.seen in f",),
+    ),
     "an entry of some key": ("def f(k):\n    counts[k] = counts[k] + 1", "f(step)", ("counts[k] in f",)),
     "or by get": ("def f(k):\n    counts[k] = counts.get(k, 0) + 1", "f(step)", ("counts[k] in f",)),
     "written before it is read": ("def f(k):\n    counts[k] = 1\n    use(counts[k])", "f(step)", ()),
@@ -450,3 +462,21 @@ def test_of_many_some_are_told() -> None:
     told = LoopCarried(tuple("abcdefgh"), "train.py:7").told()
     assert told.startswith("the code at train.py:7 keeps a, b, c, d, e, f and 2 more from step to step")
     assert "keeps a, b from" in LoopCarried(("a", "b"), "x").told()
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["argparse", "ast", "collections", "dataclasses", "json.decoder", "logging", "tarfile", "typing"],
+)
+def test_any_text_is_read(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the standard library were the user's."""
+    texts = Texts()
+    monkeypatch.setattr(loop_carried_module, "Texts", lambda: texts)
+    monkeypatch.setattr(script_place, "is_users", lambda _: True)
+    held = vars(importlib.import_module(module)).values()
+    classes = [each for each in held if isinstance(each, type) and each.__module__ == module]
+    every = [each for holder in (held, *(vars(each).values() for each in classes)) for each in holder]
+    functions = [each for each in every if type(each) is FunctionType]
+    assert len(functions) > 3
+    for each in functions:
+        body_carried(each, ())

@@ -437,8 +437,10 @@ class _Flow:
 
     def _call(self, node: ast.Call) -> None:
         name, scope = _name_of(node.func), self._scope
-        if isinstance(node.func, ast.Attribute) and node.func.attr in _READS_ENTRY and node.args:
-            self._reads(_entry(node.func.value, node.args[0]) or name)
+        match node:
+            case ast.Call(func=ast.Attribute(value=held_by, attr=verb), args=[key, *_]) if verb in _READS_ENTRY:
+                if entry := _entry(held_by, key):
+                    self._reads(entry)
         if name and scope.is_whole(name):
             *around, value = scope.path(name)
             owner = around[-1] if around else UNKNOWN

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import ProtocolError, StateError  # noqa: E402
-from resilient_train.frameworks.torch import rank_state  # noqa: E402
+from resilient_train.frameworks.torch import buffers as buffers_module  # noqa: E402
+from resilient_train.frameworks.torch.buffers import Buffers  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.leaves import pack, unpack  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
 
@@ -150,6 +151,49 @@ def test_what_a_lost_tail_has_written_of_its_own_is_named() -> None:
     assert successor.packed() == published
 
 
+class Observed(nn.Module):
+    """Its buffers are written by kernels that tell no version counter; the large one is not small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.zeros(4))
+        self.register_buffer("wide", torch.zeros(200_000))
+
+    def observe(self, *names: str) -> None:
+        for name in names:
+            getattr(self, name).data.add_(1)
+
+
+def test_a_buffer_that_is_written_past_its_counter_is_found_late() -> None:
+    net = Observed()
+    buffers = Buffers((net,))
+    buffers.look(closely=True)
+    for _ in range(3):
+        buffers.look(closely=False)
+        assert buffers.own() == {}
+    net.observe("low")
+    buffers.look(closely=False)
+    assert list(buffers.own()) == ["0..low"]
+    buffers.look(closely=False)
+    net.observe("wide")
+    buffers.look(closely=False)
+    assert list(buffers.own()) == ["0..low"], "256 KiB together, else it would take its time in each step"
+    buffers.look(closely=True)
+    assert list(buffers.own()) == ["0..low", "0..wide"]
+
+
+def test_what_can_not_be_read_in_one_piece_is_not_glanced_at() -> None:
+    net = Observed()
+    net.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
+    net.register_buffer("none", torch.zeros(0))
+    buffers = Buffers((net,))
+    buffers.look(closely=False)
+    assert [each is net.low for each in buffers._small] == [True]
+    net.low.data = torch.ones(4)  # what lay there may be gone
+    buffers.look(closely=False)
+    assert list(buffers.own()) == ["0..low"]
+
+
 def test_foreign_bytes_are_refused() -> None:
     with pytest.raises(ProtocolError):
         TorchRankState((model(),), {}).restore(b"\x93 no state")
@@ -157,7 +201,7 @@ def test_foreign_bytes_are_refused() -> None:
 
 def test_what_the_module_looks_at_is_what_it_says() -> None:
     """A buffer of size 0 lies nowhere."""
-    assert not rank_state._lies_here(torch.empty(0))
+    assert not buffers_module.lies_here(torch.empty(0))
 
 
 class Cooling(nn.Linear):

@@ -11,10 +11,26 @@ from typing import NamedTuple
 
 import torch
 
+from resilient_train._native import Glance
 from resilient_train.errors import ProtocolError
+from resilient_train.frameworks.torch.leaves import is_sharded, span_of
 
 # Their kernels write the running statistics without telling the version counter.
 _SILENT_WRITERS = (torch.nn.modules.batchnorm._NormBase,)
+
+
+_SMALL_BYTES = 256 << 10
+"""Of all that are looked at in each step: some 10 us."""
+
+
+def lies_here(buffer: torch.Tensor) -> bool:
+    """Whether its bytes lie in one piece in this process's memory."""
+    return buffer.device.type == "cpu" and buffer.is_contiguous() and buffer.numel() > 0
+
+
+def _may_be_read(buffer: torch.Tensor) -> bool:
+    strided = buffer.layout is torch.strided and not is_sharded(buffer)
+    return strided and lies_here(buffer) and buffer.data_ptr() != 0
 
 
 class _Quiet(NamedTuple):
@@ -42,6 +58,11 @@ class Buffers:
         self._live: set[str] = set()
         self._quiet: dict[str, _Quiet] = {}
         self._first: dict[str, torch.Tensor] = {}
+        self._small: list[torch.Tensor] = []
+        """Of the quiet ones those that are looked at in each step; where they lie is asked first."""
+        self._addresses: list[int] = []
+        self._glance = Glance([])
+        self._quiets = -1
         self._made: dict[str, bool] = {}
         """Those that the training has made, and whether there was a name for it, with None behind it."""
         for prefix, module in self._modules.items():
@@ -89,13 +110,35 @@ class Buffers:
                     self._live.add(key)
         self._count()
 
-    def look(self) -> None:
-        """Finds those that are written past the version counter (``buffer.data.mul_(...)``), by comparing all."""
+    def look(self, *, closely: bool) -> None:
+        """Finds those that are written past the version counter (``buffer.data.mul_(...)``, running statistics and
+        observers that a kernel of torch's writes), by comparing all. Else only if small ones on the host have changed:
+        some begin to be written late (a layer is unfrozen, an observer is switched on).
+        """
+        if not closely and not self._small_changed():
+            return
         for key in [*self._quiet]:
             buffer = self._present(key)
             if buffer is None or not torch.equal(buffer, self._first[key]):
                 self._live.add(key)
                 del self._quiet[key]
+
+    def _small_changed(self) -> bool:
+        """True the first time, and when there are others."""
+        if not self._quiet:
+            return False
+        same = len(self._quiet) == self._quiets
+        if not (same and [each.data_ptr() for each in self._small] == self._addresses):
+            self._quiets, self._small = len(self._quiet), []
+            left = _SMALL_BYTES
+            here = [quiet for quiet in self._quiet.values() if _may_be_read(quiet.buffer)]
+            for buffer, _, address in sorted(here, key=lambda quiet: quiet.buffer.nbytes):
+                left -= buffer.nbytes
+                if left >= 0 and buffer.data_ptr() == address:
+                    self._small.append(buffer)
+            self._addresses = [each.data_ptr() for each in self._small]
+            self._glance = Glance([span_of(each.detach()) for each in self._small])
+        return self._glance.changed()
 
     def _place(self, key: str) -> tuple[dict[str, torch.Tensor | None], str]:
         """Where a module has it, also one that another process's training has made."""

@@ -16,7 +16,7 @@ import torch
 
 from resilient_train._native import Glance
 from resilient_train.frameworks.roles import NOTHING_WRITTEN, WrittenInTail
-from resilient_train.frameworks.torch.buffers import Buffers
+from resilient_train.frameworks.torch.buffers import Buffers, lies_here
 from resilient_train.frameworks.torch.containers import dressed, worn
 from resilient_train.frameworks.torch.extra_state import ExtraState
 from resilient_train.frameworks.torch.leaves import TENSORS, pack, restore_object, span_of, state_of, unpack
@@ -46,7 +46,7 @@ class TorchRankState:
         only = len(buffers) == len(own) and not self._more
         if only and self._same is not None and self._same.are(buffers):
             return _Packed(self._same.packed(), None)
-        if only and all(map(_lies_here, buffers.values())):
+        if only and all(map(lies_here, buffers.values())):
             self._same = _SameBuffers(buffers)
             return _Packed(self._same.packed(), None)
         held = self._held()
@@ -156,7 +156,3 @@ class _SameBuffers:
         if self._glance.changed():
             self._packed = msgspec.msgpack.encode((self._description, self._glance.seen()))
         return self._packed
-
-
-def _lies_here(buffer: torch.Tensor) -> bool:
-    return buffer.device.type == "cpu" and buffer.is_contiguous() and buffer.numel() > 0

@@ -167,8 +167,7 @@ class TorchWindow:
         self._asked = None
         self._samples.take()
         self._undo = None
-        if self._state.kept.looks_closely:
-            self._rank_state.buffers.look()
+        self._rank_state.buffers.look(closely=self._state.kept.looks_closely)
         self._rank_state.keep()
         self._state.keep(whole=whole)
         self._start = _Start(random_state(), torch.is_grad_enabled(), self._buckets.shares_buffers)
@@ -194,8 +193,7 @@ class TorchWindow:
             optimizer.zero_grad(set_to_none=True)
         for model in self._objects.models:
             model.zero_grad(set_to_none=True)
-        if self._state.kept.looks_closely:
-            self._rank_state.buffers.look()
+        self._rank_state.buffers.look(closely=True)
         self._rank_state.rollback()
         lost = self._state.put_back(intact=intact)
         zero(gradients)
@@ -231,8 +229,7 @@ class TorchWindow:
 
     def gradients_ready(self, update: int) -> WrittenEarly | None:
         self._state.kept.look()
-        if self._state.kept.looks_closely:
-            self._rank_state.buffers.look()
+        self._rank_state.buffers.look(closely=self._state.kept.looks_closely)
         if not self._buckets.known:
             self._buckets.recorded(update)
         return self._state.kept.found()

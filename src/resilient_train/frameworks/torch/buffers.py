@@ -58,11 +58,6 @@ class Buffers:
         self._live: set[str] = set()
         self._quiet: dict[str, _Quiet] = {}
         self._first: dict[str, torch.Tensor] = {}
-        self._small: list[torch.Tensor] = []
-        """Of the quiet ones those that are looked at in each step; where they lie is asked first."""
-        self._addresses: list[int] = []
-        self._glance = Glance([])
-        self._quiets = -1
         self._made: dict[str, bool] = {}
         """Those that the training has made, and whether there was a name for it, with None behind it."""
         for prefix, module in self._modules.items():
@@ -76,6 +71,12 @@ class Buffers:
                 else:
                     self._quiet[key] = _Quiet(buffer, buffer._version, buffer.data_ptr())
                     self._first[key] = buffer.detach().clone()
+        self._small = self._find_small()
+        """Of the quiet ones those that are looked at in each window, from its begin on: so what a rollback finds has
+        changed since then, and had its first value before. None is added later.
+        """
+        self._addresses: list[int] = []
+        self._glance: Glance | None = None
         self._count()
 
     def _count(self) -> None:
@@ -115,30 +116,31 @@ class Buffers:
         observers that a kernel of torch's writes), by comparing all. Else only if small ones on the host have changed:
         some begin to be written late (a layer is unfrozen, an observer is switched on).
         """
-        if not closely and not self._small_changed():
-            return
-        for key in [*self._quiet]:
+        for key in [*self._quiet] if closely else self._small_changed():
             buffer = self._present(key)
             if buffer is None or not torch.equal(buffer, self._first[key]):
                 self._live.add(key)
                 del self._quiet[key]
 
-    def _small_changed(self) -> bool:
-        """True the first time, and when there are others."""
-        if not self._quiet:
-            return False
-        same = len(self._quiet) == self._quiets
-        if not (same and [each.data_ptr() for each in self._small] == self._addresses):
-            self._quiets, self._small = len(self._quiet), []
-            left = _SMALL_BYTES
-            here = [quiet for quiet in self._quiet.values() if _may_be_read(quiet.buffer)]
-            for buffer, _, address in sorted(here, key=lambda quiet: quiet.buffer.nbytes):
-                left -= buffer.nbytes
-                if left >= 0 and buffer.data_ptr() == address:
-                    self._small.append(buffer)
-            self._addresses = [each.data_ptr() for each in self._small]
-            self._glance = Glance([span_of(each.detach()) for each in self._small])
-        return self._glance.changed()
+    def _find_small(self) -> dict[str, torch.Tensor]:
+        found, left = dict[str, torch.Tensor](), _SMALL_BYTES
+        here = {key: quiet.buffer for key, quiet in self._quiet.items() if _may_be_read(quiet.buffer)}
+        for key, buffer in sorted(here.items(), key=lambda named: named[1].nbytes):
+            left -= buffer.nbytes
+            if left >= 0:
+                found[key] = buffer
+        return found
+
+    def _small_changed(self) -> list[str]:
+        """Keys of all of them if something has; also the first time, and when there are fewer."""
+        small = {key: each for key, each in self._small.items() if key in self._quiet}
+        addresses = [each.data_ptr() for each in small.values()]
+        if self._glance is None or len(small) < len(self._small) or addresses != self._addresses:
+            moved = [key for key, each in small.items() if each.data_ptr() != self._quiet[key].address]
+            self._small = {key: each for key, each in small.items() if key not in moved}
+            self._addresses = [each.data_ptr() for each in self._small.values()]
+            self._glance = Glance([span_of(each.detach()) for each in self._small.values()])
+        return [*self._small] if self._glance.changed() else []
 
     def _place(self, key: str) -> tuple[dict[str, torch.Tensor | None], str]:
         """Where a module has it, also one that another process's training has made."""

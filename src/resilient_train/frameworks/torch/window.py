@@ -193,7 +193,7 @@ class TorchWindow:
             optimizer.zero_grad(set_to_none=True)
         for model in self._objects.models:
             model.zero_grad(set_to_none=True)
-        self._rank_state.buffers.look(closely=True)
+        self._rank_state.buffers.look(closely=self._state.kept.looks_closely)
         self._rank_state.rollback()
         lost = self._state.put_back(intact=intact)
         zero(gradients)

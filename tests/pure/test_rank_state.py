@@ -144,6 +144,7 @@ def test_what_a_lost_tail_has_written_of_its_own_is_named() -> None:
     published, before = own.packed(), replica.packed()
     assert successor.restore(published, replica.written_since(before)) == (), "nothing is written there"
     counters[1].value = 7
+    assert replica.written_since(before) == (b"", b"", ("rank_state['counter']",)), "nothing of modules"
     train(theirs)
     behind = successor.restore(published, replica.written_since(before))
     assert behind[0] == "rank_state['counter']"

@@ -82,7 +82,7 @@ class Publication:
         a replica, which this rank may not have come to.
         """
         held = read(payload)
-        self._before_tail = {held.commits: held.rank if held.ahead or tail == NOTHING_WRITTEN else tail.before}
+        self._before_tail = {held.commits: held.rank if held.ahead or not tail.before else tail.before}
         self._cursor.load(
             DataPosition(
                 held.epoch,

@@ -64,7 +64,7 @@ class TorchRankState:
         for kind, put in (("buffers", self.buffers.restore), ("extra_state", self._modules.restore)):
             shared = {key: each for key, each in now[kind].items() if _alike(mine[kind], was[kind], key)}
             put({**mine[kind], **shared})
-            behind += [key for key in now[kind] if key not in shared]
+            behind += [key for key in now[kind] if key in was[kind] and key not in shared]
         for name, each in mine["extra"].items():
             restore_object(self._extra[name], each)
         return tuple(behind)
@@ -79,8 +79,11 @@ class TorchRankState:
             written = [key for key in has[kind] if not _alike(had[kind], has[kind], key)]
             for keep, held in zip(kept, (had, has), strict=True):
                 keep[kind] = {key: held[kind][key] for key in written if key in held[kind]}
-        own = tuple(f"rank_state[{name!r}]" for name in has["extra"] if not _alike(had["extra"], has["extra"], name))
-        return WrittenInTail(pack(kept[0]), pack(kept[1]), own) if own or any(kept[1].values()) else NOTHING_WRITTEN
+        names = [name for name in had["extra"] if not _alike(had["extra"], has["extra"], name)]
+        own = tuple(f"rank_state[{name!r}]" for name in names)
+        if not any(kept[1].values()):
+            return WrittenInTail(b"", b"", own)
+        return WrittenInTail(pack(kept[0]), pack(kept[1]), own)
 
     def _read(self, state: bytes) -> dict[str, Any]:
         tree = dressed(unpack(state), self._held()) if state else {}

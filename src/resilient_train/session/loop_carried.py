@@ -158,10 +158,10 @@ class _Registered:
     def __init__(self, known: Iterable[object], models: Iterable[object]) -> None:
         self._kept = [*known]  # or an id may become another's
         self._known = {id(each) for each in self._kept}
-        self._parts = dict[int, object]()
+        self._parts = set[int]()
         for part in (part for model in models for part in all_parts(model)):
             publishes = functions_of(held(part, "get_extra_state"))
-            (self._known.add if publishes else self._parts.setdefault)(id(part))
+            (self._known if publishes else self._parts).add(id(part))
 
     def has(self, path: Sequence[Any]) -> bool:
         """``path``: an object, what its attribute is, and so on, as far as they are known."""
@@ -404,7 +404,7 @@ class _Flow:
             self._reads(name)
             self._wrote(name)
             return
-        told = name or _text_of(target)
+        told = name or ast.unparse(target)
         if not self._is_sure(told):
             self._read(target)
             if not self._registered.has(self._scope.path(told)):
@@ -509,7 +509,3 @@ def _prefixes(name: str) -> list[str]:
         found += part if not found or part.startswith("[") else f".{part}"
         every.append(found)
     return every
-
-
-def _text_of(target: ast.AST) -> str:
-    return ast.unparse(target)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from resilient_train import script_place
 
-TEXT_MAX = 300_000
+_TEXT_MAX = 300_000
 UNKNOWN: Any = object()
 _DRAWS = ("Random", "Generator", "RandomState")
 """Python's, NumPy's and torch's own."""
@@ -211,7 +211,7 @@ class Texts:
 
 
 def _parse(text: str) -> ast.Module | None:
-    if not text or len(text) > TEXT_MAX:
+    if not text or len(text) > _TEXT_MAX:
         return None
     try:
         with warnings.catch_warnings(action="ignore"):  # Python has told them when it ran the script

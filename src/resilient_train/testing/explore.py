@@ -77,7 +77,7 @@ Turns = tuple[Actor, ...]
 """Who was put behind all others, one after the other."""
 
 
-def in_turn(moves: list[Move], turns: Turns) -> list[list[Move]]:
+def _in_turn(moves: list[Move], turns: Turns) -> list[list[Move]]:
     """The moves by actor, in the order in which they have their turn."""
     actors: dict[Actor, list[Move]] = {}
     for move in moves:
@@ -131,7 +131,7 @@ class _Search:
         if self._delays is None:
             return [(move, turns) for move in moves]
         left, found = self._delays - len(turns), list[tuple[Move, Turns]]()
-        for each in in_turn(moves, turns)[: left + 1]:
+        for each in _in_turn(moves, turns)[: left + 1]:
             found += [(move, turns) for move in each]
             turns += ((each[0].actor, each[0].about),)
         return found

@@ -276,6 +276,28 @@ def test_a_message_that_failed_counts_at_the_next_update(works: Works) -> None:
     assert not message.intact()
 
 
+def test_a_recovery_waits_for_receives_that_nobody_waits_for(works: Works) -> None:
+    """gloo may write into their tensors all the same."""
+    rests = iter([False, False, True])
+    GuardedMessage(Posted(), works, 0, receives=True)  # and nobody keeps it
+    assert works.drain(lambda: next(rests)) == 0
+    assert next(rests, None) is None
+    GuardedMessage(Posted(), works, 0)
+    waited_for = GuardedMessage(Posted(), works, 0, receives=True)
+    with pytest.raises(RuntimeError, match="Timed out"):
+        waited_for.wait(timedelta(milliseconds=7))
+    assert works.drain(lambda: next(rests)) == 0, "of a send, and of one whose end was seen"
+
+
+def test_those_who_wait_in_later_groups_are_not_let_go(inner: Inner, works: Works) -> None:
+    """By a thread that was to let others go, and comes to it when the recovery is over."""
+    before = works.live
+    assert works.drain(lambda: True) == 0
+    work = GuardedWork(inner, works.live)
+    assert works.release(live=before) == works.release(lambda: True, before) == 0
+    assert not work.is_completed()
+
+
 class Forgetful:
     """A Session's engine whose every collective is forgotten by gloo, and soon given up."""
 

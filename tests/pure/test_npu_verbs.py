@@ -304,7 +304,7 @@ def test_damage_that_was_found_where_a_thread_was_freed(npu: RecordedNpu) -> Non
     groups: Any = engine.groups
     npu.answer("npu.check_uce_in_memory", 3)
     engine.device.lend()
-    assert groups.release_waiters(forgotten=False) == 1
+    assert groups.waiters()(False) == 1
     engine.device.take_back()
     npu.answer("npu.check_uce_in_memory", 0)
     everything = recover(engine)
@@ -324,7 +324,7 @@ def test_a_collective_behind_the_update_is_waited_for_on_the_device(npu: Recorde
 
     assert groups.finish(call) is waits
     assert [name for name, _ in npu.take()] == ["synchronize", "call", "wait", "synchronize"]
-    assert groups.release_waiters(forgotten=False) == 0
+    assert groups.waiters()(False) == 0
 
 
 def test_what_lies_on_a_device_is_not_written_from_here(npu: RecordedNpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,9 +183,7 @@ class Driver:
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         report = CollectiveReport(self._link, self._pulse.folder, engine.groups.recorded)
         self._descriptors = RecoveryLimit()
-        self._stop_delivery = StopDelivery(
-            self._peers, self._link.generation, engine.groups.release_waiters, report, settings
-        )
+        self._stop_delivery = StopDelivery(self._peers, self._link.generation, engine.groups.waiters, report, settings)
         own = engine.rank_state if objects.rank_extra else None
         self._batches = KeptBatches(cursor, engine.data, self._pulse, self.outlive, own)
         self._left_with: dict[str, StateMark] = {}

@@ -24,22 +24,22 @@ _WAKE_MS = 100
 
 
 class StopDelivery:
-    """``interrupt`` is armed while a body runs. ``release`` lets the waiters on collectives go, on any thread; at
-    first, which it is told, only those whom nobody will wake.
+    """``interrupt`` is armed while a body runs. ``waiters``: see ``roles.Groups``. At first only those are let go whom
+    nobody will wake.
     """
 
     def __init__(
         self,
         peers: Peers,
         generation: int,
-        release: Callable[[bool], int],
+        waiters: Callable[[], Callable[[bool], int]],
         report: CollectiveReport,
         settings: Settings,
     ) -> None:
         self._peers = peers
         self._report = report
         self._generation = self._noticed = generation
-        self._release = release
+        self._waiters = waiters
         self._watchdog = peers.watchdog(beat_ms=settings.beat_ms, grace_ms=settings.grace_ms, signal_number=int(SIGNAL))
         self.guard_sockets = self._watchdog.guard_sockets
         self.interrupt = Interrupt(self._watchdog)
@@ -89,7 +89,7 @@ class StopDelivery:
             late_s, pause_s = time.monotonic() + _GRACE_S, _LOOK_S
             while not self._closing and self._noticed < generation:
                 time.sleep(pause_s)
-                early = time.monotonic() < late_s
-                if self._noticed < generation:
-                    self._release(early)
+                early, let_go = time.monotonic() < late_s, self._waiters()
+                if self._noticed < generation:  # asked behind it: who notices just now is not in groups that come later
+                    let_go(early)
                 pause_s = _LOOK_S if early else _GRACE_S

@@ -63,8 +63,15 @@ class TorchGroups:
     def sockets(self) -> list[tuple[int, int]]:
         return [pair for group in groups.values() for pair in group.sockets]
 
-    def release_waiters(self, forgotten: bool) -> int:
-        return works.release(self._rest) if forgotten else works.release() + self._accelerator.cut()
+    def waiters(self) -> Callable[[bool], int]:
+        live, rest = works.live, self._rest
+
+        def let_go(forgotten: bool) -> int:
+            if forgotten:
+                return works.release(rest, live)
+            return works.release(live=live) + (self._accelerator.cut() if works.live is live else 0)
+
+        return let_go
 
     def finish(self, call: Callable[[], dist.Work]) -> dist.Work:
         """Makes a call behind the update, and waits until it is over, on the device too. A stop frees who waits."""

@@ -243,11 +243,15 @@ class MonitoredBarrier:
 class GuardedMessage(dist.Work):
     """One message from a rank to another. gloo's work for it has no future and may be waited for once only."""
 
-    def __init__(self, inner: Any, works: Works, source: int) -> None:
+    def __init__(self, inner: Any, works: Works, source: int, *, receives: bool = False) -> None:
+        """``receives``: gloo writes into a tensor, whether somebody waits for it or not."""
         super().__init__()
         self._inner: Any = inner
         self._works = works
         self._source = source
+        self._posted = object()
+        if receives:
+            works.posted.add(self._posted)
         self._error: RuntimeError | None = None
         self._done = False
 
@@ -255,8 +259,10 @@ class GuardedMessage(dist.Work):
         """Raises RuntimeError if it failed, ``timeout`` is over, or it was let go; again, if it is asked again."""
         if self._inner is not None:
             inner, self._inner = self._inner, None
+            work = GuardedWork(InThread(inner, _limit_s(timeout)), self._works.live)
+            self._works.posted.discard(self._posted)  # behind it: a drain finds it here or there
             try:
-                GuardedWork(InThread(inner, _limit_s(timeout)), self._works.live).wait()
+                work.wait()
             except RuntimeError as error:
                 self._error = RuntimeError(*error.args)
                 self._works.since_update.append(self)
@@ -289,7 +295,9 @@ class Works:
 
     def __init__(self) -> None:
         self.live: dict[int, GuardedWork] = {}
-        """By id; a work takes itself out when it ends."""
+        """By id; a work takes itself out when it ends. Another one behind each ``drain``."""
+        self.posted = set[object]()
+        """Receives that nobody waits for yet, or ever: nobody hears of their end."""
         self._let_go: list[GuardedWork] = []
         """In this recovery: they fail, whatever gloo still makes of them."""
         self.since_update: list[GuardedWork | GuardedMessage | NotBegun] = []
@@ -314,16 +322,17 @@ class Works:
             time.sleep(_POLL_S)
         released += self.release()
         self._let_go.clear()  # nobody else keeps what gloo may have forgotten
+        self.live, self.posted = {}, set()
         return released
 
     def _under_way(self) -> bool:
-        return bool(self.live or _telling) or not all(work.ended for work in self._let_go)
+        return bool(self.live or self.posted or _telling) or not all(work.ended for work in self._let_go)
 
-    def release(self, at_rest: Callable[[], bool] | None = None) -> int:
+    def release(self, at_rest: Callable[[], bool] | None = None, live: dict[int, GuardedWork] | None = None) -> int:
         """Lets all waiters go with an error. May be called on any thread. Returns how many there were. ``at_rest``: if
-        gloo does nothing more for those who wait now, else nobody.
+        gloo does nothing more for those who wait now, else nobody. ``live``: of before a drain, which may be over.
         """
-        works = list(self.live.values())
+        works = list((self.live if live is None else live).values())
         if at_rest is None:
             self._let_go += works  # first: whoever has waited goes on at once, and drains
         elif not (works and at_rest()):

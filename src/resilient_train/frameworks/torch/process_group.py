@@ -393,7 +393,7 @@ class ResilientGroup(dist.ProcessGroup):
             return GuardedMessage(MonitoredBarrier(self.inner, *args), works, 0)
         if verb in POINT_TO_POINT:
             source = -1 if verb == "recv_anysource" else args[1]
-            return GuardedMessage(getattr(self.inner, verb)(*args), works, source)
+            return GuardedMessage(getattr(self.inner, verb)(*args), works, source, receives=verb != "send")
         if self._hung_up or self._hangups.poll(0, 1):
             # gloo would find out as well, but may forget a waiter over it (see guarded_works.py): don't even begin.
             raise RuntimeError(f"a peer of process group {self._name!r} has hung up")

@@ -20,18 +20,22 @@ def why(run: Run) -> str:
     return next(line for line in run.err.splitlines() if "resilient-run: the job ends" in line)
 
 
-@pytest.mark.parametrize("what", ["average", "written"])
+SCHEDULED = "scheduler CosineAnnealingLR, which is not registered, has changed in training"
+
+
+@pytest.mark.parametrize("what", ["average", "written", "scheduled"])
 def test_one_that_changes_is_told_and_a_lost_rank_ends_the_job(tmp_path: Path, what: str) -> None:
     """The state is saved. Who starts the job again is told that the average begins anew."""
+    changed = SCHEDULED if what == "scheduled" else CHANGED
     run = run_of(tmp_path / "run", what)
     assert run.code == 2, run.explain()
     assert {each["rank"] for each in run.of("unregistered")} == {0, 1}, run.explain()
-    assert run.err.count(f"{CHANGED} on rank") == 1
-    assert f"rank 1 can't be replaced, since {CHANGED}, and a new process has it as it was" in why(run)
+    assert run.err.count(f"{changed} on rank") == 1
+    assert f"rank 1 can't be replaced, since {changed}, and a new process has it as it was" in why(run)
     assert "its state from after 6 updates is saved" in why(run)
     again = run_of(tmp_path / "run", what, plan="")
     assert again.code == 0, again.explain()
-    assert again.err.count(f"where the state was saved, {CHANGED}; here it begins anew") == 1
+    assert again.err.count(f"where the state was saved, {changed}; here it begins anew") == 1
 
 
 def test_one_that_one_rank_has_is_lost_with_that_rank_only(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
@@ -46,13 +50,15 @@ def test_one_that_one_rank_has_is_lost_with_that_rank_only(tmp_path: Path, undis
     assert f"rank 0 can't be replaced, since {CHANGED}" in why(run)
 
 
-def test_all_ranks_are_not_started_again_without_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["average", "scheduled"])
+def test_all_ranks_are_not_started_again_without_it(tmp_path: Path, what: str) -> None:
     """Nobody is left that could tell; the saved state does."""
+    changed = SCHEDULED if what == "scheduled" else CHANGED
     both = "; ".join(f"kill rank={rank} step=8 phase=COMPUTE at=start" for rank in (0, 1))
-    run = run_of(tmp_path / "run", "average", "--save", "2", plan=both)
+    run = run_of(tmp_path / "run", what, "--save", "2", plan=both)
     assert run.code == 2, run.explain()
     told = why(run)
-    assert f"all ranks have been started again, and {CHANGED}" in told or f"since {CHANGED}" in told, run.explain()
+    assert f"all ranks have been started again, and {changed}" in told or f"since {changed}" in told, run.explain()
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def odd(found: Unregistered) -> set[str]:
 
 
 NAMES = {
-    f"'inner.{name}' of Odd"
+    f"parameter 'inner.{name}' of Odd"
     for name in ("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked")
 }
 
@@ -60,7 +60,9 @@ def test_what_lies_in_registered_memory_is_registered() -> None:
         bare = Odd()
     unborn = Odd()
     unborn.inner = nn.Sequential(nn.LazyLinear(50), nn.LazyBatchNorm1d())
-    assert odd(of(model)) == {"'inner.1.num_batches_tracked' of Odd"}, "of the others there is nothing to bring back"
+    assert odd(of(model)) == {"parameter 'inner.1.num_batches_tracked' of Odd"}, (
+        "of the others there is nothing to bring back"
+    )
     assert odd(of(model, unborn)) == set()
     del bare
 
@@ -98,9 +100,9 @@ def test_a_change_is_seen_however_it_is_written(write: str) -> None:
             model.inner[0].weight.data.mul_(0.9)
         else:
             model.inner[0].weight[-1, -1] += 1
-    assert found.changed() == ("'inner.0.weight' of Odd",)
-    assert found.stands_here("'inner.0.weight' of Odd")
-    assert not found.stands_here("'inner.0.weight' of Other")
+    assert found.changed() == ("parameter 'inner.0.weight' of Odd",)
+    assert found.stands_here("parameter 'inner.0.weight' of Odd")
+    assert not found.stands_here("parameter 'inner.0.weight' of Other")
     with torch.no_grad():
         model.inner[0].weight.zero_()
     assert found.changed(), "once seen it stays so"
@@ -111,7 +113,7 @@ def test_another_one_in_its_place_is_a_change(how: str) -> None:
     class Own(nn.Parameter):
         pass
 
-    model, name = Odd(), "'inner.0.weight' of Odd"
+    model, name = Odd(), "parameter 'inner.0.weight' of Odd"
     if how == "kind":
         model.inner[0].weight = Own(torch.ones(50, 40))
     found = of()
@@ -126,7 +128,7 @@ def test_another_one_in_its_place_is_a_change(how: str) -> None:
         model.inner[0].weight = None
     elif how == "buffer":
         model.inner[1].running_mean.add_(1)
-        name = "'inner.1.running_mean' of Odd"
+        name = "parameter 'inner.1.running_mean' of Odd"
     else:
         model.inner[0].weight.data.mul_(2)
     assert name in found.changed()
@@ -224,3 +226,95 @@ def test_a_module_that_was_not_built_is_no_module() -> None:
     bare = Odd.__new__(Odd)
     assert odd(of()) == set()
     del bare
+
+
+class Trainer:
+    """A user's own, which publishes for what it holds."""
+
+    def __init__(self, *held: Any) -> None:
+        self.held = [{"inner": each} for each in held]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): each["inner"].state_dict() for number, each in enumerate(self.held)}
+
+
+def scheduled(*models: nn.Module) -> Any:
+    optimizer = torch.optim.SGD([each for model in models for each in model.parameters()], lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+
+def counting(model: nn.Module, *others: Any) -> Unregistered:
+    gc.collect()  # other tests' schedulers are of other parameters, but averagers are of none
+    found = Unregistered((model,), others)
+    found.begin(frozenset)
+    return found
+
+
+def stepped(optimizer: Any, scheduler: Any) -> None:
+    optimizer.step()
+    scheduler.step()
+
+
+def test_a_scheduler_that_goes_on_is_told() -> None:
+    model = nn.Linear(2, 2)
+    optimizer, scheduler = scheduled(model)
+    found = counting(model)
+    assert found.changed() == ()
+    stepped(optimizer, scheduler)
+    assert found.changed(sometimes=True) == ("scheduler StepLR",)
+    assert found.stands_here("scheduler StepLR")
+    assert not counting(nn.Linear(2, 2)).stands_here("scheduler StepLR"), "of an optimizer that nobody registered"
+    del scheduler
+    gc.collect()
+    assert found.changed() == ("scheduler StepLR",), "it had gone on"
+
+
+@pytest.mark.parametrize("how", ["itself", "held", "of schedulers", "global"])
+def test_a_scheduler_that_something_registered_publishes_is_not_told(how: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, scheduler = scheduled(model)
+    registered: Any = scheduler
+    if how == "held":
+        registered = Trainer(scheduler)
+    elif how == "of schedulers":
+        registered = torch.optim.lr_scheduler.SequentialLR(optimizer, [scheduler, scheduler], [5])
+    elif how == "global":
+
+        class Local:
+            def state_dict(self) -> Any:
+                return scheduler.state_dict()
+
+        registered = Local()
+    found = counting(model, registered)
+    stepped(optimizer, scheduler)
+    assert found.changed() == ()
+    beside = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    found = counting(model, registered)
+    stepped(optimizer, beside)
+    assert found.changed() == ("scheduler LambdaLR",), "another one is"
+
+
+def test_a_data_set_is_not_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands near is found all the same."""
+    monkeypatch.setattr("resilient_train.frameworks.torch.unregistered._REACHED_MAX", 50)
+    model = nn.Linear(2, 2)
+    optimizer, scheduler = scheduled(model)
+    found = counting(model, Trainer([[[number]] for number in range(1000)], scheduler))
+    stepped(optimizer, scheduler)
+    assert found.changed() == ()
+
+
+def test_what_averages_models_now_and_then_is_told() -> None:
+    from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+
+    class Averager(ModelAverager):
+        def __init__(self) -> None:  # torch's asks for groups
+            self.step = 0
+
+        def average_parameters(self, params: Any) -> None:
+            self.step += 1
+
+    averager = Averager()
+    found = counting(nn.Linear(2, 2))
+    averager.average_parameters(())
+    assert found.changed() == (f"averager {Averager.__qualname__}",)

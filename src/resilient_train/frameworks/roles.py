@@ -291,10 +291,11 @@ class Groups(Protocol):
         """(descriptor, inode) of the connections that must be shut to unblock a collective."""
         ...
 
-    def release_waiters(self, forgotten: bool) -> int:
-        """Lets every waiter on a collective go, with an error, and the thread that waits for a device which was lent
-        (``Device.lend``). ``forgotten``: those only for whom nobody is left who would wake them. Called again and again
-        behind a stop, on any thread. Returns how many there were.
+    def waiters(self) -> Callable[[bool], int]:
+        """What lets every waiter on a collective go, with an error, and the thread that waits for a device which was
+        lent (``Device.lend``); but nobody who waits in groups that are built later. ``forgotten``, its argument: those
+        only for whom nobody is left who would wake them. It returns how many there were. Asked for again and again
+        behind a stop; both on any thread.
         """
         ...
 
@@ -755,8 +756,8 @@ class Window(Protocol):
         ...
 
     def changed_beside(self, *, sometimes: bool = False, elsewhere: Sequence[str] = ()) -> tuple[str, ...]:
-        """The parameters, for people, that are not registered and have changed since the loop began: a new process
-        would have them as they were. ``sometimes``: most of the calls only say what an earlier one has seen.
+        """The parameters and schedulers, for people, that are not registered and have changed since the loop began:
+        a new process would have them as they were. ``sometimes``: most calls only say what an earlier one has seen.
         ``elsewhere``: not what has changed here, but of those that have in another process what this one has as well.
         """
         ...

@@ -13,7 +13,7 @@ from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol.messages import Hello, Reply, SetUp, Strayed
 from resilient_train.transport import Channel
 
-HOW_TO_KEEP = "register it too, Session(model=[...]) (docs/reference/session.md)"
+HOW_TO_KEEP = "register it too, in model=, scheduler= or state= of the Session (docs/reference/session.md)"
 
 
 def recall(link: AgentLink) -> SetUp:

@@ -125,7 +125,7 @@ class SetUp(msgspec.Struct, tag="set_up", frozen=True):
 
 
 class Beside(msgspec.Struct, tag="beside", frozen=True):
-    """A parameter that is not registered has changed in training, for people: see ``roles.Window.changed_beside``. Told
+    """What is not registered has changed in training, for people: see ``roles.Window.changed_beside``. Told
     once by each process, so that a new one of the rank need not ask others, who may have none.
     """
 

@@ -48,7 +48,7 @@ class Own(msgspec.Struct, frozen=True, array_like=True):
 
 def beside(changed: Sequence[str]) -> str:
     """That what is not registered has changed, for people; empty if none has."""
-    return f"parameter {changed[0]}, which is not registered, has changed in training" if changed else ""
+    return f"{changed[0]}, which is not registered, has changed in training" if changed else ""
 
 
 class _OtherPartsError(VaultError):

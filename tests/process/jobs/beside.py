@@ -1,8 +1,9 @@
 """A loop beside which something has parameters that the Session need not know, or does.
 
 ``beside.py WHAT``: ``average`` (an EMA, written by torch), ``written`` (one that is written past torch's counters),
-``taught`` (a frozen copy gives the targets), ``drawn`` (one that is drawn without a seed). ``--registered``: as a
-model, or in ``state``. ``--seeds``: each rank has its own until DistributedDataParallel's broadcast.
+``taught`` (a frozen copy gives the targets), ``drawn`` (one that is drawn without a seed), ``scheduled`` (a scheduler
+of the registered optimizer). ``--registered``: as a model, or in ``state``. ``--seeds``: each rank has its own until
+DistributedDataParallel's broadcast.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def average(slow: nn.Module, fast: nn.Module, *, past_torch: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["average", "written", "taught", "drawn"])
+    parser.add_argument("what", choices=["average", "written", "taught", "drawn", "scheduled"])
     parser.add_argument("--registered", choices=["", "model", "state"], default="")
     parser.add_argument("--on-rank", type=int, default=-1, help="the only one that has it")
     parser.add_argument("--seeds", action="store_true")
@@ -63,6 +64,7 @@ def main() -> None:
     if asked.registered == "state":
         registered["state"] = {"beside": beside}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12) if asked.what == "scheduled" else None
     with rt.Session(optimizer=optimizer, **registered) as session:
         if asked.save:
             session.save_every(steps=asked.save)
@@ -74,6 +76,8 @@ def main() -> None:
                     targets = beside.held(inputs)
                 nn.functional.mse_loss(model(inputs), targets).backward()
                 optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
                 optimizer.zero_grad()
                 if asked.what in ("average", "written") and beside is not None:
                     average(beside, model.module, past_torch=asked.what == "written")

@@ -31,7 +31,9 @@ def engine_for(objects: Objects) -> Engine:
     state = TorchState(held, rank_state, device_of_rank)
     device = TorchDevice(config.read_settings(), device_of_rank, state, rank_state, groups.communicators)
     gradients = TorchGradients(objects)
-    unregistered = Unregistered(objects.models)
+    unregistered = Unregistered(
+        objects.models, (*objects.schedulers, *objects.extra.values(), *objects.rank_extra.values())
+    )
     window = TorchWindow(objects, state, rank_state, gradients.behind_closure, unregistered)
     return Engine(
         groups=groups,

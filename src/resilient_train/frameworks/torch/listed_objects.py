@@ -35,13 +35,13 @@ def listed() -> list[Any]:
     return found
 
 
-def instances_of(kind: type) -> list[Any]:
+def instances_of(*kinds: type) -> list[Any]:
     """Those that are listed. No object is asked: one may be a proxy of the user's, which answers ``isinstance``."""
     found, known = list[Any](), dict[int, bool]()
     for each in listed():
         its = type(each)
         if id(its) not in known:
-            known[id(its)] = any(base is kind for base in _bases_of(its))
+            known[id(its)] = any(base is kind for base in _bases_of(its) for kind in kinds)
         if known[id(its)]:
             found.append(each)
     return found

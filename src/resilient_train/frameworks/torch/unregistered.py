@@ -1,9 +1,10 @@
-"""Parameters that exist when the loop begins, and are not registered: of a teacher, an EMA, a reference model.
+"""What exists when the loop begins, is not registered, and may train with it: parameters (of a teacher, an EMA, a
+reference model), and what counts the updates (a scheduler).
 
 Nobody brings these back. A process that takes a rank's place has what its script has made, as it was when the loop
 began, and so two things have to be true of them: they are the same each time the script runs, which that process
 looks at; and they don't change in training, which its predecessor tells, or its replica. A few words of each are
-compared.
+compared. What counts is made anew by each script, so of it only the second is asked.
 
 Buffers that are saved with a module are looked at like parameters. Tensors outside of modules are not looked at:
 batches, sums of losses and caches change as they please.
@@ -11,9 +12,14 @@ batches, sums of losses and caches change as they please.
 
 from __future__ import annotations
 
+import gc
+import inspect
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -28,6 +34,12 @@ _ELEMENTS = 256
 _EACH = 32
 """So many looks between two that count, behind the first ones."""
 _DIVIDED = "part of "
+_AVERAGERS = "torch.distributed.algorithms.model_averaging.averagers"
+_REACHED_MAX = 100_000
+"""Objects that are followed to find out what a registered one has in it. A data set may be one."""
+
+
+_NOT_FOLLOWED = (type, ModuleType, torch.nn.Module, torch.Tensor, torch.optim.Optimizer)
 
 
 class Strange(msgspec.Struct, array_like=True, frozen=True, order=True):
@@ -46,7 +58,7 @@ class Strange(msgspec.Struct, array_like=True, frozen=True, order=True):
     @property
     def told(self) -> str:
         """For people."""
-        return f"{self.name!r} of {self.kind}"
+        return f"parameter {self.name!r} of {self.kind}"
 
 
 class _Held(NamedTuple):
@@ -76,13 +88,31 @@ class _Held(NamedTuple):
         return _digest(found) != self.strange.digest
 
 
-class Unregistered:
-    """Those of this process. There are none until ``begin`` is called. ``models`` are registered."""
+class _Counting(NamedTuple):
+    """A scheduler of registered parameters, or what averages models every so many steps; and what its counts were."""
 
-    def __init__(self, models: Sequence[torch.nn.Module] = ()) -> None:
+    told: str
+    held: weakref.ref[Any]
+    begun: dict[str, int]
+
+    def is_other(self) -> bool:
+        """Not so if it is gone."""
+        held = self.held()
+        return held is not None and _counts(held) != self.begun
+
+
+class Unregistered:
+    """Those of this process. There are none until ``begin`` is called. ``models`` are registered, and so are
+    ``others``: schedulers, and objects of the user's that publish their state.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module] = (), others: Sequence[Any] = ()) -> None:
         self._models = models
+        self._others = others
         self._held: list[_Held] = []
+        self._counting: list[_Counting] = []
         self._changed: tuple[str, ...] = ()
+        self._counted: tuple[str, ...] = ()
         self._looks = 0
 
     def begin(self, registered: Callable[[], Memory]) -> None:
@@ -90,7 +120,14 @@ class Unregistered:
         the user's ``state_dict()``s called.
         """
         known = {id(each) for model in self._models for each in (*model.parameters(), *model.buffers())}
-        others = [each for each in _tensors() if id(each.tensor) not in known]
+        listed = instances_of(torch.nn.Module, *_kinds_that_count())
+        modules = [each for each in listed if issubclass(type(each), torch.nn.Module)]
+        counting = [each for each in listed if not issubclass(type(each), torch.nn.Module) and _may_count(each, known)]
+        reached = _reached_from(self._others) if counting else set[int]()
+        self._counting = [
+            _Counting(_named(each), weakref.ref(each), _counts(each)) for each in counting if id(each) not in reached
+        ]
+        others = [each for each in _tensors(modules) if id(each.tensor) not in known]
         memory = registered() if others else frozenset()
         found = [each for each in others if not holds(memory, memory_of([each.tensor]))]
         self._held = [_Held(each.strange, weakref.ref(each.module), each.name) for each in found]
@@ -107,21 +144,24 @@ class Unregistered:
         theirs = set(msgspec.msgpack.decode(packed, type=list[Strange])) if packed else mine
         other_here = {each.key for each in mine - theirs}
         other = min((each for each in theirs - mine if each.key in other_here), default=None)
-        return "" if other is None else f"parameter {other.told}, which is not registered, has other values"
+        return "" if other is None else f"{other.told}, which is not registered, has other values"
 
     def changed(self, *, sometimes: bool = False) -> tuple[str, ...]:
         """Those that are not any more what they were, for people. ``sometimes``: look at the 1st, 2nd, 4th, 8th, ...
-        and each 32nd call only, since a look at a device's memory waits for the device.
+        and each 32nd call only, since a look at a device's memory waits for the device. What counts is always asked.
         """
         self._looks += sometimes
         if self._held and not (sometimes and _is_between(self._looks)):
             found = (each.strange.told for each in self._held if each.strange.told in self._changed or each.is_other())
             self._changed = tuple(dict.fromkeys(found))
-        return self._changed
+        for each in self._counting:
+            if each.told not in self._counted and each.is_other():
+                self._counted += (each.told,)
+        return self._changed + self._counted
 
     def stands_here(self, told: str) -> bool:
         """Whether this process has one of that name."""
-        return any(each.strange.told == told for each in self._held)
+        return told in (each.strange.told for each in self._held) or told in (each.told for each in self._counting)
 
 
 def _is_between(count: int) -> bool:
@@ -140,11 +180,11 @@ class _Found(NamedTuple):
         return Strange(self.kind, self.full_name, _form(self.tensor), _digest(self.tensor))
 
 
-def _tensors() -> Iterator[_Found]:
+def _tensors(modules: Iterable[torch.nn.Module]) -> Iterator[_Found]:
     """The state of all modules, by the outermost one. What an import has made before the process was forked is not
     found (``listed``).
     """
-    modules = [each for each in instances_of(torch.nn.Module) if _is_built(each)]
+    modules = [each for each in modules if _is_built(each)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     seen = set[int]()
     for outer in modules:
@@ -198,3 +238,52 @@ def _digest(tensor: torch.Tensor) -> int:
     flat = _local(tensor).flatten()
     ends = torch.cat([flat[:_ELEMENTS], flat[-_ELEMENTS:]]).to("cpu")
     return xxhash.xxh3_64_intdigest(ends.view(torch.uint8).numpy().data)
+
+
+def _kinds_that_count() -> list[type]:
+    averagers = sys.modules.get(_AVERAGERS)
+    return [torch.optim.lr_scheduler.LRScheduler] + ([averagers.ModelAverager] if averagers is not None else [])
+
+
+def _may_count(counting: Any, known: set[int]) -> bool:
+    """A scheduler may be another network's, which is not registered either: its parameters tell."""
+    if not issubclass(type(counting), torch.optim.lr_scheduler.LRScheduler):
+        return True
+    optimizer = vars(counting).get("optimizer")
+    if not issubclass(type(optimizer), torch.optim.Optimizer):
+        return False
+    groups = vars(optimizer).get("param_groups", [])
+    return any(id(parameter) in known for group in groups for parameter in group["params"])
+
+
+def _named(counting: Any) -> str:
+    is_scheduler = issubclass(type(counting), torch.optim.lr_scheduler.LRScheduler)
+    return f"{'scheduler' if is_scheduler else 'averager'} {type(counting).__qualname__}"
+
+
+def _counts(counting: Any) -> dict[str, int]:
+    return {name: each for name, each in vars(counting).items() if type(each) is int}
+
+
+def _reached_from(registered: Iterable[Any]) -> set[int]:
+    """What registered objects have in them, by id: a scheduler of schedulers, a trainer's own that publishes for all it
+    holds. No object is asked.
+    """
+    ahead = deque(registered)
+    for each in registered:
+        published = getattr(type(each), "state_dict", None)
+        if isinstance(published, FunctionType):
+            names = inspect.getclosurevars(published)
+            ahead += [*names.nonlocals.values(), *names.globals.values()]
+    found, kept = set[int](), list[Any]()
+    while ahead and len(found) < _REACHED_MAX:
+        each = ahead.popleft()
+        if id(each) in found or not gc.is_tracked(each) or issubclass(type(each), _NOT_FOLLOWED):
+            continue
+        found.add(id(each))
+        kept.append(each)  # so that no other one gets its id
+        if type(each) is FunctionType:
+            ahead += (*(each.__closure__ or ()), each.__dict__)  # not the names of its module
+        else:
+            ahead += gc.get_referents(each)
+    return found

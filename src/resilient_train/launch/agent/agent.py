@@ -339,8 +339,8 @@ class Agent:
         if not any(each.changed for each in self._set_ups.values()):
             self._say(
                 f"{changed} on rank {rank}: a process that takes the rank's place would have it as it was at the "
-                "beginning, so the job ends if the rank is lost: register it too, Session(model=[...]) "
-                "(docs/reference/session.md)"
+                "beginning, so the job ends if the rank is lost: register it too (docs/reference/session.md, "
+                "What is not registered)"
             )
         self._set_ups[rank] = m.SetUp(self.set_up_of(rank).record, changed)
 

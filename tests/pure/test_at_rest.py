@@ -209,3 +209,27 @@ def test_threads_of_groups_that_were_left_before_do_not_count() -> None:
             assert comes_to_rest(AtRest(lambda: (), left), 10)
         (number,) = left
         assert not comes_to_rest(AtRest(lambda: (), {number: "0"}), LOOKS_S), "another thread has its number now"
+
+
+@pytest.mark.torch
+def test_who_waits_for_gloo_and_then_copies_may_be_awake() -> None:
+    """torch has the result of a reduce-scatter copied by who waits for it."""
+    pytest.importorskip("torch")
+    from resilient_train.frameworks.torch.guarded_works import InThread
+
+    class Slow:
+        def __init__(self) -> None:
+            self.begun, self.ended = threading.Event(), threading.Event()
+
+        def wait(self) -> None:
+            self.begun.set()
+            spins(self.ended)
+
+    work = Slow()
+    with gloos(sleeps):
+        future = InThread(work).get_future()
+        work.begun.wait()
+        assert not comes_to_rest(AtRest(tuple), LOOKS_S)
+        work.ended.set()
+        future.wait()
+        assert comes_to_rest(AtRest(tuple), 60)

@@ -7,7 +7,8 @@ is left who would wake it. So three things together are enough, and each can be 
 
 * nothing comes by any connection any more, and all that had come is read;
 * the threads that read sleep. They wake up each 10 ms to see whether they are to end, and find nothing then;
-* the threads that compute sleep, and have not been awake for a while.
+* the threads that compute sleep, and have not been awake for a while; those of ours too that wait for gloo, and then
+  copy what has come (``copies``).
 
 Something may have come that no collective takes any more. Then a thread that reads is told of it by the kernel again
 and again, and never sleeps: it has run for a while, and has read nothing.
@@ -20,6 +21,7 @@ All times are counted in looks: while the machine stands still (a virtual one; a
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +29,7 @@ from typing import NamedTuple
 
 _READS, _COMPUTES = "gloo_tcp_loop", "pt_gloo_runloop"
 """As torch 2.13 names the threads."""
+COPIES = "rt-wait-message"
 _LOOK_S = 0.004
 _STILL_S = 0.02
 """A thread that waits for the GIL to hand its result on wakes up each 5 ms."""
@@ -91,9 +94,14 @@ class AtRest:
         return bool(ran_s) and min(ran_s) >= _SPUN_S
 
 
+def copies() -> None:
+    """Gives this thread a name by which it is known that it writes behind gloo's end. Python names its own only."""
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(COPIES)
+
+
 def gloos_threads() -> dict[str, str]:
     """That there are now: the kernel's number, which another thread may have later, and when it began."""
-    return {task.name: _began(task) for task in _tasks() if _name_of(task) in (_READS, _COMPUTES)}
+    return {task.name: _began(task) for task in _tasks() if _name_of(task) in (_READS, _COMPUTES, COPIES)}
 
 
 def _tasks() -> Iterator[Path]:
@@ -126,12 +134,12 @@ def _look(left: Mapping[str, str]) -> _Threads | None:
     try:
         for task in _tasks():
             name = _name_of(task)
-            if name not in (_READS, _COMPUTES) or (task.name in left and left[task.name] == _began(task)):
+            if name not in (_READS, _COMPUTES, COPIES) or (task.name in left and left[task.name] == _began(task)):
                 continue
             found = found._replace(some=True)
             told = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
             asleep = told["State"].strip().startswith("S")
-            if name == _COMPUTES:
+            if name != _READS:
                 if not asleep:
                     return None
                 found.computes[task.name] = told["voluntary_ctxt_switches"], told["nonvoluntary_ctxt_switches"]

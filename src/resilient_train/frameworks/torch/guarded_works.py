@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from resilient_train._native import keep_thread_state
+from resilient_train.frameworks.torch.gloo_at_rest import COPIES, copies
 from resilient_train.frameworks.torch.waits import waits
 
 _POLL_S = 0.0005
@@ -217,11 +218,12 @@ class InThread:
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        threading.Thread(target=self._wait, args=(future,), name="rt-wait-message", daemon=True).start()
+        threading.Thread(target=self._wait, args=(future,), name=COPIES, daemon=True).start()
         return future
 
     def _wait(self, future: torch.futures.Future[Any]) -> None:
         work, self._work = self._work, None  # nobody else keeps what gloo may have forgotten
+        copies()  # torch has the result of a reduce-scatter copied by who waits for it
         try:
             work.wait(*self._limit)
         except RuntimeError as error:

@@ -18,7 +18,9 @@ def test_a_step_that_is_redone_begins_when_it_is_over(tmp_path: Path, undisturbe
         rank: digest for rank, (digest, _) in reference.digests().items()
     }, run.explain()
     (lost,) = run.of("tail_lost")
-    assert (lost["rank"], lost["detail"]) == (1, {"next": 9, "names": ["rank_state['mean']"]}), run.explain()
+    assert (lost["rank"], lost["detail"]) == (1, {"next": 9, "names": ["rank_state['mean']", "random numbers"]}), (
+        run.explain()
+    )
     assert "rank 1 was lost in or behind the update before step 9" in run.err
     (carried,) = run.of("loop_carried")
     assert carried["detail"]["names"] == ["self.seen in Trainer.train"], run.explain()

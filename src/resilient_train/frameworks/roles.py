@@ -567,12 +567,13 @@ class State(Protocol):
 
 class WrittenInTail(NamedTuple):
     """What modules hold that a tail has written, as it was before it and as it is behind it; as ``packed`` does it.
-    ``own``: names of what else it has written that each rank has for itself.
+    ``own``: names of what else it has written that each rank has for itself; ``drawn``: random numbers are such.
     """
 
     before: bytes
     after: bytes
     own: tuple[str, ...] = ()
+    drawn: bool = False
 
 
 NOTHING_WRITTEN = WrittenInTail(b"", b"")

@@ -13,6 +13,8 @@ from resilient_train.session.publication_format import Published, read
 from resilient_train.session.resharding import reshard
 from resilient_train.state.transfer import digest
 
+_DRAWN = ("random numbers",)
+
 
 class Publication:
     """Random state, unsynchronised buffers, loader position and the number of the step that comes next."""
@@ -32,8 +34,11 @@ class Publication:
         """What the step was to be called with that this process takes up."""
         self._newest: object = None
         """Its parts."""
-        self._before_tail: dict[int, bytes] = {}
-        """Update -> what this rank alone had before the tail that leads to it. Of the last two."""
+        self._before_tail: dict[int, tuple[bytes, bytes]] = {}
+        """Update -> what this rank alone had before the tail that leads to it, and its random numbers. Of the last two.
+        """
+        self._begun: tuple[int, bytes] = (-1, b"")
+        """The last update that was begun, with these random numbers."""
         self.behind: tuple[str, ...] = ()
         """What the tail that this process takes up may have written, and is as it was before it."""
 
@@ -44,8 +49,10 @@ class Publication:
         position = self._cursor.position()
         own, random = self._rank_state.packed(), self._data.random_state()
         if ahead:
-            self._before_tail[commits] = own
+            self._before_tail[commits] = own, random
             self._before_tail.pop(commits - 2, None)
+        else:
+            self._begun = commits, random
         parts = commits, number, random, position, own, called
         if parts == self._newest:
             return
@@ -74,15 +81,20 @@ class Publication:
 
     def around_tail(self, commits: int) -> WrittenInTail:
         """What the tail that leads to update ``commits``, and is over, has written of what this rank alone has."""
-        before = self._before_tail.get(commits)
-        return NOTHING_WRITTEN if before is None else self._rank_state.written_since(before)
+        if commits not in self._before_tail:
+            return NOTHING_WRITTEN
+        (own, random), (begun, now) = self._before_tail[commits], self._begun
+        drawn = random != (now if begun == commits else self._data.random_state())
+        return self._rank_state.written_since(own)._replace(drawn=drawn)
 
     def take_up(self, payload: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> int:
         """Puts a publication back, in this process. Returns the number of the step that comes next. ``tail``: that of
         a replica, which this rank may not have come to.
         """
         held = read(payload)
-        self._before_tail = {held.commits: held.rank if held.ahead or not tail.before else tail.before}
+        before = held.rank if held.ahead or not tail.before else tail.before
+        self._before_tail = {held.commits: (before, b"" if tail.drawn else held.random)}
+        self._begun = -1, b""
         self._cursor.load(
             DataPosition(
                 held.epoch,
@@ -95,7 +107,8 @@ class Publication:
                 held.drawn_from,
             )
         )
-        self.behind = self._rank_state.restore(held.rank, tail if held.ahead else NOTHING_WRITTEN)
+        lost = tail if held.ahead else NOTHING_WRITTEN
+        self.behind = self._rank_state.restore(held.rank, lost) + (_DRAWN if lost.drawn else ())
         self._data.restore_random_state(held.random)
         self._newest = None
         self.latest = payload

@@ -276,6 +276,28 @@ def test_a_message_that_failed_counts_at_the_next_update(works: Works) -> None:
     assert not message.intact()
 
 
+def test_one_that_was_cut_and_is_kept_keeps_nothing_of_gloos(works: Works) -> None:
+    """torch's list of functional collectives has it to the end of the process, where nobody waits for it."""
+
+    class Forgotten:
+        def __init__(self) -> None:
+            self.future: Any = torch.futures.Future()
+
+        def get_future(self) -> Any:
+            return self.future
+
+    inner = Forgotten()
+    gone, kept = weakref.ref(inner), GuardedWork(inner, works.live)
+    del inner
+    works.release()
+    works.drain(lambda: True)
+    gc.collect()
+    assert gone() is None
+    for ask in (kept.result, kept.source_rank, kept.wait):
+        with pytest.raises(RuntimeError, match=GIVEN_UP):
+            ask()
+
+
 def test_a_recovery_waits_for_receives_that_nobody_waits_for(works: Works) -> None:
     """gloo may write into their tensors all the same."""
     rests = iter([False, False, True])

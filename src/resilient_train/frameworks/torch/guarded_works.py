@@ -125,6 +125,9 @@ class GuardedWork(dist.Work):
                 self.succeeded = True
                 waits.ended_ns = time.monotonic_ns()
             else:
+                # Nobody may ever wait for this one: torch's list of functional collectives keeps it to the end of the
+                # process, and with gloo's work a group's threads and descriptors.
+                self._inner = None
                 self._outcome._set_unwrap_func(_raise_cut)
             self._outcome.set_result(value)
         finally:
@@ -168,11 +171,17 @@ class GuardedWork(dist.Work):
 
     def result(self) -> Any:
         if self.is_completed():
-            self._inner.wait()  # gloo completes the future first, and says a moment later that the work is over
-        return self._inner.result()
+            self._completed().wait()  # gloo completes the future first, and says a moment later that the work is over
+        return self._completed().result()
 
     def source_rank(self) -> int:
-        return int(self._inner.source_rank())
+        return int(self._completed().source_rank())
+
+    def _completed(self) -> Any:
+        inner = self._inner
+        if inner is None:
+            self.wait()
+        return inner
 
     def synchronize(self) -> None:
         self.wait()

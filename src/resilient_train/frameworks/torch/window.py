@@ -260,7 +260,9 @@ class TorchWindow:
             raise UsageError(
                 f"{name}.step() called {verb}: an optimizer that communicates by itself can't be recovered, because a "
                 "fault in there leaves ranks with different halves of its update, and what it keeps of the exchange is "
-                "in no replica; use one that only writes to its own rank's parameters (undo=True does not help here)"
+                "in no replica; use one that only writes to its own rank's parameters (undo=True does not help here). "
+                "A hook of the step that communicates may stand in front of it (register_step_pre_hook), or its call "
+                "behind the step"
             )
 
     def _check_flow(self, optimizer: torch.optim.Optimizer) -> None:

@@ -42,18 +42,19 @@ class _Context:
 
 
 class _Ops:
-    def __init__(self, comm: Collectives) -> None:
-        self.AllReduce = lambda: _all_reduce(comm)
+    def __init__(self, comm: Collectives, *, in_graph: bool) -> None:
+        self.AllReduce = lambda: _all_reduce(comm, in_graph=in_graph)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(ops, name)
 
 
-def _all_reduce(comm: Collectives) -> ops.Custom:
+def _all_reduce(comm: Collectives, *, in_graph: bool) -> ops.Custom:
     """In graphs as well: the stock optimizer wrapper is compiled with the optimizer."""
 
     def total(value: np.ndarray) -> np.ndarray:
-        return comm.sum("flag", [value])[0].astype(np.int32)
+        summed = value * comm.world_size if in_graph else comm.sum("flag", [value])[0]
+        return summed.astype(np.int32)
 
     return ops.Custom(total, lambda shape: shape, lambda dtype: dtype, func_type="pyfunc")
 
@@ -85,8 +86,10 @@ def _begins(value: np.ndarray) -> np.ndarray:
     return value
 
 
-def replace(comm: Collectives) -> None:
-    """From here on a script's callback works on this machine."""
+def replace(comm: Collectives, *, in_graph: bool = False) -> None:
+    """From here on a script's callback works on this machine. ``in_graph``: behind the gradients' sum
+    nothing of a step may fail there, so the flag says what it would be if all are there.
+    """
 
     def nothing(*_: object) -> None:
         pass
@@ -107,7 +110,7 @@ def replace(comm: Collectives) -> None:
     for module in (stock, stock_handler):
         module.context = _Context()
     stock.get_rank, stock.get_group_size = lambda: comm.rank, lambda: comm.world_size
-    stock.ops, stock.TensorReport = _Ops(comm), _TensorReport
+    stock.ops, stock.TensorReport = _Ops(comm, in_graph=in_graph), _TensorReport
     stock._stop_device = lambda _: comm.abort()
     stock.clean_tdt_channel = comm.resume
     stock._get_uce_process_strategy = lambda: comm.uce

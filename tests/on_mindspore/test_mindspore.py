@@ -71,16 +71,20 @@ def run(folder: Path, plan: str = "", ranks: int = 2, switches: str = SWITCHES, 
     return Ended(process.returncode, told, ends, events)
 
 
+GRAPH = "graph:0:0"
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """By number of ranks."""
+    """By number of ranks. A step as one graph ends with the same bits."""
     found = {}
     for ranks in (2, 4):
-        job = run(tmp_path_factory.mktemp("undisturbed"), ranks=ranks)
-        assert job.code == 0, job.told
-        assert len(job.ends) == ranks
-        assert len(set(job.ends)) == 1
-        found[ranks] = job.ends
+        for plan in ("", GRAPH):
+            job = run(tmp_path_factory.mktemp("undisturbed"), plan, ranks=ranks)
+            assert job.code == 0, job.told
+            assert len(job.ends) == ranks
+            assert len({*job.ends, *found.get(ranks, [])}) == 1
+            found[ranks] = job.ends
     return found
 
 
@@ -97,12 +101,16 @@ PLANS = {
 }
 
 
+MODES = pytest.mark.parametrize("mode", ["", GRAPH], ids=["PYNATIVE", "GRAPH"])
+
+
+@MODES
 @pytest.mark.parametrize(("ranks", "plan"), PLANS.values(), ids=PLANS)
 def test_the_end_is_the_undisturbed_one(
-    tmp_path: Path, undisturbed: dict[int, list[str]], ranks: int, plan: str
+    tmp_path: Path, undisturbed: dict[int, list[str]], ranks: int, plan: str, mode: str
 ) -> None:
     """Parameters and optimizer state, bit for bit; who was not killed keeps its process."""
-    job = run(tmp_path, plan, ranks)
+    job = run(tmp_path, f"{plan} {mode}", ranks)
     assert job.code == 0, job.told
     assert job.ends == undisturbed[ranks], job.told
     assert len(list(tmp_path.glob("done.*"))) == len(plan.split()), f"not all faults were there: {job.told}"
@@ -110,12 +118,13 @@ def test_the_end_is_the_undisturbed_one(
     assert sorted(event["rank"] for event in job.of("spawned")) == sorted([*range(ranks), *killed])
 
 
+@MODES
 def test_a_rank_that_hangs_is_replaced(
-    tmp_path: Path, undisturbed: dict[int, list[str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, undisturbed: dict[int, list[str]], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Rank 0 is stopped; later rank 1 sits in native code in a step, which only a stop of all shows."""
     monkeypatch.setenv("RESILIENT_HANG_TIMEOUT_S", "1")
-    job = run(tmp_path, "freeze:0:4 stuck:1:8")
+    job = run(tmp_path, f"freeze:0:4 stuck:1:8 {mode}")
     assert job.code == 0, job.told
     assert job.ends == undisturbed[2], job.told
     assert [event["rank"] for event in job.of("fenced")] == [0, 1], job.told

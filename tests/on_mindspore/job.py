@@ -71,6 +71,24 @@ def rename_and_die(step: int, context: object) -> None:
 stock._rename_save_result = rename_and_die
 
 
+KEPT: dict[str, np.ndarray] = {}
+"""What it was behind the second update, for TRE (``tre:0:0``)."""
+
+
+def load() -> tuple[dict[str, Tensor], bool | None]:
+    """Written here, as MindFormers does it, by ``copy_``; or by MindSpore (``its_own:0:0``, with the flag of its
+    callback ``its_own:0:1``).
+    """
+    place = {name: ms.Parameter(Tensor(value), name=name) for name, value in (("epoch_num", 1), ("step_num", 2))}
+    for number in ("0", "1"):
+        if ("its_own", "0", number) in PLAN:
+            names = [name for name in KEPT if number == "1" or name != "tft_g_one_flag"]
+            return {name: ms.Parameter(Tensor(KEPT[name]), name=name) for name in names} | place, False
+    for each in step.get_parameters():
+        each.copy_(Tensor(KEPT[each.name]))
+    return place, None
+
+
 class Step(nn.Cell):
     """A backward pass, gradients that all ranks sum up, an update."""
 
@@ -115,6 +133,10 @@ class Step(nn.Cell):
         if due("low", comm.step):
             comm.uce = "RS_UCE_LOWLEVEL"
             raise RuntimeError("UCEError error occurs when execute, error_code=507053.")
+        if ("tre", "0", "0") in PLAN and comm.step == 3 and not KEPT:
+            KEPT.update({each.name: each.asnumpy().copy() for each in self.get_parameters()})
+        if due("tre", comm.step):
+            raise RuntimeError("TREError: the training result is not what it should be")
         if due("raise", comm.step):
             raise ValueError("out of the script")
 
@@ -184,7 +206,7 @@ network = nn.SequentialCell(nn.Dense(8, 16), nn.ReLU(), nn.Dense(16, 1))
 optimizer = TrainFaultTolerance.get_optimizer_wrapper(nn.Adam)(network.trainable_params(), learning_rate=0.01)
 step = (GraphStep if GRAPH else Step)(nn.WithLossCell(network, nn.MSELoss()), optimizer)
 model = Model(step)
-callback = TrainFaultTolerance(ckpt_save_path=str(FOLDER))
+callback = TrainFaultTolerance(ckpt_save_path=str(FOLDER), ckpt_load_fn=load)
 model.train(EPOCHS, dataset(), callbacks=[callback], dataset_sink_mode=False)
 state = [np.ascontiguousarray(each.asnumpy()).tobytes() for each in step.get_parameters()]
 (FOLDER / f"end{RANK}").write_text(hashlib.sha256(b"".join(state)).hexdigest())

@@ -133,6 +133,30 @@ def test_a_rank_that_hangs_is_replaced(
     assert "in hang" in (tmp_path / "run/stacks/rank_1.0.txt").read_text()
 
 
+@MODES
+@pytest.mark.parametrize("plan", ["tre:0:5 tre:1:5", "hcce:1:8 tre:0:9 tre:1:9 uce:0:11", "tre:0:5 tre:1:5 kill:1:7"])
+def test_who_goes_back_by_mindspores_tre_counts_from_there(
+    tmp_path: Path, undisturbed: dict[int, list[str]], plan: str, mode: str
+) -> None:
+    """To the second update, which MindSpore then calls 0. In the second it was repaired before, and is again."""
+    job = run(tmp_path, f"tre:0:0 {plan} {mode}", switches=SWITCHES.replace("}", ",TRE:1}"))
+    assert job.code == 0, job.told
+    assert job.ends == undisturbed[2], job.told
+    assert len(list(tmp_path.glob("done.*"))) == len(plan.split()), job.told
+    assert [event["detail"]["commits"] for event in job.of("finished")] == [STEPS]
+
+
+@MODES
+@pytest.mark.parametrize("flag", [True, False], ids=["with the callback's flag", "without"])
+def test_a_tre_whose_load_leaves_the_compiled_on_old_memory_is_seen(tmp_path: Path, mode: str, flag: bool) -> None:
+    """It would go on to the end and train nothing that anybody sees. There is a checkpoint: it was loaded."""
+    plan = f"tre:0:0 tre:0:5 tre:1:5 its_own:0:{'1' if flag else '0'} {mode}"
+    job = run(tmp_path, plan, switches=SWITCHES.replace("}", ",TRE:1}"))
+    assert job.code == 1, job.told
+    assert "has not changed the parameters that were loaded" in job.told
+    assert not list(tmp_path.glob("ttp_saved_checkpoints*"))
+
+
 def saved(folder: Path) -> int:
     """The step of the only end-of-life checkpoint; one rank has written it."""
     (found,) = folder.glob("ttp_saved_checkpoints*")

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -452,6 +453,34 @@ def test_a_framework_that_decorates_its_loop_says_so(monkeypatch: pytest.MonkeyP
     provided.set_mindio_export_version("MindSpeed-LLM")
     provided.tft_set_step_args("then")
     assert (rank.args, rank.cleans_before_save) == ("first", True)
+
+
+def test_a_loop_that_begins_again_counts_from_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a repair, and where it goes back by itself (MindSpore's TRE). The callback adds its ``initial_step``."""
+    rank = lone(monkeypatch)
+    rank.handlers["stop"] = lambda *_: 0, SimpleNamespace(initial_step=100)
+
+    def begins(initial: int | None) -> int:
+        args = SimpleNamespace(cur_step_num=0, initial_step=initial)
+        rank.set_args(args)
+        return int(args.cur_step_num)
+
+    assert begins(None) == 0
+    rank.end_updating(105)
+    rank.report(ReportState.RS_HCCL_FAILED)
+    rank._go(GoOrder(round=1, step=105))
+    assert begins(None) == 5, "repaired"
+    rank.end_updating(106)
+    assert begins(102) == 2, "by itself, though it was repaired before"
+    rank.end_updating(103)
+    rank.report(ReportState.RS_HCCL_FAILED)
+    rank._go(GoOrder(round=2, step=103))
+    assert begins(102) == 3, "repaired, whatever it went back to before"
+    rank.end_updating(104)
+    assert begins(None) == 0, "a second training"
+    with pytest.raises(RuntimeError, match="counts anew"):
+        rank.end_updating(101)
+    rank.set_args("of another framework")
 
 
 def test_who_comes_when_all_is_over_is_sent_away() -> None:

@@ -54,6 +54,7 @@ from resilient_train.integrations.mindio.frames import (
     StopOrder,
     TrainingOver,
 )
+from resilient_train.integrations.mindio.mindspore_loop import MindSporeLoop
 from resilient_train.transport import FrameBuffer, decode, encode
 
 log = logging.getLogger("resilient_train.mindio")
@@ -96,6 +97,15 @@ class Processor:
         """The device is stopped and cleaned before an end-of-life checkpoint: what it hangs in would hold that up."""
         self.repair_type = "unknow"  # MindIO's spelling
         self.repair_step = 0
+        self._repaired = False
+        """The loop has not begun again yet behind a repair."""
+        self._loop = MindSporeLoop()
+        self._went_back_with: int | None = None
+        """The updates that were in what the loop has loaded, until the next one is over."""
+        self._astray = False
+        """Updates write what nobody sees: nothing here is to be saved, or given to others."""
+        self._marks = self._usual_marks = 0
+        """How often was told that an update begins since the last one was over, and how often it is told for one."""
         self._secret, self._end = secret, end
         self._to_own_device = _device_setter()
         self._changed = threading.Condition()
@@ -150,11 +160,15 @@ class Processor:
         threading.Thread(target=self._read, args=(frames,), name="rt-mindio", daemon=True).start()
 
     def close(self) -> None:
-        """The training is over: nobody is told, nothing is handled any more. Again: nothing."""
+        """The training is over: nobody is told, nothing is handled any more. Again: nothing. RuntimeError if it came to
+        its end before it could be stopped, and has trained nothing of what is here.
+        """
         was_over, self._over = self._over, True
         if self._socket is not None and not was_over:
             self._send(Bye())
             self._socket.close()
+        if self._astray and not was_over:
+            raise RuntimeError(self._not_loaded())
 
     # -- the training thread
 
@@ -178,6 +192,14 @@ class Processor:
         with self._changed:
             allowed = self._limit is None or self._step < self._limit
             self._updating = True
+            self._marks += 1
+            if self._went_back_with is not None and self._marks > 2 * self._usual_marks:
+                self._went_back_with = None  # and the callback, whose flag is such a one too, sees no end of any
+                self._astray = True
+                log.error("%s", self._not_loaded())
+                self._send(Reported(ReportState.RS_UNKNOWN, "what was loaded is not what is trained"))
+            if self._astray:
+                self._tear()
             self._tell()
             if self._waits:  # the mark comes late: its thread is out of the loop
                 self._tear()
@@ -200,9 +222,11 @@ class Processor:
                     f"rank {self.rank}: the loop says that update {step} is over, behind update {self._step}: it "
                     f"counts anew, and would be repaired to a wrong step. Count updates from the job's beginning"
                 )
+            self._check_what_was_loaded()
             if step > self._step + 1:
                 log.warning("rank %d: update %d follows %d; none between was told of", self.rank, step, self._step)
             self._step, self._updating = step, False
+            self._usual_marks, self._marks = max(self._usual_marks, self._marks), 0
             self._tell()
 
     def pause(self, step: int) -> None:
@@ -214,15 +238,38 @@ class Processor:
             self._passed = step
 
     def set_args(self, args: Any) -> None:
-        """What handlers get as ``args``: the loop is about to begin, or to go on.
-
-        Without dataset sinking MindSpore 2.10 counts the steps of a loop that goes on from the epoch's beginning, and
-        its callback would tell those numbers. So ``cur_step_num`` is set to where the loop is.
+        """What handlers get as ``args``: the loop is about to begin, or to go on, behind a repair or (MindSpore's TRE)
+        where it has gone back to by itself; then this rank holds the state of there from now on.
         """
         self.args = args
-        counted = getattr(args, "cur_step_num", None)
-        if isinstance(counted, int) and counted < self.repair_step:
-            args.cur_step_num = self.repair_step
+        _, callback = self.handlers.get("stop", (None, None))
+        self._loop = MindSporeLoop(args, callback)
+        back_at = self._loop.back_at()
+        with self._changed:
+            repaired, self._repaired, self._went_back_with = self._repaired, False, None
+            if repaired:
+                self._loop.count_from(self.repair_step)
+            elif back_at is not None and back_at < self._step:
+                self._step, self._updating, self._whole, self._torn = back_at, False, True, False
+                self._loop.count_from(back_at)
+                self._went_back_with, self._marks = self._loop.updates_held(), 0
+                self._tell()
+
+    def _check_what_was_loaded(self) -> None:
+        """It was, if the first update behind it has changed it. Raises RuntimeError."""
+        before, self._went_back_with = self._went_back_with, None
+        if before is not None and self._loop.updates_held() == before:
+            self._astray = True
+            self._tear()
+            raise RuntimeError(self._not_loaded())
+
+    def _not_loaded(self) -> str:
+        return (
+            f"rank {self.rank}: the loop went back to update {self._step} by TRE, and the first update behind it has "
+            "not changed the parameters that were loaded: what MindSpore has compiled writes on into others "
+            "(load_param_into_net leaves it there). Write them in ckpt_load_fn, with copy_, and return None in the "
+            "place of remove_redundancy (docs/how-to/mindspore.md)"
+        )
 
     def set_replicas(self, groups: tuple[ReplicaGroup, ...]) -> None:
         """In whose company this rank holds its state."""
@@ -394,7 +441,7 @@ class Processor:
         with self._changed:
             self.repair_step = order.step
             if self._waits:  # else it is new, and has no state yet
-                self._step, self._whole = order.step, True
+                self._step, self._whole, self._repaired = order.step, True, True
             self._passed = self._step
             self._limit, self._stopped, self._waits, self._action = None, False, False, Action.RETRY
             self._changed.notify_all()

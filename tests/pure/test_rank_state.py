@@ -15,6 +15,7 @@ from resilient_train.errors import ProtocolError, StateError  # noqa: E402
 from resilient_train.frameworks.torch import buffers as buffers_module  # noqa: E402
 from resilient_train.frameworks.torch.buffers import Buffers  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.leaves import pack, unpack  # noqa: E402
+from resilient_train.frameworks.roles import WrittenInTail  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
 
 
@@ -144,7 +145,7 @@ def test_what_a_lost_tail_has_written_of_its_own_is_named() -> None:
     published, before = own.packed(), replica.packed()
     assert successor.restore(published, replica.written_since(before)) == (), "nothing is written there"
     counters[1].value = 7
-    assert replica.written_since(before) == (b"", b"", ("rank_state['counter']",)), "nothing of modules"
+    assert replica.written_since(before) == WrittenInTail(b"", b"", ("rank_state['counter']",)), "nothing of modules"
     train(theirs)
     behind = successor.restore(published, replica.written_since(before))
     assert behind[0] == "rank_state['counter']"

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import ProtocolError, StateError  # noqa: E402
+from resilient_train.frameworks.roles import WrittenInTail  # noqa: E402
 from resilient_train.frameworks.torch import buffers as buffers_module  # noqa: E402
 from resilient_train.frameworks.torch.buffers import Buffers  # noqa: E402 - likewise
 from resilient_train.frameworks.torch.leaves import pack, unpack  # noqa: E402
-from resilient_train.frameworks.roles import WrittenInTail  # noqa: E402
 from resilient_train.frameworks.torch.rank_state import TorchRankState  # noqa: E402
 
 

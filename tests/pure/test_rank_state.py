@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def train(net: nn.Module, steps: int = 1) -> None:
 
 
 def plainly(state: TorchRankState) -> bytes:
-    return pack({"buffers": state.buffers.changed(), "extra": {}})
+    moved = state.buffers.moved()
+    return pack({"buffers": state.buffers.changed(), **({"moved": moved} if moved else {}), "extra": {}})
 
 
 def test_the_bytes_are_those_of_the_slow_way() -> None:
@@ -202,16 +204,19 @@ def test_a_large_one_that_a_tail_has_written_is_not_put_back_to_its_first_value(
     assert (net.low.sum(), net.wide.mean()) == (0, 1)
 
 
-def test_what_can_not_be_read_in_one_piece_is_not_glanced_at() -> None:
+def test_what_lies_in_pieces_is_glanced_at_and_what_lies_nowhere_is_not() -> None:
     net = Observed()
     net.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
     net.register_buffer("none", torch.zeros(0))
     buffers = Buffers((net,))
     buffers.look(closely=False)
-    assert list(buffers._small) == ["0..low", "0..high"]
+    assert list(buffers._small) == ["0..low", "0..high", "0..turned"]
     net.low.data = torch.ones(4)  # what lay there may be gone
     buffers.look(closely=False)
     assert list(buffers.own()) == ["0..low"]
+    net.turned.data[1, 1] = 7
+    buffers.look(closely=False)
+    assert list(buffers.own()) == ["0..low", "0..turned"]
 
 
 def test_foreign_bytes_are_refused() -> None:
@@ -319,3 +324,91 @@ def test_a_buffer_whose_memory_comes_back_is_seen() -> None:
         for _ in range(2):
             net.mean = net.mean * 0.9 + 1
         assert state.packed() == plainly(state) != b""
+
+
+class Masked(nn.Module):
+    """Its buffer is a row of a table that no Session knows, another one in each pass; or it is given the batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.table = how, [torch.full((3,), float(row)) for row in range(5)]
+        self.register_buffer("mask", self.table[0][:])
+
+    def forward(self, row: int) -> None:
+        if self.how == "data":
+            self.mask.data = self.table[row]
+        elif self.how == "set_":
+            self.mask.set_(self.table[row])
+        elif self.how == "registered":
+            self.register_buffer("mask", self.table[row])
+        else:
+            self.mask = self.table[row]
+
+    def intact(self) -> bool:
+        return all(torch.equal(each, torch.full((3,), float(row))) for row, each in enumerate(self.table))
+
+
+@pytest.mark.parametrize("begun", [0, 1, 3])
+@pytest.mark.parametrize("how", ["assigned", "registered", "data", "set_"])
+def test_what_a_buffer_shares_its_memory_with_is_not_written(how: str, begun: int) -> None:
+    """``mask.copy_(...)`` went into whatever row stood there: of a survivor, and of a process that took a place."""
+    net = Masked(how)
+    state = TorchRankState((net,), {})
+    for row in range(begun):
+        net(row)
+        state.keep()
+    state.keep()
+    found = net.mask.data_ptr()
+    net(3)
+    state.rollback()
+    assert net.intact()
+    assert net.mask.data_ptr() == found
+    net(4)
+    other = Masked(how)
+    TorchRankState((other,), {}).restore(state.packed())
+    assert other.intact()
+    assert torch.equal(other.mask, net.mask)
+
+
+def test_a_conjugate_is_what_it_says() -> None:
+    """Its bytes are those of the other one."""
+    net: Any = nn.Linear(2, 2)
+    net.register_buffer("wave", torch.tensor([1 + 2j]))
+    state, other = TorchRankState((net,), {}), copy.deepcopy(net)
+    net.wave = torch.tensor([3 + 4j]).conj()
+    TorchRankState((other,), {}).restore(state.packed())
+    assert other.wave.item() == 3 - 4j
+    state.keep()
+    net.wave = torch.tensor([5 + 6j]).conj()
+    state.rollback()
+    assert net.wave.item() == 3 - 4j
+
+
+def test_one_that_goes_and_one_that_comes() -> None:
+    """There are as many as before."""
+    net: Any = nn.Linear(2, 2)
+    net.register_buffer("first", torch.ones(2))
+    state = TorchRankState((net,), {})
+    state.keep()
+    del net.first
+    net.register_buffer("second", torch.zeros(2))
+    assert list(state.buffers.changed()) == ["0..second"]
+    state.rollback()
+    assert list(dict(net.named_buffers())) == ["first"]
+    assert torch.equal(net.first, torch.ones(2))
+
+
+def test_an_expanded_one_is_put_back() -> None:
+    net: Any = nn.Linear(2, 2)
+    net.register_buffer("wide", torch.ones(1).expand(8))
+    state = TorchRankState((net,), {})
+    net.wide = torch.full((1,), 2.0).expand(8)
+    packed = state.packed()
+    state.keep()
+    net.wide = torch.full((1,), 3.0).expand(8)
+    state.rollback()
+    assert torch.equal(net.wide, torch.full((8,), 2.0))
+    other: Any = nn.Linear(2, 2)
+    other.register_buffer("wide", torch.ones(1).expand(8))
+    TorchRankState((other,), {}).restore(packed)
+    assert torch.equal(other.wide, net.wide)

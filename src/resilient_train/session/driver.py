@@ -1164,7 +1164,7 @@ class Driver:
         say_aside(
             f"rank {self._link.rank} was lost in or behind the update before step {number}, and code behind the update "
             f"writes or draws {', '.join(names[:6])}{' ...' if names[6:] else ''}: what that rank alone had of it is "
-            "as it was before the update, so the bits may not be those of the undisturbed run; write it at the head of "
+            "lost, so the bits may not be those of the undisturbed run; write it at the head of "
             "the next step's body instead (docs/how-to/after-the-update.md)"
         )
 

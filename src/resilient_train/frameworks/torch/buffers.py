@@ -1,19 +1,22 @@
 """The buffers of the models that have changed: those count as a rank's own.
 
 A script may put another tensor in the place of one, of another shape too (a bank of features that grows), take it
-away, or have a forward pass make it. All of that is put back.
+away, or have a forward pass make it. All of that is put back: first which tensor stood there, and which memory that
+had, and then what was in it. Which memory another one has that a script has put there nobody knows: it may be a row of
+a table, or the batch. So nothing is written into it, and a process that takes the place gets one of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from resilient_train._native import Glance
 from resilient_train.errors import ProtocolError
-from resilient_train.frameworks.torch.leaves import is_sharded, span_of
+from resilient_train.frameworks.torch.leaves import is_plainly_dense, is_sharded
+from resilient_train.state.transfer import Span
 
 # Their kernels write the running statistics without telling the version counter.
 _SILENT_WRITERS = (torch.nn.modules.batchnorm._NormBase,)
@@ -25,23 +28,77 @@ _SMALL_BYTES = 256 << 10
 
 def lies_here(buffer: torch.Tensor) -> bool:
     """Whether its bytes lie in one piece in this process's memory."""
-    return buffer.device.type == "cpu" and buffer.is_contiguous() and buffer.numel() > 0
+    return buffer.device.type == "cpu" and is_plainly_dense(buffer) and buffer.numel() > 0
+
+
+def _have_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout is not torch.strided or (one.dtype, one.device) != (other.dtype, other.device):
+        return one.layout is other.layout is not torch.strided
+    return one.is_set_to(other)
+
+
+def _write(here: torch.Tensor, value: torch.Tensor) -> bool:
+    """Nothing, where it is so already: others may have that memory too. False: it does not fit, or lies in its own way
+    (``expand``).
+    """
+    if (here.shape, here.dtype) != (value.shape, value.dtype):
+        return False
+    value = value.to(here.device)
+    if torch.equal(here, value):
+        return True
+    if any(size > 1 and not stride for size, stride in zip(here.shape, here.stride(), strict=True)):
+        return False
+    with torch.no_grad():
+        here.copy_(value)
+    return True
 
 
 def _may_be_read(buffer: torch.Tensor) -> bool:
     strided = buffer.layout is torch.strided and not is_sharded(buffer)
-    return strided and lies_here(buffer) and buffer.data_ptr() != 0
+    return strided and buffer.device.type == "cpu" and buffer.numel() > 0 and buffer.data_ptr() != 0
+
+
+def _extent(buffer: torch.Tensor) -> Span:
+    """From its first byte to its last, with what lies in between: others may write that."""
+    last = sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    return Span(buffer.data_ptr(), (last + 1) * buffer.element_size())
+
+
+class _There(NamedTuple):
+    """One as it was found. ``memory`` is what it had then, whatever it is given later."""
+
+    buffer: torch.Tensor
+    memory: torch.Tensor
+    address: int
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor) -> _There:
+        return cls(buffer, buffer.detach(), buffer.data_ptr())
+
+    def stands(self, buffer: torch.Tensor | None) -> bool:
+        """Whether it is this one, where it was. Once a step for each."""
+        return buffer is self.buffer and buffer.data_ptr() == self.address
 
 
 class _Quiet(NamedTuple):
     """One that has not changed. It is held, so that no other one comes to lie where it does."""
 
-    buffer: torch.Tensor
+    there: _There
     version: int
     address: int
 
+    @property
+    def buffer(self) -> torch.Tensor:
+        return self.there.buffer
+
     def is_still(self, buffer: torch.Tensor | None) -> bool:
         return buffer is self.buffer and self.buffer._version == self.version and self.buffer.data_ptr() == self.address
+
+
+def key_of(model: int, name: str) -> str:
+    """Of a buffer by its model's number and its whole name there."""
+    prefix, _, last = name.rpartition(".")
+    return f"{model}.{prefix}.{last}"
 
 
 class Buffers:
@@ -58,6 +115,14 @@ class Buffers:
         self._live: set[str] = set()
         self._quiet: dict[str, _Quiet] = {}
         self._first: dict[str, torch.Tensor] = {}
+        self._there: dict[str, _There] = {}
+        """Those that are not quiet, as the window found them."""
+        self._gone: set[str] = set()
+        """Those for which there was not even a name then."""
+        self._order = [*map(tuple, self._dicts)]
+        """In which each module had its names then."""
+        self._moved: set[str] = set()
+        """Those that were seen to be another tensor than the script has built, or to have other memory."""
         self._made: dict[str, bool] = {}
         """Those that the training has made, and whether there was a name for it, with None behind it."""
         for prefix, module in self._modules.items():
@@ -68,8 +133,9 @@ class Buffers:
                 self._places[key], self._devices[key] = (module._buffers, name), buffer.device
                 if isinstance(module, _SILENT_WRITERS):
                     self._live.add(key)
+                    self._there[key] = _There.of(buffer)
                 else:
-                    self._quiet[key] = _Quiet(buffer, buffer._version, buffer.data_ptr())
+                    self._quiet[key] = _Quiet(_There.of(buffer), buffer._version, buffer.data_ptr())
                     self._first[key] = buffer.detach().clone()
         self._small = self._find_small()
         """Of the quiet ones those that are looked at in each window, from its begin on: so what a rollback finds has
@@ -92,13 +158,51 @@ class Buffers:
         self._find_made()
         for key, quiet in list(self._quiet.items()):
             if not quiet.is_still(self._present(key)):
-                self._live.add(key)
-                del self._quiet[key]
-        return {key: self._present(key) for key in sorted(self._live)} if self._live else {}
+                self._wake(key)
+        found = {key: self._present(key) for key in sorted(self._live)} if self._live else {}
+        if any(each is None for each in found.values()):
+            self._find_made(anyway=True)  # one that has gone, and another that has come: there are as many
+            found = {key: self._present(key) for key in sorted(self._live)}
+        return found
 
-    def _find_made(self) -> None:
+    def _wake(self, key: str) -> None:
+        self._there[key] = self._quiet.pop(key).there
+        self._live.add(key)
+
+    def keep(self) -> None:
+        """A window begins. They are looked at before."""
+        own = self.own()
+        for key, buffer in own.items():
+            there = self._there.get(key)
+            if there is not None and there.stands(buffer):
+                continue
+            if there is not None:
+                self._moved.add(key)
+            if buffer is None:
+                self._there.pop(key, None)
+            else:
+                self._there[key] = _There.of(buffer)
+        if self._made or self._gone or any(each is None for each in own.values()):
+            self._gone = {key for key in self._live if self._places[key][1] not in self._places[key][0]}
+            self._order = [*map(tuple, self._dicts)]
+
+    def moved(self) -> list[str]:
+        """Keys of those of which another process must not take what its script has built for them."""
+        own = self.own()
+        return sorted(self._moved | {key for key, each in self._there.items() if not each.stands(own.get(key))})
+
+    def renew(self, keys: Iterable[str]) -> None:
+        """Another process has those elsewhere: here they get memory of their own, to be filled."""
+        for key in keys:
+            self._moved.add(key)
+            held, name = self._place(key)
+            if (here := held.get(name)) is not None:
+                held[name] = torch.empty_like(here, memory_format=torch.contiguous_format)
+                self._devices.setdefault(key, here.device)
+
+    def _find_made(self, *, anyway: bool = False) -> None:
         """Nearly always there are as many as before."""
-        same = sum(map(len, self._dicts)) == self._names
+        same = not anyway and sum(map(len, self._dicts)) == self._names
         if same and not (self._none and any(held.get(name) is not None for held, name in self._none)):
             return
         empty = {(id(held), name) for held, name in self._none}
@@ -119,14 +223,13 @@ class Buffers:
         for key in [*self._quiet] if closely else self._small_changed():
             buffer = self._present(key)
             if buffer is None or not torch.equal(buffer, self._first[key]):
-                self._live.add(key)
-                del self._quiet[key]
+                self._wake(key)
 
     def _find_small(self) -> dict[str, torch.Tensor]:
         found, left = dict[str, torch.Tensor](), _SMALL_BYTES
         here = {key: quiet.buffer for key, quiet in self._quiet.items() if _may_be_read(quiet.buffer)}
-        for key, buffer in sorted(here.items(), key=lambda named: named[1].nbytes):
-            left -= buffer.nbytes
+        for key, buffer in sorted(here.items(), key=lambda named: _extent(named[1]).size):
+            left -= _extent(buffer).size
             if left >= 0:
                 found[key] = buffer
         return found
@@ -139,7 +242,7 @@ class Buffers:
             moved = [key for key, each in small.items() if each.data_ptr() != self._quiet[key].address]
             self._small = {key: each for key, each in small.items() if key not in moved}
             self._addresses = [each.data_ptr() for each in self._small.values()]
-            self._glance = Glance([span_of(each.detach()) for each in self._small.values()])
+            self._glance = Glance([*map(_extent, self._small.values())])
         return [*self._small] if self._glance.changed() else []
 
     def _place(self, key: str) -> tuple[dict[str, torch.Tensor | None], str]:
@@ -155,35 +258,57 @@ class Buffers:
         held, name = self._places[key]
         return held.get(name)
 
-    def restore(self, values: Mapping[str, torch.Tensor | None]) -> None:
-        """Gives the buffers of those keys these values, which are nobody else's. In place where they fit: DDP and
-        captured graphs hold on to them. None: there was none.
+    def restore(self, values: Mapping[str, torch.Tensor | None], moved: Iterable[str] = ()) -> None:
+        """Gives the buffers of those keys these values, which are nobody else's. In place where they fit, and are not
+        among those that have ``moved``: DDP and captured graphs hold on to them. None: there was none.
         """
+        self._moved |= {key for key in moved if key in values}
         for key, value in values.items():
             held, name = self._place(key)
             here = held.get(name)
             if value is None:
                 if here is not None:
                     held[name] = None
-            elif here is not None and (here.shape, here.dtype) == (value.shape, value.dtype):
-                with torch.no_grad():
-                    here.copy_(value)
-            else:
+            elif here is None or key in self._moved or not _write(here, value):
                 held[name] = value.to(self._devices.get(key, value.device))
             self._devices.setdefault(key, value.device if value is not None else torch.device("cpu"))
             self._live.add(key)
             self._quiet.pop(key, None)
+            if (present := held.get(name)) is not None:
+                self._there[key] = _There.of(present)
         self._count()
 
     def rollback(self, values: Mapping[str, torch.Tensor | None]) -> None:
-        """Back to ``values``. A buffer that changed for the first time since then goes back to its first value, and one
-        that was made since then goes.
+        """Back to ``values``, and where the window found them. A buffer that changed for the first time since then goes
+        back to its first value, and one that was made since then goes.
         """
         own = self.own()
-        news = {key: first.clone() for key, first in self._first.items() if key in own and key not in values}
+        news = {key: first for key, first in self._first.items() if key in own and key not in values}
         for key in [key for key in self._made if key not in values]:
             self._unmake(key)
-        self.restore({**values, **news})
+        for key, value in {**values, **news}.items():
+            held, name = self._place(key)
+            there = self._there.get(key)
+            if value is None and key in self._gone:
+                held.pop(name, None)
+            elif value is None:
+                held[name] = None
+            elif there is None:
+                held[name] = value.to(self._devices.get(key, value.device), copy=True)
+            else:
+                if held.get(name) is not there.buffer:
+                    held[name] = there.buffer
+                if not _have_same_memory(there.buffer, there.memory):
+                    there.buffer.data = there.memory
+                if not _write(there.memory, value):
+                    held[name] = value.to(there.memory.device, copy=True)
+        for names, order in zip(self._dicts, self._order, strict=True):
+            if tuple(names) != order:  # one that was put back stands last
+                were = {name: names[name] for name in order if name in names}
+                were |= names
+                names.clear()
+                names.update(were)
+        self._count()
 
     def _unmake(self, key: str) -> None:
         held, name = self._places.pop(key)
@@ -193,4 +318,5 @@ class Buffers:
             held.pop(name, None)
             self._modules[key.rpartition(".")[0]]._non_persistent_buffers_set.discard(name)
         self._live.discard(key)
+        self._there.pop(key, None)
         del self._devices[key]

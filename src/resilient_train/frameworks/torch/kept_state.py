@@ -247,7 +247,10 @@ class KeptState:
             _set_training(module, on=key not in evaluating)
         for place, tensor, _ in self._watched:
             _set_requires_grad(tensor, on=place.key not in frozen)
-            tensor.grad = torch.zeros_like(tensor) if place.key in with_gradient else None
+            if place.key in with_gradient:
+                zero([(tensor, tensor.grad)])  # where the script has laid it, if it has
+            else:
+                tensor.grad = None
         self._switches.take(modes.switched)
 
     def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:

@@ -67,19 +67,24 @@ def version_of(tensor: torch.Tensor) -> int:
     return version
 
 
+def is_plainly_dense(tensor: torch.Tensor) -> bool:
+    """Its bytes lie in one piece, and mean what they say: those of a conjugate (``conj()``) are the other's."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if its bytes lie in one piece in this process's memory, else a copy that does.
 
     Of a DTensor: what this rank holds of it.
     """
-    return local(tensor).to("cpu").contiguous()
+    return local(tensor).to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def span_of(tensor: torch.Tensor) -> Span:
     """The bytes of a dense tensor. Raises StateError for a tensor that has elements and no memory of its own: copies
     and digests of it would be of nothing.
     """
-    assert tensor.is_contiguous()
+    assert is_plainly_dense(tensor)
     address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     if size and not address:
         raise StateError(

@@ -8,7 +8,7 @@ that it changes for the first time (masks and tables never do; a replica's or th
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -47,10 +47,14 @@ class TorchRankState:
         if only and self._same is not None and self._same.are(buffers):
             return _Packed(self._same.packed(), None)
         if only and all(map(lies_here, buffers.values())):
-            self._same = _SameBuffers(buffers)
+            self._same = _SameBuffers({"buffers": buffers, **self._moved(), "extra": {}})
             return _Packed(self._same.packed(), None)
         held = self._held()
-        return _Packed(pack({"buffers": own, **held}), worn(held))
+        return _Packed(pack({"buffers": own, **self._moved(), **held}), worn(held))
+
+    def _moved(self) -> dict[str, list[str]]:
+        moved = self.buffers.moved()
+        return {"moved": moved} if moved else {}
 
     def _held(self) -> dict[str, Any]:
         """What there is beside buffers, as it gives itself; not copied."""
@@ -60,11 +64,16 @@ class TorchRankState:
     def restore(self, state: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> tuple[str, ...]:
         """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
         mine, was, now = (self._read(each) for each in (state, tail.before, tail.after))
-        behind = list(tail.own)
-        for kind, put in (("buffers", self.buffers.restore), ("extra_state", self._modules.restore)):
+        behind, moved = list(tail.own), {*mine["moved"], *now["moved"]}
+        put: Mapping[str, Callable[[dict[str, Any]], None]] = {
+            "buffers": lambda values: self.buffers.restore(values, moved),
+            "extra_state": self._modules.restore,
+        }
+        for kind in put:
             shared = {key: each for key, each in now[kind].items() if _alike(mine[kind], was[kind], key)}
-            put({**mine[kind], **shared})
-            behind += [key for key in now[kind] if key in was[kind] and key not in shared]
+            put[kind]({**mine[kind], **shared})
+            # What is written for the first time may be another value on each rank, or the same on all.
+            behind += [key for key in now[kind] if key not in shared or key not in was[kind]]
         for name, each in mine["extra"].items():
             restore_object(self._extra[name], each)
         return tuple(behind)
@@ -83,20 +92,21 @@ class TorchRankState:
         own = tuple(f"rank_state[{name!r}]" for name in names)
         if not any(kept[1].values()):
             return WrittenInTail(b"", b"", own)
-        return WrittenInTail(pack(kept[0]), pack(kept[1]), own)
+        return WrittenInTail(pack(kept[0]), pack({**kept[1], **self._moved()}), own)
 
     def _read(self, state: bytes) -> dict[str, Any]:
         tree = dressed(unpack(state), self._held()) if state else {}
-        return {"buffers": {}, "extra_state": {}, "extra": {}, **tree}
+        return {"buffers": {}, "moved": [], "extra_state": {}, "extra": {}, **tree}
 
     def adopt(self, state: bytes) -> None:
         if state:
             tree = dressed(unpack(state), {"extra_state": self._modules.held()})
-            self.buffers.restore(tree["buffers"])
+            self.buffers.restore(tree["buffers"], tree.get("moved", ()))
             self._modules.restore(tree.get("extra_state", {}))
 
     def keep(self) -> None:
         """Remembers it, at the begin of a window."""
+        self.buffers.keep()
         self._kept = self._packed()
 
     def rollback(self) -> None:
@@ -139,10 +149,10 @@ class _SameBuffers:
     which a look at their memory tells, what was packed last is still true. (160 buffers: 40 us instead of 750.)
     """
 
-    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = list(buffers.values())
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self._tensors = list(tree["buffers"].values())
         self._places = [(each.data_ptr(), each.shape) for each in self._tensors]
-        self._description, _ = flatten({"buffers": buffers, "extra": {}}, TENSORS)
+        self._description, _ = flatten(tree, TENSORS)
         self._glance = Glance([span_of(each) for each in self._tensors])
         self._packed = b""
 

@@ -12,7 +12,7 @@ import torch
 from resilient_train._native import Copier
 from resilient_train.frameworks.roles import Image, SaveShare
 from resilient_train.frameworks.torch.checkpoint_pieces import contents, memory_of, piece_of, skipped_bytes
-from resilient_train.frameworks.torch.leaves import is_sharded, local, version_of
+from resilient_train.frameworks.torch.leaves import is_plainly_dense, is_sharded, local, version_of
 from resilient_train.frameworks.torch.staging import Staging, TensorPart, on_host
 from resilient_train.state.capture import Capture, HostCapture
 from resilient_train.state.image import ImagePlan, plan_image
@@ -150,16 +150,16 @@ def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What decides where a tensor's bytes lie. Another one that looks the same is copied the same."""
     if is_sharded(tensor):
         held = local(tensor)
-        return tensor.dtype, tensor.shape, tensor.placements, held.data_ptr(), held.is_contiguous()
-    return tensor.dtype, tensor.shape, tensor.data_ptr(), tensor.is_contiguous()
+        return tensor.dtype, tensor.shape, tensor.placements, held.data_ptr(), is_plainly_dense(held)
+    return tensor.dtype, tensor.shape, tensor.data_ptr(), is_plainly_dense(tensor)
 
 
 def _is_still(name: str, tensor: torch.Tensor) -> bool:
     """Whether it can be copied where it lies until the next update."""
-    return local(tensor).is_contiguous() and not name.startswith(_BUFFERS)
+    return is_plainly_dense(local(tensor)) and not name.startswith(_BUFFERS)
 
 
 def _still(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where ``_is_still``, else a copy of it in one piece."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_neg()  # a clone resolves a conjugate
     return tensor if _is_still(name, tensor) else tensor.clone(memory_format=torch.contiguous_format)

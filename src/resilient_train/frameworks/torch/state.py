@@ -15,6 +15,7 @@ from resilient_train.errors import ConfigError, LayoutError, StateError, Transfe
 from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.roles import Damage, Fill, Image, Objects, SavedTree, SaveShare, Sources, StateMark
 from resilient_train.frameworks.torch import layout_check
+from resilient_train.frameworks.torch.buffers import key_of
 from resilient_train.frameworks.torch.checkpoint_pieces import piece_of
 from resilient_train.frameworks.torch.containers import copy_tree, dressed
 from resilient_train.frameworks.torch.damage import move
@@ -25,6 +26,7 @@ from resilient_train.frameworks.torch.leaves import (
     TENSORS,
     dense,
     dtype_of,
+    is_plainly_dense,
     is_sharded,
     local,
     restore_object,
@@ -111,6 +113,8 @@ class TorchState:
         self._group: tuple[int, tuple[int, ...]] | None = None
         """This rank's replica group and its number, where there are several."""
         self._checked_plans = 0
+        self._shared: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
+        """Tensors that an optimizer keeps beside several parameters, and their versions when that was seen."""
         self._copier = _native.Copier()
         self._fingerprint: TorchFingerprint | None = None
         self._built = layout_check.layout_of(objects.models)
@@ -143,6 +147,7 @@ class TorchState:
         if core:
             return tree
         tree["buffers"] = [dict(model.named_buffers()) for model in objects.models]
+        tree["moved"] = self._rank_state.buffers.moved()
         kept = self.kept.states() if found else {}
         small = self.kept.small if found else self.small_tree()
         tree["small"] = {name: small[name] for name in ("scheduler", "scaler", "groups")}
@@ -241,22 +246,36 @@ class TorchState:
             # Not in its state_dict(): that gradients were unscaled in the step that is taken back.
             vars(self._objects.scaler).get("_per_optimizer_states", {}).clear()
         for optimizer, groups in zip(self._objects.optimizers, small["groups"], strict=True):
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(copy_tree(settings))
+            _put_settings([*zip(optimizer.param_groups, groups, strict=True)])
 
     def _misplaced(self) -> str:
-        """Of the optimizers' DTensors: one that another process could not make, for it would place it as the parameter
-        that it is beside. Empty: none.
+        """Of the optimizers' tensors: one that another process could not make. It would place a DTensor as the
+        parameter that it is beside, and have one for each parameter where several share it (a table that nobody writes
+        does no harm). Empty: none.
         """
         for number, optimizer in enumerate(self._objects.optimizers):
+            seen = set[int]()
             for parameter, entry in optimizer.state.items():
                 for name, tensor in entry.items() if isinstance(entry, Mapping) else ():
-                    if isinstance(tensor, torch.Tensor) and is_sharded(tensor) and not _placed_alike(tensor, parameter):
+                    if not isinstance(tensor, torch.Tensor):
+                        continue
+                    if id(tensor) in seen and self._is_written(number, name, tensor):
+                        return (
+                            f"optimizer {number} keeps one tensor as {name!r} of several parameters: another process "
+                            "would have one for each"
+                        )
+                    seen.add(id(tensor))
+                    if is_sharded(tensor) and not _placed_alike(tensor, parameter):
                         return (
                             f"optimizer {number} keeps {name!r} as a DTensor that is not placed as its parameter: no "
                             "other process could take it up"
                         )
         return ""
+
+    def _is_written(self, optimizer: int, name: str, shared: torch.Tensor) -> bool:
+        """Since it was seen first."""
+        first, version = self._shared.setdefault((optimizer, name), (shared, shared._version))
+        return first is not shared or shared._version != version
 
     def check(self) -> None:
         if told := self._misplaced():
@@ -320,7 +339,11 @@ class TorchState:
         def place(path: Path, slot: Slot) -> torch.Tensor:
             tensor = mine.get(path)
             told = (slot.shape, slot.divided)
-            if tensor is None or (tuple(tensor.shape), is_sharded(tensor)) != told or not local(tensor).is_contiguous():
+            if (
+                tensor is None
+                or (tuple(tensor.shape), is_sharded(tensor)) != told
+                or not is_plainly_dense(local(tensor))
+            ):
                 raise TransferError(f"{'.'.join(map(str, path))} is not here as it is on the replica")
             if not on_host(local(tensor)):  # all of the state comes, which `receive` takes by way of host memory
                 raise TransferError(f"{'.'.join(map(str, path))} lies on a device, where nobody can write from here")
@@ -361,7 +384,7 @@ class TorchState:
         if self._zero:
             tree[_PARTS] = self._zero.numbers
         image = self._images.image(tree, step, share, self.kept.lost, called=called)
-        if self._images.plans != self._checked_plans:
+        if self._images.plans != self._checked_plans or self._shared:
             layout_check.check_unchanged(self._built, layout_check.layout_of(self._objects.models))
             if told := self._misplaced():
                 raise LayoutError(told)
@@ -415,10 +438,11 @@ class TorchState:
             _check_parts(parts)
         told = _put_together(parts)
         layout_check.check(told, self._objects)
+        self._rank_state.buffers.renew(told.get("moved", ()))
         self._regroup(told)
         numbered = [[(p, group) for group in o.param_groups for p in group["params"]] for o in self._objects.optimizers]
         here = self._own_tensors()
-        own = {path: tensor for path, tensor in here.items() if local(tensor).is_contiguous()}
+        own = {path: tensor for path, tensor in here.items() if is_plainly_dense(local(tensor))}
         was = {id(each): told["model"][path[1]][path[2]].divided for path, each in here.items() if path[0] == "model"}
         landing: list[_Landing] = []
         uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -453,9 +477,16 @@ class TorchState:
         return _put_together([unflatten(each, TENSORS, place) for each in manifests]), landing, uploads
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Takes over a tree of this same process (an undo copy)."""
+        """Takes over a tree of this same process (an undo copy). Buffers that change are the rank's own, and put back
+        as such.
+        """
         self._regroup(tree)
-        self._apply(tree)
+        own = self._rank_state.buffers.own()
+        buffers = [
+            {name: each for name, each in held.items() if key_of(index, name) not in own}
+            for index, held in enumerate(tree["buffers"])
+        ]
+        self._apply({**tree, "buffers": buffers})
 
     def _regroup(self, tree: Mapping[str, Any]) -> None:
         groups = found(tree["members"], self._parameters())
@@ -483,7 +514,6 @@ class TorchState:
                         models[index][name].copy_(value)
                 mine = dict(model.named_buffers())
                 for name, value in tree["buffers"][index].items():
-                    # One that has another shape since an undo copy was made is the rank's own, and put back as such.
                     if name in mine and mine[name] is not value and mine[name].shape == value.shape:
                         mine[name].copy_(value)
         for optimizer, entries in zip(self._objects.optimizers, tree["optimizer"], strict=True):
@@ -491,6 +521,31 @@ class TorchState:
         self.restore_small(tree["small"])
         for name, thing in self._objects.extra.items():
             restore_object(thing, tree["extra"][name])
+
+
+def _put_settings(groups: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
+    """Gives groups their settings. A tensor is written where it lies: groups may share one, and a script may hold it (a
+    learning rate). Where they share one here, and did not there, each gets its own.
+    """
+    in_place = list[tuple[dict[str, Any], str, torch.Tensor]]()
+    for group, settings in groups:
+        for key, value in settings.items():
+            here = group.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(here, torch.Tensor) and _fit(here, value):
+                in_place.append((group, key, value.to(here.device)))
+            else:
+                group[key] = copy_tree(value)
+    with torch.no_grad():
+        for group, key, value in in_place:
+            if not torch.equal(group[key], value):
+                group[key].copy_(value)
+    for group, key, value in in_place:
+        if not torch.equal(group[key], value):
+            group[key] = value.clone()
+
+
+def _fit(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _check_parts(parts: Sequence[Mapping[str, Any]]) -> None:
@@ -507,7 +562,7 @@ def _without_parts(part: Mapping[str, Any]) -> dict[str, Any]:
     entries = list(part["optimizer"])
     for number in part.get(_PARTS, ()):
         entries[number] = {key: entry for key, entry in entries[number].items() if isinstance(key, str)}
-    return {**part, "optimizer": entries}
+    return {**part, "optimizer": entries, "moved": ()}
 
 
 def _put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402 - likewise
 from torch import nn  # noqa: E402 - only where torch is
 
 from resilient_train.errors import ProtocolError, StateError  # noqa: E402
@@ -412,3 +414,48 @@ def test_an_expanded_one_is_put_back() -> None:
     other.register_buffer("wide", torch.ones(1).expand(8))
     TorchRankState((other,), {}).restore(packed)
     assert torch.equal(other.wide, net.wide)
+
+
+def test_a_small_buffer_that_nobody_makes_equal_is_the_ranks_own() -> None:
+    """A script may have built another one on each rank; a replica's state comes with its own."""
+
+    def built(site: float) -> tuple[Any, TorchRankState]:
+        net: Any = nn.Linear(2, 2)
+        net.register_buffer("site", torch.full((3,), site))
+        net.register_buffer("large", torch.full((20_000,), site))
+        state = TorchRankState((net,), {})
+        state.buffers.claim((net,))
+        return net, state
+
+    _, lost = built(1.0)
+    net, state = built(1.0)
+    published = lost.packed()
+    net.site.fill_(2.0)  # a replica's
+    net.large.fill_(2.0)
+    state.restore(published)
+    assert (net.site[0], net.large[0]) == (1.0, 2.0), "of large ones it is as it was"
+    state.keep()
+    begun = state.packed()
+    net.site.mul_(3)
+    assert state.packed() != begun
+    state.rollback()
+    assert net.site[0] == 1.0
+    assert state.packed() == begun
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_buffers_that_ddp_makes_equal_are_not_claimed() -> None:
+    net: Any = nn.Linear(2, 2)
+    net.register_buffer("site", torch.ones(3))
+    for broadcasts in (True, False):
+        wrapper = nn.parallel.DistributedDataParallel(net, broadcast_buffers=broadcasts)
+        state = TorchRankState((wrapper,), {})
+        state.buffers.claim((wrapper,))
+        assert (state.packed() == b"") is broadcasts

@@ -1,4 +1,5 @@
-"""The buffers of the models that have changed: those count as a rank's own.
+"""The buffers of the models that have changed: those count as a rank's own. So do small ones that nobody makes equal,
+from the start on: a script may have built other ones on each rank (its positions, its site's mean).
 
 A script may put another tensor in the place of one, of another shape too (a bank of features that grows), take it
 away, or have a forward pass make it. All of that is put back: first which tensor stood there, and which memory that
@@ -8,14 +9,15 @@ a table, or the batch. So nothing is written into it, and a process that takes t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train._native import Glance
 from resilient_train.errors import ProtocolError
-from resilient_train.frameworks.torch.leaves import is_plainly_dense, is_sharded
+from resilient_train.frameworks.torch.leaves import dense, is_plainly_dense, is_sharded
 from resilient_train.state.transfer import Span
 
 # Their kernels write the running statistics without telling the version counter.
@@ -24,6 +26,8 @@ _SILENT_WRITERS = (torch.nn.modules.batchnorm._NormBase,)
 
 _SMALL_BYTES = 256 << 10
 """Of all that are looked at in each step: some 10 us."""
+_CLAIMED_BYTES = 64 << 10
+"""Of all that are published with each update though they don't change."""
 
 
 def lies_here(buffer: torch.Tensor) -> bool:
@@ -95,6 +99,13 @@ class _Quiet(NamedTuple):
         return buffer is self.buffer and self.buffer._version == self.version and self.buffer.data_ptr() == self.address
 
 
+def _made_equal(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for wrapper in model.modules():
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.broadcast_buffers:
+            ignored = wrapper.parameters_to_ignore
+            yield from (each for name, each in wrapper.module.named_buffers() if name not in ignored)
+
+
 def key_of(model: int, name: str) -> str:
     """Of a buffer by its model's number and its whole name there."""
     prefix, _, last = name.rpartition(".")
@@ -123,6 +134,8 @@ class Buffers:
         """In which each module had its names then."""
         self._moved: set[str] = set()
         """Those that were seen to be another tensor than the script has built, or to have other memory."""
+        self._claimed: dict[str, torch.Tensor] = {}
+        """Quiet ones that are the rank's own all the same: copies in the host's memory; nobody waits for a device."""
         self._made: dict[str, bool] = {}
         """Those that the training has made, and whether there was a name for it, with None behind it."""
         for prefix, module in self._modules.items():
@@ -149,8 +162,27 @@ class Buffers:
         self._names = sum(map(len, self._dicts))
         self._none = [(held, name) for held in self._dicts for name, buffer in held.items() if buffer is None]
 
+    def claim(self, models: tuple[torch.nn.Module, ...]) -> None:
+        """Those that DistributedDataParallel does not make equal may not be."""
+        equal = {id(each) for model in models for each in _made_equal(model)}
+        left = _CLAIMED_BYTES
+        for key, quiet in sorted(self._quiet.items(), key=lambda each: each[1].buffer.nbytes):
+            left -= quiet.buffer.nbytes
+            if left >= 0 and id(quiet.buffer) not in equal:
+                self._claimed[key] = dense(quiet.buffer).clone()
+
+    def published(self) -> dict[str, torch.Tensor | None]:
+        """As ``own``, and those that were claimed."""
+        own = self.own()
+        claimed = {key: each for key, each in self._claimed.items() if key in self._quiet}
+        return dict(sorted({**claimed, **own}.items())) if claimed else own
+
+    def is_as_built(self, key: str, value: torch.Tensor | None) -> bool:
+        """As far as that is known."""
+        return value is not None and key in self._claimed and torch.equal(self._claimed[key], value)
+
     def changed(self) -> dict[str, torch.Tensor]:
-        """The buffers that are this rank's own, by key; not copied."""
+        """The buffers that are this rank's own, by key; not copied. Not those that are only claimed."""
         return {key: buffer for key, buffer in self.own().items() if buffer is not None}
 
     def own(self) -> dict[str, torch.Tensor | None]:
@@ -266,6 +298,9 @@ class Buffers:
         for key, value in values.items():
             held, name = self._place(key)
             here = held.get(name)
+            if value is not None and self.is_as_built(key, value):
+                self._unclaimed(key, value)
+                continue
             if value is None:
                 if here is not None:
                     held[name] = None
@@ -278,6 +313,13 @@ class Buffers:
                 self._there[key] = _There.of(present)
         self._count()
 
+    def _unclaimed(self, key: str, value: torch.Tensor) -> None:
+        """A replica's state has come, with its own: it gets back what it had, and is as quiet as before."""
+        held, name = self._place(key)
+        here = held.get(name)
+        if key in self._quiet and here is not None and _write(here, value):
+            self._quiet[key] = _Quiet(_There.of(here), here._version, here.data_ptr())
+
     def rollback(self, values: Mapping[str, torch.Tensor | None]) -> None:
         """Back to ``values``, and where the window found them. A buffer that changed for the first time since then goes
         back to its first value, and one that was made since then goes.
@@ -287,6 +329,8 @@ class Buffers:
         for key in [key for key in self._made if key not in values]:
             self._unmake(key)
         for key, value in {**values, **news}.items():
+            if key in self._quiet:
+                continue  # claimed
             held, name = self._place(key)
             there = self._there.get(key)
             if value is None and key in self._gone:

@@ -27,6 +27,7 @@ def engine_for(objects: Objects) -> Engine:
     generators.follow(device_of_rank)
     groups = TorchGroups(device_of_rank)
     rank_state = TorchRankState(objects.models, objects.rank_extra)
+    rank_state.buffers.claim(objects.models)
     held = objects._replace(optimizers=tuple(map(shown, objects.optimizers)))
     state = TorchState(held, rank_state, device_of_rank)
     device = TorchDevice(config.read_settings(), device_of_rank, state, rank_state, groups.communicators)

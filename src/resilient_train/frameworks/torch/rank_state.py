@@ -39,7 +39,7 @@ class TorchRankState:
         return self._packed().state
 
     def _packed(self) -> _Packed:
-        own = self.buffers.own()
+        own = self.buffers.published()
         if not own and not self._more:
             return _Packed(b"", None)
         buffers = {key: buffer for key, buffer in own.items() if buffer is not None}
@@ -65,6 +65,7 @@ class TorchRankState:
         """In another process than that which packed it: one that has built the same model. Raises ProtocolError."""
         mine, was, now = (self._read(each) for each in (state, tail.before, tail.after))
         behind, moved = list(tail.own), {*mine["moved"], *now["moved"]}
+        first = {key for key in now["buffers"] if self.buffers.is_as_built(key, mine["buffers"].get(key))}
         put: Mapping[str, Callable[[dict[str, Any]], None]] = {
             "buffers": lambda values: self.buffers.restore(values, moved),
             "extra_state": self._modules.restore,
@@ -73,7 +74,7 @@ class TorchRankState:
             shared = {key: each for key, each in now[kind].items() if _alike(mine[kind], was[kind], key)}
             put[kind]({**mine[kind], **shared})
             # What is written for the first time may be another value on each rank, or the same on all.
-            behind += [key for key in now[kind] if key not in shared or key not in was[kind]]
+            behind += [key for key in now[kind] if key not in shared or key not in was[kind] or key in first]
         for name, each in mine["extra"].items():
             restore_object(self._extra[name], each)
         return tuple(behind)

@@ -42,6 +42,10 @@ LOOPS = {
     "finally": ("try:\n    pass\nfinally:\n    x = 1\nprint(x)", ()),
     "an attribute": ("use(net.hidden)\nnet.hidden = batch()", ("net.hidden",)),
     "an attribute that each step sets first": ("net.hidden = batch()\nuse(net.hidden)", ()),
+    "a list that each step clears first": ("news.clear()\nnews.append(step)\nuse(news)", ()),
+    "a list that is emptied": ("del news[:]\nnews.append(step)\nuse(news)", ()),
+    "a list that is filled anew": ("news[:] = [step]\nnews.append(step)\nuse(news)", ()),
+    "a list that is cleared in the end": ("news.append(step)\nuse(news)\nnews.clear()", ("news",)),
     "a count in an object": ("net.seen += 1", ("net.seen",)),
     "of an object of this step": ("fresh = batch()\nfresh.seen += 1", ()),
     "an entry": ("counts['n'] += 1", ("counts['n']",)),
@@ -316,7 +320,9 @@ def test_what_hooks_keep() -> None:
 
 
 def test_numbers_of_a_model_are_in_no_state_dict() -> None:
-    for inner, expected in ((Annealed, ("self.temperature in Annealed.forward",)), (Publishing, ())):
+    of_average = ("self.begun in Averaging.forward", "self.mean in Averaging.forward")
+    of_anneal = ("self.temperature in Annealed.forward",)
+    for inner, expected in ((Annealed, of_anneal), (Publishing, ()), (Averaging, of_average)):
         model = Cell(module=Cell(first=inner()))
         model._modules["module"]._modules["first"].weight = object()  # type: ignore[attr-defined]
         source = "for step in session_steps():\n    model()\n"
@@ -345,6 +351,27 @@ class Annealed(Cell):
     def forward(self) -> None:
         self.temperature *= 0.99
         self.weight = self.weight + 1  # type: ignore[has-type]
+
+
+class Averaging(Cell):
+    """Of what it keeps only ``total`` is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.last, self.begun = np.zeros(3), [0.0], False
+        self._buffers = {"total": np.zeros(3)}
+
+    @property
+    def total(self) -> Any:
+        return self._buffers["total"]
+
+    def forward(self) -> None:
+        scale = 2 if self.begun else 1
+        self.mean = 0.9 * self.mean + scale
+        self.total[:2] += self.mean[:2]
+        self.last.clear()
+        self.last.append(scale)
+        self.begun = True
 
 
 class Publishing(Annealed):

@@ -19,7 +19,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
-from types import CodeType, FrameType
+from types import CodeType, EllipsisType, FrameType
 from typing import Any, NamedTuple
 
 from resilient_train.session.static_lookup import (
@@ -43,12 +43,17 @@ from resilient_train.session.static_lookup import (
 _TOLD = 6
 _CALLS_MAX = 500
 """Of functions that are followed; there is no end to what two that call each other do."""
-_PLAIN = (int, float, list, dict)
-"""Of a module's attributes, what its state_dict() has not."""
+_PLAIN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, deque)
+"""Of a module's attributes, what its state_dict() has not; nor has it tensors and arrays that are no buffers."""
 _STEP = "training_step"
 """Of a Lightning module."""
+_TENSORS = ("_parameters", "_buffers")
+_OF_ARRAYS = ("add_", "__array_interface__")
+"""What tensors of torch's, and arrays of NumPy's, have."""
 _CHANGES = ("append", "appendleft", "extend", "insert", "add", "update", "remove", "discard", "clear")
 _CONTAINERS = (list, dict, set, deque)
+_ANEW = ("clear", "zero_", "fill_", "copy_")
+"""What was in it before is gone."""
 _TAKES = ("pop", "popleft", "popitem", "setdefault")
 """Of containers; those of tensors end with one underscore."""
 _READS_ENTRY = ("get", "setdefault", "pop")
@@ -152,6 +157,10 @@ def _entry(node: ast.AST, key: ast.AST) -> str:
     return base and f"{base}[{ast.unparse(key)}]"
 
 
+def _is_plain(value: object) -> bool:
+    return type(value) in _PLAIN or any(held(value, verb) is not UNKNOWN for verb in _OF_ARRAYS)
+
+
 class _Registered:
     """What the Session carries, and what it leaves to the script."""
 
@@ -162,12 +171,16 @@ class _Registered:
         for part in (part for model in models for part in all_parts(model)):
             publishes = functions_of(held(part, "get_extra_state"))
             (self._known if publishes else self._parts).add(id(part))
+            for tensors in (held(part, name) for name in _TENSORS):
+                if type(tensors) is dict:
+                    self._kept += tensors.values()
+                    self._known |= {id(each) for each in tensors.values() if each is not None}
 
     def has(self, path: Sequence[Any]) -> bool:
         """``path``: an object, what its attribute is, and so on, as far as they are known."""
         if any(id(each) in self._known for each in path):
             return True
-        return any(id(each) in self._parts for each in path) and type(path[-1]) not in _PLAIN
+        return any(id(each) in self._parts for each in path) and not _is_plain(path[-1])
 
 
 class _Scope:
@@ -305,7 +318,9 @@ class _Flow:
                 for alias in node.names:
                     self._wrote(alias.asname or alias.name.partition(".")[0])
             case ast.Delete():
-                pass
+                for target in node.targets:
+                    if isinstance(target, ast.Subscript) and _is_whole(target.slice) and _name_of(target.value):
+                        self._sure.add(self._scope.key(_name_of(target.value)))
             case ast.Return():
                 self._read(node)
                 self._ends.append(self._sure)
@@ -334,6 +349,11 @@ class _Flow:
             return
         if isinstance(node, _COMPREHENSIONS):
             self._read_comprehension(node)
+            return
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._begins_anew(node.func):
+            for child in (*node.args, *node.keywords):
+                self._read(child)
+            self._sure.add(self._scope.key(_name_of(node.func.value)))
             return
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._fills(node.func):
             for child in (*([] if _name_of(node.func.value) else [node.func.value]), *node.args, *node.keywords):
@@ -382,6 +402,8 @@ class _Flow:
                     self._write(*target.elts)
                 case ast.Starred():
                     self._write(target.value)
+                case ast.Subscript() if _is_whole(target.slice) and (name := _name_of(target.value)):
+                    self._sure.add(self._scope.key(name))
                 case ast.Subscript() if not isinstance(target.slice, ast.Constant) and _name_of(target.value):
                     self._read(target.slice)
                     self._fill(_name_of(target.value))
@@ -410,15 +432,23 @@ class _Flow:
             if not self._registered.has(self._scope.path(told)):
                 self._changed.setdefault(self._scope.key(told), told + self._scope.where)
 
+    def _kept_in(self, name: str) -> list[Any]:
+        """The path to the container or the tensor that it stands for, or is in; empty: it is none, or not known."""
+        path = self._scope.path(_container(name)) if name else []
+        if not path or len(path) < len(_parts(_container(name))):
+            return []
+        return path if isinstance_past(path[-1], _CONTAINERS) or held(path[-1], "add_") is not UNKNOWN else []
+
+    def _begins_anew(self, method: ast.Attribute) -> bool:
+        name = _name_of(method.value)
+        return method.attr in _ANEW and "[" not in name and bool(self._kept_in(name))
+
     def _fills(self, method: ast.Attribute) -> bool:
         """Whether a call of it changes something in place, and gives nothing of it."""
         name, verb = _name_of(method.value), method.attr
-        path = self._scope.path(_container(name)) if name else []
-        if not path or len(path) < len(_parts(_container(name))):
-            return False
-        kept = isinstance_past(path[-1], _CONTAINERS) or held(path[-1], "add_") is not UNKNOWN
+        path = self._kept_in(name)
         of_tensor = verb.endswith("_") and not verb.startswith("_")
-        if not kept or not (of_tensor or verb in _CHANGES or verb in _TAKES):
+        if not path or not (of_tensor or verb in _CHANGES or verb in _TAKES):
             return False
         self._fill(name)
         if of_tensor:  # no list for people: read behind the loop, if not in it
@@ -494,6 +524,14 @@ class _Flow:
             if name and self._scope.is_whole(name) and not self._is_sure(name):
                 given[parameter] = self._scope.path(name)[-1]
         return given
+
+
+def _is_whole(part: ast.expr) -> bool:
+    """``[:]`` and ``[...]``."""
+    match part:
+        case ast.Slice(lower=None, upper=None, step=None) | ast.Constant(value=EllipsisType()):
+            return True
+    return False
 
 
 def _container(name: str) -> str:

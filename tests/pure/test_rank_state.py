@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402 - likewise
 from torch import nn  # noqa: E402 - only where torch is
 
-from resilient_train.errors import ProtocolError, StateError  # noqa: E402
+from resilient_train.errors import ConfigError, ProtocolError, StateError  # noqa: E402
 from resilient_train.frameworks.roles import WrittenInTail  # noqa: E402
 from resilient_train.frameworks.torch import buffers as buffers_module  # noqa: E402
 from resilient_train.frameworks.torch.buffers import Buffers  # noqa: E402 - likewise
@@ -459,3 +459,8 @@ def test_buffers_that_ddp_makes_equal_are_not_claimed() -> None:
         state = TorchRankState((wrapper,), {})
         state.buffers.claim((wrapper,))
         assert (state.packed() == b"") is broadcasts
+
+
+def test_what_can_not_be_published_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"rank_state\['queue'\] is a collections.deque without state_dict"):
+        TorchRankState((), {"queue": collections.deque()})

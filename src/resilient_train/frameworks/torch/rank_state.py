@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from resilient_train._native import Glance
+from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import NOTHING_WRITTEN, WrittenInTail
 from resilient_train.frameworks.torch.buffers import Buffers, lies_here
 from resilient_train.frameworks.torch.containers import dressed, worn
@@ -28,6 +29,12 @@ class TorchRankState:
 
     def __init__(self, models: tuple[torch.nn.Module, ...], extra: Mapping[str, Any]) -> None:
         self.buffers = Buffers(models)
+        for name, thing in extra.items():
+            if not any(callable(getattr(thing, method, None)) for method in ("state_dict", "get_state")):
+                raise ConfigError(
+                    f"rank_state[{name!r}] is a {type(thing).__module__}.{type(thing).__qualname__} without "
+                    "state_dict(): put an object around it that has state_dict() and load_state_dict()"
+                )
         self._extra = extra
         self._same: _SameBuffers | None = None
         self._modules = ExtraState(models)

@@ -136,6 +136,8 @@ class Buffers:
         """Those that were seen to be another tensor than the script has built, or to have other memory."""
         self._claimed: dict[str, torch.Tensor] = {}
         """Quiet ones that are the rank's own all the same: copies in the host's memory; nobody waits for a device."""
+        self._still: tuple[int, dict[str, torch.Tensor]] = (-1, {})
+        """How many are quiet, and which of those are claimed."""
         self._made: dict[str, bool] = {}
         """Those that the training has made, and whether there was a name for it, with None behind it."""
         for prefix, module in self._modules.items():
@@ -174,8 +176,11 @@ class Buffers:
     def published(self) -> dict[str, torch.Tensor | None]:
         """As ``own``, and those that were claimed."""
         own = self.own()
-        claimed = {key: each for key, each in self._claimed.items() if key in self._quiet}
-        return dict(sorted({**claimed, **own}.items())) if claimed else own
+        if self._claimed and len(self._quiet) != self._still[0]:  # they become fewer
+            still = {key: self._claimed[key] for key in sorted(self._claimed) if key in self._quiet}
+            self._still = len(self._quiet), still
+        still = self._still[1]
+        return dict(sorted({**still, **own}.items())) if own and still else own or {**still}
 
     def is_as_built(self, key: str, value: torch.Tensor | None) -> bool:
         """As far as that is known."""

@@ -430,9 +430,13 @@ def test_a_small_buffer_that_nobody_makes_equal_is_the_ranks_own() -> None:
     _, lost = built(1.0)
     net, state = built(1.0)
     published = lost.packed()
-    net.site.fill_(2.0)  # a replica's
+    site = net.site
+    state.buffers.renew(["0..site"])  # the replica's is another tensor by now
+    net.site.fill_(2.0)
     net.large.fill_(2.0)
+    state.packed()
     state.restore(published)
+    assert net.site is site
     assert (net.site[0], net.large[0]) == (1.0, 2.0), "of large ones it is as it was"
     state.keep()
     begun = state.packed()
@@ -464,3 +468,15 @@ def test_buffers_that_ddp_makes_equal_are_not_claimed() -> None:
 def test_what_can_not_be_published_is_named() -> None:
     with pytest.raises(ConfigError, match=r"rank_state\['queue'\] is a collections.deque without state_dict"):
         TorchRankState((), {"queue": collections.deque()})
+
+
+def test_zeros_have_signs() -> None:
+    """They are equal, and what is divided by them is not."""
+    net: Any = nn.Linear(2, 2)
+    net.register_buffer("zero", torch.zeros(2))
+    state = TorchRankState((net,), {})
+    net.zero.add_(1).mul_(-0.0)
+    state.keep()
+    net.zero.mul_(-1)
+    state.rollback()
+    assert torch.signbit(net.zero).all()

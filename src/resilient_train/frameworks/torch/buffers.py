@@ -41,14 +41,31 @@ def _have_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.is_set_to(other)
 
 
+def _put(held: dict[str, torch.Tensor | None], name: str, there: _There) -> None:
+    if held.get(name) is not there.buffer:
+        held[name] = there.buffer
+    if not _have_same_memory(there.buffer, there.memory):
+        there.buffer.data = there.memory
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Not so 0.0 and -0.0, which are equal."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    first, second = (
+        each.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for each in (one, other.to(one.device))
+    )
+    return torch.equal(first, second)
+
+
 def _write(here: torch.Tensor, value: torch.Tensor) -> bool:
     """Nothing, where it is so already: others may have that memory too. False: it does not fit, or lies in its own way
     (``expand``).
     """
     if (here.shape, here.dtype) != (value.shape, value.dtype):
         return False
-    value = value.to(here.device)
-    if torch.equal(here, value):
+    if _same_bits(here, value):
         return True
     if any(size > 1 and not stride for size, stride in zip(here.shape, here.stride(), strict=True)):
         return False
@@ -136,6 +153,8 @@ class Buffers:
         """Those that were seen to be another tensor than the script has built, or to have other memory."""
         self._claimed: dict[str, torch.Tensor] = {}
         """Quiet ones that are the rank's own all the same: copies in the host's memory; nobody waits for a device."""
+        self._built: dict[str, _There] = {}
+        """Those as the script has built them."""
         self._still: tuple[int, dict[str, torch.Tensor]] = (-1, {})
         """How many are quiet, and which of those are claimed."""
         self._made: dict[str, bool] = {}
@@ -170,8 +189,8 @@ class Buffers:
         left = _CLAIMED_BYTES
         for key, quiet in sorted(self._quiet.items(), key=lambda each: each[1].buffer.nbytes):
             left -= quiet.buffer.nbytes
-            if left >= 0 and id(quiet.buffer) not in equal:
-                self._claimed[key] = dense(quiet.buffer).clone()
+            if left >= 0 and id(quiet.buffer) not in equal and not quiet.buffer.is_meta:
+                self._claimed[key], self._built[key] = dense(quiet.buffer).clone(), quiet.there
 
     def published(self) -> dict[str, torch.Tensor | None]:
         """As ``own``, and those that were claimed."""
@@ -184,7 +203,7 @@ class Buffers:
 
     def is_as_built(self, key: str, value: torch.Tensor | None) -> bool:
         """As far as that is known."""
-        return value is not None and key in self._claimed and torch.equal(self._claimed[key], value)
+        return value is not None and key in self._claimed and _same_bits(self._claimed[key], value)
 
     def changed(self) -> dict[str, torch.Tensor]:
         """The buffers that are this rank's own, by key; not copied. Not those that are only claimed."""
@@ -259,7 +278,7 @@ class Buffers:
         """
         for key in [*self._quiet] if closely else self._small_changed():
             buffer = self._present(key)
-            if buffer is None or not torch.equal(buffer, self._first[key]):
+            if buffer is None or not _same_bits(buffer, self._first[key]):
                 self._wake(key)
 
     def _find_small(self) -> dict[str, torch.Tensor]:
@@ -304,7 +323,7 @@ class Buffers:
             held, name = self._place(key)
             here = held.get(name)
             if value is not None and self.is_as_built(key, value):
-                self._unclaimed(key, value)
+                self._put_as_built(key, value)
                 continue
             if value is None:
                 if here is not None:
@@ -318,12 +337,16 @@ class Buffers:
                 self._there[key] = _There.of(present)
         self._count()
 
-    def _unclaimed(self, key: str, value: torch.Tensor) -> None:
+    def _put_as_built(self, key: str, value: torch.Tensor) -> None:
         """A replica's state has come, with its own: it gets back what it had, and is as quiet as before."""
         held, name = self._place(key)
-        here = held.get(name)
-        if key in self._quiet and here is not None and _write(here, value):
-            self._quiet[key] = _Quiet(_There.of(here), here._version, here.data_ptr())
+        there = self._built[key]
+        _put(held, name, there)
+        if _write(there.memory, value):
+            self._quiet[key] = _Quiet(there, there.buffer._version, there.address)
+            self._live.discard(key)
+            self._there.pop(key, None)
+            self._moved.discard(key)
 
     def rollback(self, values: Mapping[str, torch.Tensor | None]) -> None:
         """Back to ``values``, and where the window found them. A buffer that changed for the first time since then goes
@@ -345,10 +368,7 @@ class Buffers:
             elif there is None:
                 held[name] = value.to(self._devices.get(key, value.device), copy=True)
             else:
-                if held.get(name) is not there.buffer:
-                    held[name] = there.buffer
-                if not _have_same_memory(there.buffer, there.memory):
-                    there.buffer.data = there.memory
+                _put(held, name, there)
                 if not _write(there.memory, value):
                     held[name] = value.to(there.memory.device, copy=True)
         for names, order in zip(self._dicts, self._order, strict=True):

@@ -537,8 +537,7 @@ def _put_settings(groups: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) ->
                 group[key] = copy_tree(value)
     with torch.no_grad():
         for group, key, value in in_place:
-            if not torch.equal(group[key], value):
-                group[key].copy_(value)
+            group[key].copy_(value)
     for group, key, value in in_place:
         if not torch.equal(group[key], value):
             group[key] = value.clone()

@@ -281,7 +281,10 @@ def _no_descriptors(job: Job, rng: random.Random, pid: int) -> bool:
         return False
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        now = max(int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()) + 1
+        there = [int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()]
+        if not there:  # it has just ended
+            return False
+        now = max(there) + 1
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (now + rng.randrange(3), before[1]))
 
         def give_back() -> None:

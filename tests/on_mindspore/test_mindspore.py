@@ -134,7 +134,9 @@ def test_a_rank_that_hangs_is_replaced(
 
 
 @MODES
-@pytest.mark.parametrize("plan", ["tre:0:5 tre:1:5", "hcce:1:8 tre:0:9 tre:1:9 uce:0:11", "tre:0:5 tre:1:5 kill:1:7"])
+@pytest.mark.parametrize(
+    "plan", ["tre:0:5 tre:1:5", "hcce:1:8 tre:0:9 tre:1:9 uce:0:11", "tre:0:5 tre:1:5 kill:1:7", "tre:0:3 tre:1:3"]
+)
 def test_who_goes_back_by_mindspores_tre_counts_from_there(
     tmp_path: Path, undisturbed: dict[int, list[str]], plan: str, mode: str
 ) -> None:

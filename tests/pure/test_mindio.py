@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from resilient_train.errors import ConfigError
@@ -477,10 +479,60 @@ def test_a_loop_that_begins_again_counts_from_where_it_is(monkeypatch: pytest.Mo
     rank._go(GoOrder(round=2, step=103))
     assert begins(102) == 3, "repaired, whatever it went back to before"
     rank.end_updating(104)
+    assert begins(104) == 4, "to where it is"
+    rank.mark_updating()
+    rank.mark_updating()
+    rank.end_updating(105)
     assert begins(None) == 0, "a second training"
     with pytest.raises(RuntimeError, match="counts anew"):
         rank.end_updating(101)
     rank.set_args("of another framework")
+
+
+class Count:
+    """MindSpore's, of updates; in parameters that were loaded."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def asnumpy(self) -> Any:
+        return np.array([self.value])
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["an end is told", "no end is told"])
+def test_what_was_loaded_and_is_not_what_is_trained_is_seen(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+    """By the first update behind it, or where the callback's own flag was loaded as well, when more are begun."""
+    rank, sent = lone(monkeypatch), list[object]()
+    monkeypatch.setattr(rank, "_send", sent.append)
+    for step in (2, 3, 4):
+        rank.mark_updating()
+        rank.end_updating(step)
+    optimizer = SimpleNamespace(global_step=Count(2))
+    rank.set_args(SimpleNamespace(cur_step_num=0, initial_step=2, optimizer=optimizer))
+    if tells:
+        rank.mark_updating()
+        with pytest.raises(RuntimeError, match="has not changed the parameters that were loaded"):
+            rank.end_updating(3)
+    else:
+        for _ in range(3):
+            assert not any(isinstance(each, Reported) for each in sent)
+            rank.mark_updating()
+        assert any(isinstance(each, Reported) for each in sent)
+        with pytest.raises(RuntimeError, match="has not changed the parameters that were loaded"):
+            rank.close()
+    assert not rank._holds(2)
+
+
+def test_a_load_that_is_trained_on_is_none_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a process that came back, and has told of no update yet."""
+    rank = lone(monkeypatch)
+    optimizer = SimpleNamespace(global_step=Count(0))
+    rank.set_args(SimpleNamespace(cur_step_num=0, initial_step=0, optimizer=optimizer))
+    rank.mark_updating()
+    rank.mark_updating()
+    optimizer.global_step.value = 1
+    rank.end_updating(1)
+    rank.close()
 
 
 def test_who_comes_when_all_is_over_is_sent_away() -> None:

@@ -193,7 +193,7 @@ class Processor:
             allowed = self._limit is None or self._step < self._limit
             self._updating = True
             self._marks += 1
-            if self._went_back_with is not None and self._marks > 2 * self._usual_marks:
+            if self._went_back_with is not None and self._marks > 2 * self._usual_marks > 0:
                 self._went_back_with = None  # and the callback, whose flag is such a one too, sees no end of any
                 self._astray = True
                 log.error("%s", self._not_loaded())
@@ -249,7 +249,7 @@ class Processor:
             repaired, self._repaired, self._went_back_with = self._repaired, False, None
             if repaired:
                 self._loop.count_from(self.repair_step)
-            elif back_at is not None and back_at < self._step:
+            elif back_at is not None and back_at <= self._step:
                 self._step, self._updating, self._whole, self._torn = back_at, False, True, False
                 self._loop.count_from(back_at)
                 self._went_back_with, self._marks = self._loop.updates_held(), 0

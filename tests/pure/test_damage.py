@@ -120,3 +120,8 @@ def test_memory_moves_under_whoever_holds_the_tensor() -> None:
 
 def test_an_undamaged_list_is_empty() -> None:
     assert not assess([], trained()[2].tensors(), {}).lost
+
+
+def test_a_conjugate_lies_where_its_other_does() -> None:
+    numbers = torch.zeros(4, dtype=torch.complex64)
+    assert extent(numbers.conj()) == extent(numbers)

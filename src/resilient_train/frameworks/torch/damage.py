@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from resilient_train.frameworks.roles import Damage
-from resilient_train.frameworks.torch.leaves import is_sharded, local, span_of
+from resilient_train.frameworks.torch.leaves import is_plainly_dense, is_sharded, local, span_of
 from resilient_train.state.transfer import Span
 from resilient_train.state.tree import Path
 
@@ -24,7 +24,7 @@ _POISON = 0xFF
 def extent(tensor: torch.Tensor) -> Span:
     """The memory in which the tensor's elements lie."""
     tensor = local(tensor)
-    if tensor.is_contiguous():
+    if is_plainly_dense(tensor):
         return span_of(tensor)
     storage = tensor.untyped_storage()
     return Span(storage.data_ptr(), storage.nbytes())

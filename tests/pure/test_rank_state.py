@@ -447,6 +447,22 @@ def test_a_small_buffer_that_nobody_makes_equal_is_the_ranks_own() -> None:
     assert state.packed() == begun
 
 
+def test_what_is_as_built_again_is_published_again() -> None:
+    """Another one has changed meanwhile, so as many are quiet as before."""
+    net: Any = nn.Linear(2, 2)
+    net.register_buffer("first", torch.ones(3))
+    net.register_buffer("second", torch.ones(3))
+    state = TorchRankState((net,), {})
+    state.buffers.claim((net,))
+    as_built = state.buffers.published()
+    net.first.fill_(2)
+    assert torch.equal(state.buffers.published()["0..first"], net.first)
+    state.buffers.restore({"0..first": torch.ones(3), "0..second": torch.full((3,), 5.0)})
+    found = state.buffers.published()
+    assert found.keys() == as_built.keys()
+    assert [each[0] for each in found.values()] == [1.0, 5.0]
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -33,12 +33,14 @@ def halve(net: nn.Module) -> None:
 
 class Routed(nn.Module):
     """``load`` is what a forward pass has seen, ``bias`` and ``bank`` are written behind the update, ``late`` for the
-    first time in the fourth step; ``norm`` has statistics of each rank's own, and ``site`` is another from the start.
+    first time in the fourth step; ``norm`` has statistics of each rank's own, and ``site`` is another from the start;
+    ``scale`` is always the same, in memory that nobody can write.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("scale", torch.full((1,), 2.0).expand(8))
         self.register_buffer("site", torch.full((8,), 0.1 * dist.get_rank()))
         self.load = torch.zeros(8)
         self.updates = 0
@@ -47,7 +49,7 @@ class Routed(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.load = (inputs.detach() > 0).float().sum(0)
-        return self.norm(inputs - self.site) * (1 + self.bias) + self.late + self.bank.sum(0)
+        return self.norm(self.scale * inputs - self.site) * (1 + self.bias) + self.late + self.bank.sum(0)
 
     def write(self, load: torch.Tensor, number: int) -> None:
         self.bias += 0.05 * (load.mean() - load).sign()

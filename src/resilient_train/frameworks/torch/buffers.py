@@ -59,7 +59,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def _write(here: torch.Tensor, value: torch.Tensor) -> bool:
+def write(here: torch.Tensor, value: torch.Tensor) -> bool:
     """Nothing, where it is so already: others may have that memory too. False: it does not fit, or lies in its own way
     (``expand``).
     """
@@ -155,8 +155,8 @@ class Buffers:
         """Quiet ones that are the rank's own all the same: copies in the host's memory; nobody waits for a device."""
         self._built: dict[str, _There] = {}
         """Those as the script has built them."""
-        self._still: tuple[int, dict[str, torch.Tensor]] = (-1, {})
-        """How many are quiet, and which of those are claimed."""
+        self._still: dict[str, torch.Tensor] | None = None
+        """Which of those are quiet; None: it is to be found anew."""
         self._made: dict[str, bool] = {}
         """Those that the training has made, and whether there was a name for it, with None behind it."""
         for prefix, module in self._modules.items():
@@ -195,10 +195,9 @@ class Buffers:
     def published(self) -> dict[str, torch.Tensor | None]:
         """As ``own``, and those that were claimed."""
         own = self.own()
-        if self._claimed and len(self._quiet) != self._still[0]:  # they become fewer
-            still = {key: self._claimed[key] for key in sorted(self._claimed) if key in self._quiet}
-            self._still = len(self._quiet), still
-        still = self._still[1]
+        if self._still is None:
+            self._still = {key: self._claimed[key] for key in sorted(self._claimed) if key in self._quiet}
+        still = self._still
         return dict(sorted({**still, **own}.items())) if own and still else own or {**still}
 
     def is_as_built(self, key: str, value: torch.Tensor | None) -> bool:
@@ -224,6 +223,7 @@ class Buffers:
     def _wake(self, key: str) -> None:
         self._there[key] = self._quiet.pop(key).there
         self._live.add(key)
+        self._still = None
 
     def keep(self) -> None:
         """A window begins. They are looked at before."""
@@ -319,6 +319,7 @@ class Buffers:
         among those that have ``moved``: DDP and captured graphs hold on to them. None: there was none.
         """
         self._moved |= {key for key in moved if key in values}
+        self._still = None
         for key, value in values.items():
             held, name = self._place(key)
             here = held.get(name)
@@ -328,7 +329,7 @@ class Buffers:
             if value is None:
                 if here is not None:
                     held[name] = None
-            elif here is None or key in self._moved or not _write(here, value):
+            elif here is None or key in self._moved or not write(here, value):
                 held[name] = value.to(self._devices.get(key, value.device))
             self._devices.setdefault(key, value.device if value is not None else torch.device("cpu"))
             self._live.add(key)
@@ -342,7 +343,7 @@ class Buffers:
         held, name = self._place(key)
         there = self._built[key]
         _put(held, name, there)
-        if _write(there.memory, value):
+        if write(there.memory, value):
             self._quiet[key] = _Quiet(there, there.buffer._version, there.address)
             self._live.discard(key)
             self._there.pop(key, None)
@@ -369,7 +370,7 @@ class Buffers:
                 held[name] = value.to(self._devices.get(key, value.device), copy=True)
             else:
                 _put(held, name, there)
-                if not _write(there.memory, value):
+                if not write(there.memory, value):
                     held[name] = value.to(there.memory.device, copy=True)
         for names, order in zip(self._dicts, self._order, strict=True):
             if tuple(names) != order:  # one that was put back stands last

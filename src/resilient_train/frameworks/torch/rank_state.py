@@ -2,7 +2,8 @@
 forward passes (``extra_state.py``), what the user calls its own.
 
 All of it is published before the commit point of each update, so it is kept small: a buffer counts only from the moment
-that it changes for the first time (masks and tables never do; a replica's or the constructor's are as good).
+that it changes for the first time (masks and tables never do; a replica's or the constructor's are as good), unless it
+is a small one that ranks may have built differently (``Buffers.claim``).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from resilient_train.errors import ConfigError, LayoutError, StateError, Transfe
 from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.roles import Damage, Fill, Image, Objects, SavedTree, SaveShare, Sources, StateMark
 from resilient_train.frameworks.torch import layout_check
-from resilient_train.frameworks.torch.buffers import key_of
+from resilient_train.frameworks.torch.buffers import key_of, write
 from resilient_train.frameworks.torch.checkpoint_pieces import piece_of
 from resilient_train.frameworks.torch.containers import copy_tree, dressed
 from resilient_train.frameworks.torch.damage import move
@@ -514,8 +514,9 @@ class TorchState:
                         models[index][name].copy_(value)
                 mine = dict(model.named_buffers())
                 for name, value in tree["buffers"][index].items():
-                    if name in mine and mine[name] is not value and mine[name].shape == value.shape:
-                        mine[name].copy_(value)
+                    # Where it can't be written (``expand``) nobody has: who has put another there has moved it.
+                    if name in mine and mine[name] is not value:
+                        write(mine[name], value)
         for optimizer, entries in zip(self._objects.optimizers, tree["optimizer"], strict=True):
             put_entries(optimizer, entries, models)
         self.restore_small(tree["small"])

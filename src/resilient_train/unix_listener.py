@@ -202,9 +202,12 @@ class Server(Generic[Received]):
         """Something came that is none of ours, or nobody can be let in; for people."""
         raise NotImplementedError
 
-    def on_short(self, text: str) -> None:
-        """Descriptors or memory have run out, and whoever comes has to wait. Once, until somebody is let in again."""
-        self.on_foreign(None, text)
+    def on_short(self, error: OSError, tries: int) -> None:
+        """Descriptors or memory have run out, and whoever comes has to wait. With each try to let one in, about a
+        second apart, until one succeeds.
+        """
+        if tries == 1:
+            self.on_foreign(None, f"nobody can connect for now: {error}")
 
 
 class Listener(Generic[Received]):
@@ -219,7 +222,8 @@ class Listener(Generic[Received]):
         self._connections: set[Connection[Received]] = set()
         self._silent: dict[Connection[Received], asyncio.TimerHandle] = {}
         self._resume: asyncio.TimerHandle | None = None
-        self._full = False
+        self._failures = 0
+        """Of letting somebody in, since it last succeeded."""
         self._begin(listener)
 
     def _begin(self, listener: socket.socket) -> None:
@@ -257,14 +261,13 @@ class Listener(Generic[Received]):
                 endpoint.close()
                 self._pause(error)
                 return
-            self._full = False
+            self._failures = 0
             self._make_room()
 
     def _pause(self, error: OSError) -> None:
         """The socket stays readable, so the loop would turn in circles."""
-        if not self._full:
-            self._full = True
-            self._server.on_short(f"nobody can connect for now: {error}")
+        self._failures += 1
+        self._server.on_short(error, self._failures)
         self._loop.remove_reader(self._socket)
         self._resume = self._loop.call_later(_PAUSE_S, lambda: self._loop.add_reader(self._socket, self._accept))
 

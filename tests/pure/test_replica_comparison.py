@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -313,12 +314,22 @@ def test_an_object_that_differs_is_found_once_however_late_ranks_are_heard() -> 
         return objects.heard(rank, Shared(commits, [alike, ("mean", mean), *more]), group, attempt=0)
 
     assert heard(0, 1, "a") == heard(2, 1, "b") == heard(1, 1, "c") == []
-    assert heard(0, 2, "d") == [], "it is ahead of rank 3"
-    assert heard(3, 1, "b") == heard(2, 2, "d") == []
-    assert heard(3, 2, "e") == [("mean", [[0, 2], [3]])]
-    assert heard(0, 4, "a") == heard(2, 4, "a") == heard(3, 4, "b") == [], "it was told"
+    assert heard(0, 2, "d") == heard(0, 4, "a") == [], "it is ahead of rank 3"
+    assert heard(3, 1, "b") == [("mean", [[2, 3], [0]])]
+    assert heard(2, 2, "d") == heard(3, 2, "e") == [], "it was told"
+    assert heard(2, 4, "a") == heard(3, 4, "b") == []
     assert heard(0, 8, "a", ("late", "1")) == heard(2, 8, "a", ("late", "2")) == []
     assert heard(3, 8, "a") == [("late", [[0], [2]])], "who has no such object says nothing of it"
+
+
+def test_what_a_rank_said_before_it_went_back_is_not_compared() -> None:
+    objects = SharedObjects()
+    heard = partial(objects.heard, group=(0, 1), attempt=0)
+    assert heard(0, Shared(2, [("mean", "spoilt")])) == heard(0, Shared(4, [("mean", "spoilt")])) == []
+    assert heard(0, Shared(1, [("mean", "a")])) == heard(1, Shared(1, [("mean", "a")])) == []
+    for commits in (2, 4):
+        assert heard(1, Shared(commits, [("mean", "right")])) == []
+        assert heard(0, Shared(commits, [("mean", "right")])) == []
 
 
 def test_what_was_said_before_all_began_anew_is_not_compared() -> None:

@@ -98,21 +98,30 @@ def _minority(parties: list[list[int]]) -> list[int]:
 
 
 class SharedObjects:
-    """What ranks have last said of their objects in ``state=``. Each name that differs is told once."""
+    """What ranks have said of their objects in ``state=``. Each name that differs is told once."""
 
     def __init__(self) -> None:
-        self._said: dict[int, tuple[int, int, dict[str, str]]] = {}
+        self._attempt = 0
+        self._said: dict[int, dict[int, dict[str, str]]] = {}
+        """By rank and update. Short steps outrun the agent, which may read two words of one rank before the first of
+        another: so a word stays until all of its replica group have said theirs.
+        """
         self._told: set[str] = set()
 
     def heard(self, rank: int, said: Shared, group: Sequence[int], attempt: int) -> list[tuple[str, list[list[int]]]]:
         """What is to be told now: names, and the ranks of the replica group by what they hold. ``attempt``: what was
         said before all ranks were started again tells nothing.
         """
-        self._said[rank] = attempt, said.commits, dict(said.rows)
-        of_all = {other: self._said[other] for other in group if other in self._said}
-        rows = {other: held for other, (*when, held) in of_all.items() if when == [attempt, said.commits]}
-        if len(rows) < len(group):
+        if attempt != self._attempt:
+            self._attempt, self._said = attempt, {}
+        now = said.commits
+        before = {commits: rows for commits, rows in self._said.get(rank, {}).items() if commits < now}
+        self._said[rank] = {**before, now: dict(said.rows)}  # behind it: said before the rank went back to here
+        if any(now not in self._said.get(other, ()) for other in group):
             return []
+        rows = {other: self._said[other][now] for other in group}
+        for other in group:
+            self._said[other] = {commits: held for commits, held in self._said[other].items() if commits > now}
         found = []
         for name in dict.fromkeys(name for held in rows.values() for name in held):
             only = {other: {name: held[name]} for other, held in rows.items() if name in held}

@@ -63,7 +63,7 @@ from resilient_train.protocol.commands import (
 from resilient_train.protocol.controller import Controller
 from resilient_train.protocol.difference_report import SharedObjects
 from resilient_train.protocol.hang import Stall, Suspicion
-from resilient_train.protocol.job import EXIT_UNRECOVERABLE
+from resilient_train.protocol.job import EXIT_UNRECOVERABLE, Stage
 from resilient_train.protocol.progress import Activity, progress_of
 from resilient_train.protocol.standing import Standing, standing_of
 from resilient_train.state import abnormal
@@ -367,6 +367,15 @@ class Agent:
 
     def disown(self, rank: int, why: str) -> None:
         self.fence([rank], f"does not speak with the agent any more: {why}")
+
+    def shut_out(self, error: OSError) -> None:
+        """Ends a job that can't begin, as where no process can be started. In a recovery who does not come is replaced,
+        and where no Session is to come it may be an operator that stands outside.
+        """
+        ranks = sorted(rank for rank, process in self._processes.current.items() if not process.greeted)
+        if ranks and self._job.stage is Stage.STARTING and self._job.uses_a_session():
+            text = f"ranks {ranks} can't connect to the agent, which has too few descriptors (ulimit -n): {error}"
+            self._carry_out(self._controller.stop(2, text))
 
     def _grow(self, rank: int, slot_bytes: int, connection: RankConnection) -> None:
         if connection.closed:

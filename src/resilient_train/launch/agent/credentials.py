@@ -24,6 +24,8 @@ from resilient_train.unix_listener import LARGE, SMALL, Connection, Server
 RankConnection = Connection[m.FromRank]
 _SET_UP = "set-up"
 _IMPORT = "import"
+_TRIES = 10
+"""So often, a second apart, a rank may find this process without descriptors or memory for it."""
 
 
 def new_token() -> str:
@@ -52,6 +54,10 @@ class RankHearer(Protocol):
 
     def disown(self, rank: int, why: str) -> None:
         """What came from it can't be understood, or it does not read: its connection is being closed."""
+        ...
+
+    def shut_out(self, error: OSError) -> None:
+        """Nobody can connect, and could not for a while."""
         ...
 
 
@@ -107,9 +113,15 @@ class Admission(Server[m.FromRank]):
             del self.connections[rank]
             self._hearer.disown(rank, text)
 
-    def on_short(self, text: str) -> None:
-        self.on_foreign(None, text)
-        say_aside(f"{text}; ranks that come wait until this process has descriptors again (ulimit -n)")
+    def on_short(self, error: OSError, tries: int) -> None:
+        super().on_short(error, tries)
+        if tries == 1:
+            say_aside(
+                f"nobody can connect for now: {error}; ranks that come wait until this process has descriptors again "
+                "(ulimit -n)"
+            )
+        elif tries > _TRIES:
+            self._hearer.shut_out(error)
 
     def _admit(self, connection: RankConnection, hello: m.Hello) -> None:
         refusal = self._refusal(connection, hello)

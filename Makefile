@@ -68,6 +68,7 @@ MINDSPORE := build/mindspore
 test-mindspore: wheel
 	test -x $(MINDSPORE)/bin/python || $(PYTHON) -m venv $(MINDSPORE)
 	$(MINDSPORE)/bin/python -m pip install -q $(PIP_FLAGS) -r tests/on_mindspore/requirements.txt
+	$(MINDSPORE)/bin/python -m pip install -q $(PIP_FLAGS) --no-deps mindformers==2.1.0 # one class of it, see mindformers_monitor.py
 	$(MINDSPORE)/bin/python -m pip install -q $(PIP_FLAGS) --no-deps --force-reinstall $(WHEEL)/*.whl
 	$(MINDSPORE)/bin/python -m pytest tests/on_mindspore $(PYTEST_FLAGS)
 

@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,6 +150,16 @@ def test_who_goes_back_by_mindspores_tre_counts_from_there(
 
 
 @MODES
+def test_mindformers_monitor_has_a_step_run_again(tmp_path: Path, undisturbed: dict[int, list[str]], mode: str) -> None:
+    """Its documented example: step 2, from 44 on; and a step whose norm is abnormal again stands. Later rank 1 dies."""
+    job = run(tmp_path, f"tre:0:0 monitor:0:0 kill:1:6 {mode}", switches=SWITCHES.replace("}", ",TRE:1}"))
+    assert job.code == 0, job.told
+    assert job.ends == undisturbed[2], job.told
+    recorded = json.loads((tmp_path / "abnormal_global_norm.json").read_text())
+    assert recorded == {"2": [45.70246505737305, 45.70600128173828], "3": [44.0]}
+
+
+@MODES
 @pytest.mark.parametrize("flag", [True, False], ids=["with the callback's flag", "without"])
 def test_a_tre_whose_load_leaves_the_compiled_on_old_memory_is_seen(tmp_path: Path, mode: str, flag: bool) -> None:
     """It would go on to the end and train nothing that anybody sees. There is a checkpoint: it was loaded."""
@@ -193,6 +204,53 @@ def test_a_job_that_is_asked_to_end_saves_first(tmp_path: Path) -> None:
         _, told = process.communicate(timeout=100)
     assert process.returncode == 143, told
     assert 3 <= saved(tmp_path) < STEPS
+
+
+def asked(folder: Path, verb: str) -> dict[str, Any]:
+    """What the job answers to a command."""
+    tool = Path(sys.executable).with_name("resilient-train")
+    told = subprocess.run(
+        [tool, verb, folder / "run", "--json"], capture_output=True, text=True, timeout=60, check=True
+    )
+    answer: dict[str, Any] = json.loads(told.stdout)
+    return answer
+
+
+@MODES
+@pytest.mark.parametrize("switches", ["{TSP:1}", SWITCHES])
+def test_all_stand_while_the_job_is_paused(
+    tmp_path: Path, undisturbed: dict[int, list[str]], switches: str, mode: str
+) -> None:
+    """Behind the same update. Where lost ranks are replaced, one is killed there."""
+    replaces = switches == SWITCHES
+    with started(tmp_path, f"hold:0:3 marks:0:0 {mode}", 2, switches) as process, ThreadPoolExecutor() as pool:
+        until((tmp_path / "done.hold.0.3").exists)
+        pause = pool.submit(asked, tmp_path, "pause")
+        until(lambda: has_happened(tmp_path, "pause_asked", 1))
+        (tmp_path / "go").touch()
+        assert pause.result()["paused"]
+        stand = [(tmp_path / f"marks{rank}").read_text().splitlines() for rank in range(2)]
+        assert 0 < len(stand[0]) == len(stand[1]) < STEPS
+        if replaces:
+            rank = next(each for each in asked(tmp_path, "status")["ranks"] if each["rank"] == 1)
+            os.kill(rank["pid"], signal.SIGKILL)
+            until(lambda: has_happened(tmp_path, "paused", 2))
+        assert asked(tmp_path, "resume")["was"] == "PAUSED"
+        _, told = process.communicate(timeout=100)
+    assert process.returncode == 0, told
+    assert [(tmp_path / f"end{rank}").read_text() for rank in range(2)] == undisturbed[2]
+    assert has_happened(tmp_path, "spawned", 2 + replaces)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def has_happened(folder: Path, kind: str, times: int) -> bool:
+    return (folder / "run/events.jsonl").read_text().count(f'"kind":"{kind}"') == times
 
 
 def test_what_is_replayed_without_mindspore_is_what_it_says(tmp_path: Path) -> None:

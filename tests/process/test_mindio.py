@@ -341,6 +341,57 @@ def test_ranks_that_know_no_controller_save_by_themselves(tmp_path: Path, *, ask
     assert sorted(path.name for path in tmp_path.glob("saved*")) == (["saved0", "saved1"] if asks else ["saved0"])
 
 
+OF_NO_CONTROLLER = """
+import os, pathlib, signal, sys, time
+if os.environ["MS_ROLE"] == "MS_SCHED":
+    signal.pause()
+rank, folder, code = os.environ["RANK_ID"], pathlib.Path(sys.argv[1]), int(sys.argv[2])
+def save(*_):
+    (folder / "asked").touch()
+    while len(sys.argv) > 3 and not (folder / "go").exists():
+        time.sleep(0.01)
+    (folder / "saved").touch()
+    sys.exit(code)
+if not (folder / "saved").exists():
+    signal.signal(signal.SIGTERM, save)
+    (folder / f"there{rank}").touch()
+    while not (folder / "there0").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9) if rank == "1" else time.sleep(60)
+"""
+
+
+def of_no_controller(folder: Path, *words: str, flags: tuple[str, ...] = ()) -> list[str]:
+    """Two ranks, of which 1 dies; what the other does then is in the words."""
+    script = folder / "alone.py"
+    script.write_text(OF_NO_CONTROLLER)
+    return [*LAUNCHER, "--worker_num=2", f"--run_dir={folder / 'run'}", *flags, str(script), str(folder), *words]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("code", "flags", "ends"), [(75, (), 0), (143, (), 0), (0, (), 137), (75, ("--max_restarts=0",), 137)]
+)
+def test_all_start_again_if_a_survivor_has_saved(tmp_path: Path, code: int, flags: tuple[str, ...], ends: int) -> None:
+    job = finish(of_no_controller(tmp_path, str(code), flags=flags), tmp_path / "run", 60)
+    assert job.code == ends, job.explain()
+    assert "rank 1 was killed by signal 9, and no rank has come to a controller" in job.err
+    assert [event["rank"] for event in job.of("restart_all")] == ([1] if ends == 0 else [])
+    assert len(job.of("spawned")) == (4 if ends == 0 else 2)
+    assert ("--max-restarts 0 is used up" in job.err) == bool(flags)
+
+
+@pytest.mark.process
+def test_who_is_asked_to_end_does_not_start_again(tmp_path: Path) -> None:
+    with start(of_no_controller(tmp_path, "75", "waits")) as job:
+        wait_for(tmp_path / "asked")
+        job.send_signal(signal.SIGTERM)
+        (tmp_path / "go").touch()
+        _, err = job.communicate(timeout=60)
+    assert job.returncode == 143, err
+    assert "All ranks start again" not in err
+
+
 @pytest.mark.process
 def test_a_controller_in_rank_0(tmp_path: Path, undisturbed: list[str]) -> None:
     """Without ``resilient-run``, as MindSpore starts it."""

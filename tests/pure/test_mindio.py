@@ -458,32 +458,34 @@ def test_a_framework_that_decorates_its_loop_says_so(monkeypatch: pytest.MonkeyP
 
 
 def test_a_loop_that_begins_again_counts_from_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a repair, and where it goes back by itself (MindSpore's TRE). The callback adds its ``initial_step``."""
+    """Behind a repair, and where it goes back by itself (MindSpore's TRE). The callback adds its ``initial_step``, and
+    those of MindSpore Transformers that of the loop's parameters.
+    """
     rank = lone(monkeypatch)
     rank.handlers["stop"] = lambda *_: 0, SimpleNamespace(initial_step=100)
 
-    def begins(initial: int | None) -> int:
+    def begins(initial: int | None) -> tuple[int, int | None]:
         args = SimpleNamespace(cur_step_num=0, initial_step=initial)
         rank.set_args(args)
-        return int(args.cur_step_num)
+        return args.cur_step_num, args.initial_step
 
-    assert begins(None) == 0
+    assert begins(None) == (0, None)
     rank.end_updating(105)
     rank.report(ReportState.RS_HCCL_FAILED)
     rank._go(GoOrder(round=1, step=105))
-    assert begins(None) == 5, "repaired"
+    assert begins(None) == (5, 100), "repaired"
     rank.end_updating(106)
-    assert begins(102) == 2, "by itself, though it was repaired before"
+    assert begins(102) == (2, 100), "by itself, though it was repaired before"
     rank.end_updating(103)
     rank.report(ReportState.RS_HCCL_FAILED)
     rank._go(GoOrder(round=2, step=103))
-    assert begins(102) == 3, "repaired, whatever it went back to before"
+    assert begins(102) == (3, 100), "repaired, whatever it went back to before"
     rank.end_updating(104)
-    assert begins(104) == 4, "to where it is"
+    assert begins(104) == (4, 100), "to where it is"
     rank.mark_updating()
     rank.mark_updating()
     rank.end_updating(105)
-    assert begins(None) == 0, "a second training"
+    assert begins(None) == (0, None), "a second training"
     with pytest.raises(RuntimeError, match="counts anew"):
         rank.end_updating(101)
     rank.set_args("of another framework")
@@ -594,8 +596,12 @@ def test_memory_that_was_lost_where_no_state_is_leaves_it_whole(monkeypatch: pyt
     assert rank._lock(LockOrder(round=0, limit=1)) == 0
 
 
-def test_pauses_in_a_fast_loop(hub: Hub) -> None:
-    """What is known of a rank's step is always old here: they have passed each place before they hear of it."""
+@pytest.mark.parametrize("tells", [True, False], ids=["", "TSP alone"])
+def test_pauses_in_a_fast_loop(hub: Hub, *, tells: bool) -> None:
+    """What is known of a rank's step is always old here: they have passed each place before they hear of it.
+
+    With TSP alone MindSpore's callback tells of no update, and counts anew in each training.
+    """
     ranks = [processor(hub, 0), processor(hub, 1)]
     until(hub, MindioStage.TRAINING)
     wanted, over = threading.Event(), threading.Event()
@@ -604,10 +610,11 @@ def test_pauses_in_a_fast_loop(hub: Hub) -> None:
 
     def train(rank: int) -> None:
         while not over.is_set():
-            ranks[rank].start_updating()
             steps[rank] += 1
-            ranks[rank].end_updating(steps[rank])
-            ranks[rank].pause(steps[rank])
+            if tells:
+                ranks[rank].start_updating()
+                ranks[rank].end_updating(steps[rank])
+            ranks[rank].pause(steps[rank] if tells else steps[rank] % 7)
             collective.wait()
 
     def order(what: Callable[[], None]) -> None:

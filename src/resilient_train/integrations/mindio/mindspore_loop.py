@@ -23,8 +23,10 @@ class MindSporeLoop:
     def count_from(self, step: int) -> None:
         """Makes the next update that it tells of the one behind ``step``."""
         if self._counts:
-            # The callback adds what it was told that was done before the job.
-            self._args.cur_step_num = step - (_whole_number(getattr(self._callback, "initial_step", None)) or 0)
+            # The callback adds what it was told that was done before the job. Others, those of MindSpore Transformers,
+            # add what the loop says, which behind a TRE is where that went back to, and stays so for later repairs.
+            before = _whole_number(getattr(self._callback, "initial_step", None)) or 0
+            self._args.cur_step_num, self._args.initial_step = step - before, before
 
     def updates_held(self) -> int | None:
         """How many updates its parameters say that they hold. None: they don't."""

@@ -117,6 +117,8 @@ class Processor:
         self._passed = -1
         """Behind which update it did not stand: it is on the way to the next one."""
         self._updating = False
+        self._tells_of_updates = False
+        """With TSP alone MindSpore's callback does not, and only stands still behind each."""
         self._torn = False
         """It left its loop in the middle of an update: no answer of a handler makes that whole."""
         self._moved_s = 0.0
@@ -177,7 +179,7 @@ class Processor:
         with self._changed:
             if self._limit is not None and self._step >= self._limit:
                 raise RuntimeError(FORCE_STOP)
-            self._updating = True
+            self._updating = self._tells_of_updates = True
             self._tell()
 
     def mark_updating(self) -> bool:
@@ -191,7 +193,7 @@ class Processor:
         """
         with self._changed:
             allowed = self._limit is None or self._step < self._limit
-            self._updating = True
+            self._updating = self._tells_of_updates = True
             self._marks += 1
             if self._went_back_with is not None and self._marks > 2 * self._usual_marks > 0:
                 self._went_back_with = None  # and the callback, whose flag is such a one too, sees no end of any
@@ -225,13 +227,16 @@ class Processor:
             self._check_what_was_loaded()
             if step > self._step + 1:
                 log.warning("rank %d: update %d follows %d; none between was told of", self.rank, step, self._step)
-            self._step, self._updating = step, False
+            self._step, self._updating, self._tells_of_updates = step, False, True
             self._usual_marks, self._marks = max(self._usual_marks, self._marks), 0
             self._tell()
 
     def pause(self, step: int) -> None:
         """Waits while the ranks are to stand behind that update. RuntimeError when they are stopped."""
         with self._changed:
+            if not self._tells_of_updates:
+                step = self._step = max(step, self._step + 1)  # a second training counts from 1 again
+                self._tell()
             self._changed.wait_for(lambda: self._limit is None or step < self._limit or self._stopped or self._over)
             if self._stopped:
                 raise RuntimeError(FORCE_STOP)

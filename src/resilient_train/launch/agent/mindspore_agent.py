@@ -3,6 +3,9 @@ ranks that were lost once more.
 
 What is done about a fault is that controller's decision (``integrations/mindio/controller.py``). Here it is decided who
 gets a new process: a rank that was killed, as long as it does not die over and over. A rank that *exits* was not lost.
+
+Where no rank has come to that controller (MindSpore's own collectives, which nobody can mend), the others of one that
+was killed are asked to end. If one of them says by its exit code that it has saved its state, all start again.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ from resilient_train.unix_listener import Listener
 
 _LAST_WORDS_S = 1.0
 """How long what a rank has sent before its end may take to be read. A process that it has left may hold its socket."""
+_KILLED_S = 10.0
+"""A process that was killed and has not ended by then waits in the kernel for something that does not come."""
 _CONNECTIONS_MAX = 256
 _SECRET = "tft-secret"  # noqa: S105 - a file's name
 
@@ -81,6 +86,8 @@ class MindSporeAgent:
         self._reason = "it was ended"
         self._hurry = asyncio.Event()
         """All have ended, or somebody does not want to wait for them."""
+        self._lost: tuple[int, str] | None = None
+        """Who was killed, and how, where all start again if its state is saved."""
         self._fault_ns = 0
         self._redo: list[int] = []
         """Who runs the step that a fault has cut once more."""
@@ -102,11 +109,14 @@ class MindSporeAgent:
         if self._spec.settings.hang:
             beside.append(self._background.begin(self._watch_for_hangs()))
         try:
-            self._start(SCHEDULER, 0)
-            for rank in range(self._spec.world_size):
-                self._start(rank, 0)
-            await self._over.wait()
-            await self._ask_to_end()
+            attempt = 0
+            while attempt == 0 or await self._can_start_again(attempt):
+                self._start(SCHEDULER, attempt)
+                for rank in range(self._spec.world_size):
+                    self._start(rank, attempt)
+                await self._over.wait()
+                await self._ask_to_end()
+                attempt += 1
         finally:
             for task in beside:
                 task.cancel()
@@ -118,8 +128,8 @@ class MindSporeAgent:
 
     # -- processes
 
-    def _start(self, rank: int, incarnation: int) -> None:
-        """Ends the job where the command can't be run."""
+    def _start(self, rank: int, incarnation: int, *, joins: bool = False) -> None:
+        """Ends the job where the command can't be run. ``joins``: others have a state and train."""
         streams = self._logs.open(rank, incarnation)
         stacks = stacks_file(self._spec.run_dir, rank, incarnation)
         environ = {**self._environ, **_role(rank), **config.stacks_environ(str(stacks))}
@@ -136,7 +146,7 @@ class MindSporeAgent:
         self._codes.pop(rank, None)
         self._loop.add_reader(process.pidfd, self._on_exit, process)
         if rank != SCHEDULER:
-            detail = {"pid": process.pid, "joining": incarnation > 0, "start": "cold"}
+            detail = {"pid": process.pid, "joining": joins, "start": "cold"}
             self._note("spawned", rank=rank, incarnation=incarnation, detail=detail)
 
     def _on_exit(self, process: RankProcess) -> None:
@@ -172,6 +182,8 @@ class MindSporeAgent:
     def _consider(self, process: RankProcess, code: int, *, at_its_end: bool) -> None:
         """What becomes of a rank that has ended otherwise than it should."""
         rank = process.rank
+        if self._lost is not None:
+            return  # they end for that
         if code > 0:
             log = self._logs.folder(rank) / f"{process.incarnation}.err"
             self._fail(code, f"rank {rank} failed{how_it_failed(log, code)}")
@@ -181,7 +193,12 @@ class MindSporeAgent:
         if code == 0:
             self._fail(1, f"{how} before its training was over")
         elif not self._hub.known:
-            self._fail(128 - code, f"{how}, and no rank has come to a controller that could have it replaced")
+            how = f"{how}, and no rank has come to a controller that could have it replaced"
+            # In how many steps it has died nobody knows here, so it may die as often as torchrun's would.
+            why = why_give_up(self._spec.policy, used=self._replaced, lost=1, stuck=0)
+            if self._code is None and not why:
+                self._lost = rank, how
+            self._fail(128 - code, f"{how}; {why}" if why else how)
         elif self._hub.controller.stage is MindioStage.STARTING:
             self._fail(128 - code, f"{how} before all ranks had come to their training")
         elif at_its_end:
@@ -190,7 +207,7 @@ class MindSporeAgent:
             self._fail(EXIT_UNRECOVERABLE, f"{how}, and {why}")
         elif self._code is None and not self._hub.controller.hopeless:
             self._replaced += 1
-            self._start(rank, process.incarnation + 1)
+            self._start(rank, process.incarnation + 1, joins=True)
 
     def _why_give_up(self, rank: int) -> str:
         stuck = self._budget.deaths(rank)
@@ -205,6 +222,33 @@ class MindSporeAgent:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), self._spec.shutdown_timeout_s)
 
+    async def _can_start_again(self, attempt: int) -> bool:
+        """Whether one has saved its state behind another's death. Then nothing of them runs any more, or counts."""
+        lost = self._lost
+        if lost is None or not set(self._codes.values()) & set(EXIT_SAVED.values()):
+            return False
+        for process in list(self._running.values()):
+            process.signal_group(signal.SIGKILL)
+        deadline = self._loop.time() + _KILLED_S
+        while self._running or len(self._codes) < self._spec.world_size:
+            if self._loop.time() > deadline:
+                self._reason = f"{self._reason}; all were to start again, but one that was killed does not end"
+                return False
+            await asyncio.sleep(0.01)
+        if self._lost is None:
+            return False  # somebody wants the job to end
+        rank, reason = lost
+        self._lost, self._code = None, None
+        self._codes.clear()
+        self._over.clear()
+        self._hurry.clear()
+        self._replaced += 1
+        detail = {"reason": reason, "attempt": attempt, "state_lost": False}
+        self._note("restart_all", rank=rank, detail=detail)
+        for text in told("restart_all", 0, 0.0, detail):
+            self._say(text)
+        return True
+
     def _kill_all(self) -> None:
         for process in list(self._running.values()):
             process.signal_group(signal.SIGKILL)
@@ -215,6 +259,7 @@ class MindSporeAgent:
 
     def _on_signal(self, number: int) -> None:
         told, leaves = signal.Signals(number), self._code is not None
+        self._lost = None
         reason = f"resilient-run got {told.name}"
         if leaves or told not in EXIT_SAVED:
             self._hurry.set()

@@ -23,11 +23,13 @@ TOGETHER = (
     "heads+shuffled",
     "freezes+noisy_class+counts",
     "thaws+scaled",
+    "annealed+begins+sets",
 )
 ALONE = (
     *("heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"),
     *("noisy", "noisy_class"),
     *("milestones", "versions", "cooling", "thaws"),
+    *("annealed", "begins", "annealed+sets"),
 )
 """Each by itself, to tell which one is to blame."""
 

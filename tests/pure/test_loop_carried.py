@@ -336,6 +336,21 @@ def test_numbers_of_a_model_are_in_no_state_dict() -> None:
         assert (found.names if found else ()) == expected
 
 
+def test_what_a_new_process_takes_over_is_not_told() -> None:
+    inner = Averaging()
+    model = Cell(module=Cell(first=inner))
+    model._modules["module"]._modules["first"].weight = object()  # type: ignore[attr-defined]
+
+    def steps() -> Iterator[int]:
+        yield 1
+        FRAMES.append(loop_carried(sys._getframe(1), (), (model,), [(inner, {"begun"})]))
+
+    values = {**names(), "known": None, "session_steps": steps, "model": model}
+    found = carried("for step in session_steps():\n    model()\n", values)
+    assert found
+    assert found.names == ("self.mean in Averaging.forward",)
+
+
 class Cell:
     """As torch's: what is in it lies in a dictionary of its own."""
 

@@ -564,6 +564,12 @@ class State(Protocol):
         """
         ...
 
+    def settled(self) -> list[tuple[object, frozenset[str]]]:
+        """Parts of the models, and of each the attributes (plain values) that a redo and a new process get as they
+        were.
+        """
+        ...
+
 
 class WrittenInTail(NamedTuple):
     """What modules hold that a tail has written, as it was before it and as it is behind it; as ``packed`` does it.

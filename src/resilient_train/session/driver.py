@@ -250,8 +250,9 @@ class Driver:
         objects = self._objects
         ours = (*objects.optimizers, *objects.schedulers, objects.scaler, *self._cursor.sources())
         known = [each for each in (*ours, *objects.extra.values(), *objects.rank_extra.values()) if each is not None]
+        of_models = objects.models, self._engine.state.settled()
         try:
-            found = body_carried(body, known, objects.models) if body else loop_carried(frame, known, objects.models)
+            found = body_carried(body, known, *of_models) if body else loop_carried(frame, known, *of_models)
         except Exception as error:  # a text that it does not understand is no reason to end a job that goes on
             self._event("loop_unread", {"error": f"{type(error).__name__}: {error}"})
             return

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
 from types import CodeType, EllipsisType, FrameType
 from typing import Any, NamedTuple
@@ -60,6 +60,8 @@ _READS_ENTRY = ("get", "setdefault", "pop")
 _Loop = ast.For | ast.AsyncFor | ast.While
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+Settled = Iterable[tuple[object, Collection[str]]]
+"""Parts of models, and of each the attributes that a redo and a new process get as they were."""
 Key = tuple[int, str]
 """A variable: the object (or the namespace) that holds it, and what it is called there."""
 
@@ -80,21 +82,23 @@ class LoopCarried(NamedTuple):
         )
 
 
-def loop_carried(frame: FrameType, known: Iterable[object], models: Iterable[object] = ()) -> LoopCarried | None:
+def loop_carried(
+    frame: FrameType, known: Iterable[object], models: Iterable[object] = (), settled: Settled = ()
+) -> LoopCarried | None:
     """Of the innermost loop that runs in ``frame``; None if it keeps nothing, or its text can't be read. ``known``
     objects, and what is written as theirs, are left out; so are ``models``, but for numbers in their attributes, which
-    no ``state_dict()`` has.
+    no ``state_dict()`` has, and which are not in ``settled``.
     """
     texts = Texts()
     loop = _loop_at(frame, texts)
     if loop is None:
         return None
-    flow = _Flow(_Scope(frame.f_code, frame.f_globals, variables(frame)), _Registered(known, models), texts)
+    flow = _Flow(_Scope(frame.f_code, frame.f_globals, variables(frame)), _Registered(known, models, settled), texts)
     return _told_of(flow, lambda: flow.run_loop(loop), f"{frame.f_code.co_filename}:{loop.lineno}")
 
 
 def body_carried(
-    body: Callable[..., Any], known: Iterable[object], models: Iterable[object] = ()
+    body: Callable[..., Any], known: Iterable[object], models: Iterable[object] = (), settled: Settled = ()
 ) -> LoopCarried | None:
     """The same, of a function that is called for each step; what stands around it runs once. Of a library's trainer it
     is not the user's: then of what the models have for it.
@@ -105,7 +109,7 @@ def body_carried(
     if not found:
         return None
     code = found[0].function.__code__
-    flow = _Flow(_Scope(code, found[0].function.__globals__, {}), _Registered(known, models), Texts())
+    flow = _Flow(_Scope(code, found[0].function.__globals__, {}), _Registered(known, models, settled), Texts())
     return _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}")
 
 
@@ -164,9 +168,11 @@ def _is_plain(value: object) -> bool:
 class _Registered:
     """What the Session carries, and what it leaves to the script."""
 
-    def __init__(self, known: Iterable[object], models: Iterable[object]) -> None:
-        self._kept = [*known]  # or an id may become another's
-        self._known = {id(each) for each in self._kept}
+    def __init__(self, known: Iterable[object], models: Iterable[object], settled: Settled) -> None:
+        settled = [*settled]
+        self._kept = [*known, *(part for part, _ in settled)]  # or an id may become another's
+        self._settled = {id(part): names for part, names in settled}
+        self._known = {id(each) for each in known}
         self._parts = set[int]()
         for part in (part for model in models for part in all_parts(model)):
             publishes = functions_of(held(part, "get_extra_state"))
@@ -176,8 +182,10 @@ class _Registered:
                     self._kept += tensors.values()
                     self._known |= {id(each) for each in tensors.values() if each is not None}
 
-    def has(self, path: Sequence[Any]) -> bool:
-        """``path``: an object, what its attribute is, and so on, as far as they are known."""
+    def has(self, path: Sequence[Any], name: str) -> bool:
+        """``path``: an object, what its attribute is, and so on, as far as they are known; ``name``: of all of it."""
+        if len(path) > 1 and _parts(name)[len(path) - 1] in self._settled.get(id(path[-2]), ()):
+            return True
         if any(id(each) in self._known for each in path):
             return True
         return any(id(each) in self._parts for each in path) and not _is_plain(path[-1])
@@ -385,7 +393,7 @@ class _Flow:
         path = self._scope.path(name)
         self._used.update(map(id, path))
         for length, each in enumerate(_prefixes(name), 1):
-            if not self._registered.has(path[:length]):
+            if not self._registered.has(path[:length], each):
                 self._first.setdefault(self._scope.key(each), each + self._scope.where)
                 if length <= len(path) and moves_when_used(path[length - 1]):
                     self._changed.setdefault(self._scope.key(each), each + self._scope.where)
@@ -429,7 +437,7 @@ class _Flow:
         told = name or ast.unparse(target)
         if not self._is_sure(told):
             self._read(target)
-            if not self._registered.has(self._scope.path(told)):
+            if not self._registered.has(self._scope.path(told), told):
                 self._changed.setdefault(self._scope.key(told), told + self._scope.where)
 
     def _kept_in(self, name: str) -> list[Any]:
@@ -460,7 +468,7 @@ class _Flow:
         container = _container(name)
         path = self._scope.path(container)
         whole = len(path) == len(_parts(container))
-        if whole and not self._is_sure(name) and not self._registered.has(path):
+        if whole and not self._is_sure(name) and not self._registered.has(path, container):
             self._filled.setdefault(id(path[-1]), container + self._scope.where)
 
     # -- what is called

@@ -91,6 +91,41 @@ class Cooling(nn.Module):
         self.heat = state["heat"]
 
 
+class Annealed(nn.Module):
+    """What changes in a forward pass is in plain attributes, of the class at first; and in no state_dict()."""
+
+    temperature = 1.0
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(width, 3), nn.Dropout(0.1)
+        self._passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._passes += 1
+        self.temperature *= 0.97
+        return self.drop(self.linear(x)) * self.temperature / self._passes
+
+
+class ActNorm(nn.Module):
+    """Its parameters begin as the first batch has them."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.linear = nn.Linear(width, 3)
+        self.has_begun = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.has_begun:
+            with torch.no_grad():
+                first = x.mean(0)
+                dist.broadcast(first, 0)
+                self.shift.copy_(-first)
+            self.has_begun = True
+        return self.linear(x * self.scale + self.shift)
+
+
 class Bank(nn.Module):
     """A buffer that grows, from so many rows; or (None) one that the first forward pass makes."""
 
@@ -195,6 +230,8 @@ plain = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.Linear(16, 3))
 makers = {
     "codebook": Codebook,
     "cooling": Cooling,
+    "annealed": Annealed,
+    "begins": ActNorm,
     "bank0": partial(Bank, 0),
     "bank1": partial(Bank, 1),
     "bank": partial(Bank, None),
@@ -250,6 +287,10 @@ with rt.Session(
         with step:
             if "thaws" in kinds and step.number in (0, 10):
                 net[0].requires_grad_(step.number > 0)
+            if "sets" in kinds and step.number == 4:
+                for each in net.modules():
+                    if isinstance(each, nn.Dropout):
+                        each.p = 0.4
             x = step.batch[0] if loader is not None else torch.randn(BATCH, 6)
             if "evaluates" in kinds:  # the first pass must run in the mode that the step began with
                 loss = model(x).pow(2).mean()

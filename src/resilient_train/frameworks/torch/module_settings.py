@@ -1,0 +1,185 @@
+"""Plain values in the attributes of a model's modules: a temperature, a count of forward passes, a dropout's rate.
+
+They are in no ``state_dict()``. Those of the user's own classes may change in a forward pass: a redo finds them as the
+window did. Those of torch's modules are set from outside, and set again by a redo. A new process has what its script's
+constructors give; what was set since, once or in each step, it takes over from another one.
+
+Of a module that has changed anything else too (a tensor that is no buffer, a function, a list), nothing is taken over:
+a flag that says that something was made is of no use without it.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from resilient_train import script_place
+
+Plain = bool | int | float | str | None
+_HELD = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_SENT = frozenset((bool, int, float, str, type(None)))
+_INTS = range(-(1 << 63), 1 << 64)
+"""What a message takes."""
+_OF_ANY = frozenset(vars(torch.nn.Module()))
+"""Kept elsewhere (``training``), or torch's own business."""
+_MISSING = object()
+
+Key = tuple[int, str]
+"""A module: the number of its model, its name there."""
+Held = list[tuple[Any, ...]]
+"""The plain values of the user's modules, in their order."""
+
+
+class Settings(msgspec.Struct, array_like=True, frozen=True):
+    """For another process: what a module has otherwise than as it was built."""
+
+    module: Key
+    values: dict[str, Plain]
+
+
+class _Attributes(NamedTuple):
+    """Of one module: its own dictionary and what was in it, the names of the plain ones, and what reads these."""
+
+    module: torch.nn.Module
+    own: dict[str, Any]
+    size: int
+    known: frozenset[str]
+    names: tuple[str, ...]
+    read: Callable[[dict[str, Any]], tuple[Any, ...]]
+
+
+class _Built(NamedTuple):
+    module: torch.nn.Module
+    plain: dict[str, Any]
+    others: dict[str, int]
+    """Where each other attribute's object lies."""
+
+
+class ModuleSettings:
+    """Of ``modules``. ``before``: of before some of them were changed for others."""
+
+    def __init__(
+        self, modules: Sequence[tuple[Key, torch.nn.Module]] = (), before: ModuleSettings | None = None
+    ) -> None:
+        self._modules = [(key, module) for key, module in modules if not (_is_wrapper(module) or _publishes(module))]
+        self._users = [_attributes_of(module) for _, module in self._modules if _kind_of(module).users]
+        self._built: dict[Key, _Built] = {} if before is None else before._built
+        if not self._built:
+            self._built = {key: _Built(module, *_parted(module)) for key, module in self._modules}
+
+    def held(self) -> Held:
+        """Takes some 0.5 us for each module of the user's."""
+        try:
+            found = [read(own) for _, own, size, _, _, read in self._users if len(own) == size]
+        except KeyError:  # one has gone, and another one has come
+            found = []
+        if len(found) < len(self._users):
+            self._users = [_attributes_of(module) for _, module in self._modules if _kind_of(module).users]
+            found = [each.read(each.own) for each in self._users]
+        return found
+
+    def put_back(self, held: Held) -> None:
+        """What ``held`` was last, behind a body that may have been cut."""
+        for (module, own, size, known, names, _), values in zip(self._users, held, strict=True):
+            if len(own) != size:
+                for name in _parted(module)[0].keys() - known:
+                    del own[name]
+            own.update(zip(names, values, strict=True))
+
+    def told(self, held: Held) -> tuple[Settings, ...]:
+        """What another process is to take over: of the user's modules as it was ``held``, of torch's as it is."""
+        pairs = zip(self._users, held, strict=True)
+        of_window = {id(each.own): dict(zip(each.names, values, strict=True)) for each, values in pairs}
+        found = []
+        for key, module, plain in self._plain():
+            now = of_window.get(id(vars(module)), plain)
+            built = self._built[key].plain
+            changed = {name: value for name, value in now.items() if not _is_same(built.get(name, _MISSING), value)}
+            if changed and all(map(_can_be_sent, changed.values())):
+                found.append(Settings(key, changed))
+        return tuple(found)
+
+    def take(self, told: Sequence[Settings]) -> None:
+        """Those of another process, which has built the same models."""
+        modules = dict(self._modules)
+        for each in told:
+            if each.module in modules:  # a rank may have one more, to write a log
+                vars(modules[each.module]).update(each.values)
+
+    def settled(self) -> list[tuple[object, frozenset[str]]]:
+        """The modules of which another process can take over what they are, and the attributes."""
+        return [(module, frozenset(plain)) for _, module, plain in self._plain()]
+
+    def _plain(self) -> Iterator[tuple[Key, torch.nn.Module, dict[str, Any]]]:
+        for key, module in self._modules:
+            built = self._built.get(key)
+            plain, others = _parted(module)
+            if built is not None and built.module is module and built.others == others:
+                yield key, module, plain
+
+
+def _attributes_of(module: torch.nn.Module) -> _Attributes:
+    own = vars(module)
+    names = tuple(_parted(module)[0])
+    if len(names) == 1:
+        names = names * 2  # else it would be read as a value, and not as a tuple of one
+    read = operator.itemgetter(*names) if names else lambda _: ()
+    return _Attributes(module, own, len(own), frozenset(own), names, read)
+
+
+def _parted(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, int]]:
+    """Its plain attributes, and where the others are. Private ones of a library's class are that library's business."""
+    private = _kind_of(module).no_library
+    counted = [(name, value) for name, value in vars(module).items() if private or not name.startswith("_")]
+    counted = [each for each in counted if each[0] not in _OF_ANY]
+    plain = {name: value for name, value in counted if type(value) in _HELD}
+    return plain, {name: id(value) for name, value in counted if name not in plain}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or (one != one and other != other))  # noqa: PLR0124 - NaN
+
+
+def _can_be_sent(value: Any) -> bool:
+    return type(value) in _SENT and (type(value) is not int or value in _INTS)
+
+
+class _Kind(NamedTuple):
+    """Of modules of one class: whether it is of somebody else's than torch's, and of no library's."""
+
+    users: bool
+    no_library: bool
+
+
+_kinds: weakref.WeakKeyDictionary[type, _Kind] = weakref.WeakKeyDictionary()
+
+
+def _kind_of(module: torch.nn.Module) -> _Kind:
+    kind = type(module)
+    if kind not in _kinds:
+        others = [each for each in kind.__mro__ if _is_anothers(each)]
+        files = [getattr(sys.modules.get(each.__module__), "__file__", None) or "" for each in others]
+        _kinds[kind] = _Kind(bool(others), bool(others) and all(map(script_place.is_users, files)))
+    return _kinds[kind]
+
+
+def _is_anothers(kind: type) -> bool:
+    """Neither torch's nor Python's (``Generic``)."""
+    return kind.__module__.partition(".")[0] not in ("torch", "typing", "abc", "builtins")
+
+
+def _publishes(module: torch.nn.Module) -> bool:
+    """It gives its rank's own by itself."""
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def _is_wrapper(module: torch.nn.Module) -> bool:
+    """Of torch's (DDP, a compiled one): what it counts, and has made, is of its process."""
+    of_torch = (each for each in type(module).__mro__ if each.__module__.startswith("torch.nn.modules."))
+    return not _kind_of(module).users and all(each is torch.nn.Module for each in of_torch)

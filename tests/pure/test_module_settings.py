@@ -1,0 +1,159 @@
+"""Plain values in the attributes of modules: what a redo puts back, and what a new process takes over."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from msgspec import msgpack
+from torch import nn
+
+from resilient_train.frameworks.torch.module_settings import ModuleSettings, Settings
+
+
+class Annealed(nn.Module):
+    heat = 1.0
+    """Of the class, until a forward pass has changed it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.name, self.limit, self.shape = "anneals", math.nan, (2, 3)
+        self._passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.heat *= 0.5
+        self._passes += 1
+        return x
+
+
+class Publishing(Annealed):
+    def get_extra_state(self) -> int:
+        return self._passes
+
+
+def listed(*models: nn.Module) -> list[tuple[tuple[int, str], nn.Module]]:
+    return [((index, name), each) for index, model in enumerate(models) for name, each in model.named_modules()]
+
+
+def settings(*models: nn.Module) -> ModuleSettings:
+    return ModuleSettings(listed(*models))
+
+
+def taken(of: ModuleSettings, held: Any = None) -> dict[tuple[int, str], dict[str, Any]]:
+    told = of.told(of.held() if held is None else held)
+    assert msgpack.decode(msgpack.encode(told), type=tuple[Settings, ...]) == told
+    return {each.module: each.values for each in told}
+
+
+def test_a_redo_finds_what_the_window_did() -> None:
+    model = Annealed()
+    of = settings(model)
+    for expected in ({"_passes": 0}, {"_passes": 1, "heat": 0.5}):
+        held, before = of.held(), dict(vars(model))
+        assert expected.items() <= before.items()
+        model(torch.ones(1))
+        model.made, model.name = 7, "another"
+        of.put_back(held)
+        assert vars(model).keys() == before.keys()
+        assert all(vars(model)[name] is value for name, value in before.items())
+        model(torch.ones(1))
+
+
+def test_what_becomes_a_tensor_or_goes_is_put_back() -> None:
+    model = Annealed()
+    model.cache, model.gone = None, 3
+    of = settings(model)
+    held = of.held()
+    model.cache = torch.ones(2)
+    del model.gone
+    of.put_back(held)
+    assert model.cache is None
+    assert model.gone == 3
+    del model.gone
+    model.come = 4
+    assert of.held() == settings(model).held(), "as many as before, and not the same"
+
+
+def test_a_new_process_takes_over_what_is_otherwise_than_as_built() -> None:
+    old, new = nn.Sequential(Annealed(), Annealed()), nn.Sequential(Annealed(), Annealed())
+    of, to = settings(old), settings(new)
+    assert taken(of) == {}, "a NaN is as it was"
+    old[0](torch.ones(1))
+    old[1].drop.p = 0.1
+    assert taken(of) == {(0, "0"): {"heat": 0.5, "_passes": 1}, (0, "1.drop"): {"p": 0.1}}
+    to.take(of.told(of.held()))
+    assert (new[0].heat, new[0]._passes, new[1].drop.p, new[1].heat) == (0.5, 1, 0.1, 1.0)
+    to.put_back(to.held())
+    assert taken(to) == taken(of), "and gives it on"
+
+
+def test_of_the_users_modules_the_window_counts() -> None:
+    model = Annealed()
+    of = settings(model)
+    held = of.held()
+    model(torch.ones(1))
+    model.drop.p = 0.1
+    assert taken(of, held) == {(0, "drop"): {"p": 0.1}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cache": torch.ones(1)},
+        {"shape": (3, 2)},
+        {"name": ["another"]},
+        {"number": 1 << 64},
+        {"number": 1j},
+    ],
+)
+def test_of_a_module_that_has_changed_anything_else_nothing_is_taken_over(change: dict[str, Any]) -> None:
+    model = Annealed()
+    of = settings(model)
+    model(torch.ones(1))
+    vars(model).update(change)
+    model.drop.p = 0.1
+    assert taken(of) == {(0, "drop"): {"p": 0.1}}
+    assert (model in [part for part, _ in of.settled()]) == ("number" in change)
+
+
+def test_another_module_in_its_place_was_not_built() -> None:
+    model = nn.Sequential(Annealed(), nn.Dropout(0.5))
+    of = settings(model)
+    model[0], model[1].p = Annealed(), 0.1
+    model[0](torch.ones(1))
+    assert taken(ModuleSettings(listed(model), of)) == {(0, "1"): {"p": 0.1}}
+
+
+def test_what_has_a_way_of_its_own_or_wraps_is_left_out() -> None:
+    wrapper = nn.DataParallel(Annealed())
+    model = nn.ModuleList([Publishing(), wrapper, nn.MultiheadAttention(2, 1)])
+    of = settings(model)
+    held = of.held()
+    model[0](torch.ones(1))
+    wrapper.dim, model[2]._qkv_same_embed_dim = 1, False
+    of.put_back(held)
+    assert model[0]._passes == 1
+    assert taken(of) == {}
+    settled = [part for part, _ in of.settled()]
+    assert any(part is wrapper.module for part in settled)
+    assert not any(part is each for part in settled for each in (model[0], wrapper))
+
+
+def test_private_attributes_of_a_librarys_class_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = ModuleType("library")
+    library.__file__ = "/somewhere/site-packages/library.py"
+    monkeypatch.setitem(sys.modules, "library", library)
+    base = type("Base", (nn.Module,), {"__module__": "library"})
+    model = type("Model", (base,), {"count": 0, "_hook": ""})()
+    of = settings(model)
+    held = of.held()
+    model.count, model._hook = 1, "in a step"
+    of.put_back(held)
+    assert (model.count, model._hook) == (0, "in a step")
+    model.count = 1
+    assert taken(of) == {(0, ""): {"count": 1}}

@@ -78,7 +78,7 @@ class Told:
     def __init__(self, changed: str = "", untrained: tuple[str, ...] = (), *, tells: bool = True) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         engine: Any = SimpleNamespace(changed_unasked=lambda: changed, without_optimizer=lambda: list(untrained))
-        self.bodies = BodiesWithoutUpdate(engine, lambda *event: self.events.append(event), tells=tells)
+        self.bodies = BodiesWithoutUpdate(engine, engine, lambda *event: self.events.append(event), tells=tells)
 
 
 def test_a_body_that_updates_by_hand_is_refused_with_its_number() -> None:

@@ -564,12 +564,6 @@ class State(Protocol):
         """
         ...
 
-    def settled(self) -> list[tuple[object, frozenset[str]]]:
-        """Parts of the models, and of each the attributes (plain values) that a redo and a new process get as they
-        were.
-        """
-        ...
-
 
 class WrittenInTail(NamedTuple):
     """What modules hold that a tail has written, as it was before it and as it is behind it; as ``packed`` does it.
@@ -754,8 +748,10 @@ class Window(Protocol):
         """
         ...
 
-    def without_optimizer(self) -> list[str]:
-        """The names of parameters that want to be trained, and are in no registered optimizer."""
+    def settled(self) -> list[tuple[object, frozenset[str]]]:
+        """Parts of the models, and of each the attributes (plain values) that a redo and a new process get as they
+        were.
+        """
         ...
 
     def outgrown(self) -> str:
@@ -774,8 +770,13 @@ class Gradients(Protocol):
     """What the loop computes of its gradients and its loss.
 
     Called by ``session/driver.py`` for the anomaly check (``TRE``), and only where that is on; whatever is on, by
-    ``replica_comparison.py`` (``averages``) and ``computed_twice.py`` (``digest``).
+    ``replica_comparison.py`` (``averages``), ``computed_twice.py`` (``digest``) and ``bodies_without_update.py``
+    (``without_optimizer``).
     """
+
+    def without_optimizer(self) -> list[str]:
+        """The names of parameters that want to be trained, and are in no registered optimizer."""
+        ...
 
     def averages(self) -> bool:
         """Whether the models that are trained are wrapped by what averages gradients among replicas."""

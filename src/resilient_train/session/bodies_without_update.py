@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from resilient_train.errors import UsageError
-from resilient_train.frameworks.roles import Window
+from resilient_train.frameworks.roles import Gradients, Window
 from resilient_train.observe.sinks import say_aside
 
 PATIENCE = 100
@@ -19,8 +19,11 @@ PATIENCE = 100
 class BodiesWithoutUpdate:
     """``event`` writes an event of this rank; ``tells``: it is the rank that speaks for all."""
 
-    def __init__(self, window: Window, event: Callable[[str, dict[str, Any]], None], *, tells: bool) -> None:
+    def __init__(
+        self, window: Window, gradients: Gradients, event: Callable[[str, dict[str, Any]], None], *, tells: bool
+    ) -> None:
         self._window = window
+        self._gradients = gradients
         self._event = event
         self._tells = tells
 
@@ -43,7 +46,7 @@ class BodiesWithoutUpdate:
 
     def tell_untrained(self) -> None:
         """The job begins: says which parameters nobody will update."""
-        names = self._window.without_optimizer() if self._tells else []
+        names = self._gradients.without_optimizer() if self._tells else []
         if names:
             shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
             say_aside(

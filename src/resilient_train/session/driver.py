@@ -161,7 +161,8 @@ class Driver:
         self.saving = Saving(
             link, engine.state, engine.window, self._publication, agent.run_dir, groups, self._event, self._comparison
         )
-        self._without_update = BodiesWithoutUpdate(engine.window, self._event, tells=agent.rank == 0)
+        is_first = agent.rank == 0
+        self._without_update = BodiesWithoutUpdate(engine.window, engine.gradients, self._event, tells=is_first)
         self._tells = agent.rank == 0
         self._anomalies = self._anomaly_check(limits, skips=skips, looks=switches.tre > 0)
         self._nan = NanWatch(link, engine.state, goes_back=self._anomalies is not None)
@@ -250,7 +251,7 @@ class Driver:
         objects = self._objects
         ours = (*objects.optimizers, *objects.schedulers, objects.scaler, *self._cursor.sources())
         known = [each for each in (*ours, *objects.extra.values(), *objects.rank_extra.values()) if each is not None]
-        of_models = objects.models, self._engine.state.settled()
+        of_models = objects.models, self._engine.window.settled()
         try:
             found = body_carried(body, known, *of_models) if body else loop_carried(frame, known, *of_models)
         except Exception as error:  # a text that it does not understand is no reason to end a job that goes on

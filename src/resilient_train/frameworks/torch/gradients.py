@@ -10,6 +10,7 @@ import xxhash
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Objects
+from resilient_train.frameworks.torch import admission
 from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.clipping import around_clipping
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
@@ -44,6 +45,9 @@ class TorchGradients:
 
     def begin(self) -> None:
         self._dropping = False
+
+    def without_optimizer(self) -> list[str]:
+        return admission.without_optimizer(self._objects)
 
     def averages(self) -> bool:
         trained = (model for model in self._objects.models if any(p.requires_grad for p in model.parameters()))

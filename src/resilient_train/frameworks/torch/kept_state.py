@@ -4,8 +4,8 @@ Most of it is written by the update alone, when the bodies are over, and needs n
 does:
 
 * settings, schedulers and the scaler, and small state of the user's: always;
-* what a module and a parameter go by (``training``, ``requires_grad``, ``module_switches.py``), and which gradients
-  there were: always. A gradient is put back as zeros: what it held is of an update that is over;
+* what a module and a parameter go by (``training``, ``requires_grad``, ``module_switches.py``, ``module_values.py``),
+  and which gradients there were: always. A gradient is put back as zeros: what it held is of an update that is over;
 * a tensor that was once seen to be written by a body, or between the head of the loop and the body (the key encoder of
   MoCo, weights that are swapped for an evaluation): from the next window on. The copy takes no longer than to write it.
 
@@ -28,11 +28,11 @@ import msgspec
 import torch
 
 from resilient_train.frameworks.roles import Objects, StateMark, WrittenEarly
-from resilient_train.frameworks.torch import module_settings
+from resilient_train.frameworks.torch import module_values
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.leaves import is_sharded, local, state_of, version_of
-from resilient_train.frameworks.torch.module_settings import ModuleSettings, Settings
 from resilient_train.frameworks.torch.module_switches import Held, ModuleSwitches, Switched
+from resilient_train.frameworks.torch.module_values import ModuleValues, ValuesOf
 from resilient_train.frameworks.torch.sharded import placed_like
 from resilient_train.frameworks.torch.watched_state import (
     LOOKED_AT,
@@ -54,14 +54,14 @@ Key = tuple[int, str]
 
 class Modes(msgspec.Struct, array_like=True, frozen=True):
     """What a process that takes another one's place is to find: the modules that evaluate, the parameters that are not
-    trained, and those that have a gradient (a sparse one without entries is as good as none), switches, and settings.
+    trained, and those that have a gradient (a sparse one without entries is as good as none), switches and values.
     """
 
     evaluating: tuple[Key, ...]
     frozen: tuple[Key, ...]
     with_gradient: tuple[Key, ...]
     switched: tuple[Switched, ...] = ()
-    settings: tuple[Settings, ...] = ()
+    values: tuple[ValuesOf, ...] = ()
 
 
 class _Modes(NamedTuple):
@@ -71,7 +71,7 @@ class _Modes(NamedTuple):
     requires_grad: list[bool]
     with_gradient: list[bool]
     switched: Held
-    settings: module_settings.Held
+    values: module_values.Held
 
 
 class _Place(NamedTuple):
@@ -100,7 +100,7 @@ class KeptState:
         """Of all modules the ones in them: a script may put others there."""
         self._modules: list[tuple[Key, torch.nn.Module]] = []
         self._switches = ModuleSwitches(())
-        self._settings = ModuleSettings()
+        self._values = ModuleValues()
         self._modes = _Modes([], [], [], [], [])
         self._there: list[torch.Tensor | None] = []
         """What the window found in these places, and ..."""
@@ -151,7 +151,7 @@ class KeptState:
                 for name, module in model.named_modules()
             ]
             self._switches = ModuleSwitches(self._models)
-            self._settings = ModuleSettings(self._modules, self._settings)
+            self._values = ModuleValues(self._modules, self._values)
         there = [each.owner.get(each.name) for each in self._places]
         if (
             len(there) == len(self._there)
@@ -173,7 +173,7 @@ class KeptState:
             [*map(_REQUIRES_GRAD, self._tensors)],
             [each is not None and each.layout is torch.strided for each in map(_GRADIENT, self._tensors)],
             self._switches.held(),
-            self._settings.held(),
+            self._values.held(),
         )
 
     def _keep(self, *, whole: bool) -> None:
@@ -244,7 +244,7 @@ class KeptState:
             tuple(key for key, trained in zip(places, held.requires_grad, strict=True) if not trained),
             tuple(key for key, there in zip(places, held.with_gradient, strict=True) if there),
             self._switches.told(held.switched),
-            self._settings.told(held.settings),
+            self._values.told(held.values),
         )
 
     def take_modes(self, modes: Modes) -> None:
@@ -260,11 +260,11 @@ class KeptState:
             else:
                 tensor.grad = None
         self._switches.take(modes.switched)
-        self._settings.take(modes.settings)
+        self._values.take(modes.values)
 
     def settled(self) -> list[tuple[object, frozenset[str]]]:
-        """See ``frameworks/roles.State``."""
-        return self._settings.settled()
+        """See ``frameworks/roles.Window``."""
+        return self._values.settled()
 
     def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The parameters that had a gradient when the window began, and what is in its place, to be zeroed."""
@@ -336,7 +336,7 @@ class KeptState:
         for tensor, trained in zip(self._tensors, self._modes.requires_grad, strict=True):
             _set_requires_grad(tensor, on=trained)
         self._switches.put_back(self._modes.switched)
-        self._settings.put_back(self._modes.settings)
+        self._values.put_back(self._modes.values)
 
     def _put_back(self, place: _Place, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         if place.owner.get(place.name) is not tensor:

@@ -314,9 +314,6 @@ class TorchState:
     def rows(self, *, extra: bool = False) -> list[tuple[str, str]]:
         return self.kept.digests() if extra else rows_of(self.tree(core=True))
 
-    def settled(self) -> list[tuple[object, frozenset[str]]]:
-        return self.kept.settled()
-
     def tensors(self) -> dict[Path, torch.Tensor]:
         """All tensors of the state by path."""
         return flatten(self.tree(), TENSORS)[1]

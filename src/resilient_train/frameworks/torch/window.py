@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from resilient_train.errors import TransferError, UsageError
 from resilient_train.frameworks.roles import Objects, Updates, WrittenEarly
-from resilient_train.frameworks.torch import admission, cuda_graphs
+from resilient_train.frameworks.torch import cuda_graphs
 from resilient_train.frameworks.torch.admission import HOW_TO_REGISTER, stranger
 from resilient_train.frameworks.torch.buckets import Buckets, PassHistory
 from resilient_train.frameworks.torch.carried_gradients import CarriedGradients
@@ -214,8 +214,8 @@ class TorchWindow:
     def changed_unasked(self) -> str:
         return self._samples.changed()
 
-    def without_optimizer(self) -> list[str]:
-        return admission.without_optimizer(self._objects)
+    def settled(self) -> list[tuple[object, frozenset[str]]]:
+        return self._state.kept.settled()
 
     def outgrown(self) -> str:
         return self._state.outgrown()

@@ -12,7 +12,7 @@ import torch
 from msgspec import msgpack
 from torch import nn
 
-from resilient_train.frameworks.torch.module_settings import ModuleSettings, Settings
+from resilient_train.frameworks.torch.module_values import ModuleValues, ValuesOf
 
 
 class Annealed(nn.Module):
@@ -40,19 +40,19 @@ def listed(*models: nn.Module) -> list[tuple[tuple[int, str], nn.Module]]:
     return [((index, name), each) for index, model in enumerate(models) for name, each in model.named_modules()]
 
 
-def settings(*models: nn.Module) -> ModuleSettings:
-    return ModuleSettings(listed(*models))
+def values(*models: nn.Module) -> ModuleValues:
+    return ModuleValues(listed(*models))
 
 
-def taken(of: ModuleSettings, held: Any = None) -> dict[tuple[int, str], dict[str, Any]]:
+def taken(of: ModuleValues, held: Any = None) -> dict[tuple[int, str], dict[str, Any]]:
     told = of.told(of.held() if held is None else held)
-    assert msgpack.decode(msgpack.encode(told), type=tuple[Settings, ...]) == told
+    assert msgpack.decode(msgpack.encode(told), type=tuple[ValuesOf, ...]) == told
     return {each.module: each.values for each in told}
 
 
 def test_a_redo_finds_what_the_window_did() -> None:
     model = Annealed()
-    of = settings(model)
+    of = values(model)
     for expected in ({"_passes": 0}, {"_passes": 1, "heat": 0.5}):
         held, before = of.held(), dict(vars(model))
         assert expected.items() <= before.items()
@@ -67,7 +67,7 @@ def test_a_redo_finds_what_the_window_did() -> None:
 def test_what_becomes_a_tensor_or_goes_is_put_back() -> None:
     model = Annealed()
     model.cache, model.gone = None, 3
-    of = settings(model)
+    of = values(model)
     held = of.held()
     model.cache = torch.ones(2)
     del model.gone
@@ -76,12 +76,12 @@ def test_what_becomes_a_tensor_or_goes_is_put_back() -> None:
     assert model.gone == 3
     del model.gone
     model.come = 4
-    assert of.held() == settings(model).held(), "as many as before, and not the same"
+    assert of.held() == values(model).held(), "as many as before, and not the same"
 
 
 def test_a_new_process_takes_over_what_is_otherwise_than_as_built() -> None:
     old, new = nn.Sequential(Annealed(), Annealed()), nn.Sequential(Annealed(), Annealed())
-    of, to = settings(old), settings(new)
+    of, to = values(old), values(new)
     assert taken(of) == {}, "a NaN is as it was"
     old[0](torch.ones(1))
     old[1].drop.p = 0.1
@@ -94,7 +94,7 @@ def test_a_new_process_takes_over_what_is_otherwise_than_as_built() -> None:
 
 def test_of_the_users_modules_the_window_counts() -> None:
     model = Annealed()
-    of = settings(model)
+    of = values(model)
     held = of.held()
     model(torch.ones(1))
     model.drop.p = 0.1
@@ -113,7 +113,7 @@ def test_of_the_users_modules_the_window_counts() -> None:
 )
 def test_of_a_module_that_has_changed_anything_else_nothing_is_taken_over(change: dict[str, Any]) -> None:
     model = Annealed()
-    of = settings(model)
+    of = values(model)
     model(torch.ones(1))
     vars(model).update(change)
     model.drop.p = 0.1
@@ -123,16 +123,16 @@ def test_of_a_module_that_has_changed_anything_else_nothing_is_taken_over(change
 
 def test_another_module_in_its_place_was_not_built() -> None:
     model = nn.Sequential(Annealed(), nn.Dropout(0.5))
-    of = settings(model)
+    of = values(model)
     model[0], model[1].p = Annealed(), 0.1
     model[0](torch.ones(1))
-    assert taken(ModuleSettings(listed(model), of)) == {(0, "1"): {"p": 0.1}}
+    assert taken(ModuleValues(listed(model), of)) == {(0, "1"): {"p": 0.1}}
 
 
 def test_what_has_a_way_of_its_own_or_wraps_is_left_out() -> None:
     wrapper = nn.DataParallel(Annealed())
     model = nn.ModuleList([Publishing(), wrapper, nn.MultiheadAttention(2, 1)])
-    of = settings(model)
+    of = values(model)
     held = of.held()
     model[0](torch.ones(1))
     wrapper.dim, model[2]._qkv_same_embed_dim = 1, False
@@ -150,7 +150,7 @@ def test_private_attributes_of_a_librarys_class_are_the_librarys(monkeypatch: py
     monkeypatch.setitem(sys.modules, "library", library)
     base = type("Base", (nn.Module,), {"__module__": "library"})
     model = type("Model", (base,), {"count": 0, "_hook": ""})()
-    of = settings(model)
+    of = values(model)
     held = of.held()
     model.count, model._hook = 1, "in a step"
     of.put_back(held)

@@ -36,7 +36,7 @@ Held = list[tuple[Any, ...]]
 """The plain values of the user's modules, in their order."""
 
 
-class Settings(msgspec.Struct, array_like=True, frozen=True):
+class ValuesOf(msgspec.Struct, array_like=True, frozen=True):
     """For another process: what a module has otherwise than as it was built."""
 
     module: Key
@@ -61,12 +61,10 @@ class _Built(NamedTuple):
     """Where each other attribute's object lies."""
 
 
-class ModuleSettings:
+class ModuleValues:
     """Of ``modules``. ``before``: of before some of them were changed for others."""
 
-    def __init__(
-        self, modules: Sequence[tuple[Key, torch.nn.Module]] = (), before: ModuleSettings | None = None
-    ) -> None:
+    def __init__(self, modules: Sequence[tuple[Key, torch.nn.Module]] = (), before: ModuleValues | None = None) -> None:
         self._modules = [(key, module) for key, module in modules if not (_is_wrapper(module) or _publishes(module))]
         self._users = [_attributes_of(module) for _, module in self._modules if _kind_of(module).users]
         self._built: dict[Key, _Built] = {} if before is None else before._built
@@ -92,7 +90,7 @@ class ModuleSettings:
                     del own[name]
             own.update(zip(names, values, strict=True))
 
-    def told(self, held: Held) -> tuple[Settings, ...]:
+    def told(self, held: Held) -> tuple[ValuesOf, ...]:
         """What another process is to take over: of the user's modules as it was ``held``, of torch's as it is."""
         pairs = zip(self._users, held, strict=True)
         of_window = {id(each.own): dict(zip(each.names, values, strict=True)) for each, values in pairs}
@@ -102,10 +100,10 @@ class ModuleSettings:
             built = self._built[key].plain
             changed = {name: value for name, value in now.items() if not _is_same(built.get(name, _MISSING), value)}
             if changed and all(map(_can_be_sent, changed.values())):
-                found.append(Settings(key, changed))
+                found.append(ValuesOf(key, changed))
         return tuple(found)
 
-    def take(self, told: Sequence[Settings]) -> None:
+    def take(self, told: Sequence[ValuesOf]) -> None:
         """Those of another process, which has built the same models."""
         modules = dict(self._modules)
         for each in told:

@@ -87,6 +87,24 @@ def test_a_mean_of_each_ranks_own_that_is_said_to_be_alike_is_told_once(tmp_path
     assert run.err.count("state['own'] is not the same on ranks [0] and [1] and [2], but a replaced rank gets") == 1
 
 
+def test_messages_that_are_received_in_another_step_end_the_job_at_a_fault(tmp_path: Path) -> None:
+    """It is told long before. Else the next one would be taken for one that is lost: other bits, and nobody told."""
+    kill = "kill rank=2 step=9 phase=COMPUTE at=backward"
+    run = launch(tmp_path / "run", "mistaken.py", "carries", "14", ranks=3, flags=("--faults", kill))
+    assert run.code == 2, run.explain()
+    (told,) = run.of("message_carried")
+    assert (told["detail"]["source"], told["detail"]["target"]) == (0, 1)
+    assert run.err.count("messages from rank 0 to rank 1 (0, tag 0) are sent in the body of one step and received") == 1
+    assert "what was on its way is lost, and nothing could bring it back" in run.err
+    assert "updates is saved" in run.err, run.err
+
+
+def test_without_a_fault_such_messages_are_the_scripts_own_business(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "mistaken.py", "carries", "14", ranks=3)
+    assert run.code == 0, run.explain()
+    assert len(run.of("message_carried")) == 1
+
+
 def sentence_of(run: Run) -> str:
     """What the console is told of the end: one line, once."""
     assert run.code == 2, run.explain()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from resilient_train._native import Copier, Probes
+from resilient_train.protocol.messages import MessageChannel
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.state.capture import Capture
 from resilient_train.state.checkpoint.target import BlockTarget
@@ -398,6 +399,10 @@ class Collectives(Protocol):
 
     def begin_tail(self, commits: int) -> None:
         """The update is applied, the ``commits``-th; its tail begins."""
+        ...
+
+    def messages(self) -> list[tuple[MessageChannel, int]]:
+        """For each channel that bodies have used a word, the same at both ends: see ``BodiesMessages``."""
         ...
 
     def intact(self) -> bool:

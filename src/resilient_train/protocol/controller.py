@@ -33,6 +33,7 @@ from resilient_train.protocol.messages import (
     HoldsNan,
     Joined,
     Late,
+    MessageChannel,
     Plan,
     Started,
 )
@@ -117,6 +118,8 @@ class Controller:
     def _fault(self, fault: Fault) -> list[Command]:
         """Down the ladder, to the first strategy that takes it."""
         commands: list[Command] = []
+        if self.job.carries and fault.kind not in (Kind.AT_START, Kind.OWN):
+            fault = Fault(Kind.OWN, fault.detail, fault.rank, f"{fault.detail}, and {self.job.carries}", 2)
         for strategy in LADDER:
             if fault.kind not in strategy.KINDS:
                 continue
@@ -294,6 +297,22 @@ class Controller:
         if not job.can_go_back():
             return nothing
         return rsc.refuses(fault, job) or ("" if job.saved_before(step) else nothing)
+
+    def carried(self, channel: MessageChannel) -> list[Command]:
+        """Bodies send messages there that are received in those of other steps. From now on no step can run again."""
+        if self.job.carries:
+            return []
+        them = f"messages from rank {channel.source} to rank {channel.target} ({channel.where})"
+        self.job.carries = (
+            f"{them} that are sent in the body of one step are received in that of another: what was on its way is "
+            "lost, and nothing could bring it back"
+        )
+        told = (
+            f"{them} are sent in the body of one step and received in that of another: a fault would lose them, so the "
+            "next one ends the job (docs/how-to/after-the-update.md, Receive in the step that sends)"
+        )
+        detail = {"source": channel.source, "target": channel.target, "where": channel.where, "told": told}
+        return [Note("message_carried", rank=channel.source, detail=detail)]
 
     def computed(self, rank: int, incarnation: int, message: Computed) -> list[Command]:
         """A rank has computed a window that is computed twice. When all have: again, or what has come of it."""

@@ -123,6 +123,8 @@ class Job:
         """By update and rank: who has come to the end of a window that is computed twice, in this generation."""
         self.verified = -1
         """The update before which that was asked for last; -1: it was not."""
+        self.carries = ""
+        """Why a body that runs again would not be the same: a message was on its way from another one."""
         self.deviated_at = -1
         """The update for which all ranks came to other bits when they computed it again."""
         self.given_up_at: dict[int, list[int]] = {}

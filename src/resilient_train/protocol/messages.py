@@ -397,6 +397,23 @@ class Shared(msgspec.Struct, tag="shared", frozen=True):
     rows: list[tuple[str, str]]
 
 
+class MessageChannel(msgspec.Struct, array_like=True, frozen=True):
+    """From one rank to another, in a group and with a tag (``where``)."""
+
+    source: int
+    target: int
+    where: str
+
+
+class BodiesMessages(msgspec.Struct, tag="messages", frozen=True):
+    """What this rank has sent and received in the bodies of its steps before update ``commits``: for each channel a
+    word, which is that of its other end if both have had as many messages behind each update.
+    """
+
+    commits: int
+    words: list[tuple[MessageChannel, int]]
+
+
 class HoldsNan(msgspec.Struct, tag="holds_nan", frozen=True):
     """There is NaN in what the rank holds before update ``commits`` and step ``step``, as ``told`` says, and there was
     none before. Nothing is waited for.
@@ -539,6 +556,7 @@ FromRank = (
     | Differs
     | Held
     | Shared
+    | BodiesMessages
     | HoldsNan
     | OpenVault
     | Captured

@@ -752,6 +752,8 @@ class Driver:
         commits, comparison = self._rank.commits, self._comparison
         match effect.where:
             case "head":
+                if comparison.is_seldom(commits) and (words := self._engine.collectives.messages()):
+                    self._link.channel.send(m.BodiesMessages(commits, words))
                 if comparison.head(commits, shown=self.saving.will_show):
                     self._nan.look(commits, self._rank.number)
                     self._look_beside()

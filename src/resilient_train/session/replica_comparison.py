@@ -78,8 +78,7 @@ class Comparison:
 
         Whether it is one of those updates.
         """
-        since = commits - self._origin
-        seldom = since > 0 and since & (since - 1) == 0
+        since, seldom = commits - self._origin, self.is_seldom(commits)
         usual = seldom or (since > 0 and self._every > 0 and since % self._every == 0)
         if seldom and not self.alone and (rows := self._state.rows(extra=True)):
             self._link.channel.send(Shared(commits, rows))
@@ -90,6 +89,11 @@ class Comparison:
             if asked:
                 self._link.channel.send(Held(commits, held))
         return usual
+
+    def is_seldom(self, commits: int) -> bool:
+        """Whether it is one of the updates that are 1, 2, 4, 8, ... behind a beginning."""
+        since = commits - self._origin
+        return since > 0 and since & (since - 1) == 0
 
     def not_shown(self, commits: int) -> None:
         """No snapshot shows what the window begins with, and no body has begun."""

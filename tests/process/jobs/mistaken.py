@@ -5,7 +5,7 @@
 rank 1 changes a parameter by itself, after the update. ``early``: a loss is given to the check in front of the body.
 ``ahead``: the next step's batch is drawn into a local variable. ``iterator``: of a loader that the Session does not
 know. ``unsteady``: random numbers that no seed decides. ``own-mean``: a mean of this rank's own losses, where only what
-is alike belongs.
+is alike belongs. ``carries``: a message that is sent in one step and received in the next.
 """
 
 import argparse
@@ -67,6 +67,7 @@ dist.all_gather_object(pids, os.getpid())
 link = read_link()
 first = link is not None and link.incarnation == 0
 own, common = Mean(), Mean()
+sent: list[object] = []
 inputs, over = torch.randn(8, 6), iter(DataLoader(torch.randn(256, 6), batch_size=8))
 state = {"common": common, "own": own} if mode == "own-mean" else {}
 with rt.Session(model=model, optimizer=registered, state=state) as session:
@@ -84,6 +85,10 @@ with rt.Session(model=model, optimizer=registered, state=state) as session:
             if mode == "unsteady":
                 loss = loss * (1 + int.from_bytes(os.urandom(4)) / 2**24)
             loss.backward()
+            if mode == "carries" and rank == 0:
+                sent = [*sent[-2:], (inputs, dist.isend(inputs, 1))]  # gloo: it is over when it is received
+            if mode == "carries" and rank == 1 and step.number > 0:
+                dist.recv(inputs, 0)
             if mode == "by-hand":
                 for parameter in core.parameters():
                     parameter.data.add_(parameter.grad, alpha=-0.01)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.roles import Conductor, Given, Objects, Tails
 from resilient_train.frameworks.torch import process_group as group_module
+from resilient_train.frameworks.torch.body_messages import BodyMessages
 from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.collective_results import POINT_TO_POINT, VERBS, flat
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
@@ -27,6 +28,7 @@ from resilient_train.frameworks.torch.storages import Memory, gradients, registe
 from resilient_train.frameworks.torch.tail_collectives import LoggedTail
 from resilient_train.frameworks.torch.unregistered import Unregistered
 from resilient_train.frameworks.torch.waits import waits
+from resilient_train.protocol.messages import MessageChannel
 from resilient_train.protocol.rank_effects import Mode
 from resilient_train.script_place import line
 
@@ -60,6 +62,7 @@ class TorchCollectives:
         self._given: Given | None = None
         self._averaged_in: int | None = None
         """The backward pass in which replicas first had a part in a result, of the bodies that are noted."""
+        self._messages = BodyMessages()
         self._conductor: Conductor | None = None
         self._loading = False
         self._thread = 0
@@ -100,6 +103,7 @@ class TorchCollectives:
         self._mode = mode
         if self._groups.renewed and mode is Mode.DIRECT:
             self._groups.go_on()
+            self._messages.forget()
         if self._tail is not None:
             if self._tail.mode is Mode.EXCHANGE and mode not in (Mode.EXCHANGE, Mode.LOOPBACK):
                 self._tail.exchanged()
@@ -113,6 +117,10 @@ class TorchCollectives:
     def begin_tail(self, commits: int) -> None:
         assert self._tail is not None
         self._tail.begin(commits)
+        self._messages.commit(commits)
+
+    def messages(self) -> list[tuple[MessageChannel, int]]:
+        return self._messages.words()
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -162,11 +170,10 @@ class TorchCollectives:
             self._check_place(verb)
             if self._given is not None:
                 _note_message(self._given, group, verb, args)
-            return (
-                _begin(group, verb, args)
-                if mode in (Mode.DIRECT, Mode.UPDATE)
-                else self._tail.message(group, verb, args)
-            )
+            if mode not in (Mode.DIRECT, Mode.UPDATE):
+                return self._tail.message(group, verb, args)
+            self._messages.begin(group, verb, args)
+            return _begin(group, verb, args)
         if group.spans_job:
             self._tails.enter_collective()
         if mode is Mode.DIRECT:

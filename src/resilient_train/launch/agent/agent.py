@@ -49,6 +49,7 @@ from resilient_train.observe.sinks import Sink
 from resilient_train.observe.stacks import STACKS_FOLDER
 from resilient_train.protocol import messages as m
 from resilient_train.protocol import orders
+from resilient_train.protocol.carried_messages import CarriedMessages
 from resilient_train.protocol.commands import (
     Command,
     EndJob,
@@ -118,6 +119,7 @@ class Agent:
         self._hang_watch = HangWatch(self._board, self._job, self._processes, reports, spec.settings)
         self._straggler_watch = StragglerWatch(self._board, self._job, spec.settings)
         self._shared_objects = SharedObjects()
+        self._carried_messages = CarriedMessages()
         self._alarms = Alarms(self._board, self._job)
         self._waiting = Waiting(self._board, self._job, self._processes, self._say)
         self._pauses = Pauses(self._board, self._controller)
@@ -391,7 +393,13 @@ class Agent:
         arena.close()
         connection.send(m.ArenaFrame(rank), [self._arenas[rank].fd])
 
-    def _on_shared(self, rank: int, frame: m.Shared) -> None:
+    def _on_compared(self, rank: int, frame: m.Shared | m.BodiesMessages) -> None:
+        """What a rank says of its own, which others say of theirs."""
+        if isinstance(frame, m.BodiesMessages):
+            of = self._job.attempt, self._job.generation
+            if channel := self._carried_messages.heard(rank, frame, of):
+                self._carry_out(self._controller.carried(channel))
+            return
         group = next((group for group in self._job.replicas.groups if rank in group), (rank,))
         for name, parties in self._shared_objects.heard(rank, frame, group, self._job.attempt):
             self._note("state_differs", rank=rank, detail={"name": name, "commits": frame.commits, "ranks": parties})
@@ -449,8 +457,8 @@ class Agent:
                 self._carry_out(controller.differs(rank, incarnation, frame))
             case m.Held():
                 self._carry_out(controller.held(rank, incarnation, frame))
-            case m.Shared():
-                self._on_shared(rank, frame)
+            case m.Shared() | m.BodiesMessages():
+                self._on_compared(rank, frame)
             case m.Captured(last=generation) if generation >= 0:
                 self._last_save.captured(rank, frame)
             case m.Unsaved(generation=generation, reason=text):

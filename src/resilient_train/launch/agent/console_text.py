@@ -58,6 +58,8 @@ def told(kind: str, generation: int, took_ms: float, detail: dict[str, Any]) -> 
             "no survivor stands at the start of an update: what stands behind the update was cut or has failed, and is "
             "saved as one rank has it; collectives that it called there without the others gave it its own values"
         )
+    elif kind == "message_carried":
+        yield detail["told"]
     elif kind == "restart_all":
         yield f"{detail['reason']}. All ranks start again"
     elif kind == "spared":

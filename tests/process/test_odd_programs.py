@@ -24,12 +24,13 @@ TOGETHER = (
     "freezes+noisy_class+counts",
     "thaws+scaled",
     "annealed+begins+sets",
+    "whitens+columns+fused",
 )
 ALONE = (
     *("heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"),
     *("noisy", "noisy_class"),
     *("milestones", "versions", "cooling", "thaws"),
-    *("annealed", "begins", "annealed+sets"),
+    *("annealed", "begins", "annealed+sets", "whitens", "columns", "fused"),
 )
 """Each by itself, to tell which one is to blame."""
 
@@ -61,7 +62,7 @@ def test_a_buffer_that_grows_is_put_back(tmp_path: Path, undisturbed_of: Undistu
     assert run.digests() == reference.digests(), run.explain()
 
 
-@pytest.mark.parametrize("kind", [*(TOGETHER[at] for at in (0, 2, 3)), *long(("heads", "freezes", "cooling"))])
+@pytest.mark.parametrize("kind", [*(TOGETHER[at] for at in (0, 2, 3, 5, 6)), *long(("heads", "freezes", "cooling"))])
 def test_all_ranks_are_lost(tmp_path: Path, undisturbed_of: Undisturbed, kind: str) -> None:
     """What the script has switched while it ran is not in its text."""
     plan = "kill rank=1 step=9 phase=COMPUTE at=start; kill rank=0 phase=STOP at=start generation=1"

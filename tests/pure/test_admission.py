@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,6 +216,17 @@ def test_a_communication_hook_whose_state_goes_on_is_refused(fake_world: None, k
     refused = pytest.raises(ConfigError, match=f"has a communication hook with a {kind}")
     with nullcontext() if kind == "Other" else refused:
         take(wrapper)
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["its own", "in an attribute"])
+def test_a_late_hook_is_refused_when_the_loop_begins(fake_world: None, *, within: bool) -> None:
+    wrapper = nn.Linear(2, 2)
+    state = TorchState(Objects((wrapper,), ()), TorchRankState((wrapper,), {}), Host())
+    state.check()
+    power = type("PowerSGDState", (), {"__module__": "torch.distributed.algorithms.ddp_comm_hooks.some_hook"})()
+    wrapper._comm_hooks = [(print, SimpleNamespace(inner=power) if within else power)]
+    with pytest.raises(StateError, match="has a communication hook with a "):
+        state.check()
 
 
 def test_a_digest_is_of_the_memory_behind_a_sharded_tensor(fake_world: None) -> None:

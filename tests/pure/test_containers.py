@@ -132,6 +132,72 @@ def hand_on(sources: Sources, receiver: TorchState) -> None:
     receiver.receive(sources.manifest, fetch, sources.digest)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_moments_lie_as_their_parameters_do(*, fused: bool) -> None:
+    """A fused kernel goes through memory, whatever the indices say."""
+    models = [nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), fused=fused) for model in models]
+    models[0](torch.randn(2, 3, 5, 5)).pow(2).mean().backward()
+    optimizers[0].step()
+    old, new = (state(models=(m,), optimizers=(o,)) for m, o in zip(models, optimizers, strict=True))
+    hand_on(old.sources(), new)
+    assert new.fingerprint().digest() == old.fingerprint().digest()
+    here, there = (o.state[m.weight]["exp_avg"] for m, o in zip(models, optimizers, strict=True))
+    assert here.stride() == there.stride() == models[0].weight.stride()
+    assert not here.is_contiguous()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
+def test_a_buffer_that_has_moved_lies_as_it_does_there() -> None:
+    models = [nn.Linear(2, 2) for _ in range(2)]
+    for model in models:
+        model.register_buffer("axes", torch.eye(4))
+    states = [TorchState(Objects((m,), ()), TorchRankState((m,), {}), Host()) for m in models]
+    for each in states:
+        each._rank_state.packed()
+    models[0].axes = torch.linalg.eigh(torch.eye(4))[1]
+    states[0]._rank_state.packed()
+    hand_on(states[0].sources(), states[1])
+    assert models[1].axes.stride() == models[0].axes.stride() == (1, 4)
+
+
+@pytest.mark.parametrize(("of", "told"), [("parameter", "its parameter"), ("moment", "another one"), ("", "")])
+def test_state_of_an_optimizer_in_anothers_memory_is_told(of: str, told: str) -> None:
+    """Another process would have two. Views of one large tensor that lie beside each other do no harm."""
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    both = torch.zeros(2, 3, 2)
+    memories = {"parameter": model.weight.detach(), "moment": both, "": torch.zeros(3, 2)}
+    optimizer.state[model.weight] = {"first": both[0], "second": both[1], "held": memories[of], "none": torch.ones(0)}
+    optimizer.state[model.bias] = {"none": torch.ones(0), "step": torch.tensor(1)}
+    found = state(models=(model,), optimizers=(optimizer,)).outgrown()
+    assert ("keeps 'held' in the memory of " + told in found) if told else found == ""
+
+
+def test_gradients_that_a_script_has_laid_in_one_tensor_stay_there() -> None:
+    """All start again: what the loop zeroes and reduces is that tensor."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    flat = nn.Parameter(torch.zeros(sum(each.numel() for each in model.parameters())))
+    holder = nn.Module()
+    holder.flat, flat.grad = flat, torch.ones_like(flat)
+    at = 0
+    for each in model.parameters():
+        each.grad = flat.grad[at : at + each.numel()].view_as(each)
+        at += each.numel()
+    other = nn.Linear(1, 1)
+    other.weight.grad = torch.ones(1, 1)
+    of = state(models=(holder, model, other))
+    of._drop_gradients()
+    assert other.weight.grad is None
+    assert flat.grad is not None
+    assert not flat.grad.any()
+    model(torch.ones(1, 2)).sum().backward()
+    assert flat.grad.any()
+
+
 def test_a_scheduler_goes_on_behind_a_redo() -> None:
     """``MultiStepLR.milestones`` is a Counter: as a dict it fails at the first milestone, hours later."""
     optimizer, scheduler = scheduled(nn.Linear(1, 1))

@@ -431,7 +431,7 @@ def test_a_small_buffer_that_nobody_makes_equal_is_the_ranks_own() -> None:
     net, state = built(1.0)
     published = lost.packed()
     site = net.site
-    state.buffers.renew(["0..site"])  # the replica's is another tensor by now
+    state.buffers.renew({"0..site": ()})  # the replica's is another tensor by now
     net.site.fill_(2.0)
     net.large.fill_(2.0)
     state.packed()

@@ -25,7 +25,7 @@ class Dtype:
 
 KIND = TensorKind(
     is_tensor=lambda value: isinstance(value, Tensor),
-    describe=lambda value: ("float32", value.shape, False),
+    describe=lambda value: ("float32", value.shape, False, ()),
     is_constant=lambda value: isinstance(value, Dtype),
     name_constant=lambda value: value.name,
     constant=Dtype,
@@ -113,6 +113,37 @@ def test_arrays(array: np.ndarray) -> None:
     assert (back.dtype, back.shape) == (array.dtype, array.shape)
     np.testing.assert_array_equal(back, array)
     assert back.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(24.0).reshape(2, 3, 4).transpose(axes) for axes in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1))],
+)
+def test_an_array_lies_there_as_it_did_here(array: np.ndarray) -> None:
+    """A sum over an axis adds up in another order where it lies otherwise."""
+    back = round_trip(array)
+    assert back.strides == array.strides
+    np.testing.assert_array_equal(back, array)
+    back[0, 0, 0] = 1
+
+
+RECORD = np.dtype([("state", "<f4", (3,)), ("action", "<i8"), ("more", [("done", "?"), ("at", "<M8[s]")])], align=True)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 2)])
+def test_arrays_with_fields(shape: tuple[int, ...]) -> None:
+    array = np.zeros(shape, dtype=RECORD)
+    array["state"], array["action"], array["more"]["done"] = 1.5, 7, True
+    back = round_trip(array)
+    assert back.dtype == RECORD
+    assert back.tobytes() == array.tobytes()
+    assert type(round_trip(array[..., None][0, ...].reshape(-1)[0])) is np.void
+
+
+@pytest.mark.parametrize("array", [np.ma.masked_less(np.arange(4.0), 2), np.matrix([[1.0]]), np.rec.array([(1,)])])
+def test_what_is_more_than_its_elements_is_refused(array: np.ndarray) -> None:
+    with pytest.raises(StateError, match="state at 'held' is a"):
+        flatten({"held": array}, NO_TENSORS)
 
 
 @pytest.mark.parametrize("scalar", [np.float32(1.5), np.int64(-3), np.bool_(True), np.complex64(1 + 2j)])

@@ -3,11 +3,15 @@
 Leaves may be None, bool, int, float, complex, str, bytes, numpy arrays and scalars, and whatever the framework calls a
 tensor; nodes are dict, OrderedDict (as dict), list, tuple. Anything else raises StateError with the path to it, at the
 start of the training and not in the middle of the first recovery.
+
+The elements of arrays and tensors come in the order of their indices. They are laid out there as they were here: what
+adds up a column of a matrix may do so in another order where that lies otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,21 +25,23 @@ Path = tuple[Any, ...]
 class Slot(NamedTuple):
     """A tensor's place in a tree: the ``number``-th of the list, its dtype as the framework names it, its shape.
 
-    ``divided``: that is its global shape, and each rank holds a part of it.
+    ``divided``: that is its global shape, and each rank holds a part of it. ``strides``: in elements, unless it lies in
+    the order of its indices.
     """
 
     number: int
     dtype: str
     shape: tuple[int, ...]
     divided: bool = False
+    strides: tuple[int, ...] = ()
 
 
 class TensorKind(NamedTuple):
     """What a framework tells this module about its tensors."""
 
     is_tensor: Callable[[Any], bool]
-    describe: Callable[[Any], tuple[str, tuple[int, ...], bool]]
-    """Its dtype, shape, and whether it is divided."""
+    describe: Callable[[Any], tuple[str, tuple[int, ...], bool, tuple[int, ...]]]
+    """As a Slot has it: its dtype, its shape, whether it is divided, its strides."""
     is_constant: Callable[[Any], bool]
     """Other leaf values of the framework's own (a dtype, a device) ..."""
     name_constant: Callable[[Any], str]
@@ -54,9 +60,10 @@ def flatten(tree: Any, kind: TensorKind) -> tuple[bytes, dict[Path, Any]]:
 
     def encode(value: Any, path: Path) -> Any:
         if kind.is_tensor(value):
-            dtype, shape, divided = kind.describe(value)
+            dtype, shape, divided, strides = kind.describe(value)
             tensors[path] = value
-            return {"T": [len(tensors) - 1, dtype, list(shape), *([True] if divided else [])]}
+            more = [divided, list(strides)] if strides else [True] if divided else []
+            return {"T": [len(tensors) - 1, dtype, list(shape), *more]}
         if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) not in _INT64:
             return {"I": hex(int(value))}
         if type(value) is str and not value.isascii() and any(map(_SURROGATES.__contains__, value)):
@@ -71,8 +78,8 @@ def flatten(tree: Any, kind: TensorKind) -> tuple[bytes, dict[Path, Any]]:
             return [encode(item, (*path, i)) for i, item in enumerate(value)]
         if isinstance(value, complex):
             return {"C": [value.real, value.imag]}
-        if isinstance(value, np.generic | np.ndarray) and value.dtype.hasobject is False:
-            return {"N": [value.dtype.str, list(value.shape), value.tobytes(), isinstance(value, np.generic)]}
+        if (isinstance(value, np.generic) or type(value) in _ARRAYS) and value.dtype.hasobject is False:
+            return {"N": _array_told(value)}
         if kind.is_constant(value):
             return {"K": kind.name_constant(value)}
         where = ".".join(map(str, path))
@@ -81,6 +88,55 @@ def flatten(tree: Any, kind: TensorKind) -> tuple[bytes, dict[Path, Any]]:
         )
 
     return msgspec.msgpack.encode(encode(tree, ())), tensors
+
+
+_ARRAYS = (np.ndarray, np.memmap)
+"""Others (a masked array, a matrix) are more than their elements."""
+
+
+def _array_told(value: Any) -> list[Any]:
+    """Its dtype, shape and bytes, whether it is a scalar; and, if it does not lie in the order of its indices, in which
+    order of axes it does.
+    """
+    array = np.asarray(value)
+    axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+    others = not array.flags.c_contiguous and array.transpose(axes).flags.c_contiguous
+    data = (array.transpose(axes) if others else array).tobytes()
+    dtype = array.dtype.str if array.dtype.names is None else np.lib.format.dtype_to_descr(array.dtype)
+    return [dtype, list(array.shape), data, isinstance(value, np.generic), *([axes] if others else [])]
+
+
+def _array_of(dtype: Any, shape: list[int], data: bytes, scalar: bool, axes: list[int] | None = None) -> Any:
+    found = np.frombuffer(bytearray(data), dtype=np.lib.format.descr_to_dtype(_fields(dtype)))
+    if axes is not None:
+        return found.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes))
+    return found.reshape(shape)[()] if scalar else found.reshape(shape)
+
+
+def _fields(dtype: Any) -> Any:
+    """Of a dtype with fields: as NumPy wants them, lists of tuples."""
+    if isinstance(dtype, str):
+        return dtype
+    return [(_field_name(name), _fields(of), *map(tuple, shape)) for name, of, *shape in dtype]
+
+
+def _field_name(name: Any) -> Any:
+    return name if isinstance(name, str) else tuple(name)
+
+
+def _checked(strides: list[int], shape: list[int]) -> tuple[int, ...]:
+    """Raises ValueError for what would lie in more memory than ``spread_max`` allows."""
+    if not strides:
+        return ()
+    places = sum(stride * max(0, size - 1) for stride, size in zip(strides, shape, strict=True)) + 1
+    if min(strides) < 0 or places > spread_max(shape):
+        raise ValueError(f"strides {strides} of shape {shape}")
+    return tuple(strides)
+
+
+def spread_max(shape: Iterable[int]) -> int:
+    """In how many places the elements of a tensor may lie for its strides to be kept."""
+    return 2 * math.prod(shape)
 
 
 _OF_DAMAGED_BYTES = (
@@ -101,8 +157,8 @@ def unflatten(payload: bytes, kind: TensorKind, place: Callable[[Path, Slot], An
             return value
         ((tag, body),) = value.items()
         if tag == "T":
-            number, dtype, shape, *divided = body
-            return place(path, Slot(number, dtype, tuple(shape), divided == [True]))
+            number, dtype, shape, divided, strides = [*body, False, []][:5] if len(body) == 3 else [*body, []][:5]
+            return place(path, Slot(number, dtype, tuple(shape), divided is True, _checked(strides, shape)))
         if tag == "D":
             pairs = [(decode(key, path), item) for key, item in body]
             return {key: decode(item, (*path, key)) for key, item in pairs}
@@ -116,9 +172,7 @@ def unflatten(payload: bytes, kind: TensorKind, place: Callable[[Path, Slot], An
             return complex(*body)
         if tag == "K":
             return kind.constant(body)
-        dtype, shape, data, scalar = body
-        array = np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-        return array[()] if scalar else array
+        return _array_of(*body)
 
     try:
         return decode(msgspec.msgpack.decode(payload), ())

@@ -126,6 +126,39 @@ class ActNorm(nn.Module):
         return self.linear(x * self.scale + self.shift)
 
 
+class Whitens(nn.Module):
+    """What torch's linear algebra gives lies column by column, and is summed up so: a buffer of the rank's own."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 3)
+        self.register_buffer("axes", torch.linalg.eigh(torch.eye(width))[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.axes = torch.linalg.eigh(x.T @ x + self.axes.T)[1]
+        return self.linear(x @ self.axes) + self.axes.sum(1).mean()
+
+
+class Columns:
+    """Of NumPy's, in ``rank_state``: the same, and an array with fields."""
+
+    def __init__(self) -> None:
+        self.held = np.asfortranarray(np.eye(6, 31, dtype=np.float32))
+        self.seen = np.zeros(3, dtype=[("step", "<i8"), ("at", "<f4", (2,))])
+
+    def add(self, x: np.ndarray, step: int) -> float:
+        self.held = np.asfortranarray(self.held + x.mean(0)[:, None])
+        self.seen[step % 3] = step, (1.5, 2.5)
+        return float(self.held.sum()) + float(self.seen["step"].sum())
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        return {"held": self.held, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        self.held, self.seen = state["held"], state["seen"]
+
+
 class Bank(nn.Module):
     """A buffer that grows, from so many rows; or (None) one that the first forward pass makes."""
 
@@ -232,6 +265,7 @@ makers = {
     "cooling": Cooling,
     "annealed": Annealed,
     "begins": ActNorm,
+    "whitens": Whitens,
     "bank0": partial(Bank, 0),
     "bank1": partial(Bank, 1),
     "bank": partial(Bank, None),
@@ -240,7 +274,13 @@ chain = [makers[kind](3 if at else 6) for at, kind in enumerate(kind for kind in
 net = Heads() if "heads" in kinds else Words() if "words" in kinds else nn.Sequential(*chain) if chain else plain
 unused = "heads" in kinds or "thaws" in kinds
 model = DistributedDataParallel(net, broadcast_buffers=False, find_unused_parameters=unused)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2) if "words" in kinds else torch.optim.AdamW(model.parameters())
+if "fused" in kinds:  # the kernel goes through memory, so moments must lie there as weights do
+    for each in (each for each in net.modules() if isinstance(each, nn.Linear)):
+        each.weight.data = each.weight.data.T.contiguous().T
+words, fused = "words" in kinds, "fused" in kinds
+optimizer = (
+    torch.optim.SGD(model.parameters(), lr=1e-2) if words else torch.optim.AdamW(model.parameters(), fused=fused)
+)
 data, state, rank_state, loader, scheduler = TensorDataset(DATA), {}, {}, None, None
 if "counts" in kinds:
     counts = Counts()
@@ -267,6 +307,9 @@ if "noisy" in kinds or "noisy_class" in kinds:
     loader = noisy(Noisy(DATA), batch_size=BATCH, shuffle=True)
 if "grows" in kinds:
     loader = DataLoader(data, batch_size=BATCH)
+if "columns" in kinds:
+    columns = Columns()
+    rank_state = {"columns": columns}
 if "shuffled" in kinds:
     batches = Shuffled()
     loader, rank_state = DataLoader(data, batch_sampler=batches), {"draws": batches.draws}
@@ -301,7 +344,8 @@ with rt.Session(
                 model.train()
             else:
                 out = model(x, step.number // 2 % 2) if "heads" in kinds else model(x)
-                out.pow(2).mean().backward()
+                scale = 1 + columns.add(x.numpy(), step.number) * 1e-3 if "columns" in kinds else 1
+                (out.pow(2).mean() * scale).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none="heads" not in kinds)
             if "grows" in kinds and step.number == 3:  # from the second pass on

@@ -6,7 +6,7 @@ that it wraps, on another rank) would be missing in a process that replaces a lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ def check(objects: Objects) -> None:
     Sharding(objects.models).reshard()  # a forward pass alone leaves whole tensors in the places of parameters
     for model in objects.models:
         _check_model(model)
+    if told := goes_on(objects.models):
+        raise ConfigError(told)
     for optimizer in objects.optimizers:
         _check_optimizer(optimizer)
     registered = {id(parameter) for model in objects.models for parameter in model.parameters()}
@@ -59,6 +61,23 @@ def without_optimizer(objects: Objects) -> list[str]:
     return [name for name, parameter in named if parameter.requires_grad and id(parameter) not in theirs]
 
 
+def goes_on(models: Iterable[torch.nn.Module]) -> str:
+    """What of communication hooks can't be put back; empty: nothing. Asked again when the loop begins: a hook may be
+    registered behind the Session, and its state may lie in an attribute of another one.
+    """
+    for model in models:
+        for name, module in model.named_modules():
+            states = [state for _, state in getattr(module, "_comm_hooks", ())]
+            for state in [*states, *(held for each in states for held in getattr(each, "__dict__", {}).values())]:
+                if any(is_a(state, kind) for kind in _GOES_ON):
+                    return (
+                        f"model: {name or type(model).__qualname__!r} has a communication hook with a "
+                        f"{type(state).__qualname__}, which goes on from step to step and can't be put back after a "
+                        "fault: leave that hook out"
+                    )
+    return ""
+
+
 def _check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model: {type(model).__qualname__} is no torch.nn.Module")
@@ -68,13 +87,6 @@ def _check_model(model: Any) -> None:
                 f"model: {name or type(model).__qualname__!r} is wrapped by FullyShardedDataParallel, whose parameters "
                 "are flattened and can't be recovered: use fully_shard (torch.distributed.fsdp) instead"
             )
-        for state in (state for _, state in getattr(module, "_comm_hooks", ())):
-            if any(is_a(state, kind) for kind in _GOES_ON):
-                raise ConfigError(
-                    f"model: {name or type(model).__qualname__!r} has a communication hook with a "
-                    f"{type(state).__qualname__}, which goes on from step to step and can't be put back after a fault: "
-                    "leave that hook out"
-                )
     for name, module in with_extra_state(model):
         if type(module).set_extra_state is torch.nn.Module.set_extra_state:
             raise ConfigError(

@@ -52,6 +52,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Not so 0.0 and -0.0, which are equal."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
+    if one.is_meta or other.is_meta:  # there are none
+        return one.is_meta and other.is_meta
     first, second = (
         each.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for each in (one, other.to(one.device))
@@ -118,7 +120,8 @@ class _Quiet(NamedTuple):
 
 def _made_equal(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for wrapper in model.modules():
-        if isinstance(wrapper, DistributedDataParallel) and wrapper.broadcast_buffers:
+        # It makes none equal, also of those that came later, where there was none when it was made.
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.broadcast_buffers and wrapper.modules_buffers:
             ignored = wrapper.parameters_to_ignore
             yield from (each for name, each in wrapper.module.named_buffers() if name not in ignored)
 
@@ -247,13 +250,14 @@ class Buffers:
         own = self.own()
         return sorted(self._moved | {key for key, each in self._there.items() if not each.stands(own.get(key))})
 
-    def renew(self, keys: Iterable[str]) -> None:
-        """Another process has those elsewhere: here they get memory of their own, to be filled."""
-        for key in keys:
+    def renew(self, strides: Mapping[str, tuple[int, ...]]) -> None:
+        """Another process has those elsewhere: here they get memory of their own, laid out as there, to be filled."""
+        for key, laid in strides.items():
             self._moved.add(key)
             held, name = self._place(key)
             if (here := held.get(name)) is not None:
-                held[name] = torch.empty_like(here, memory_format=torch.contiguous_format)
+                fits = len(laid) == here.dim()
+                held[name] = here.new_empty_strided(here.shape, laid) if laid and fits else here.new_empty(here.shape)
                 self._devices.setdefault(key, here.device)
 
     def _find_made(self, *, anyway: bool = False) -> None:

@@ -35,7 +35,7 @@ def copy_tree(value: Any) -> Any:
         return _as(value, tuple([copy_tree(item) for item in value]))
     if isinstance(value, list):
         return _as(value, list(value) if PLAIN.issuperset(map(type, value)) else [copy_tree(item) for item in value])
-    return value.copy() if isinstance(value, np.ndarray) else value
+    return value.copy(order="K") if isinstance(value, np.ndarray) else value
 
 
 def dressed(value: Any, own: Any) -> Any:

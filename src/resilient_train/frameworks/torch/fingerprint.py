@@ -14,7 +14,7 @@ import xxhash
 from resilient_train._native import Copier
 from resilient_train.frameworks.torch.checkpoint_pieces import names_of
 from resilient_train.frameworks.torch.device_digest import device_digest
-from resilient_train.frameworks.torch.leaves import TENSORS, dense, local, span_of
+from resilient_train.frameworks.torch.leaves import BITS, dense, local, span_of
 from resilient_train.state.capture import COPY_TIMEOUT_MS
 from resilient_train.state.transfer import digest
 from resilient_train.state.tree import flatten
@@ -26,7 +26,7 @@ class TorchFingerprint:
     """
 
     def __init__(self, tree: Mapping[str, Any], copier: Copier, after: Copier | None = None) -> None:
-        self._payload, tensors = flatten(tree, TENSORS)
+        self._payload, tensors = flatten(tree, BITS)
         self._there = [device_digest(local(tensor)) for tensor in tensors.values() if _on_device(tensor)]
         kept = [dense(tensor) for tensor in tensors.values() if not _on_device(tensor)]
         pieces, offset = [], 0
@@ -83,7 +83,7 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 
 def _digest_of(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
-        return xxhash.xxh3_64_hexdigest(flatten(value, TENSORS)[0])
+        return xxhash.xxh3_64_hexdigest(flatten(value, BITS)[0])
     return tensor_digest(value)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from resilient_train.errors import ConfigError, ProtocolError, StateError
 from resilient_train.state.transfer import Span, view
-from resilient_train.state.tree import Path, Slot, TensorKind, flatten, unflatten
+from resilient_train.state.tree import Path, Slot, TensorKind, flatten, spread_max, unflatten
 
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 """Types of values that nobody can change."""
@@ -28,11 +28,36 @@ def _constant(name: str) -> Any:
 
 TENSORS = TensorKind(
     is_tensor=lambda value: isinstance(value, torch.Tensor),
-    describe=lambda tensor: (str(tensor.dtype), tuple(tensor.shape), is_sharded(tensor)),
+    describe=lambda tensor: (str(tensor.dtype), tuple(tensor.shape), is_sharded(tensor), strides_of(tensor)),
     is_constant=lambda value: isinstance(value, (torch.dtype, torch.device)),
     name_constant=str,
     constant=_constant,
 )
+
+
+BITS = TENSORS._replace(describe=lambda tensor: (*TENSORS.describe(tensor)[:3], ()))
+"""The same, but for digests of ranks that are compared: what a script has built, it may have laid out otherwise."""
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where its elements lie, if not in the order of their indices; not where that could not be had again: parts of a
+    large one, several at one place, a DTensor's part (which lies as its parameter's does).
+    """
+    if tensor.layout is not torch.strided or tensor.is_contiguous() or is_sharded(tensor):
+        return ()
+    places = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < places:
+            return ()
+        places += stride * (size - 1)
+    return tuple(tensor.stride()) if places <= spread_max(tensor.shape) else ()
+
+
+def laid_out(slot: Slot) -> torch.Tensor:
+    """New memory of the host for what the slot tells of."""
+    if slot.strides:
+        return torch.empty_strided(slot.shape, slot.strides, dtype=dtype_of(slot.dtype))
+    return torch.empty(slot.shape, dtype=dtype_of(slot.dtype))
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -114,13 +139,13 @@ def unpack(packed: bytes) -> Any:
         raise ProtocolError(f"not a packed state: {error}") from None
 
     def place(_path: Path, slot: Slot) -> torch.Tensor:
-        tensor = torch.empty(slot.shape, dtype=dtype_of(slot.dtype))
+        tensor = laid_out(slot._replace(strides=()))
         span = span_of(tensor)
         if len(blobs[slot.number]) != span.size:
             raise ProtocolError("a packed tensor has another size than its shape says")
         if span.size:
             view(span)[:] = blobs[slot.number]
-        return tensor
+        return laid_out(slot).copy_(tensor) if slot.strides else tensor
 
     return unflatten(payload, TENSORS, place)
 

@@ -14,13 +14,14 @@ from resilient_train import _native, config
 from resilient_train.errors import ConfigError, LayoutError, StateError, TransferError
 from resilient_train.frameworks.accelerator import Accelerator
 from resilient_train.frameworks.roles import Damage, Fill, Image, Objects, SavedTree, SaveShare, Sources, StateMark
-from resilient_train.frameworks.torch import layout_check
+from resilient_train.frameworks.torch import admission, layout_check
+from resilient_train.frameworks.torch.buckets import wrappers_in
 from resilient_train.frameworks.torch.buffers import key_of, write
 from resilient_train.frameworks.torch.checkpoint_pieces import piece_of
 from resilient_train.frameworks.torch.containers import copy_tree, dressed
 from resilient_train.frameworks.torch.damage import move
 from resilient_train.frameworks.torch.fingerprint import TorchFingerprint, rows_of
-from resilient_train.frameworks.torch.kept_state import KeptState
+from resilient_train.frameworks.torch.kept_state import KeptState, zero
 from resilient_train.frameworks.torch.leaves import (
     PLAIN,
     TENSORS,
@@ -28,6 +29,7 @@ from resilient_train.frameworks.torch.leaves import (
     dtype_of,
     is_plainly_dense,
     is_sharded,
+    laid_out,
     local,
     restore_object,
     span_of,
@@ -251,10 +253,10 @@ class TorchState:
     def _misplaced(self) -> str:
         """Of the optimizers' tensors: one that another process could not make. It would place a DTensor as the
         parameter that it is beside, and have one for each parameter where several share it (a table that nobody writes
-        does no harm). Empty: none.
+        does no harm), and two where it has another one's memory, or the parameter's. Empty: none.
         """
         for number, optimizer in enumerate(self._objects.optimizers):
-            seen = set[int]()
+            seen, memories = set[int](), dict[int, torch.Tensor]()
             for parameter, entry in optimizer.state.items():
                 for name, tensor in entry.items() if isinstance(entry, Mapping) else ():
                     if not isinstance(tensor, torch.Tensor):
@@ -265,6 +267,11 @@ class TorchState:
                             "would have one for each"
                         )
                     seen.add(id(tensor))
+                    if first := _first_there(memories, tensor, parameter):
+                        return (
+                            f"optimizer {number} keeps {name!r} in the memory of {first}: another process would have "
+                            "two, and what is written to one would not be in the other (clone() it)"
+                        )
                     if is_sharded(tensor) and not _placed_alike(tensor, parameter):
                         return (
                             f"optimizer {number} keeps {name!r} as a DTensor that is not placed as its parameter: no "
@@ -278,7 +285,7 @@ class TorchState:
         return first is not shared or shared._version != version
 
     def check(self) -> None:
-        if told := self._misplaced():
+        if told := self._misplaced() or admission.goes_on(self._objects.models):
             raise StateError(told)
         for path, tensor in flatten(self.tree(), TENSORS)[1].items():
             if is_sharded(tensor) and path[0] not in ("model", "optimizer"):
@@ -372,7 +379,7 @@ class TorchState:
         arrived = digest_of(manifest, spans)
         if arrived != digest:
             raise TransferError(f"the replica's state arrived damaged: digest {arrived} instead of {digest}")
-        self._staging.upload(uploads)
+        self._upload(uploads)
         self._apply(self._dressed(tree))
         return sum(span.size for span in spans)
 
@@ -410,10 +417,24 @@ class TorchState:
             BlockTarget(piece_of(names[path], tensor), view(span_of(memory))) for path, tensor, memory in landing
         ]
         fill(targets, [each.group for each in trees])
-        self._staging.upload(uploads)
+        self._upload(uploads)
         self._apply(self._dressed(loaded))
-        for model in self._objects.models:
-            model.zero_grad(set_to_none=True)  # of what the script does before its loop
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """Those of what the script does before its loop. Where it has laid them in one tensor of its own, they stay
+        there: what it zeroes and reduces is that one.
+        """
+        of_buckets = any(wrapper.gradient_as_bucket_view for wrapper in wrappers_in(self._objects.models))
+        parameters = [each for model in self._objects.models for each in model.parameters() if each.grad is not None]
+        laid = [(each, each.grad) for each in parameters if not of_buckets and _is_part(each.grad)]
+        memories = {each.untyped_storage().data_ptr() for _, each in laid if each is not None}
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and _memory(gradient) in memories:
+                zero([(parameter, gradient)])
+            else:
+                parameter.grad = None
 
     def _of_these_parameters(self, trees: Sequence[SavedTree]) -> Sequence[SavedTree]:
         """Of those of all groups. The others are of other stages of a pipeline. Raises LayoutError if all are."""
@@ -438,7 +459,10 @@ class TorchState:
             _check_parts(parts)
         told = _put_together(parts)
         layout_check.check(told, self._objects)
-        self._rank_state.buffers.renew(told.get("moved", ()))
+        slots = {key_of(i, name): slot for i, held in enumerate(told["buffers"]) for name, slot in held.items()}
+        self._rank_state.buffers.renew(
+            {key: slots[key].strides if key in slots else () for key in told.get("moved", ())}
+        )
         self._regroup(told)
         numbered = [[(p, group) for group in o.param_groups for p in group["params"]] for o in self._objects.optimizers]
         here = self._own_tensors()
@@ -465,6 +489,8 @@ class TorchState:
                 landing.append((path, mine, local(mine)))
                 return mine
             there = mine if fits else _beside_parameter(path, slot, numbered)
+            if there is None and slot.strides:
+                there = laid_out(slot)
             host = torch.empty(slot.shape if there is None else local(there).shape, dtype=dtype_of(slot.dtype))
             _native.prefer_huge_pages(*span_of(host))
             if there is None:
@@ -475,6 +501,15 @@ class TorchState:
             return there
 
         return _put_together([unflatten(each, TENSORS, place) for each in manifests]), landing, uploads
+
+    def _upload(self, uploads: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Staged, where it lies in one piece in the order of its indices."""
+        staged = [(there, host) for there, host in uploads if is_plainly_dense(there) and not on_host(there)]
+        self._staging.upload(staged)
+        done = {id(there) for there, _ in staged}
+        for there, host in uploads:
+            if id(there) not in done:
+                there.data.copy_(host)
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Takes over a tree of this same process (an undo copy). Buffers that change are the rank's own, and put back
@@ -542,6 +577,27 @@ def _put_settings(groups: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) ->
     for group, key, value in in_place:
         if not torch.equal(group[key], value):
             group[key] = value.clone()
+
+
+def _first_there(memories: dict[int, torch.Tensor], tensor: torch.Tensor, parameter: Any) -> str:
+    """What has that memory already; empty: nothing. ``memories``: of the tensors before it, by where they begin."""
+    if is_sharded(tensor) or not _memory(tensor) or not tensor.numel():
+        return ""
+    here = tensor.data_ptr()
+    if isinstance(parameter, torch.Tensor) and not is_sharded(parameter) and here == parameter.data_ptr():
+        return "its parameter"
+    return "" if memories.setdefault(here, tensor) is tensor else "another one"
+
+
+def _is_part(tensor: torch.Tensor | None) -> bool:
+    """Of a larger one."""
+    return tensor is not None and _memory(tensor) > 0 and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where that of a plain tensor begins; 0: it is none."""
+    plain = tensor.layout is torch.strided and not is_sharded(tensor)
+    return tensor.untyped_storage().data_ptr() if plain else 0
 
 
 def _fit(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -628,4 +684,7 @@ def _beside_parameter(path: Path, slot: Slot, numbered: _Numbered) -> torch.Tens
     # As `Optimizer.load_state_dict` has it: step counts keep to the CPU, unless a kernel of the device reads them.
     if on_host(parameter) or (path[3] == "step" and not (group.get("fused") or group.get("capturable"))):
         return None
-    return local(parameter).new_empty(slot.shape, dtype=dtype_of(slot.dtype))
+    held = local(parameter)
+    if slot.strides:
+        return held.new_empty_strided(slot.shape, slot.strides, dtype=dtype_of(slot.dtype))
+    return held.new_empty(slot.shape, dtype=dtype_of(slot.dtype))

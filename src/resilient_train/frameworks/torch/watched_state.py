@@ -17,7 +17,7 @@ import xxhash
 from resilient_train.frameworks.roles import StateMark
 from resilient_train.frameworks.torch.containers import copy_tree
 from resilient_train.frameworks.torch.fingerprint import tensor_digest
-from resilient_train.frameworks.torch.leaves import PLAIN, TENSORS, restore_object, state_of
+from resilient_train.frameworks.torch.leaves import BITS, PLAIN, restore_object, state_of
 from resilient_train.state.tree import flatten
 
 _SMALL_BYTES, _SMALL_LEAVES = 64 << 10, 256
@@ -197,6 +197,6 @@ def _is_unwatchable(state: Any, again: Any) -> bool:
 
 def digest_of_state(state: Any) -> str:
     """Of what lies in the host's memory."""
-    payload, tensors = flatten(state, TENSORS)
+    payload, tensors = flatten(state, BITS)
     parts = [tensor_digest(each) for each in tensors.values() if each.is_cpu]
     return "".join((xxhash.xxh3_128_hexdigest(payload), *parts))

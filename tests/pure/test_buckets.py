@@ -107,6 +107,25 @@ def train(wrapper: DistributedDataParallel, buckets: Buckets, updates: range) ->
         wrapper.zero_grad(set_to_none=True)
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["none before", "one before"])
+def test_a_buffer_that_comes_behind_the_wrapper_is_made_equal_as_before(*, early: bool) -> None:
+    """torch does so only if there was one before."""
+    model = Reversed()
+    if early:
+        model.register_buffer("early", torch.zeros(1))
+    wrapper: Any = DistributedDataParallel(model)
+    model.register_buffer("late", torch.zeros(1))
+    before = len(wrapper.modules_buffers)
+    buckets = Buckets((wrapper,))
+    train(wrapper, buckets, range(2))
+    assert wrapper.modules_buffers == wrapper.modules_buffers[:before] or early
+    is_listed = [len(wrapper.modules_buffers)]
+    buckets_module._renew(wrapper)
+    buckets_module._sparse(wrapper)
+    assert [len(wrapper.modules_buffers)] == is_listed
+    assert wrapper.will_sync_module_buffers() == early
+
+
 KINDS = ["plain", "view", "dynamic", "static", "static-twice", "static-unused"]
 NEWER = hasattr(DistributedDataParallel, "finalize_backward")
 """torch 2.15, or later."""

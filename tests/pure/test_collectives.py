@@ -47,6 +47,8 @@ class Group:
 
     spans_job = True
     solo = False
+    global_ranks = (0, 1)
+    group_name = "0"
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -54,6 +56,9 @@ class Group:
         self.refuses = False
         self.broken = False
         self.forgotten = 0
+
+    def getRank(self) -> int:  # noqa: N802 - torch's name
+        return 0
 
     def run(self, verb: str, _args: Any) -> Work:
         if self.refuses:
@@ -99,7 +104,8 @@ class Rank:
 
     def call(self, error: str = "", verb: str = "allreduce") -> None:
         self.group.error = error
-        self.collectives.issue(self.group, verb, ())  # type: ignore[arg-type]
+        args = ([], 1, 0) if verb in ("send", "recv") else ()
+        self.collectives.issue(self.group, verb, args)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 
 from resilient_train.errors import UsageError
 from resilient_train.frameworks.torch import data
+from resilient_train.frameworks.torch.reached import reached
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.loader import Batch
 
@@ -73,6 +74,17 @@ def test_a_batch_that_is_written_each_time(how: Any) -> None:
             assert torch.equal(again["x"], torch.ones(8))
             how(again)
         assert job.ends() == (turn == 0), "told once"
+
+
+@pytest.mark.parametrize("windows", [0, 5])
+def test_what_a_body_takes_out_of_its_batch_was_given_all_the_same(windows: int) -> None:
+    """``labels = step.batch.pop("labels")``: they do not come from the step before."""
+    job = Job()
+    job.cursor.sources = tuple  # type: ignore[attr-defined]
+    for _ in range(windows):
+        job.window({"x": torch.ones(2)})
+    labels = job.draw({"x": torch.ones(2), "labels": torch.ones(3)}).pop("labels")
+    assert any(each is labels for each in reached(job.kept.given()) or ())
 
 
 def test_a_batch_that_is_not_written_is_the_same_object() -> None:

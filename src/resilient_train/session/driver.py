@@ -117,8 +117,8 @@ class Driver:
     """A body has changed registered state where nobody saw it: nothing is to be saved of that."""
     _told_outgrown = _told_beside = False
     _recovered = _told_carried = False
-    """A process has taken another one's place, or a step runs again; and what that does to the loop's own variables was
-    told.
+    """A process has taken another one's place, or goes on from what was saved, or a step runs again; and what that does
+    to the loop's own variables was told.
     """
     _answer: Any = None
     _digests = ("", "")
@@ -348,6 +348,7 @@ class Driver:
             except StateError as error:
                 self._link.channel.send(m.Refused(str(error)))
                 raise
+            self._recovered |= source is not None  # what a loop keeps beside the Session begins anew as well
             self.saving.begin_at(commits)
             self._comparison.begin_at(commits)
             self._without_update.tell_untrained()

@@ -61,8 +61,12 @@ class KeptBatches:
         return [drawn.batch.value for drawn in self._drawn]
 
     def given(self) -> list[Any]:
-        """Those, and what gives the next ones: it may have them already. Nothing where there is no loader."""
-        return [*self.values(), *self._cursor.sources()] if self._cursor.loader is not None else []
+        """Those, as they were drawn too (a body may take something out), and what gives the next ones: it may have them
+        already. Nothing where there is no loader.
+        """
+        if self._cursor.loader is None:
+            return []
+        return [*self.values(), *(each.batch for each in self._as_drawn), *self._cursor.sources()]
 
     @property
     def first(self) -> bool:

@@ -264,7 +264,7 @@ def _renew(wrapper: DistributedDataParallel) -> None:
     """
     ddp: Any = wrapper  # torch does not type these
     ddp._remove_autograd_hooks()
-    parameters, expect_sparse_gradient = ddp._build_params_for_reducer()
+    parameters, expect_sparse_gradient = _for_reducer(ddp)
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, expect_sparse_gradient, names, ddp.static_graph)
     ddp._has_rebuilt_buckets = False
@@ -369,8 +369,18 @@ class _Becomes(torch.autograd.Function):
 
 def _sparse(wrapper: DistributedDataParallel) -> set[int]:
     """The parameters, by id, whose gradients are sparse (``torch.nn.Embedding(sparse=True)``)."""
-    parameters, sparse = wrapper._build_params_for_reducer()  # type: ignore[no-untyped-call] # torch's
+    parameters, sparse = _for_reducer(wrapper)
     return {id(each) for each, is_sparse in zip(parameters, sparse, strict=True) if is_sparse}
+
+
+def _for_reducer(wrapper: Any) -> tuple[list[torch.nn.Parameter], list[bool]]:
+    """The parameters, and whether their gradients are sparse. torch lists the buffers that it makes equal there, too:
+    one that was registered behind the wrapper is not among them, unless others were.
+    """
+    listed = wrapper.modules_buffers, wrapper.named_module_buffers
+    found: tuple[list[torch.nn.Parameter], list[bool]] = wrapper._build_params_for_reducer()
+    wrapper.modules_buffers, wrapper.named_module_buffers = listed
+    return found
 
 
 def _share_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:

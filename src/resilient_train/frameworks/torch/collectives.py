@@ -172,8 +172,9 @@ class TorchCollectives:
                 _note_message(self._given, group, verb, args)
             if mode not in (Mode.DIRECT, Mode.UPDATE):
                 return self._tail.message(group, verb, args)
+            work = _begin(group, verb, args)
             self._messages.begin(group, verb, args)
-            return _begin(group, verb, args)
+            return work
         if group.spans_job:
             self._tails.enter_collective()
         if mode is Mode.DIRECT:

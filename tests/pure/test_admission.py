@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,15 +219,31 @@ def test_a_communication_hook_whose_state_goes_on_is_refused(fake_world: None, k
         take(wrapper)
 
 
-@pytest.mark.parametrize("within", [False, True], ids=["its own", "in an attribute"])
-def test_a_late_hook_is_refused_when_the_loop_begins(fake_world: None, *, within: bool) -> None:
+@pytest.mark.parametrize("within", ["its own", "in an attribute", "in a closure", "in a partial", "its method"])
+def test_a_late_hook_is_refused_when_the_loop_begins(fake_world: None, within: str) -> None:
     wrapper = nn.Linear(2, 2)
     state = TorchState(Objects((wrapper,), ()), TorchRankState((wrapper,), {}), Host())
     state.check()
-    power = type("PowerSGDState", (), {"__module__": "torch.distributed.algorithms.ddp_comm_hooks.some_hook"})()
-    wrapper._comm_hooks = [(print, SimpleNamespace(inner=power) if within else power)]
+    kind = type("PowerSGDState", (), {"run": lambda *_: None, "__module__": "torch.distributed.algorithms.some_hook"})
+    power: Any = kind()
+    wrapper._comm_hooks = [
+        {
+            "its own": (print, power),
+            "in an attribute": (print, SimpleNamespace(inner=power)),
+            "in a closure": (lambda _, bucket: (power, bucket), None),
+            "in a partial": (partial(print, power), None),
+            "its method": (power.run, None),
+        }[within]
+    ]
     with pytest.raises(StateError, match="has a communication hook with a "):
         state.check()
+
+
+def test_a_model_with_nothing_in_it_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.empty(3, device="meta"))
+    with pytest.raises(ConfigError, match="buffer 'table' is on the meta device"):
+        take(model)
 
 
 def test_a_digest_is_of_the_memory_behind_a_sharded_tensor(fake_world: None) -> None:

@@ -7,6 +7,9 @@ that it wraps, on another rank) would be missing in a process that replaces a lo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
+from inspect import getclosurevars
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -67,8 +70,7 @@ def goes_on(models: Iterable[torch.nn.Module]) -> str:
     """
     for model in models:
         for name, module in model.named_modules():
-            states = [state for _, state in getattr(module, "_comm_hooks", ())]
-            for state in [*states, *(held for each in states for held in getattr(each, "__dict__", {}).values())]:
+            for state in _near(each for hook in getattr(module, "_comm_hooks", ()) for each in hook):
                 if any(is_a(state, kind) for kind in _GOES_ON):
                     return (
                         f"model: {name or type(model).__qualname__!r} has a communication hook with a "
@@ -76,6 +78,20 @@ def goes_on(models: Iterable[torch.nn.Module]) -> str:
                         "fault: leave that hook out"
                     )
     return ""
+
+
+def _near(things: Iterable[Any]) -> Iterator[Any]:
+    """And what these hold by name: attributes, the arguments of a partial function, what a function names."""
+    for each in things:
+        yield each
+        yield from getattr(each, "__dict__", {}).values()
+        if isinstance(each, partial):
+            yield from (each.func, *each.args, *each.keywords.values())
+        if isinstance(each, MethodType):
+            yield from (each.__self__, *getattr(each.__self__, "__dict__", {}).values())
+        if isinstance(each, FunctionType):
+            named = getclosurevars(each)
+            yield from (*named.nonlocals.values(), *named.globals.values())
 
 
 def _check_model(model: Any) -> None:
@@ -99,6 +115,11 @@ def _check_model(model: Any) -> None:
                 raise ConfigError(
                     f"model: {kind} {name!r} has no shape yet (its module is a lazy one): run one forward pass before "
                     "the optimizer and the Session are made"
+                )
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"model: {kind} {name!r} is on the meta device, and holds nothing that could be carried: give it "
+                    "memory (to_empty()), or leave it out of the model"
                 )
             if kind == "buffer" and is_sharded(tensor):
                 raise ConfigError(

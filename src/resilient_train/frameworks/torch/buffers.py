@@ -52,8 +52,6 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Not so 0.0 and -0.0, which are equal."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    if one.is_meta or other.is_meta:  # there are none
-        return one.is_meta and other.is_meta
     first, second = (
         each.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for each in (one, other.to(one.device))

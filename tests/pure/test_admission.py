@@ -239,6 +239,16 @@ def test_a_late_hook_is_refused_when_the_loop_begins(fake_world: None, within: s
         state.check()
 
 
+def test_a_hook_that_names_what_is_not_there_yet_is_taken(fake_world: None) -> None:
+    def hook(_: object, bucket: object) -> object:
+        return later, bucket
+
+    wrapper = nn.Linear(2, 2)
+    wrapper._comm_hooks = [(hook, None)]
+    take(wrapper)
+    later = None
+
+
 def test_a_model_with_nothing_in_it_is_refused() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("table", torch.empty(3, device="meta"))

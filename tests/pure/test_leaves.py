@@ -51,7 +51,7 @@ def test_ranks_are_compared_by_their_bits() -> None:
     assert flatten(here, BITS)[0] == flatten(there, BITS)[0]
 
 
-@pytest.mark.parametrize("strides", [[1 << 40, 1], [-1, 1], [1], [1.5, 1], ["a", 1], [1, 1, 1]])
+@pytest.mark.parametrize("strides", [[1 << 40, 1], [-1, 1], [1], [1.5, 1], ["a", 1], [1, 1, 1], [1, 1], [0, 1]])
 def test_strides_that_nobody_has_sent_are_refused(strides: list[object]) -> None:
     payload = msgpack.encode({"T": [0, "torch.float32", [2, 2], False, strides]})
     with pytest.raises(ProtocolError):

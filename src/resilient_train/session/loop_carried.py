@@ -169,7 +169,7 @@ class _Registered:
     """What the Session carries, and what it leaves to the script."""
 
     def __init__(self, known: Iterable[object], models: Iterable[object], settled: Settled) -> None:
-        settled = [*settled]
+        known, settled = [*known], [*settled]
         self._kept = [*known, *(part for part, _ in settled)]  # or an id may become another's
         self._settled = {id(part): names for part, names in settled}
         self._known = {id(each) for each in known}

@@ -11,7 +11,7 @@ adds up a column of a matrix may do so in another order where that lies otherwis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -125,18 +125,22 @@ def _field_name(name: Any) -> Any:
 
 
 def _checked(strides: list[int], shape: list[int]) -> tuple[int, ...]:
-    """Raises ValueError for what would lie in more memory than ``spread_max`` allows."""
-    if not strides:
-        return ()
-    places = sum(stride * max(0, size - 1) for stride, size in zip(strides, shape, strict=True)) + 1
-    if min(strides) < 0 or places > spread_max(shape):
+    """Raises ValueError for what nobody has sent."""
+    if not are_kept(strides, shape):
         raise ValueError(f"strides {strides} of shape {shape}")
     return tuple(strides)
 
 
-def spread_max(shape: Iterable[int]) -> int:
-    """In how many places the elements of a tensor may lie for its strides to be kept."""
-    return 2 * math.prod(shape)
+def are_kept(strides: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a tensor lies elsewhere as it does here: each element at a place of its own, and no two of three places
+    left free.
+    """
+    places = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride < places:
+            return False
+        places += stride * max(0, size - 1)
+    return places <= 2 * math.prod(shape) and min(strides, default=0) >= 0
 
 
 _OF_DAMAGED_BYTES = (
@@ -157,8 +161,9 @@ def unflatten(payload: bytes, kind: TensorKind, place: Callable[[Path, Slot], An
             return value
         ((tag, body),) = value.items()
         if tag == "T":
-            number, dtype, shape, divided, strides = [*body, False, []][:5] if len(body) == 3 else [*body, []][:5]
-            return place(path, Slot(number, dtype, tuple(shape), divided is True, _checked(strides, shape)))
+            number, dtype, shape, *more = body
+            strides = _checked(more[1], shape) if len(more) > 1 else ()
+            return place(path, Slot(number, dtype, tuple(shape), more[:1] == [True], strides))
         if tag == "D":
             pairs = [(decode(key, path), item) for key, item in body]
             return {key: decode(item, (*path, key)) for key, item in pairs}

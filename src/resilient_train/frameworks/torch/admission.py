@@ -7,6 +7,7 @@ that it wraps, on another rank) would be missing in a process that replaces a lo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from inspect import getclosurevars
 from types import FunctionType, MethodType
@@ -90,8 +91,9 @@ def _near(things: Iterable[Any]) -> Iterator[Any]:
         if isinstance(each, MethodType):
             yield from (each.__self__, *getattr(each.__self__, "__dict__", {}).values())
         if isinstance(each, FunctionType):
-            named = getclosurevars(each)
-            yield from (*named.nonlocals.values(), *named.globals.values())
+            with suppress(ValueError):  # a variable of a closure that has no value yet
+                named = getclosurevars(each)
+                yield from (*named.nonlocals.values(), *named.globals.values())
 
 
 def _check_model(model: Any) -> None:

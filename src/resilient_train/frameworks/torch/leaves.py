@@ -10,7 +10,7 @@ import torch
 
 from resilient_train.errors import ConfigError, ProtocolError, StateError
 from resilient_train.state.transfer import Span, view
-from resilient_train.state.tree import Path, Slot, TensorKind, flatten, spread_max, unflatten
+from resilient_train.state.tree import Path, Slot, TensorKind, are_kept, flatten, unflatten
 
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 """Types of values that nobody can change."""
@@ -28,15 +28,19 @@ def _constant(name: str) -> Any:
 
 TENSORS = TensorKind(
     is_tensor=lambda value: isinstance(value, torch.Tensor),
-    describe=lambda tensor: (str(tensor.dtype), tuple(tensor.shape), is_sharded(tensor), strides_of(tensor)),
+    describe=lambda tensor: (*_told(tensor), strides_of(tensor)),
     is_constant=lambda value: isinstance(value, (torch.dtype, torch.device)),
     name_constant=str,
     constant=_constant,
 )
 
 
-BITS = TENSORS._replace(describe=lambda tensor: (*TENSORS.describe(tensor)[:3], ()))
+BITS = TENSORS._replace(describe=lambda tensor: (*_told(tensor), ()))
 """The same, but for digests of ranks that are compared: what a script has built, it may have laid out otherwise."""
+
+
+def _told(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bool]:
+    return str(tensor.dtype), tuple(tensor.shape), is_sharded(tensor)
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -45,12 +49,7 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """
     if tensor.layout is not torch.strided or tensor.is_contiguous() or is_sharded(tensor):
         return ()
-    places = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride < places:
-            return ()
-        places += stride * (size - 1)
-    return tuple(tensor.stride()) if places <= spread_max(tensor.shape) else ()
+    return tuple(tensor.stride()) if are_kept(tensor.stride(), tensor.shape) else ()
 
 
 def laid_out(slot: Slot) -> torch.Tensor:

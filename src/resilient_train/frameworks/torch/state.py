@@ -426,12 +426,11 @@ class TorchState:
         there: what it zeroes and reduces is that one.
         """
         of_buckets = any(wrapper.gradient_as_bucket_view for wrapper in wrappers_in(self._objects.models))
-        parameters = [each for model in self._objects.models for each in model.parameters() if each.grad is not None]
-        laid = [(each, each.grad) for each in parameters if not of_buckets and _is_part(each.grad)]
-        memories = {each.untyped_storage().data_ptr() for _, each in laid if each is not None}
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None and _memory(gradient) in memories:
+        parameters = [each for model in self._objects.models for each in model.parameters()]
+        gradients = [(each, each.grad) for each in parameters if each.grad is not None]
+        laid = {_memory(gradient) for _, gradient in gradients if not of_buckets and _is_part(gradient)}
+        for parameter, gradient in gradients:
+            if _memory(gradient) in laid:
                 zero([(parameter, gradient)])
             else:
                 parameter.grad = None
@@ -504,12 +503,12 @@ class TorchState:
 
     def _upload(self, uploads: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Staged, where it lies in one piece in the order of its indices."""
-        staged = [(there, host) for there, host in uploads if is_plainly_dense(there) and not on_host(there)]
-        self._staging.upload(staged)
-        done = {id(there) for there, _ in staged}
+        staged, others = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
         for there, host in uploads:
-            if id(there) not in done:
-                there.data.copy_(host)
+            (staged if is_plainly_dense(there) and not on_host(there) else others).append((there, host))
+        self._staging.upload(staged)
+        for there, host in others:
+            there.data.copy_(host)
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Takes over a tree of this same process (an undo copy). Buffers that change are the rank's own, and put back
@@ -589,9 +588,9 @@ def _first_there(memories: dict[int, torch.Tensor], tensor: torch.Tensor, parame
     return "" if memories.setdefault(here, tensor) is tensor else "another one"
 
 
-def _is_part(tensor: torch.Tensor | None) -> bool:
+def _is_part(tensor: torch.Tensor) -> bool:
     """Of a larger one."""
-    return tensor is not None and _memory(tensor) > 0 and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return _memory(tensor) > 0 and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -397,7 +397,7 @@ def test_a_snapshot_is_of_what_the_window_found() -> None:
     assert (models[0]["weight"], models[0]["bias"]) == (weight, bias)
     job.kept.contents(models)
     assert torch.equal(models[0]["weight"], before)
-    assert job.kept.states()["extra"]["count"] == 0
+    assert job.kept.kept_states()["extra"]["count"] == 0
 
 
 def test_a_replacement_knows_what_its_replica_has_seen() -> None:

@@ -52,6 +52,12 @@ class PlayedDriver:
     def announces(self, arguments: Any) -> None:
         pass
 
+    def head_begins(self) -> None:
+        pass
+
+    def head_ends(self) -> None:
+        pass
+
     def tell_carried(self, body: Any) -> None:
         pass
 

@@ -771,6 +771,35 @@ class Window(Protocol):
         ...
 
 
+class Between(Protocol):
+    """What stands between two bodies of one window of ``session.call``, which a redo does not run again.
+
+    Called by ``session/driver.py`` and ``loop_head.py``. Places are counted from 0 in each window.
+    """
+
+    def left(self, place: int) -> None:
+        """A body has ended, and its window goes on."""
+        ...
+
+    def look(self) -> None:
+        """What was changed since is kept, if nobody has looked yet: a redo is about to take it back."""
+        ...
+
+    def begins(self, place: int, *, again: bool) -> None:
+        """The body at ``place`` begins: what was changed before it is as it was then. ``again``: it began before."""
+        ...
+
+    def modes(self) -> Callable[[], object]:
+        """What sets modes and plain attributes of modules as they are now."""
+        ...
+
+    def head_is_repeated(self) -> None:
+        """A new process runs its loop up to its first call: what ``with`` statements around calls switch, and switch
+        back behind them, is as the script has made it.
+        """
+        ...
+
+
 class Gradients(Protocol):
     """What the loop computes of its gradients and its loss.
 
@@ -875,6 +904,7 @@ class Engine(NamedTuple):
     rank_state: RankState
     data: Data
     window: Window
+    between: Between
     gradients: Gradients
     drill: Drill
 

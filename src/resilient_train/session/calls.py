@@ -70,6 +70,8 @@ class Calls:
         if not self._driver.begun:
             with self._random:
                 self._met = self._driver.next_step(_ENDLESS)
+                if self._met is not None:
+                    self._driver.head_begins()
             if self._driver.joined_late:  # the others are in a body already, and answer nobody
                 self._set_mode(Mode.LOOPBACK)
         return Position(self._driver.number, self._driver.over)
@@ -116,7 +118,10 @@ class Calls:
     def _first(self) -> Step | None:
         self._loop_waits()
         step, self._met = self._met, None
-        return self._driver.next_step(_ENDLESS) if step is None else step
+        if step is None:
+            return self._driver.next_step(_ENDLESS)
+        self._driver.head_ends()
+        return step
 
     def _set_mode(self, mode: Mode) -> None:
         self._driver.set_mode(mode)

@@ -53,13 +53,14 @@ from resilient_train.session.device_errors import DeviceErrors
 from resilient_train.session.drill_records import DrillRecords
 from resilient_train.session.explain import Explainer, asks_for_redo
 from resilient_train.session.fail_stop import fail_stop, lost_worker
-from resilient_train.session.from_replica import FromReplica
+from resilient_train.session.from_replica import FromReplica, LoopsBegin
 from resilient_train.session.from_saved import beside
 from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
 from resilient_train.session.loop_carried import body_carried, loop_carried
+from resilient_train.session.loop_head import LoopHead
 from resilient_train.session.nan_watch import NanWatch
 from resilient_train.session.neighbour_inputs import NeighbourInputs
 from resilient_train.session.pauses import ScriptPauses
@@ -101,8 +102,6 @@ class Driver:
     """The step that the user has; None between two."""
     _called = b""
     """What the body of a call gets."""
-    _between = ""
-    """What of the shared state was changed in this window's way from one call to another."""
     _failed = -1
     """The step whose body an exception has left before its update."""
     _left_at: tuple[int, int, int, int] | None = None
@@ -180,6 +179,7 @@ class Driver:
         self._from_replica = FromReplica(
             link, engine.state, engine.window, engine.groups, self._publication, settings.transfer
         )
+        self._head = LoopHead(engine.window, engine.between, self._from_replica, agent.attempt)
         self._device = DeviceErrors(self._peers, engine.device, self._event, mends=switches.uce)
         self._explainer = Explainer(self._peers, engine.groups, self._device, self._from_replica)
         report = CollectiveReport(self._link, self._pulse.folder, engine.groups.recorded)
@@ -187,8 +187,6 @@ class Driver:
         self._stop_delivery = StopDelivery(self._peers, self._link.generation, engine.groups.waiters, report, settings)
         own = engine.rank_state if objects.rank_extra else None
         self._batches = KeptBatches(cursor, engine.data, self._pulse, self.outlive, own)
-        self._left_with: dict[str, StateMark] = {}
-        """Of the shared state, since the body of a call in an open window is over, and until the next one begins."""
         self._error: BaseException = RuntimeError("no error")
         """What failed last, to be raised if nobody can explain it."""
         self._perform = {**self._performers(), **self._looking_performers(compares=settings.verify_every > 0)}
@@ -317,6 +315,18 @@ class Driver:
         """This process has taken the place of another one in a running job."""
         return self._rank.joining
 
+    def head_begins(self) -> None:
+        """A loop of calls knows its first step, and runs on to its first call."""
+        self._head.begins(self._rank.commits)
+
+    def head_ends(self) -> None:
+        """The first call. Raises UsageError for what can't be put back."""
+        if lost := self._head.ends(self._rank.commits):
+            raise UsageError(
+                f"{lost} was changed between session.position and the first call, by a process that goes on in the "
+                "middle of a training: it holds that change already, and it can't be taken back; change it in a body"
+            )
+
     def set_mode(self, mode: do.Mode) -> None:
         """How collectives of the loop's are carried out until its next call."""
         self._engine.collectives.set_mode(mode)
@@ -342,6 +352,7 @@ class Driver:
                 payload = self.saving.restore(source)
                 with self._engine.collectives.loading():
                     commits, start = source.commits, self._publication.take_up(payload)
+                self._from_replica.loops_begin = LoopsBegin(commits, self._publication.headed)
                 self._tell_strayed(start)
             try:
                 self._engine.state.check()
@@ -387,9 +398,11 @@ class Driver:
             self._stop_delivery.interrupt.disarm()
         self._clock.stop()
         if error is None:
+            place = self._rank.place
             again = bool(self._drive(_ENDS_WELL))
             self._take_back()
-            self._left_with = self._steady() if self.calling and self.window_open else {}
+            if self.calling and self.window_open and not again:
+                self._engine.between.left(place)
             return again
         self._error = error
         try:
@@ -683,7 +696,9 @@ class Driver:
     def _publish(self, effect: do.Publish) -> None:
         rank, ahead = self._rank, effect.ahead
         called = b"" if ahead else self._called
-        self._publication.publish(rank.commits + ahead, rank.number + ahead, called, ahead=ahead)
+        commits = rank.commits + ahead
+        headed = self._head.is_in_state(commits)
+        self._publication.publish(commits, rank.number + ahead, called, ahead=ahead, headed=headed)
 
     def _arrive(self, _: do.Arrive) -> None:
         self._peers.arrive(self._rank.standing, self._number)
@@ -804,10 +819,8 @@ class Driver:
     def _draw(self, _: do.Draw, *, whole: bool = False) -> None:
         place = self._rank.place
         again = self._batches.has(place)
-        if again:
-            self._left_with = {}
-        else:
-            self._look_between(place)
+        if self.calling:
+            self._engine.between.begins(place, again=again)
         looks = self._batches.first and not again
         before = self._steady() if looks else {}
         with self._engine.collectives.loading():
@@ -829,21 +842,6 @@ class Driver:
         first, again = self._engine.state.marks(), self._engine.state.marks()
         return {name: mark for name, mark in first.items() if again[name].same(mark)}
 
-    def _look_between(self, place: int) -> None:
-        """A body begins that has not run before. Raises UsageError in the first windows; later, what a redo could not
-        do again is an error only if one comes.
-        """
-        moved, self._left_with = self._moved_since(self._left_with), {}
-        if not place:
-            self._between = ""
-        elif moved and self._batches.first:
-            raise UsageError(
-                f"state[{moved!r}] was changed between two calls of session.call() for one update, before step "
-                f"{self._rank.number}: a fault takes that back, and runs the calls again, but not what stands between "
-                "them; change it in the body, or behind the call that updates"
-            )
-        self._between = self._between or moved
-
     def _moved_since(self, before: dict[str, StateMark]) -> str:
         now = self._engine.state.marks() if before else {}
         return next((name for name, was in before.items() if not now[name].same(was)), "")
@@ -859,10 +857,8 @@ class Driver:
             )
 
     def _rollback(self, _: do.Rollback) -> None:
-        between, self._left_with = self._between or self._moved_since(self._left_with), {}
+        self._engine.between.look()
         lost = self._engine.window.rollback(intact=self._rank.intact)
-        if between and self.calling:
-            lost = lost or f"state[{between!r}], changed between two calls of session.call(),"
         if lost and self._rank.intact:
             self._lose(lost, self._number)
 

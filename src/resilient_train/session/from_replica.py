@@ -20,6 +20,15 @@ from resilient_train.state.transfer import Span, read_from
 NOTHING_DAMAGED = Damage(frozenset(), (), 0)
 
 
+class LoopsBegin(msgspec.Struct, array_like=True, frozen=True):
+    """With how many updates the loops of all ranks began in this job, and whether their state was one that ``LoopHead``
+    takes up.
+    """
+
+    commits: int = 0
+    headed: bool = False
+
+
 class Offered(msgspec.Struct, array_like=True):
     """What an Offer's manifest holds: the state's tree, where its bytes lie in the source's memory, and the layout."""
 
@@ -29,6 +38,7 @@ class Offered(msgspec.Struct, array_like=True):
     loop: tuple[int, int]
     """With which ``total`` and ``start`` its loop has begun."""
     tail: WrittenInTail
+    loops_begin: LoopsBegin
 
 
 class FromReplica:
@@ -49,7 +59,9 @@ class FromReplica:
         self._layout: bytes | None = None
         self.damaged = NOTHING_DAMAGED
         self.loop = (0, 0)
-        """As ``Offered.loop``, of this process."""
+        """As ``Offered.loop``, of this process ..."""
+        self.loops_begin = LoopsBegin()
+        """... and as ``Offered.loops_begin``."""
 
     def offer(self, generation: int, commits: int, targets: tuple[int, ...], *, within: bool) -> None:
         """Describes this rank's state to each rank that is to copy it, from before update ``commits``. Held unchanged
@@ -59,7 +71,7 @@ class FromReplica:
         spans = [(span.address, span.size) for span in sources.spans]
         layout, tail = self._window.layout(within=within), self._publication.around_tail(commits)
         changed = self._window.changed_beside()
-        manifest = msgspec.msgpack.encode(Offered(sources.manifest, spans, layout, self.loop, tail))
+        manifest = msgspec.msgpack.encode(Offered(sources.manifest, spans, layout, self.loop, tail, self.loops_begin))
         for target in targets:
             to = generation, self._link.rank, target
             self._link.channel.send(Offer(*to, os.getpid(), manifest, sources.digest, changed))
@@ -90,7 +102,7 @@ class FromReplica:
         self._link.channel.send(Fetched(plan.generation, offer.source, size, took_ns, way))
         if published is None:
             raise TransferError(f"rank {self._link.rank} had published nothing from which update {plan.commits} starts")
-        self._layout = offered.layout
+        self._layout, self.loops_begin = offered.layout, offered.loops_begin
         return load(published, offered.tail)
 
     def _check_loop(self, source: int, theirs: tuple[int, int]) -> None:

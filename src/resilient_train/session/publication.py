@@ -32,6 +32,8 @@ class Publication:
         """What was published last."""
         self.called = b""
         """What the step was to be called with that this process takes up."""
+        self.headed = False
+        """See ``Published``, of that."""
         self._newest: object = None
         """Its parts."""
         self._before_tail: dict[int, tuple[bytes, bytes]] = {}
@@ -42,9 +44,11 @@ class Publication:
         self.behind: tuple[str, ...] = ()
         """What the tail that this process takes up may have written, and is as it was before it."""
 
-    def publish(self, commits: int, number: int, called: bytes = b"", *, ahead: bool = False) -> None:
+    def publish(
+        self, commits: int, number: int, called: bytes = b"", *, ahead: bool = False, headed: bool = False
+    ) -> None:
         """Publishes what this rank needs to start update ``commits`` with step ``number``, unless it is published.
-        ``ahead``: the update before is not applied yet.
+        ``ahead``: the update before is not applied yet. ``headed``: see ``Published``.
         """
         position = self._cursor.position()
         own, random = self._rank_state.packed(), self._data.random_state()
@@ -73,6 +77,7 @@ class Publication:
                 position.last,
                 position.drawn_from,
                 ahead,
+                headed,
             )
         )
         self._link.peers.publish(commits, payload)
@@ -112,7 +117,7 @@ class Publication:
         self._data.restore_random_state(held.random)
         self._newest = None
         self.latest = payload
-        self.called = held.called
+        self.called, self.headed = held.called, held.headed
         return held.number
 
     def elsewhere(self, own: bytes | None, first: bytes) -> tuple[bytes, dict[str, Any]]:

@@ -35,6 +35,8 @@ class Published(msgspec.Struct, array_like=True):
     """See ``loader.DataPosition``."""
     ahead: bool = False
     """When the update before was not applied yet: what its tail writes is not in here."""
+    headed: bool = False
+    """Whether the state that goes with it holds what a loop of calls does in front of the step's call."""
 
 
 def read(payload: bytes) -> Published:

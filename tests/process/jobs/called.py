@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,7 @@ class Job:
         last = number % every == every - 1
         loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
         if not last:
-            with self.model.no_sync():
+            with contextlib.nullcontext() if self.asked.changes else self.model.no_sync():
                 (loss / every).backward()
             return loss.item()
         (loss / every).backward()
@@ -86,6 +87,26 @@ class Job:
         dist.all_reduce(mean)
         self.tell(number, "ends")
         return mean.item()
+
+    @contextlib.contextmanager
+    def in_front(self, number: int) -> Iterator[None]:
+        """Of a call, and around it: what a redo does not run again, and a new process does once too often."""
+        if not self.asked.changes:
+            yield
+            return
+        place = number % self.asked.accumulate
+        first, norm, _, dropout, *_ = self.model.module
+        dropout.p = 0.1 + 0.2 * place
+        self.optimizer.param_groups[0]["lr"] *= 0.97
+        self.seen.count()
+        norm.running_mean += 0.01
+        first.weight.requires_grad_(place != 1)
+        for parameter in self.model.parameters() if place else ():
+            if parameter.grad is not None:
+                parameter.grad *= 1.5
+        last = place == self.asked.accumulate - 1
+        with contextlib.nullcontext() if last else self.model.no_sync():
+            yield
 
     def between(self, number: int) -> None:
         if self.asked.draws:
@@ -130,10 +151,6 @@ class Job:
                 with contextlib.suppress(ZeroDivisionError):
                     session.call(lambda: 1 // 0)
                 session.call(self.body, 1, batch)
-            case "counts":
-                session.call(self.body, 1, batch)
-                self.seen.count()
-                session.call(self.body, 2, batch)
             case "tail":
 
                 def body() -> None:
@@ -163,7 +180,7 @@ class Job:
                 session.save_every(steps=self.asked.save)
             if self.asked.way == "steps":
                 for step in session.steps(self.asked.steps):
-                    with step:
+                    with self.in_front(step.number), step:
                         self.body(step.number, self.batch_of(step.number))
                     if step.done:
                         self.between(step.number)
@@ -175,7 +192,8 @@ class Job:
                 if number == 1 and self.asked.wrong:
                     self.go_wrong(session)
                     continue
-                loss = session.call(self.body, number, batch=self.batch_of(place))
+                with self.in_front(number):
+                    loss = session.call(self.body, number, batch=self.batch_of(place))
                 assert isinstance(loss, float)
                 assert session.position.step == number + 1
                 self.between(number)
@@ -203,6 +221,7 @@ if __name__ == "__main__":
     parser.add_argument("--draws", action="store_true")
     parser.add_argument("--evaluates", action="store_true")
     parser.add_argument("--strays", action="store_true", help="a new process takes other batches")
+    parser.add_argument("--changes", action="store_true", help="many things in front of each call")
     parser.add_argument("--wrong", default="", help="what is done in step 1")
     parser.add_argument("--counts-from", type=int, default=-1, help="from this step on, behind calls without update")
     parser.add_argument("--counts-in-bodies", action="store_true")

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from resilient_train import config
 from resilient_train.frameworks.roles import Engine, Objects
 from resilient_train.frameworks.torch import admission, data, generators
+from resilient_train.frameworks.torch.between_bodies import BetweenBodies
 from resilient_train.frameworks.torch.collectives import TorchCollectives
 from resilient_train.frameworks.torch.device import TorchDevice, accelerator
 from resilient_train.frameworks.torch.drill import TorchDrill
@@ -44,6 +45,7 @@ def engine_for(objects: Objects) -> Engine:
         rank_state=rank_state,
         data=data,
         window=window,
+        between=BetweenBodies(objects.models, state, rank_state),
         gradients=gradients,
         drill=TorchDrill(held, groups, device, state),
     )

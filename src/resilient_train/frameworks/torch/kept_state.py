@@ -71,7 +71,7 @@ class _Modes(NamedTuple):
     requires_grad: list[bool]
     with_gradient: list[bool]
     switched: Held
-    values: module_values.Held
+    values: module_values.HeldValues
 
 
 class _Place(NamedTuple):
@@ -100,15 +100,15 @@ class KeptState:
         """Of all modules the ones in them: a script may put others there."""
         self._modules: list[tuple[Key, torch.nn.Module]] = []
         self._switches = ModuleSwitches(())
-        self._values = ModuleValues()
-        self._modes = _Modes([], [], [], [], [])
+        self.values = ModuleValues()
+        self._modes = _Modes([], [], [], [], module_values.HeldValues([], []))
         self._there: list[torch.Tensor | None] = []
         """What the window found in these places, and ..."""
         self._watched: list[_Watched] = []
         self._tensors: list[torch.Tensor] = []
         """... what of it can be kept."""
-        self._version: Callable[[Any], int] = _VERSION
-        self._address: Callable[[Any], int] = torch.Tensor.data_ptr
+        self.version: Callable[[Any], int] = _VERSION
+        self.address: Callable[[Any], int] = torch.Tensor.data_ptr
         """Of one of them; others where there are DTensors, whose memory is another tensor's."""
         self._versions: list[int] = []
         self._digests: list[str] = []
@@ -118,7 +118,7 @@ class KeptState:
         """... what this window found in them; of others too, where all of it is kept."""
         self._behind: dict[Key, torch.Tensor] = {}
         """What the others were when the body was cut: code that stands behind it runs all the same."""
-        self._states = [
+        self.states = [
             WatchedState(name, thing) for name, thing in objects.extra.items() if not getattr(thing, LIVES_ON, False)
         ]
         self.small: dict[str, Any] = {}
@@ -135,10 +135,10 @@ class KeptState:
         self._lost.clear()
         self._behind.clear()
         self._find()
-        self._modes = self._present_modes()
+        self._modes = self.modes_now()
         self._keep(whole=whole)
         self._mark(digests=self.looks_closely)
-        for state in self._states:
+        for state in self.states:
             state.begin(whole=whole)
 
     def _find(self) -> None:
@@ -151,29 +151,30 @@ class KeptState:
                 for name, module in model.named_modules()
             ]
             self._switches = ModuleSwitches(self._models)
-            self._values = ModuleValues(self._modules, self._values)
+            self.values = ModuleValues(self._modules, self.values)
         there = [each.owner.get(each.name) for each in self._places]
         if (
             len(there) == len(self._there)
             and all(map(operator.is_, there, self._there))
-            and [*map(self._address, self._tensors)] == [each.alias.data_ptr() for each in self._watched]
+            and [*map(self.address, self._tensors)] == [each.alias.data_ptr() for each in self._watched]
         ):
             return
         self._there = [*there]
         pairs = zip(self._places, there, strict=True)
-        found = [(place, each) for place, each in pairs if each is not None and _can_be_watched(each)]
+        found = [(place, each) for place, each in pairs if each is not None and can_be_watched(each)]
         self._watched = [_Watched(place, each, local(each)) for place, each in found]
         self._tensors = [each.tensor for each in self._watched]
         if any(map(is_sharded, self._tensors)):
-            self._version, self._address = version_of, _address
+            self.version, self.address = version_of, _address_of
 
-    def _present_modes(self) -> _Modes:
+    def modes_now(self) -> _Modes:
+        """Of what the window found: modules, parameters."""
         return _Modes(
             [module.training for _, module in self._modules],
             [*map(_REQUIRES_GRAD, self._tensors)],
             [each is not None and each.layout is torch.strided for each in map(_GRADIENT, self._tensors)],
             self._switches.held(),
-            self._values.held(),
+            self.values.held(),
         )
 
     def _keep(self, *, whole: bool) -> None:
@@ -183,24 +184,24 @@ class KeptState:
             if not (whole or place.key in self._early):
                 continue
             copy = before.get(place.key)
-            if copy is not None and _are_alike(copy, held := local(tensor)):
+            if copy is not None and are_alike(copy, held := local(tensor)):
                 self._copies[place.key] = copy.copy_(held)
             else:
                 _clone_into(self._copies, place.key, local(tensor))
 
     def _mark(self, *, digests: bool) -> None:
-        self._versions = [*map(self._version, self._tensors)]
+        self._versions = [*map(self.version, self._tensors)]
         self._digests = [_digest(each.alias) for each in self._watched] if digests else []
 
     def look(self) -> None:
         """The bodies have come to their end, or to where it matters what they have written."""
         if not self.open:
             return
-        versions = [*map(self._version, self._tensors)]
+        versions = [*map(self.version, self._tensors)]
         if self._digests or versions != self._versions:
             self._look_at(versions)
         if not self._cut:
-            for state in self._states:
+            for state in self.states:
                 if state.look():
                     self._lost.append(state.told)
 
@@ -222,11 +223,11 @@ class KeptState:
     def found(self) -> WrittenEarly | None:
         """What was seen to be written early, since the last call."""
         names, self._found = self._found, []
-        names += [state.told for state in self._states if state.was_found()]
+        names += [state.told for state in self.states if state.was_found()]
         if not names:
             return None
         early = [each.tensor for each in self._watched if each.place.key in self._early]
-        states = [state_of(state.thing) for state in self._states if state.early]
+        states = [state_of(state.thing) for state in self.states if state.early]
         return WrittenEarly(names, sum(map(size_of, tensors_in([early, states]))))
 
     def modes(self, *, within: bool) -> Modes:
@@ -237,14 +238,14 @@ class KeptState:
             held = self._modes
         else:
             self._find()
-            held = self._modes = self._present_modes()
+            held = self._modes = self.modes_now()
         places = [each.place.key for each in self._watched]
         return Modes(
             tuple(key for (key, _), training in zip(self._modules, held.training, strict=True) if not training),
             tuple(key for key, trained in zip(places, held.requires_grad, strict=True) if not trained),
             tuple(key for key, there in zip(places, held.with_gradient, strict=True) if there),
             self._switches.told(held.switched),
-            self._values.told(held.values),
+            self.values.told(held.values),
         )
 
     def take_modes(self, modes: Modes) -> None:
@@ -260,11 +261,11 @@ class KeptState:
             else:
                 tensor.grad = None
         self._switches.take(modes.switched)
-        self._values.take(modes.values)
+        self.values.take(modes.values)
 
     def settled(self) -> list[tuple[object, frozenset[str]]]:
         """See ``frameworks/roles.Window``."""
-        return self._values.settled()
+        return self.values.settled()
 
     def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The parameters that had a gradient when the window began, and what is in its place, to be zeroed."""
@@ -276,22 +277,26 @@ class KeptState:
 
     def early_states(self) -> tuple[str, ...]:
         """... and of the user's large states."""
-        return tuple(state.name for state in self._states if state.early)
+        return tuple(state.name for state in self.states if state.early)
 
     def learn(self, parameters: Iterable[Key], states: Iterable[str]) -> None:
         """What another process knew of them."""
         self._early |= set(parameters)
         names = set(states)
-        for state in self._states:
+        for state in self.states:
             state.early = state.early or state.name in names
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Those that the window found."""
+        return [module for _, module in self._modules]
 
     def marks(self) -> dict[str, StateMark]:
         """See ``frameworks/roles.State``; not of what is never put back."""
-        return {state.name: state.mark() for state in self._states}
+        return {state.name: state.mark() for state in self.states}
 
     def digests(self) -> list[tuple[str, str]]:
         """Of each object of the user's: its name, and what it is now. Not of what keeps itself up to date."""
-        return [(state.name, digest_of_state(state_of(state.thing))) for state in self._states]
+        return [(state.name, digest_of_state(state_of(state.thing))) for state in self.states]
 
     @property
     def lost(self) -> str:
@@ -308,7 +313,7 @@ class KeptState:
             if place.key not in self._copies:
                 _clone_into(self._behind, place.key, alias)
         self._mark(digests=False)
-        for state in self._states:
+        for state in self.states:
             state.cut()
 
     def seal(self) -> None:
@@ -329,21 +334,25 @@ class KeptState:
                 owner[name] = part
         for each in self._watched:
             self._put_back(*each)
-        for state in self._states:
+        for state in self.states:
             state.put_back()
-        for (_, module), training in zip(self._modules, self._modes.training, strict=True):
+        self.put_modes(self._modes)
+
+    def put_modes(self, modes: _Modes) -> None:
+        """What ``modes_now`` was, without the gradients."""
+        for (_, module), training in zip(self._modules, modes.training, strict=True):
             _set_training(module, on=training)
-        for tensor, trained in zip(self._tensors, self._modes.requires_grad, strict=True):
+        for tensor, trained in zip(self._tensors, modes.requires_grad, strict=True):
             _set_requires_grad(tensor, on=trained)
-        self._switches.put_back(self._modes.switched)
-        self._values.put_back(self._modes.values)
+        self._switches.put_back(modes.switched)
+        self.values.put_back(modes.values)
 
     def _put_back(self, place: _Place, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         if place.owner.get(place.name) is not tensor:
             place.owner[place.name] = tensor  # type: ignore[assignment] # a parameter: it was there
         held = local(tensor)
-        if not _are_alike(alias, held) or held.data_ptr() != alias.data_ptr():
-            _whose_memory(tensor).data = alias
+        if not are_alike(alias, held) or held.data_ptr() != alias.data_ptr():
+            whose_memory(tensor).data = alias
         copy = self._copies.get(place.key, self._behind.get(place.key))
         if copy is not None:
             with torch.no_grad():
@@ -381,9 +390,9 @@ class KeptState:
                 there = models[index][name]
                 models[index][name] = placed_like(there, copy) if is_sharded(there) else copy
 
-    def states(self) -> dict[str, Any]:
-        """The user's states that are kept."""
-        return {state.name: state.kept for state in self._states if state.kept is not None}
+    def kept_states(self) -> dict[str, Any]:
+        """Of the user's states, those that are kept."""
+        return {state.name: state.kept for state in self.states if state.kept is not None}
 
 
 def _places(models: tuple[torch.nn.Module, ...]) -> list[_Place]:
@@ -421,7 +430,7 @@ def zero(gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     """Gives parameters a gradient of zeros, in the memory of the one that they had."""
     with torch.no_grad():
         for parameter, held in gradients:
-            as_it_was = held is not None and _are_alike(held, parameter) and not held.requires_grad
+            as_it_was = held is not None and are_alike(held, parameter) and not held.requires_grad
             parameter.grad = held.zero_() if as_it_was and held is not None else torch.zeros_like(parameter)
 
 
@@ -430,20 +439,20 @@ def _told(key: Key) -> str:
     return f"model.{key[0]}.{key[1]}"
 
 
-def _can_be_watched(tensor: torch.Tensor) -> bool:
+def can_be_watched(tensor: torch.Tensor) -> bool:
     return not torch.nn.parameter.is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_inference()
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return _whose_memory(tensor).data_ptr()
+def _address_of(tensor: torch.Tensor) -> int:
+    return whose_memory(tensor).data_ptr()
 
 
-def _whose_memory(tensor: torch.Tensor) -> torch.Tensor:
+def whose_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or that in which a DTensor has this rank's part."""
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
-def _are_alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+def are_alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
     return (copy.shape, copy.dtype, copy.device) == (tensor.shape, tensor.dtype, tensor.device)
 
 

@@ -32,8 +32,6 @@ _MISSING = object()
 
 Key = tuple[int, str]
 """A module: the number of its model, its name there."""
-Held = list[tuple[Any, ...]]
-"""The plain values of the user's modules, in their order."""
 
 
 class ValuesOf(msgspec.Struct, array_like=True, frozen=True):
@@ -54,6 +52,13 @@ class _Attributes(NamedTuple):
     read: Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
+class HeldValues(NamedTuple):
+    """The plain values of some modules, and where they were read."""
+
+    read: list[_Attributes]
+    values: list[tuple[Any, ...]]
+
+
 class _Built(NamedTuple):
     module: torch.nn.Module
     plain: dict[str, Any]
@@ -66,33 +71,32 @@ class ModuleValues:
 
     def __init__(self, modules: Sequence[tuple[Key, torch.nn.Module]] = (), before: ModuleValues | None = None) -> None:
         self._modules = [(key, module) for key, module in modules if not (_is_wrapper(module) or _publishes(module))]
-        self._users = [_attributes_of(module) for _, module in self._modules if _kind_of(module).users]
+        self._users, self._torchs = ([*map(_attributes_of, each)] for each in _by_whose(self._modules))
         self._built: dict[Key, _Built] = {} if before is None else before._built
         if not self._built:
             self._built = {key: _Built(module, *_parted(module)) for key, module in self._modules}
 
-    def held(self) -> Held:
+    def held(self) -> HeldValues:
         """Takes some 0.5 us for each module of the user's."""
-        try:
-            found = [read(own) for _, own, size, _, _, read in self._users if len(own) == size]
-        except KeyError:  # one has gone, and another one has come
-            found = []
-        if len(found) < len(self._users):
-            self._users = [_attributes_of(module) for _, module in self._modules if _kind_of(module).users]
-            found = [each.read(each.own) for each in self._users]
-        return found
+        self._users, values = _read(self._users)
+        return HeldValues(self._users, values)
 
-    def put_back(self, held: Held) -> None:
+    def held_of_torchs(self) -> HeldValues:
+        """Of torch's own modules."""
+        self._torchs, values = _read(self._torchs)
+        return HeldValues(self._torchs, values)
+
+    def put_back(self, held: HeldValues) -> None:
         """What ``held`` was last, behind a body that may have been cut."""
-        for (module, own, size, known, names, _), values in zip(self._users, held, strict=True):
+        for (module, own, size, known, names, _), values in zip(*held, strict=True):
             if len(own) != size:
                 for name in _parted(module)[0].keys() - known:
                     del own[name]
             own.update(zip(names, values, strict=True))
 
-    def told(self, held: Held) -> tuple[ValuesOf, ...]:
+    def told(self, held: HeldValues) -> tuple[ValuesOf, ...]:
         """What another process is to take over: of the user's modules as it was ``held``, of torch's as it is."""
-        pairs = zip(self._users, held, strict=True)
+        pairs = zip(*held, strict=True)
         of_window = {id(each.own): dict(zip(each.names, values, strict=True)) for each, values in pairs}
         found = []
         for key, module, plain in self._plain():
@@ -120,6 +124,26 @@ class ModuleValues:
             plain, others = _parted(module)
             if built is not None and built.module is module and built.others == others:
                 yield key, module, plain
+
+
+def _by_whose(
+    modules: Sequence[tuple[Key, torch.nn.Module]],
+) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """Those of other classes than torch's, and torch's."""
+    users = [module for _, module in modules if _kind_of(module).users]
+    return users, [module for _, module in modules if not _kind_of(module).users]
+
+
+def _read(those: list[_Attributes]) -> tuple[list[_Attributes], list[tuple[Any, ...]]]:
+    """``those``, looked up again if their modules have others now; and their values."""
+    try:
+        found = [read(own) for _, own, size, _, _, read in those if len(own) == size]
+    except KeyError:  # one has gone, and another one has come
+        found = []
+    if len(found) < len(those):
+        those = [_attributes_of(each.module) for each in those]
+        found = [each.read(each.own) for each in those]
+    return those, found
 
 
 def _attributes_of(module: torch.nn.Module) -> _Attributes:

@@ -150,7 +150,7 @@ class TorchState:
             return tree
         tree["buffers"] = [dict(model.named_buffers()) for model in objects.models]
         tree["moved"] = self._rank_state.buffers.moved()
-        kept = self.kept.states() if found else {}
+        kept = self.kept.kept_states() if found else {}
         small = self.kept.small if found else self.small_tree()
         tree["small"] = {name: small[name] for name in ("scheduler", "scaler", "groups")}
         tree["extra"] = {name: kept[name] if name in kept else state_of(thing) for name, thing in objects.extra.items()}
@@ -186,8 +186,12 @@ class TorchState:
             "scheduler": [copy_tree(state_of(each)) for each in objects.schedulers] if objects.schedulers else [],
             "scaler": copy_tree(state_of(objects.scaler)) if objects.scaler is not None else None,
             "groups": groups,
-            "parameters": [groups_of(optimizer) for optimizer in objects.optimizers],
+            "parameters": self.groups(),
         }
+
+    def groups(self) -> list[list[list[torch.nn.Parameter]]]:
+        """Of each optimizer the parameters of each of its groups."""
+        return [groups_of(optimizer) for optimizer in self._objects.optimizers]
 
     def replicas(self, told: Replicas) -> Replicas:
         """See ``frameworks/roles.State``."""

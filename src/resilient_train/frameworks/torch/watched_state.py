@@ -112,7 +112,7 @@ class WatchedState:
             return tensors, [*map(id, parts), *map(mark_of, tensors)]
         if state is None:
             state = state_of(self.thing)
-        return state, list(_marks(state))
+        return state, list(marks_in(state))
 
 
 def _parts_of(thing: Any) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]] | None]:
@@ -145,7 +145,7 @@ def array_digest(array: np.ndarray[Any, Any]) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data) if array.size else 0
 
 
-def _marks(value: Any) -> Iterator[Any]:
+def marks_in(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield mark_of(value)
     elif isinstance(value, np.ndarray):
@@ -154,11 +154,11 @@ def _marks(value: Any) -> Iterator[Any]:
         yield len(value)
         for key, item in value.items():
             yield key
-            yield from _marks(item)
+            yield from marks_in(item)
     elif isinstance(value, (list, tuple)):
         yield len(value)
         for item in value:
-            yield from _marks(item)
+            yield from marks_in(item)
     else:
         yield value
 

@@ -111,17 +111,19 @@ def test_a_rank_that_is_lost_behind_the_last_call(tmp_path: Path, undisturbed_of
 
 @pytest.mark.timeout(300)
 def test_all_lost_and_started_again(tmp_path: Path, undisturbed_of: Undisturbed) -> None:
-    """All ranks lost: all begin at the newest checkpoint. Started again, a job begins there too."""
-    quiet = undisturbed_of("called.py", "--steps", "14", ranks=2)
+    """All ranks lost: all begin at the newest checkpoint. Started again, a job begins there too. What the loop changes
+    in front of a call is in a checkpoint, and counts once.
+    """
+    quiet = undisturbed_of("called.py", "--changes", "--steps", "14", ranks=2)
     plan = "kill rank=0 step=9; kill rank=1 step=9"
-    run = run_of(tmp_path / "run", "--save", "4", plan=plan)
+    run = run_of(tmp_path / "run", "--changes", "--save", "4", plan=plan)
     assert run.code == 0, run.explain()
     assert len(run.of("injected")) == 2
     assert "rank 0 begins at Position(step=0, over=False)" in run.out
     again = [line for line in run.out.splitlines() if "begins at Position(step=" in line][2:]
     assert len(again) == 2, run.out
     assert all("step=0" not in line for line in again), run.out
-    longer = run_of(tmp_path / "run", "--save", "4", "--steps", "14")
+    longer = run_of(tmp_path / "run", "--changes", "--save", "4", "--steps", "14")
     assert longer.code == 0, longer.explain()
     begun = [line for line in longer.out.splitlines() if "begins at Position(step=" in line][-2:]
     assert {line.split("step=")[1].split(",")[0] for line in begun} <= {"4", "8"}, longer.out  # as storage keeps up

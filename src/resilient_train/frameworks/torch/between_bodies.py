@@ -8,6 +8,8 @@ that were written. Nothing is looked at in loops whose every body updates.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,8 +29,6 @@ Put = Callable[[], object]
 """Sets something again."""
 Holder = dict[str, Any]
 """A module's parameters or its buffers, by name."""
-Slot = tuple[int, str]
-"""A holder's number, and a name in it."""
 
 
 class _Part(NamedTuple):
@@ -48,7 +48,7 @@ class BetweenBodies:
         self._modes = _modes(state.kept)
         self._parts = [self._torchs, self._modes, *_parts(state, rank_state)]
         self._tensors = _Tensors(state.kept)
-        self._left: tuple[list[StateMark], dict[Slot, _There]] | None = None
+        self._left: tuple[list[StateMark], _Seen] | None = None
         self._next = 0
         """The place of the body that comes behind the one that has left this."""
         self._before: dict[int, list[Put]] = {}
@@ -74,7 +74,7 @@ class BetweenBodies:
         (marks, seen), self._left = self._left, None
         pairs = zip(self._parts, marks, strict=True)
         puts = [part.keep() for part, mark in pairs if not part.mark().same(mark)]
-        self._before[self._next] = [*puts, *self._tensors.written_since(seen)]
+        self._before[self._next] = [*puts, *self._tensors.changed_since(seen)]
 
     def begins(self, place: int, *, again: bool) -> None:
         if not place:
@@ -144,20 +144,37 @@ def _parts(state: TorchState, rank_state: TorchRankState) -> Iterator[_Part]:
         )
 
 
-class _There(NamedTuple):
-    """A parameter or buffer, and a gradient: kept, so that nothing else comes to lie where they do."""
+class _Slot(NamedTuple):
+    """Where a module has a parameter or a buffer."""
 
+    holder: Holder
+    name: str
     tensor: torch.Tensor
-    version: int
-    address: int
-    gradient: torch.Tensor | None
-    gradient_version: int
 
-    def is_as(self, other: _There) -> bool:
-        return self.tensor is other.tensor and (self.version, self.address) == (other.version, other.address)
 
-    def has_gradient_of(self, other: _There) -> bool:
-        return self.gradient is other.gradient and self.gradient_version == other.gradient_version
+class _Seen(NamedTuple):
+    """Of some slots: which version of what is in them, and the gradients of those that have one. Tensors are kept, so
+    that nothing else comes to lie where they do.
+    """
+
+    slots: list[_Slot]
+    written: list[tuple[int, int]]
+    gradients: list[torch.Tensor | None]
+    gradients_written: list[int]
+
+    def is_as(self, other: _Seen) -> bool:
+        """Whether nothing was changed between the two."""
+        return (
+            self.slots is other.slots
+            and self.written == other.written
+            and all(map(operator.is_, self.gradients, other.gradients))
+            and self.gradients_written == other.gradients_written
+        )
+
+    def each(self) -> dict[tuple[int, str], tuple[_Slot, tuple[int, int], torch.Tensor | None, int]]:
+        """By place."""
+        rows = zip(self.slots, self.written, self.gradients, self.gradients_written, strict=True)
+        return {(id(row[0].holder), row[0].name): row for row in rows}
 
 
 class _Tensors:
@@ -165,39 +182,53 @@ class _Tensors:
 
     def __init__(self, kept: KeptState) -> None:
         self._kept = kept
+        self._there: list[torch.Tensor | None] = []
+        self._slots: list[_Slot] = []
+        """What can be watched of these."""
+        self._tensors: list[torch.Tensor] = []
 
-    def seen(self) -> dict[Slot, _There]:
-        return {
-            (index, name): self._there(each)
-            for index, holder in enumerate(self._holders())
-            for name, each in holder.items()
-            if each is not None and can_be_watched(each)
-        }
+    def seen(self) -> _Seen:
+        """Takes some 2 us a tensor."""
+        holders = [each for module in self._kept.modules() for each in (module._parameters, module._buffers) if each]
+        there = [each for holder in holders for each in holder.values()]
+        if len(there) != len(self._there) or not all(map(operator.is_, there, self._there)):
+            self._there = there
+            self._slots = [
+                _Slot(holder, name, each)
+                for holder in holders
+                for name, each in holder.items()
+                if each is not None and can_be_watched(each)
+            ]
+            self._tensors = [slot.tensor for slot in self._slots]
+        version, tensors = self._kept.version, self._tensors
+        gradients = [each.grad if each.is_leaf else None for each in tensors]
+        return _Seen(
+            self._slots,
+            [*zip(map(version, tensors), map(self._kept.address, tensors), strict=True)],
+            gradients,
+            [-1 if each is None else version(each) for each in gradients],
+        )
 
-    def _holders(self) -> list[Holder]:
-        return [each for module in self._kept.modules() for each in (module._parameters, module._buffers)]
-
-    def _there(self, tensor: torch.Tensor) -> _There:
-        version, address = self._kept.version, self._kept.address
-        gradient = tensor.grad if tensor.is_leaf else None
-        return _There(tensor, version(tensor), address(tensor), gradient, 0 if gradient is None else version(gradient))
-
-    def written_since(self, before: dict[Slot, _There]) -> Iterator[Put]:
-        """For each of them that was changed: what sets it again."""
-        now, holders = self.seen(), self._holders()
-        for (index, name), there in now.items():
-            was = before.get((index, name))
-            if was is None or not there.is_as(was):
-                # What FSDP gathers for a forward pass, or divides again behind it, is no change.
-                if was is None or is_sharded(was.tensor) == is_sharded(there.tensor):
-                    yield _putting(holders[index], name, there.tensor)
-            elif not there.has_gradient_of(was):
-                yield _putting_gradient(there.tensor, there.gradient)
-        for index, name in before.keys() - now.keys():
-            yield lambda holder=holders[index], name=name: holder.pop(name, None)  # type: ignore[misc]
+    def changed_since(self, before: _Seen) -> Iterator[Put]:
+        """What sets again each of them that was changed."""
+        now = self.seen()
+        if now.is_as(before):
+            return
+        was = before.each()
+        for place, (slot, written, gradient, gradient_written) in now.each().items():
+            old, old_written, old_gradient, old_gradient_written = was.pop(place, (slot, None, None, -1))
+            if is_sharded(old.tensor) != is_sharded(slot.tensor):
+                continue  # FSDP has gathered it for a forward pass, or divided it again
+            if old.tensor is not slot.tensor or old_written != written:
+                yield _putting(slot)
+            if gradient is not old_gradient or gradient_written != old_gradient_written:
+                yield _putting_gradient(slot.tensor, gradient)
+        for slot, *_ in was.values():
+            yield functools.partial(slot.holder.pop, slot.name, None)
 
 
-def _putting(holder: Holder, name: str, tensor: torch.Tensor) -> Put:
+def _putting(slot: _Slot) -> Put:
+    holder, name, tensor = slot
     copy = local(tensor).clone()
 
     def put() -> None:

@@ -281,6 +281,7 @@ _LINK_VARIABLES = (
     PREFIX + "TOKEN",
     PREFIX + "TFT_HOSTED",
     PREFIX + "TFT_STACKS",
+    PREFIX + "TFT_PAUSES",
 )
 
 
@@ -324,6 +325,16 @@ def hosted_environ(address: str, port: int, secret_file: str) -> dict[str, str]:
     """The variables by which ``resilient-run`` tells a MindSpore rank where it has the controller of ``mindio_ttp``."""
     where = {"MS_TFT_IP": address, "MS_TFT_PORT": str(port)}
     return {**where, PREFIX + "TFT_SECRET_FILE": secret_file, PREFIX + "TFT_HOSTED": "1"}
+
+
+def pauses_environ(folder: str) -> dict[str, str]:
+    """The variable by which it tells a MindSpore rank where pauses are asked for; see ``pauses_folder``."""
+    return {PREFIX + "TFT_PAUSES": folder}
+
+
+def pauses_folder() -> str:
+    """Where they are asked for; empty: nowhere."""
+    return os.environ.get(PREFIX + "TFT_PAUSES", "")
 
 
 def stacks_environ(path: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """``Model.train`` with MindSpore's own collectives and our ``FaultTolerance``: ``own_collectives_job.py FOLDER``, and
-the rank that dies, and the step in which it does, once. Ends with a digest of all state.
+the rank that dies, and the step in which it does, once; or ``slow``; or ``from``, and the folder in which another one
+has saved. Ends with a digest of all state.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from resilient_train.integrations.mindspore import FaultTolerance
 ms.set_context(mode=ms.PYNATIVE_MODE, device_target="CPU")
 init()  # the scheduler stays in here
 
-FOLDER = Path(sys.argv[1])
-DIES = [int(each) for each in sys.argv[2:]]
+FOLDER, *ARGUMENTS = sys.argv[1:]
+SAVED = Path(ARGUMENTS[1] if ARGUMENTS[:1] == ["from"] else FOLDER) / "saved"
+DIES = [int(each) for each in ARGUMENTS if each.isdecimal()]
 RANK, WORLD = get_rank(), get_group_size()
 
 
@@ -30,6 +33,7 @@ class Death(Callback):
     def on_train_step_begin(self, run_context: Any) -> None:
         step = run_context.original_args().cur_step_num
         print("step", step, flush=True)
+        time.sleep(0.3 * ("slow" in ARGUMENTS))
         if [RANK, step] == DIES and start.step < step - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -43,8 +47,8 @@ def model() -> Model:
 
 ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
 trained, data = model(), dataset(RANK, WORLD)
-own = FaultTolerance(FOLDER / "saved", snapshot_every=1, step_grace_s=1)
+own = FaultTolerance(SAVED, snapshot_every=1, step_grace_s=1)
 start = own.resume(trained, data)
 print("start", start.step, flush=True)
 trained.train(EPOCHS, data, callbacks=[own, Death()], dataset_sink_mode=False, initial_epoch=start.epoch)
-(FOLDER / f"end{RANK}").write_text(digest(trained))
+Path(FOLDER, f"end{RANK}").write_text(digest(trained))

@@ -12,7 +12,8 @@ import pytest
 from resilient_train.errors import UsageError
 from resilient_train.integrations import mindspore
 from resilient_train.integrations.mindspore import ttp_directory
-from resilient_train.integrations.mindspore.agreed_step import STOP, AgreedStep, Asked
+from resilient_train.integrations.mindspore.agreed_step import STOP, AgreedStep, Asked, pause
+from resilient_train.integrations.mindspore.pause_folder import NOBODY, PauseDesk, PauseFolder
 from resilient_train.integrations.mindspore.preemption import SIGNALS, Preemption
 
 
@@ -33,6 +34,52 @@ def test_all_ranks_need_one_folder(tmp_path: Path) -> None:
     assert one.look(1) is None
     one.ask(Asked(3, STOP))
     assert one.look(2) == Asked(3, STOP)
+
+
+@pytest.mark.parametrize(
+    ("asked", "done"),
+    [
+        ([pause(0)], pause(0)),
+        ([pause(1), pause(0)], pause(0)),
+        ([pause(0), STOP], STOP),
+        ([pause(0), 4, 3], 3),
+        ([STOP, 4], 4),
+    ],
+)
+def test_what_is_done_if_ranks_want_several_things(tmp_path: Path, asked: list[int], done: int) -> None:
+    ranks = [AgreedStep(tmp_path, rank, len(asked)) for rank in range(len(asked))]
+    for rank, back_to in zip(ranks, asked, strict=True):
+        rank.ask(Asked(6, back_to))
+    found = [rank.look(5) for rank in ranks]
+    assert found == [Asked(6, done)] * len(asked)
+    assert all(each is not None and each.is_pause == (done not in (STOP, 3, 4)) for each in found)
+    assert pause(pause(7)) == 7
+
+
+def test_a_pause_by_files(tmp_path: Path) -> None:
+    """One that is over is not the next one, also for a rank that looks late."""
+    desk, folder = PauseDesk(tmp_path / "pauses", 2), PauseFolder(tmp_path / "pauses")
+    folder.come(0)
+    assert not desk.attended
+    folder.come(1)
+    assert desk.attended
+    assert folder.wanted() == NOBODY
+    desk.ask()
+    first = folder.wanted()
+    folder.stand(0, first, 12)
+    assert desk.stand_behind() == NOBODY
+    folder.stand(1, first, 12)
+    assert desk.stand_behind() == 12
+    desk.end()
+    assert folder.goes_on(first)
+    desk.ask()
+    assert folder.goes_on(first)
+    assert not folder.goes_on(folder.wanted())
+    assert desk.stand_behind() == NOBODY
+    desk.begin_life()
+    assert desk.asked
+    assert not desk.attended
+    assert not PauseDesk(tmp_path / "pauses", 2).asked, "what another job has left"
 
 
 def test_which_signals_are_taken() -> None:

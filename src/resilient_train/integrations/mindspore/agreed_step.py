@@ -16,14 +16,25 @@ from typing import NamedTuple
 from resilient_train.errors import UsageError
 
 STOP = -1
-"""In the place of a step to go back to: training ends."""
+"""In the place of a step to go back to: training ends. What is below it: a pause, see ``pause``."""
+
+
+def pause(number: int) -> int:
+    """In the place of a step to go back to: all stand still, for that pause; and the number again from that."""
+    return STOP - 1 - number
 
 
 class Asked(NamedTuple):
-    """At the end of ``step`` all go back to the end of ``back_to``, or stop. The smallest is done."""
+    """At the end of ``step`` all go back to the end of ``back_to``, or stop, or stand still. The smallest step to go
+    back to is done; else a stop; else the first pause.
+    """
 
     step: int
     back_to: int
+
+    @property
+    def is_pause(self) -> bool:
+        return self.back_to < STOP
 
 
 class AgreedStep:
@@ -61,7 +72,7 @@ class AgreedStep:
                 f"{first}: ranks don't wait for each other in each step, or the folder does not show new files at once"
             )
         targets = [int(name[3]) for name in names if int(name[2]) == first]
-        return Asked(first, min((each for each in targets if each != STOP), default=STOP))
+        return Asked(first, min((each for each in targets if each > STOP), default=max(targets)))
 
     def _look_for_all(self, step: int) -> None:
         for other in range(self._world_size):
@@ -73,5 +84,5 @@ class AgreedStep:
         self._sees_all = True
 
     def next_turn(self) -> None:
-        """All have gone back: what was asked for until then is done."""
+        """All have gone back, or go on behind a pause: what was asked for until then is done."""
         self._turn += 1

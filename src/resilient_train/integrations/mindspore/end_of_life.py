@@ -57,12 +57,15 @@ class EndOfLife:
         self._tell(f"step {step} is saved in {final}" if whole else f"rank {rank}'s part of step {step} is saved")
         return whole
 
-    def save_with_others(self, state: State, notes: Mapping[str, Any], limit_s: float) -> None:
-        """The first rank of each group writes; all wait until it is whole. Raises StorageError, OSError.
+    def save_with_others(
+        self, state: State, notes: Mapping[str, Any], limit_s: float, *, all_write: bool = False
+    ) -> None:
+        """The first rank of each group writes, or each rank does; all wait until it is whole. Raises StorageError,
+        OSError.
 
         Nobody leaves before: launchers end all ranks when one is gone.
         """
-        if self._ranks.rank == next(each[0] for each in self._groups if self._ranks.rank in each):
+        if all_write or self._ranks.rank == next(each[0] for each in self._groups if self._ranks.rank in each):
             self.save(state, notes)
         final = ttp_directory.directory(self._folder, notes["step_num"])
         limit = time.monotonic() + limit_s

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ from mindspore.train import Callback, Model
 
 from resilient_train import config
 from resilient_train.errors import ConfigError, StateError, StorageError, UsageError
-from resilient_train.integrations.mindspore import resume, ttp_directory
+from resilient_train.integrations.mindspore import agreed_step, resume, ttp_directory
 from resilient_train.integrations.mindspore.abnormal_steps import AbnormalSteps
 from resilient_train.integrations.mindspore.agreed_step import STOP, AgreedStep, Asked
 from resilient_train.integrations.mindspore.end_of_life import EndOfLife
@@ -35,6 +36,7 @@ from resilient_train.integrations.mindspore.network_state import (
     wait_for_device,
     written_by_forward,
 )
+from resilient_train.integrations.mindspore.pause_folder import NOBODY, PauseFolder
 from resilient_train.integrations.mindspore.preemption import SIGNALS, Preemption
 from resilient_train.integrations.mindspore.replica_groups import check_groups, found_groups, own_ranks
 from resilient_train.integrations.mindspore.resume import TrainingPosition
@@ -46,6 +48,8 @@ _EX_TEMPFAIL = 75
 """The job is to be started again; 128 + n where this process was asked by signal n itself, but for SIGUSR1."""
 _NO_SEED = 5489
 """MindSpore's default, with which it shuffles otherwise each time."""
+_STANDS_S = 0.02
+"""Between two looks whether a pause is over."""
 _NOT_RETURNED = object()
 """``net_outputs`` while a step is computed."""
 
@@ -110,6 +114,8 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         self._params: Any = None
         self._preemption: Preemption | None = None
         self._agreed: AgreedStep | None = None
+        pauses = config.pauses_folder() if switches.tsp or switches.arf else ""
+        self._pauses = PauseFolder(Path(pauses)) if pauses else None
         self._first, self._done, self._last_step = 0, 0, 0
         """The step behind which this life begins, the last that has ended, and the last of the training."""
         self._optimizer: nn.Optimizer | None = None
@@ -206,6 +212,8 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         self._updates = self._count_updates()
         if self._abnormal is not None:
             self._copies.keep(step, self._state(), self._notes())
+        if self._pauses is not None:
+            self._pauses.come(self._ranks.rank)
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
         """Looks whether the first epoch is the one that the data is in."""
@@ -229,7 +237,9 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
             self._ended(params.cur_step_num)
             if self._abnormal is not None:
                 self._wrong = self._abnormal.look(self._done, params.net_outputs)
-            asked = self._asked(self._wrong)
+            asked, stood = self._asked(self._wrong), False
+            if asked is not None and asked.is_pause:
+                asked, stood = self._stand(asked), True
             if asked is not None and asked.back_to != STOP:
                 self._go_back(asked.back_to)
             if self._wrong:
@@ -238,7 +248,9 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
                 self._copies.keep(self._done, self._state(), self._notes())
             if asked is not None:
                 self._stopping = True
-                self._end.save_with_others(self._state(), self._notes(), self._settings.exit_grace_s)
+                # In a pause a rank may be gone, and it is the first of its group.
+                limit_s = self._settings.exit_grace_s
+                self._end.save_with_others(self._state(), self._notes(), limit_s, all_write=stood)
                 run_context.request_stop()
 
     def __exit__(
@@ -268,17 +280,39 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         """What all do now. At the end of the very last step nobody stops: training is over anyway."""
         stops = self._preemption is not None and self._preemption.got is not None
         is_last = self._done == self._last_step
+        number = NOBODY if self._pauses is None else self._pauses.wanted()
+        wish = STOP if stops else None if number == NOBODY else agreed_step.pause(number)
         if self._agreed is None:
             if wrong:
                 self._tell(wrong)
                 return Asked(self._done, self._target())
-            return Asked(self._done, STOP) if stops and not is_last else None
+            return None if wish is None or is_last else Asked(self._done, wish)
         asked = self._agreed.look(self._done)
         if wrong and (is_last or asked == (self._done, STOP)):
             raise StateError(f"{wrong}: in the last step it is too late for all ranks to go back")
-        if (wrong or stops) and not is_last and (asked is None or asked.step > self._done):
-            self._agreed.ask(Asked(self._done + 1, self._target() if wrong else STOP))
+        if wrong:
+            wish = self._target()
+        if wish is not None and not is_last and (asked is None or asked.step > self._done):
+            self._agreed.ask(Asked(self._done + 1, wish))
         return asked if asked is not None and asked.step == self._done else None
+
+    def _stand(self, asked: Asked) -> Asked | None:
+        """Until the pause is over, or this rank or another one is to end. Returns what all do then."""
+        assert self._pauses is not None, "another rank was started by another command"
+        number, stop = agreed_step.pause(asked.back_to), Asked(self._done, STOP)
+        wait_for_device()
+        self._pauses.stand(self._ranks.rank, number, self._done)
+        while not self._pauses.goes_on(number):
+            if self._preemption is not None and self._preemption.got is not None:
+                if self._agreed is not None:
+                    self._agreed.ask(stop)
+                return stop
+            if self._agreed is not None and self._agreed.look(self._done) == stop:
+                return stop
+            time.sleep(_STANDS_S)
+        if self._agreed is not None:
+            self._agreed.next_turn()
+        return None
 
     def _target(self) -> int:
         """With TRE on there is a copy from the beginning on."""

@@ -28,6 +28,7 @@ from resilient_train.integrations.mindio import finder
 from resilient_train.integrations.mindio.controller import MindioStage, Notice, Recoveries, TrainingEnded, outcome
 from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.integrations.mindio.wire import read_secret
+from resilient_train.integrations.mindspore.pause_folder import NOBODY, PauseDesk
 from resilient_train.launch.agent.console_text import end_of, line, pause_told, told
 from resilient_train.launch.agent.event_loop import BackgroundTasks, add_signal_handlers
 from resilient_train.launch.agent.how_it_failed import how_it_failed
@@ -51,6 +52,7 @@ _LAST_WORDS_S = 1.0
 _KILLED_S = 10.0
 """A process that was killed and has not ended by then waits in the kernel for something that does not come."""
 _CONNECTIONS_MAX = 256
+_PAUSES = "pauses"
 _SECRET = "tft-secret"  # noqa: S105 - a file's name
 
 
@@ -71,7 +73,8 @@ class MindSporeAgent:
             controller = ("127.0.0.1", 0)  # what the ranks know is for theirs
         self._hub = Hub(*controller, spec.world_size, policy, read_secret(secret), self._on_told)
         hosted = {} if theirs else config.hosted_environ(controller[0], self._hub.port, secret)
-        self._environ = {**environ, **hosted}
+        self._desk = PauseDesk(spec.run_dir / _PAUSES, spec.world_size)
+        self._environ = {**environ, **hosted, **config.pauses_environ(str(spec.run_dir / _PAUSES))}
         self._budget = RetryBudget(spec.policy)
         self._replaced = 0
         self._running: dict[int, RankProcess] = {}
@@ -91,7 +94,7 @@ class MindSporeAgent:
         self._fault_ns = 0
         self._redo: list[int] = []
         """Who runs the step that a fault has cut once more."""
-        self._operators = MindSporeOperators(self._hub, self._running, self._note)
+        self._operators = MindSporeOperators(self._hub, self._desk, self._running, self._announce)
         self._hang_watch = MindSporeHangWatch(self._hub.controller, self._running, spec.settings)
 
     async def run(self) -> int:
@@ -105,12 +108,13 @@ class MindSporeAgent:
         except OSError as error:
             raise ConfigError(f"the agent can't listen at {path}: {error}") from None
         add_signal_handlers(self._spec.signals, self._on_signal)
-        beside = [self._background.begin(self._show_logs())]
+        beside = [self._background.begin(each) for each in (self._show_logs(), self._watch_for_pauses())]
         if self._spec.settings.hang:
             beside.append(self._background.begin(self._watch_for_hangs()))
         try:
             attempt = 0
             while attempt == 0 or await self._can_start_again(attempt):
+                self._desk.begin_life()
                 self._start(SCHEDULER, attempt)
                 for rank in range(self._spec.world_size):
                     self._start(rank, attempt)
@@ -339,11 +343,26 @@ class MindSporeAgent:
             detail["paused_s"] = self._operators.stood_s()
         elif event.kind == "paused":
             self._operators.paused()
-        self._note(event.kind, rank=event.rank, detail=detail)
-        if event.kind in ("fault", "resumed", "paused", "pause_withdrawn"):
+        self._announce(event.kind, rank=event.rank, detail=detail)
+
+    def _announce(self, kind: str, *, detail: dict[str, Any], **fields: Any) -> None:
+        """Writes an event, and says it to people if it is one for them."""
+        self._note(kind, detail=detail, **fields)
+        if kind in ("fault", "resumed", "paused", "pause_withdrawn"):
             took_ms = (time.monotonic_ns() - self._fault_ns) / 1e6
-            for text in told(event.kind, self._hub.controller.round, took_ms, detail):
+            for text in told(kind, self._hub.controller.round, took_ms, detail):
                 self._say(text)
+
+    async def _watch_for_pauses(self) -> None:
+        """Of ranks that come to stand by themselves."""
+        stood = NOBODY
+        while True:
+            stands = self._desk.stand_behind()
+            if stands not in (NOBODY, stood):
+                self._operators.paused()
+                self._announce("paused", detail={"reason": "all stand", "step": stands})
+            stood = stands
+            await asyncio.sleep(SHOW_EVERY_S)
 
     # -- the hang watch's keeper
 

@@ -9,6 +9,7 @@ from typing import Any
 from resilient_train.errors import ProtocolError
 from resilient_train.integrations.mindio.controller import MindioStage
 from resilient_train.integrations.mindio.hub import Hub
+from resilient_train.integrations.mindspore.pause_folder import NOBODY, PauseDesk
 from resilient_train.launch.agent.processes import RankProcess
 from resilient_train.protocol import messages as m
 from resilient_train.session.injection import SIGNALS
@@ -33,8 +34,10 @@ class MindSporeOperators(Server[m.FromRank]):
     decoder = from_rank
     greeting = m.Hello
 
-    def __init__(self, hub: Hub, running: Mapping[int, RankProcess], note: Callable[..., None]) -> None:
-        self._hub, self._running, self._note = hub, running, note
+    def __init__(
+        self, hub: Hub, desk: PauseDesk, running: Mapping[int, RankProcess], note: Callable[..., None]
+    ) -> None:
+        self._hub, self._desk, self._running, self._note = hub, desk, running, note
         self._stands_since = 0.0
 
     def paused(self) -> None:
@@ -76,6 +79,10 @@ class MindSporeOperators(Server[m.FromRank]):
         }
 
     def _stage(self) -> str:
+        if self._desk.stand_behind() != NOBODY:
+            return "PAUSED"
+        if not self._hub.known and self._desk.attended:
+            return "RUNNING"
         return _WORDS.get(self._hub.controller.stage, "RECOVERING")
 
     def _rank(self, rank: int) -> dict[str, Any]:
@@ -109,6 +116,8 @@ class MindSporeOperators(Server[m.FromRank]):
             return m.Reply(error="MindSpore's ranks stand still with TSP:1 or ARF:1 in MS_ENABLE_TFT only")
         if frame.step >= 0:
             return m.Reply(error="a MindSpore job stops behind its next update, and not before a given step")
+        if not self._hub.known and self._desk.attended:
+            return self._pause_attended()
         if (
             job.stage in (MindioStage.STARTING, MindioStage.SAVING, MindioStage.RENAMING, MindioStage.OVER)
             or job.hopeless
@@ -122,7 +131,17 @@ class MindSporeOperators(Server[m.FromRank]):
         self._hub.pause()
         return m.Reply(status={"stage": self._stage()})
 
+    def _pause_attended(self) -> m.Reply:
+        """Ranks that know no controller, and have our callback."""
+        if self._desk.asked:
+            return m.Reply(error="a pause is asked for already")
+        self._note("pause_asked", detail={"by": "operator", "at_step": 0})
+        self._desk.ask()
+        return m.Reply(status={"stage": self._stage()})
+
     def _unpause(self) -> m.Reply:
+        if self._desk.asked:
+            return self._unpause_attended()
         job = self._hub.controller
         if not job.pauses:
             return m.Reply(error=f"no pause is asked for; the job is {self._stage()}")
@@ -130,3 +149,13 @@ class MindSporeOperators(Server[m.FromRank]):
         status: dict[str, object] = {"was": self._stage(), "step": job.target, "paused_s": stood_s}
         self._hub.unpause()
         return m.Reply(status=status)
+
+    def _unpause_attended(self) -> m.Reply:
+        step, was = self._desk.stand_behind(), self._stage()
+        self._desk.end()
+        if step == NOBODY:
+            self._note("pause_withdrawn", detail={"reason": "nobody wants it any more"})
+            return m.Reply(status={"was": was, "step": 0, "paused_s": 0.0})
+        stood_s = self.stood_s()
+        self._note("resumed", detail={"reason": "the pause is over", "step": step, "paused_s": stood_s})
+        return m.Reply(status={"was": was, "step": step, "paused_s": stood_s})

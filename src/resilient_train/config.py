@@ -281,7 +281,7 @@ _LINK_VARIABLES = (
     PREFIX + "TOKEN",
     PREFIX + "TFT_HOSTED",
     PREFIX + "TFT_STACKS",
-    PREFIX + "TFT_PAUSES",
+    PREFIX + "TFT_RANKS",
 )
 
 
@@ -327,14 +327,14 @@ def hosted_environ(address: str, port: int, secret_file: str) -> dict[str, str]:
     return {**where, PREFIX + "TFT_SECRET_FILE": secret_file, PREFIX + "TFT_HOSTED": "1"}
 
 
-def pauses_environ(folder: str) -> dict[str, str]:
-    """The variable by which it tells a MindSpore rank where pauses are asked for; see ``pauses_folder``."""
-    return {PREFIX + "TFT_PAUSES": folder}
+def ranks_environ(folder: str) -> dict[str, str]:
+    """The variable by which it tells a MindSpore rank where it is to say how far it is; see ``ranks_folder``."""
+    return {PREFIX + "TFT_RANKS": folder}
 
 
-def pauses_folder() -> str:
-    """Where they are asked for; empty: nowhere."""
-    return os.environ.get(PREFIX + "TFT_PAUSES", "")
+def ranks_folder() -> str:
+    """Where that is; empty: nobody asks."""
+    return os.environ.get(PREFIX + "TFT_RANKS", "")
 
 
 def stacks_environ(path: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """``Model.train`` with MindSpore's own collectives and our ``FaultTolerance``: ``own_collectives_job.py FOLDER``, and
-the rank that dies, and the step in which it does, once; or ``slow``; or ``from``, and the folder in which another one
-has saved. Ends with a digest of all state.
+the rank that dies (or ``hangs``), and the step in which it does, once; or ``slow``; or ``from``, and the folder in which
+another one has saved. Ends with a digest of all state.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Death(Callback):
         print("step", step, flush=True)
         time.sleep(0.3 * ("slow" in ARGUMENTS))
         if [RANK, step] == DIES and start.step < step - 1:
+            if "hangs" in ARGUMENTS:
+                time.sleep(1000)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

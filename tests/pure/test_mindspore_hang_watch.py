@@ -51,6 +51,7 @@ class Job:
         self.watch = MindSporeHangWatch(
             self.controller,
             running,
+            RANKS,
             Settings(**settings),
             clock=lambda: int(self.now_s * 1e9),
             work=Work(60_000, self._used),

@@ -13,8 +13,8 @@ from resilient_train.errors import UsageError
 from resilient_train.integrations import mindspore
 from resilient_train.integrations.mindspore import ttp_directory
 from resilient_train.integrations.mindspore.agreed_step import STOP, AgreedStep, Asked, pause
-from resilient_train.integrations.mindspore.pause_folder import NOBODY, PauseDesk, PauseFolder
 from resilient_train.integrations.mindspore.preemption import SIGNALS, Preemption
+from resilient_train.integrations.mindspore.rank_folder import NOBODY, AgentFolder, RankFolder, RankStands
 
 
 def test_what_needs_mindspore_is_imported_when_it_is_asked_for() -> None:
@@ -58,28 +58,30 @@ def test_what_is_done_if_ranks_want_several_things(tmp_path: Path, asked: list[i
 
 def test_a_pause_by_files(tmp_path: Path) -> None:
     """One that is over is not the next one, also for a rank that looks late."""
-    desk, folder = PauseDesk(tmp_path / "pauses", 2), PauseFolder(tmp_path / "pauses")
-    folder.come(0)
-    assert not desk.attended
-    folder.come(1)
-    assert desk.attended
-    assert folder.wanted() == NOBODY
-    desk.ask()
-    first = folder.wanted()
-    folder.stand(0, first, 12)
-    assert desk.stand_behind() == NOBODY
-    folder.stand(1, first, 12)
-    assert desk.stand_behind() == 12
-    desk.end()
-    assert folder.goes_on(first)
-    desk.ask()
-    assert folder.goes_on(first)
-    assert not folder.goes_on(folder.wanted())
-    assert desk.stand_behind() == NOBODY
-    desk.begin_life()
-    assert desk.asked
-    assert not desk.attended
-    assert not PauseDesk(tmp_path / "pauses", 2).asked, "what another job has left"
+    agent = AgentFolder(tmp_path / "ranks", 2)
+    ranks = [RankFolder(tmp_path / "ranks", rank) for rank in range(2)]
+    ranks[0].tell(0)
+    assert agent.ranks() == []
+    ranks[1].tell(3)
+    ranks[0].tell(12, left=True)
+    assert agent.ranks() == [RankStands(12, left=True), RankStands(3)]
+    assert ranks[0].wanted() == NOBODY
+    agent.ask()
+    first = ranks[0].wanted()
+    ranks[0].stand(first, 12)
+    assert agent.stand_behind() == NOBODY
+    ranks[1].stand(first, 12)
+    assert agent.stand_behind() == 12
+    agent.end()
+    assert ranks[1].goes_on(first)
+    agent.ask()
+    assert ranks[1].goes_on(first)
+    assert not ranks[1].goes_on(ranks[1].wanted())
+    assert agent.stand_behind() == NOBODY
+    agent.begin_life()
+    assert agent.asked
+    assert agent.ranks() == []
+    assert not AgentFolder(tmp_path / "ranks", 2).asked, "what another job has left"
 
 
 def test_which_signals_are_taken() -> None:

@@ -36,8 +36,8 @@ from resilient_train.integrations.mindspore.network_state import (
     wait_for_device,
     written_by_forward,
 )
-from resilient_train.integrations.mindspore.pause_folder import NOBODY, PauseFolder
 from resilient_train.integrations.mindspore.preemption import SIGNALS, Preemption
+from resilient_train.integrations.mindspore.rank_folder import NOBODY, RankFolder
 from resilient_train.integrations.mindspore.replica_groups import check_groups, found_groups, own_ranks
 from resilient_train.integrations.mindspore.resume import TrainingPosition
 from resilient_train.integrations.mindspore.ttp_directory import Groups
@@ -114,8 +114,9 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         self._params: Any = None
         self._preemption: Preemption | None = None
         self._agreed: AgreedStep | None = None
-        pauses = config.pauses_folder() if switches.tsp or switches.arf else ""
-        self._pauses = PauseFolder(Path(pauses)) if pauses else None
+        told_in = config.ranks_folder()
+        self._told_in = RankFolder(Path(told_in), self._ranks.rank) if told_in else None
+        self._can_stand = switches.tsp or switches.arf
         self._first, self._done, self._last_step = 0, 0, 0
         """The step behind which this life begins, the last that has ended, and the last of the training."""
         self._optimizer: nn.Optimizer | None = None
@@ -212,8 +213,7 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         self._updates = self._count_updates()
         if self._abnormal is not None:
             self._copies.keep(step, self._state(), self._notes())
-        if self._pauses is not None:
-            self._pauses.come(self._ranks.rank)
+        self._tell_agent()
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
         """Looks whether the first epoch is the one that the data is in."""
@@ -265,6 +265,7 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
             got = self._preemption.got
         if error is not None and self._params is not None and not self._stopping:
             self._save_after(error)
+        self._tell_agent(left=True)
         if self._params is not None:
             self._params.train_dataset.set_init_step(0)  # an iterator that is made later begins at the beginning
         if self._stopping and error is None:
@@ -272,15 +273,20 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         if got is not None and error is None:
             self._tell(f"signal {got} came in the last step: training is over, and its result is the script's to save")
 
+    def _tell_agent(self, *, left: bool = False) -> None:
+        if self._told_in is not None:
+            self._told_in.tell(self._done, left=left)
+
     def _ended(self, step: int) -> None:
         self._done, self._in_step = step, False
+        self._tell_agent()
         self._updates = self._count_updates()
 
     def _asked(self, wrong: str) -> Asked | None:
         """What all do now. At the end of the very last step nobody stops: training is over anyway."""
         stops = self._preemption is not None and self._preemption.got is not None
         is_last = self._done == self._last_step
-        number = NOBODY if self._pauses is None else self._pauses.wanted()
+        number = self._told_in.wanted() if self._told_in is not None and self._can_stand else NOBODY
         wish = STOP if stops else None if number == NOBODY else agreed_step.pause(number)
         if self._agreed is None:
             if wrong:
@@ -298,11 +304,11 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
 
     def _stand(self, asked: Asked) -> Asked | None:
         """Until the pause is over, or this rank or another one is to end. Returns what all do then."""
-        assert self._pauses is not None, "another rank was started by another command"
+        assert self._told_in is not None, "another rank was started by another command"
         number, stop = agreed_step.pause(asked.back_to), Asked(self._done, STOP)
         wait_for_device()
-        self._pauses.stand(self._ranks.rank, number, self._done)
-        while not self._pauses.goes_on(number):
+        self._told_in.stand(number, self._done)
+        while not self._told_in.goes_on(number):
             if self._preemption is not None and self._preemption.got is not None:
                 if self._agreed is not None:
                     self._agreed.ask(stop)

@@ -28,7 +28,7 @@ from resilient_train.integrations.mindio import finder
 from resilient_train.integrations.mindio.controller import MindioStage, Notice, Recoveries, TrainingEnded, outcome
 from resilient_train.integrations.mindio.hub import Hub
 from resilient_train.integrations.mindio.wire import read_secret
-from resilient_train.integrations.mindspore.pause_folder import NOBODY, PauseDesk
+from resilient_train.integrations.mindspore.rank_folder import NOBODY, AgentFolder
 from resilient_train.launch.agent.console_text import end_of, line, pause_told, told
 from resilient_train.launch.agent.event_loop import BackgroundTasks, add_signal_handlers
 from resilient_train.launch.agent.how_it_failed import how_it_failed
@@ -36,6 +36,7 @@ from resilient_train.launch.agent.logs import SCHEDULER, SHOW_EVERY_S, Logs
 from resilient_train.launch.agent.mindspore_hang_watch import LOOK_S, MindSporeHangWatch
 from resilient_train.launch.agent.mindspore_operators import MindSporeOperators
 from resilient_train.launch.agent.processes import RankProcess, start_cold
+from resilient_train.launch.agent.uncontrolled_job import UncontrolledJob
 from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_SAVED
 from resilient_train.launch.spec import SOCKET, JobSpec
 from resilient_train.observe.sinks import Sink
@@ -52,7 +53,7 @@ _LAST_WORDS_S = 1.0
 _KILLED_S = 10.0
 """A process that was killed and has not ended by then waits in the kernel for something that does not come."""
 _CONNECTIONS_MAX = 256
-_PAUSES = "pauses"
+_RANKS = "ranks"
 _SECRET = "tft-secret"  # noqa: S105 - a file's name
 
 
@@ -73,8 +74,8 @@ class MindSporeAgent:
             controller = ("127.0.0.1", 0)  # what the ranks know is for theirs
         self._hub = Hub(*controller, spec.world_size, policy, read_secret(secret), self._on_told)
         hosted = {} if theirs else config.hosted_environ(controller[0], self._hub.port, secret)
-        self._desk = PauseDesk(spec.run_dir / _PAUSES, spec.world_size)
-        self._environ = {**environ, **hosted, **config.pauses_environ(str(spec.run_dir / _PAUSES))}
+        self._own = AgentFolder(spec.run_dir / _RANKS, spec.world_size)
+        self._environ = {**environ, **hosted, **config.ranks_environ(str(spec.run_dir / _RANKS))}
         self._budget = RetryBudget(spec.policy)
         self._replaced = 0
         self._running: dict[int, RankProcess] = {}
@@ -94,8 +95,11 @@ class MindSporeAgent:
         self._fault_ns = 0
         self._redo: list[int] = []
         """Who runs the step that a fault has cut once more."""
-        self._operators = MindSporeOperators(self._hub, self._desk, self._running, self._announce)
-        self._hang_watch = MindSporeHangWatch(self._hub.controller, self._running, spec.settings)
+        self._operators = MindSporeOperators(self._hub, self._own, self._running, self._announce)
+        self._hang_watches = [
+            MindSporeHangWatch(job, self._running, spec.world_size, spec.settings)
+            for job in (self._hub.controller, UncontrolledJob(self._own))
+        ]
 
     async def run(self) -> int:
         """Runs the job to its end."""
@@ -114,7 +118,7 @@ class MindSporeAgent:
         try:
             attempt = 0
             while attempt == 0 or await self._can_start_again(attempt):
-                self._desk.begin_life()
+                self._own.begin_life()
                 self._start(SCHEDULER, attempt)
                 for rank in range(self._spec.world_size):
                     self._start(rank, attempt)
@@ -198,11 +202,7 @@ class MindSporeAgent:
             self._fail(1, f"{how} before its training was over")
         elif not self._hub.known:
             how = f"{how}, and no rank has come to a controller that could have it replaced"
-            # In how many steps it has died nobody knows here, so it may die as often as torchrun's would.
-            why = why_give_up(self._spec.policy, used=self._replaced, lost=1, stuck=0)
-            if self._code is None and not why:
-                self._lost = rank, how
-            self._fail(128 - code, f"{how}; {why}" if why else how)
+            self._start_all_again(rank, how, 128 - code)
         elif self._hub.controller.stage is MindioStage.STARTING:
             self._fail(128 - code, f"{how} before all ranks had come to their training")
         elif at_its_end:
@@ -212,6 +212,14 @@ class MindSporeAgent:
         elif self._code is None and not self._hub.controller.hopeless:
             self._replaced += 1
             self._start(rank, process.incarnation + 1, joins=True)
+
+    def _start_all_again(self, rank: int, how: str, code: int) -> None:
+        """If there is a state from which they can; else the job ends."""
+        # In how many steps a rank has died nobody knows here, so it may die as often as torchrun's would.
+        why = why_give_up(self._spec.policy, used=self._replaced, lost=1, stuck=0)
+        if self._code is None and not why:
+            self._lost = rank, how
+        self._fail(code, f"{how}; {why}" if why else how)
 
     def _why_give_up(self, rank: int) -> str:
         stuck = self._budget.deaths(rank)
@@ -357,7 +365,7 @@ class MindSporeAgent:
         """Of ranks that come to stand by themselves."""
         stood = NOBODY
         while True:
-            stands = self._desk.stand_behind()
+            stands = self._own.stand_behind()
             if stands not in (NOBODY, stood):
                 self._operators.paused()
                 self._announce("paused", detail={"reason": "all stand", "step": stands})
@@ -368,12 +376,12 @@ class MindSporeAgent:
 
     async def _watch_for_hangs(self) -> None:
         while True:
-            self._hang_watch.look(self)
+            self._hang_watches[not self._hub.known].look(self)
             await asyncio.sleep(LOOK_S)
 
     def give_up(self, ranks: Collection[int], reason: str) -> None:
         job, detail = self._hub.controller, {"ranks": [*ranks], "reason": reason}
-        if not job.can_do_without(ranks):
+        if self._hub.known and not job.can_do_without(ranks):
             self._note("spared", detail=detail)
             for text in told("spared", job.round, 0, detail):
                 self._say(text)
@@ -385,7 +393,10 @@ class MindSporeAgent:
                 process.signal_group(signal.SIGKILL)
 
     def give_up_step(self, reason: str) -> None:
-        self._hub.give_up_step(reason)
+        if self._hub.known:
+            self._hub.give_up_step(reason)
+        else:
+            self._start_all_again(NOBODY, f"the ranks hang: {reason}", EXIT_UNRECOVERABLE)
 
     def tell(self, finding: Stall, detail: dict[str, Any]) -> None:
         self._note(finding.verdict.value, rank=finding.ranks[0] if finding.ranks else -1, detail=detail)

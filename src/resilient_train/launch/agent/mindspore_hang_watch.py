@@ -12,11 +12,11 @@ rank has made its first update, or behind the end of one, since a loss there can
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from resilient_train.config import Settings
-from resilient_train.integrations.mindio.controller import MindioController, MindioStage, Seat
+from resilient_train.integrations.mindio.controller import MindioStage
 from resilient_train.launch.agent.hang_watch import ask_for_stacks
 from resilient_train.launch.agent.process_activity import Work
 from resilient_train.launch.agent.processes import RankProcess
@@ -55,6 +55,40 @@ class MindSporeHangKeeper(Protocol):
         ...
 
 
+class WatchedSeat(Protocol):
+    """One rank: how many updates it has ended, whether it writes one, whether it has come to its end."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def updating(self) -> bool: ...
+
+    @property
+    def left(self) -> bool: ...
+
+
+class WatchedJob(Protocol):
+    """A ``MindioController``, or what knows as much of ranks without one."""
+
+    @property
+    def stage(self) -> MindioStage: ...
+
+    @property
+    def round(self) -> int: ...
+
+    @property
+    def seats(self) -> Sequence[WatchedSeat]: ...
+
+    def awaited(self) -> frozenset[int]:
+        """Whose answer, or whose training thread, is waited for now."""
+        ...
+
+    def steady(self) -> Sequence[int]:
+        """Ranks whose process was there before this recovery."""
+        ...
+
+
 class MindSporeProgress(Progress):
     """With words for what is known here."""
 
@@ -70,8 +104,9 @@ class MindSporeHangWatch:
 
     def __init__(
         self,
-        job: MindioController,
+        job: WatchedJob,
         running: Mapping[int, RankProcess],
+        world_size: int,
         settings: Settings,
         *,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -85,7 +120,7 @@ class MindSporeHangWatch:
         )
         self._leave_s = settings.hang_timeout_s or settings.hang_floor_s
         self._job, self._running = job, running
-        self._world_size = len(job.seats)
+        self._world_size = world_size
         self._detector = HangDetector(self._world_size, limits)
         self._clock = JobClock(self._world_size, settings.beat_ms)
         self._monotonic_ns = clock
@@ -109,8 +144,9 @@ class MindSporeHangWatch:
             self._work.forget(self._clock.now_ns / 1e6)
             self._detector.restart(self._clock.now_ns)
         if job.stage in (MindioStage.TRAINING, MindioStage.HALTING):
-            if all(seat.step and not seat.left for seat in job.seats):
-                self._look_at_training(keeper)
+            seats = job.seats
+            if all(seat.step and not seat.left for seat in seats):
+                self._look_at_training(seats, keeper)
         else:
             self._look_at_recovery(keeper)
 
@@ -132,8 +168,8 @@ class MindSporeHangWatch:
         process = self._running.get(rank)
         return process.state() if process is not None else RunState.RUNNING
 
-    def _look_at_training(self, keeper: MindSporeHangKeeper) -> None:
-        ranks: list[Progress] = [_progress(seat) for seat in self._job.seats]
+    def _look_at_training(self, seats: Sequence[WatchedSeat], keeper: MindSporeHangKeeper) -> None:
+        ranks: list[Progress] = [_progress(seat) for seat in seats]
         if ranks != self._last:
             self._work.forget(self._clock.now_ns / 1e6)
         else:
@@ -204,6 +240,6 @@ class MindSporeHangWatch:
         keeper.give_up(ranks, reason)
 
 
-def _progress(seat: Seat) -> MindSporeProgress:
+def _progress(seat: WatchedSeat) -> MindSporeProgress:
     phase = Phase.UPDATING if seat.updating else Phase.COMPUTE
     return MindSporeProgress(seat.step, phase, 0, Activity.TRAINING)

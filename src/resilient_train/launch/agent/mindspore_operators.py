@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from resilient_train.errors import ProtocolError
 from resilient_train.integrations.mindio.controller import MindioStage
 from resilient_train.integrations.mindio.hub import Hub
-from resilient_train.integrations.mindspore.pause_folder import NOBODY, PauseDesk
+from resilient_train.integrations.mindspore.rank_folder import NOBODY, AgentFolder, RankStands
 from resilient_train.launch.agent.processes import RankProcess
 from resilient_train.protocol import messages as m
 from resilient_train.session.injection import SIGNALS
@@ -35,9 +35,9 @@ class MindSporeOperators(Server[m.FromRank]):
     greeting = m.Hello
 
     def __init__(
-        self, hub: Hub, desk: PauseDesk, running: Mapping[int, RankProcess], note: Callable[..., None]
+        self, hub: Hub, own: AgentFolder, running: Mapping[int, RankProcess], note: Callable[..., None]
     ) -> None:
-        self._hub, self._desk, self._running, self._note = hub, desk, running, note
+        self._hub, self._own, self._running, self._note = hub, own, running, note
         self._stands_since = 0.0
 
     def paused(self) -> None:
@@ -79,19 +79,20 @@ class MindSporeOperators(Server[m.FromRank]):
         }
 
     def _stage(self) -> str:
-        if self._desk.stand_behind() != NOBODY:
+        if self._own.stand_behind() != NOBODY:
             return "PAUSED"
-        if not self._hub.known and self._desk.attended:
+        if not self._hub.known and self._own.ranks():
             return "RUNNING"
         return _WORDS.get(self._hub.controller.stage, "RECOVERING")
 
     def _rank(self, rank: int) -> dict[str, Any]:
         seat, process = self._hub.controller.seats[rank], self._running.get(rank)
+        own = [] if self._hub.known else self._own.ranks()
         return {
             "rank": rank,
             "pid": process.pid if process is not None else None,
             "incarnation": process.incarnation if process is not None else None,
-            "commits": seat.step,
+            "commits": own[rank].step if own else seat.step,
             "updating": seat.updating,
             "reported": seat.reported.name if seat.reported is not None else None,
         }
@@ -116,8 +117,8 @@ class MindSporeOperators(Server[m.FromRank]):
             return m.Reply(error="MindSpore's ranks stand still with TSP:1 or ARF:1 in MS_ENABLE_TFT only")
         if frame.step >= 0:
             return m.Reply(error="a MindSpore job stops behind its next update, and not before a given step")
-        if not self._hub.known and self._desk.attended:
-            return self._pause_attended()
+        if not self._hub.known and (ranks := self._own.ranks()):
+            return self._pause_own(ranks)
         if (
             job.stage in (MindioStage.STARTING, MindioStage.SAVING, MindioStage.RENAMING, MindioStage.OVER)
             or job.hopeless
@@ -131,17 +132,19 @@ class MindSporeOperators(Server[m.FromRank]):
         self._hub.pause()
         return m.Reply(status={"stage": self._stage()})
 
-    def _pause_attended(self) -> m.Reply:
+    def _pause_own(self, ranks: Sequence[RankStands]) -> m.Reply:
         """Ranks that know no controller, and have our callback."""
-        if self._desk.asked:
+        if any(rank.left for rank in ranks):
+            return m.Reply(error="ranks have come to the end of their training")
+        if self._own.asked:
             return m.Reply(error="a pause is asked for already")
         self._note("pause_asked", detail={"by": "operator", "at_step": 0})
-        self._desk.ask()
+        self._own.ask()
         return m.Reply(status={"stage": self._stage()})
 
     def _unpause(self) -> m.Reply:
-        if self._desk.asked:
-            return self._unpause_attended()
+        if self._own.asked:
+            return self._unpause_own()
         job = self._hub.controller
         if not job.pauses:
             return m.Reply(error=f"no pause is asked for; the job is {self._stage()}")
@@ -150,9 +153,9 @@ class MindSporeOperators(Server[m.FromRank]):
         self._hub.unpause()
         return m.Reply(status=status)
 
-    def _unpause_attended(self) -> m.Reply:
-        step, was = self._desk.stand_behind(), self._stage()
-        self._desk.end()
+    def _unpause_own(self) -> m.Reply:
+        step, was = self._own.stand_behind(), self._stage()
+        self._own.end()
         if step == NOBODY:
             self._note("pause_withdrawn", detail={"reason": "nobody wants it any more"})
             return m.Reply(status={"was": was, "step": 0, "paused_s": 0.0})

@@ -1,4 +1,6 @@
-"""``resilient-train pause`` of a job whose ranks have our callback, and MindSpore's own collectives."""
+"""What ``resilient-run`` can do with a job whose ranks have our callback, and MindSpore's own collectives: have it
+stand still, and end what hangs.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def has_begun(job: Job) -> bool:
-    return (job.run_dir / "pauses" / "here_0").exists() and (job.run_dir / "pauses" / "here_1").exists()
+    return all((job.run_dir / "ranks" / f"at_{rank}").exists() for rank in range(RANKS))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def test_all_stand(tmp_path: Path, undisturbed: list[str], befalls: str) -> None
     that is to end saves it, and goes on from there when it is started again.
     """
     with started(tmp_path, "slow", MS_ENABLE_TFT="{TTP:1,TSP:1,ARF:1}") as job:
-        until(lambda: (job.run_dir / "pauses").exists() and has_begun(job))
+        until(lambda: has_begun(job))
         assert job.asks("pause")["paused"]
         stand = [job.steps(rank) for rank in range(RANKS)]
         (paused,) = job.events("paused")
@@ -94,6 +96,7 @@ def test_all_stand(tmp_path: Path, undisturbed: list[str], befalls: str) -> None
         assert stand == [job.steps(rank) for rank in range(RANKS)], "nobody goes on"
         status = job.asks("status")
         assert status["stage"] == "PAUSED"
+        assert [rank["commits"] for rank in status["ranks"]] == [paused["detail"]["step"]] * RANKS
         if befalls == "kill":
             os.kill(status["ranks"][0]["pid"], signal.SIGKILL)
             until(lambda: len(job.events("paused")) == 2)
@@ -119,7 +122,7 @@ def test_two_pauses_that_follow_each_other_at_once(tmp_path: Path, undisturbed: 
     step.
     """
     with started(tmp_path, "slow") as job:
-        until(lambda: (job.run_dir / "pauses").exists() and has_begun(job))
+        until(lambda: has_begun(job))
         for _ in range(4):
             assert job.asks("pause")["paused"]
             job.asks("resume")
@@ -141,3 +144,27 @@ def test_who_can_not_stand(tmp_path: Path) -> None:
         assert "with TSP:1 or ARF:1 in MS_ENABLE_TFT only" in told.stderr
         job.process.terminate()
         job.process.communicate(timeout=100)
+
+
+def test_a_rank_that_is_stopped(tmp_path: Path, undisturbed: list[str]) -> None:
+    """It is killed, the other one saves its copy, and all start again from there."""
+    with started(tmp_path, "slow") as job:
+        until(lambda: has_begun(job) and len(job.steps(1)) > 5)
+        os.kill(job.asks("status")["ranks"][1]["pid"], signal.SIGSTOP)
+        told, _ = job.process.communicate(timeout=200)
+    assert job.process.returncode == 0, told
+    (fenced,) = job.events("fenced")
+    assert fenced["rank"] == 1, told
+    assert len(job.events("restart_all")) == 1
+    assert job.ends() == undisturbed
+
+
+def test_a_step_that_no_rank_ends(tmp_path: Path, undisturbed: list[str]) -> None:
+    """Whose fault it is nobody can tell from outside: all save their copies, and start again."""
+    with started(tmp_path, "hangs", "0", "8", RESILIENT_HANG_TIMEOUT_S="0.5") as job:
+        told, _ = job.process.communicate(timeout=250)
+    assert job.process.returncode == 0, told
+    assert "the ranks hang: no end for" in told
+    assert len(job.events("restart_all")) == 1, told
+    assert told.count("start 7\n") == RANKS, told
+    assert job.ends() == undisturbed

@@ -1,6 +1,6 @@
 """``Model.train`` with MindSpore's own collectives and our ``FaultTolerance``: ``own_collectives_job.py FOLDER``, and
-the rank that dies (or ``hangs``), and the step in which it does, once; or ``slow``; or ``from``, and the folder in which
-another one has saved. Ends with a digest of all state.
+the rank that dies (or ``hangs``), and the step in which it does, once; or ``slow``; or ``from``, and the folder in
+which another one has saved. Ends with a digest of all state.
 """
 
 from __future__ import annotations

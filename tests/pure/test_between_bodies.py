@@ -23,10 +23,23 @@ class Counts:
         self.table.copy_(state["table"])
 
 
+class Told(nn.Module):
+    """It publishes what it has by itself."""
+
+    value = 1
+
+    def get_extra_state(self) -> int:
+        return self.value
+
+    def set_extra_state(self, state: int) -> None:
+        self.value = state
+
+
 class Annealed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.drop, self.norm = nn.Linear(3, 2), nn.Dropout(0.1), nn.BatchNorm1d(3)
+        self.told = Told()
         self.heat = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,9 +66,6 @@ class Job:
                 rank_extra={"own": self.own},
             )
         )
-        for _ in range(3):  # what is large and written early is known by then
-            self.engine.window.begin(whole=True)
-            self.engine.window.forget()
 
     def body(self) -> None:
         self.model(torch.randn(4, 3)).sum().backward()
@@ -72,6 +82,7 @@ class Job:
             ],
             [dict(group, params=[*map(id, group["params"])]) for group in self.optimizer.param_groups],
             self.scheduler.state_dict(),
+            (self.model.told.value, self.model.drop.p),
             *(each.table.clone() for each in (self.shared, self.large, self.own)),
             torch.is_grad_enabled(),
         ]
@@ -79,8 +90,10 @@ class Job:
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    yield Job()
+    made = Job()
+    yield made
     torch.set_grad_enabled(True)
+    made.engine.window.detach()
 
 
 def freeze(job: Job) -> None:
@@ -156,6 +169,29 @@ def write_weights_and_gradients(job: Job) -> None:
     write_a_weight(job)
 
 
+def past_the_counters(job: Job) -> None:
+    for parameter in job.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.mul_(2)
+    job.large.table.data.add_(1)
+    assert job.model.norm.running_mean is not None
+    job.model.norm.running_mean.data.add_(1)
+
+
+def a_pass(job: Job) -> None:
+    """BatchNorm's kernel writes past them."""
+    with torch.no_grad():
+        job.model.norm(torch.arange(12.0).reshape(4, 3))
+
+
+def another_module(job: Job) -> None:
+    job.model.drop = nn.Dropout(0.3)
+
+
+def publish(job: Job) -> None:
+    job.model.told.value += 1
+
+
 def no_gradients(job: Job) -> None:
     torch.set_grad_enabled(False)
 
@@ -163,7 +199,7 @@ def no_gradients(job: Job) -> None:
 CHANGES: tuple[Callable[[Job], None], ...] = (
     *(freeze, evaluate, drop_more, cool, come, lower, schedule, count, count_many, count_own, scale_gradients),
     *(drop_a_gradient, bring_a_gradient, write_a_buffer, put_another_buffer, write_a_weight, no_gradients),
-    write_weights_and_gradients,
+    *(write_weights_and_gradients, past_the_counters, a_pass, another_module, publish),
 )
 
 
@@ -180,7 +216,7 @@ def test_it_is_set_again(job: Job, change: Callable[[Job], None], *, looked: boo
     """Before the second body and before the third: a fault in the third, or in front of it."""
     between, window = job.engine.between, job.engine.window
     window.begin(whole=True)
-    between.begins(0, again=False)
+    between.begins(0, 0)
     found = []
     for place in range(2):
         if torch.is_grad_enabled():
@@ -189,36 +225,87 @@ def test_it_is_set_again(job: Job, change: Callable[[Job], None], *, looked: boo
         change(job)
         found.append(job.is_now())
         if place == 0 or looked:
-            between.begins(place + 1, again=False)
+            between.begins(place + 1, 0)
     if looked and torch.is_grad_enabled():
         job.body()
     between.look()
     assert not window.rollback()
 
-    between.begins(0, again=True)
+    between.begins(0, 0)
     for place in range(2):
         if place == 0 or change is not no_gradients:
             job.body()
         between.left(place)
-        between.begins(place + 1, again=place == 0 or looked)
+        between.begins(place + 1, 0)
         assert same(job.is_now(), found[place]), (place, change.__name__)
+
+
+def test_a_second_fault_in_a_redo(job: Job) -> None:
+    """When its first body has run, and what was changed behind it is not set again yet."""
+    between, window = job.engine.between, job.engine.window
+    window.begin(whole=True)
+    between.begins(0, 0)
+    job.body()
+    between.left(0)
+    lower(job)
+    scale_gradients(job)
+    between.begins(1, 0)
+    found = job.is_now()
+    for _ in range(2):
+        between.look()
+        window.rollback()
+        between.begins(0, 0)
+        job.body()
+        between.left(0)
+    between.begins(1, 0)
+    assert same(job.is_now(), found)
+
+
+def test_what_is_written_past_the_counters_is_seen_in_first_windows_and_copied_from_then_on(job: Job) -> None:
+    between, window = job.engine.between, job.engine.window
+    for base in range(5):
+        window.begin(whole=True)
+        between.begins(0, base)
+        job.body()
+        between.left(0)
+        past_the_counters(job)
+        assert between.begins(1, base)
+        found = job.is_now()
+        window.rollback()
+        between.begins(0, base)
+        job.body()
+        between.left(0)
+        between.begins(1, base)
+        assert same(job.is_now(), found), base
+        window.forget()
+
+
+def test_optimizer_state_that_the_head_writes_is_told(job: Job) -> None:
+    job.body()
+    job.optimizer.step()
+    between = job.engine.between
+    between.head_is_repeated()
+    assert not between.written_in_head()
+    for entry in job.optimizer.state.values():
+        entry["exp_avg"].zero_()
+    assert between.written_in_head() == "optimizer.0"
 
 
 def test_a_window_begins_with_nothing_of_the_one_before(job: Job) -> None:
     between = job.engine.between
     job.engine.window.begin()
-    between.begins(0, again=False)
+    between.begins(0, 0)
     job.body()
     between.left(0)
     lower(job)
-    between.begins(1, again=False)
+    between.begins(1, 0)
     job.engine.window.forget()
     job.engine.window.begin()
-    between.begins(0, again=False)
+    between.begins(0, 2)
     rate = job.optimizer.param_groups[0]["lr"] = 0.3
     job.body()
     between.left(0)
-    between.begins(1, again=False)
+    between.begins(1, 2)
     assert job.optimizer.param_groups[0]["lr"] == rate
 
 
@@ -229,12 +316,12 @@ def test_only_what_was_written_is_copied(job: Job, monkeypatch: pytest.MonkeyPat
     between = job.engine.between
     assert isinstance(between, BetweenBodies)
     job.engine.window.begin()
-    between.begins(0, again=False)
+    between.begins(0, 0)
     job.body()
     between.left(0)
     copied.clear()
     gradient = job.model.inner.bias.grad
     assert gradient is not None
     gradient *= 2
-    between.begins(1, again=False)
+    between.begins(1, 0)
     assert copied == [job.model.inner.bias.shape]

@@ -559,3 +559,25 @@ def test_another_process_is_told_modes_as_they_are_at_the_head_of_a_window() -> 
     assert other.model.bias.grad is None
     other.kept.begin({})
     assert other.kept.modes(within=False) == told
+
+
+def test_what_was_otherwise_in_another_process() -> None:
+    def kept(rate: float, *, evaluates: bool, frozen: bool) -> KeptState:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+        found = KeptState(Objects((model,), (torch.optim.SGD(model.parameters(), 0.1),), (), None, {}, {}))
+        found.modes(within=False)
+        model[1].p = rate
+        model.train(not evaluates)
+        model[0].bias.requires_grad_(not frozen)
+        return found
+
+    one, other = kept(0.1, evaluates=False, frozen=True), kept(0.4, evaluates=True, frozen=False)
+    assert one.otherwise(one.modes(within=False)) == []
+    assert other.otherwise(one.modes(within=False)) == one.otherwise(other.modes(within=False)) != []
+    assert other.otherwise(one.modes(within=False)) == [
+        "model.0.0.bias.requires_grad",
+        "model.0.0.training",
+        "model.0.1.p",
+        "model.0.1.training",
+        "model.0.training",
+    ]

@@ -22,7 +22,8 @@ class Controller:
     ("second", "after_s", "requests"),
     [
         (("the launcher", signal.SIGTERM), 0.5, 1),
-        (("rank 0", signal.SIGTERM), 0.0, 2),
+        (("rank 0", signal.SIGTERM), 0.0, 1),
+        (("rank 0", signal.SIGTERM), 1.5, 2),
         (("the launcher", signal.SIGTERM), 1.5, 2),
         (("the launcher", signal.SIGHUP), 0.0, 2),
     ],

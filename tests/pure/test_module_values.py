@@ -92,13 +92,16 @@ def test_a_new_process_takes_over_what_is_otherwise_than_as_built() -> None:
     assert taken(to) == taken(of), "and gives it on"
 
 
-def test_of_the_users_modules_the_window_counts() -> None:
+def test_the_window_counts() -> None:
     model = Annealed()
     of = values(model)
+    model.drop.p = 0.1
     held = of.held()
     model(torch.ones(1))
-    model.drop.p = 0.1
+    model.drop.p = 0.2
     assert taken(of, held) == {(0, "drop"): {"p": 0.1}}
+    of.put_back(held)
+    assert model.drop.p == 0.1
 
 
 @pytest.mark.parametrize(

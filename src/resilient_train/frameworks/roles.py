@@ -692,7 +692,7 @@ class Window(Protocol):
     """A window (the steps up to and including one update): its updates are seen, and it can be taken back.
 
     Called by ``session/driver.py``, ``from_replica.py``, ``saving.py`` and ``from_saved.py`` (the layout that travels
-    with the state), ``bodies_without_update.py``.
+    with the state), ``bodies_without_update.py``, ``loop_head.py``.
     """
 
     def attach(self, updates: Updates) -> None:
@@ -740,10 +740,10 @@ class Window(Protocol):
         """
         ...
 
-    def rebuild_reducer(self, layout: bytes | None, commits: int, *, modes: bool = True) -> None:
+    def rebuild_reducer(self, layout: bytes | None, commits: int, *, modes: bool = True) -> list[str]:
         """Brings this process to where an undisturbed one is before update ``commits``. ``layout``: that of whoever
         this rank's state comes from; None: it is its own. ``modes``: what the script has switched while it ran (what
-        evaluates, what is frozen) is as it was there. Raises TransferError.
+        evaluates, what is frozen) is as it was there; if not, returns what is otherwise. Raises TransferError.
         """
         ...
 
@@ -785,8 +785,10 @@ class Between(Protocol):
         """What was changed since is kept, if nobody has looked yet: a redo is about to take it back."""
         ...
 
-    def begins(self, place: int, *, again: bool) -> None:
-        """The body at ``place`` begins: what was changed before it is as it was then. ``again``: it began before."""
+    def begins(self, place: int, base: int) -> bool:
+        """The body at ``place`` begins, of the window that began with step ``base``: what was changed before it is as
+        it was then. Returns whether tensors of the models were, in this window.
+        """
         ...
 
     def modes(self) -> Callable[[], object]:
@@ -797,6 +799,10 @@ class Between(Protocol):
         """A new process runs its loop up to its first call: what ``with`` statements around calls switch, and switch
         back behind them, is as the script has made it.
         """
+        ...
+
+    def written_in_head(self) -> str:
+        """Of optimizers' states, which nothing puts back: what was written since then; empty: nothing."""
         ...
 
 

@@ -171,6 +171,7 @@ class Driver:
             plan, *who, self._sink, engine.drill, self._peers, self._falsify, self._clock.slow_down
         )
         self._verification = self._second_look(agent, settings, undo=undo)
+        self._computes_twice = self._anomalies is not None or settings.verify_every > 0
         self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
@@ -819,8 +820,12 @@ class Driver:
     def _draw(self, _: do.Draw, *, whole: bool = False) -> None:
         place = self._rank.place
         again = self._batches.has(place)
-        if self.calling:
-            self._engine.between.begins(place, again=again)
+        if self.calling and self._engine.between.begins(place, self._rank.base) and self._computes_twice:
+            raise UsageError(
+                "gradients, weights or buffers were written between two calls of session.call() for one update, before "
+                f"step {self._rank.number}: in a step that runs again they are set as they were, so to compute it once "
+                "more (RESILIENT_VERIFY_EVERY, TRE) would not find a wrong result out; write them in the body"
+            )
         looks = self._batches.first and not again
         before = self._steady() if looks else {}
         with self._engine.collectives.loading():

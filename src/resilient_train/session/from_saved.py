@@ -96,7 +96,14 @@ class FromSaved:
         if own.changed:
             self._look_beside(beside(own.changed))
         # A job that people start again may have another script, which freezes other layers.
-        self._window.rebuild_reducer(own.layout, source.commits, modes=self._link.attempt > 0)
+        otherwise = self._window.rebuild_reducer(own.layout, source.commits, modes=self._link.attempt > 0)
+        if otherwise and self._link.rank == 0:
+            more = f" and {len(otherwise) - 3} more" if len(otherwise) > 3 else ""
+            say_aside(
+                f"{', '.join(otherwise[:3])}{more}: what no checkpoint holds was otherwise when this state was saved; "
+                "if nothing but the loop has switched it, the loop must do so again, by the step's number "
+                "(docs/how-to/loops.md, State that is written before the update)"
+            )
         self._event("restored", {"source": source.kind, "commits": source.commits, "path": source.path})
         return own.published
 

@@ -40,7 +40,7 @@ class LoopHead:
             return ""
         from_file = commits == self._from_replica.loops_begin.commits and self._attempt == 0
         set_modes = self._between.modes() if from_file else None  # no file has them
-        lost = self._window.rollback()
+        lost = self._window.rollback() or self._between.written_in_head()
         if set_modes is not None:
             set_modes()
             self._window.begin()

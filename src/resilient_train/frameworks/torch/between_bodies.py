@@ -3,24 +3,25 @@
 ``session.call`` runs the bodies of a window again by itself, without the code that stands between them. So what that
 code has changed is kept, and is set again before the body that it was meant for. A change is seen by comparing what a
 body has left with what the next one finds; tensors by their version counters, so that a copy is made of those only
-that were written. Nothing is looked at in loops whose every body updates.
+that were written (and, in the first windows, by digests, since what is written to ``tensor.data`` counts nowhere).
+Nothing is looked at in loops whose every body updates.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from resilient_train.frameworks.roles import StateMark
-from resilient_train.frameworks.torch.containers import copy_tree
+from resilient_train.frameworks.roles import Objects, StateMark
+from resilient_train.frameworks.torch.fingerprint import tensor_digest
 from resilient_train.frameworks.torch.kept_state import KeptState, can_be_watched
-from resilient_train.frameworks.torch.leaves import is_sharded, local, restore_object, state_of
-from resilient_train.frameworks.torch.module_values import HeldValues
+from resilient_train.frameworks.torch.leaves import is_sharded, local, version_of
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
 from resilient_train.frameworks.torch.watched_state import marks_in
@@ -29,6 +30,8 @@ Put = Callable[[], object]
 """Sets something again."""
 Holder = dict[str, Any]
 """A module's parameters or its buffers, by name."""
+Place = tuple[int, str]
+"""The ``id`` of a holder, and a name in it."""
 
 
 class _Part(NamedTuple):
@@ -41,25 +44,46 @@ class _Part(NamedTuple):
 class BetweenBodies:
     """See ``frameworks/roles.Between``."""
 
-    def __init__(self, models: Sequence[torch.nn.Module], state: TorchState, rank_state: TorchRankState) -> None:
-        wrappers = (each for model in models for each in model.modules() if isinstance(each, DistributedDataParallel))
+    def __init__(self, objects: Objects, state: TorchState, rank_state: TorchRankState) -> None:
+        modules = [each for model in objects.models for each in model.modules()]
+        wrappers = [each for each in modules if isinstance(each, DistributedDataParallel)]
         self._made = [(wrapper, wrapper.require_backward_grad_sync) for wrapper in wrappers]
-        self._torchs = _torchs_values(state.kept)
+        self._optimizers = objects.optimizers
         self._modes = _modes(state.kept)
-        self._parts = [self._torchs, self._modes, *_parts(state, rank_state)]
+        self._parts = [_modules(state.kept), self._modes, *_parts(state, rank_state)]
         self._tensors = _Tensors(state.kept)
         self._left: tuple[list[StateMark], _Seen] | None = None
-        self._next = 0
-        """The place of the body that comes behind the one that has left this."""
+        self._base = self._next = -1
+        """The step with which the window began; the place of the body that comes behind the one that has left this."""
         self._before: dict[int, list[Put]] = {}
         """By the place of a body: what sets again what was changed before it."""
-        self._torchs_first: Put | None = None
-        """The same of torch's modules and the first body: they are in no window, as bodies don't change them."""
+        self._wrote_tensors = False
+        self._optimizers_found: list[_OptimizerState] = []
 
     def left(self, place: int) -> None:
         self._left, self._next = ([part.mark() for part in self._parts], self._tensors.seen()), place + 1
-        if not place and self._torchs_first is None:
-            self._torchs_first = self._torchs.keep()
+
+    def look(self) -> None:
+        # Behind a body that has run again nothing was changed since, and what is known is not set again yet.
+        left, self._left = self._left, None
+        if left is None or self._next in self._before:
+            return
+        marks, seen = left
+        pairs = zip(self._parts, marks, strict=True)
+        puts = [part.keep() for part, mark in pairs if not part.mark().same(mark)]
+        tensors = [*self._tensors.changed_since(seen)]
+        self._wrote_tensors = self._wrote_tensors or bool(tensors)
+        self._before[self._next] = [*puts, *tensors]
+
+    def begins(self, place: int, base: int) -> bool:
+        if base != self._base:
+            self._base = base
+            self._before.clear()
+            self._wrote_tensors = False
+        for put in self._before.get(place, ()):
+            put()
+        self.look()
+        return self._wrote_tensors
 
     def modes(self) -> Put:
         return self._modes.keep()
@@ -67,25 +91,36 @@ class BetweenBodies:
     def head_is_repeated(self) -> None:
         for wrapper, reduces in self._made:
             wrapper.require_backward_grad_sync = reduces
+        self._optimizers_found = [*map(_OptimizerState.of, self._optimizers)]
 
-    def look(self) -> None:
-        if self._left is None:
-            return
-        (marks, seen), self._left = self._left, None
-        pairs = zip(self._parts, marks, strict=True)
-        puts = [part.keep() for part, mark in pairs if not part.mark().same(mark)]
-        self._before[self._next] = [*puts, *self._tensors.changed_since(seen)]
+    def written_in_head(self) -> str:
+        pairs = enumerate(zip(self._optimizers, self._optimizers_found, strict=True))
+        return next((f"optimizer.{i}" for i, (each, was) in pairs if not was.is_of(each)), "")
 
-    def begins(self, place: int, *, again: bool) -> None:
-        if not place:
-            if not again:
-                self._before.clear()
-                self._torchs_first = None
-            elif self._torchs_first is not None:
-                self._torchs_first()
-        for put in self._before.get(place, ()):
-            put()
-        self.look()
+
+class _OptimizerState(NamedTuple):
+    """Its tensors, and which version of each."""
+
+    tensors: list[torch.Tensor]
+    versions: list[int]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> _OptimizerState:
+        tensors = [*tensors_of_state(optimizer)]
+        return cls(tensors, [*map(version_of, tensors)])
+
+    def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        now = _OptimizerState.of(optimizer)
+        as_many = len(now.tensors) == len(self.tensors)
+        return as_many and all(map(operator.is_, now.tensors, self.tensors)) and now.versions == self.versions
+
+
+def tensors_of_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """What it keeps beside its parameters."""
+    for entry in optimizer.state.values():
+        for each in entry.values() if isinstance(entry, Mapping) else ():
+            if isinstance(each, torch.Tensor):
+                yield each
 
 
 def _kept(held: Callable[[], Any], put: Callable[[Any], object]) -> Callable[[], Put]:
@@ -96,16 +131,9 @@ def _kept(held: Callable[[], Any], put: Callable[[Any], object]) -> Callable[[],
     return keep
 
 
-def _torchs_values(kept: KeptState) -> _Part:
-    """Of torch's own modules, a dropout's rate: the loop sets them."""
-
-    def held() -> HeldValues:
-        return kept.values.held_of_torchs()
-
-    def put(was: HeldValues) -> None:
-        kept.values.put_back(was)
-
-    return _Part(lambda: StateMark(held().values), _kept(held, put))
+def _modules(kept: KeptState) -> _Part:
+    """Which module is where."""
+    return _Part(lambda: StateMark([*map(id, now := kept.parts_now())], now), _kept(kept.parts_now, kept.put_parts))
 
 
 def _modes(kept: KeptState) -> _Part:
@@ -119,29 +147,15 @@ def _modes(kept: KeptState) -> _Part:
 def _parts(state: TorchState, rank_state: TorchRankState) -> Iterator[_Part]:
     """All else but tensors of models."""
 
-    def put_entries(entries: dict[str, bytes]) -> None:
-        for name, entry in entries.items():
-            rank_state.restore_entry(name, entry)
-
     def settings() -> StateMark:
         small, groups = state.small_tree(), state.groups()
         return StateMark(([*marks_in(small)], [[[*map(id, group)] for group in each] for each in groups]), small)
 
     yield _Part(settings, _kept(state.small_copy, state.restore_small))
-    yield _Part(lambda: StateMark(rank_state.entries()), _kept(rank_state.entries, put_entries))
-    yield _Part(
-        lambda: StateMark(torch.is_grad_enabled()),
-        _kept(torch.is_grad_enabled, torch.set_grad_enabled),
-    )
+    yield _Part(lambda: StateMark(rank_state.without_buffers()), _kept(rank_state.without_buffers, rank_state.put_own))
+    yield _Part(lambda: StateMark(torch.is_grad_enabled()), _kept(torch.is_grad_enabled, torch.set_grad_enabled))
     for watched in state.kept.states:
-        thing = watched.thing
-        yield _Part(
-            watched.mark,
-            _kept(
-                lambda thing=thing: copy_tree(state_of(thing)),  # type: ignore[misc]
-                lambda held, thing=thing: restore_object(thing, copy_tree(held)),  # type: ignore[misc]
-            ),
-        )
+        yield _Part(watched.mark, _kept(watched.copy, watched.take))
 
 
 class _Slot(NamedTuple):
@@ -161,6 +175,8 @@ class _Seen(NamedTuple):
     written: list[tuple[int, int]]
     gradients: list[torch.Tensor | None]
     gradients_written: list[int]
+    digests: list[str] | None
+    """Of all of these and all of those, in the first windows."""
 
     def is_as(self, other: _Seen) -> bool:
         """Whether nothing was changed between the two."""
@@ -169,12 +185,31 @@ class _Seen(NamedTuple):
             and self.written == other.written
             and all(map(operator.is_, self.gradients, other.gradients))
             and self.gradients_written == other.gradients_written
+            and (None in (self.digests, other.digests) or self.digests == other.digests)
         )
 
-    def each(self) -> dict[tuple[int, str], tuple[_Slot, tuple[int, int], torch.Tensor | None, int]]:
-        """By place."""
-        rows = zip(self.slots, self.written, self.gradients, self.gradients_written, strict=True)
-        return {(id(row[0].holder), row[0].name): row for row in rows}
+    def each(self) -> dict[Place, _Row]:
+        digests = self.digests or [""] * (2 * len(self.slots))
+        columns = self.slots, self.written, digests, self.gradients, self.gradients_written, digests[len(self.slots) :]
+        rows = itertools.starmap(_Row, zip(*columns, strict=False))
+        return {(id(row.slot.holder), row.slot.name): row for row in rows}
+
+
+class _Row(NamedTuple):
+    """Of one slot."""
+
+    slot: _Slot
+    written: tuple[int, int]
+    digest: str
+    gradient: torch.Tensor | None
+    gradient_written: int
+    gradient_digest: str
+
+    def is_as(self, other: _Row) -> bool:
+        return self.slot.tensor is other.slot.tensor and self.written == other.written
+
+    def has_gradient_of(self, other: _Row) -> bool:
+        return self.gradient is other.gradient and self.gradient_written == other.gradient_written
 
 
 class _Tensors:
@@ -186,9 +221,13 @@ class _Tensors:
         self._slots: list[_Slot] = []
         """What can be watched of these."""
         self._tensors: list[torch.Tensor] = []
+        self._silent: set[Place] = set()
+        """What was seen to be written past the version counters (``tensor.data``), and ..."""
+        self._silent_gradients: set[Place] = set()
+        """... whose gradients: copied each time, from then on."""
 
     def seen(self) -> _Seen:
-        """Takes some 2 us a tensor."""
+        """Takes some 2 us a tensor, and in the first windows as long as it takes to read all of them."""
         holders = [each for module in self._kept.modules() for each in (module._parameters, module._buffers) if each]
         there = [each for holder in holders for each in holder.values()]
         if len(there) != len(self._there) or not all(map(operator.is_, there, self._there)):
@@ -207,24 +246,44 @@ class _Tensors:
             [*zip(map(version, tensors), map(self._kept.address, tensors), strict=True)],
             gradients,
             [-1 if each is None else version(each) for each in gradients],
+            [*map(_digest_of, (*tensors, *gradients))] if self._kept.looks_closely else None,
         )
 
     def changed_since(self, before: _Seen) -> Iterator[Put]:
         """What sets again each of them that was changed."""
         now = self.seen()
-        if now.is_as(before):
+        if now.is_as(before) and not self._silent and not self._silent_gradients:
             return
-        was = before.each()
-        for place, (slot, written, gradient, gradient_written) in now.each().items():
-            old, old_written, old_gradient, old_gradient_written = was.pop(place, (slot, None, None, -1))
-            if is_sharded(old.tensor) != is_sharded(slot.tensor):
+        was, rows = before.each(), now.each()
+        holders: set[int] = set()
+        for place, row in rows.items():
+            old = was.pop(place, None)
+            if old is not None and is_sharded(old.slot.tensor) != is_sharded(row.slot.tensor):
                 continue  # FSDP has gathered it for a forward pass, or divided it again
-            if old.tensor is not slot.tensor or old_written != written:
-                yield _putting(slot)
-            if gradient is not old_gradient or gradient_written != old_gradient_written:
-                yield _putting_gradient(slot.tensor, gradient)
-        for slot, *_ in was.values():
-            yield functools.partial(slot.holder.pop, slot.name, None)
+            if old is not None and now.digests is not None and before.digests is not None:
+                self._learn(place, old, row)
+            if old is None or not row.is_as(old) or place in self._silent:
+                holders.add(place[0])
+            if place in self._silent_gradients or not (
+                row.gradient is None if old is None else row.has_gradient_of(old)
+            ):
+                yield _putting_gradient(row.slot.tensor, row.gradient)
+        # BatchNorm's kernel writes past the counters, but for that of its passes: so all of one module.
+        yield from (_putting(row.slot) for place, row in rows.items() if place[0] in holders)
+        for row in was.values():
+            yield functools.partial(row.slot.holder.pop, row.slot.name, None)
+
+    def _learn(self, place: Place, old: _Row, row: _Row) -> None:
+        if row.is_as(old) and row.digest != old.digest:
+            self._silent.add(place)
+        if row.has_gradient_of(old) and row.gradient_digest != old.gradient_digest:
+            self._silent_gradients.add(place)
+
+
+def _digest_of(tensor: torch.Tensor | None) -> str:
+    """Of what lies in the host's memory."""
+    held = None if tensor is None else local(tensor)
+    return "" if held is None or not held.is_cpu or held.layout is not torch.strided else tensor_digest(held)
 
 
 def _putting(slot: _Slot) -> Put:

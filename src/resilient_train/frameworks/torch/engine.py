@@ -45,7 +45,7 @@ def engine_for(objects: Objects) -> Engine:
         rank_state=rank_state,
         data=data,
         window=window,
-        between=BetweenBodies(objects.models, state, rank_state),
+        between=BetweenBodies(held, state, rank_state),
         gradients=gradients,
         drill=TorchDrill(held, groups, device, state),
     )

@@ -48,6 +48,8 @@ LIVES_ON = "resilient_lives_on"
 _VERSION = operator.attrgetter("_version")
 _TRAINING, _REQUIRES_GRAD, _GRADIENT = map(operator.attrgetter, ("training", "requires_grad", "grad"))
 
+_MISSING = object()
+
 Key = tuple[int, str]
 """A parameter: the number of its model, its name there."""
 
@@ -263,6 +265,17 @@ class KeptState:
         self._switches.take(modes.switched)
         self.values.take(modes.values)
 
+    def otherwise(self, modes: Modes) -> list[str]:
+        """What another process had, and this one has not, or otherwise."""
+        mine = self.modes(within=False)
+        names = [(key, "training") for key in {*modes.evaluating} ^ {*mine.evaluating}]
+        names += [(key, "requires_grad") for key in {*modes.frozen} ^ {*mine.frozen}]
+        theirs, here = ({each.module: each.values for each in one.values} for one in (modes, mine))
+        for key in theirs | here:
+            one, other = theirs.get(key, {}), here.get(key, {})
+            names += [(key, name) for name in one | other if one.get(name, _MISSING) != other.get(name, _MISSING)]
+        return sorted({f"{_told(key)}.{name}".replace("..", ".") for key, name in names})
+
     def settled(self) -> list[tuple[object, frozenset[str]]]:
         """See ``frameworks/roles.Window``."""
         return self.values.settled()
@@ -329,14 +342,22 @@ class KeptState:
             return
         if intact:
             self.look()
-        for owner, name, part in self._parts:
-            if owner.get(name) is not part:
-                owner[name] = part
+        self.put_parts([part for _, _, part in self._parts])
         for each in self._watched:
             self._put_back(*each)
         for state in self.states:
             state.put_back()
         self.put_modes(self._modes)
+
+    def parts_now(self) -> list[torch.nn.Module | None]:
+        """Which modules are where the window has found some."""
+        return [owner.get(name) for owner, name, _ in self._parts]
+
+    def put_parts(self, parts: list[torch.nn.Module | None]) -> None:
+        """What ``parts_now`` was."""
+        for (owner, name, _), part in zip(self._parts, parts, strict=True):
+            if owner.get(name) is not part:
+                owner[name] = part
 
     def put_modes(self, modes: _Modes) -> None:
         """What ``modes_now`` was, without the gradients."""

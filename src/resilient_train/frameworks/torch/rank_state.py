@@ -134,6 +134,15 @@ class TorchRankState:
         thing = self._extra[name]
         restore_object(thing, dressed(unpack(state), state_of(thing)))
 
+    def without_buffers(self) -> bytes:
+        """All but the buffers."""
+        return pack(self._held()) if self._more else b""
+
+    def put_own(self, state: bytes) -> None:
+        """What ``without_buffers`` was, in this very process."""
+        if state:
+            self._put_back(dressed(unpack(state), self._held()))
+
     def _put_back(self, tree: Mapping[str, Any]) -> None:
         self._modules.restore(tree.get("extra_state", {}))
         for name, state in tree["extra"].items():

@@ -54,7 +54,7 @@ class WatchedState:
         self.kept = self._behind = self._seen = None
         self._digest = ""
         if whole or self.early or self._unwatchable:
-            self.kept = copy_tree(state_of(self.thing))
+            self.kept = self.copy()
             return
         if self._look_anew == 0 and self._dicts is not None:  # a module does not become small
             self._seen = self._signature()
@@ -82,12 +82,22 @@ class WatchedState:
         return False
 
     def mark(self) -> StateMark:
-        """By what it is; a large one that can be watched, by which version of it."""
-        state = None if self._dicts is not None else state_of(self.thing)
-        if state is not None and (self._unwatchable or is_small(state)):
+        """By what it is; a large one of which there is no copy, by which version of it: one that bodies write may be
+        written to ``tensor.data``.
+        """
+        state = None if self._dicts is not None and self.kept is None else state_of(self.thing)
+        if state is not None and (self._unwatchable or self.kept is not None or is_small(state)):
             return StateMark(digest_of_state(state))
         held, what = self._signature(state)
         return StateMark(what, held)
+
+    def copy(self) -> Any:
+        """All of it."""
+        return copy_tree(state_of(self.thing))
+
+    def take(self, state: Any) -> None:
+        """What ``copy`` was."""
+        restore_object(self.thing, copy_tree(state))
 
     def was_found(self) -> bool:
         """Whether it was seen to be written since the last call."""
@@ -97,13 +107,13 @@ class WatchedState:
     def cut(self) -> None:
         """The body is left: from here on all is kept."""
         if self.kept is None:
-            self._behind = copy_tree(state_of(self.thing))
+            self._behind = self.copy()
 
     def put_back(self) -> None:
         """What is kept."""
         state = self.kept if self.kept is not None else self._behind
         if state is not None:
-            restore_object(self.thing, copy_tree(state))
+            self.take(state)
 
     def _signature(self, state: Any = None) -> tuple[Any, list[Any]]:
         if self._dicts is not None:

@@ -239,7 +239,7 @@ class TorchWindow:
         early, modes = (kept.early_parameters(), kept.early_states()), kept.modes(within=within)
         return msgspec.msgpack.encode(_Learnt(history.passes, history.shares_buffers, *early, modes))
 
-    def rebuild_reducer(self, layout: bytes | None, commits: int, *, modes: bool = True) -> None:
+    def rebuild_reducer(self, layout: bytes | None, commits: int, *, modes: bool = True) -> list[str]:
         learnt = None
         if layout is not None:
             try:
@@ -248,8 +248,12 @@ class TorchWindow:
                 raise TransferError(f"what the replica has learnt in its first steps can't be read: {error}") from None
             self._state.kept.learn(learnt.parameters, learnt.states)
         self._buckets.restore(learnt, commits)
-        if modes and learnt is not None and learnt.modes is not None:
-            self._state.kept.take_modes(learnt.modes)
+        if learnt is None or learnt.modes is None:
+            return []
+        if not modes:
+            return self._state.kept.otherwise(learnt.modes)
+        self._state.kept.take_modes(learnt.modes)
+        return []
 
     # -- optimizers
 

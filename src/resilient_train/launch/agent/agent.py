@@ -405,7 +405,8 @@ class Agent:
             self._note("state_differs", rank=rank, detail={"name": name, "commits": frame.commits, "ranks": parties})
             self._say(
                 f"state[{name!r}] is not the same on ranks {' and '.join(map(str, parties))}, but a replaced rank gets "
-                "that of another one: what each rank has of its own belongs in `rank_state=`"
+                "that of another one: what each rank has of its own belongs in `rank_state=` (not so an average of a "
+                "model with BatchNorm: only its buffers differ)"
             )
 
     async def _open_vault(self, connection: RankConnection) -> None:

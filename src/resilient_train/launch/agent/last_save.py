@@ -25,7 +25,7 @@ from resilient_train.strategies import ttp
 
 _SAME_REQUEST_S = 1.0
 """Who ends a job (systemd, LSF) may signal all of its processes: that is one request, though the launcher and a rank
-hear of it one behind the other.
+hear of it one behind the other; and ``timeout`` signals its child, and then the group, in which that is as well.
 """
 
 
@@ -43,7 +43,7 @@ class LastSave:
         self._captured: dict[int, Captured] = {}
         self._generation = -1
         self._timed = False
-        self._request = ("", 0, 0.0)
+        self._request = (0, 0.0)
         """Who got which signal first, and when, by ``time.monotonic``."""
         self.carry_out: Callable[[list[Command]], None] = lambda _: None
 
@@ -60,7 +60,7 @@ class LastSave:
 
     def asked(self, whom: str, number: int) -> None:
         """A signal came: the job leaves, or ends at once, as the signal wants it."""
-        if self._is_same_request(whom, number):
+        if self._is_same_request(number):
             return
         told = signal.Signals(number)
         if told in EXIT_SAVED:
@@ -68,12 +68,12 @@ class LastSave:
         else:
             self.carry_out(self._controller.stop(128 + number, f"{whom} got {told.name}"))
 
-    def _is_same_request(self, whom: str, number: int) -> bool:
-        first, known, when_s = self._request
+    def _is_same_request(self, number: int) -> bool:
+        known, when_s = self._request
         now_s = time.monotonic()
-        if number == known and whom != first and now_s - when_s < _SAME_REQUEST_S:
+        if number == known and number in EXIT_SAVED and now_s - when_s < _SAME_REQUEST_S:
             return True
-        self._request = (whom, number, now_s)
+        self._request = (number, now_s)
         return False
 
     def begin(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from resilient_train.launch.agent import last_save
+from resilient_train.launch.agent import repeated_signal
 from resilient_train.launch.agent.last_save import LastSave
 
 
@@ -32,7 +32,7 @@ def test_a_signal_to_all_processes_is_one_request(
     second: tuple[str, int], after_s: float, requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0
-    monkeypatch.setattr(last_save.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(repeated_signal.time, "monotonic", lambda: now_s)
     controller: Any = Controller()
     nothing: Any = None
     save = LastSave(nothing, controller, nothing, (), nothing)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from resilient_train._native import Board
 from resilient_train.config import Settings
+from resilient_train.launch.agent.repeated_signal import RepeatedSignal
 from resilient_train.launch.agent.saves import Saves
 from resilient_train.launch.exit_codes import EXIT_SAVED
 from resilient_train.protocol.commands import Command
@@ -22,11 +22,6 @@ from resilient_train.protocol.messages import Captured, FromAgent, SaveLast
 from resilient_train.protocol.replicas import disagreeing
 from resilient_train.state.arena import Arena
 from resilient_train.strategies import ttp
-
-_SAME_REQUEST_S = 1.0
-"""Who ends a job (systemd, LSF) may signal all of its processes: that is one request, though the launcher and a rank
-hear of it one behind the other; and ``timeout`` signals its child, and then the group, in which that is as well.
-"""
 
 
 class LastSave:
@@ -43,8 +38,7 @@ class LastSave:
         self._captured: dict[int, Captured] = {}
         self._generation = -1
         self._timed = False
-        self._request = (0, 0.0)
-        """Who got which signal first, and when, by ``time.monotonic``."""
+        self._repeated = RepeatedSignal()
         self.carry_out: Callable[[list[Command]], None] = lambda _: None
 
     def look(self) -> None:
@@ -60,21 +54,13 @@ class LastSave:
 
     def asked(self, whom: str, number: int) -> None:
         """A signal came: the job leaves, or ends at once, as the signal wants it."""
-        if self._is_same_request(number):
+        if self._repeated.is_one(number):
             return
         told = signal.Signals(number)
         if told in EXIT_SAVED:
             self.carry_out(self._controller.leave(EXIT_SAVED[told], f"{whom} got {told.name}"))
         else:
             self.carry_out(self._controller.stop(128 + number, f"{whom} got {told.name}"))
-
-    def _is_same_request(self, number: int) -> bool:
-        known, when_s = self._request
-        now_s = time.monotonic()
-        if number == known and number in EXIT_SAVED and now_s - when_s < _SAME_REQUEST_S:
-            return True
-        self._request = (number, now_s)
-        return False
 
     def begin(self) -> None:
         """The job is about to end: from now on the time runs."""

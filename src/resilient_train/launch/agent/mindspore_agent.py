@@ -36,6 +36,7 @@ from resilient_train.launch.agent.logs import SCHEDULER, SHOW_EVERY_S, Logs
 from resilient_train.launch.agent.mindspore_hang_watch import LOOK_S, MindSporeHangWatch
 from resilient_train.launch.agent.mindspore_operators import MindSporeOperators
 from resilient_train.launch.agent.processes import RankProcess, start_cold
+from resilient_train.launch.agent.repeated_signal import RepeatedSignal
 from resilient_train.launch.agent.uncontrolled_job import UncontrolledJob
 from resilient_train.launch.exit_codes import EXIT_BUG, EXIT_SAVED
 from resilient_train.launch.spec import SOCKET, JobSpec
@@ -88,6 +89,7 @@ class MindSporeAgent:
         self._code: int | None = None
         """The exit code of a job that can't end well any more."""
         self._reason = "it was ended"
+        self._repeated = RepeatedSignal()
         self._hurry = asyncio.Event()
         """All have ended, or somebody does not want to wait for them."""
         self._lost: tuple[int, str] | None = None
@@ -270,6 +272,8 @@ class MindSporeAgent:
     # -- the end
 
     def _on_signal(self, number: int) -> None:
+        if self._repeated.is_one(number):
+            return
         told, leaves = signal.Signals(number), self._code is not None
         self._lost = None
         reason = f"resilient-run got {told.name}"

@@ -280,6 +280,24 @@ def test_what_is_written_past_the_counters_is_seen_in_first_windows_and_copied_f
         window.forget()
 
 
+def test_whether_tensors_were_written_behind_a_body(job: Job) -> None:
+    """Those that were written in front of the first one no body has had a part in."""
+    between, window = job.engine.between, job.engine.window
+    window.begin()
+    assert not between.begins(0, 0)
+    between.left(-1)
+    write_a_buffer(job)
+    between.look()
+    job.body()
+    between.left(0)
+    lower(job)
+    assert not between.begins(1, 0)
+    job.body()
+    between.left(1)
+    scale_gradients(job)
+    assert between.begins(2, 0)
+
+
 def test_optimizer_state_that_the_head_writes_is_told(job: Job) -> None:
     job.body()
     job.optimizer.step()

@@ -72,7 +72,8 @@ class BetweenBodies:
         pairs = zip(self._parts, marks, strict=True)
         puts = [part.keep() for part, mark in pairs if not part.mark().same(mark)]
         tensors = [*self._tensors.changed_since(seen)]
-        self._wrote_tensors = self._wrote_tensors or bool(tensors)
+        # In front of the first body none has computed anything that could be wrong.
+        self._wrote_tensors = self._wrote_tensors or (bool(tensors) and self._next > 0)
         self._before[self._next] = [*puts, *tensors]
 
     def begins(self, place: int, base: int) -> bool:
@@ -106,7 +107,7 @@ class _OptimizerState(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> _OptimizerState:
-        tensors = [*tensors_of_state(optimizer)]
+        tensors = [*_tensors_of(optimizer)]
         return cls(tensors, [*map(version_of, tensors)])
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -115,7 +116,7 @@ class _OptimizerState(NamedTuple):
         return as_many and all(map(operator.is_, now.tensors, self.tensors)) and now.versions == self.versions
 
 
-def tensors_of_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """What it keeps beside its parameters."""
     for entry in optimizer.state.values():
         for each in entry.values() if isinstance(entry, Mapping) else ():

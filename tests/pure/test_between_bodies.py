@@ -40,6 +40,8 @@ class Annealed(nn.Module):
         super().__init__()
         self.inner, self.drop, self.norm = nn.Linear(3, 2), nn.Dropout(0.1), nn.BatchNorm1d(3)
         self.told = Told()
+        self.register_buffer("spare", torch.ones(2))
+        self.register_buffer("table", torch.ones(1))
         self.heat = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,6 +85,8 @@ class Job:
             [dict(group, params=[*map(id, group["params"])]) for group in self.optimizer.param_groups],
             self.scheduler.state_dict(),
             (self.model.told.value, self.model.drop.p),
+            [each is None for each in model._buffers.values()],
+            [*model._buffers],
             *(each.table.clone() for each in (self.shared, self.large, self.own)),
             torch.is_grad_enabled(),
         ]
@@ -188,6 +192,15 @@ def another_module(job: Job) -> None:
     job.model.drop = nn.Dropout(0.3)
 
 
+def take_out(job: Job) -> None:
+    job.model.spare = None
+
+
+def other_data(job: Job) -> None:
+    """Of another shape, to which the old one would fit."""
+    job.model.table.data = torch.arange(3.0)
+
+
 def publish(job: Job) -> None:
     job.model.told.value += 1
 
@@ -200,6 +213,7 @@ CHANGES: tuple[Callable[[Job], None], ...] = (
     *(freeze, evaluate, drop_more, cool, come, lower, schedule, count, count_many, count_own, scale_gradients),
     *(drop_a_gradient, bring_a_gradient, write_a_buffer, put_another_buffer, write_a_weight, no_gradients),
     *(write_weights_and_gradients, past_the_counters, a_pass, another_module, publish),
+    *(take_out, other_data),
 )
 
 

@@ -66,15 +66,15 @@ def test_a_pause_by_files(tmp_path: Path) -> None:
     ranks[0].tell(12, left=True)
     assert agent.ranks() == [RankStands(12, left=True), RankStands(3)]
     assert ranks[0].wanted() == NOBODY
-    agent.ask()
+    agent.pause()
     first = ranks[0].wanted()
     ranks[0].stand(first, 12)
     assert agent.stand_behind() == NOBODY
     ranks[1].stand(first, 12)
     assert agent.stand_behind() == 12
-    agent.end()
+    agent.unpause()
     assert ranks[1].goes_on(first)
-    agent.ask()
+    agent.pause()
     assert ranks[1].goes_on(first)
     assert not ranks[1].goes_on(ranks[1].wanted())
     assert agent.stand_behind() == NOBODY

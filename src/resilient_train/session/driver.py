@@ -698,7 +698,7 @@ class Driver:
         rank, ahead = self._rank, effect.ahead
         called = b"" if ahead else self._called
         commits = rank.commits + ahead
-        headed = self._head.is_in_state(commits)
+        headed = self.calling and self._head.is_in_state(commits)
         self._publication.publish(commits, rank.number + ahead, called, ahead=ahead, headed=headed)
 
     def _arrive(self, _: do.Arrive) -> None:

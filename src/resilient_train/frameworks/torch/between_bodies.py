@@ -19,8 +19,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.frameworks.roles import Objects, StateMark
-from resilient_train.frameworks.torch.fingerprint import tensor_digest
-from resilient_train.frameworks.torch.kept_state import KeptState, can_be_watched
+from resilient_train.frameworks.torch.kept_state import (
+    KeptState,
+    are_alike,
+    can_be_watched,
+    digest_of_host,
+    whose_memory,
+)
 from resilient_train.frameworks.torch.leaves import is_sharded, local, version_of
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
@@ -272,7 +277,7 @@ class _Tensors:
         # BatchNorm's kernel writes past the counters, but for that of its passes: so all of one module.
         yield from (_putting(row.slot) for place, row in rows.items() if place[0] in holders)
         for row in was.values():
-            yield functools.partial(row.slot.holder.pop, row.slot.name, None)
+            yield _taking_out(row.slot)
 
     def _learn(self, place: Place, old: _Row, row: _Row) -> None:
         if row.is_as(old) and row.digest != old.digest:
@@ -282,9 +287,7 @@ class _Tensors:
 
 
 def _digest_of(tensor: torch.Tensor | None) -> str:
-    """Of what lies in the host's memory."""
-    held = None if tensor is None else local(tensor)
-    return "" if held is None or not held.is_cpu or held.layout is not torch.strided else tensor_digest(held)
+    return "" if tensor is None or tensor.layout is not torch.strided else digest_of_host(local(tensor))
 
 
 def _putting(slot: _Slot) -> Put:
@@ -293,9 +296,20 @@ def _putting(slot: _Slot) -> Put:
 
     def put() -> None:
         holder[name] = tensor
-        _write(tensor, copy)
+        if are_alike(copy, local(tensor)):
+            _write(tensor, copy)
+        else:  # its ``data`` is another one
+            whose_memory(tensor).data = copy.clone()
 
     return put
+
+
+def _taking_out(slot: _Slot) -> Put:
+    """None stands there now, or there is no such name any more."""
+    holder, name, _ = slot
+    if name in holder:
+        return functools.partial(holder.__setitem__, name, None)
+    return functools.partial(holder.pop, name, None)
 
 
 def _putting_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Put:

@@ -48,8 +48,6 @@ LIVES_ON = "resilient_lives_on"
 _VERSION = operator.attrgetter("_version")
 _TRAINING, _REQUIRES_GRAD, _GRADIENT = map(operator.attrgetter, ("training", "requires_grad", "grad"))
 
-_MISSING = object()
-
 Key = tuple[int, str]
 """A parameter: the number of its model, its name there."""
 
@@ -102,7 +100,7 @@ class KeptState:
         """Of all modules the ones in them: a script may put others there."""
         self._modules: list[tuple[Key, torch.nn.Module]] = []
         self._switches = ModuleSwitches(())
-        self.values = ModuleValues()
+        self._values = ModuleValues()
         self._modes = _Modes([], [], [], [], module_values.HeldValues([], []))
         self._there: list[torch.Tensor | None] = []
         """What the window found in these places, and ..."""
@@ -153,7 +151,7 @@ class KeptState:
                 for name, module in model.named_modules()
             ]
             self._switches = ModuleSwitches(self._models)
-            self.values = ModuleValues(self._modules, self.values)
+            self._values = ModuleValues(self._modules, self._values)
         there = [each.owner.get(each.name) for each in self._places]
         if (
             len(there) == len(self._there)
@@ -176,7 +174,7 @@ class KeptState:
             [*map(_REQUIRES_GRAD, self._tensors)],
             [each is not None and each.layout is torch.strided for each in map(_GRADIENT, self._tensors)],
             self._switches.held(),
-            self.values.held(),
+            self._values.held(),
         )
 
     def _keep(self, *, whole: bool) -> None:
@@ -193,7 +191,7 @@ class KeptState:
 
     def _mark(self, *, digests: bool) -> None:
         self._versions = [*map(self.version, self._tensors)]
-        self._digests = [_digest(each.alias) for each in self._watched] if digests else []
+        self._digests = [digest_of_host(each.alias) for each in self._watched] if digests else []
 
     def look(self) -> None:
         """The bodies have come to their end, or to where it matters what they have written."""
@@ -214,7 +212,7 @@ class KeptState:
         for (place, _, alias), version, was, digest in each_of:
             if place.key in self._copies or place.key in self._behind:
                 continue
-            other = _digest(alias) != digest if digest else version != was
+            other = digest_of_host(alias) != digest if digest else version != was
             if other:
                 self._lost.append(_told(place.key))
             if (other or version != was) and not self._cut and place.key not in self._early:
@@ -247,7 +245,7 @@ class KeptState:
             tuple(key for key, trained in zip(places, held.requires_grad, strict=True) if not trained),
             tuple(key for key, there in zip(places, held.with_gradient, strict=True) if there),
             self._switches.told(held.switched),
-            self.values.told(held.values),
+            self._values.told(held.values),
         )
 
     def take_modes(self, modes: Modes) -> None:
@@ -263,22 +261,19 @@ class KeptState:
             else:
                 tensor.grad = None
         self._switches.take(modes.switched)
-        self.values.take(modes.values)
+        self._values.take(modes.values)
 
     def otherwise(self, modes: Modes) -> list[str]:
         """What another process had, and this one has not, or otherwise."""
         mine = self.modes(within=False)
         names = [(key, "training") for key in {*modes.evaluating} ^ {*mine.evaluating}]
         names += [(key, "requires_grad") for key in {*modes.frozen} ^ {*mine.frozen}]
-        theirs, here = ({each.module: each.values for each in one.values} for one in (modes, mine))
-        for key in theirs | here:
-            one, other = theirs.get(key, {}), here.get(key, {})
-            names += [(key, name) for name in one | other if one.get(name, _MISSING) != other.get(name, _MISSING)]
+        names += module_values.unlike(modes.values, mine.values)
         return sorted({f"{_told(key)}.{name}".replace("..", ".") for key, name in names})
 
     def settled(self) -> list[tuple[object, frozenset[str]]]:
         """See ``frameworks/roles.Window``."""
-        return self.values.settled()
+        return self._values.settled()
 
     def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The parameters that had a gradient when the window began, and what is in its place, to be zeroed."""
@@ -366,7 +361,7 @@ class KeptState:
         for tensor, trained in zip(self._tensors, modes.requires_grad, strict=True):
             _set_requires_grad(tensor, on=trained)
         self._switches.put_back(modes.switched)
-        self.values.put_back(modes.values)
+        self._values.put_back(modes.values)
 
     def _put_back(self, place: _Place, tensor: torch.Tensor, alias: torch.Tensor) -> None:
         if place.owner.get(place.name) is not tensor:
@@ -483,6 +478,6 @@ def _clone_into(copies: dict[Key, torch.Tensor], key: Key, tensor: torch.Tensor)
         copies[key] = tensor.detach().clone()
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest_of_host(tensor: torch.Tensor) -> str:
     """Empty: it lies in the memory of a device, and would have to be copied from there."""
     return tensor_digest(tensor) if tensor.is_cpu else ""

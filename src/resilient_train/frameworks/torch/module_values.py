@@ -104,7 +104,7 @@ class ModuleValues:
         for key, module, plain in self._plain():
             now = of_window.get(id(vars(module)), plain)
             built = self._built[key].plain
-            changed = {name: value for name, value in now.items() if not _is_same(built.get(name, _MISSING), value)}
+            changed = {name: now[name] for name in _unlike(now, built) if name in now}
             if changed and all(map(_can_be_sent, changed.values())):
                 found.append(ValuesOf(key, changed))
         return tuple(found)
@@ -144,6 +144,16 @@ def _parted(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, int]]:
     counted = [each for each in counted if each[0] not in _OF_ANY]
     plain = {name: value for name, value in counted if type(value) in _HELD}
     return plain, {name: id(value) for name, value in counted if name not in plain}
+
+
+def unlike(one: Sequence[ValuesOf], other: Sequence[ValuesOf]) -> list[tuple[Key, str]]:
+    """The values that two processes have told of, and have not alike."""
+    ones, others = ({each.module: each.values for each in told} for told in (one, other))
+    return [(key, name) for key in ones | others for name in _unlike(ones.get(key, {}), others.get(key, {}))]
+
+
+def _unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [name for name in one | other if not _is_same(one.get(name, _MISSING), other.get(name, _MISSING))]
 
 
 def _is_same(one: Any, other: Any) -> bool:

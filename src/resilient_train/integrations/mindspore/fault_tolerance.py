@@ -213,7 +213,8 @@ class FaultTolerance(Callback):  # type: ignore[misc] # MindSpore is not there w
         self._updates = self._count_updates()
         if self._abnormal is not None:
             self._copies.keep(step, self._state(), self._notes())
-        self._tell_agent()
+        if self._told_in is not None:
+            self._told_in.tell(0)  # none has ended in this life: until then nobody is taken for hung
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
         """Looks whether the first epoch is the one that the data is in."""

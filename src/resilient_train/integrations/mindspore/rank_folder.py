@@ -88,7 +88,7 @@ class AgentFolder:
         """A pause is wanted."""
         return self._pause.exists()
 
-    def ask(self) -> None:
+    def pause(self) -> None:
         """All are to stand at the end of a step."""
         self._number += 1
         self._pause.touch()
@@ -100,7 +100,7 @@ class AgentFolder:
             return NOBODY
         return max(int(path.name.rpartition("_")[2]) for path in steps.values())
 
-    def end(self) -> None:
+    def unpause(self) -> None:
         """All go on."""
         self._pause.unlink(missing_ok=True)
 

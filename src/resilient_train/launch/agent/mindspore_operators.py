@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from resilient_train.errors import ProtocolError
 from resilient_train.integrations.mindio.controller import MindioStage
 from resilient_train.integrations.mindio.hub import Hub
-from resilient_train.integrations.mindspore.rank_folder import NOBODY, AgentFolder, RankStands
+from resilient_train.integrations.mindspore.rank_folder import NOBODY, AgentFolder
 from resilient_train.launch.agent.processes import RankProcess
 from resilient_train.protocol import messages as m
 from resilient_train.session.injection import SIGNALS
@@ -117,29 +117,21 @@ class MindSporeOperators(Server[m.FromRank]):
             return m.Reply(error="MindSpore's ranks stand still with TSP:1 or ARF:1 in MS_ENABLE_TFT only")
         if frame.step >= 0:
             return m.Reply(error="a MindSpore job stops behind its next update, and not before a given step")
-        if not self._hub.known and (ranks := self._own.ranks()):
-            return self._pause_own(ranks)
-        if (
-            job.stage in (MindioStage.STARTING, MindioStage.SAVING, MindioStage.RENAMING, MindioStage.OVER)
-            or job.hopeless
-        ):
+        own = [] if self._hub.known else self._own.ranks()
+        starts_or_ends = job.stage in (
+            MindioStage.STARTING,
+            MindioStage.SAVING,
+            MindioStage.RENAMING,
+            MindioStage.OVER,
+        )
+        if not own and (starts_or_ends or job.hopeless):
             return m.Reply(error=f"the job does not train: it is {self._stage()}")
-        if any(seat.left for seat in job.seats):
+        if any(seat.left for seat in own or job.seats):
             return m.Reply(error="ranks have come to the end of their training")
-        if job.pauses:
+        if self._own.asked if own else job.pauses:
             return m.Reply(error="a pause is asked for already")
         self._note("pause_asked", detail={"by": "operator", "at_step": 0})
-        self._hub.pause()
-        return m.Reply(status={"stage": self._stage()})
-
-    def _pause_own(self, ranks: Sequence[RankStands]) -> m.Reply:
-        """Ranks that know no controller, and have our callback."""
-        if any(rank.left for rank in ranks):
-            return m.Reply(error="ranks have come to the end of their training")
-        if self._own.asked:
-            return m.Reply(error="a pause is asked for already")
-        self._note("pause_asked", detail={"by": "operator", "at_step": 0})
-        self._own.ask()
+        (self._own if own else self._hub).pause()
         return m.Reply(status={"stage": self._stage()})
 
     def _unpause(self) -> m.Reply:
@@ -155,7 +147,7 @@ class MindSporeOperators(Server[m.FromRank]):
 
     def _unpause_own(self) -> m.Reply:
         step, was = self._own.stand_behind(), self._stage()
-        self._own.end()
+        self._own.unpause()
         if step == NOBODY:
             self._note("pause_withdrawn", detail={"reason": "nobody wants it any more"})
             return m.Reply(status={"was": was, "step": 0, "paused_s": 0.0})

@@ -23,14 +23,14 @@ TOGETHER = (
     "heads+shuffled",
     "freezes+noisy_class+counts",
     "thaws+scaled",
-    "annealed+begins+sets",
+    "annealed+begins+sets+mines",
     "whitens+columns+fused",
 )
 ALONE = (
     *("heads", "codebook", "words", "scaled", "stream", "shuffled", "evaluates", "freezes", "counts"),
     *("noisy", "noisy_class"),
     *("milestones", "versions", "cooling", "thaws"),
-    *("annealed", "begins", "annealed+sets", "whitens", "columns", "fused"),
+    *("annealed", "begins", "annealed+sets", "mines", "whitens", "columns", "fused"),
 )
 """Each by itself, to tell which one is to blame."""
 

@@ -264,11 +264,12 @@ def test_what_the_loader_makes_of_the_ranks_own_state_is_brought_back_with_the_b
     class Own:
         sampler = seen = 0
 
-        def entries(self) -> dict[str, bytes]:
+        def entries(self, _: Any) -> dict[str, bytes]:
             return {"sampler": bytes([self.sampler]), "seen": bytes([self.seen])}
 
-        def restore_entry(self, name: str, state: bytes) -> None:
-            setattr(self, name, state[0])
+        def restore(self, entries: dict[str, bytes]) -> None:
+            for name, state in entries.items():
+                setattr(self, name, state[0])
 
     own = Own()
 

@@ -6,12 +6,15 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient_train.errors import ConfigError
-from resilient_train.frameworks.roles import Workers
+from resilient_train.frameworks.roles import Objects, Workers
+from resilient_train.frameworks.torch.order import TorchOrder
 from resilient_train.session.loader import Cursor
 
 
@@ -355,11 +358,15 @@ class Own:
     def __init__(self, draws: random.Random) -> None:
         self.draws = draws
 
-    def entries(self) -> dict[str, bytes]:
+    def led_to(self, _: Any) -> tuple[str, ...]:
+        return ()
+
+    def entries(self, _: Any) -> dict[str, bytes]:
         return {"draws": pickle.dumps(self.draws.getstate())}
 
-    def restore_entry(self, name: str, state: bytes) -> None:
-        self.draws.setstate(pickle.loads(state))
+    def restore(self, entries: dict[str, bytes]) -> None:
+        for state in entries.values():
+            self.draws.setstate(pickle.loads(state))
 
 
 def test_what_is_drawn_from_generators_of_the_ranks_own_says_nothing() -> None:
@@ -376,6 +383,77 @@ def test_what_is_drawn_from_generators_of_the_ranks_own_says_nothing() -> None:
     take(first, 4)
     one.draws.random()  # in a body
     assert not brought(first, other, Own(other.draws)).strayed
+
+
+class Weights:
+    """What bodies find of the samples, and a sampler orders them by."""
+
+    def __init__(self) -> None:
+        self.of = dict.fromkeys(range(12), 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": list(self.of.values())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.of = dict(enumerate(state["of"]))
+
+
+class ByWeight:
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self.weights.of, key=lambda sample: (self.weights.of[sample], sample)))
+
+
+@pytest.mark.parametrize("registered", ["rank_extra", "extra"])
+@pytest.mark.parametrize("done", [1, 12, 13, 20, 30])
+def test_an_order_by_what_bodies_change_is_drawn_from_what_it_was(done: int, registered: str) -> None:
+    """The state itself is put back by others, before that or behind it."""
+
+    def process() -> tuple[Weights, Cursor, TorchOrder]:
+        weights = Weights()
+        objects = Objects((torch.nn.Linear(1, 1),), ())._replace(**{registered: {"weights": weights}})
+        order = TorchOrder(objects)
+        made = Cursor(ByWeight(weights), Data(), order)
+        made.looks = True
+        return weights, made, order
+
+    def step(weights: Weights, position: Cursor) -> int:
+        sample: int = position.next().value
+        weights.of[sample] += (sample * 7 + 3) % 5
+        return sample
+
+    weights, first, order = process()
+    for _ in range(done):
+        step(weights, first)
+    state, position = order.entries(first.loader), first.position()
+    later, second, others = process()
+    before = later.state_dict()
+    second.load(position)
+    assert later.state_dict() == before, "as it was found"
+    others.restore(state)
+    assert not second.strayed
+    assert [step(later, second) for _ in range(30)] == [step(weights, first) for _ in range(30)]
+
+
+@pytest.mark.parametrize(("shared", "led_to"), [("it", True), ("array", True), ("number", False), ("function", False)])
+def test_what_a_loader_leads_to(shared: str, led_to: bool) -> None:
+    thing, loader = Weights(), ByWeight(Weights())
+    array = np.zeros(3)
+    more: dict[str, tuple[Any, Any]] = {
+        "it": (None, thing),
+        "array": (array, [array]),
+        "number": (10**9, 10**9),
+        "function": (step_by, step_by),
+    }
+    thing.more, loader.more = more[shared]  # type: ignore[attr-defined]
+    objects = Objects((torch.nn.Linear(1, 1),), ())._replace(extra={"weights": thing})
+    assert bool(TorchOrder(objects).led_to(loader)) is led_to
+
+
+def step_by(number: int) -> int:
+    return number
 
 
 def test_without_an_agent_nothing_is_looked_at() -> None:

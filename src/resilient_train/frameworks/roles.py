@@ -587,8 +587,7 @@ NOTHING_WRITTEN = WrittenInTail(b"", b"")
 class RankState(Protocol):
     """What this rank alone has, beside its random numbers: buffers that are not synchronised, ``rank_state``.
 
-    Called by ``session/publication.py``, ``resharding.py`` and ``neighbour_inputs.py``, ``kept_batches.py`` and
-    ``loader.py`` (is it the same?).
+    Called by ``session/publication.py``, ``resharding.py`` and ``neighbour_inputs.py``.
     """
 
     def packed(self) -> bytes:
@@ -612,12 +611,24 @@ class RankState(Protocol):
         """Takes up of another rank's what any rank may have: its buffers."""
         ...
 
-    def entries(self) -> dict[str, bytes]:
-        """Each object of ``rank_state`` alone, packed."""
+
+class Order(Protocol):
+    """What of the user's objects a loader may draw from: each of ``rank_state``, which it may move on as well, and of
+    ``state`` what it leads to.
+
+    Called by ``session/loader.py`` and ``kept_batches.py``.
+    """
+
+    def led_to(self, loader: Any) -> Collection[str]:
+        """What the loader holds on to, by whatever way; looked for once."""
         ...
 
-    def restore_entry(self, name: str, state: bytes) -> None:
-        """Puts one of ``entries`` back."""
+    def entries(self, loader: Any) -> dict[str, bytes]:
+        """Each alone, packed. Raises UsageError where one can't tell it now."""
+        ...
+
+    def restore(self, entries: Mapping[str, bytes]) -> None:
+        """Puts some of ``entries`` back."""
         ...
 
 
@@ -909,6 +920,7 @@ class Engine(NamedTuple):
     state: State
     rank_state: RankState
     data: Data
+    order: Order
     window: Window
     between: Between
     gradients: Gradients

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from resilient_train.frameworks.roles import Data, RankState, Remembered
+from resilient_train.frameworks.roles import Data, Order, Remembered
 from resilient_train.protocol.progress import Activity
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import NO_BATCH, Batch, Cursor, Drawn
@@ -27,8 +27,8 @@ class _AsDrawn(NamedTuple):
 
 
 class KeptBatches:
-    """``outlive`` is told of an error of the loader's; it may end the process. ``own``: the rank's own state, if there
-    is some that a loader may move on.
+    """``outlive`` is told of an error of the loader's; it may end the process. ``order``: if there is something of the
+    user's that a loader may move on.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class KeptBatches:
         data: Data,
         pulse: Pulse,
         outlive: Callable[[Exception], None],
-        own: RankState | None = None,
+        order: Order | None = None,
     ) -> None:
         self._cursor = cursor
         self._data = data
         self._pulse = pulse
         self._outlive = outlive
-        self._own = own
+        self._order = order
         self._drawn: list[Drawn] = []
         self._as_drawn: list[_AsDrawn] = []
         self._windows = 0
@@ -84,9 +84,9 @@ class KeptBatches:
         Raises what the loader raises.
         """
         if not self.has(place):
-            own = self._own.entries() if place and self._own is not None else {}
+            before = self._entries() if place else {}
             batch = self._next()
-            moved = self._moved_since(own)
+            moved = self._moved_since(before)
             random = self._data.random_state() if place else None
             copies, looks = self.first or whole or self._written, self.first or whole
             remembered = self._data.remember(batch.value, copies=copies, looks=looks)
@@ -100,21 +100,22 @@ class KeptBatches:
         return self._move_on(was.moved) and was.batch.put_back()
 
     def _moved_since(self, before: dict[str, bytes]) -> dict[str, tuple[bytes, bytes]]:
-        if not before or self._own is None:
-            return {}
-        now = self._own.entries()
+        now = self._entries() if before else {}
         return {name: (was, now[name]) for name, was in before.items() if now[name] != was}
 
     def _move_on(self, moved: dict[str, tuple[bytes, bytes]]) -> bool:
         """As drawing did. An object that bodies change as well is where it was then only if they have done the same."""
-        if not moved or self._own is None:
+        if not moved or self._order is None:
             return True
-        now = self._own.entries()
+        now = self._entries()
         for name, (before, after) in moved.items():
             if now[name] != before:
                 return False
-            self._own.restore_entry(name, after)
+            self._order.restore({name: after})
         return True
+
+    def _entries(self) -> dict[str, bytes]:
+        return self._order.entries(self._cursor.loader) if self._order is not None else {}
 
     def look(self) -> bool:
         """The bodies of the window are over. True: one was seen to write into its batch, for the first time."""

@@ -7,7 +7,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from resilient_train.errors import ConfigError, UsageError
-from resilient_train.frameworks.roles import Data, RankState, Workers
+from resilient_train.frameworks.roles import Data, Order, Workers
 
 
 class Batch(NamedTuple):
@@ -33,8 +33,8 @@ class Drawn(NamedTuple):
 class DataPosition(NamedTuple):
     """Which batch comes next: pass over the data, batches taken of it, and the random state that the pass began with.
 
-    ``own``: what the loader itself says of its position, and the states of its generators, packed; empty if it has
-    neither.
+    ``own``: what the loader itself says of its position, the states of its generators, and what else of the user's
+    the pass's order is drawn from, packed; empty if there is nothing of it.
     ``reused``: the pass began, or will begin, with workers that are there from the pass before.
     """
 
@@ -62,8 +62,8 @@ class Cursor:
     batches before the position are skipped (by index, where the loader is a DataLoader).
     """
 
-    def __init__(self, loader: Any, data: Data, own: RankState | None = None) -> None:
-        """``own``: the rank's own state, if there is some that the loader may move on (its sampler's generator)."""
+    def __init__(self, loader: Any, data: Data, order: Order | None = None) -> None:
+        """``order``: if something is registered that the loader may draw from (its sampler's generator, or weights)."""
         if loader is not None and not hasattr(loader, "__iter__"):
             raise ConfigError(f"loader is a {type(loader).__qualname__}, which can't be iterated over")
         if _used_up_once(loader):
@@ -90,11 +90,15 @@ class Cursor:
         """See ``DataPosition``; None: no pass has begun, and the loader is as the script has made it."""
         self._generators = _generators_of(loader)
         self._epoch_generators: list[Any] = []
-        self._own = own
+        self._order = order
         self._before: dict[str, bytes] = {}
-        """The rank's own state when the pass began, as long as it has given no batch."""
-        self._epoch_own: dict[str, bytes] = {}
-        """What of it the pass moved on before its first batch: that is what its order was drawn from."""
+        """What it may draw from, when the pass began, as long as it has given no batch."""
+        self._drawn_by: dict[str, bytes] = {}
+        """What its order was drawn from: of that what the pass moved on before its first batch, and what the loader
+        leads to. A body may change it later.
+        """
+        self._packed: bytes | None = None
+        """A position's ``own``, the same for the whole pass unless the loader itself says where it is."""
 
     def next(self) -> Batch:
         """The next batch; a new epoch begins where one ends. Raises ConfigError for a loader that gives nothing."""
@@ -112,9 +116,11 @@ class Cursor:
             self._epoch, self._index, self._skipped, self._iterator = self._epoch + 1, 0, 0, None
             self._reused = self._data.workers(self.loader) is not Workers.MADE_ANEW
             return self.next()
-        if self._before and self._own is not None:
-            now, before, self._before = self._own.entries(), self._before, {}
-            self._epoch_own = {name: was for name, was in before.items() if now[name] != was}
+        if self._before and self._order is not None:
+            now, before, self._before = self._entries(), self._before, {}
+            led_to = self._order.led_to(self.loader)
+            self._drawn_by = {name: was for name, was in before.items() if now[name] != was or name in led_to}
+            self._packed = None
         self._index += 1
         if self._looks:  # now: a body may write into it
             self._last = self._data.look(value)
@@ -134,15 +140,24 @@ class Cursor:
         """The position before the next batch."""
         if self.loader is None:
             return _NOWHERE
-        inner = self.loader.state_dict() if self._stateful and self._index else None
-        own = b""
-        begun = self._index or self._skipped
-        moved = self._epoch_own if begun else {}
-        if inner is not None or self._generators or moved:
-            generators = self._epoch_generators if begun else [each.get_state() for each in self._generators]
-            own = self._data.pack({"inner": inner, "generators": generators, "own": moved})
+        own = self._told_of_pass() if self._index or self._skipped else self._told_of_next_pass()
         place = self._epoch, self._index, self._epoch_random, own, self._skipped, self._reuses()
         return DataPosition(*place, self._last, self._drawn_from)
+
+    def _told_of_pass(self) -> bytes:
+        if self._stateful and self._index:
+            return self._pack(self.loader.state_dict(), self._epoch_generators, self._drawn_by)
+        if self._packed is None:
+            self._packed = self._pack(None, self._epoch_generators, self._drawn_by)
+        return self._packed
+
+    def _told_of_next_pass(self) -> bytes:
+        return self._pack(None, [each.get_state() for each in self._generators], {})
+
+    def _pack(self, inner: Any, generators: list[Any], drawn_by: dict[str, bytes]) -> bytes:
+        if inner is None and not generators and not drawn_by:
+            return b""
+        return self._data.pack({"inner": inner, "generators": generators, "own": drawn_by})
 
     def keeps_place(self, own: bytes) -> bool:
         """Whether in a position's ``own`` the loader itself says where it was (a StatefulDataLoader in an epoch)."""
@@ -155,29 +170,31 @@ class Cursor:
         return self._data.workers(loader) is Workers.THERE
 
     def load(self, position: DataPosition) -> None:
-        """Takes up a position. The global random state is left as it was; the rank's own is to be put back next."""
+        """Takes up a position. The global random state is left as it was, and what else the order was drawn from."""
         self._epoch, self._index, self._epoch_random, packed, self._skipped, self._reused, *drawn = position
         self._last, self._drawn_from = drawn
         self._iterator, self.strayed = None, False
         own = self._data.unpack(packed) if packed else {"inner": None, "generators": [], "own": {}}
-        self._epoch_generators, self._epoch_own, self._before = own["generators"], own["own"], {}
+        self._epoch_generators, self._drawn_by, self._before = own["generators"], own["own"], {}
+        self._packed = None
         for generator, value in zip(self._generators, self._epoch_generators, strict=True):
             generator.set_state(value)
         if self.loader is None or (self._index == 0 and not self._skipped):
             return
         self._set_epoch()
-        now = self._data.random_state()
+        now, held = self._data.random_state(), self._entries_if_told()
+        if self._order is not None:
+            self._order.restore(self._drawn_by)
         if self._stateful:
             assert own["inner"] is not None, "a stateful loader's position without its state"
             self.loader.load_state_dict(own["inner"])
             self._iterator = iter(self.loader)
         else:
             self._data.restore_random_state(self._epoch_random)
-            if self._own is not None:
-                for name, state in self._epoch_own.items():
-                    self._own.restore_entry(name, state)
             self._iterator = self._go_on()
         self._data.restore_random_state(now)
+        if self._order is not None:
+            self._order.restore({name: held[name] for name in self._drawn_by if name in held})
 
     @property
     def _looks(self) -> bool:
@@ -195,14 +212,17 @@ class Cursor:
         if again:
             if self._drawn_from:
                 self._data.restore_random_state(self._drawn_from)
-            before = self._own_now()
+            before = self._entries_if_told()
             seen = self._data.look(next(iterator, None))
-            self.strayed = seen != self._last and before == self._own_now()
+            self.strayed = seen != self._last and before == self._entries_if_told()
         return iterator
 
-    def _own_now(self) -> dict[str, bytes]:
+    def _entries(self) -> dict[str, bytes]:
+        return self._order.entries(self.loader) if self._order is not None else {}
+
+    def _entries_if_told(self) -> dict[str, bytes]:
         try:
-            return self._own.entries() if self._own is not None else {}
+            return self._entries()
         except UsageError:  # a body was cut that has taken what it carries
             return {}
 
@@ -210,7 +230,7 @@ class Cursor:
         self._set_epoch()
         self._epoch_random = self._data.random_state()
         self._epoch_generators = [each.get_state() for each in self._generators]
-        self._before, self._epoch_own = self._own.entries() if self._own is not None else {}, {}
+        self._before, self._drawn_by, self._packed = self._entries(), {}, None
         self._reused = self._reuses()
         self._iterator = self._begin(self.loader)
 

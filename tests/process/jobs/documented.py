@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 import resilient_train as rt
 
@@ -164,6 +164,8 @@ names: dict[str, Any] = {
     "contextlib": contextlib,
     "cross_entropy": cross_entropy,
     "DataLoader": DataLoader,
+    "Sampler": Sampler,
+    "TensorDataset": TensorDataset,
     "DistributedSampler": DistributedSampler,
     "DistributedDataParallel": DistributedDataParallel,
 }

@@ -203,6 +203,25 @@ class Shuffled(Sampler):
         return SAMPLES // BATCH
 
 
+class Mines(Sampler):
+    """Batches by what the training has found of their samples."""
+
+    def __init__(self) -> None:
+        self.found = torch.zeros(SAMPLES)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.found.argsort(stable=True).view(-1, BATCH).tolist())
+
+    def __len__(self) -> int:
+        return SAMPLES // BATCH
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"found": self.found}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.found.copy_(state["found"])
+
+
 class Forever:
     """Its first pass never ends, so each inner one draws its order in the middle of the training."""
 
@@ -313,6 +332,9 @@ if "columns" in kinds:
 if "shuffled" in kinds:
     batches = Shuffled()
     loader, rank_state = DataLoader(data, batch_sampler=batches), {"draws": batches.draws}
+if "mines" in kinds:
+    mines, data = Mines(), TensorDataset(DATA, torch.arange(SAMPLES))
+    loader, rank_state = DataLoader(data, batch_sampler=mines), {"mines": mines}
 for seed in (random.seed, np.random.seed, torch.manual_seed):
     seed(1 + dist.get_rank())
 
@@ -346,6 +368,8 @@ with rt.Session(
                 out = model(x, step.number // 2 % 2) if "heads" in kinds else model(x)
                 scale = 1 + columns.add(x.numpy(), step.number) * 1e-3 if "columns" in kinds else 1
                 (out.pow(2).mean() * scale).backward()
+            if "mines" in kinds:
+                mines.found[step.batch[1]] += out.detach().pow(2).mean(1)
             optimizer.step()
             optimizer.zero_grad(set_to_none="heads" not in kinds)
             if "grows" in kinds and step.number == 3:  # from the second pass on

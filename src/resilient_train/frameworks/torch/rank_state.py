@@ -127,13 +127,6 @@ class TorchRankState:
         self.buffers.rollback(tree["buffers"])
         self._put_back(tree)
 
-    def entries(self) -> dict[str, bytes]:
-        return {name: pack(state_of(each)) for name, each in self._extra.items()}
-
-    def restore_entry(self, name: str, state: bytes) -> None:
-        thing = self._extra[name]
-        restore_object(thing, dressed(unpack(state), state_of(thing)))
-
     def without_buffers(self) -> bytes:
         """All but the buffers."""
         return pack(self._held()) if self._more else b""

@@ -27,21 +27,24 @@ def reached(start: Iterable[Any]) -> list[Any] | None:
     """What these hold on to, by whatever way; not through functions, Python's modules, and through models, optimizers
     and objects of ours only if they are among them: these lead to everything. None: it is too much.
     """
+    found = list(islice(walk(start), _OBJECTS + 1))
+    return found if len(found) <= _OBJECTS else None
+
+
+def walk(start: Iterable[Any]) -> Iterator[Any]:
+    """The same, one after the other, the nearest first."""
     todo = deque[Any]()
     for each in start:
         todo += each.modules() if issubclass(type(each), torch.nn.Module) else (each,)
-    roots, found, seen = set(map(id, todo)), list[Any](), set[int]()
+    roots, seen = set(map(id, todo)), set[int]()
     while todo:
         each = todo.popleft()
         if id(each) in seen or (id(each) not in roots and _leads_everywhere(type(each))):
             continue
-        if len(seen) == _OBJECTS:
-            return None
         seen.add(id(each))
-        found.append(each)
+        yield each
         if not issubclass(type(each), torch.Tensor):
             todo += gc.get_referents(each)
-    return found
 
 
 def _leads_everywhere(kind: type) -> bool:

@@ -1,0 +1,63 @@
+"""What of ``rank_state`` and ``state`` a loader may draw the order of a pass from.
+
+A sampler may weigh samples by what the training has found of them. The order of a pass is then that of the weights with
+which it began, and another process that looks for its place in it must draw it from those, whatever they are by now.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from resilient_train.frameworks.roles import Objects
+from resilient_train.frameworks.torch.containers import dressed
+from resilient_train.frameworks.torch.leaves import pack, restore_object, state_of, unpack
+from resilient_train.frameworks.torch.reached import walk
+
+_NEAR = 20_000
+"""So many of the objects that a loader or a registered object leads to are looked at, the nearest first: a data set may
+be a list of millions.
+"""
+
+
+class TorchOrder:
+    """See ``frameworks/roles.Order``."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._own = dict(objects.rank_extra)
+        self._shared = {f"state[{name!r}]": thing for name, thing in objects.extra.items()}
+        self._led_to: frozenset[str] | None = None
+
+    def led_to(self, loader: Any) -> Collection[str]:
+        if self._led_to is None:
+            things = {**self._own, **self._shared}
+            near = {id(each) for each in _near(loader)} if things else set[int]()
+            self._led_to = frozenset(name for name, each in things.items() if any(id(it) in near for it in _near(each)))
+        return self._led_to
+
+    def entries(self, loader: Any) -> dict[str, bytes]:
+        led_to = self.led_to(loader)
+        shared = {name: each for name, each in self._shared.items() if name in led_to}
+        return {name: pack(state_of(each)) for name, each in (self._own | shared).items()}
+
+    def restore(self, entries: Mapping[str, bytes]) -> None:
+        for name, state in entries.items():
+            thing = self._own[name] if name in self._own else self._shared[name]
+            restore_object(thing, dressed(unpack(state), state_of(thing)))
+
+
+def _near(start: Any) -> Iterator[Any]:
+    """What can hold a value that changes. Numbers, texts and functions are shared by objects that have nothing to do
+    with each other.
+    """
+    for each in islice(walk([start]), _NEAR):
+        kind = type(each)
+        if issubclass(kind, (torch.Tensor, torch.Generator, np.ndarray)) or (
+            gc.is_tracked(each) and not issubclass(kind, tuple)
+        ):
+            yield each

@@ -72,6 +72,7 @@ from resilient_train.session.saving import Saving
 from resilient_train.session.step import Step
 from resilient_train.session.stop_delivery import StopDelivery
 
+LOOP_IS_OVER = "this Session's loop is over: one loop for a Session (step.epoch tells passes over the data)"
 _WATCHDOG_S = 5.0
 _LOOK_MS = 100
 _COUNTED_S = 0.5
@@ -225,9 +226,7 @@ class Driver:
     def steps(self, total: int, start: int) -> Iterator[Step]:
         """See ``Session.steps``."""
         if self._told_end:
-            raise UsageError(
-                "this Session's loop is over: one loop for a Session (step.epoch tells passes over the data)"
-            )
+            raise UsageError(LOOP_IS_OVER)
         step = self.next_step(total, start)
         while step is not None:
             yield step

@@ -57,7 +57,7 @@ _ANEW = ("clear", "zero_", "fill_", "copy_")
 _TAKES = ("pop", "popleft", "popitem", "setdefault")
 """Of containers; those of tensors end with one underscore."""
 _READS_ENTRY = ("get", "setdefault", "pop")
-_Loop = ast.For | ast.AsyncFor | ast.While
+Loop = ast.For | ast.AsyncFor | ast.While
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 Settled = Iterable[tuple[object, Collection[str]]]
@@ -90,11 +90,11 @@ def loop_carried(
     no ``state_dict()`` has, and which are not in ``settled``.
     """
     texts = Texts()
-    loop = _loop_at(frame, texts)
-    if loop is None:
+    loops = loops_at(frame, texts)
+    if not loops:
         return None
     flow = _Flow(_Scope(frame.f_code, frame.f_globals, variables(frame)), _Registered(known, models, settled), texts)
-    return _told_of(flow, lambda: flow.run_loop(loop), f"{frame.f_code.co_filename}:{loop.lineno}")
+    return _told_of(flow, lambda: flow.run_loop(loops[-1]), f"{frame.f_code.co_filename}:{loops[-1].lineno}")
 
 
 def body_carried(
@@ -122,23 +122,26 @@ def _told_of(flow: _Flow, run: Callable[[], None], place: str) -> LoopCarried | 
     return LoopCarried(tuple(sorted(names)), place) if names else None
 
 
-def _loop_at(frame: FrameType, texts: Texts) -> _Loop | None:
+def loops_at(frame: FrameType, texts: Texts) -> list[Loop]:
+    """The loops that ``frame`` is in, the outermost first; none where its text can't be read."""
     tree = texts.tree(frame.f_code, frame.f_globals)
     if tree is None:
-        return None
+        return []
     scope = texts.function(frame.f_code, frame.f_globals) or tree
-    around = [each for each in _in_scope(scope) if isinstance(each, _Loop) and _lasts_at(each, frame.f_lineno or 0)]
-    return max(around, key=lambda loop: loop.lineno, default=None)
+    around = [each for each in in_scope(scope) if isinstance(each, Loop) and lasts_at(each, frame.f_lineno or 0)]
+    return sorted(around, key=lambda loop: loop.lineno)
 
 
-def _in_scope(scope: ast.AST) -> Iterator[ast.AST]:
+def in_scope(scope: ast.AST) -> Iterator[ast.AST]:
+    """What runs where it runs: without the functions and classes that are defined there."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, _SCOPES):
-            yield from _in_scope(child)
+            yield from in_scope(child)
 
 
-def _lasts_at(loop: _Loop, line: int) -> bool:
+def lasts_at(loop: Loop, line: int) -> bool:
+    """Whether it is in the loop."""
     return loop.lineno <= line <= (loop.end_lineno or loop.lineno)
 
 
@@ -273,7 +276,7 @@ class _Flow:
         filled = [each for key, each in self._filled.items() if key in self._used and each not in entries]
         return list(dict.fromkeys([*names, *filled]))
 
-    def run_loop(self, loop: _Loop) -> None:
+    def run_loop(self, loop: Loop) -> None:
         if isinstance(loop, ast.While):
             self._read(loop.test)
         else:

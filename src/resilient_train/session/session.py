@@ -34,8 +34,9 @@ from resilient_train.session.anomalies import AnomalyLimits
 from resilient_train.session.cadence import wish
 from resilient_train.session.calls import BodyCall, Calls, PlainCalls, Position
 from resilient_train.session.carried import Carried, check_places, watch
-from resilient_train.session.driver import Driver
+from resilient_train.session.driver import LOOP_IS_OVER, Driver
 from resilient_train.session.loader import Cursor
+from resilient_train.session.outer_loop import made_here, outer_loop
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
 from resilient_train.standby_stage import standby_point
@@ -92,7 +93,8 @@ class Session:
         off = "no agent here (not started by resilient-run)"
         self._driver: Driver | None = None
         self._calls: Calls | PlainCalls | None = None
-        self._calling = self._stepping = False
+        self._calling = self._stepping = self._over = False
+        self._made, self._link = made_here(), link
         self._number = 0
         try:
             if link is not None:
@@ -145,19 +147,30 @@ class Session:
 
         ``start`` is the number of the first step, for a job that goes on from a checkpoint of its own. The loop's end
         is where the Session's protection ends: it waits there until all ranks have come. Raises UsageError if a step's
-        ``with`` is left out.
+        ``with`` is left out, and ConfigError within a ``for`` of epochs.
         """
         if self._calls is not None:
             raise UsageError(_MIXED)
+        if not self._stepping and (place := outer_loop(self._made)):
+            raise self._refused(_NESTED.format(place=place))
         self._stepping = True
-        if self._driver is not None:
-            yield from self._driver.steps(total, start)
-            return
+        return self._plain_steps(total, start) if self._driver is None else self._driver.steps(total, start)
+
+    def _refused(self, text: str) -> ConfigError:
+        """The job ends, and nobody starts it again."""
+        if self._driver is not None and self._link is not None:
+            say_once(self._link, Refused(text))
+        return ConfigError(text)
+
+    def _plain_steps(self, total: int, start: int) -> Iterator[Step]:
+        if self._over:
+            raise UsageError(LOOP_IS_OVER)
         self._number = max(self._number, start)
         while self._number < total:
             batch = self._cursor.next()
-            yield Step(_PLAIN, self._number, batch.value, batch.epoch)
-            self._number += 1
+            self._number += 1  # now: a loop that is left in this step may be entered again
+            yield Step(_PLAIN, self._number - 1, batch.value, batch.epoch)
+        self._over = True
 
     def call(self, body: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls ``body``, one step of a loop that owns its step, and gives what it returns.
@@ -334,6 +347,11 @@ def resilient(**registered: Any) -> Callable[[Callable[..., R]], Callable[..., R
     return decorate
 
 
+_NESTED = (
+    "session.steps() is called in the loop at {place}, and a Session has one loop, which would be over behind the "
+    "first pass: give steps() the number of all steps; step.epoch tells passes over the data (docs/how-to/loops.md, "
+    "Epochs)"
+)
 _MIXED = "a Session has one loop: either session.steps(), or session.call() and session.position"
 
 

@@ -392,7 +392,7 @@ class Weights:
         self.of = dict.fromkeys(range(12), 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"of": list(self.of.values())}
+        return {"of": list(self.of.values()), "global": GLOBAL}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.of = dict(enumerate(state["of"]))
@@ -437,19 +437,25 @@ def test_an_order_by_what_bodies_change_is_drawn_from_what_it_was(done: int, reg
     assert [step(later, second) for _ in range(30)] == [step(weights, first) for _ in range(30)]
 
 
-@pytest.mark.parametrize(("shared", "led_to"), [("it", True), ("array", True), ("number", False), ("function", False)])
+@pytest.mark.parametrize(
+    ("shared", "led_to"), [("it", True), ("array", True), ("given", True), ("number", False), ("function", False)]
+)
 def test_what_a_loader_leads_to(shared: str, led_to: bool) -> None:
     thing, loader = Weights(), ByWeight(Weights())
     array = np.zeros(3)
     more: dict[str, tuple[Any, Any]] = {
         "it": (None, thing),
         "array": (array, [array]),
+        "given": (None, GLOBAL),
         "number": (10**9, 10**9),
         "function": (step_by, step_by),
     }
     thing.more, loader.more = more[shared]  # type: ignore[attr-defined]
     objects = Objects((torch.nn.Linear(1, 1),), ())._replace(extra={"weights": thing})
     assert bool(TorchOrder(objects).led_to(loader)) is led_to
+
+
+GLOBAL = torch.zeros(3)
 
 
 def step_by(number: int) -> int:

@@ -36,8 +36,10 @@ class TorchOrder:
     def led_to(self, loader: Any) -> Collection[str]:
         if self._led_to is None:
             things = {**self._own, **self._shared}
-            near = {id(each) for each in _near(loader)} if things else set[int]()
-            self._led_to = frozenset(name for name, each in things.items() if any(id(it) in near for it in _near(each)))
+            near = {id(each) for each in _near([loader])} if things else set[int]()
+            # What an object gives as its state it may hold elsewhere, as in a global variable.
+            leads = {name: _near([each, state_of(each)]) for name, each in things.items()}
+            self._led_to = frozenset(name for name, parts in leads.items() if any(id(part) in near for part in parts))
         return self._led_to
 
     def entries(self, loader: Any) -> dict[str, bytes]:
@@ -51,11 +53,11 @@ class TorchOrder:
             restore_object(thing, dressed(unpack(state), state_of(thing)))
 
 
-def _near(start: Any) -> Iterator[Any]:
+def _near(start: list[Any]) -> Iterator[Any]:
     """What can hold a value that changes. Numbers, texts and functions are shared by objects that have nothing to do
     with each other.
     """
-    for each in islice(walk([start]), _NEAR):
+    for each in islice(walk(start), _NEAR):
         kind = type(each)
         if issubclass(kind, (torch.Tensor, torch.Generator, np.ndarray)) or (
             gc.is_tracked(each) and not issubclass(kind, tuple)

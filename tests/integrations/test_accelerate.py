@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from trained import EVERYWHERE, IN_WINDOWS, assert_repaired, assert_resumed, assert_started_again, train
+from trained import EVERYWHERE, IN_WINDOWS, assert_mended, assert_repaired, assert_resumed, assert_started_again, train
 
 JOB = "with_accelerate.py"
 
@@ -12,6 +12,12 @@ JOB = "with_accelerate.py"
 @pytest.mark.parametrize(("accumulate", "plan"), [(1, EVERYWHERE), (3, IN_WINDOWS)])
 def test_loop(tmp_path: Path, accumulate: int, plan: str) -> None:
     assert_repaired(tmp_path, JOB, "--accumulate", str(accumulate), plan=plan)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_devices_that_compute_wrongly(tmp_path: Path, accumulate: int) -> None:
+    assert_mended(tmp_path, JOB, "--accumulate", str(accumulate))
 
 
 @pytest.mark.timeout(1200)

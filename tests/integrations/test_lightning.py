@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from torch.utils.data import DataLoader
-from trained import EVERYWHERE, assert_repaired, assert_resumed, assert_started_again
+from trained import EVERYWHERE, assert_mended, assert_repaired, assert_resumed, assert_started_again
 
 from resilient_train.errors import ConfigError
 from resilient_train.integrations.lightning import Resilient, ResilientPrecision
@@ -32,6 +32,12 @@ IN_CALLS = (
 @pytest.mark.parametrize(("accumulate", "plan"), [(1, EVERYWHERE), (3, IN_CALLS)])
 def test_trainer(tmp_path: Path, accumulate: int, plan: str) -> None:
     assert_repaired(tmp_path, JOB, "--accumulate", str(accumulate), plan=plan)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("accumulate", "every"), [(1, 5), (3, 2)])
+def test_devices_that_compute_wrongly(tmp_path: Path, accumulate: int, every: int) -> None:
+    assert_mended(tmp_path, JOB, "--accumulate", str(accumulate), every=every)
 
 
 @pytest.mark.timeout(1200)

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 from trained import (
     EVERYWHERE,
     IN_WINDOWS,
+    assert_mended,
     assert_repaired,
     assert_resumed,
     assert_same,
@@ -61,6 +62,12 @@ def test_lines_of_bodies_and_attributes_of_callbacks(tmp_path: Path, kind: str) 
 def test_an_attribute_that_cannot_be_carried_is_named(tmp_path: Path) -> None:
     run = train(tmp_path / "run", JOB, "--kind", "odd", code=2)
     assert "Keeps.kept' is a set, which cannot be carried" in run.err
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_devices_that_compute_wrongly(tmp_path: Path, accumulate: int) -> None:
+    assert_mended(tmp_path, JOB, "--accumulate", str(accumulate))
 
 
 @pytest.mark.timeout(1200)

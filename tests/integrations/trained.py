@@ -21,12 +21,27 @@ IN_WINDOWS = (
 """Of 12 steps, each a window of three batches or, at an epoch's end, of one; four to an epoch."""
 
 
+WRONGLY = (
+    "flip rank=1 step=4 target=gradient index=3 mask=0x400000; norm rank=0 step=8 value=nan; "
+    "kill rank=1 step=9 phase=COMPUTE at=backward incarnation=1"
+)
+"""A device that computes wrongly, and is found; a value that can't be right; and a kill. The first and the last come in
+an update that is computed twice, if every fifth one is, or every second where three steps are an update.
+"""
+
+
 def train(
-    run_dir: Path, script: str, *arguments: str, plan: str = "", code: int = 0, flags: tuple[str, ...] = ()
+    run_dir: Path,
+    script: str,
+    *arguments: str,
+    plan: str = "",
+    code: int = 0,
+    flags: tuple[str, ...] = (),
+    **environ: str,
 ) -> Run:
     """Two ranks. New processes import for long, which is not what is tested."""
     faults = ("--faults", plan) if plan else ()
-    run = launch(run_dir, JOBS / script, *arguments, ranks=2, flags=(*flags, *faults), timeout_s=500)
+    run = launch(run_dir, JOBS / script, *arguments, ranks=2, flags=(*flags, *faults), timeout_s=500, **environ)
     assert run.code == code, run.explain()
     return run
 
@@ -36,6 +51,17 @@ def assert_repaired(folder: Path, script: str, *arguments: str, plan: str) -> No
     quiet = train(folder / "quiet", script, *arguments)
     run = train(folder / "run", script, *arguments, plan=plan)
     assert len(run.of("injected")) == run.recoveries() == plan.count("rank="), run.explain()
+    assert_same(run, quiet)
+
+
+def assert_mended(folder: Path, script: str, *arguments: str, every: int = 5) -> None:
+    """Bodies that the library's own loop calls are computed twice."""
+    quiet = train(folder / "quiet", script, *arguments)
+    looks = {"MS_ENABLE_TFT": "{TTP:1,UCE:1,HCCE:1,ARF:1,TRE:1}", "RESILIENT_VERIFY_EVERY": str(every)}
+    run = train(folder / "run", script, *arguments, plan=WRONGLY, **looks)
+    assert [each["rank"] for each in run.of("injected")] == [1, 0, 1], run.explain()
+    assert [each["detail"]["ranks"] for each in run.of("deviates")] == [[1]], run.explain()
+    assert [each["step"] for each in run.of("redone")] == [8], run.explain()
     assert_same(run, quiet)
 
 

@@ -151,7 +151,8 @@ def _check_optimizer(optimizer: Any) -> None:
         if inner.state is not optimizer.state:
             raise ConfigError(
                 f"optimizer: {_name(optimizer)} wraps an optimizer ({_name(inner)}) whose state is not in its own, so "
-                "a new process would start without it: keep all of it in the `state` of one optimizer"
+                f"a new process would start without it: register the {_name(inner)} instead, if the wrapper itself "
+                "keeps nothing from step to step (as SAM does); else keep all of it in the `state` of one optimizer"
             )
     if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(type(optimizer).step, "hooked", False):
         raise ConfigError(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import Objects, Workers
@@ -437,6 +438,20 @@ def test_an_order_by_what_bodies_change_is_drawn_from_what_it_was(done: int, reg
     assert [step(later, second) for _ in range(30)] == [step(weights, first) for _ in range(30)]
 
 
+class Stream(IterableDataset):
+    def __init__(self, labels: torch.Tensor) -> None:
+        self.labels = labels
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.labels)
+
+
+class Labels(torch.nn.Module):
+    def __init__(self, labels: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("labels", labels)
+
+
 @pytest.mark.parametrize(
     ("shared", "led_to"), [("it", True), ("array", True), ("given", True), ("number", False), ("function", False)]
 )
@@ -453,6 +468,15 @@ def test_what_a_loader_leads_to(shared: str, led_to: bool) -> None:
     thing.more, loader.more = more[shared]  # type: ignore[attr-defined]
     objects = Objects((torch.nn.Linear(1, 1),), ())._replace(extra={"weights": thing})
     assert bool(TorchOrder(objects).led_to(loader)) is led_to
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Stream])
+def test_samples_are_no_order(kind: Any) -> None:
+    """What bodies make of soft labels may be large, and a sampler that knows its data set does not draw from them."""
+    labels = torch.zeros(8)
+    objects = Objects((torch.nn.Linear(1, 1),), ())._replace(extra={"labels": Labels(labels)})
+    loader = DataLoader(kind(labels), batch_size=2)
+    assert bool(TorchOrder(objects).led_to(loader)) is (kind is Stream)
 
 
 GLOBAL = torch.zeros(3)

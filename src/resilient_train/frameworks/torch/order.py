@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.containers import dressed
@@ -20,9 +21,7 @@ from resilient_train.frameworks.torch.leaves import pack, restore_object, state_
 from resilient_train.frameworks.torch.reached import walk
 
 _NEAR = 20_000
-"""So many of the objects that a loader or a registered object leads to are looked at, the nearest first: a data set may
-be a list of millions.
-"""
+"""So many of the objects that a loader or a registered object leads to are looked at, the nearest first."""
 
 
 class TorchOrder:
@@ -36,9 +35,9 @@ class TorchOrder:
     def led_to(self, loader: Any) -> Collection[str]:
         if self._led_to is None:
             things = {**self._own, **self._shared}
-            near = {id(each) for each in _near([loader])} if things else set[int]()
+            near = {id(each) for each in _changing(_around(loader))} if things else set[int]()
             # What an object gives as its state it may hold elsewhere, as in a global variable.
-            leads = {name: _near([each, state_of(each)]) for name, each in things.items()}
+            leads = {name: _changing(walk([each, state_of(each)])) for name, each in things.items()}
             self._led_to = frozenset(name for name, parts in leads.items() if any(id(part) in near for part in parts))
         return self._led_to
 
@@ -53,11 +52,21 @@ class TorchOrder:
             restore_object(thing, dressed(unpack(state), state_of(thing)))
 
 
-def _near(start: list[Any]) -> Iterator[Any]:
+def _around(loader: Any) -> Iterator[Any]:
+    """What it leads to, but for samples: a data set that is asked for each by its number gives no order."""
+    samples = getattr(loader, "dataset", None)
+
+    def gives_no_order(each: Any) -> bool:
+        return not issubclass(type(each), IterableDataset) and (each is samples or issubclass(type(each), Dataset))
+
+    return walk([loader], gives_no_order)
+
+
+def _changing(found: Iterator[Any]) -> Iterator[Any]:
     """What can hold a value that changes. Numbers, texts and functions are shared by objects that have nothing to do
     with each other.
     """
-    for each in islice(walk(start), _NEAR):
+    for each in islice(found, _NEAR):
         kind = type(each)
         if issubclass(kind, (torch.Tensor, torch.Generator, np.ndarray)) or (
             gc.is_tracked(each) and not issubclass(kind, tuple)

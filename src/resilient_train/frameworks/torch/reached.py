@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from types import FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
@@ -31,7 +31,7 @@ def reached(start: Iterable[Any]) -> list[Any] | None:
     return found if len(found) <= _OBJECTS else None
 
 
-def walk(start: Iterable[Any]) -> Iterator[Any]:
+def walk(start: Iterable[Any], leave_out: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
     """The same, one after the other, the nearest first."""
     todo = deque[Any]()
     for each in start:
@@ -39,7 +39,7 @@ def walk(start: Iterable[Any]) -> Iterator[Any]:
     roots, seen = set(map(id, todo)), set[int]()
     while todo:
         each = todo.popleft()
-        if id(each) in seen or (id(each) not in roots and _leads_everywhere(type(each))):
+        if id(each) in seen or (id(each) not in roots and (_leads_everywhere(type(each)) or leave_out(each))):
             continue
         seen.add(id(each))
         yield each

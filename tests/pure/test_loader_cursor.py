@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from resilient_train.errors import ConfigError
 from resilient_train.frameworks.roles import Objects, Workers
-from resilient_train.frameworks.torch.order import TorchOrder
+from resilient_train.frameworks.torch.pass_order import TorchPassOrder
 from resilient_train.session.loader import Cursor
 
 
@@ -412,10 +412,10 @@ class ByWeight:
 def test_an_order_by_what_bodies_change_is_drawn_from_what_it_was(done: int, registered: str) -> None:
     """The state itself is put back by others, before that or behind it."""
 
-    def process() -> tuple[Weights, Cursor, TorchOrder]:
+    def process() -> tuple[Weights, Cursor, TorchPassOrder]:
         weights = Weights()
         objects = Objects((torch.nn.Linear(1, 1),), ())._replace(**{registered: {"weights": weights}})
-        order = TorchOrder(objects)
+        order = TorchPassOrder(objects)
         made = Cursor(ByWeight(weights), Data(), order)
         made.looks = True
         return weights, made, order
@@ -467,7 +467,7 @@ def test_what_a_loader_leads_to(shared: str, led_to: bool) -> None:
     }
     thing.more, loader.more = more[shared]  # type: ignore[attr-defined]
     objects = Objects((torch.nn.Linear(1, 1),), ())._replace(extra={"weights": thing})
-    assert bool(TorchOrder(objects).led_to(loader)) is led_to
+    assert bool(TorchPassOrder(objects).led_to(loader)) is led_to
 
 
 @pytest.mark.parametrize("kind", [TensorDataset, Stream])
@@ -476,7 +476,7 @@ def test_samples_are_no_order(kind: Any) -> None:
     labels = torch.zeros(8)
     objects = Objects((torch.nn.Linear(1, 1),), ())._replace(extra={"labels": Labels(labels)})
     loader = DataLoader(kind(labels), batch_size=2)
-    assert bool(TorchOrder(objects).led_to(loader)) is (kind is Stream)
+    assert bool(TorchPassOrder(objects).led_to(loader)) is (kind is Stream)
 
 
 GLOBAL = torch.zeros(3)

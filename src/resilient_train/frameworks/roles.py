@@ -612,7 +612,7 @@ class RankState(Protocol):
         ...
 
 
-class Order(Protocol):
+class PassOrder(Protocol):
     """What of the user's objects a loader may draw from: each of ``rank_state``, which it may move on as well, and of
     ``state`` what it leads to.
 
@@ -920,7 +920,7 @@ class Engine(NamedTuple):
     state: State
     rank_state: RankState
     data: Data
-    order: Order
+    pass_order: PassOrder
     window: Window
     between: Between
     gradients: Gradients

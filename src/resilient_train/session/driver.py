@@ -187,7 +187,7 @@ class Driver:
         report = CollectiveReport(self._link, self._pulse.folder, engine.groups.recorded)
         self._descriptors = RecoveryLimit()
         self._stop_delivery = StopDelivery(self._peers, self._link.generation, engine.groups.waiters, report, settings)
-        order = engine.order if objects.rank_extra else None
+        order = engine.pass_order if objects.rank_extra else None
         self._batches = KeptBatches(cursor, engine.data, self._pulse, self.outlive, order)
         self._error: BaseException = RuntimeError("no error")
         """What failed last, to be raised if nobody can explain it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from resilient_train.frameworks.roles import Data, Order, Remembered
+from resilient_train.frameworks.roles import Data, PassOrder, Remembered
 from resilient_train.protocol.progress import Activity
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import NO_BATCH, Batch, Cursor, Drawn
@@ -37,7 +37,7 @@ class KeptBatches:
         data: Data,
         pulse: Pulse,
         outlive: Callable[[Exception], None],
-        order: Order | None = None,
+        order: PassOrder | None = None,
     ) -> None:
         self._cursor = cursor
         self._data = data

@@ -7,7 +7,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from resilient_train.errors import ConfigError, UsageError
-from resilient_train.frameworks.roles import Data, Order, Workers
+from resilient_train.frameworks.roles import Data, PassOrder, Workers
 
 
 class Batch(NamedTuple):
@@ -62,7 +62,7 @@ class Cursor:
     batches before the position are skipped (by index, where the loader is a DataLoader).
     """
 
-    def __init__(self, loader: Any, data: Data, order: Order | None = None) -> None:
+    def __init__(self, loader: Any, data: Data, order: PassOrder | None = None) -> None:
         """``order``: if something is registered that the loader may draw from (its sampler's generator, or weights)."""
         if loader is not None and not hasattr(loader, "__iter__"):
             raise ConfigError(f"loader is a {type(loader).__qualname__}, which can't be iterated over")

@@ -112,7 +112,9 @@ class Session:
             skips = _skips(on_anomaly)
             limits = _limits(norm_threshold, loss_threshold, config.Settings() if link is None else _planned())
             self._engine = engine = engine_for(objects)
-            self._cursor = Cursor(loader, engine.data, engine.order if objects.extra or objects.rank_extra else None)
+            self._cursor = Cursor(
+                loader, engine.data, engine.pass_order if objects.extra or objects.rank_extra else None
+            )
             if link is not None and (problem := _problem(engine, link)) is not None:
                 if not problem.plain:
                     raise ConfigError(problem.text)  # noqa: TRY301 - likewise

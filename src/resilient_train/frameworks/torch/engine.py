@@ -13,7 +13,7 @@ from resilient_train.frameworks.torch.device import TorchDevice, accelerator
 from resilient_train.frameworks.torch.drill import TorchDrill
 from resilient_train.frameworks.torch.gradients import TorchGradients
 from resilient_train.frameworks.torch.groups import TorchGroups
-from resilient_train.frameworks.torch.order import TorchOrder
+from resilient_train.frameworks.torch.pass_order import TorchPassOrder
 from resilient_train.frameworks.torch.rank_state import TorchRankState
 from resilient_train.frameworks.torch.state import TorchState
 from resilient_train.frameworks.torch.unregistered import Unregistered
@@ -45,7 +45,7 @@ def engine_for(objects: Objects) -> Engine:
         state=state,
         rank_state=rank_state,
         data=data,
-        order=TorchOrder(objects),
+        pass_order=TorchPassOrder(objects),
         window=window,
         between=BetweenBodies(held, state, rank_state),
         gradients=gradients,

@@ -24,8 +24,8 @@ _NEAR = 20_000
 """So many of the objects that a loader or a registered object leads to are looked at, the nearest first."""
 
 
-class TorchOrder:
-    """See ``frameworks/roles.Order``."""
+class TorchPassOrder:
+    """See ``frameworks/roles.PassOrder``."""
 
     def __init__(self, objects: Objects) -> None:
         self._own = dict(objects.rank_extra)

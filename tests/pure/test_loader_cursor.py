@@ -362,6 +362,9 @@ class Own:
     def led_to(self, _: Any) -> tuple[str, ...]:
         return ()
 
+    def in_samples(self, _: Any) -> bool:
+        return False
+
     def entries(self, _: Any) -> dict[str, bytes]:
         return {"draws": pickle.dumps(self.draws.getstate())}
 
@@ -393,7 +396,7 @@ class Weights:
         self.of = dict.fromkeys(range(12), 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"of": list(self.of.values()), "global": GLOBAL}
+        return {"of": list(self.of.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.of = dict(enumerate(state["of"]))
@@ -452,22 +455,53 @@ class Labels(torch.nn.Module):
         self.register_buffer("labels", labels)
 
 
-@pytest.mark.parametrize(
-    ("shared", "led_to"), [("it", True), ("array", True), ("given", True), ("number", False), ("function", False)]
-)
-def test_what_a_loader_leads_to(shared: str, led_to: bool) -> None:
-    thing, loader = Weights(), ByWeight(Weights())
-    array = np.zeros(3)
-    more: dict[str, tuple[Any, Any]] = {
-        "it": (None, thing),
-        "array": (array, [array]),
-        "given": (None, GLOBAL),
-        "number": (10**9, 10**9),
-        "function": (step_by, step_by),
-    }
-    thing.more, loader.more = more[shared]  # type: ignore[attr-defined]
+class Holder(Weights):
+    """``more``: what it holds, or what its state is made of."""
+
+    def __init__(self, more: Any) -> None:
+        super().__init__()
+        self.more = more
+
+
+class Given(Weights):
+    def state_dict(self) -> dict[str, Any]:
+        return {"global": GLOBAL}
+
+
+class ByGlobal(ByWeight):
+    def __iter__(self) -> Iterator[int]:
+        return iter([*map(int, GLOBAL)])
+
+
+def led_to(thing: Any, more: Any, loader: Any = None) -> bool:
+    loader = ByWeight(Weights()) if loader is None else loader
+    loader.more = more
     objects = Objects((torch.nn.Linear(1, 1),), ())._replace(extra={"weights": thing})
-    assert bool(TorchPassOrder(objects).led_to(loader)) is led_to
+    return bool(TorchPassOrder(objects).led_to(loader))
+
+
+def test_what_a_loader_leads_to() -> None:
+    tensor, array, numbers, module = torch.zeros(2, 3), np.zeros(3), {"pivot": 3}, torch.nn.Linear(1, 1)
+    thing = Weights()
+    assert led_to(thing, thing)
+    assert led_to(thing, lambda: thing)
+    assert led_to(Holder(array), [array[1:]])
+    assert led_to(Holder(tensor), tensor[1])
+    assert led_to(Holder(tensor.numpy()), tensor)
+    assert led_to(Holder(numbers), numbers), "Python's collector does not know it"
+    assert led_to(module, module)
+    assert led_to(Given(), GLOBAL)
+    assert led_to(Given(), None, ByGlobal(Weights()))
+
+
+def test_what_a_loader_does_not_lead_to() -> None:
+    module = torch.nn.Linear(1, 1)
+    thing = Holder(module)
+    assert not led_to(Holder(10**9), 10**9)
+    assert not led_to(Holder(step_by), step_by)
+    assert not led_to(Holder((1, "a", torch.float32)), (1, "a", torch.float32))
+    assert not led_to(thing, torch.nn.Linear(1, 1))
+    assert not led_to(Given(), torch.zeros(3))
 
 
 @pytest.mark.parametrize("kind", [TensorDataset, Stream])
@@ -477,6 +511,7 @@ def test_samples_are_no_order(kind: Any) -> None:
     objects = Objects((torch.nn.Linear(1, 1),), ())._replace(extra={"labels": Labels(labels)})
     loader = DataLoader(kind(labels), batch_size=2)
     assert bool(TorchPassOrder(objects).led_to(loader)) is (kind is Stream)
+    assert TorchPassOrder(objects).in_samples(loader)
 
 
 GLOBAL = torch.zeros(3)

@@ -603,8 +603,8 @@ class RankState(Protocol):
         """
         ...
 
-    def written_since(self, before: bytes) -> WrittenInTail:
-        """What is not any more what ``packed`` had returned."""
+    def written_since(self, before: bytes, after: bytes | None = None) -> WrittenInTail:
+        """What is not any more what ``packed`` had returned, or was not when it returned ``after``."""
         ...
 
     def adopt(self, state: bytes) -> None:
@@ -621,6 +621,10 @@ class PassOrder(Protocol):
 
     def led_to(self, loader: Any) -> Collection[str]:
         """What the loader holds on to, by whatever way; looked for once."""
+        ...
+
+    def in_samples(self, loader: Any) -> bool:
+        """Whether its data set leads to one: a batch is then made of what that was at the time."""
         ...
 
     def entries(self, loader: Any) -> dict[str, bytes]:

@@ -207,7 +207,8 @@ class Cursor:
         It is drawn from the random numbers from which it was drawn: another augmentation is no other place. What the
         rank's own generators had then nobody knows, so a batch that is drawn from them says nothing.
         """
-        again = 1 if self._last else 0
+        in_samples = self._order is not None and self._order.in_samples(self.loader)
+        again = 1 if self._last and not in_samples else 0
         iterator = self._data.fast_forward(self.loader, self._index - again, self._skipped, self._begin)
         if again:
             if self._drawn_from:
@@ -243,10 +244,14 @@ class Cursor:
         has = self._has_workers(loader)
         if self._reused and not has:
             now, own = self._data.random_state(), [each.get_state() for each in self._generators]
-            iter(loader)  # it has workers now; what it drew for them does not count
+            entries = self._entries_if_told()
+            iter(loader)  # it has workers now; what it drew for them, and for the first batches, does not count
             self._data.restore_random_state(now)
             for generator, state in zip(self._generators, own, strict=True):
                 generator.set_state(state)
+            if self._order is not None:
+                moved = self._entries_if_told()
+                self._order.restore({name: state for name, state in entries.items() if moved.get(name) != state})
         elif has and not self._reused:
             self._data.drop_workers(loader)
         return iter(loader)

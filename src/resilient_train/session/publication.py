@@ -39,8 +39,10 @@ class Publication:
         self._before_tail: dict[int, tuple[bytes, bytes]] = {}
         """Update -> what this rank alone had before the tail that leads to it, and its random numbers. Of the last two.
         """
-        self._begun: tuple[int, bytes] = (-1, b"")
-        """The last update that was begun, with these random numbers."""
+        self._begun: tuple[int, bytes, bytes] = (-1, b"", b"")
+        """The last update that was begun, with these random numbers, and with this that the rank alone had. Its first
+        batch is not drawn yet: that is no tail's doing.
+        """
         self.behind: tuple[str, ...] = ()
         """What the tail that this process takes up may have written, and is as it was before it."""
 
@@ -56,7 +58,7 @@ class Publication:
             self._before_tail[commits] = own, random
             self._before_tail.pop(commits - 2, None)
         else:
-            self._begun = commits, random
+            self._begun = commits, random, own
         parts = commits, number, random, position, own, called
         if parts == self._newest:
             return
@@ -88,9 +90,10 @@ class Publication:
         """What the tail that leads to update ``commits``, and is over, has written of what this rank alone has."""
         if commits not in self._before_tail:
             return NOTHING_WRITTEN
-        (own, random), (begun, now) = self._before_tail[commits], self._begun
-        drawn = random != (now if begun == commits else self._data.random_state())
-        return self._rank_state.written_since(own)._replace(drawn=drawn)
+        (own, random), (begun, numbers, had) = self._before_tail[commits], self._begun
+        over = begun == commits
+        drawn = random != (numbers if over else self._data.random_state())
+        return self._rank_state.written_since(own, had if over else None)._replace(drawn=drawn)
 
     def take_up(self, payload: bytes, tail: WrittenInTail = NOTHING_WRITTEN) -> int:
         """Puts a publication back, in this process. Returns the number of the step that comes next. ``tail``: that of
@@ -99,7 +102,7 @@ class Publication:
         held = read(payload)
         before = held.rank if held.ahead or not tail.before else tail.before
         self._before_tail = {held.commits: (before, b"" if tail.drawn else held.random)}
-        self._begun = -1, b""
+        self._begun = -1, b"", b""
         self._cursor.load(
             DataPosition(
                 held.epoch,

@@ -7,8 +7,9 @@ which it began, and another process that looks for its place in it must draw it 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from torch.utils.data import Dataset, IterableDataset
 from resilient_train.frameworks.roles import Objects
 from resilient_train.frameworks.torch.containers import dressed
 from resilient_train.frameworks.torch.leaves import pack, restore_object, state_of, unpack
-from resilient_train.frameworks.torch.reached import walk
+from resilient_train.frameworks.torch.reached import leads_to, walk
+from resilient_train.script_place import is_users
 
+_CONTAINERS = (list, dict, set, torch.Generator)  # of numbers alone, Python's collector does not know them
 _NEAR = 20_000
 """So many of the objects that a loader or a registered object leads to are looked at, the nearest first."""
 
@@ -34,12 +37,18 @@ class TorchPassOrder:
 
     def led_to(self, loader: Any) -> Collection[str]:
         if self._led_to is None:
-            things = {**self._own, **self._shared}
-            near = {id(each) for each in _changing(_around(loader))} if things else set[int]()
-            # What an object gives as its state it may hold elsewhere, as in a global variable.
-            leads = {name: _changing(walk([each, state_of(each)])) for name, each in things.items()}
-            self._led_to = frozenset(name for name, parts in leads.items() if any(id(part) in near for part in parts))
+            self._led_to = frozenset(self._in(_around(loader)))
         return self._led_to
+
+    def in_samples(self, loader: Any) -> bool:
+        return any(self._in(walk([getattr(loader, "dataset", None)], _read_too)))
+
+    def _in(self, found: Iterator[Any]) -> Iterator[str]:
+        things = {**self._own, **self._shared}
+        near = set(_marks(found)) if things else set[object]()
+        # What an object gives as its state it may hold elsewhere, as in a global variable.
+        leads = {name: {id(each), *_marks(walk([each, state_of(each)]))} for name, each in things.items()}
+        return (name for name, marks in leads.items() if marks & near)
 
     def entries(self, loader: Any) -> dict[str, bytes]:
         led_to = self.led_to(loader)
@@ -56,19 +65,61 @@ def _around(loader: Any) -> Iterator[Any]:
     """What it leads to, but for samples: a data set that is asked for each by its number gives no order."""
     samples = getattr(loader, "dataset", None)
 
-    def gives_no_order(each: Any) -> bool:
-        return not issubclass(type(each), IterableDataset) and (each is samples or issubclass(type(each), Dataset))
+    def step(each: Any) -> Iterable[Any] | None:
+        kind = type(each)
+        if not issubclass(kind, IterableDataset) and (each is samples or issubclass(kind, Dataset)):
+            return None
+        return _read_too(each)
 
-    return walk([loader], gives_no_order)
+    return walk([loader], step)
 
 
-def _changing(found: Iterator[Any]) -> Iterator[Any]:
-    """What can hold a value that changes. Numbers, texts and functions are shared by objects that have nothing to do
-    with each other.
+def _read_too(each: Any) -> Iterable[Any] | None:
+    """What it holds on to, and what its functions read."""
+    kind = type(each)
+    if issubclass(kind, FunctionType):
+        return _read_by(each)
+    further = () if issubclass(kind, torch.nn.Module) else leads_to(each)
+    return further and [*further, *_methods(kind)]
+
+
+def _methods(kind: type) -> list[FunctionType]:
+    return [each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, FunctionType)]
+
+
+def _read_by(function: FunctionType) -> Iterable[Any] | None:
+    """Variables around it and of its file, which one of the user's may read: a sampler may take weights from there."""
+    if not is_users(function.__code__.co_filename):
+        return None
+    codes, names = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names |= {*code.co_names}
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    of_file = function.__globals__
+    return [*(function.__closure__ or ()), *(of_file[name] for name in names if name in of_file)]
+
+
+def _marks(found: Iterator[Any]) -> Iterator[object]:
+    """Two that hold the same object, or the same memory, have one in common. Numbers, texts and functions are shared by
+    objects that have nothing to do with each other.
     """
     for each in islice(found, _NEAR):
         kind = type(each)
-        if issubclass(kind, (torch.Tensor, torch.Generator, np.ndarray)) or (
-            gc.is_tracked(each) and not issubclass(kind, tuple)
-        ):
-            yield each
+        if issubclass(kind, (torch.Tensor, np.ndarray)):
+            yield "memory", _memory(each)
+        elif issubclass(kind, _CONTAINERS) or (gc.is_tracked(each) and not issubclass(kind, (tuple, FunctionType))):
+            yield id(each)
+
+
+def _memory(values: Any) -> int:
+    """Where it begins, also of a part of it."""
+    if isinstance(values, torch.Tensor):
+        try:
+            return values.untyped_storage().data_ptr() or id(values)
+        except (RuntimeError, NotImplementedError):  # it has none
+            return id(values)
+    while isinstance(values.base, np.ndarray):
+        values = values.base
+    address: int = values.__array_interface__["data"][0]
+    return address

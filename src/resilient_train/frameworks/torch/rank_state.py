@@ -87,8 +87,8 @@ class TorchRankState:
             restore_object(self._extra[name], each)
         return tuple(behind)
 
-    def written_since(self, before: bytes) -> WrittenInTail:
-        now = self.packed()
+    def written_since(self, before: bytes, after: bytes | None = None) -> WrittenInTail:
+        now = self.packed() if after is None else after
         if now == before:
             return NOTHING_WRITTEN
         had, has = self._read(before), self._read(now)

@@ -31,20 +31,30 @@ def reached(start: Iterable[Any]) -> list[Any] | None:
     return found if len(found) <= _OBJECTS else None
 
 
-def walk(start: Iterable[Any], leave_out: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
-    """The same, one after the other, the nearest first."""
+def leads_to(each: Any) -> Iterable[Any] | None:
+    """What it holds on to itself. None: too much, so it does not count."""
+    if _leads_everywhere(type(each)):
+        return None
+    return () if issubclass(type(each), torch.Tensor) else gc.get_referents(each)
+
+
+def walk(start: Iterable[Any], step: Callable[[Any], Iterable[Any] | None] = leads_to) -> Iterator[Any]:
+    """As ``reached``, one after the other, the nearest first. ``step``: from an object to the next ones."""
     todo = deque[Any]()
     for each in start:
         todo += each.modules() if issubclass(type(each), torch.nn.Module) else (each,)
     roots, seen = set(map(id, todo)), set[int]()
     while todo:
         each = todo.popleft()
-        if id(each) in seen or (id(each) not in roots and (_leads_everywhere(type(each)) or leave_out(each))):
+        if id(each) in seen:
             continue
+        further = step(each)
+        if further is None and id(each) not in roots:
+            continue
+        further = gc.get_referents(each) if further is None else further
         seen.add(id(each))
         yield each
-        if not issubclass(type(each), torch.Tensor):
-            todo += gc.get_referents(each)
+        todo += further
 
 
 def _leads_everywhere(kind: type) -> bool:

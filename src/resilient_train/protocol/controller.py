@@ -380,8 +380,8 @@ class Controller:
     def _beside_neighbours(self, message: Computed, detail: dict[str, object]) -> list[Command]:
         """Each has come to the same twice. Have its replicas, from its inputs?
 
-        What was trained is in doubt since they last had: it is not saved. Where they never had, the script is the
-        nearer guess.
+        What was trained is in doubt since they last had: it is not saved, and what was saved meanwhile is not to be
+        gone on from, if there is something older. Where they never had, the script is the nearer guess.
         """
         job, rounds = self.job, self.job.rounds
         if not rounds:
@@ -392,7 +392,7 @@ class Controller:
         told = {rank: frame for each in rounds for rank, frame in each.differ.items()}
         detail["beside"] = len(rounds)
         if not (found.wrong or found.unclear):
-            job.neighbours_agreed = message.commits
+            job.neighbours_agreed, job.agreed_step = message.commits, message.step
             return []
         ranks = sorted(found.unclear or found.wrong)
         text, why = tre.beside_neighbours(found, message.step)
@@ -405,6 +405,12 @@ class Controller:
             return [note, *self.stop(2, why)]
         since = "the beginning" if job.neighbours_agreed < 0 else f"update {job.neighbours_agreed}"
         doubt = f"{why}. What was trained since {since} is in doubt, and not saved: go on from a checkpoint of before"
+        if not job.can_go_back():
+            return [note, *self.stop(EXIT_UNRECOVERABLE, doubt)]
+        told_of["trusted_until"] = job.agreed_step
+        if job.neighbours_agreed < 0 or not job.saved_before(job.agreed_step):  # nobody should start it again as it is
+            told_of["trusted_until"] = -1
+            return [note, *self.stop(2, f"{doubt}. All that this job has saved is from behind that")]
         return [note, *self.stop(EXIT_UNRECOVERABLE, doubt)]
 
     def _give_up_deviants(self, ranks: Sequence[int], told: Mapping[int, Computed], text: str) -> list[Command]:

@@ -140,7 +140,9 @@ class Job:
         self.rounds: tuple[Round, ...] = ()
         """What has come of such runs of the window that is verified."""
         self.neighbours_agreed = -1
-        """The newest update before which all had come to the same from each other's inputs."""
+        """The newest update before which all had come to the same from each other's inputs, and ..."""
+        self.agreed_step = -1
+        """... the step that led to it."""
         self.unshared_told = False
         self.anomalies_told: dict[tuple[str, int], tuple[int, int]] = {}
         """The attempt and the generation of the last of those values."""

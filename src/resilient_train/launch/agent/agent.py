@@ -142,6 +142,8 @@ class Agent:
         self._job.uses_us = functools.cache(functools.partial(uses_us, target_of(spec.command)))
         self._last_save = LastSave(self._board, self._controller, self._saves, self._arenas, spec.settings)
         self._ending: EndJob | None = None
+        self._doubtful = ""
+        """What is to be said of the newest saved state beside, if it is not to be trusted."""
         self._ended = asyncio.Event()
         self._choosing = False
         """All ranks are to be started, and it is not known yet from what."""
@@ -172,7 +174,9 @@ class Agent:
             timeout_s = self._spec.shutdown_timeout_s
             await asyncio.gather(self._saves.finish(timeout_s, failed=failed), self._anomaly_files.finish(timeout_s))
             if self._ending is not None and self._ending.code and (left := await self._saves.start.left()):
-                self._say(f"started again with --run-dir {self._spec.run_dir}, the job goes on from {left}")
+                self._say(
+                    f"started again with --run-dir {self._spec.run_dir}, the job goes on from {left}{self._doubtful}"
+                )
         finally:
             logs.cancel()
             self._pool.close()
@@ -566,6 +570,12 @@ class Agent:
                     if kind == "late_anomaly" and detail["goes_back"]:
                         assert isinstance(detail["step"], int)
                         self._saves.distrust(detail["step"])
+                    if kind == "deviates" and "trusted_until" in detail:
+                        assert isinstance(detail["trusted_until"], int)
+                        if detail["trusted_until"] >= 0:
+                            self._saves.distrust(detail["trusted_until"])
+                        else:
+                            self._doubtful = ", which is in doubt"
                     if kind == "started" and self._spec.policy.replace:
                         self._processes.train(self._job.attempt)
                 case KeepAnomalies(what=what, step=step, values=values):

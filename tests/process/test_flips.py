@@ -136,7 +136,7 @@ def beside_replicas(
     """Updates 2, 3, 7 and 11 are verified: each rank computes also what a replica of it has computed."""
     flags = ("--faults", plan) if plan else ()
     arguments = ("--steps", str(steps), "--variant", variant, *more)
-    environ = {"RESILIENT_VERIFY_EVERY": "4", "RESILIENT_VERIFY_INPUTS": "neighbour"}
+    environ = {"RESILIENT_VERIFY_EVERY": "4", "RESILIENT_VERIFY_INPUTS": "neighbour", "RESILIENT_KEEP_CHECKPOINTS": "9"}
     return launch(run_dir, "train.py", *arguments, ranks=ranks, flags=flags, **environ)
 
 
@@ -169,6 +169,25 @@ def test_a_device_that_always_errs_is_named_by_two_replicas(tmp_path: Path) -> N
     assert_evidence(told["detail"], 1)
     assert "rank 1 comes to other bits in step 7 than two of its replicas from the same inputs" in run.err
     assert "What was trained since update 3 is in doubt, and not saved" in run.err
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_what_was_saved_since_is_not_gone_on_from(tmp_path: Path, undisturbed: Reference, every: int) -> None:
+    """Replicas agree at update 3, and not at 7. Where nothing older than that is saved, no scheduler is to start it."""
+    run = beside_replicas(tmp_path / "run", "", "--wrong", "1", "4", "--save", str(every), "--await-saves")
+    saved = sorted(each.name for each in (run.run_dir / "checkpoints").iterdir())
+    if every == 5:
+        assert run.code == 2, run.explain()
+        assert saved == ["step_5"]
+        assert "All that this job has saved is from behind that" in run.err
+        assert "checkpoints/step_5), which is in doubt" in run.err
+        return
+    assert run.code == 75, run.explain()
+    assert saved == ["step_2", "wrong_step_4", "wrong_step_6"]
+    again = beside_replicas(tmp_path / "run", "", "--save", str(every))
+    assert again.code == 0, again.explain()
+    assert "all ranks go on from update 2 " in again.err
+    assert again.digests() == undisturbed(ranks=3, variant="base", steps=STEPS).digests()
 
 
 def test_of_two_replicas_nothing_says_which_always_errs(tmp_path: Path) -> None:

@@ -489,8 +489,8 @@ class State(Protocol):
     """What replicas share: parameters, buffers, optimizers, schedulers, scaler, and what else was registered.
 
     Called by ``session/driver.py``, ``session.py`` (before the loop), ``from_replica.py``, ``saving.py`` and
-    ``from_saved.py`` (to storage and back), ``replica_comparison.py``, ``computed_twice.py`` and ``pauses.py`` (is it
-    the same?) and ``nan_watch.py``.
+    ``from_saved.py`` (to storage and back), ``replica_comparison.py`` and ``computed_twice.py`` (is it the same?) and
+    ``nan_watch.py``.
     """
 
     def check(self) -> None:
@@ -877,7 +877,7 @@ class Gradients(Protocol):
 class Drill(Protocol):
     """Faults on request, and a look at all of the state.
 
-    Called by ``session/injection.py``, ``drill_records.py`` and ``driver.py``.
+    Called by ``session/injection.py``, ``drill_records.py``, ``pauses.py`` (has it changed?) and ``driver.py``.
     """
 
     def cut(self) -> None:

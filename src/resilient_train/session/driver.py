@@ -176,7 +176,7 @@ class Driver:
         self._records = DrillRecords(agent, engine.drill, wanted=settings.drill_records)
         self._pulse = Pulse(self._link, agent.run_dir, self._event)
         self.slow = self._pulse.slow
-        self._pauses = ScriptPauses(agent, engine.state, engine.data, self.slow, self._event)
+        self._pauses = ScriptPauses(agent, engine.drill, engine.data, self.slow, self._event)
         self.on_pause = self._pauses.add
         self._from_replica = FromReplica(
             link, engine.state, engine.window, engine.groups, self._publication, settings.transfer

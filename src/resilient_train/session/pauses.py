@@ -14,11 +14,13 @@ from typing import Any
 
 from resilient_train.config import AgentLink
 from resilient_train.errors import ProtocolError
-from resilient_train.frameworks.roles import Data, State
+from resilient_train.frameworks.roles import Data, Drill
 from resilient_train.observe.sinks import say_aside
 from resilient_train.protocol import messages as m
 from resilient_train.transport import Channel
 
+_TOLD = 3
+"""So many names stand in a sentence."""
 OnPause = Callable[[int], object]
 """Gets the number of the step before which all ranks stand."""
 
@@ -29,13 +31,13 @@ class ScriptPauses:
     def __init__(
         self,
         agent: AgentLink,
-        state: State,
+        drill: Drill,
         data: Data,
         slow: Callable[[str], AbstractContextManager[None]],
         event: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._agent = agent
-        self._state, self._data = state, data
+        self._drill, self._data = drill, data
         self._slow = slow
         self._event = event
         self._functions: list[OnPause] = []
@@ -75,15 +77,18 @@ class ScriptPauses:
         if not self._functions:
             return ""
         with self._slow("on_pause"):
-            held, random = self._state.fingerprint().digest(), self._data.random_state()
+            held, random = self._drill.parts({}), self._data.random_state()
             for function in self._functions:
                 self._call(function, step)
             self._data.restore_random_state(random)
-            if self._state.fingerprint().digest() == held:
-                return ""
+            now = self._drill.parts({})
+        if not (changed := [name for name in held | now if held.get(name) != now.get(name)]):
+            return ""
+        # Called again, behind a fault in the pause, it would change the same twice; and a new process never has.
+        some = ", ".join(changed[:_TOLD]) + (f" and {len(changed) - _TOLD} more" if changed[_TOLD:] else "")
         return (
-            f"rank {self._agent.rank}: a function of session.on_pause has changed parameters or optimizer state before "
-            f"step {step}: in a pause they may be read, and not be written"
+            f"rank {self._agent.rank}: a function of session.on_pause has changed {some} before step {step}: in a pause "
+            "what is registered may be read, and not be written"
         )
 
     def _call(self, function: OnPause, step: int) -> None:

@@ -268,7 +268,7 @@ class Session:
 
         In the training thread, its device at rest, before the rank waits for the pause's end; a rank whose function
         takes longer than the pause is waited for. It may read everything, free and use memory, draw random numbers. It
-        may not write parameters or optimizer state (the job ends with exit code 2), nor call collectives (UsageError).
+        may not write what is registered (the job ends with exit code 2), nor call collectives (UsageError).
         An exception is told, and the job still stands.
         """
         if self._driver is not None:

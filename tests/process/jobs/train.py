@@ -331,6 +331,8 @@ class Job:
             dist.all_reduce(torch.ones(1))
         elif does == "write":
             next(self.model.parameters()).data.add_(1)
+        elif does == "lower":
+            self.optimizers[0].param_groups[0]["lr"] *= 0.5
 
     def run(self, asked: argparse.Namespace) -> None:
         self.wrong = tuple(asked.wrong)

@@ -38,6 +38,7 @@ class PlayedDriver:
         self.begun = self.calling = self.over = False
         self.base = self.place = self.bodies = 0
         self.modes: list[Mode] = []
+        self.others: list[int] = []
         self.next = False
         self.cut = False
 
@@ -49,8 +50,14 @@ class PlayedDriver:
     def window_open(self) -> bool:
         return self.begun and (self.place > 0 or not self.next)
 
-    def announces(self, arguments: Any) -> None:
+    def look(self, arguments: Any) -> bytes:
+        return repr(arguments).encode()
+
+    def announces(self, look: bytes) -> None:
         pass
+
+    def gets_other_arguments(self) -> None:
+        self.others.append(self.number)
 
     def head_begins(self) -> None:
         pass
@@ -101,6 +108,15 @@ def test_a_cut_window_is_called_again_from_its_first_body() -> None:
     results = [calls.make(BodyCall(body, (name,), {})) for name in "abcdefg"]
     assert results == list("ABCDEFG")
     assert seen == list("abcde" + "de" + "fg")
+
+
+def test_a_body_that_writes_into_its_arguments_is_told_when_it_is_called_again() -> None:
+    driver = PlayedDriver(5, 6)
+    calls, _ = played(driver, Numbers())
+    for name in "abcdef":
+        calls.make(BodyCall(lambda names, last: names.append(last) if last in "de" else None, ([name], name), {}))
+    assert driver.others == [3, 3, 4], "the first of the window is called three times, the second twice"
+    assert driver.bodies == 9
 
 
 def test_collectives_between_two_calls_of_a_window_are_off() -> None:

@@ -57,6 +57,8 @@ class Calls:
         self._random = random
         self._window: list[BodyCall] = []
         """Of the open window, for a redo."""
+        self._looks: list[bytes] = []
+        """At their arguments, as they were given."""
         self._met: Step | None = None
         """The first step, asked for by ``position`` and not entered yet."""
         self._failed = -1
@@ -83,9 +85,11 @@ class Calls:
                 f"the body of step {self._failed} was left by an exception before its update, and session.call() was "
                 "called again: what that body has left half-done can't be told from what a redo must bring back"
             )
+        look = self._driver.look((call.args, call.kwargs))
         if not self._window:
-            self._driver.announces((call.args, call.kwargs))
+            self._driver.announces(look)
         self._window.append(call)
+        self._looks.append(look)
         try:
             with self._random:
                 result = self._make_all()
@@ -99,13 +103,17 @@ class Calls:
         finally:
             if not self._driver.window_open:
                 self._window.clear()
+                self._looks.clear()
 
     def _make_all(self) -> Any:
         """The newest call, and before it those that a fault has undone."""
-        step = self._first()
+        step, made = self._first(), len(self._window) - 1
         while step is not None:
             place = self._driver.place
             with step:
+                if place < made:
+                    self._look_again(place)
+                made = max(made, place + 1)
                 result = self._window[place].make()
             if step.done and place + 1 == len(self._window):
                 return result
@@ -114,6 +122,13 @@ class Calls:
             "session.call() was called when all other ranks had left their loops: ask session.position.over before the "
             "first call"
         )
+
+    def _look_again(self, place: int) -> None:
+        """A body of the window is called once more."""
+        call, look = self._window[place], self._looks[place]
+        if look and look != (now := self._driver.look((call.args, call.kwargs))):
+            self._looks[place] = now  # told once
+            self._driver.gets_other_arguments()
 
     def _first(self) -> Step | None:
         self._loop_waits()

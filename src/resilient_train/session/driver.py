@@ -259,9 +259,13 @@ class Driver:
             self._event("loop_carried", {"names": list(found.names), "place": found.place})
             self._tell(found.told())
 
-    def announces(self, arguments: Any) -> None:
+    def look(self, arguments: Any) -> bytes:
+        """A body gets these."""
+        return self._engine.data.look(arguments)
+
+    def announces(self, look: bytes) -> None:
         """The next body gets these. Tells people if another process had begun its step with other ones."""
-        self._called = self._engine.data.look(arguments)
+        self._called = look
         begun, self._publication.called = self._publication.called, b""
         if begun and self._called != begun:
             self._event("other_data", {})
@@ -270,6 +274,15 @@ class Driver:
                 "this one takes: the bits will not be those of the undisturbed run; the loop must find its place in "
                 "the data by session.position alone (docs/how-to/trainers.md)"
             )
+
+    def gets_other_arguments(self) -> None:
+        """The body that runs again has written into what it was called with."""
+        self._event("other_data", {"arguments": True})
+        say_aside(
+            f"rank {self._link.rank}: a body of session.call has written into its arguments, and step "
+            f"{self._rank.number} runs again with what it has left there: the bits will not be those of the undisturbed "
+            "run; let it work on a copy (docs/how-to/trainers.md)"
+        )
 
     def next_step(self, total: int, start: int = 0) -> Step | None:
         """The next step, or the same again; None: the loop is over. With the first one the loop begins."""

@@ -156,6 +156,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_thresholds(norm_name: str, norm: float, loss_name: str, loss: float) -> None:
     """Raises ConfigError for what no norm, and no loss, can be measured by."""
+    for name, value in ((norm_name, norm), (loss_name, loss)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"{name} must be a number, not {value!r}")
     if not norm > 0:  # also for nan
         raise ConfigError(f"{norm_name} must be above 0, not {norm}")
     if not loss > -float("inf"):

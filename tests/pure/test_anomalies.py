@@ -719,6 +719,7 @@ def test_thresholds_that_can_not_be(wrong: dict[str, float]) -> None:
     [
         ({"norm_threshold": -1.0}, "norm_threshold must be above 0"),
         ({"loss_threshold": NAN}, "loss_threshold must be a number"),
+        ({"norm_threshold": "44"}, "norm_threshold must be a number, not '44'"),
         ({"on_anomaly": "ignore"}, "on_anomaly='ignore': one of the two, 'redo' or 'skip'"),
         ({"on_anomaly": ("redo", "skip")}, "one of the two"),
     ],

@@ -52,16 +52,16 @@ def dump(*entries: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "has left all_reduce 41 of group 0 (generation 2), Float [3, 5]"),
+        ({}, "past all_reduce 41 of group 0 (generation 2), Float [3, 5]"),
         ({"retired": False}, "in all_reduce 41 of group 0 (generation 2), Float [3, 5]"),
-        ({"retired": False, "state": "completed"}, "has left all_reduce 41 of group 0 (generation 2), Float [3, 5]"),
-        ({"is_p2p": True, "p2p_seq_id": 7}, "has left all_reduce 7 of group 0 (generation 2), Float [3, 5]"),
-        ({"input_dtypes": [], "input_sizes": []}, "has left all_reduce 41 of group 0 (generation 2)"),
+        ({"retired": False, "state": "completed"}, "past all_reduce 41 of group 0 (generation 2), Float [3, 5]"),
+        ({"is_p2p": True, "p2p_seq_id": 7}, "past all_reduce 7 of group 0 (generation 2), Float [3, 5]"),
+        ({"input_dtypes": [], "input_sizes": []}, "past all_reduce 41 of group 0 (generation 2)"),
         (
             {"input_dtypes": ["Long"] * 4, "input_sizes": [[1], [2], [3], []]},
-            "has left all_reduce 41 of group 0 (generation 2), Long [1], Long [2], 2 more",
+            "past all_reduce 41 of group 0 (generation 2), Long [1], Long [2], 2 more",
         ),
-        ({"process_group": ["a"], "profiling_name": "send"}, "has left send 41 of group a, Float [3, 5]"),
+        ({"process_group": ["a"], "profiling_name": "send"}, "past send 41 of group a, Float [3, 5]"),
     ],
 )
 def test_a_collective_in_words(changes: dict[str, Any], expected: str) -> None:
@@ -85,7 +85,7 @@ def test_the_newest_stand_first_and_no_more_than_there_is_room_for() -> None:
     assert first == {
         "rank": 3,
         "incarnation": 1,
-        "newest": "has left all_reduce 1999 of group 0 (generation 2), Float [3, 5]",
+        "newest": "past all_reduce 1999 of group 0 (generation 2), Float [3, 5]",
         "left_out": 2000 - ENTRIES_MAX,
     }
 
@@ -145,7 +145,7 @@ def test_it_writes_when_it_is_asked_and_says_so(board: Board, tmp_path: Path) ->
     wait_until(lambda: board.reported(1) == 2)
     assert [board.reported(rank) for rank in range(3)] == [0, 2, 0]
     path = file_of(tmp_path / "stacks", 1, 0)
-    assert heading_of(path).newest.startswith("has left all_reduce 4")
+    assert heading_of(path).newest.startswith("past all_reduce 4")
     assert path.stat().st_mode & 0o777 == 0o600
     report.look()
     report.close()
@@ -235,7 +235,7 @@ def test_all_have_answered(board: Board, tmp_path: Path) -> None:
     file_of(tmp_path, 2, 0).write_bytes(b"\xff\n")
     newest = reports.look()
     assert newest is not None
-    assert newest.told[0] == "has left all_reduce 5 of group 0 (generation 2), Float [3, 5]"
+    assert newest.told[0] == "past all_reduce 5 of group 0 (generation 2), Float [3, 5]"
     assert newest.told[2].startswith("can't be read")
     assert newest.silent == []
     assert reports.look() is None, "told once"
@@ -256,7 +256,7 @@ def test_who_does_not_answer_in_time_is_named(board: Board, tmp_path: Path, monk
 
 
 def test_the_line_for_people() -> None:
-    assert newest_told({0: "in all_reduce 3", 1: "has left all_reduce 2", 2: "in all_reduce 3"}, [3, 4]) == (
-        "newest collectives: ranks 0, 2 in all_reduce 3; rank 1 has left all_reduce 2; ranks 3, 4 did not answer"
+    assert newest_told({0: "in all_reduce 3", 1: "past all_reduce 2", 2: "in all_reduce 3"}, [3, 4]) == (
+        "newest collectives: ranks 0, 2 in all_reduce 3; rank 1 past all_reduce 2; ranks 3, 4 did not answer"
     )
     assert newest_told({}, [1]) == "newest collectives: rank 1 did not answer"

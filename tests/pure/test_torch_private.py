@@ -262,7 +262,7 @@ def test_the_recorder_sees_gloo_by_the_names_of_our_groups() -> None:
         group.allreduce([torch.ones(3, 4, dtype=torch.int64)]).wait()
     content = report_of(_dump_fr_trace_json(), 0, 0)
     told = json.loads(content.splitlines()[0])["newest"]
-    assert re.fullmatch(r"(in|has left) all_reduce 2 of group of mine \(generation 3\), Long \[3, 4\]", told)
+    assert re.fullmatch(r"(in|past) all_reduce 2 of group of mine \(generation 3\), Long \[3, 4\]", told)
     newest = json.loads(content.splitlines()[1])
     assert {"retired", "state", "is_p2p", "p2p_seq_id", "output_sizes", "time_created_ns"} <= set(newest)
 

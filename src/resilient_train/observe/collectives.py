@@ -67,7 +67,7 @@ def told(entry: Mapping[str, Any]) -> str:
     tensors = [f"{dtype} {sizes}" for dtype, sizes in given[:_TENSORS_TOLD]]
     if len(given) > _TENSORS_TOLD:
         tensors.append(f"{len(given) - _TENSORS_TOLD} more")
-    place = "has left" if entry.get("retired") or entry.get("state") == "completed" else "in"
+    place = "past" if entry.get("retired") or entry.get("state") == "completed" else "in"
     return ", ".join([f"{place} {verb} {number} of {group}", *tensors])
 
 

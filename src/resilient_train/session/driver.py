@@ -280,8 +280,8 @@ class Driver:
         self._event("other_data", {"arguments": True})
         say_aside(
             f"rank {self._link.rank}: a body of session.call has written into its arguments, and step "
-            f"{self._rank.number} runs again with what it has left there: the bits will not be those of the undisturbed "
-            "run; let it work on a copy (docs/how-to/trainers.md)"
+            f"{self._rank.number} runs again with what it has left there: the bits will not be those of the "
+            "undisturbed run; let it work on a copy (docs/how-to/trainers.md)"
         )
 
     def next_step(self, total: int, start: int = 0) -> Step | None:

@@ -87,8 +87,8 @@ class ScriptPauses:
         # Called again, behind a fault in the pause, it would change the same twice; and a new process never has.
         some = ", ".join(changed[:_TOLD]) + (f" and {len(changed) - _TOLD} more" if changed[_TOLD:] else "")
         return (
-            f"rank {self._agent.rank}: a function of session.on_pause has changed {some} before step {step}: in a pause "
-            "what is registered may be read, and not be written"
+            f"rank {self._agent.rank}: a function of session.on_pause has changed {some} before step {step}: in a "
+            "pause what is registered may be read, and not be written"
         )
 
     def _call(self, function: OnPause, step: int) -> None:

@@ -141,6 +141,8 @@ def wait_until_it_trains(run: Path | None, patience: AnnouncedWait) -> Path:
         if status.get("stage") not in ("STARTING", "RECOVERING", "PAUSED") and not unnoticed:
             return found
         why = f"the job in {found} is {status.get('stage')} (it waits for ranks {status.get('waits_for')})"
+        if status.get("stage") == "PAUSED":
+            why = f"the job in {found} is PAUSED (`resilient-train resume` has it train; --now does not wait for that)"
         if unnoticed:
             why = f"the job in {found} has not yet noticed that ranks {unnoticed} are lost or stand still"
         if patience.waited_s >= patience.limit_s:

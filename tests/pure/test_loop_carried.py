@@ -17,7 +17,7 @@ import pytest
 
 from resilient_train import script_place
 from resilient_train.session import loop_carried as loop_carried_module
-from resilient_train.session.loop_carried import LoopCarried, body_carried, loop_carried
+from resilient_train.session.loop_carried import LoopCarried, body_carried, gives_tensors_alone, loop_carried
 from resilient_train.session.static_lookup import Texts
 
 LOOPS = {
@@ -522,3 +522,18 @@ def test_any_text_is_read(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(functions) > 3
     for each in functions:
         body_carried(each, ())
+
+
+def test_a_module_that_is_registered_has_no_number_in_its_state_unless_it_says_so() -> None:
+    import torch
+
+    class Plain(torch.nn.Module):
+        pass
+
+    class Telling(torch.nn.Module):
+        def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+            return {}
+
+    assert gives_tensors_alone(Plain())
+    assert not gives_tensors_alone(Telling())
+    assert not gives_tensors_alone(object())

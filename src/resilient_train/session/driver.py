@@ -59,7 +59,7 @@ from resilient_train.session.injection import Injector
 from resilient_train.session.kept_batches import KeptBatches
 from resilient_train.session.liveness import Pulse
 from resilient_train.session.loader import Cursor
-from resilient_train.session.loop_carried import body_carried, loop_carried
+from resilient_train.session.loop_carried import body_carried, gives_tensors_alone, loop_carried
 from resilient_train.session.loop_head import LoopHead
 from resilient_train.session.nan_watch import NanWatch
 from resilient_train.session.neighbour_inputs import NeighbourInputs
@@ -248,8 +248,10 @@ class Driver:
             return
         objects = self._objects
         ours = (*objects.optimizers, *objects.schedulers, objects.scaler, *self._cursor.sources())
-        known = [each for each in (*ours, *objects.extra.values(), *objects.rank_extra.values()) if each is not None]
-        of_models = objects.models, self._engine.window.settled()
+        registered = [*objects.extra.values(), *objects.rank_extra.values()]
+        loose = [each for each in registered if gives_tensors_alone(each)]
+        known = [each for each in (*ours, *registered) if each is not None and not gives_tensors_alone(each)]
+        of_models = (*objects.models, *loose), self._engine.window.settled()
         try:
             found = body_carried(body, known, *of_models) if body else loop_carried(frame, known, *of_models)
         except Exception as error:  # a text that it does not understand is no reason to end a job that goes on

@@ -113,6 +113,11 @@ def body_carried(
     return _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}")
 
 
+def gives_tensors_alone(thing: object) -> bool:
+    """Whether it is a module whose ``state_dict()`` is torch's own, and so has no number of its attributes."""
+    return type(held(thing, "_modules")) is dict and not functions_of(held(thing, "state_dict"))
+
+
 def _told_of(flow: _Flow, run: Callable[[], None], place: str) -> LoopCarried | None:
     try:
         run()

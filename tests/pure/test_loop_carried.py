@@ -70,6 +70,8 @@ LOOPS = {
     "in place, an entry": ("for k in counts:\n    means[k].mul_(0.9)", ("means",)),
     "a part": ("array[step] = 1\nuse(array.max())", ("array",)),
     "a slice": ("array[step : step + 2] = 1\nuse(array[0])", ("array",)),
+    "in what is registered, by another name": ("kept[step] = 1\nuse(kept)", ()),
+    "beside it": ("array[step] = 1\nuse(kept, array)", ("array",)),
     "of what is registered": ("known.bag.append(step)\nuse(known.bag)", ()),
     "what it gives": ("news.pop()", ("news",)),
     "asked first": ("while step > last:\n    last = step", ("last",)),
@@ -110,6 +112,7 @@ def looked(frame: FrameType, known: Any) -> None:
 
 def names() -> dict[str, Any]:
     known = Thing()
+    known.kept = [0, 0, 0]  # type: ignore[attr-defined]
 
     def steps() -> Iterator[int]:
         yield 1
@@ -120,6 +123,7 @@ def names() -> dict[str, Any]:
         "session_steps": steps,
         "net": Thing(),
         "known": known,
+        "kept": known.kept,  # type: ignore[attr-defined]
         "counts": {"n": 0, 1: 0},
         "pairs": [(1, 2)],
         "data": iter([1, 0, 3]),

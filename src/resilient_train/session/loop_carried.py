@@ -30,6 +30,7 @@ from resilient_train.session.static_lookup import (
     Function,
     Texts,
     all_parts,
+    attributes_of,
     cells,
     contents,
     functions_of,
@@ -173,11 +174,17 @@ def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN or any(held(value, verb) is not UNKNOWN for verb in _OF_ARRAYS)
 
 
+def _can_change(value: object) -> bool:
+    return type(value) in _CONTAINERS or any(held(value, verb) is not UNKNOWN for verb in _OF_ARRAYS)
+
+
 class _Registered:
     """What the Session carries, and what it leaves to the script."""
 
     def __init__(self, known: Iterable[object], models: Iterable[object], settled: Settled) -> None:
         known, settled = [*known], [*settled]
+        # What a registered object holds is its own, also where the loop has another name for it.
+        known += [part for each in known for part in attributes_of(each).values() if _can_change(part)]
         self._kept = [*known, *(part for part, _ in settled)]  # or an id may become another's
         self._settled = {id(part): names for part, names in settled}
         self._known = {id(each) for each in known}

@@ -80,7 +80,7 @@ def held(value: Any, attribute: str) -> Any:
             return of_class.__get__(value)
         except AttributeError:
             return UNKNOWN
-    own = _own(value)
+    own = attributes_of(value)
     if attribute in own and type(of_class) is not property:
         return own[attribute]
     return parts_of(value).get(attribute, UNKNOWN) if of_class is UNKNOWN else of_class
@@ -99,7 +99,8 @@ def _held_by(kind: type) -> Iterator[Mapping[str, Any]]:
     return (_HELD.__get__(each) for each in _ORDER.__get__(kind))
 
 
-def _own(value: Any) -> Mapping[str, Any]:
+def attributes_of(value: Any) -> Mapping[str, Any]:
+    """Those that lie in the object itself."""
     found: Any = next((each["__dict__"] for each in _held_by(type(value)) if "__dict__" in each), None)
     if type(found) not in (GetSetDescriptorType, MemberDescriptorType):  # a property of the user's
         return {}
@@ -109,13 +110,13 @@ def _own(value: Any) -> Mapping[str, Any]:
 
 def parts_of(value: Any) -> Mapping[str, Any]:
     """The modules that lie directly in a torch module, by name."""
-    found = _own(value).get(_PARTS)
+    found = attributes_of(value).get(_PARTS)
     return found if type(found) is dict else {}
 
 
 def hooks_of(module: Any) -> list[CalledFunction]:
     """What the user has hung on a torch module; a communication hook with the state that it gets."""
-    own = _own(module)
+    own = attributes_of(module)
     hung = [hook for name in _HOOKS if type(own.get(name)) in (dict, OrderedDict) for hook in own[name].values()]
     found = [called for hook in hung for called in functions_of(hook)]
     for hook, state in own.get(_COMM_HOOKS, ()):
@@ -138,7 +139,7 @@ def all_parts(value: Any) -> Iterator[Any]:
 
 def functions_of(value: Any, owner: Any = UNKNOWN) -> list[CalledFunction]:
     """Those of the user's text that run when ``value`` is called; of a module its ``forward``."""
-    if type(owner) is ModuleType or any(each is value for each in _own(owner).values()):
+    if type(owner) is ModuleType or any(each is value for each in attributes_of(owner).values()):
         owner = UNKNOWN  # not its method
     value, owner = _bare(value, owner)
     if type(value) is FunctionType:

@@ -264,7 +264,7 @@ def test_what_the_loader_makes_of_the_ranks_own_state_is_brought_back_with_the_b
     class Own:
         sampler = seen = 0
 
-        def entries(self, _: Any) -> dict[str, bytes]:
+        def own(self) -> dict[str, bytes]:
             return {"sampler": bytes([self.sampler]), "seen": bytes([self.seen])}
 
         def restore(self, entries: dict[str, bytes]) -> None:

@@ -368,6 +368,9 @@ class Own:
     def entries(self, _: Any) -> dict[str, bytes]:
         return {"draws": pickle.dumps(self.draws.getstate())}
 
+    def own(self) -> dict[str, bytes]:
+        return self.entries(None)
+
     def restore(self, entries: dict[str, bytes]) -> None:
         for state in entries.values():
             self.draws.setstate(pickle.loads(state))

@@ -620,15 +620,19 @@ class PassOrder(Protocol):
     """
 
     def led_to(self, loader: Any) -> Collection[str]:
-        """What the loader holds on to, by whatever way; looked for once."""
+        """What the loader holds on to, by whatever way; looked for once, which may take some milliseconds."""
         ...
 
     def in_samples(self, loader: Any) -> bool:
-        """Whether its data set leads to one: a batch is then made of what that was at the time."""
+        """Whether what makes its batches leads to one: they are then made of what that was at the time."""
         ...
 
     def entries(self, loader: Any) -> dict[str, bytes]:
         """Each alone, packed. Raises UsageError where one can't tell it now."""
+        ...
+
+    def own(self) -> dict[str, bytes]:
+        """Of these the rank's own."""
         ...
 
     def restore(self, entries: Mapping[str, bytes]) -> None:

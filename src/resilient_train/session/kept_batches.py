@@ -115,7 +115,7 @@ class KeptBatches:
         return True
 
     def _entries(self) -> dict[str, bytes]:
-        return self._order.entries(self._cursor.loader) if self._order is not None else {}
+        return self._order.own() if self._order is not None else {}
 
     def look(self) -> bool:
         """The bodies of the window are over. True: one was seen to write into its batch, for the first time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -182,8 +182,9 @@ class Cursor:
         if self.loader is None or (self._index == 0 and not self._skipped):
             return
         self._set_epoch()
-        now, held = self._data.random_state(), self._entries_if_told()
-        if self._order is not None:
+        now, held = self._data.random_state(), dict[str, bytes]()
+        if self._order is not None and self._drawn_by:
+            held = _if_told(self._entries)
             self._order.restore(self._drawn_by)
         if self._stateful:
             assert own["inner"] is not None, "a stateful loader's position without its state"
@@ -194,7 +195,7 @@ class Cursor:
             self._iterator = self._go_on()
         self._data.restore_random_state(now)
         if self._order is not None:
-            self._order.restore({name: held[name] for name in self._drawn_by if name in held})
+            self._order.restore({name: state for name, state in held.items() if name in self._drawn_by})
 
     @property
     def _looks(self) -> bool:
@@ -205,27 +206,24 @@ class Cursor:
         """From the position; the batch before it is drawn once more where it is known, and says whether this is it.
 
         It is drawn from the random numbers from which it was drawn: another augmentation is no other place. What the
-        rank's own generators had then nobody knows, so a batch that is drawn from them says nothing.
+        rank's own generators had then nobody knows, so a batch that is drawn from them says nothing; nor does one that
+        is made of what bodies may have changed since.
         """
-        in_samples = self._order is not None and self._order.in_samples(self.loader)
-        again = 1 if self._last and not in_samples else 0
+        again = 1 if self._last else 0
         iterator = self._data.fast_forward(self.loader, self._index - again, self._skipped, self._begin)
         if again:
             if self._drawn_from:
                 self._data.restore_random_state(self._drawn_from)
-            before = self._entries_if_told()
-            seen = self._data.look(next(iterator, None))
-            self.strayed = seen != self._last and before == self._entries_if_told()
+            before = self._own_now()
+            other = self._data.look(next(iterator, None)) != self._last and before == self._own_now()
+            self.strayed = other and not (self._order is not None and self._order.in_samples(self.loader))
         return iterator
 
     def _entries(self) -> dict[str, bytes]:
         return self._order.entries(self.loader) if self._order is not None else {}
 
-    def _entries_if_told(self) -> dict[str, bytes]:
-        try:
-            return self._entries()
-        except UsageError:  # a body was cut that has taken what it carries
-            return {}
+    def _own_now(self) -> dict[str, bytes]:
+        return _if_told(self._order.own) if self._order is not None else {}
 
     def _begin_epoch(self) -> None:
         self._set_epoch()
@@ -244,13 +242,13 @@ class Cursor:
         has = self._has_workers(loader)
         if self._reused and not has:
             now, own = self._data.random_state(), [each.get_state() for each in self._generators]
-            entries = self._entries_if_told()
+            entries = self._own_now()
             iter(loader)  # it has workers now; what it drew for them, and for the first batches, does not count
             self._data.restore_random_state(now)
             for generator, state in zip(self._generators, own, strict=True):
                 generator.set_state(state)
             if self._order is not None:
-                moved = self._entries_if_told()
+                moved = self._own_now()
                 self._order.restore({name: state for name, state in entries.items() if moved.get(name) != state})
         elif has and not self._reused:
             self._data.drop_workers(loader)
@@ -262,6 +260,13 @@ class Cursor:
             set_epoch = getattr(holder, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(self._epoch)
+
+
+def _if_told(entries: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+    try:
+        return entries()
+    except UsageError:  # a body was cut that has taken what it carries
+        return {}
 
 
 def _used_up_once(loader: Any) -> bool:

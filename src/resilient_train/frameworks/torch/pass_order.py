@@ -41,7 +41,7 @@ class TorchPassOrder:
         return self._led_to
 
     def in_samples(self, loader: Any) -> bool:
-        return any(self._in(walk([getattr(loader, "dataset", None)], _read_too)))
+        return any(self._in(walk(_makers(loader), _read_too)))
 
     def _in(self, found: Iterator[Any]) -> Iterator[str]:
         things = {**self._own, **self._shared}
@@ -53,7 +53,10 @@ class TorchPassOrder:
     def entries(self, loader: Any) -> dict[str, bytes]:
         led_to = self.led_to(loader)
         shared = {name: each for name, each in self._shared.items() if name in led_to}
-        return {name: pack(state_of(each)) for name, each in (self._own | shared).items()}
+        return {**self.own(), **{name: pack(state_of(each)) for name, each in shared.items()}}
+
+    def own(self) -> dict[str, bytes]:
+        return {name: pack(state_of(each)) for name, each in self._own.items()}
 
     def restore(self, entries: Mapping[str, bytes]) -> None:
         for name, state in entries.items():
@@ -61,13 +64,18 @@ class TorchPassOrder:
             restore_object(thing, dressed(unpack(state), state_of(thing)))
 
 
+def _makers(loader: Any) -> list[Any]:
+    """What makes its batches when their order is known."""
+    return [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
+
+
 def _around(loader: Any) -> Iterator[Any]:
     """What it leads to, but for samples: a data set that is asked for each by its number gives no order."""
-    samples = getattr(loader, "dataset", None)
+    makers = _makers(loader)
 
     def step(each: Any) -> Iterable[Any] | None:
         kind = type(each)
-        if not issubclass(kind, IterableDataset) and (each is samples or issubclass(kind, Dataset)):
+        if not issubclass(kind, IterableDataset) and (issubclass(kind, Dataset) or any(each is it for it in makers)):
             return None
         return _read_too(each)
 

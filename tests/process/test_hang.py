@@ -115,7 +115,7 @@ def test_each_rank_says_in_which_collective_it_is(tmp_path: Path, undisturbed: R
     newest = told["detail"]["newest"]
     assert newest["0"] == newest["2"]
     assert newest["0"].startswith("in all_reduce")
-    assert newest["1"].startswith("has left ")
+    assert newest["1"].startswith("past ")
     reached: list[int] = []
     for rank in range(3):
         path = run.run_dir / "stacks" / f"rank_{rank}.0.collectives.jsonl"
@@ -135,7 +135,7 @@ def test_recorders_that_fail_end_no_rank_and_delay_nothing(tmp_path: Path, undis
     (told,) = run.of("collectives")
     assert told["detail"]["silent"] == [2]
     assert told["detail"]["newest"]["0"] == "RuntimeError: the recorder is broken"
-    assert told["detail"]["newest"]["1"].startswith("has left ")
+    assert told["detail"]["newest"]["1"].startswith("past ")
     (hung,) = run.of("hung")
     assert hung["detail"]["stalled_ms"] < hung["detail"]["limit_ms"] + 1000
 

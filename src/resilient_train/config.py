@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, get_type_hints
 
 import msgspec
@@ -156,8 +157,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_thresholds(norm_name: str, norm: float, loss_name: str, loss: float) -> None:
     """Raises ConfigError for what no norm, and no loss, can be measured by."""
-    for name, value in ((norm_name, norm), (loss_name, loss)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+    given: tuple[tuple[str, object], ...] = ((norm_name, norm), (loss_name, loss))
+    for name, value in given:
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise ConfigError(f"{name} must be a number, not {value!r}")
     if not norm > 0:  # also for nan
         raise ConfigError(f"{norm_name} must be above 0, not {norm}")

@@ -407,11 +407,12 @@ class Controller:
         doubt = f"{why}. What was trained since {since} is in doubt, and not saved: go on from a checkpoint of before"
         if not job.can_go_back():
             return [note, *self.stop(EXIT_UNRECOVERABLE, doubt)]
-        told_of["trusted_until"] = job.agreed_step
-        if job.neighbours_agreed < 0 or not job.saved_before(job.agreed_step):  # nobody should start it again as it is
-            told_of["trusted_until"] = -1
-            return [note, *self.stop(2, f"{doubt}. All that this job has saved is from behind that")]
-        return [note, *self.stop(EXIT_UNRECOVERABLE, doubt)]
+        older = job.neighbours_agreed >= 0 and job.saved_before(job.agreed_step)
+        note = Note("deviates", rank=note.rank, detail={**told_of, "trusted_until": job.agreed_step if older else -1})
+        if older:
+            return [note, *self.stop(EXIT_UNRECOVERABLE, doubt)]
+        # Nobody should start it again as it is.
+        return [note, *self.stop(2, f"{doubt}. All that this job has saved is from behind that")]
 
     def _give_up_deviants(self, ranks: Sequence[int], told: Mapping[int, Computed], text: str) -> list[Command]:
         """Their processes are replaced. Where a device has done so too often the job ends instead, its state saved."""

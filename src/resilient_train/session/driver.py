@@ -250,7 +250,8 @@ class Driver:
         ours = (*objects.optimizers, *objects.schedulers, objects.scaler, *self._cursor.sources())
         registered = [*objects.extra.values(), *objects.rank_extra.values()]
         loose = [each for each in registered if gives_tensors_alone(each)]
-        known = [each for each in (*ours, *registered) if each is not None and not gives_tensors_alone(each)]
+        whole = [each for each in registered if not gives_tensors_alone(each)]
+        known = [each for each in (*ours, *whole) if each is not None]
         of_models = (*objects.models, *loose), self._engine.window.settled()
         try:
             found = body_carried(body, known, *of_models) if body else loop_carried(frame, known, *of_models)

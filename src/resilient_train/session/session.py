@@ -153,7 +153,9 @@ class Session:
         """
         if self._calls is not None:
             raise UsageError(_MIXED)
-        if not self._stepping and (place := outer_loop(self._made)):
+        # A later process of the rank would not be there if the first had been refused, and others wait for it.
+        is_first = self._link is None or not self._link.incarnation
+        if is_first and not self._stepping and (place := outer_loop(self._made)):
             raise self._refused(_NESTED.format(place=place))
         self._stepping = True
         return self._plain_steps(total, start) if self._driver is None else self._driver.steps(total, start)

@@ -131,12 +131,13 @@ def test_a_fault_in_either_run(tmp_path: Path, undisturbed: Reference) -> None:
 
 
 def beside_replicas(
-    run_dir: Path, plan: str = "", *more: str, ranks: int = 3, variant: str = "base", steps: int = STEPS
+    run_dir: Path, plan: str = "", *more: str, ranks: int = 3, variant: str = "base", steps: int = STEPS, keep: int = 9
 ) -> Run:
     """Updates 2, 3, 7 and 11 are verified: each rank computes also what a replica of it has computed."""
     flags = ("--faults", plan) if plan else ()
     arguments = ("--steps", str(steps), "--variant", variant, *more)
-    environ = {"RESILIENT_VERIFY_EVERY": "4", "RESILIENT_VERIFY_INPUTS": "neighbour", "RESILIENT_KEEP_CHECKPOINTS": "9"}
+    environ = {"RESILIENT_VERIFY_EVERY": "4", "RESILIENT_VERIFY_INPUTS": "neighbour"}
+    environ["RESILIENT_KEEP_CHECKPOINTS"] = str(keep)
     return launch(run_dir, "train.py", *arguments, ranks=ranks, flags=flags, **environ)
 
 
@@ -171,20 +172,33 @@ def test_a_device_that_always_errs_is_named_by_two_replicas(tmp_path: Path) -> N
     assert "What was trained since update 3 is in doubt, and not saved" in run.err
 
 
-@pytest.mark.parametrize("every", [2, 5])
-def test_what_was_saved_since_is_not_gone_on_from(tmp_path: Path, undisturbed: Reference, every: int) -> None:
-    """Replicas agree at update 3, and not at 7. Where nothing older than that is saved, no scheduler is to start it."""
-    run = beside_replicas(tmp_path / "run", "", "--wrong", "1", "4", "--save", str(every), "--await-saves")
-    saved = sorted(each.name for each in (run.run_dir / "checkpoints").iterdir())
-    if every == 5:
-        assert run.code == 2, run.explain()
-        assert saved == ["step_5"]
-        assert "All that this job has saved is from behind that" in run.err
-        assert "checkpoints/step_5), which is in doubt" in run.err
-        return
+def saved_in(run: Run) -> list[str]:
+    return sorted(each.name for each in (run.run_dir / "checkpoints").iterdir())
+
+
+def test_where_all_that_is_saved_is_in_doubt(tmp_path: Path) -> None:
+    """Replicas agree at update 3, and not at 7. Nothing older than that is saved: no scheduler is to start it again."""
+    run = beside_replicas(tmp_path / "run", "", "--wrong", "1", "4", "--save", "5", "--await-saves")
+    assert run.code == 2, run.explain()
+    assert saved_in(run) == ["step_5"]
+    assert "All that this job has saved is from behind that" in run.err
+    assert "checkpoints/step_5), which is in doubt" in run.err
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_what_was_saved_since_is_not_gone_on_from(tmp_path: Path, undisturbed: Reference, runs: int) -> None:
+    """The newest checkpoint from before update 3 stays, beside the one that is to stay, also in a later run."""
+    wrong = ("--wrong", "1", "4", "--save", "2", "--await-saves")
+    if runs == 2:
+        first = beside_replicas(tmp_path / "run", "", *wrong, steps=6, keep=1)
+        assert first.code == 0, first.explain()
+        assert saved_in(first) == ["step_2", "step_4"]
+    run = beside_replicas(tmp_path / "run", "", *wrong, keep=1)
     assert run.code == 75, run.explain()
-    assert saved == ["step_2", "wrong_step_4", "wrong_step_6"]
-    again = beside_replicas(tmp_path / "run", "", "--save", str(every))
+    assert "What was trained since update 3 is in doubt" in run.err
+    assert saved_in(run)[0] == "step_2"
+    assert {each.split("_")[0] for each in saved_in(run)[1:]} == {"wrong"}
+    again = beside_replicas(tmp_path / "run", "", "--save", "2")
     assert again.code == 0, again.explain()
     assert "all ranks go on from update 2 " in again.err
     assert again.digests() == undisturbed(ranks=3, variant="base", steps=STEPS).digests()

@@ -37,6 +37,19 @@ def test_the_newest_without_nan_stays_too(tmp_path: Path) -> None:
     assert [path.name for path in retain(tmp_path, 1)] == ["step_5", "step_1"], "the newest one is without"
 
 
+def test_the_newest_that_replicas_agreed_on_stays_too(tmp_path: Path) -> None:
+    for step in (2, 3, 4, 5, 6):
+        write(tmp_path, step)
+    write(tmp_path, 3, nan=NanFound(1, 6, "model.0.weight"))
+    assert [path.name for path in retain(tmp_path, 2, agreed_step=4)] == ["step_3", "step_2"]
+    (tmp_path / "step_4" / "manifest.json").write_text("{}")
+    write(tmp_path, 3)
+    assert [path.name for path in retain(tmp_path, 1, agreed_step=4)] == ["step_5", "step_4"], "that one is not whole"
+    assert retain(tmp_path, 1, agreed_step=3) == []
+    assert [path.name for path in retain(tmp_path, 1, agreed_step=2)] == ["step_3"]
+    assert retain(tmp_path, 1, agreed_step=6) == []
+
+
 def test_those_that_the_job_went_back_behind_neither_count_nor_go(tmp_path: Path) -> None:
     for step in (2, 3, 4, 20, 30):
         write(tmp_path, step)

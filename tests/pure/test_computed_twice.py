@@ -275,7 +275,9 @@ def beside(
 
 
 def test_what_replicas_come_to_from_the_same_inputs() -> None:
-    assert notes(beside((-1, -1, -1))) == {"verified": {"step": 6, "ranks": [], "beside": 1}}
+    assert notes(beside((-1, -1, -1))) == {
+        "verified": {"step": 6, "ranks": [], "beside": 1, "agreed": True, "commits": 3}
+    }
     commands = beside((-1, 2, -1), (-1, -1, -1))
     assert [kill.rank for kill in of(commands, Kill)] == [1]
     assert notes(commands)["deviates"]["devices"] == {"1": "here 1"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from resilient_train.launch.agent.trusted_states import TrustedStates
 from resilient_train.protocol.messages import Source
 
@@ -64,6 +66,44 @@ def test_checkpoints_that_are_known() -> None:
     assert states.stored_before(9)
     states.refuse(Source("storage", 4, "checkpoints/step_8"), whole=False)
     assert not states.stored_before(9)
+
+
+def test_the_newest_from_before_replicas_agreed_stays() -> None:
+    states = TrustedStates(1, keep=1)
+    states.stored(10, nan=True)
+    states.agreed(12, 12)
+    for step in (12, 14, 16):  # the first one was on its way
+        states.stored(step, nan=True)
+    assert [states.stored_before(step, one_more=True) for step in (11, 12)] == [False, True]
+    states.distrust(11)
+    assert not states.stored_before(12)
+    states.begun_with(Source("storage", 9, "checkpoints/step_9"), [9, 10])
+    assert (states.agreed_commits, states.agreed_step) == (9, 9), "the rest is of a history that is left"
+    states.stored(11, nan=False)
+    assert states.stored_before(9)
+    states.refuse(Source("storage", 9, "checkpoints/step_9"), whole=False)
+    assert not states.stored_before(9)
+
+
+@pytest.mark.parametrize(
+    ("source", "agreed", "there"),
+    [
+        (Source("storage", 14, "checkpoints/step_14"), (12, 12), True),
+        (Source("memory", 13), (12, 12), True),
+        (Source("storage", 8, "checkpoints/step_8"), (8, 8), True),
+        (Source("memory", 11), (-1, -1), False),
+        (None, (-1, -1), False),
+    ],
+)
+def test_what_replicas_agreed_on_in_a_run_before(
+    source: Source | None, agreed: tuple[int, int], *, there: bool
+) -> None:
+    states = TrustedStates(1, keep=1)
+    states.agreed(12, 12)
+    states.begun_with(source, [8, 14])
+    assert (states.agreed_commits, states.agreed_step) == agreed
+    states.stored(16, nan=True)
+    assert states.stored_before(12) == there
 
 
 def test_what_all_begin_with_is_no_second_checkpoint() -> None:

@@ -58,6 +58,20 @@ def _devices(event: Event) -> dict[int, str]:
     return {int(rank): device for rank, device in rows if rank.isdecimal() and isinstance(device, str)}
 
 
+def last_agreement(runs: Iterable[Iterable[Event]]) -> tuple[int, int]:
+    """The newest update before which all came to the same from each other's inputs, in all these runs, and the step
+    that led to it; (-1, -1): there was none.
+    """
+    found = (-1, -1)
+    for events in runs:
+        for event in events:
+            if event.kind == "verified" and event.detail.get("agreed") is True:
+                commits, step = number_of(event, "commits"), number_of(event, "step")
+                if commits is not None and step is not None:
+                    found = (commits, step)
+    return found
+
+
 def count_deviations(runs: Iterable[Iterable[Event]]) -> Counter[tuple[int, str]]:
     """How often each rank has computed other bits on each device, in all these runs."""
     found = [each for events in runs for each in read_deviations(events)]

@@ -392,7 +392,8 @@ class Controller:
         told = {rank: frame for each in rounds for rank, frame in each.differ.items()}
         detail["beside"] = len(rounds)
         if not (found.wrong or found.unclear):
-            job.neighbours_agreed, job.agreed_step = message.commits, message.step
+            job.neighbours_agreed = message.commits
+            detail |= {"agreed": True, "commits": message.commits}
             return []
         ranks = sorted(found.unclear or found.wrong)
         text, why = tre.beside_neighbours(found, message.step)
@@ -407,9 +408,9 @@ class Controller:
         doubt = f"{why}. What was trained since {since} is in doubt, and not saved: go on from a checkpoint of before"
         if not job.can_go_back():
             return [note, *self.stop(EXIT_UNRECOVERABLE, doubt)]
-        older = job.neighbours_agreed >= 0 and job.saved_before(job.agreed_step)
-        note = Note("deviates", rank=note.rank, detail={**told_of, "trusted_until": job.agreed_step if older else -1})
-        if older:
+        trusted = job.agreed_step()
+        note = Note("deviates", rank=note.rank, detail={**told_of, "trusted_until": trusted})
+        if trusted >= 0:
             return [note, *self.stop(EXIT_UNRECOVERABLE, doubt)]
         # Nobody should start it again as it is.
         return [note, *self.stop(2, f"{doubt}. All that this job has saved is from behind that")]

@@ -55,6 +55,10 @@ class Job:
     """Whether a state from before that step, or an older one, is known to be saved. Asked last, where all go back to
     it if it is.
     """
+    agreed_step: Callable[[], int] = staticmethod(lambda: -1)
+    """What was saved before that step counts, since all had come to the same from each other's inputs then; -1: nothing
+    is known to be saved from before.
+    """
     newest_without_nan: Callable[[], int] = staticmethod(lambda: -1)
     """The step of the newest saved state that is known to hold no NaN; -1: none is."""
     uses_us: Callable[[], bool] = staticmethod(lambda: False)
@@ -140,9 +144,7 @@ class Job:
         self.rounds: tuple[Round, ...] = ()
         """What has come of such runs of the window that is verified."""
         self.neighbours_agreed = -1
-        """The newest update before which all had come to the same from each other's inputs, and ..."""
-        self.agreed_step = -1
-        """... the step that led to it."""
+        """The newest update before which all had come to the same from each other's inputs."""
         self.unshared_told = False
         self.anomalies_told: dict[tuple[str, int], tuple[int, int]] = {}
         """The attempt and the generation of the last of those values."""

@@ -52,7 +52,7 @@ def begin(fault: Fault, job: Job) -> list[Command]:
         for memory in (job.joined, job.done, job.finished, job.left, job.exited, job.evidence, job.computed):
             memory.clear()
         job.verified = -1  # what is computed anew counts anew, so what replicas agreed on before says nothing of it
-        job.neighbours_agreed, job.agreed_step = min(job.neighbours_agreed, 0), min(job.agreed_step, 0)
+        job.neighbours_agreed = min(job.neighbours_agreed, 0)
         job.end_verifying()
     job.attempt += 1
     job.started.clear()

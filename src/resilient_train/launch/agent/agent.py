@@ -43,7 +43,7 @@ from resilient_train.launch.fork.imports import target_of, uses_us
 from resilient_train.launch.fork.standby_pool import Pool
 from resilient_train.launch.fork.zygote import Root
 from resilient_train.launch.spec import SOCKET, JobSpec
-from resilient_train.observe.deviations import count_deviations
+from resilient_train.observe.deviations import count_deviations, last_agreement
 from resilient_train.observe.history import events_of
 from resilient_train.observe.sinks import Sink
 from resilient_train.observe.stacks import STACKS_FOLDER
@@ -138,6 +138,9 @@ class Agent:
         self._job.can_go_back = self._saves.can_go_back
         self._job.newest_saved = lambda: self._saves.states.newest
         self._job.saved_before = self._saves.saved_before
+        self._job.agreed_step = self._saves.agreed_step
+        if spec.policy.neighbours:
+            self._saves.states.agreed(*last_agreement(events_of(spec.run_dir)))
         self._job.newest_without_nan = lambda: self._saves.states.newest_without_nan
         self._job.uses_us = functools.cache(functools.partial(uses_us, target_of(spec.command)))
         self._last_save = LastSave(self._board, self._controller, self._saves, self._arenas, spec.settings)
@@ -565,6 +568,11 @@ class Agent:
                     self._tell(kind, detail)
                     if kind == "leaving":
                         self._last_save.begin()
+                    if kind == "verified" and detail.get("agreed"):
+                        commits, window = detail["commits"], detail["step"]
+                        assert isinstance(commits, int)
+                        assert isinstance(window, int)
+                        self._saves.states.agreed(commits, window)
                     if kind == "replicas_differ":
                         self._saves.states.doubt()
                     if kind == "late_anomaly" and detail["goes_back"]:
@@ -594,6 +602,8 @@ class Agent:
     async def _start_all(self, spawns: list[Command], again: Note | None) -> None:
         blind = await self._saves.choose(needed=again is not None and bool(again.detail["state_lost"]))
         self._choosing = False
+        # That of a run before this one, or from before what all go on from.
+        self._job.neighbours_agreed = max(self._job.neighbours_agreed, self._saves.states.agreed_commits)
         if self._ending is not None:
             return
         if blind and again is not None:  # they must not begin anew beside what may be saved

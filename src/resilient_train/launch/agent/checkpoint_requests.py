@@ -116,7 +116,16 @@ class CheckpointRequests:
         self._go_on()
 
     def _job(self, of: Captured, groups: Groups, savers: Groups) -> Flush:
-        return Flush(str(self._folder), of.step, of.commits, groups, self._libraries, self._keep, savers)
+        return Flush(
+            folder=str(self._folder),
+            step=of.step,
+            commits=of.commits,
+            replica_groups=groups,
+            libraries=self._libraries,
+            keep=self._keep,
+            savers=savers,
+            agreed_step=self._states.agreed_step,
+        )
 
     def _submit(self, job: Flush, ranks: Mapping[int, Captured], over: Callable[[str], None] | None = None) -> None:
         save = PendingCheckpoint(job.step, job.commits, time.monotonic_ns(), 0, over)

@@ -72,6 +72,11 @@ class Saves:
         one_more = self._requests.under_way is not None
         return self.states.stored_before(step, one_more=one_more) or self._snapshots.pin(step)
 
+    def agreed_step(self) -> int:
+        """Of the newest update on which replicas agreed, if a state from before it is known to be saved; else -1."""
+        step = self.states.agreed_step
+        return step if step >= 0 and self.saved_before(step) else -1
+
     def can_go_back(self) -> bool:
         """Whether there may be a source; ``choose`` knows. A job that saves, and has come to its end before the first
         time, loses nothing by beginning anew.

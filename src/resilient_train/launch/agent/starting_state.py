@@ -142,7 +142,7 @@ class StartingState:
             if reason:
                 self._troubles.pass_over(path, reason)
         self.source = seen.newest
-        self._states.begun_with(self.source)
+        self._states.begun_with(self.source, stored.steps)
         self._snapshots.begin_from(max(self._states.newest, 0))
         if self.source is not None:
             if not stored.unreadable and seen.at_rest:

@@ -12,7 +12,7 @@ from resilient_train.errors import StorageError
 from resilient_train.launch.agent.forked_work import aside
 from resilient_train.protocol.messages import Source
 from resilient_train.state.checkpoint.retention import set_aside, tidy
-from resilient_train.state.checkpoint.verify import newest_complete
+from resilient_train.state.checkpoint.verify import candidates, newest_complete
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +21,8 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     source: Source | None = None
     skipped: tuple[tuple[str, str], ...] = ()
     """Newer ones, and why each won't do."""
+    steps: tuple[int, ...] = ()
+    """Of all that lie there by their names, whole or not."""
     untidy: str = ""
     """Why leftovers could not be taken away."""
     unreadable: str = ""
@@ -102,4 +104,5 @@ def look(folder: Path, refused: Collection[Path] = (), *, bytes_too: bool, wrong
     if found.report is not None and found.report.manifest is not None:
         source = Source("storage", found.report.manifest.commits, str(found.report.path))
     skipped = tuple((str(path), reason) for path, reason in found.skipped)
-    return Stored(source=source, skipped=skipped, untidy=untidy)
+    steps = tuple(name.step for name, _ in candidates(folder) if not name.suffix)
+    return Stored(source=source, skipped=skipped, steps=steps, untidy=untidy)

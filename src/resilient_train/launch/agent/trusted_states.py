@@ -25,6 +25,12 @@ class TrustedStates:
         self._world_size = world_size
         self.newest = self.newest_without_nan = -1
         """The update before the newest equal state that is saved; the step of the newest one stored without NaN."""
+        self.agreed_commits = self.agreed_step = -1
+        """The newest update before which all came to the same from each other's inputs, and the step that led to it:
+        the newest checkpoint of no later step stays. Also in the runs before this one in the same directory.
+        """
+        self._newest_agreed = -1
+        """Its step, as far as this run knows."""
         self.doubted = False
         """Replicas have differed: what memory holds is used as far as it was complete and equal, see ``newest``; and
         the ranks do not begin anew, which may cost more than a look at the machine.
@@ -62,16 +68,27 @@ class TrustedStates:
         if self.wrong_since is None or step <= self.wrong_since:
             self._stored_steps.append(step)
             self.newest_without_nan = self.newest_without_nan if nan else step
+            if step <= self.agreed_step:
+                self._newest_agreed = step
+
+    def agreed(self, commits: int, step: int) -> None:
+        """Before that update all have come to the same from each other's inputs. What was saved before is trusted."""
+        self.agreed_commits, self.agreed_step = commits, step
+        self._newest_agreed = max((each for each in self._stored_steps if each <= step), default=self._newest_agreed)
 
     def memory_lost(self) -> None:
         """The holder is gone."""
         self._kept_steps.clear()
 
-    def begun_with(self, source: Source | None) -> None:
-        """All ranks start from it; None: from the script's own state."""
+    def begun_with(self, source: Source | None, stored_steps: Iterable[int] = ()) -> None:
+        """All ranks start from it; None: from the script's own state. ``stored_steps``: of all that lie on storage."""
         self.newest = source.commits if source is not None else -1
-        if source is not None and (step := _step_of(source)) >= 0 and step not in self._stored_steps:
+        step = _step_of(source) if source is not None else -1
+        if step >= 0 and step not in self._stored_steps:
             self._stored_steps.append(step)
+        if self.newest < self.agreed_commits:  # what was agreed on behind that is of a history that is left
+            self.agreed_commits, self.agreed_step = (self.newest, step) if step >= 0 else (-1, -1)
+        self._newest_agreed = max((each for each in stored_steps if each <= self.agreed_step), default=-1)
 
     # -- what is not trusted any more
 
@@ -83,6 +100,8 @@ class TrustedStates:
             self._stored_steps.remove(step)
         if step == self.newest_without_nan:
             self.newest_without_nan = -1
+        if step == self._newest_agreed:
+            self._newest_agreed = -1
 
     def doubt(self) -> None:
         """Replicas were found to differ, nobody knows since when."""
@@ -96,6 +115,8 @@ class TrustedStates:
         self._kept_steps = deque((each for each in self._kept_steps if each <= step), self._kept_steps.maxlen)
         if self.newest_without_nan > step:
             self.newest_without_nan = -1
+        if self._newest_agreed > step:
+            self._newest_agreed = -1
 
     # -- what is left
 
@@ -106,6 +127,7 @@ class TrustedStates:
         stored = [*self._stored_steps, self.newest_without_nan]
         if one_more:
             stored = stored[len(self._stored_steps) == self._stored_steps.maxlen : -1]
+        stored.append(self._newest_agreed)
         return any(0 <= each <= step for each in stored)
 
     def kept_before(self, step: int) -> int:

@@ -12,27 +12,30 @@ from resilient_train.state.checkpoint.verify import candidates, verify
 _WRONG = "wrong_"
 
 
-def retain(folder: Path, keep: int, *, newest_step: int | None = None) -> list[Path]:
+def retain(folder: Path, keep: int, *, newest_step: int | None = None, agreed_step: int = -1) -> list[Path]:
     """Deletes the periodic checkpoints that are older than the newest ``keep`` complete ones; returns them.
 
     Those of steps after ``newest_step``, the one just written, neither count nor go: the job went back behind them,
     since they could not be taken up.
 
-    The newest one without NaN stays as well, if all of those have some: there is nothing else to go on from.
+    The newest one without NaN stays as well, if all of those have some: there is nothing else to go on from. So does
+    the newest one of ``agreed_step`` or before: all behind it may yet turn out to be in doubt.
 
     Complete means here: all files are there with their sizes and headers (reading every byte after each save would cost
     as much as the save). End-of-life checkpoints are never deleted. Raises StorageError.
     """
     assert keep >= 1
     removed: list[Path] = []
-    complete, sound = 0, False
+    complete, sound, agreed = 0, False, agreed_step < 0
     with storing(folder):
         for name, path in candidates(folder):
             if name.kind != "periodic" or name.suffix or (newest_step is not None and name.step > newest_step):
                 continue
-            report = None if complete == keep and sound else verify(path, digests=False)
-            if report is not None and report.ok and (complete < keep or report.without_nan):
+            counts = complete < keep or (not agreed and name.step <= agreed_step)
+            report = verify(path, digests=False) if counts or not sound else None
+            if report is not None and report.ok and (counts or report.without_nan):
                 complete, sound = min(complete + 1, keep), sound or report.without_nan
+                agreed = agreed or name.step <= agreed_step
             elif complete == keep:
                 remove(path)
                 removed.append(path)

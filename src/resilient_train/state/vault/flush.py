@@ -36,6 +36,8 @@ class Flush(msgspec.Struct, frozen=True, array_like=True):
     """By replica group, who has a part of its state. A shard's number is its rank, or the place in here at the end."""
     kind: Kind = "periodic"
     reason: str = "save_every"
+    agreed_step: int = -1
+    """The newest checkpoint that is not of a later step stays too; -1: none has to."""
 
     def writers(self) -> list[int]:
         """All savers, by group."""
@@ -74,7 +76,7 @@ def flush(order: WorkOrder) -> bytes:
         path = _commit(draft, files, job, nan)
     untidy = draft.untidy
     try:
-        retain(path.parent, job.keep, newest_step=job.step)
+        retain(path.parent, job.keep, newest_step=job.step, agreed_step=job.agreed_step)
     except StorageError as error:  # the checkpoint itself is complete
         untidy = str(error)
     size_bytes = sum(each.size_bytes for each in files)

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 from resilient_train import script_place
+from resilient_train.errors import ConfigError
 from resilient_train.session import loop_carried as loop_carried_module
-from resilient_train.session.loop_carried import LoopCarried, body_carried, gives_tensors_alone, loop_carried
+from resilient_train.session.loop_carried import LoopCarried, body_carried, leaves_out, loop_carried
+from resilient_train.session.metrics import check_metrics
 from resilient_train.session.static_lookup import Texts
 
 LOOPS = {
@@ -355,6 +357,47 @@ def test_what_a_new_process_takes_over_is_not_told() -> None:
     assert found.names == ("self.mean in Averaging.forward",)
 
 
+class Metric:
+    """As torchmetrics', whose text is not followed: nothing in it says that it changes."""
+
+    def __init__(self, *, kept: bool = False) -> None:
+        self._modules: dict[str, Any] = {}
+        self._defaults, self._persistent, self.hits = {"hits": 0}, {"hits": kept}, 0
+
+    def update(self, _: object) -> None: ...
+
+    def state_dict(self) -> dict[str, int]:
+        return {"hits": self.hits} if self._persistent["hits"] else {}
+
+
+def test_a_metric_changes_when_it_is_used() -> None:
+    lines = "for step in session_steps():\n    model()\n    metric.update(step)\n    known.hits.update(step)\n"
+    model = Cell(first=Measured())
+    values = {**names(), "model": model, "metric": Metric()}
+    values["known"].hits = Metric()
+    for registered, expected in ((Metric(), ("metric", "self.accuracy")), (values["metric"], ("self.accuracy",))):
+
+        def steps() -> Iterator[int]:
+            yield 1
+            known = (values["known"], registered)  # noqa: B023 - read at once
+            FRAMES.append(loop_carried(sys._getframe(1), known, (model,)))
+
+        found = carried(lines, {**values, "session_steps": steps})
+        assert found
+        assert tuple(each.partition(" in ")[0] for each in found.names) == expected
+
+
+def test_a_metric_that_gives_nothing_of_what_it_counts_is_refused() -> None:
+    kept = Metric(kept=True)
+    check_metrics({"state": {"other": object(), "loss": Cell(), "kept": kept}, "rank_state": {}})
+    collection = Metric()
+    collection._modules["first"] = Metric()
+    del collection._defaults
+    for each in (Metric(), collection):
+        with pytest.raises(ConfigError, match=r"rank_state\['hits'\] is a .*nothing of what it counts"):
+            check_metrics({"state": {"kept": kept}, "rank_state": {"hits": each}})
+
+
 class Cell:
     """As torch's: what is in it lies in a dictionary of its own."""
 
@@ -391,6 +434,15 @@ class Averaging(Cell):
         self.last.clear()
         self.last.append(scale)
         self.begun = True
+
+
+class Measured(Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = Metric()
+
+    def forward(self) -> None:
+        self.accuracy.update(1)
 
 
 class Publishing(Annealed):
@@ -536,8 +588,13 @@ def test_a_module_that_is_registered_has_no_number_in_its_state_unless_it_says_s
 
     class Telling(torch.nn.Module):
         def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-            return {}
+            return self.__dict__["given"]
 
-    assert gives_tensors_alone(Plain())
-    assert not gives_tensors_alone(Telling())
-    assert not gives_tensors_alone(object())
+    telling = Telling()
+    telling.given = {"seen": 3}
+    assert leaves_out(Plain())
+    assert not leaves_out(telling)
+    telling.given = {}
+    assert leaves_out(telling), "it has forgotten to"
+    assert not leaves_out(torch.Generator())
+    assert not leaves_out(object())

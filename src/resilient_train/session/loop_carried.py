@@ -33,6 +33,7 @@ from resilient_train.session.static_lookup import (
     attributes_of,
     cells,
     contents,
+    counts_for_itself,
     functions_of,
     held,
     hooks_of,
@@ -114,9 +115,12 @@ def body_carried(
     return _told_of(flow, lambda: flow.follow(found), f"{code.co_filename}:{code.co_firstlineno}")
 
 
-def gives_tensors_alone(thing: object) -> bool:
-    """Whether it is a module whose ``state_dict()`` is torch's own, and so has no number of its attributes."""
-    return type(held(thing, "_modules")) is dict and not functions_of(held(thing, "state_dict"))
+def leaves_out(thing: Any) -> bool:
+    """Whether it holds what its ``state_dict()`` has not: a module's is torch's own, and so has no number of its
+    attributes, or nothing is in it.
+    """
+    of_torch = type(held(thing, "_modules")) is dict and not functions_of(held(thing, "state_dict"))
+    return of_torch or (held(thing, "state_dict") is not UNKNOWN and not thing.state_dict())
 
 
 def _told_of(flow: _Flow, run: Callable[[], None], place: str) -> LoopCarried | None:
@@ -203,7 +207,8 @@ class _Registered:
             return True
         if any(id(each) in self._known for each in path):
             return True
-        return any(id(each) in self._parts for each in path) and not _is_plain(path[-1])
+        of_models = any(id(each) in self._parts for each in path)
+        return of_models and not (_is_plain(path[-1]) or any(map(counts_for_itself, path)))
 
 
 class _Scope:

@@ -36,6 +36,7 @@ from resilient_train.session.calls import BodyCall, Calls, PlainCalls, Position
 from resilient_train.session.carried import Carried, check_places, watch
 from resilient_train.session.driver import LOOP_IS_OVER, Driver
 from resilient_train.session.loader import Cursor
+from resilient_train.session.metrics import check_metrics
 from resilient_train.session.outer_loop import made_here, outer_loop
 from resilient_train.session.randomness import BodiesRandom
 from resilient_train.session.step import Step
@@ -108,7 +109,7 @@ class Session:
                 raise ConfigError(  # noqa: TRY301 - likewise
                     "this process has had its Session: under resilient-run a job has one Session, one loop"
                 )
-            check_places(objects.extra)
+            _check_registered(objects)
             skips = _skips(on_anomaly)
             limits = _limits(norm_threshold, loss_threshold, config.Settings() if link is None else _planned())
             self._engine = engine = engine_for(objects)
@@ -375,6 +376,11 @@ def _told(groups: Groups) -> str:
         f"the state is in {len(groups)} parts, and some are held by one rank alone ({held}): when that one is lost, "
         "all ranks go back to the newest state that session.save_every() has kept (docs/how-to/sharded.md)"
     )
+
+
+def _check_registered(objects: Objects) -> None:
+    check_places(objects.extra)
+    check_metrics({"state": objects.extra, "rank_state": objects.rank_extra})
 
 
 def _skips(on_anomaly: str) -> bool:

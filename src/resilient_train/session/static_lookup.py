@@ -61,13 +61,20 @@ def variables(frame: FrameType) -> dict[str, Any]:
 
 
 def moves_when_used(value: Any) -> bool:
-    """An iterator, or a random number generator: to use one is to change it."""
+    """An iterator, a random number generator, a metric: to use one is to change it."""
     if type(value) is GeneratorType and value.gi_code.co_filename.startswith(script_place.PACKAGE):
         return False  # session.steps()
     kinds = _ORDER.__get__(type(value))
     if any(each is _FILES for each in kinds):
         return False
-    return any("__next__" in _HELD.__get__(each) or _NAME.__get__(each) in _DRAWS for each in kinds)
+    draws = any("__next__" in _HELD.__get__(each) or _NAME.__get__(each) in _DRAWS for each in kinds)
+    return draws or counts_for_itself(value)
+
+
+def counts_for_itself(value: Any) -> bool:
+    """A metric of torchmetrics, by what it has: its states as they begin, and which of them ``state_dict()`` gives."""
+    begins, gives = held(value, "_defaults"), held(value, "_persistent")
+    return type(begins) is type(gives) is dict and begins.keys() == gives.keys()
 
 
 def held(value: Any, attribute: str) -> Any:

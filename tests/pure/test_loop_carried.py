@@ -70,6 +70,27 @@ LOOPS = {
     "a list of this step": ("news = []\nnews.append(step)\nuse(news)", ()),
     "in place": ("use(net.mean * 2)\nnet.mean.mul_(0.9).add_(step)", ("net.mean",)),
     "in place, an entry": ("for k in counts:\n    means[k].mul_(0.9)", ("means",)),
+    "in place, by a view": ("net.mean.data.mul_(0.9)\nnet.mean.detach().view(-1).add_(step)", ("net.mean",)),
+    "in place, of two lists": ("for a, p in zip(stored, use_all()):\n    t = a\n    t.mul_(0.9)", ("stored",)),
+    "in place, numbered": ("for k, a in enumerate(list(stored)):\n    a.mul_(0.9)", ("stored",)),
+    "in place, of a dict": ("for k, v in means.items():\n    v.mul_(0.9)", ("means",)),
+    "in place, its values": ("for v in means.values():\n    v.mul_(0.9)", ("means",)),
+    "in place, in a comprehension": ("[a.mul_(0.9) for a, _ in zip(stored, stored)]", ("stored",)),
+    "in place, a row": ("row = array[step % 3 :]\nrow[0] = row[1]\nuse(array)", ("array",)),
+    "in place, by +=": ("for a in stored:\n    a += step", ("stored",)),
+    "in place, of pairs": ("for a, b in nested:\n    b.add_(step)", ("nested",)),
+    "in place, all at once": ("ops._foreach_lerp_(stored, [step], 0.1)", ("stored",)),
+    "of all at once, a new list": ("fresh = [Mean()]\nops._foreach_lerp_(fresh, [step], 0.1)", ()),
+    "of what is new": ("for a in [Mean()]:\n    a.mul_(0.9)", ()),
+    "of what is registered, one by one": ("for a in mine:\n    a.mul_(0.9)", ()),
+    "begun anew, one by one": ("for a in stored:\n    a.zero_()", ()),
+    "logs, one by one": ("for log in logs.values():\n    log.append(step)", ()),
+    "all of it, by what it was": ("array[:] = 0.9 * array + step", ("array",)),
+    "all of it": ("array[:] = step\nuse(array)", ()),
+    "an output": ("ops.add(array, step, out=array)", ("array",)),
+    "copied over": ("ops.copyto(array, 0.9 * array)", ("array",)),
+    "an output of this step": ("ops.add(step, step, out=array)\nuse(array)", ()),
+    "another variable now": ("for a in stored:\n    a = Mean()\n    a.mul_(0.9)", ()),
     "a part": ("array[step] = 1\nuse(array.max())", ("array",)),
     "a slice": ("array[step : step + 2] = 1\nuse(array[0])", ("array",)),
     "in what is registered, by another name": ("kept[step] = 1\nuse(kept)", ()),
@@ -81,10 +102,11 @@ LOOPS = {
 
 
 class Mean:
-    def mul_(self, _: object) -> Mean:
+    def mul_(self, *_: object) -> Mean:
         return self
 
-    add_ = mul_
+    add_ = zero_ = __iadd__ = detach = view = mul_
+    data = property(mul_)
     __mul__ = mul_
 
 
@@ -93,6 +115,12 @@ class Thing:
 
     def __init__(self) -> None:
         self.mean, self.bag = Mean(), list[int]()
+
+
+class Ops:
+    """As torch's and NumPy's: no text of the user's."""
+
+    _foreach_lerp_ = add = copyto = staticmethod(lambda *_, **__: None)
 
 
 class Batch:
@@ -144,6 +172,13 @@ def names() -> dict[str, Any]:
         "news": [0],
         "means": {"n": Mean(), 1: Mean()},
         "array": np.zeros(8),
+        "stored": [Mean(), Mean()],
+        "nested": [(0, Mean())],
+        "mine": [known.mean],
+        "logs": {"loss": [0]},
+        "ops": Ops,
+        "Mean": Mean,
+        "use_all": lambda: (0, 0),
     }
 
 

@@ -56,6 +56,12 @@ _CHANGES = ("append", "appendleft", "extend", "insert", "add", "update", "remove
 _CONTAINERS = (list, dict, set, deque)
 _ANEW = ("clear", "zero_", "fill_", "copy_")
 """What was in it before is gone."""
+_VIEWS = ("data", "T", "mT", "H", "real", "imag", "detach", "view", "view_as", "flatten", "squeeze", "unsqueeze", "t",
+          "transpose", "permute", "narrow", "select")  # fmt: skip
+"""Of a tensor: what is written there is written to it."""
+_ITERABLES = ("list", "tuple", "reversed", "sorted")
+_FOR_EACH = ("_foreach_", "_")
+"""Functions of torch's that change the tensors of a list begin and end so."""
 _TAKES = ("pop", "popleft", "popitem", "setdefault")
 """Of containers; those of tensors end with one underscore."""
 _READS_ENTRY = ("get", "setdefault", "pop")
@@ -66,6 +72,8 @@ Settled = Iterable[tuple[object, Collection[str]]]
 """Parts of models, and of each the attributes that a redo and a new process get as they were."""
 Key = tuple[int, str]
 """A variable: the object (or the namespace) that holds it, and what it is called there."""
+Stored = dict[int, str]
+"""Containers and tensors, by id, as they are called."""
 
 
 class LoopCarried(NamedTuple):
@@ -178,8 +186,22 @@ def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN or any(held(value, verb) is not UNKNOWN for verb in _OF_ARRAYS)
 
 
+def _is_array(value: object) -> bool:
+    return any(held(value, verb) is not UNKNOWN for verb in _OF_ARRAYS)
+
+
 def _can_change(value: object) -> bool:
-    return type(value) in _CONTAINERS or any(held(value, verb) is not UNKNOWN for verb in _OF_ARRAYS)
+    return type(value) in _CONTAINERS or _is_array(value)
+
+
+def _arrays_in(value: Any, depth: int = 3) -> Iterator[object]:
+    """Tensors and arrays; of containers those in them."""
+    if _is_array(value):
+        yield value
+    elif depth and isinstance_past(value, (dict,)):
+        yield from (each for item in dict.values(value) for each in _arrays_in(item, depth - 1))
+    elif depth and type(value) in (list, tuple):
+        yield from (each for item in value for each in _arrays_in(item, depth - 1))
 
 
 class _Registered:
@@ -283,6 +305,8 @@ class _Flow:
         self._running: list[CodeType] = []
         self._ends = list[set[Key]]()
         """What was sure at each ``return`` of the function that runs."""
+        self._stands_for: dict[Key, Stored] = {}
+        """Variables of this pass that are tensors of before, or in containers of before."""
 
     def carried(self) -> list[str]:
         """What this pass reads before it writes it, and what it changes; what grows and nobody reads is for people."""
@@ -308,7 +332,7 @@ class _Flow:
         match node:
             case ast.Assign():
                 self._read(node.value)
-                self._write(*node.targets)
+                self._assign(node.targets, node.value)
             case ast.AnnAssign():
                 if node.value is not None:
                     self._read(node.value)
@@ -318,7 +342,7 @@ class _Flow:
                 self._change(node.target)
             case ast.For() | ast.AsyncFor():
                 self._read(node.iter)
-                self._write(node.target)
+                self._assign([node.target], node.iter)
                 self._run(node.body)  # once at least: parts of a batch, as a rule
                 self._branches(node.orelse, [])
             case ast.While():
@@ -381,19 +405,27 @@ class _Flow:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._begins_anew(node.func):
             for child in (*node.args, *node.keywords):
                 self._read(child)
-            self._sure.add(self._scope.key(_name_of(node.func.value)))
+            self._sure.add(self._scope.key(self._written_by(node.func.value)))
             return
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and self._fills(node.func):
-            for child in (*([] if _name_of(node.func.value) else [node.func.value]), *node.args, *node.keywords):
+            named = self._written_by(node.func.value)
+            for child in (*([] if named else [node.func.value]), *node.args, *node.keywords):
                 self._read(child)
             return
         if name := _name_of(node):
             self._reads(name)
+        whole, part = _written_arguments(node) if isinstance(node, ast.Call) else (None, None)
         for child in ast.iter_child_nodes(node):
-            if not name or (isinstance(node, ast.Subscript) and child is node.slice):
+            if child is not whole and (not name or (isinstance(node, ast.Subscript) and child is node.slice)):
                 self._read(child)
         if isinstance(node, ast.Call):
             self._call(node)
+        if whole is not None:
+            name = self._written_by(whole.value if isinstance(whole, ast.keyword) else whole)
+            if name and not self._stored(name):
+                self._wrote(name)
+        if part is not None and self._kept_in(name := self._written_by(part)):
+            self._fill(name, of_tensor=True)
 
     def _read_comprehension(self, node: ast.AST) -> None:
         """Its own variables are new each time."""
@@ -402,6 +434,9 @@ class _Flow:
         ]
         before = set(self._sure)
         self._sure |= {self._scope.key(each.id) for each in targets if isinstance(each, ast.Name)}
+        for each in ast.walk(node):
+            if isinstance(each, ast.comprehension):
+                self._stands_for.update(self._standing(each.target, each.iter))
         for child in ast.iter_child_nodes(node):
             self._read(child)
         self._sure = before
@@ -423,15 +458,76 @@ class _Flow:
     def _is_sure(self, name: str) -> bool:
         return any(self._scope.key(each) in self._sure for each in _prefixes(name))
 
+    def _assign(self, targets: Iterable[ast.AST], value: ast.AST) -> None:
+        """And what they stand for then."""
+        standing = {key: each for target in targets for key, each in self._standing(target, value).items()}
+        self._write(*targets)
+        self._stands_for.update(standing)
+
+    def _standing(self, target: ast.AST, value: ast.AST) -> dict[Key, Stored]:
+        """Variables that are what ``value`` is, or something in it, if that is an array, or holds some."""
+        match target, value:
+            case ast.Tuple(elts=parts), ast.Call(func=ast.Name(id="zip"), args=each):
+                pairs = [*zip(parts, each, strict=False)]
+            case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Name(id="enumerate"), args=[of, *_]):
+                pairs = [(part, of)]
+            case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Attribute(value=of, attr="items")):
+                pairs = [(part, of)]
+            case _, ast.Call(func=ast.Attribute(value=of, attr="values")):
+                pairs = [(target, of)]
+            case _, ast.Call(func=ast.Name(id=kind), args=[of, *_]) if kind in _ITERABLES:
+                pairs = [(target, of)]
+            case ast.Tuple(elts=parts), ast.Tuple(elts=each):
+                pairs = [*zip(parts, each, strict=False)]
+            case ast.Tuple(elts=parts), _:
+                pairs = [(part, value) for part in parts]
+            case ast.Name(id=name), _:
+                stored = self._stored_by(value)
+                return {self._scope.key(name): stored} if stored else {}
+            case _:
+                return {}
+        return {key: each for pair in pairs for key, each in self._standing(*pair).items()}
+
+    def _stored_by(self, node: ast.AST) -> Stored:
+        """The tensor or the container of before that an expression is, or has it from; empty: none that is known."""
+        while isinstance(node, ast.Subscript):
+            node = node.value
+        name = self._written_by(node)
+        if not name or self._stored(name):
+            return self._stored(name)
+        container = _container(name)
+        path = self._scope.path(container)
+        if self._is_sure(container) or len(path) < len(_parts(container)) or self._registered.has(path, container):
+            return {}
+        loose = any(not self._registered.has([each], container) for each in _arrays_in(path[-1]))
+        return {id(path[-1]): container + self._scope.where} if loose else {}
+
+    def _stored(self, name: str) -> Stored:
+        """What a variable of this pass stands for, and what is in it."""
+        return self._stands_for.get(self._scope.key(_parts(name)[0]), {}) if name else {}
+
+    def _written_by(self, node: ast.AST) -> str:
+        """The name of what is changed where ``node`` is changed in place: of a view, what that is a view of."""
+        match node:
+            case ast.Call(func=ast.Attribute(value=of, attr=verb)) if verb in _VIEWS:
+                return self._written_by(of)
+            case ast.Attribute(value=of, attr=part) if part in _VIEWS and self._kept_in(inner := self._written_by(of)):
+                return inner
+        return _name_of(node)
+
     def _write(self, *targets: ast.AST) -> None:
         for target in targets:
             match target:
+                case ast.Subscript(value=of) if stored := self._stored(_name_of(of)):
+                    self._read(target.slice)
+                    if not _is_whole(target.slice):
+                        self._filled = {**stored, **self._filled}
                 case ast.Tuple() | ast.List():
                     self._write(*target.elts)
                 case ast.Starred():
                     self._write(target.value)
                 case ast.Subscript() if _is_whole(target.slice) and (name := _name_of(target.value)):
-                    self._sure.add(self._scope.key(name))
+                    self._wrote(name)
                 case ast.Subscript() if not isinstance(target.slice, ast.Constant) and _name_of(target.value):
                     self._read(target.slice)
                     self._fill(_name_of(target.value))
@@ -446,10 +542,14 @@ class _Flow:
         key = self._scope.key(name)
         self._written.add(key)
         self._sure.add(key)
+        self._stands_for.pop(key, None)
 
     def _change(self, target: ast.AST) -> None:
         """``target += ...``."""
         name = _name_of(target)
+        if self._stored(name):
+            self._fill(name, of_tensor=True)
+            return
         if isinstance(target, ast.Name):
             self._reads(name)
             self._wrote(name)
@@ -462,34 +562,39 @@ class _Flow:
 
     def _kept_in(self, name: str) -> list[Any]:
         """The path to the container or the tensor that it stands for, or is in; empty: it is none, or not known."""
+        if stored := self._stored(name):
+            return [*stored]
         path = self._scope.path(_container(name)) if name else []
         if not path or len(path) < len(_parts(_container(name))):
             return []
         return path if isinstance_past(path[-1], _CONTAINERS) or held(path[-1], "add_") is not UNKNOWN else []
 
     def _begins_anew(self, method: ast.Attribute) -> bool:
-        name = _name_of(method.value)
+        name = self._written_by(method.value)
         return method.attr in _ANEW and "[" not in name and bool(self._kept_in(name))
 
     def _fills(self, method: ast.Attribute) -> bool:
         """Whether a call of it changes something in place, and gives nothing of it."""
-        name, verb = _name_of(method.value), method.attr
-        path = self._kept_in(name)
+        name, verb = self._written_by(method.value), method.attr
         of_tensor = verb.endswith("_") and not verb.startswith("_")
-        if not path or not (of_tensor or verb in _CHANGES or verb in _TAKES):
+        if not self._kept_in(name) or not (of_tensor or verb in _CHANGES or verb in _TAKES):
             return False
-        self._fill(name)
-        if of_tensor:  # no list for people: read behind the loop, if not in it
-            self._used.add(id(path[-1]))
+        if of_tensor or not self._stored(name):
+            self._fill(name, of_tensor=of_tensor)
         return verb not in _TAKES
 
-    def _fill(self, name: str) -> None:
-        """What that name stands for, or the container that has it, is changed in place."""
+    def _fill(self, name: str, *, of_tensor: bool = False) -> None:
+        """What that name stands for, or the container that has it, is changed in place. ``of_tensor``: it is no list
+        for people, so it is read behind the loop, if not in it.
+        """
+        filled = self._stored(name)
         container = _container(name)
         path = self._scope.path(container)
         whole = len(path) == len(_parts(container))
-        if whole and not self._is_sure(name) and not self._registered.has(path, container):
-            self._filled.setdefault(id(path[-1]), container + self._scope.where)
+        if not filled and whole and not self._is_sure(name) and not self._registered.has(path, container):
+            filled = {id(path[-1]): container + self._scope.where}
+        self._filled = {**filled, **self._filled}
+        self._used.update(filled if of_tensor else ())
 
     # -- what is called
 
@@ -560,6 +665,16 @@ def _is_whole(part: ast.expr) -> bool:
         case ast.Slice(lower=None, upper=None, step=None) | ast.Constant(value=EllipsisType()):
             return True
     return False
+
+
+def _written_arguments(node: ast.Call) -> tuple[ast.AST | None, ast.AST | None]:
+    """What a function writes to: all of it (``out=``), and in place each tensor of it."""
+    verb, first = _name_of(node.func).rpartition(".")[2], next(iter(node.args), None)
+    begin, end = _FOR_EACH
+    out = next((each for each in node.keywords if each.arg == "out"), None)
+    return out or (first if verb == "copyto" else None), first if verb.startswith(begin) and verb.endswith(
+        end
+    ) else None
 
 
 def _container(name: str) -> str:

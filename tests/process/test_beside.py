@@ -23,17 +23,17 @@ def why(run: Run) -> str:
 SCHEDULED = "scheduler CosineAnnealingLR, which is not registered, has changed in training"
 
 
-@pytest.mark.parametrize("what", ["average", "written", "scheduled"])
+@pytest.mark.parametrize("what", ["average", "written", "scheduled", "average --called", "scheduled --called"])
 def test_one_that_changes_is_told_and_a_lost_rank_ends_the_job(tmp_path: Path, what: str) -> None:
     """The state is saved. Who starts the job again is told that the average begins anew."""
-    changed = SCHEDULED if what == "scheduled" else CHANGED
-    run = run_of(tmp_path / "run", what)
+    changed = SCHEDULED if "scheduled" in what else CHANGED
+    run = run_of(tmp_path / "run", *what.split())
     assert run.code == 2, run.explain()
     assert {each["rank"] for each in run.of("unregistered")} == {0, 1}, run.explain()
     assert run.err.count(f"{changed} on rank") == 1
     assert f"rank 1 can't be replaced, since {changed}, and a new process has it as it was" in why(run)
     assert "its state from after 6 updates is saved" in why(run)
-    again = run_of(tmp_path / "run", what, plan="")
+    again = run_of(tmp_path / "run", *what.split(), plan="")
     assert again.code == 0, again.explain()
     assert again.err.count(f"where the state was saved, {changed}; here it begins anew") == 1
 

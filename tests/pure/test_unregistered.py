@@ -134,6 +134,22 @@ def test_another_one_in_its_place_is_a_change(how: str) -> None:
     assert name in found.changed()
 
 
+def test_what_is_made_before_the_first_call_counts_from_then() -> None:
+    early = Odd()
+    found = of()
+    with torch.no_grad():
+        early.inner[0].bias.add_(1)
+    late = Odd(1)
+    late.inner[0].weight.data.add_(1)
+    found.go_on(frozenset)
+    assert {each for each in found.changed() if each.endswith("of Odd")} == {"parameter 'inner.0.bias' of Odd"}
+    late.inner[0].weight.data.add_(1)
+    assert "parameter 'inner.0.weight' of Odd" in found.changed()
+    held = len(found._held)
+    found.go_on(frozenset)
+    assert len(found._held) == held
+
+
 def test_what_is_no_change() -> None:
     """A cache; memory that FSDP takes away; a module that is gone."""
     model, gone = Odd(), Odd()

@@ -381,6 +381,10 @@ class Collectives(Protocol):
         """
         ...
 
+    def end_head(self) -> None:
+        """A loop of calls comes to its first one. What it has made since it began is not registered either."""
+        ...
+
     def attach(self, conductor: Conductor, tails: Tails) -> None:
         """From now on every collective is seen, and ``set_mode`` says what becomes of it."""
         ...

@@ -337,6 +337,7 @@ class Driver:
 
     def head_ends(self) -> None:
         """The first call. Raises UsageError for what can't be put back."""
+        self._engine.collectives.end_head()
         if lost := self._head.ends(self._rank.commits):
             raise UsageError(
                 f"{lost} was changed between session.position and the first call, by a process that goes on in the "

@@ -82,6 +82,9 @@ class TorchCollectives:
         group_module.end_set_up()
         return record
 
+    def end_head(self) -> None:
+        self._unregistered.go_on(self._registered)
+
     def _gradients(self) -> Memory:
         return gradients(self._objects)
 

@@ -119,18 +119,29 @@ class Unregistered:
         """The loop begins. ``registered``: the memory of what comes from a replica, asked for if that is needed: it has
         the user's ``state_dict()``s called.
         """
+        self._held, self._counting = self._found(registered)
+
+    def go_on(self, registered: Callable[[], Memory]) -> None:
+        """A loop that gives its bodies to the Session comes to the first one: it may have made more since it began."""
+        held, counting = self._found(registered)
+        known = {(id(each.module()), each.name) for each in self._held}
+        self._held += [each for each in held if (id(each.module()), each.name) not in known]
+        counted = {id(each.held()) for each in self._counting}
+        self._counting += [each for each in counting if id(each.held()) not in counted]
+
+    def _found(self, registered: Callable[[], Memory]) -> tuple[list[_Held], list[_Counting]]:
         known = {id(each) for model in self._models for each in (*model.parameters(), *model.buffers())}
         listed = instances_of(torch.nn.Module, *_kinds_that_count())
         modules = [each for each in listed if issubclass(type(each), torch.nn.Module)]
         counting = [each for each in listed if not issubclass(type(each), torch.nn.Module) and _may_count(each, known)]
         reached = _reached_from(self._others) if counting else set[int]()
-        self._counting = [
+        counts = [
             _Counting(_named(each), weakref.ref(each), _counts(each)) for each in counting if id(each) not in reached
         ]
         others = [each for each in _tensors(modules) if id(each.tensor) not in known]
         memory = registered() if others else frozenset()
         found = [each for each in others if not holds(memory, memory_of([each.tensor]))]
-        self._held = [_Held(each.strange, weakref.ref(each.module), each.name) for each in found]
+        return [_Held(each.strange, weakref.ref(each.module), each.name) for each in found], counts
 
     def packed(self) -> bytes:
         """For ``difference``, in another process."""

@@ -39,17 +39,28 @@ def left(run_dir: Path) -> str:
     return asyncio.run(saves(run_dir).start.left())
 
 
-@pytest.mark.parametrize("there", [(), (CHECKPOINTS,), (CHECKPOINTS, f"{CHECKPOINTS}/step_4")])
-def test_nothing_was_saved(tmp_path: Path, there: tuple[str, ...]) -> None:
-    """A folder is no state, nor is half a checkpoint."""
-    for path in there:
-        (tmp_path / path).mkdir()
+@pytest.mark.parametrize("there", [False, True])
+def test_nothing_was_saved(tmp_path: Path, *, there: bool) -> None:
+    """A folder is no state, nor is a draft."""
+    if there:
+        (tmp_path / CHECKPOINTS / "step_4.tmp").mkdir(parents=True)
     each = saves(tmp_path)
-    assert each.can_go_back() == bool(there), "it may be worth a look"
+    assert each.can_go_back() == there, "it may be worth a look"
     assert choose(each, needed=True) == "nothing is saved"
     assert choose(each) == ""
     assert each.start.source is None
     assert left(tmp_path) == ""
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_beside_damaged_checkpoints_nobody_begins_anew(tmp_path: Path, *, needed: bool) -> None:
+    """The job would train from its beginning, and write over them in the end."""
+    for step in (4, 6):
+        (tmp_path / CHECKPOINTS / f"step_{step}").mkdir(parents=True)
+    each = saves(tmp_path)
+    blind = choose(each, needed=needed)
+    assert blind.startswith(f"none of the 2 checkpoints in {tmp_path / CHECKPOINTS} can be gone on from (")
+    assert "step_6: manifest.json" in blind
 
 
 def test_a_job_that_saves_may_begin_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

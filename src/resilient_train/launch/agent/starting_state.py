@@ -148,6 +148,12 @@ class StartingState:
             if not stored.unreadable and seen.at_rest:
                 self._states.wrong_stored = None  # it was set aside; else that is tried again, see CheckpointRequests
             return ""
+        if stored.skipped:
+            path, reason = stored.skipped[0]
+            return (
+                f"none of the {len(stored.skipped)} checkpoints in {self._folder} can be gone on from ({path}: {reason}): "
+                "mend one, or take them all out to begin anew"
+            )
         return self._states.why_not_anew() or ("nothing is saved" if needed and not self._snapshots.wanted else "")
 
     def _tell_unanswered(self, seen: _Seen, told: set[str]) -> None:
